@@ -1,0 +1,77 @@
+# Needs Python 3.11 to 3.13, pip and make; everything else is installed into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# With an NVIDIA GPU, pip chooses torch. Without one, the pinned CPU build is installed before anything
+# else, because a torch that pip resolves by itself brings gigabytes of CUDA packages.
+GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+TESTS := $(wildcard tests/unit tests/property tests/distributed tests/peers)
+ifeq ($(GPU),yes)
+  TESTS += $(wildcard tests/gpu)
+  SELECT := -m "not stress"
+else
+  CONSTRAINTS := -c constraints-cpu.txt
+endif
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help env demo test lint types contracts pytest stress format
+
+help: ## print this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+env: $(VENV)/.dev ## create .venv with everything for development
+
+demo: $(VENV)/.demo ## install, then train on photos without and with balancing
+	$(BIN)/bascule bench --photos "$$($(BIN)/python -c 'from pathlib import Path; import skimage; print(Path(skimage.__file__).parent / "data")')"
+
+test: lint types contracts pytest ## install, then lint, types, import contracts and tests
+
+lint: $(VENV)/.dev ## ruff: rules and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.dev ## pyright
+	$(BIN)/pyright
+
+contracts: $(VENV)/.dev ## import-linter: which package may import which
+	$(BIN)/lint-imports --no-logo
+
+pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, without GPU tests
+	$(BIN)/pytest $(SELECT) $(TESTS)
+
+stress: $(VENV)/.dev ## the tests that take minutes
+	$(BIN)/pytest -m stress --timeout 1800
+
+format: $(VENV)/.dev ## let ruff fix and format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+# Some systems ship Python without ensurepip; then the system's pip fills the environment.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV) || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(VENV) install pip; }
+
+$(VENV)/.torch: constraints-cpu.txt | $(BIN)/python
+ifneq ($(GPU),yes)
+	$(PIP) install --no-deps --retries 1 --extra-index-url $(TORCH_CPU_INDEX) \
+	  $$(grep '^torch==' constraints-cpu.txt)
+endif
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "Installing bascule[demo] into $(VENV)"
+	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "Installing bascule[dev] into $(VENV)"
+	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[dev]'
+	@touch $(VENV)/.demo $@
