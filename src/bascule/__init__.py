@@ -1,0 +1,52 @@
+"""bascule makes every GPU finish at the same time.
+
+It balances variable-length work over ranks, and splits sequences that are too long for one rank, in
+the training and the inference of diffusion transformers and multimodal models.
+
+Names are resolved when they are first used: `import bascule` imports no torch.
+"""
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bascule.attention.parallel import SequenceParallel as SequenceParallel
+    from bascule.attention.parallel import Step as Step
+    from bascule.errors import CommError as CommError
+    from bascule.errors import ConfigError as ConfigError
+    from bascule.errors import PlanError as PlanError
+    from bascule.plan.cost import TransformerCost as TransformerCost
+    from bascule.plan.fit import fit_latency as fit_latency
+    from bascule.plan.limits import Limits as Limits
+    from bascule.plan.sequences import Plan as Plan
+    from bascule.plan.sequences import plan_batch as plan_batch
+    from bascule.plan.topology import Topology as Topology
+
+__version__ = importlib.metadata.version("bascule")
+
+_HOMES = {
+    "CommError": "bascule.errors",
+    "ConfigError": "bascule.errors",
+    "Limits": "bascule.plan.limits",
+    "Plan": "bascule.plan.sequences",
+    "PlanError": "bascule.errors",
+    "SequenceParallel": "bascule.attention.parallel",
+    "Step": "bascule.attention.parallel",
+    "Topology": "bascule.plan.topology",
+    "TransformerCost": "bascule.plan.cost",
+    "fit_latency": "bascule.plan.fit",
+    "plan_batch": "bascule.plan.sequences",
+}
+
+__all__ = [*sorted(_HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bascule' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

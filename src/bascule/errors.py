@@ -1,0 +1,21 @@
+"""What bascule raises: three kinds, so that a caller can tell a wrong argument from a failed peer."""
+
+
+class ConfigError(ValueError):
+    """An argument is wrong: the message names the value, the limit and the fix."""
+
+
+class PlanError(ValueError):
+    """Legal items that no plan can place within the limits: names the item and by how much it misses."""
+
+
+class CommError(RuntimeError):
+    """Ranks disagree, a collective failed, or a rank is gone: names the collective, step and ranks."""
+
+
+class RemoteConfigError(CommError, ConfigError):
+    """Bad input met by one rank and raised on all of them, before any exchange that depends on it.
+
+    It is a `CommError` because it arrived through an agreement between ranks, and a `ConfigError`
+    because the fix is in the input of the rank that it names.
+    """

@@ -1,0 +1,1 @@
+"""Decide: pure planning on numpy and scipy. Nothing here imports torch."""

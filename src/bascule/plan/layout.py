@@ -1,0 +1,119 @@
+"""Where every token goes: chunks of sequences on ranks, and the index tables that move them.
+
+Two layouts, both in the order of global sequence ids (rank 0's sequences first, then rank 1's, ...):
+the *source* layout, as the data loader made it, and the *compute* layout, in which a rank of a bag
+holds one chunk of each of the bag's sequences. Since both follow the same order and an all-to-all
+delivers in the order of the source ranks, what arrives is already in place: `route` gathers before the
+exchange and `restore` after it, one pass over the data each.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Route:
+    """One rank's part in an exchange: `received = all_to_all(x[send_index]); out = received[recv_index]`.
+
+    Attributes:
+        send_index: (tokens sent,) row to send at each place; None leaves the order as it is.
+        send_splits: (num_ranks,) rows to each rank.
+        recv_splits: (num_ranks,) rows from each rank.
+        recv_index: (tokens received,) received row at each place; None leaves the order as it is.
+    """
+
+    send_index: Ints | None
+    send_splits: Ints
+    recv_splits: Ints
+    recv_index: Ints | None
+
+    def inverse(self) -> "Route":
+        """The exchange that brings every row back to where it came from."""
+        return Route(
+            send_index=_inverse_permutation(self.recv_index),
+            send_splits=self.recv_splits,
+            recv_splits=self.send_splits,
+            recv_index=_inverse_permutation(self.send_index),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalLayout:
+    """What one rank computes on: a chunk of each sequence of its bag, packed without padding.
+
+    Attributes:
+        seq_ids: (n,) global ids of the bag's sequences, ascending; the same on all ranks of the bag.
+        seq_lens: (n,) their whole lengths.
+        chunk_starts: (n,) position of this rank's chunk in its sequence.
+        chunk_lens: (n,) tokens of it; may be 0.
+        cu_seqlens: (n + 1,) int32, bounds of the chunks on this rank.
+        positions: (T,) position of each local token in its sequence.
+        slots: (T,) index into `seq_ids` of each local token.
+    """
+
+    seq_ids: Ints
+    seq_lens: Ints
+    chunk_starts: Ints
+    chunk_lens: Ints
+    cu_seqlens: npt.NDArray[np.int32]
+    positions: Ints
+    slots: Ints
+
+
+def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.ArrayLike) -> Ints:
+    """Position at which chunk `index` of each sequence begins; `index = bag size` gives its length.
+
+    A sequence of L tokens in a bag of G gives every rank L // G tokens; the remainder goes one token a
+    rank to the L % G ranks from `rotation` on, cyclically. All arguments broadcast.
+    """
+    base, extra = seq_lens // bag_sizes, seq_lens % bag_sizes
+    before = np.asarray(index, dtype=np.int64)
+    straight = np.clip(before - rotations, 0, extra)
+    wrapped = np.minimum(before, np.maximum(rotations + extra - bag_sizes, 0))
+    return before * base + straight + wrapped
+
+
+def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
+    """Rank in its bag at which each sequence's remainder starts: where the previous one's ended.
+
+    Hence the tokens of the ranks of a bag differ by at most one. O(n log n) in the number of sequences.
+    """
+    sizes = bag_sizes[bag_of]
+    extra = seq_lens % sizes
+    order = np.argsort(bag_of, kind="stable")
+    before = np.cumsum(extra[order]) - extra[order]
+    sorted_bags = bag_of[order]
+    is_first = np.ones(sorted_bags.size, dtype=bool)
+    is_first[1:] = sorted_bags[1:] != sorted_bags[:-1]
+    bag_start = np.maximum.accumulate(np.where(is_first, before, 0))
+    result = np.empty_like(seq_lens)
+    result[order] = (before - bag_start) % sizes[order]
+    return result
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """The concatenation of `arange(start, start + length)`."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - lengths), lengths)
+
+
+def cumulative(lengths: Ints) -> Ints:
+    """(n + 1,) bounds of consecutive pieces of these lengths."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+
+def sums_by(groups: Ints, values: Ints, num_groups: int) -> Ints:
+    """(num_groups,) sum of the values in each group; exact below 2^53."""
+    return np.bincount(groups, weights=values, minlength=num_groups).astype(np.int64)
+
+
+def _inverse_permutation(index: Ints | None) -> Ints | None:
+    if index is None:
+        return None
+    inverse = np.empty_like(index)
+    inverse[index] = np.arange(index.size)
+    return inverse

@@ -1,0 +1,19 @@
+"""How even a set of loads is. Idle ranks count; an idle batch is even."""
+
+import numpy as np
+import numpy.typing as npt
+
+
+def imbalance(loads: npt.NDArray[np.float64]) -> float:
+    """Max over mean, at least 1: by how much the slowest rank stretches the step."""
+    mean = float(loads.mean()) if loads.size else 0.0
+    return float(loads.max()) / mean if mean > 0 else 1.0
+
+
+def wir(loads: npt.NDArray[np.float64]) -> float:
+    """KnapFormer's workload imbalance ratio: max over min; infinite when a rank is idle, 1 when all are."""
+    most = float(loads.max()) if loads.size else 0.0
+    least = float(loads.min()) if loads.size else 0.0
+    if most == 0.0:
+        return 1.0
+    return most / least if least > 0 else float("inf")

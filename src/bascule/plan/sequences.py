@@ -1,0 +1,339 @@
+"""Plans for a batch of sequences: which bag computes each of them, and everything that follows."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan import layout, metrics
+from bascule.plan.cost import Cost
+from bascule.plan.greedy import lower_bound, run_planner
+from bascule.plan.layout import Ints, LocalLayout, Route
+from bascule.plan.topology import Topology
+
+JSON_VERSION = 1
+MAX_LENGTH = 2**40
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A frozen decision: the bag of every sequence, with its certificate and its index tables.
+
+    Attributes:
+        topology: The bags, over the whole world.
+        source_counts: (num_ranks,) sequences that each rank's loader delivered.
+        seq_lens: (num_seqs,) tokens of each sequence, in source order: its place is its global id.
+        bag_of: (num_seqs,) bag that computes it.
+        loads: (num_ranks,) predicted cost of each rank, carried loads included.
+        lower_bound: No plan of these sequences on these bags has a smaller makespan.
+        planner: Name of the planner that made it.
+    """
+
+    topology: Topology
+    source_counts: Ints
+    seq_lens: Ints
+    bag_of: Ints
+    loads: npt.NDArray[np.float64]
+    lower_bound: float
+    planner: str
+
+    def __post_init__(self) -> None:
+        for array in (self.source_counts, self.seq_lens, self.bag_of, self.loads):
+            array.flags.writeable = False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the world that this plan is for."""
+        return self.topology.num_ranks
+
+    @property
+    def makespan(self) -> float:
+        """Predicted cost of the slowest rank."""
+        return float(self.loads.max())
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan is above the lower bound at most: makespan / lower_bound - 1."""
+        return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of the loads."""
+        return metrics.imbalance(self.loads)
+
+    @property
+    def wir(self) -> float:
+        """Max over min of the loads; infinite if a rank is idle, 1 if all are."""
+        return metrics.wir(self.loads)
+
+    @cached_property
+    def source_ranks(self) -> Ints:
+        """(num_seqs,) rank whose loader delivered each sequence."""
+        return np.repeat(np.arange(self.num_ranks), self.source_counts)
+
+    @cached_property
+    def tokens(self) -> Ints:
+        """(num_ranks,) tokens that each rank computes on."""
+        bags = self.topology.bag_of_rank
+        place = np.arange(self.num_ranks) - self.topology.first_ranks[bags]
+        sizes = self.topology.bag_sizes
+        base = layout.sums_by(self.bag_of, self.seq_lens // sizes[self.bag_of], sizes.size)
+        # The remainders of a bag are dealt in turn, so their sum tells how many each rank got.
+        extra = layout.sums_by(self.bag_of, self.seq_lens % sizes[self.bag_of], sizes.size)
+        return base[bags] + extra[bags] // sizes[bags] + (place < extra[bags] % sizes[bags])
+
+    @cached_property
+    def moved_tokens(self) -> int:
+        """Tokens that leave the rank that loaded them."""
+        sizes = self.topology.bag_sizes[self.bag_of]
+        place = self.source_ranks - self.topology.first_ranks[self.bag_of]
+        at_home = (place >= 0) & (place < sizes)
+        place = np.clip(place, 0, sizes - 1)
+        start = layout.chunk_starts(self.seq_lens, sizes, self._rotations, place)
+        end = layout.chunk_starts(self.seq_lens, sizes, self._rotations, place + 1)
+        return int(self.seq_lens.sum() - np.where(at_home, end - start, 0).sum())
+
+    @cached_property
+    def _rotations(self) -> Ints:
+        return layout.rotations(self.seq_lens, self.bag_of, self.topology.bag_sizes)
+
+    def local(self, rank: int) -> LocalLayout:
+        """What `rank` computes on. O(num_seqs + tokens of the rank).
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        self._check_rank(rank)
+        bag = self.topology.bag_of_rank[rank]
+        place = rank - self.topology.first_ranks[bag]
+        seq_ids = np.flatnonzero(self.bag_of == bag)
+        seq_lens, turns = self.seq_lens[seq_ids], self._rotations[seq_ids]
+        size = self.topology.bag_sizes[bag]
+        starts = layout.chunk_starts(seq_lens, size, turns, place)
+        lens = layout.chunk_starts(seq_lens, size, turns, place + 1) - starts
+        return LocalLayout(
+            seq_ids=seq_ids,
+            seq_lens=seq_lens,
+            chunk_starts=starts,
+            chunk_lens=lens,
+            cu_seqlens=layout.cumulative(lens).astype(np.int32),
+            positions=layout.ranges(starts, lens),
+            slots=np.repeat(np.arange(seq_ids.size), lens),
+        )
+
+    def bag_lens(self, rank: int) -> Ints:
+        """(bag size, n) tokens of each chunk of the sequences of `rank`'s bag, ranks of the bag in order."""
+        self._check_rank(rank)
+        bag = self.topology.bag_of_rank[rank]
+        seq_ids = np.flatnonzero(self.bag_of == bag)
+        size = self.topology.bag_sizes[bag]
+        places = np.arange(size + 1)[:, None]
+        return np.diff(
+            layout.chunk_starts(self.seq_lens[seq_ids], size, self._rotations[seq_ids], places),
+            axis=0,
+        )
+
+    def route(self, rank: int) -> Route:
+        """The part of `rank` in the exchange from source to compute layout; `.inverse()` restores.
+
+        O(num_seqs + chunks and tokens of the rank).
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        local = self.local(rank)
+        recv_splits = layout.sums_by(
+            self.source_ranks[local.seq_ids], local.chunk_lens, self.num_ranks
+        )
+        send_index, send_splits = self._send_table(rank)
+        return Route(send_index, send_splits, recv_splits, None)
+
+    def _send_table(self, rank: int) -> tuple[Ints, Ints]:
+        """Row to send at each place, and rows to each rank: pieces by destination, then sequence."""
+        first = int(self.source_counts[:rank].sum())
+        own = slice(first, first + int(self.source_counts[rank]))
+        seq_lens, bags = self.seq_lens[own], self.bag_of[own]
+        sizes = self.topology.bag_sizes[bags]
+        piece_seq = np.repeat(np.arange(sizes.size), sizes)
+        place = layout.ranges(np.zeros_like(sizes), sizes)
+        args = seq_lens[piece_seq], sizes[piece_seq], self._rotations[own][piece_seq]
+        starts = layout.chunk_starts(*args, place)
+        lens = layout.chunk_starts(*args, place + 1) - starts
+        dest = self.topology.first_ranks[bags][piece_seq] + place
+        order = np.argsort(dest, kind="stable")
+        rows = (layout.cumulative(seq_lens)[piece_seq] + starts)[order]
+        return layout.ranges(rows, lens[order]), layout.sums_by(dest, lens, self.num_ranks)
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigError(f"rank {rank}: this plan is for ranks 0 to {self.num_ranks - 1}")
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the integers that decide who computes what; equal on ranks that agree."""
+        terms = np.array(self.topology.terms, dtype=np.int64)
+        head = np.array([JSON_VERSION, self.topology.num_replicas, len(terms)], dtype=np.int64)
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (head, terms, self.source_counts, self.seq_lens, self.bag_of):
+            digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        return digest.hexdigest()
+
+    def to_json(self) -> str:
+        """The plan as JSON, with a version; floats survive exactly."""
+        per_rank = np.split(self.seq_lens, np.cumsum(self.source_counts)[:-1])
+        return json.dumps(
+            {
+                "version": JSON_VERSION,
+                "topology": str(self.topology),
+                "num_replicas": self.topology.num_replicas,
+                "planner": self.planner,
+                "seq_lens": [lens.tolist() for lens in per_rank],
+                "bag_of": self.bag_of.tolist(),
+                "loads": self.loads.tolist(),
+                "lower_bound": self.lower_bound,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: The text is not such a plan, or its version is another.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["version"] != JSON_VERSION:
+                raise ConfigError(
+                    f"plan of version {data['version']!r}: this bascule reads {JSON_VERSION}"
+                )
+            unit = Topology.parse(data["topology"])
+            topology = Topology(unit.terms, data["num_replicas"])
+            counts, lens = check_lengths(data["seq_lens"], topology.num_ranks)
+            bag_of = np.array(data["bag_of"], dtype=np.int64)
+            loads = np.array(data["loads"], dtype=np.float64)
+            fields = str(data["planner"]), float(data["lower_bound"])
+        except (KeyError, TypeError, OverflowError, json.JSONDecodeError) as error:
+            raise ConfigError(f"this is not a plan written by Plan.to_json: {error!r}") from error
+        if bag_of.shape != lens.shape or loads.shape != counts.shape:
+            raise ConfigError(
+                f"plan with {lens.size} sequences on {counts.size} ranks has {bag_of.size} bags assigned "
+                f"and {loads.size} loads: the file is damaged"
+            )
+        if bag_of.size and not 0 <= bag_of.min() <= bag_of.max() < topology.num_bags:
+            raise ConfigError(
+                f"plan names a bag outside 0..{topology.num_bags - 1}: the file is damaged"
+            )
+        return cls(topology, counts, lens, bag_of, loads, fields[1], fields[0])
+
+
+def plan_batch(
+    seq_lens: Sequence[npt.ArrayLike],
+    topology: Topology | str,
+    cost: Cost,
+    *,
+    planner: str = "lpt",
+    carried_loads: npt.ArrayLike | None = None,
+) -> Plan:
+    """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
+
+    Args:
+        seq_lens: One list of token counts a source rank; empty lists are legal.
+        topology: The bags, or their spec; replicas fill the world that `seq_lens` describes.
+        cost: Predicts the cost of a sequence on one rank; a bag of G ranks takes a G-th of it.
+        planner: "lpt" (longest first, by completion time) or "knapsack" (the greedy of KnapFormer:
+            longest first, to the least occupied bag whose remaining capacity suffices).
+        carried_loads: (num_ranks,) cost that each rank has already, for example of earlier microbatches.
+
+    Returns:
+        The plan; the same on every rank that gives the same arguments.
+
+    Raises:
+        ConfigError: A length, the topology or the planner is illegal.
+    """
+    topology = Topology.parse(topology, world_size=len(seq_lens))
+    counts, lens = check_lengths(seq_lens, topology.num_ranks)
+    sizes = topology.bag_sizes
+    carried = _bag_carried(carried_loads, topology)
+    costs = _check_costs(cost(lens), lens)
+    bag_of = run_planner(planner, costs, sizes, carried)
+    loads = np.bincount(bag_of, weights=costs, minlength=sizes.size) / sizes + carried
+    return Plan(
+        topology=topology,
+        source_counts=counts,
+        seq_lens=lens,
+        bag_of=bag_of,
+        loads=loads[topology.bag_of_rank],
+        lower_bound=lower_bound(costs, sizes, carried),
+        planner=planner,
+    )
+
+
+def _bag_carried(
+    carried_loads: npt.ArrayLike | None, topology: Topology
+) -> npt.NDArray[np.float64]:
+    """(num_bags,) cost carried by the slowest rank of each bag, for which its other ranks wait."""
+    if carried_loads is None:
+        return np.zeros(topology.num_bags)
+    carried = np.asarray(carried_loads, dtype=np.float64)
+    if carried.shape != (topology.num_ranks,) or not np.all(np.isfinite(carried) & (carried >= 0)):
+        raise ConfigError(
+            f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 for each of the "
+            f"{topology.num_ranks} ranks"
+        )
+    return np.maximum.reduceat(carried, topology.first_ranks)
+
+
+def _check_costs(costs: npt.NDArray[np.float64], lens: Ints) -> npt.NDArray[np.float64]:
+    if costs.shape != lens.shape or not np.all(np.isfinite(costs) & (costs >= 0)):
+        raise ConfigError("the cost model must give a finite cost of at least 0 for each sequence")
+    return costs
+
+
+def check_lengths(seq_lens: Sequence[npt.ArrayLike], num_ranks: int) -> tuple[Ints, Ints]:
+    """(num_ranks,) counts and (num_seqs,) lengths of a batch given as one list a source rank.
+
+    Raises:
+        ConfigError: The number of lists is not the number of ranks, or a length is not a non-negative
+            integer; rank, place and value are named.
+    """
+    if len(seq_lens) != num_ranks:
+        raise ConfigError(
+            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a source "
+            "rank, empty where a rank has no data"
+        )
+    per_rank = [np.asarray(lens) for lens in seq_lens]
+    for rank, lens in enumerate(per_rank):
+        if lens.ndim != 1 or lens.dtype.kind not in "iuf":
+            raise ConfigError(f"rank {rank}: lengths must be a flat list of integers, not {lens!r}")
+    counts = np.array([lens.size for lens in per_rank], dtype=np.int64)
+    given = np.concatenate(per_rank)
+    bad = find_bad_length(given)
+    if bad is not None:
+        rank = int(np.searchsorted(np.cumsum(counts), bad, side="right"))
+        raise ConfigError(bad_length_message(rank, bad - int(counts[:rank].sum()), given[bad]))
+    return counts, given.astype(np.int64)
+
+
+def find_bad_length(given: npt.NDArray[Any]) -> int | None:
+    """Place of the first length that is not a whole number from 0 to 2^40, or None."""
+    with np.errstate(invalid="ignore"):
+        legal = (given >= 0) & (given <= MAX_LENGTH) & (given == np.floor(given))
+    return None if legal.all() else int(np.argmin(legal))
+
+
+def bad_length_message(rank: int, place: int, value: float) -> str:
+    """The one sentence for an illegal length, the same wherever it is found."""
+    return f"rank {rank}, sequence {place}: length {value} is not a whole number of tokens from 0 to 2^40"

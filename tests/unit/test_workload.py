@@ -1,0 +1,363 @@
+import json
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bascule.errors import ConfigError
+from bascule.plan.manifest import read_manifest
+from bascule.plan.workload import (
+    MAX_TEXT_TOKENS,
+    DataCode,
+    SampleShape,
+    check_world,
+    deal,
+    keyed_generator,
+    latent_frames,
+    parse_data_codes,
+    rank_lengths,
+    read_lengths,
+    sample_lengths,
+    seq_lens,
+)
+
+MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("code", "tokens"),
+    [
+        ("g1b1i256f1s0", 256),
+        ("g1b1i512f1s0", 1024),
+        ("g1b1i1024f1s0", 4096),
+        ("g1b1i2048f1s0", 16384),
+        ("g1b1i256f4s0", 256 * 4),
+        ("g1b1i256f85s1", 256 * 25),
+        ("g1b1i512f85s1", 1024 * 25),
+        ("g1b1i256f3s1", 256),
+        ("g1b1i256f1s1", 256),
+        ("g1b1i271f1s0", 256),
+        ("g1b1i16f1s0", 1),
+    ],
+)
+def test_visual_tokens_of_a_data_code(code: str, tokens: int) -> None:
+    assert parse_data_codes(code)[0].image_tokens == tokens
+
+
+def test_latent_frames_are_those_of_the_printed_formula() -> None:
+    for num_frames in range(1, 2000):
+        assert latent_frames(num_frames, compressed=True) == max(int(num_frames / 3.4), 1)
+        assert latent_frames(num_frames, compressed=False) == num_frames
+
+
+def test_a_mix_parses_and_prints() -> None:
+    codes = parse_data_codes(MIXED)
+    assert codes[0] == DataCode(16, 4, 256, 1, False)
+    assert ",".join(map(str, codes)) == MIXED
+    assert sum(code.num_ranks for code in codes) == 32
+    assert parse_data_codes(MIXED.replace(",", ",  ")) == codes
+
+
+@given(
+    st.integers(1, 99999),
+    st.integers(0, 99999),
+    st.integers(16, 99999),
+    st.integers(1, 99999),
+    st.booleans(),
+)
+def test_a_code_survives_printing(g: int, b: int, i: int, f: int, s: bool) -> None:
+    code = DataCode(g, b, i, f, s)
+    assert parse_data_codes(str(code)) == (code,)
+
+
+@pytest.mark.parametrize(
+    ("spec", "bad"),
+    [
+        ("", "term 1 ''"),
+        ("g4b5i512f1s0,", "term 2 ''"),
+        ("g4b5i512f1s0,,g4b5i512f1s0", "term 2 ''"),
+        ("g4b5i512f1s0junk", "'g4b5i512f1s0junk'"),
+        ("xg4b5i512f1s0", "'xg4b5i512f1s0'"),
+        ("g4b5i512f1s0,g4b5i512f1", "term 2 'g4b5i512f1'"),
+        ("g4b5i512f1s2", "'g4b5i512f1s2'"),
+        ("g-4b5i512f1s0", "'g-4b5i512f1s0'"),
+        ("g4b1.5i512f1s0", "'g4b1.5i512f1s0'"),
+        ("g04b5i512f1s0", "'g04b5i512f1s0'"),
+        ("g٤b5i512f1s0", "'g٤b5i512f1s0'"),
+        ("G4B5I512F1S0", "'G4B5I512F1S0'"),
+        ("g" + "9" * 5000 + "b5i512f1s0", "is not g{"),
+        ("g0b5i512f1s0", "g must be at least 1"),
+        ("g4b5i15f1s0", "i must be at least 16"),
+        ("g4b5i512f0s0", "f must be at least 1"),
+    ],
+)
+def test_a_malformed_code_is_refused_by_name(spec: str, bad: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(bad)):
+        parse_data_codes(spec)
+
+
+def test_malformed_codes_say_the_form() -> None:
+    with pytest.raises(ConfigError, match="for example g4b5i512f1s0"):
+        parse_data_codes("256px")
+
+
+def test_drawn_lengths_are_in_range_and_share_the_factor_of_their_rank() -> None:
+    codes = parse_data_codes(MIXED)
+    shapes = sample_lengths(codes, seed=1, step=7)
+    nominal = [256] * 16 + [1024] * 4 + [4096] * 4 + [16384] * 8
+    assert [len(rank) for rank in shapes] == [4] * 16 + [5] * 8 + [1] * 8
+    for samples, tokens in zip(shapes, nominal, strict=True):
+        assert len({sample.image_tokens for sample in samples}) == 1
+        assert 0.96 * tokens - 0.5 <= samples[0].image_tokens <= 1.04 * tokens + 0.5
+        assert all(0 <= sample.text_tokens <= MAX_TEXT_TOKENS for sample in samples)
+    assert seq_lens(shapes) == [[s.text_tokens + s.image_tokens for s in rank] for rank in shapes]
+
+
+def test_text_lengths_are_uniform_over_the_whole_range() -> None:
+    drawn = rank_lengths(parse_data_codes("g1b40000i16f1s0"), 0, seed=0, step=0)
+    text = [shape.text_tokens for shape in drawn]
+    assert (min(text), max(text)) == (0, MAX_TEXT_TOKENS)
+    assert abs(sum(text) / len(text) - MAX_TEXT_TOKENS / 2) < 3
+    assert max(Counter(text).values()) < 170  # 102 expected
+
+
+def test_a_clip_has_equal_frames() -> None:
+    (sample,) = rank_lengths(parse_data_codes("g1b1i256f85s1"), 0, seed=3, step=0)
+    assert sample.frames == 25
+    assert sample.image_tokens % 25 == 0
+    assert sample.grid_width == 16
+
+
+def test_lengths_are_a_function_of_seed_step_and_rank() -> None:
+    codes = parse_data_codes(MIXED)
+    first = sample_lengths(codes, seed=1, step=2)
+    assert sample_lengths(codes, seed=1, step=2) == first
+    assert [rank_lengths(codes, rank, seed=1, step=2) for rank in range(32)] == first
+    assert sample_lengths(codes, seed=1, step=3) != first
+    assert sample_lengths(codes, seed=2, step=2) != first
+    assert first[0] != first[1]
+
+
+def test_a_larger_world_is_replicas_with_other_samples() -> None:
+    codes = parse_data_codes("g1b3i256f1s0,g1b2i512f1s0")
+    one = sample_lengths(codes, seed=0, step=0)
+    three = sample_lengths(codes, seed=0, step=0, world_size=6)
+    assert three[:2] == one
+    assert [len(rank) for rank in three] == [3, 2, 3, 2, 3, 2]
+    assert [rank[0].grid_width for rank in three] == [16, 32] * 3
+    assert three[2] != three[0]
+
+
+def test_ranks_without_samples_are_legal() -> None:
+    assert sample_lengths(parse_data_codes("g1b1i256f1s0,g2b0i256f1s0"), seed=0, step=0)[1:] == [
+        [],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nearest"),
+    [(1, "32"), (31, "32"), (40, "32 or 64"), (0, "32"), (65, "64 or 96")],
+)
+def test_a_world_that_does_not_fit_is_refused(world_size: int, nearest: str) -> None:
+    codes = parse_data_codes(MIXED)
+    message = f"32 ranks.* world of {world_size}; .*size: {nearest}$"
+    with pytest.raises(ConfigError, match=message):
+        sample_lengths(codes, seed=0, step=0, world_size=world_size)
+
+
+def test_an_empty_mix_a_negative_rank_and_a_negative_seed_are_refused() -> None:
+    codes = parse_data_codes("g1b1i256f1s0")
+    with pytest.raises(ConfigError, match="at least one data code"):
+        check_world((), 1)
+    with pytest.raises(ConfigError, match="seed, step and rank"):
+        rank_lengths(codes, -1, seed=0, step=0)
+    with pytest.raises(ConfigError, match="seed, step and rank"):
+        rank_lengths(codes, 0, seed=-1, step=0)
+
+
+def test_keyed_generators_share_no_numbers() -> None:
+    keys = [(s, name, a, b) for s in (0, 1) for name in ("x", "y") for a in (0, 1) for b in (0, 1)]
+    draws = {
+        tuple(keyed_generator(s, n, a, b).integers(2**62, size=4).tolist()) for s, n, a, b in keys
+    }
+    assert len(draws) == len(keys)
+    assert keyed_generator(2**64 - 1, "x", 2**63).random() == (
+        keyed_generator(2**64 - 1, "x", 2**63, 0).random()
+    )
+
+
+def test_impossible_shapes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="multiple of frames"):
+        SampleShape(0, 5, frames=2)
+    with pytest.raises(ConfigError, match="must be >= 0"):
+        SampleShape(-1, 5)
+    with pytest.raises(ConfigError, match="grid_width >= 1"):
+        SampleShape(1, 5, grid_width=0)
+
+
+def test_deal_is_round_robin() -> None:
+    assert deal([1, 2, 3, 4, 5], 3) == [[1, 4], [2, 5], [3]]
+    assert deal([1], 3) == [[1], [], []]
+    with pytest.raises(ConfigError, match="num_ranks must be at least 1"):
+        deal([1], 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "lengths"),
+    [
+        ("1 2 3\n\n4,5\n", [[1, 2, 3], [], [4, 5]]),
+        ("# header\n1, 2 # rank 0\n  # note\n3\r\n", [[1, 2], [3]]),
+        ("\ufeff0\t7", [[0, 7]]),
+        ("1\n2\n\n", [[1], [2], []]),
+        ("[[1, 2], [], [3]]", [[1, 2], [], [3]]),
+        (" \n[1, 2, 3]", [[1, 2, 3]]),
+        ("[[]]", [[]]),
+        ("[]", [[]]),
+    ],
+)
+def test_length_files(tmp_path: Path, text: str, lengths: list[list[int]]) -> None:
+    assert read_lengths(write(tmp_path, "some lengths.txt", text)) == lengths
+
+
+@pytest.mark.parametrize("text", ["1 2 3 4 5", "[1, 2, 3, 4, 5]", "[[1, 2, 3, 4, 5]]"])
+def test_one_list_is_dealt(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, "lengths", text)
+    assert read_lengths(path, num_ranks=2) == [[1, 3, 5], [2, 4]]
+    assert read_lengths(path, num_ranks=1) == [[1, 2, 3, 4, 5]]
+
+
+def test_ranks_of_a_file_must_fit(tmp_path: Path) -> None:
+    path = write(tmp_path, "lengths.txt", "1\n2\n3\n")
+    assert read_lengths(path, num_ranks=3) == [[1], [2], [3]]
+    with pytest.raises(ConfigError, match=r"3 source ranks.*does not fit 4"):
+        read_lengths(path, num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 2\n3 x4\n", "lengths.txt, line 2: 'x4' is not a length"),
+        ("-5", "line 1: '-5'"),
+        ("1.5", "line 1: '1.5'"),
+        ("nan", "line 1: 'nan'"),
+        ("1_000", "line 1: '1_000'"),
+        ("٣", "line 1: '٣'"),
+        ("9" * 5000, "line 1: '999"),
+        ("2147483648", "line 1: 2147483648 is not a length"),
+        ("", "holds no lengths"),
+        ("# nothing\n", "holds no lengths"),
+        ("[1, 2.0]", "rank 0, item 1: 2.0 is not"),
+        ("[[1], [true]]", "rank 1, item 0: True is not"),
+        ("[[1], [null]]", "rank 1, item 0: None is not"),
+        ("[NaN]", "rank 0, item 0: nan is not"),
+        ("[[1], 2]", "rank 1 is 2, but other ranks are lists"),
+        ("[[1], [-2]]", "rank 1, item 0: -2 is not"),
+        ("[1, 2", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ("[" + "9" * 5000 + "]", "not valid JSON"),
+    ],
+)
+def test_bad_lengths_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, "lengths.txt", text)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_lengths(path)
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.txt"):
+        read_lengths(tmp_path / "missing.txt")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_lengths(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"cannot read .*binary"):
+        read_lengths(tmp_path / "binary")
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.csv"):
+        read_manifest(tmp_path / "missing.csv")
+
+
+def test_csv_manifest(tmp_path: Path) -> None:
+    text = (
+        "file,width, height ,frames,text_tokens,caption\n"
+        "a.jpg,512,256,,7,ignored\n"
+        '\n"b, c.jpg",1023,640,85,,"a ""long""\ncaption of 🦊"\n'
+        "d,0,0,,,\n"
+    )
+    path = write(tmp_path, "my data.CSV", text)
+    caption = 'a "long"\ncaption of 🦊'
+    num_tokens = -(-len(caption.encode()) // 4)
+    assert read_manifest(path, compress_frames=True) == [
+        SampleShape(7, 32 * 16, 1, 32),
+        SampleShape(num_tokens, 63 * 40 * 25, 25, 63),
+        SampleShape(0, 0),
+    ]
+    assert read_manifest(path, patch=32, bytes_per_token=1)[1] == (
+        SampleShape(len(caption.encode()), 31 * 20 * 85, 85, 31)
+    )
+
+
+def test_jsonl_manifest(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [
+        {"width": 64, "height": 32, "caption": "12345678"},
+        {"width": 64, "height": 32, "frames": 2, "text_tokens": 0, "caption": "ignored"},
+        {"width": 0, "height": 0, "text_tokens": 9, "url": "x"},
+        {"width": 16, "height": 16, "caption": None, "frames": None},
+    ]
+    path = write(tmp_path, "m.jsonl", "\n\n".join(map(json.dumps, rows)) + "\n")
+    assert read_manifest(path) == [
+        SampleShape(2, 8, 1, 4),
+        SampleShape(0, 16, 2, 4),
+        SampleShape(9, 0),
+        SampleShape(0, 1, 1, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("m.csv", "width,height\n64,64\n64,x\n", "m.csv, line 3: height must be a whole number"),
+        ("m.csv", 'caption,width,height\n"two\nlines",64,64\na,64,-1\n', "line 4: height"),
+        ("m.csv", "width,height\n64\n", "line 2: 1 columns, but the first line names 2"),
+        ("m.csv", "width,height\n64,64,64\n", "line 2: 3 columns"),
+        ("m.csv", "width\n64\n", "line 2: height is missing"),
+        ("m.csv", "width,height\n64,\n", "line 2: height is missing"),
+        ("m.csv", "width,height\n64,1.5\n", "line 2: height must be"),
+        ("m.csv", "width,height\n15,64\n", "line 2: 15 x 64 pixels is smaller than one patch"),
+        ("m.csv", "width,height\n64,0\n", "line 2: 64 x 0 pixels is smaller"),
+        ("m.csv", "width,height,frames\n64,64,0\n", "line 2: frames must be a whole number >= 1"),
+        ("m.csv", 'width,height\n64,"64\n', "line 2"),
+        ("m.csv", "width,height\n999999999,999999999\n", "line 2: the sample has more than"),
+        ("m.csv", "width,height,text_tokens\n0,0,99999999999\n", "line 2: the sample has more"),
+        ("m.csv", "", "holds no samples"),
+        ("m.csv", "width,height\n", "holds no samples"),
+        ("m.jsonl", '{"width": 64, "height": 64}\n{"width": 64\n', "m.jsonl, line 2: not valid"),
+        ("m.jsonl", "\n[64, 64]\n", "line 2: not a JSON object"),
+        ("m.jsonl", '{"width": 64.0, "height": 64}', "line 1: width must be"),
+        ("m.jsonl", '{"width": true, "height": 64}', "line 1: width must be"),
+        ("m.jsonl", '{"width": 64, "height": 64, "caption": 5}', "line 1: caption must be text"),
+        ("m.parquet", "x", "use a .jsonl or a .csv file"),
+    ],
+)
+def test_a_bad_row_is_reported_by_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_manifest(write(tmp_path, name, text))
+
+
+@pytest.mark.parametrize(
+    ("patch", "bytes_per_token"), [(0, 4.0), (16, 0.0), (16, float("nan")), (16, float("inf"))]
+)
+def test_bad_manifest_options_are_refused(
+    tmp_path: Path, patch: int, bytes_per_token: float
+) -> None:
+    path = write(tmp_path, "m.csv", "width,height\n64,64\n")
+    with pytest.raises(ConfigError, match="must be > 0"):
+        read_manifest(path, patch=patch, bytes_per_token=bytes_per_token)
