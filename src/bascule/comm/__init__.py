@@ -1,0 +1,6 @@
+"""Move: process groups, agreement between ranks, and the exchange of rows."""
+
+from bascule.comm.exchange import BoundRoute as BoundRoute
+from bascule.comm.exchange import exchange as exchange
+from bascule.comm.groups import RankGroup as RankGroup
+from bascule.comm.mean import global_mean as global_mean

@@ -1,0 +1,142 @@
+"""Agreement before any exchange whose sizes could differ between ranks.
+
+One gather of a fixed size carries, from every rank: whether it met an error (with its sentence), the
+digests of everything that its plan depends on, and its sequence lengths. So all ranks either hold the
+same facts afterwards, or raise the same error.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bascule.comm.groups import RankGroup, all_gather_single, reporting
+from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
+
+Ints = npt.NDArray[np.int64]
+
+_TEXT_WORDS = 48  # 384 bytes: one sentence
+_OK, _INPUT_ERROR, _OTHER_ERROR = 0, 1, 2
+_STATUS, _COUNT, _NUM_DIGESTS, _FIXED = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What one rank says in an agreement.
+
+    Attributes:
+        settings: Everything that must be the same on all ranks, by name, as text.
+        values: This rank's own integers, any number of them.
+        error: What went wrong on this rank, if anything; all ranks then raise it.
+    """
+
+    settings: Mapping[str, str]
+    values: Ints
+    error: Exception | None = None
+
+
+def agree(
+    group: RankGroup, statement: Statement, *, what: str, step: int, capacity: int
+) -> list[Ints]:
+    """Exchange statements; return every rank's values, or raise the same error on every rank.
+
+    One all-gather of `capacity` integers a rank. A rank with more values makes all of them gather a
+    second time with room for the longest (return lists tell the caller, who may raise `capacity`), and
+    settings that differ are gathered as text for the message.
+
+    Args:
+        group: A group whose collectives take CPU tensors.
+        statement: This rank's part.
+        what: Name of the agreement in errors.
+        step: Step number in errors.
+        capacity: Values a rank that fit into the first gather; the same on all ranks.
+
+    Raises:
+        RemoteConfigError: A rank met bad input.
+        CommError: A rank met another error, the settings differ, or the gather failed.
+    """
+    table = _gather(group, _message(statement, capacity), what, step)
+    _raise_reported(table, group, what, step)
+    _raise_differences(table, group, statement, what, step)
+    most = int(table[:, _COUNT].max())
+    if most > capacity:
+        table = _gather(group, _message(statement, most), what, step)
+    first = table.shape[1] - max(most, capacity)
+    return [row[first : first + row[_COUNT]] for row in table]
+
+
+def _message(statement: Statement, capacity: int) -> Ints:
+    names = sorted(statement.settings)
+    message = np.zeros(_FIXED + len(names) + _TEXT_WORDS + capacity, dtype=np.int64)
+    message[_COUNT] = statement.values.size
+    message[_NUM_DIGESTS] = len(names)
+    for place, name in enumerate(names, start=_FIXED):
+        message[place] = _digest(statement.settings[name])
+    if statement.error is not None:
+        is_input = isinstance(statement.error, ConfigError | PlanError)
+        message[_STATUS] = _INPUT_ERROR if is_input else _OTHER_ERROR
+        text = str(statement.error) if is_input else repr(statement.error)
+        text_at = _FIXED + len(names)
+        message[text_at : text_at + _TEXT_WORDS] = _to_words(text, _TEXT_WORDS)
+    kept = statement.values[:capacity]
+    values_at = message.size - capacity
+    message[values_at : values_at + kept.size] = kept
+    return message
+
+
+def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
+    """(size, words) the messages of all ranks."""
+    gathered = torch.empty(group.size * message.size, dtype=torch.int64)
+    with reporting(group, f"all_gather ({what})", step):
+        all_gather_single(gathered, torch.from_numpy(message), group=group.process_group)
+    return gathered.numpy().reshape(group.size, message.size)
+
+
+def _raise_reported(table: Ints, group: RankGroup, what: str, step: int) -> None:
+    failed = np.flatnonzero(table[:, _STATUS])
+    if failed.size == 0:
+        return
+    row = table[failed[0]]
+    text_at = _FIXED + int(row[_NUM_DIGESTS])
+    text = _from_words(row[text_at : text_at + _TEXT_WORDS])
+    others = f" (also on ranks {failed[1:].tolist()})" if failed.size > 1 else ""
+    message = f"step {step}, {what}: rank {failed[0]} of group {group.name!r}{others}: {text}"
+    raise (RemoteConfigError if row[_STATUS] == _INPUT_ERROR else CommError)(message)
+
+
+def _raise_differences(
+    table: Ints, group: RankGroup, statement: Statement, what: str, step: int
+) -> None:
+    names = sorted(statement.settings)
+    digests = table[:, _FIXED : _FIXED + len(names)]
+    differing = np.flatnonzero((digests != digests[0]).any(axis=0))
+    if differing.size == 0:
+        return
+    name = names[differing[0]]
+    texts = _gather(group, _to_words(statement.settings[name], _TEXT_WORDS), what, step)
+    said: dict[str, list[int]] = {}
+    for rank, words in enumerate(texts):
+        said.setdefault(_from_words(words), []).append(rank)
+    parts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in said.items())
+    raise CommError(
+        f"step {step}, {what}: ranks of group {group.name!r} disagree on {name}: {parts}. "
+        "Give every rank the same"
+    )
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
+    )
+
+
+def _to_words(text: str, num_words: int) -> Ints:
+    kept = text.encode()[: num_words * 8].ljust(num_words * 8, b"\0")
+    return np.frombuffer(kept, dtype="<i8").astype(np.int64)
+
+
+def _from_words(words: Ints) -> str:
+    return words.astype("<i8").tobytes().rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,236 @@
+"""Rows of tensors between ranks, in one collective a direction, bit for bit.
+
+Any number of tensors of any dtype travel as one buffer of bytes, a row of it for each token. Shapes:
+T rows (tokens) at the source, S rows received.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bascule.comm.groups import RankGroup, all_gather_single, reduce_scatter_single, reporting
+from bascule.plan.layout import Ints, Route
+
+# Bytes are moved as integers of the same width: every back end has kernels for these.
+_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class BoundRoute:
+    """A route on a device and a group: what one exchange needs, built once per plan.
+
+    Attributes:
+        route: The index tables.
+        group: The ranks it goes over.
+        device: Where the tensors are.
+        step: Step number in errors.
+        name: Its name in errors.
+    """
+
+    route: Route
+    group: RankGroup
+    device: torch.device
+    step: int
+    name: str
+
+    @cached_property
+    def send_index(self) -> Tensor | None:
+        return _to_device(self.route.send_index, self.device)
+
+    @cached_property
+    def recv_index(self) -> Tensor | None:
+        return _to_device(self.route.recv_index, self.device)
+
+    @cached_property
+    def send_splits(self) -> list[int]:
+        return self.route.send_splits.tolist()
+
+    @cached_property
+    def recv_splits(self) -> list[int]:
+        return self.route.recv_splits.tolist()
+
+    @cached_property
+    def num_sent(self) -> int:
+        """T, rows at the source."""
+        return sum(self.send_splits)
+
+    @cached_property
+    def num_moved(self) -> int:
+        """Rows that leave this rank."""
+        return self.num_sent - self.send_splits[self.group.rank]
+
+    @cached_property
+    def inverse(self) -> "BoundRoute":
+        """The exchange that brings every row back; its inverse is this one again."""
+        back = BoundRoute(
+            self.route.inverse(), self.group, self.device, self.step, self.name + " back"
+        )
+        back.__dict__["inverse"] = self
+        return back
+
+
+def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Move the rows of the tensors along the route. Differentiable; one all-to-all a direction.
+
+    Args:
+        route: Where each of the T rows goes.
+        tensors: Each (T, ...), any dtype and trailing shape, the same on all ranks; which of them
+            require a gradient must be the same on all ranks too. The backward sends only those.
+
+    Returns:
+        Each (S, ...), with its dtype and bits.
+    """
+    return _Exchange.apply(route, *tensors)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: BoundRoute, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.route = route
+        received = _move(route, tensors)
+        ctx.mark_non_differentiable(*(t for t in received if not _has_gradient(t)))
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:]
+        sent = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
+        received = iter(_move(ctx.route.inverse, sent))
+        return (None, *(next(received) if is_needed else None for is_needed in needed))
+
+
+def _move(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    rows = [_as_integers(tensor) for tensor in tensors]
+    places, row_bytes = _row_format(rows)
+    sent = _pack(rows, places, row_bytes, route.send_index)
+    num_received = sum(route.recv_splits)
+    outs = tuple(tensor.new_empty(num_received, *tensor.shape[1:]) for tensor in tensors)
+    arrives_in_place = len(outs) == 1 and route.recv_index is None
+    received = (
+        _as_integers(outs[0]).view(torch.uint8)
+        if arrives_in_place
+        else sent.new_empty(num_received, row_bytes)
+    )
+    with reporting(route.group, f"all_to_all ({route.name})", route.step):
+        dist.all_to_all_single(
+            received, sent, route.recv_splits, route.send_splits, group=route.group.process_group
+        )
+    if not arrives_in_place:
+        for out, place in zip(map(_as_integers, outs), places, strict=True):
+            _select(_part(received, out, place), route.recv_index, out)
+    return outs
+
+
+def _as_integers(tensor: Tensor) -> Tensor:
+    """(T, width) the same bits as integers; a view of a contiguous tensor."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.reshape(tensor.shape[0], tensor.shape[1:].numel())
+    return flat.view(_CARRIERS[tensor.element_size()])
+
+
+def _row_format(rows: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Byte at which each tensor begins in a row, and bytes of a row.
+
+    Wide elements come first, so that every part is aligned without padding between them.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -rows[i].element_size())
+    places, end = [0] * len(rows), 0
+    for i in order:
+        places[i] = end
+        end += rows[i].shape[1] * rows[i].element_size()
+    alignment = max(row.element_size() for row in rows)
+    return places, -(-end // alignment) * alignment
+
+
+def _pack(
+    rows: Sequence[Tensor], places: Sequence[int], row_bytes: int, index: Tensor | None
+) -> Tensor:
+    """(T, row_bytes) uint8: the tensors side by side, rows in the order in which they are sent."""
+    if len(rows) == 1:
+        only = rows[0].contiguous() if index is None else rows[0].index_select(0, index)
+        return only.view(torch.uint8)
+    num_rows = rows[0].shape[0] if index is None else index.shape[0]
+    buffer = rows[0].new_empty(num_rows, row_bytes, dtype=torch.uint8)
+    for row, place in zip(rows, places, strict=True):
+        _select(row, index, _part(buffer, row, place))
+    return buffer
+
+
+def _part(buffer: Tensor, row: Tensor, place: int) -> Tensor:
+    """The columns of the byte buffer that hold `row`'s tensor, as its integers."""
+    return buffer.view(row.dtype).narrow(1, place // row.element_size(), row.shape[1])
+
+
+def _select(rows: Tensor, index: Tensor | None, out: Tensor) -> None:
+    """`out = rows[index]`, in one pass."""
+    if index is None:
+        out.copy_(rows)
+    else:
+        torch.index_select(rows, 0, index, out=out)
+
+
+def gather_samples(
+    tensor: Tensor, counts: Sequence[int], valid: Tensor, group: RankGroup, step: int
+) -> Tensor:
+    """Give every rank the per-sample rows of all ranks, in the order of ranks.
+
+    Differentiable; one all-gather forward and one reduce-scatter backward (in float32 at least, since
+    up to all ranks add to a row).
+
+    Args:
+        tensor: (n, ...) this rank's samples.
+        counts: Samples of each rank; `counts[group.rank] == n`.
+        valid: (N,) rows of the padded gather that hold samples.
+        group: The ranks.
+        step: Step number in errors.
+
+    Returns:
+        (N, ...) the samples of all ranks.
+    """
+    return _GatherSamples.apply(tensor, max(counts), valid, group, step)
+
+
+class _GatherSamples(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
+    ) -> Tensor:
+        ctx.group, ctx.step, ctx.padded = group, step, padded
+        ctx.num_samples, ctx.valid = tensor.shape[0], valid
+        rows = tensor.new_zeros(padded, *tensor.shape[1:])
+        rows[: tensor.shape[0]] = tensor
+        gathered = tensor.new_empty(group.size * padded, *tensor.shape[1:])
+        with reporting(group, "all_gather (samples)", step):
+            all_gather_single(_as_bytes(gathered), _as_bytes(rows), group=group.process_group)
+        samples = gathered.index_select(0, valid)
+        if not _has_gradient(samples):
+            ctx.mark_non_differentiable(samples)
+        return samples
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        padded = grad.new_zeros(ctx.group.size * ctx.padded, *grad.shape[1:], dtype=wide)
+        padded.index_copy_(0, ctx.valid, grad.to(wide))
+        own = padded.new_empty(ctx.padded, *grad.shape[1:])
+        with reporting(ctx.group, "reduce_scatter (samples' gradients)", ctx.step):
+            reduce_scatter_single(own, padded, group=ctx.group.process_group)
+        return own[: ctx.num_samples].to(grad.dtype), None, None, None, None
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _to_device(index: Ints | None, device: torch.device) -> Tensor | None:
+    return None if index is None else torch.from_numpy(index).to(device, non_blocking=True)

@@ -1,0 +1,138 @@
+"""Process groups with what a failing collective must report. Built once, passed in, never looked up.
+
+The differences between versions of torch, and the few names of it that are not public, live here.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
+
+from bascule.errors import CommError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+# torch 2.13 renamed these two; both names exist in some versions.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# How long survivors of a failed collective wait for each other's sign of life.
+ROLL_CALL_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroup:
+    """A process group, this rank's place in it, and its members.
+
+    Attributes:
+        process_group: What torch's collectives take.
+        rank: This rank in the group.
+        ranks: Global rank of each member, in order.
+        name: How errors call the group.
+    """
+
+    process_group: dist.ProcessGroup
+    rank: int
+    ranks: tuple[int, ...]
+    name: str
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+
+def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.ProcessGroup:
+    """The process group of a one-axis mesh, a group, or (None) the default group.
+
+    Raises:
+        ConfigError: The mesh has several axes, or torch.distributed is not initialised.
+    """
+    if isinstance(mesh_or_group, DeviceMesh):
+        if mesh_or_group.ndim != 1:
+            raise ConfigError(
+                f"a mesh with axes {mesh_or_group.mesh_dim_names}: choose one, as in "
+                "mesh['name'], whose ranks share the work"
+            )
+        return mesh_or_group.get_group()
+    if mesh_or_group is not None:
+        return mesh_or_group
+    if not dist.is_initialized() or dist.group.WORLD is None:
+        raise ConfigError("torch.distributed is not initialised: call init_process_group first")
+    return dist.group.WORLD
+
+
+def new_group(
+    ranks: Sequence[int], name: str, timeout_s: float, *, backend: str | None = None
+) -> RankGroup:
+    """Create a group; only its members need to call, all of them in the same order.
+
+    Args:
+        ranks: Global ranks.
+        name: How errors call it.
+        timeout_s: Longest wait of a collective on it, in seconds.
+        backend: None takes the default group's.
+    """
+    group = dist.new_group(
+        list(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=f"bascule {name}",
+    )
+    return RankGroup(group, dist.get_rank(group), tuple(ranks), name)
+
+
+def member_of(group: dist.ProcessGroup, name: str) -> RankGroup:
+    """This rank's view of an existing group."""
+    return RankGroup(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), name)
+
+
+@contextmanager
+def reporting(group: RankGroup, collective: str, step: int) -> Iterator[None]:
+    """Turn a failure of a collective into a CommError that says where it happened and who is missing."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, CommError):
+            raise
+        raise failure(group, collective, step, error) from error
+
+
+def failure(group: RankGroup, collective: str, step: int, error: BaseException) -> CommError:
+    """The error to raise when `collective` failed; holds the roll call of the group, and logs it."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    message = (
+        f"step {step}: {collective} failed on group {group.name!r} of ranks {list(group.ranks)} "
+        f"({roll_call(group, step)}): {reason}"
+    )
+    logger.error("%s", message)
+    return CommError(message)
+
+
+def roll_call(group: RankGroup, step: int) -> str:
+    """Who else noticed: each survivor signs in the store and waits a moment for the others' signs."""
+    keys = [f"bascule/failed/{step}/{rank}" for rank in group.ranks]
+    try:
+        store = _get_default_store()
+        store.set(keys[group.rank], "1")
+        deadline = time.monotonic() + ROLL_CALL_S
+        while True:
+            missing = [
+                rank for rank, key in zip(group.ranks, keys, strict=True) if not store.check([key])
+            ]
+            if not missing:
+                return "every rank reported the failure"
+            if time.monotonic() > deadline:
+                return f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s"
+            time.sleep(0.05)
+    except (RuntimeError, ValueError) as error:
+        return f"no roll call, the store is gone with its host: {type(error).__name__}"
