@@ -1,0 +1,101 @@
+"""The shape of an MM-DiT."""
+
+from dataclasses import dataclass
+
+from bascule.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MMDiTConfig:
+    """Sizes of a packed MM-DiT; `MMDiTConfig.flux` gives those of FLUX.1.
+
+    Attributes:
+        in_channels: Width of an image token, in and out.
+        text_dim: Width of a text token (the text encoder's embeddings).
+        vec_dim: Width of the pooled text vector, one a sample.
+        d_model: Width of the residual stream.
+        num_heads: Query heads; `d_model // num_heads` is the head width.
+        num_kv_heads: Key and value heads, a divisor of `num_heads`; None means as many.
+        num_double: Blocks with separate weights for text and image tokens.
+        num_single: Blocks with shared weights.
+        mlp_ratio: MLP width over `d_model`.
+        axes_dim: Head width given to each axis of a position; even, adds up to the head width.
+        theta: Base of the rotary frequencies.
+        guidance: Whether a sample also carries a guidance scale (distilled models).
+    """
+
+    in_channels: int
+    text_dim: int
+    vec_dim: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    num_double: int
+    num_single: int
+    mlp_ratio: float = 4.0
+    axes_dim: tuple[int, ...]
+    theta: float = 10_000.0
+    guidance: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("in_channels", "text_dim", "vec_dim", "d_model", "num_heads", "kv_heads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("num_double", "num_single"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if self.mlp_dim < 1:
+            raise ConfigError(f"mlp_ratio {self.mlp_ratio} leaves the MLP without a unit")
+        if self.theta <= 0:
+            raise ConfigError(f"theta must be positive, got {self.theta}")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.d_model % self.num_heads:
+            raise ConfigError(f"num_heads {self.num_heads} does not divide d_model {self.d_model}")
+        if self.num_heads % self.kv_heads:
+            raise ConfigError(
+                f"num_kv_heads {self.kv_heads} does not divide num_heads {self.num_heads}"
+            )
+        if any(dim < 2 or dim % 2 for dim in self.axes_dim):
+            raise ConfigError(f"every entry of axes_dim must be even and positive: {self.axes_dim}")
+        if sum(self.axes_dim) != self.head_dim:
+            raise ConfigError(
+                f"axes_dim {self.axes_dim} adds up to {sum(self.axes_dim)}, "
+                f"the head width is {self.head_dim}"
+            )
+
+    @classmethod
+    def flux(cls, *, guidance: bool = True) -> "MMDiTConfig":
+        """FLUX.1, 12 billion parameters (`guidance=False` is FLUX.1-schnell)."""
+        return cls(
+            in_channels=64,
+            text_dim=4096,
+            vec_dim=768,
+            d_model=3072,
+            num_heads=24,
+            num_double=19,
+            num_single=38,
+            axes_dim=(16, 56, 56),
+            guidance=guidance,
+        )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads, as a number."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one head."""
+        return self.d_model // self.num_heads
+
+    @property
+    def qkv_dim(self) -> int:
+        """Width of the fused query, key and value projection."""
+        return (self.num_heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def mlp_dim(self) -> int:
+        """Hidden width of an MLP."""
+        return int(self.d_model * self.mlp_ratio)

@@ -1,0 +1,84 @@
+"""What the blocks know about the packed tokens: modality, sample and position of each.
+
+Shapes: T tokens, of which t are text and i are image tokens; D head_dim.
+"""
+
+import torch
+from torch import Tensor
+
+from bascule.errors import ConfigError
+from bascule.models.rows import permute_rows
+
+
+class Interleaving:
+    """Which rows of a packed tensor are text and which are image tokens.
+
+    Attributes:
+        num_text: Number of text rows.
+        order: int64 (T,), packed rows with the text rows first, each modality in packed order.
+        inverse: int64 (T,), the permutation back.
+    """
+
+    __slots__ = ("inverse", "num_text", "order")
+
+    def __init__(self, is_image_T: Tensor) -> None:
+        """Read the mask; one device synchronisation, for the number of text rows."""
+        if is_image_T.dtype != torch.bool or is_image_T.ndim != 1:
+            raise ConfigError(
+                f"is_image must be a bool vector, got {is_image_T.dtype} {tuple(is_image_T.shape)}"
+            )
+        self.order = is_image_T.to(torch.uint8).argsort(stable=True)
+        self.inverse = self.order.argsort()
+        self.num_text = is_image_T.shape[0] - int(is_image_T.sum())
+
+    @property
+    def text_index(self) -> Tensor:
+        """Rows of the text tokens, int64 (t,), ascending."""
+        return self.order[: self.num_text]
+
+    @property
+    def image_index(self) -> Tensor:
+        """Rows of the image tokens, int64 (i,), ascending."""
+        return self.order[self.num_text :]
+
+    def pack(self, text: Tensor, image: Tensor) -> Tensor:
+        """Interleave two streams into packed order."""
+        return permute_rows(torch.cat([text, image]), self.inverse, self.order)
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Part packed rows into the text and the image stream; the inverse of `pack`."""
+        rows = permute_rows(x, self.order, self.inverse)
+        return rows[: self.num_text], rows[self.num_text :]
+
+
+class TokenLayout:
+    """What every block needs beside the tokens, built once a step and shared by all blocks.
+
+    Not a dataclass on purpose: FSDP2 rebuilds the dataclasses among a module's arguments with
+    their floating point tensors cast to the parameters' dtype, and rotary tables in bf16 are
+    wrong. It leaves other objects alone.
+
+    Attributes:
+        interleaving: Which rows are text, which are image.
+        slot: int64 (T,), which row of the per-sample vectors a token uses.
+        text_slot: The same for the text stream, (t,).
+        image_slot: The same for the image stream, (i,).
+        cos: Rotary cosines (T, D/2), float64 for float64 models, else float32.
+        sin: Rotary sines, likewise.
+    """
+
+    __slots__ = ("cos", "image_slot", "interleaving", "sin", "slot", "text_slot")
+
+    def __init__(self, *, is_image: Tensor, slot: Tensor, rotary: tuple[Tensor, Tensor]) -> None:
+        """Index the packed tokens.
+
+        Args:
+            is_image: bool (T,).
+            slot: int64 (T,).
+            rotary: Cosines and sines of the positions, (T, D/2) each.
+        """
+        self.interleaving = Interleaving(is_image)
+        self.slot = slot
+        self.text_slot = slot.index_select(0, self.interleaving.text_index)
+        self.image_slot = slot.index_select(0, self.interleaving.image_index)
+        self.cos, self.sin = rotary

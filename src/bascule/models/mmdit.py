@@ -1,0 +1,223 @@
+"""The packed MM-DiT: FLUX's blocks on one flat tensor of interleaved text and image tokens.
+
+No padding, and no knowledge of ranks: an `Exchange` moves tokens and attends.
+
+Shapes: T tokens (t text, i image), N samples, C model width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from bascule.errors import ConfigError
+from bascule.models.blocks import (
+    SINUSOID_DIM,
+    DoubleBlock,
+    FinalLayer,
+    Modulation,
+    SingleBlock,
+    VectorMLP,
+    sinusoid,
+)
+from bascule.models.config import MMDiTConfig
+from bascule.models.exchange import Attend, Exchange
+from bascule.models.layout import Interleaving, TokenLayout
+from bascule.models.rope import rotary_table
+
+
+class PackedBatch:
+    """One rank's samples as its loader gave them, before any routing.
+
+    Not a dataclass, for the reason that `TokenLayout` is not: FSDP2 would round timesteps and
+    positions to the parameters' dtype. The model casts what may be cast.
+
+    Attributes:
+        image_tokens: (i, in_channels), all samples' image tokens.
+        text_tokens: (t, text_dim), all samples' text tokens.
+        is_image: bool (T,), T = t + i: which rows of the packed order are image tokens.
+        pos: (T, number of axes), coordinates of the packed tokens, float32, float64 or integer.
+        timestep: (N,), in [0, 1], float32 or float64.
+        pooled: (N, vec_dim).
+        guidance: (N,), only for models with guidance.
+    """
+
+    __slots__ = (
+        "guidance",
+        "image_tokens",
+        "is_image",
+        "pooled",
+        "pos",
+        "text_tokens",
+        "timestep",
+    )
+
+    def __init__(
+        self,
+        *,
+        image_tokens: Tensor,
+        text_tokens: Tensor,
+        is_image: Tensor,
+        pos: Tensor,
+        timestep: Tensor,
+        pooled: Tensor,
+        guidance: Tensor | None = None,
+    ) -> None:
+        self.image_tokens = image_tokens
+        self.text_tokens = text_tokens
+        self.is_image = is_image
+        self.pos = pos
+        self.timestep = timestep
+        self.pooled = pooled
+        self.guidance = guidance
+
+
+class MMDiT(nn.Module):
+    """Packed multimodal diffusion transformer, parameter for parameter a FLUX.
+
+    `forward` is the entry, as FSDP2 wants it; its stages `embed`, `condition` and `blocks` can
+    also be called one by one. Shard and checkpoint the members of `double_blocks` and
+    `single_blocks`.
+    """
+
+    def __init__(self, config: MMDiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.image_in = nn.Linear(config.in_channels, config.d_model)
+        self.text_in = nn.Linear(config.text_dim, config.d_model)
+        self.time_in = VectorMLP(SINUSOID_DIM, config.d_model)
+        self.vec_in = VectorMLP(config.vec_dim, config.d_model)
+        self.guidance_in = VectorMLP(SINUSOID_DIM, config.d_model) if config.guidance else None
+        self.double_blocks = nn.ModuleList(DoubleBlock(config) for _ in range(config.num_double))
+        self.single_blocks = nn.ModuleList(SingleBlock(config) for _ in range(config.num_single))
+        self.final = FinalLayer(config)
+
+    def forward(self, batch: PackedBatch, exchange: Exchange) -> Tensor:
+        """Predict every token's velocity.
+
+        Args:
+            batch: This rank's samples.
+            exchange: Moves tokens between ranks and attends; `LocalExchange` on one process.
+
+        Returns:
+            (T, in_channels) in the batch's order; rows of text tokens carry no meaning.
+        Collectives:
+            One `gather_samples`, one `route`, one `restore`, one `attend` a block.
+        """
+        vec_NC = exchange.gather_samples(
+            self.condition(batch.timestep, batch.pooled, batch.guidance)
+        )
+        x_TC = self.embed(batch.image_tokens, batch.text_tokens, batch.is_image)
+        moved = exchange.route(x=x_TC, is_image=batch.is_image, pos=batch.pos)
+        layout = self.layout(moved["is_image"], moved["pos"], exchange.token_slot)
+        vec_NC = vec_NC.index_select(0, exchange.local_seq_ids)
+        return exchange.restore(self.blocks(moved["x"], vec_NC, layout, exchange.attend))
+
+    def embed(self, image_tokens: Tensor, text_tokens: Tensor, is_image: Tensor) -> Tensor:
+        """Project both modalities to the model width and interleave them.
+
+        Args:
+            image_tokens: (i, in_channels).
+            text_tokens: (t, text_dim).
+            is_image: bool (T,), which packed rows are image tokens.
+
+        Returns:
+            (T, C), in packed order.
+        """
+        rows = Interleaving(is_image)
+        wanted = (rows.num_text, is_image.shape[0] - rows.num_text)
+        given = (text_tokens.shape[0], image_tokens.shape[0])
+        if given != wanted:
+            raise ConfigError(
+                f"is_image asks for {wanted[0]} text and {wanted[1]} image tokens, "
+                f"the batch has {given[0]} and {given[1]}"
+            )
+        text_tC = self.text_in(text_tokens.to(self.text_in.weight.dtype))
+        image_iC = self.image_in(image_tokens.to(self.image_in.weight.dtype))
+        return rows.pack(text_tC, image_iC)
+
+    def condition(self, timestep: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
+        """One vector a sample, from its timestep and its pooled text.
+
+        Args:
+            timestep: (N,), in [0, 1]; float32 or float64, since bf16 cannot tell 0.999 from 1.
+            pooled: (N, vec_dim).
+            guidance: (N,), if and only if the model was configured with guidance.
+
+        Returns:
+            (N, C).
+        """
+        if (guidance is not None) != self.config.guidance:
+            has, got = ("has", "no") if self.config.guidance else ("has no", "a")
+            raise ConfigError(f"the model {has} guidance, the batch brings {got} guidance scale")
+        vec_NC = self.time_in(sinusoid(timestep))
+        if self.guidance_in is not None and guidance is not None:
+            vec_NC = vec_NC + self.guidance_in(sinusoid(guidance))
+        return vec_NC + self.vec_in(pooled)
+
+    def layout(self, is_image: Tensor, pos: Tensor, slot: Tensor) -> TokenLayout:
+        """Index a step's tokens once, for all blocks.
+
+        Args:
+            is_image: bool (T,).
+            pos: (T, number of axes).
+            slot: int64 (T,), the row of each token's vector.
+        """
+        num_axes = len(self.config.axes_dim)
+        if pos.shape != (is_image.shape[0], num_axes):
+            raise ConfigError(
+                f"pos must be ({is_image.shape[0]}, {num_axes}), got {tuple(pos.shape)}"
+            )
+        dtype = self.image_in.weight.dtype
+        rotary = rotary_table(pos, self.config.axes_dim, self.config.theta, dtype)
+        return TokenLayout(is_image=is_image, slot=slot, rotary=rotary)
+
+    def blocks(self, x_TC: Tensor, vec_NC: Tensor, layout: TokenLayout, attend: Attend) -> Tensor:
+        """Run all blocks and the final projection.
+
+        Args:
+            x_TC: Tokens, in packed order.
+            vec_NC: The vectors that the layout's slots point to.
+            layout: See `layout`.
+            attend: Attention over the packed order.
+
+        Returns:
+            (T, in_channels), rows of text tokens included.
+        """
+        text_tC, image_iC = layout.interleaving.split(x_TC)
+        for block in self.double_blocks:
+            text_tC, image_iC = block(text_tC, image_iC, vec_NC, layout, attend)
+        x_TC = layout.interleaving.pack(text_tC, image_iC)
+        for block in self.single_blocks:
+            x_TC = block(x_TC, vec_NC, layout, attend)
+        return self.final(x_TC, vec_NC, layout.slot)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, *, adaln_zero: bool = False) -> None:
+        """Draw all parameters, the same on every machine and in every dtype. Call before sharding.
+
+        Weights have variance 1/fan-in, biases a deviation of 0.02, norms are one: every parameter
+        gets a gradient at the first step.
+
+        Args:
+            seed: Of the draw.
+            adaln_zero: Start, as diffusion transformers are trained, with blocks that pass their
+                input through and an output of zero: modulations and the last projection are zero.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                for parameter, std in (
+                    (module.weight, module.in_features**-0.5),
+                    (module.bias, 0.02),
+                ):
+                    draw = torch.randn(parameter.shape, generator=generator)
+                    parameter.copy_(draw * std)
+            elif isinstance(module, nn.RMSNorm):
+                nn.init.ones_(module.weight)
+        if adaln_zero:
+            self._zero_modulations()
+
+    def _zero_modulations(self) -> None:
+        linears = [m.linear for m in self.modules() if isinstance(m, Modulation)]
+        for linear in [*linears, self.final.linear]:
+            nn.init.zeros_(linear.weight)
+            nn.init.zeros_(linear.bias)

@@ -1,0 +1,54 @@
+"""Rotary position embedding over several axes, FLUX's way: neighbouring channels form a pair.
+
+Shapes: T tokens, A axes, H heads, D head_dim, P = D/2 pairs.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rotary_frequencies(
+    axes_dim: tuple[int, ...], theta: float, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Each pair's axis and frequency.
+
+    Returns:
+        The axis whose coordinate turns pair p, int64 (P,), and its radians a step, float64 (P,).
+    """
+    axis_P = torch.cat(
+        [torch.full((dim // 2,), axis, device=device) for axis, dim in enumerate(axes_dim)]
+    )
+    exponent_P = torch.cat(
+        [torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim for dim in axes_dim]
+    )
+    return axis_P, theta**-exponent_P
+
+
+def rotary_table(
+    pos_TA: Tensor, axes_dim: tuple[int, ...], theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every token's angles.
+
+    Angles are formed in float64: at position 4096 a float32 angle is off by 2e-4.
+
+    Args:
+        pos_TA: Coordinates, any dtype that holds them exactly.
+        axes_dim: Head width of each axis.
+        theta: Base of the frequencies.
+        dtype: Activations' dtype; the tables are float64 for float64, else float32.
+
+    Returns:
+        `(cos, sin)`, each (T, D/2).
+    """
+    axis_P, frequency_P = rotary_frequencies(axes_dim, theta, pos_TA.device)
+    angle_TP = pos_TA.double().index_select(1, axis_P) * frequency_P
+    table_dtype = torch.promote_types(dtype, torch.float32)
+    return angle_TP.cos().to(table_dtype), angle_TP.sin().to(table_dtype)
+
+
+def apply_rotary(x_THD: Tensor, cos_TP: Tensor, sin_TP: Tensor) -> Tensor:
+    """Turn every pair of channels by its token's angle, in the tables' precision."""
+    even_THP, odd_THP = x_THD.to(cos_TP.dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    cos_T1P, sin_T1P = cos_TP.unsqueeze(1), sin_TP.unsqueeze(1)
+    turned = (even_THP * cos_T1P - odd_THP * sin_T1P, even_THP * sin_T1P + odd_THP * cos_T1P)
+    return torch.stack(turned, dim=-1).flatten(-2).to(x_THD.dtype)

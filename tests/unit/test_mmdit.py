@@ -1,0 +1,375 @@
+"""The packed MM-DiT on one process. What ranks add is tested in `tests/distributed`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from bascule.errors import ConfigError
+from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
+from bascule.models.layout import Interleaving
+from bascule.models.rope import apply_rotary, rotary_table
+from bascule.models.rows import look_up, permute_rows, scale_rows, sum_rows, sum_rows_by_matmul
+
+CONFIG = MMDiTConfig(
+    in_channels=6,
+    text_dim=10,
+    vec_dim=5,
+    d_model=24,
+    num_heads=2,
+    num_double=2,
+    num_single=2,
+    axes_dim=(4, 4, 4),
+)
+Sample = tuple[int, int]  # text tokens, image tokens
+
+
+def make_model(dtype: torch.dtype = torch.float64, config: MMDiTConfig = CONFIG) -> MMDiT:
+    model = MMDiT(config).to(dtype)
+    model.init_weights(0)
+    return model
+
+
+def random_sample(
+    index: int, sizes: Sample, dtype: torch.dtype, config: MMDiTConfig
+) -> dict[str, Tensor]:
+    """One sample with text and image tokens shuffled among each other."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    num_text, num_image = sizes
+    total = num_text + num_image
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    sample = {
+        "image_tokens": draw(num_image, config.in_channels),
+        "text_tokens": draw(num_text, config.text_dim),
+        "is_image": torch.randperm(total, generator=generator) < num_image,
+        "pos": torch.randint(0, 64, (total, 3), generator=generator),
+        "timestep": torch.rand(1, generator=generator),
+        "pooled": draw(1, config.vec_dim),
+    }
+    return sample | ({"guidance": torch.full((1,), 3.5)} if config.guidance else {})
+
+
+def pack(
+    samples: Sequence[Sample],
+    dtype: torch.dtype = torch.float64,
+    config: MMDiTConfig = CONFIG,
+    first: int = 0,
+) -> tuple[PackedBatch, LocalExchange]:
+    """A batch of random samples, the same whether packed together or one by one."""
+    empty = random_sample(0, (0, 0), dtype, config)
+    parts = [random_sample(first + i, sizes, dtype, config) for i, sizes in enumerate(samples)]
+    fields = {name: torch.cat([empty[name][:0], *(p[name] for p in parts)]) for name in empty}
+    return PackedBatch(**fields), LocalExchange([sum(sizes) for sizes in samples])
+
+
+def image_loss(model: MMDiT, batch: PackedBatch, exchange: LocalExchange) -> Tensor:
+    return model(batch, exchange)[batch.is_image].square().sum()
+
+
+def gradients(model: MMDiT, batch: PackedBatch, exchange: LocalExchange) -> dict[str, Tensor]:
+    model.zero_grad()
+    image_loss(model, batch, exchange).backward()
+    named = {name: p.grad for name, p in model.named_parameters()}
+    assert [name for name, grad in named.items() if grad is None] == []
+    return {name: grad.clone() for name, grad in named.items() if grad is not None}
+
+
+CONFIGS = {
+    "flux": CONFIG,
+    "gqa": replace(CONFIG, d_model=48, num_heads=4, num_kv_heads=2),
+    "guidance": replace(CONFIG, guidance=True),
+    "double only": replace(CONFIG, num_single=0),
+    "single only": replace(CONFIG, num_double=0),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packed_batch_equals_its_sequences_one_by_one(name: str) -> None:
+    config = CONFIGS[name]
+    samples = [(3, 5), (0, 7), (4, 0), (1, 1), (6, 20)]
+    model = make_model(config=config)
+    together = model(*pack(samples, config=config))
+    alone = [model(*pack([s], config=config, first=i)) for i, s in enumerate(samples)]
+    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_a_packed_batch_are_the_sum_over_its_sequences() -> None:
+    samples = [(3, 5), (0, 7), (4, 0), (2, 9)]
+    model = make_model()
+    together = gradients(model, *pack(samples))
+    alone = [gradients(model, *pack([s], first=i)) for i, s in enumerate(samples)]
+    for name, grad in together.items():
+        total = torch.stack([grads[name] for grads in alone]).sum(0)
+        assert (grad - total).norm() <= 1e-12 * total.norm() + 1e-15, name
+
+
+@pytest.mark.parametrize("name", ["flux", "gqa", "guidance", "single only"])
+def test_every_parameter_gets_a_gradient_at_the_first_step(name: str) -> None:
+    config = CONFIGS[name]
+    grads = gradients(make_model(config=config), *pack([(3, 5), (2, 9)], config=config))
+    assert [name for name, grad in grads.items() if not grad.abs().max() > 1e-6] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "samples", [[], [(0, 0)], [(4, 0)], [(0, 6)], [(4, 0), (0, 0), (3, 0)], [(0, 6), (0, 2)]]
+)
+def test_missing_modalities_take_the_same_path(samples: list[Sample], dtype: torch.dtype) -> None:
+    model = make_model(dtype)
+    called: list[str] = []
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: called.append(name))
+        for name, module in model.named_modules()
+    ]
+    batch, exchange = pack(samples, dtype)
+    grads = gradients(model, batch, exchange)
+    for hook in hooks:
+        hook.remove()
+    never_called = {"double_blocks", "single_blocks"}
+    never_called |= {f"double_blocks.{i}.{s}" for i in range(2) for s in ("text", "image")}
+    assert set(called) == {name for name, _ in model.named_modules()} - never_called
+    no_image, no_text = not batch.is_image.any(), not (~batch.is_image).any()
+    for name, grad in grads.items():
+        assert grad.isfinite().all(), name
+        of_text = name.startswith("text_in") or ".text." in name
+        of_image = name.startswith("image_in") or ".image." in name
+        if no_image or (no_text and of_text):
+            assert not grad.any(), name
+        elif of_image or name.startswith("single_blocks"):
+            assert grad.any(), name
+
+
+@pytest.mark.parametrize("num_image", [0, 1, 5, 8])
+def test_interleaving_puts_every_row_where_the_mask_says(num_image: int) -> None:
+    is_image = torch.randperm(8, generator=torch.Generator().manual_seed(0)) < num_image
+    rows = Interleaving(is_image)
+    text, image = torch.arange(8 - num_image), 100 + torch.arange(num_image)
+    packed = rows.pack(text, image)
+    expected = torch.empty(8, dtype=torch.int64).masked_scatter(is_image, image)
+    assert torch.equal(packed, expected.masked_scatter(~is_image, text))
+    assert torch.equal(packed[rows.text_index], text)
+    assert torch.equal(packed[rows.image_index], image)
+    assert all(torch.equal(a, b) for a, b in zip(rows.split(packed), (text, image), strict=True))
+
+
+def test_embed_interleaves_in_packed_order() -> None:
+    model = make_model()
+    batch, _ = pack([(3, 5), (2, 1)])
+    x = model.embed(batch.image_tokens, batch.text_tokens, batch.is_image)
+    torch.testing.assert_close(x[batch.is_image], model.image_in(batch.image_tokens))
+    torch.testing.assert_close(x[~batch.is_image], model.text_in(batch.text_tokens))
+
+
+def test_order_inside_a_sequence_does_not_matter_to_the_model() -> None:
+    model = make_model()
+    batch, exchange = pack([(3, 5)])
+    order = torch.argsort(batch.is_image, stable=True)
+    text_first = PackedBatch(
+        image_tokens=batch.image_tokens,
+        text_tokens=batch.text_tokens,
+        is_image=batch.is_image[order],
+        pos=batch.pos[order],
+        timestep=batch.timestep,
+        pooled=batch.pooled,
+    )
+    expected = model(batch, exchange)[order]
+    torch.testing.assert_close(model(text_first, exchange), expected, rtol=1e-12, atol=1e-12)
+
+
+class ShuffledExchange(LocalExchange):
+    """Hands the model its sequences in another order, and lists their vectors in that order."""
+
+    def __init__(self, seq_lens: list[int], order: list[int]) -> None:
+        super().__init__([seq_lens[i] for i in order])
+        chunks = torch.arange(sum(seq_lens)).split(seq_lens)
+        self.rows = torch.cat([chunks[i] for i in order])
+        self.local_seq_ids = torch.tensor(order)
+
+    def route(self, **tensors: Tensor) -> dict[str, Tensor]:
+        return {name: x[self.rows] for name, x in tensors.items()}
+
+    def restore(self, x: Tensor, /) -> Tensor:
+        return x[self.rows.argsort()]
+
+
+def test_routed_tokens_find_their_sample() -> None:
+    model = make_model()
+    batch, exchange = pack([(3, 5), (0, 7), (4, 2)])
+    shuffled = ShuffledExchange([8, 7, 6], [2, 0, 1])
+    expected = model(batch, exchange)
+    torch.testing.assert_close(model(batch, shuffled), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("samples", [[(3, 5), (2, 9)], [(4, 0)], []])
+def test_checkpointed_blocks_give_identical_gradients(samples: list[Sample]) -> None:
+    batch, exchange = pack(samples)
+    plain = gradients(make_model(), batch, exchange)
+    model = make_model()
+    for blocks in (model.double_blocks, model.single_blocks):
+        for i, block in enumerate(blocks):
+            blocks[i] = checkpoint_wrapper(block)
+    checkpointed = gradients(model, batch, exchange)
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.values(), checkpointed.values(), strict=True)
+    )
+
+
+def test_bf16_follows_float32() -> None:
+    samples = [(3, 50), (8, 30)]
+    wide, narrow = make_model(torch.float32), make_model(torch.bfloat16)
+    wide.load_state_dict(narrow.state_dict())
+    expected = wide(*pack(samples, torch.float32))
+    out = narrow(*pack(samples, torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    assert (out.float() - expected).norm() <= 0.03 * expected.norm()
+
+
+def test_timesteps_keep_their_precision_in_a_bf16_model() -> None:
+    model = make_model(torch.bfloat16)
+    pooled = torch.zeros(2, CONFIG.vec_dim, dtype=torch.bfloat16)
+    vec = model.condition(torch.tensor([0.999, 1.0]), pooled)
+    assert not torch.equal(vec[0], vec[1])
+
+
+def test_rotary_tables_keep_float32_in_a_bf16_model() -> None:
+    layout = make_model(torch.bfloat16).layout(
+        torch.ones(3, dtype=torch.bool), torch.zeros(3, 3), torch.zeros(3, dtype=torch.int64)
+    )
+    assert layout.cos.dtype == layout.sin.dtype == torch.float32
+
+
+def test_rotation_depends_on_the_distance_of_positions_only() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 12, generator=generator, dtype=torch.float64)
+
+    def score(pos_q: list[int], pos_k: list[int]) -> Tensor:
+        turned = [
+            apply_rotary(x, *rotary_table(torch.tensor([pos]), (4, 4, 4), 1e4, torch.float64))
+            for x, pos in ((q, pos_q), (k, pos_k))
+        ]
+        return (turned[0] * turned[1]).sum()
+
+    torch.testing.assert_close(score([5, 9, 2], [1, 3, 8]), score([15, 9, 32], [11, 3, 38]))
+    for moved in ([2, 3, 8], [1, 4, 8], [1, 3, 9]):
+        assert (score([5, 9, 2], moved) - score([5, 9, 2], [1, 3, 8])).abs() > 1e-3
+    assert torch.equal(score([0, 0, 0], [0, 0, 0]), (q * k).sum())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 7])
+def test_row_gathers_have_right_first_and_second_gradients(num_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    slot = torch.randint(0, 3, (num_tokens,), generator=generator)
+    order = torch.randperm(num_tokens, generator=generator)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    x, table = leaf(num_tokens, 2), leaf(4, 2)
+    cases: list[tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = [
+        (lambda t: look_up(t, slot), (table,)),
+        (lambda a, t: scale_rows(a, t, slot), (x, table)),
+        (lambda a: permute_rows(a, order, order.argsort()), (x,)),
+    ]
+    for function, inputs in cases:
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [0, 5, 4096])
+def test_both_row_sums_are_right_to_the_last_rounding(num_tokens: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(num_tokens, 16, generator=generator).to(dtype)
+    slot = torch.randint(0, 3, (num_tokens,), generator=generator)
+    expected = torch.zeros(4, 16, dtype=torch.float64).index_add(0, slot, values.double())
+    for row_sum in (sum_rows, sum_rows_by_matmul):
+        error = (row_sum(values, slot, 4).double() - expected).norm()
+        assert error <= torch.finfo(dtype).eps * expected.norm()
+
+
+def test_scale_rows_keeps_no_gathered_rows() -> None:
+    saved: list[torch.Size] = []
+
+    def record(x: Tensor) -> Tensor:
+        saved.append(x.shape)
+        return x
+
+    x, table = torch.randn(50, 8, requires_grad=True), torch.randn(2, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda x: x):
+        scale_rows(x, table, torch.arange(50) // 25)
+    assert saved == [(50, 8), (2, 8), (50,)]
+
+
+def test_init_is_the_same_for_a_seed_and_dtype() -> None:
+    torch.manual_seed(1)
+    first, second = make_model(), make_model(torch.bfloat16)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a.bfloat16(), b)
+    first.init_weights(1)
+    assert not torch.equal(first.image_in.weight.bfloat16(), second.image_in.weight)
+
+
+def test_adaln_zero_starts_at_zero_and_still_learns() -> None:
+    model = make_model()
+    model.init_weights(0, adaln_zero=True)
+    batch, exchange = pack([(3, 5)])
+    assert not model(batch, exchange).any()
+    (model(batch, exchange) - 1).square().sum().backward()
+    grad = model.final.linear.bias.grad
+    assert grad is not None and grad.all()
+
+
+def test_submodules_are_linear_or_norm_so_that_init_reaches_every_parameter() -> None:
+    kinds = {type(m) for m in make_model().modules() if list(m.parameters(recurse=False))}
+    assert kinds == {nn.Linear, nn.RMSNorm}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 5}, "num_heads 5 does not divide d_model 24"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 2"),
+        ({"num_kv_heads": 0}, "kv_heads must be at least 1, got 0"),
+        ({"axes_dim": (4, 4)}, "adds up to 8, the head width is 12"),
+        ({"axes_dim": (3, 5, 4)}, "must be even and positive"),
+        ({"num_single": -1}, "num_single must not be negative, got -1"),
+        ({"mlp_ratio": 0.0}, "mlp_ratio 0.0 leaves the MLP without a unit"),
+        ({"theta": 0.0}, "theta must be positive"),
+    ],
+)
+def test_illegal_sizes_are_refused(change: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(CONFIG, **change)  # type: ignore[arg-type]
+
+
+def test_flux_has_its_twelve_billion_parameters() -> None:
+    with torch.device("meta"):
+        model = MMDiT(MMDiTConfig.flux())
+    assert 11.8e9 < sum(p.numel() for p in model.parameters()) < 12.0e9
+
+
+def test_a_batch_that_contradicts_itself_is_refused() -> None:
+    model = make_model()
+    batch, exchange = pack([(3, 5)])
+    batch.is_image = ~batch.is_image
+    with pytest.raises(ConfigError, match=r"asks for 5 text and 3 image tokens, .* has 3 and 5"):
+        model(batch, exchange)
+    batch, exchange = pack([(3, 5)])
+    batch.guidance = torch.ones(1)
+    with pytest.raises(ConfigError, match="the model has no guidance"):
+        model(batch, exchange)
+    batch, exchange = pack([(3, 5)])
+    batch.pos = batch.pos[:, :2]
+    with pytest.raises(ConfigError, match=r"pos must be \(8, 3\), got \(8, 2\)"):
+        model(batch, exchange)
+    with pytest.raises(ConfigError, match="is_image must be a bool vector"):
+        Interleaving(torch.zeros(3))
+    with pytest.raises(ConfigError, match="must not be negative"):
+        LocalExchange([3, -1])
