@@ -1,0 +1,395 @@
+import json
+import logging
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bascule.data.photos import PhotoStream
+from bascule.data.streams import SampleBatch, SampleStream, flow_noise, flow_timesteps
+from bascule.errors import ConfigError
+
+
+def picture(width: int, height: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def save(folder: Path, name: str, width: int = 32, height: int = 32, seed: int = 0) -> np.ndarray:
+    pixels = picture(width, height, seed)
+    Image.fromarray(pixels).save(folder / name)
+    return pixels
+
+
+def colour(folder: Path, name: str, mode: str, value: float | tuple[int, ...]) -> None:
+    Image.new(mode, (32, 32), value).save(folder / name)
+
+
+def unpatchify(batch: SampleBatch, patch: int = 16) -> np.ndarray:
+    """The only photo of a batch as (height, width, 3) uint8, placed by its positions."""
+    pos = batch.pos[batch.is_image].long().numpy()
+    rows, columns = pos[:, 1].max() + 1, pos[:, 2].max() + 1
+    image = np.zeros((rows, patch, columns, patch, 3), dtype=np.uint8)
+    values = ((batch.image.numpy() + 1) * 127.5).round().astype(np.uint8)
+    for (_, row, column), token in zip(pos, values, strict=True):
+        image[row, :, column] = token.reshape(3, patch, patch).transpose(1, 2, 0)
+    return image.reshape(rows * patch, columns * patch, 3)
+
+
+def only(folder: Path, **options: Any) -> SampleBatch:
+    stream = PhotoStream(folder, 1, **options)
+    assert len(stream.files) == 1
+    return stream.batch(0)
+
+
+def album(folder: Path, count: int) -> Path:
+    for index in range(count):
+        save(folder, f"{index:02d}.png", 16 * (1 + index % 3), 32, seed=index)
+    return folder
+
+
+def test_a_photo_becomes_its_patches(tmp_path: Path) -> None:
+    pixels = save(tmp_path, "a.png", 64, 48)
+    batch = only(tmp_path)
+    assert batch.image.shape == (12, 768)
+    assert batch.image.dtype == torch.float32
+    assert batch.image.min() >= -1
+    assert batch.image.max() <= 1
+    assert batch.seq_lens == batch.image_lens == [12]
+    assert np.array_equal(unpatchify(batch), pixels)
+
+
+def test_a_photo_is_cropped_around_its_centre(tmp_path: Path) -> None:
+    pixels = save(tmp_path, "a.png", 37, 51)
+    assert np.array_equal(unpatchify(only(tmp_path)), pixels[1:49, 2:34])
+
+
+def test_another_patch(tmp_path: Path) -> None:
+    pixels = save(tmp_path, "a.png", 24, 16)
+    batch = only(tmp_path, patch=8)
+    assert batch.image.shape == (6, 192)
+    assert np.array_equal(unpatchify(batch, 8), pixels)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "max_tokens", "grid"),
+    [
+        (1, 1, 4096, (1, 1)),
+        (1, 100, 4096, (6, 1)),
+        (160, 160, 100, (10, 10)),
+        (160, 160, 99, (9, 9)),
+        (640, 320, 32, (4, 8)),
+        (5000, 3, 10, (1, 10)),
+        (3, 5000, 10, (10, 1)),
+        (1600, 16, 7, (1, 7)),
+        (64, 64, 1, (1, 1)),
+    ],
+)
+def test_grid_of_a_photo(
+    tmp_path: Path, width: int, height: int, max_tokens: int, grid: tuple[int, int]
+) -> None:
+    save(tmp_path, "a.png", width, height)
+    batch = only(tmp_path, max_tokens=max_tokens)
+    assert tuple((batch.pos[:, 1:].amax(dim=0) + 1).int().tolist()) == grid
+    assert batch.image_lens == [grid[0] * grid[1]]
+
+
+def test_scaling_keeps_the_picture(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 320, dtype=np.uint8)
+    Image.fromarray(np.tile(ramp[None, :, None], (320, 1, 3))).save(tmp_path / "a.png")
+    small = unpatchify(only(tmp_path, max_tokens=25))
+    assert small.shape == (80, 80, 3)
+    assert np.abs(small[40, :, 0].astype(int) - ramp[2::4]).max() <= 3
+
+
+def test_every_kind_of_image_becomes_rgb(tmp_path: Path) -> None:
+    colour(tmp_path, "bilevel.png", "1", 1)
+    colour(tmp_path, "cmyk.jpg", "CMYK", (0, 255, 255, 0))
+    colour(tmp_path, "float.tif", "F", 0.5)
+    colour(tmp_path, "gif.gif", "P", 0)
+    colour(tmp_path, "grey.jpg", "L", 100)
+    colour(tmp_path, "grey_alpha.png", "LA", (0, 0))
+    colour(tmp_path, "half.png", "RGBA", (255, 0, 0, 128))
+    colour(tmp_path, "sixteen.png", "I;16", 200 * 256 + 5)
+    colour(tmp_path, "sixteen.tif", "I;16", 200 * 256 + 5)
+    colour(tmp_path, "thirtytwo.tif", "I", 200 * 256 + 5)
+    palette = Image.new("P", (32, 32), 1)
+    palette.putpalette([0, 0, 0, 10, 20, 30])
+    palette.save(tmp_path / "z1.png")
+    palette.save(tmp_path / "z2.png", transparency=1)
+    stream = PhotoStream(tmp_path, 12)
+    assert stream.skipped == 0
+    batch = stream.batch(0)
+    order = [stream.files[index] for index in stream._draw(range(12))]  # pyright: ignore[reportPrivateUsage]
+    tokens = ((batch.image + 1) * 127.5).round().int().split(batch.image_lens)
+    seen = {
+        name: tuple(part.reshape(-1, 3, 256)[0, :, 0].tolist())
+        for name, part in zip(order, tokens, strict=True)
+    }
+    red, green, blue = seen.pop("cmyk.jpg")
+    assert red > 230
+    assert max(green, blue) < 40
+    assert seen.pop("half.png")[0] == 255
+    assert seen == {
+        "bilevel.png": (255, 255, 255),
+        "float.tif": (128, 128, 128),
+        "gif.gif": (0, 0, 0),
+        "grey.jpg": (100, 100, 100),
+        "grey_alpha.png": (255, 255, 255),
+        "sixteen.png": (200, 200, 200),
+        "sixteen.tif": (200, 200, 200),
+        "thirtytwo.tif": (200, 200, 200),
+        "z1.png": (10, 20, 30),
+        "z2.png": (255, 255, 255),
+    }
+
+
+def test_the_camera_orientation_is_applied(tmp_path: Path) -> None:
+    pixels = picture(48, 32)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    Image.fromarray(pixels).save(tmp_path / "a.png", exif=exif)
+    assert np.array_equal(unpatchify(only(tmp_path)), np.rot90(pixels, -1))
+
+
+def damaged(folder: Path) -> list[str]:
+    """Files that look like photos and cannot be decoded."""
+    save(folder, "good.png")
+    whole = (folder / "good.png").read_bytes()
+    (folder / "empty.png").write_bytes(b"")
+    (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "flipped.png").write_bytes(whole[:200] + bytes([whole[200] ^ 255]) + whole[201:])
+    (folder / "text.jpg").write_text("not a photo")
+    save(folder, "cut.jpg", 64, 64)
+    jpeg = (folder / "cut.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    (folder / "gone.jpg").symlink_to(folder / "nothing.jpg")
+    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + header
+    (folder / "bomb.png").write_bytes(
+        whole[:8]
+        + struct.pack(">I", 13)
+        + chunk
+        + struct.pack(">I", zlib.crc32(chunk))
+        + whole[33:]
+    )
+    return [
+        "bomb.png",
+        "cut.jpg",
+        "cut.png",
+        "empty.png",
+        "flipped.png",
+        "gone.jpg",
+        "text.jpg",
+    ]
+
+
+def test_damaged_photos_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = damaged(tmp_path)
+    save(tmp_path, "other.png", 48, 48)
+    with caplog.at_level(logging.WARNING):
+        streams = [PhotoStream(tmp_path, 2, rank=rank, world_size=2) for rank in range(2)]
+    assert [stream.skipped for stream in streams] == [len(bad)] * 2
+    assert streams[0].files == streams[1].files == ("good.png", "other.png")
+    (record,) = caplog.records
+    assert all(name in record.getMessage() for name in bad)
+    assert " object at 0x" not in record.getMessage()
+    assert sorted(streams[0].batch(0).image_lens) == [4, 9]
+
+
+@pytest.mark.parametrize("index", range(7))
+def test_strict_refuses_a_damaged_photo_by_name(tmp_path: Path, index: int) -> None:
+    bad = damaged(tmp_path)
+    for name in bad[:index] + bad[index + 1 :]:
+        (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=f"cannot read the photo .*{bad[index]}"):
+        PhotoStream(tmp_path, 1, strict=True)
+
+
+def test_other_files_are_ignored(tmp_path: Path) -> None:
+    folder = tmp_path / "my photos"
+    folder.mkdir()
+    save(folder, "A photo.PNG")
+    save(folder, "noise.png")
+    (folder / "noise.png").rename(folder / ".noise.png")
+    (folder / "notes.md").write_text("x")
+    (folder / "readme").write_text("x")
+    (folder / "album.png").mkdir()
+    stream = PhotoStream(folder, 1, strict=True)
+    assert stream.files == ("A photo.PNG",)
+    assert stream.skipped == 0
+
+
+def test_folders_without_photos_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no readable photo in .*\(0 unreadable\); put photos"):
+        PhotoStream(tmp_path, 1)
+    (tmp_path / "a.jpg").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"\(1 unreadable\)"):
+        PhotoStream(tmp_path, 1)
+    for path in (tmp_path / "missing", tmp_path / "a.jpg"):
+        with pytest.raises(ConfigError, match="must be a folder of photos"):
+            PhotoStream(path, 1)
+
+
+def test_captions(tmp_path: Path) -> None:
+    captions = {"a.png": "a 🦊", "b.png": "beside", "c.png": "listed"}
+    for index, name in enumerate(captions):
+        save(tmp_path, name, seed=index)
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + " a 🦊\n".encode())
+    (tmp_path / "b.txt").write_text("beside")
+    rows = [{"file": "b.png", "caption": "unused"}, {"file": "c.png", "caption": "listed", "id": 1}]
+    (tmp_path / "captions.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    save(tmp_path, "d.png", seed=4)
+    stream = PhotoStream(tmp_path, 4, text_dim=8)
+    batch = stream.batch(0)
+    assert batch.text.shape == (6 + 6 + 6, 8)
+    assert stream.text_dim == stream.vec_dim == 8
+    table = stream._embedding  # pyright: ignore[reportPrivateUsage]
+    names = [stream.files[index] for index in stream._draw(range(4))]  # pyright: ignore[reportPrivateUsage]
+    lens = [total - image for total, image in zip(batch.seq_lens, batch.image_lens, strict=True)]
+    for name, text, pooled in zip(names, batch.text.split(lens), batch.pooled, strict=True):
+        expected = table[list(captions.get(name, "").encode())]
+        assert torch.equal(text, expected)
+        assert torch.allclose(pooled, expected.mean(dim=0) if len(expected) else torch.zeros(8))
+    again = PhotoStream(tmp_path, 4, text_dim=8, seed=5)
+    assert torch.equal(again._embedding, table)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_no_captions_at_all(tmp_path: Path) -> None:
+    batch = PhotoStream(album(tmp_path, 3), 3).batch(0)
+    assert batch.text.shape == (0, 64)
+    assert batch.text.dtype == torch.float32
+    assert torch.equal(batch.pooled, torch.zeros(3, 64))
+    assert bool(batch.is_image.all())
+
+
+def test_a_long_caption_is_cut(tmp_path: Path) -> None:
+    save(tmp_path, "a.png")
+    (tmp_path / "a.txt").write_text("x" * 2000)
+    assert only(tmp_path).seq_lens == [4 + 512]
+    assert only(tmp_path, max_text_tokens=0).seq_lens == [4]
+
+
+def test_a_caption_in_another_encoding_is_bytes(tmp_path: Path) -> None:
+    save(tmp_path, "a.png")
+    (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
+    assert only(tmp_path).seq_lens == [5]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('{"file": "a.png", "caption": "x"}\n{"file"', "line 2: not valid JSON"),
+        ('["a.png", "x"]', 'line 1: needs "file" and "caption"'),
+        ('{"file": "a.png"}', 'line 1: needs "file" and "caption"'),
+        ('{"file": "a.png", "caption": null}', 'line 1: needs "file" and "caption"'),
+        ('{"file": "a.png", "caption": "x"}\n' * 2, "line 2: 'a.png' has a caption already"),
+    ],
+)
+def test_a_bad_caption_line_is_reported(tmp_path: Path, lines: str, message: str) -> None:
+    save(tmp_path, "a.png")
+    (tmp_path / "captions.jsonl").write_text(lines)
+    with pytest.raises(ConfigError, match=message):
+        PhotoStream(tmp_path, 1)
+
+
+def test_captions_of_missing_photos_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, "a.png")
+    (tmp_path / "captions.jsonl").write_text('{"file": "b.png", "caption": "\\ud800"}')
+    assert only(tmp_path).seq_lens == [4]
+    assert "names 1 missing photos: b.png" in caplog.text
+
+
+def test_every_photo_comes_once_per_epoch(tmp_path: Path) -> None:
+    album(tmp_path, 7)
+    source = PhotoStream(tmp_path, 3)
+    drawn = [int(index) for index in source._draw(range(21))]  # pyright: ignore[reportPrivateUsage]
+    epochs = [drawn[0:7], drawn[7:14], drawn[14:21]]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_a_global_batch_above_the_number_of_photos_repeats_them(tmp_path: Path) -> None:
+    batch = PhotoStream(album(tmp_path, 2), 5).batch(3)
+    assert len(batch.seq_lens) == 5
+    assert batch.sample_ids.tolist() == [15, 16, 17, 18, 19]
+
+
+def test_ranks_share_one_global_batch(tmp_path: Path) -> None:
+    album(tmp_path, 9)
+    whole: SampleStream = PhotoStream(tmp_path, 6, seed=2)
+    for step in range(4):
+        one = whole.batch(step)
+        for world_size in (2, 3, 6):
+            parts = [
+                PhotoStream(
+                    tmp_path, 6 // world_size, rank=rank, world_size=world_size, seed=2
+                ).batch(step)
+                for rank in range(world_size)
+            ]
+            for name in ("image", "pos", "is_image", "pooled", "sample_ids"):
+                joined = torch.cat([getattr(part, name) for part in parts])
+                assert torch.equal(joined, getattr(one, name)), name
+            noise = torch.cat([flow_noise(part, seed=1) for part in parts])
+            assert torch.equal(noise, flow_noise(one, seed=1))
+            times = torch.cat([flow_timesteps(part, seed=1) for part in parts])
+            assert torch.equal(times, flow_timesteps(one, seed=1))
+
+
+def test_the_seed_shuffles(tmp_path: Path) -> None:
+    album(tmp_path, 9)
+    orders = {
+        tuple(PhotoStream(tmp_path, 9, seed=seed)._draw(range(9)))  # pyright: ignore[reportPrivateUsage]
+        for seed in (0, 0, 1)
+    }
+    assert len(orders) == 2
+
+
+def test_the_cache_changes_nothing(tmp_path: Path) -> None:
+    album(tmp_path, 5)
+    cached, uncached = PhotoStream(tmp_path, 5), PhotoStream(tmp_path, 5, cache_bytes=0)
+    assert torch.equal(cached.batch(1).image, uncached.batch(1).image)
+    assert len(cached._cache) == 5  # pyright: ignore[reportPrivateUsage]
+    assert not uncached._cache  # pyright: ignore[reportPrivateUsage]
+    some = PhotoStream(tmp_path, 5, cache_bytes=4 * 768)
+    assert sum(t.nbytes for t in some._cache.values()) <= 4 * 768  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_photo_that_changes_or_goes_later_is_named(tmp_path: Path) -> None:
+    save(tmp_path, "a.png")
+    stream = PhotoStream(tmp_path, 1, cache_bytes=0)
+    save(tmp_path, "a.png", 64, 64)
+    with pytest.raises(ConfigError, match=r"a\.png has changed its size"):
+        stream.batch(0)
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ConfigError, match=r"cannot read the photo .*a\.png"):
+        stream.batch(0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch": 0}, "patch must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"text_dim": 0}, "text_dim must be at least 1"),
+        ({"max_text_tokens": -1}, "max_text_tokens must be at least 0"),
+        ({"rank": 1}, "rank 1 is not in a world of 1"),
+        ({"seed": -1}, "seed, step and rank must be in"),
+    ],
+)
+def test_bad_settings_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    save(tmp_path, "a.png")
+    with pytest.raises(ConfigError, match=message):
+        PhotoStream(tmp_path, 1, **options).batch(0)
+    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
+        PhotoStream(tmp_path, 0)
+    with pytest.raises(ConfigError, match="step must not be negative"):
+        PhotoStream(tmp_path, 1).batch(-1)
