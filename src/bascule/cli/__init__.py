@@ -1,0 +1,43 @@
+"""The command line: parses, calls the library, prints. Heavy imports wait until they are needed."""
+
+import sys
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from bascule.cli.plan import PlanOptions
+from bascule.errors import CommError, ConfigError, PlanError
+from bascule.training.options import BenchOptions
+
+Command = (
+    Annotated[PlanOptions, tyro.conf.subcommand("plan")]
+    | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line; exits with 2 for a user's error and 1 if a rank failed."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        options = tyro.cli(Command, prog="bascule", description=_DESCRIPTION, args=arguments)  # pyright: ignore
+        if isinstance(options, PlanOptions):
+            from bascule.cli.plan import plan
+
+            plan(options)
+        else:
+            from bascule.cli.bench import bench
+
+            bench(options, arguments)
+    except (ConfigError, PlanError) as error:
+        _fail(str(error), 2)
+    except CommError as error:
+        _fail(str(error), 1)
+
+
+_DESCRIPTION = "Give every GPU the same work: plan batches, and measure what balancing is worth."
+
+
+def _fail(message: str, code: int) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"bascule: {message}", markup=False)
+    sys.exit(code)

@@ -1,0 +1,119 @@
+"""`bascule bench`: measure what balancing is worth, on local ranks or in a job that runs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from bascule.errors import ConfigError
+from bascule.training.options import BenchOptions
+
+
+def bench(options: BenchOptions, arguments: list[str]) -> None:
+    """Launch the local ranks, or be one.
+
+    Raises:
+        ConfigError: The options do not fit the data or each other.
+        CommError: A rank failed.
+    """
+    from bascule.training.launch import default_num_ranks, in_a_job, launch
+
+    if in_a_job():
+        _run_rank(options)
+        return
+    num_ranks = options.ranks or default_num_ranks()
+    _check(options, num_ranks)
+    launch(num_ranks, arguments)
+
+
+def _check(options: BenchOptions, num_ranks: int) -> None:
+    """Find a user's error before any rank starts, where it can be told in one sentence."""
+    from bascule.training.compare import model_config, open_stream
+
+    options.check(num_ranks)
+    model_config(options, open_stream(options, 0, num_ranks))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {options.out}: cannot be made: {error.strerror}") from error
+
+
+def _run_rank(options: BenchOptions) -> None:
+    from bascule.training.compare import Comparison, StepRecord, summarize
+    from bascule.training.launch import joined
+
+    with joined(options.timeout_s) as device:
+        comparison = Comparison(options, device)
+        is_first = comparison.group.rank == 0
+        console = Console(quiet=not is_first)
+        records: list[StepRecord] = []
+        with _progress(console) as progress:
+            bar = progress.add_task("training both ways", total=options.steps)
+            for record in comparison.run():
+                records.append(record)
+                progress.advance(bar)
+        if is_first:
+            summary = summarize(records, comparison.setting, options)
+            _write(options.out, summary, records)
+            _print(console, summary, options.out)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console)
+
+
+def _write(folder: Path, summary: dict[str, Any], records: list[Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    lines = [json.dumps(record.to_dict()) for record in records]
+    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
+    setting = summary["setting"]
+    title = f"{setting['world_size']} ranks ({setting['device']}), bags {setting['topology']}"
+    table = Table(title=f"{title}, {summary['steps']} steps")
+    for name in ("", "without", "with bascule"):
+        table.add_column(name, justify="left" if not name else "right")
+    arms = summary["unbalanced"], summary["balanced"]
+    for label, text in _ROWS:
+        table.add_row(label, *(text(arm) for arm in arms))
+    first, last = summary["loss_first"], summary["loss_last"]
+    table.add_row("loss, first step", *(f"{loss:.6f}" for loss in first))
+    table.add_row("loss, last step", *(f"{loss:.6f}" for loss in last))
+    console.print(table)
+    low, high = summary["measured_ratio_spread"]
+    fit = setting["fit_error"]
+    tokens = ", ".join(f"{tokens:,.0f}" for tokens in summary["tokens_per_rank"][:16])
+    console.print(
+        f"speed-up: measured {summary['measured_ratio']:.2f}x (steps {low:.2f} to {high:.2f}), "
+        f"predicted {summary['predicted_ratio']:.2f}x "
+        f"(gamma {setting['gamma']:.2f}{'' if fit is None else f', fitted within {fit:.0%}'})\n"
+        f"same maths: losses differ by {summary['loss_difference']:.1e} at most, gradients by "
+        f"{summary['grad_difference_first']:.1e} at the first step and {summary['grad_difference']:.1e} "
+        "at most (relative)\n"
+        f"tokens a rank with balancing: {tokens}{' ...' if setting['world_size'] > 16 else ''}; "
+        f"sent a step, forward, all ranks: {summary['sent_bytes_per_step'] / 2**20:.1f} MiB\n"
+        + (f"photos skipped: {setting['skipped_photos']}\n" if setting["skipped_photos"] else "")
+        + f"written: {folder / 'summary.json'}, {folder / 'steps.jsonl'}"
+    )
+
+
+_ROWS = (
+    ("WIR (max/min load)", lambda arm: f"{arm['wir']:.2f}"),
+    ("imbalance (max/mean load)", lambda arm: f"{arm['imbalance']:.3f}"),
+    ("FBL, median", lambda arm: f"{arm['fbl_median_s']:.3f} s"),
+    ("FBL, 10% to 90%", lambda arm: "{:.3f} to {:.3f} s".format(*arm["fbl_spread_s"])),
+    ("tokens a second", lambda arm: f"{arm['tokens_per_s']:,.0f}"),
+    ("GFLOP a second", lambda arm: f"{arm['flops_per_s'] / 1e9:,.1f}"),
+    ("HFU", lambda arm: "peak unknown" if arm["hfu"] is None else f"{arm['hfu']:.1%}"),
+)

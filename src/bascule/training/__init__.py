@@ -1,0 +1,1 @@
+"""Training: the measured comparison of steps without and with balancing."""

@@ -1,0 +1,60 @@
+"""Local ranks, launched by torch's own launcher; or this process as a rank of a job that runs."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from bascule.errors import CommError
+
+
+def in_a_job() -> bool:
+    """Whether a launcher started this process as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def default_num_ranks() -> int:
+    """As many local ranks as GPUs, else as physical cores (torch's default number of threads)."""
+    return torch.cuda.device_count() or torch.get_num_threads()
+
+
+def launch(num_ranks: int, arguments: list[str]) -> None:
+    """Run `python -m bascule.cli ARGUMENTS` in this many local ranks and wait for them.
+
+    Raises:
+        CommError: A rank failed; its own message is on the terminal already.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    # torchrun would warn, and choose 1, if this were not set.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
+    launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1"]
+    try:
+        run.main([*launcher, "--master-port", str(port), "-m", "bascule.cli", *arguments])
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise CommError(f"rank {rank} failed with exit code {failure.exitcode}") from error
+
+
+@contextmanager
+def joined(timeout_s: float) -> Iterator[torch.device]:
+    """Be a rank of the job described by RANK and WORLD_SIZE; gives this rank's device."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
