@@ -1,4 +1,4 @@
-"""What bascule raises: three kinds, so that a caller can tell a wrong argument from a failed peer."""
+"""What bascule raises: a caller can tell a wrong argument from a failed peer."""
 
 
 class ConfigError(ValueError):
@@ -6,11 +6,11 @@ class ConfigError(ValueError):
 
 
 class PlanError(ValueError):
-    """Legal items that no plan can place within the limits: names the item and by how much it misses."""
+    """Legal items that no plan can place within the limits: names the item and the miss."""
 
 
 class CommError(RuntimeError):
-    """Ranks disagree, a collective failed, or a rank is gone: names the collective, step and ranks."""
+    """Ranks disagree, a collective failed, or a rank is gone: names collective, step and ranks."""
 
 
 class RemoteConfigError(CommError, ConfigError):

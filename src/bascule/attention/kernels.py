@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from bascule.errors import ConfigError
 
@@ -46,9 +46,9 @@ class PackedSequences:
 class Kernel(Protocol):
     """Exact attention within each packed sequence; differentiable in `out`.
 
-    Returns out (T, H, D) and the natural-log sum-exp of the scaled scores (T, H), float64 for float64
-    inputs and float32 otherwise, or None from a back end that has none: such a kernel cannot merge
-    partial results, so a ring refuses it. The log-sum-exp carries no gradient.
+    Returns out (T, H, D) and the natural-log sum-exp of the scaled scores (T, H), float64 for
+    float64 inputs and float32 otherwise, or None from a back end that has none: such a kernel
+    cannot merge partial results, so a ring refuses it. The log-sum-exp carries no gradient.
     """
 
     def __call__(
@@ -60,7 +60,9 @@ class Kernel(Protocol):
         *,
         causal: bool,
         scale: float | None,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; causal masks what comes later in a sequence, scale defaults to D^-0.5."""
+        ...
 
 
 def reference(
@@ -72,7 +74,7 @@ def reference(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Plain matmul and softmax over all pairs of tokens with a mask: O(T^2) memory, for comparison."""
+    """Plain matmul and masked softmax over all pairs of tokens: O(T^2) memory, for comparison."""
     num_tokens, num_heads, head_dim = q_THD.shape
     repeat = num_heads // k_TKD.shape[1]
     k_THD, v_THD = (x.repeat_interleave(repeat, dim=1) for x in (k_TKD, v_TKD))
@@ -98,7 +100,7 @@ def cpu_flash(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """torch's flash attention for CPUs, a call for each sequence (it has no packed form)."""
+    """Torch's flash attention for CPUs, a call for each sequence (it has no packed form)."""
     return _CpuFlash.apply(q_THD, k_TKD, v_TKD, seqs, causal, scale)
 
 
@@ -117,19 +119,20 @@ class _CpuFlash(torch.autograd.Function):
         out = torch.empty(q_THD.shape, dtype=q_THD.dtype)
         lse = torch.empty(q_THD.shape[:2], dtype=wide)
         splits = [x.split(seqs.seq_lens) for x in (q_THD, k_TKD, v_TKD, out, lse)]
-        for q, k, v, o, l in zip(*splits, strict=True):
+        for q, k, v, out_part, lse_part in zip(*splits, strict=True):
             result, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _batched(q), _batched(k), _batched(v), 0.0, causal, scale=scale
             )
-            o.copy_(result[0].transpose(0, 1))
-            l.copy_(log_sum[0].T)
+            out_part.copy_(result[0].transpose(0, 1))
+            lse_part.copy_(log_sum[0].T)
         ctx.save_for_backward(q_THD, k_TKD, v_TKD, out, lse)
         ctx.seqs, ctx.causal, ctx.scale = seqs, causal, scale
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        grad_THD, _ = grad_outputs  # the log-sum-exp has no gradient
         saved = ctx.saved_tensors
         grads = [torch.empty(x.shape, dtype=x.dtype) for x in saved[:3]]
         splits = [x.split(ctx.seqs.seq_lens) for x in (grad_THD, *saved, *grads)]
@@ -151,7 +154,7 @@ def sdpa(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, None]:
-    """torch's scaled_dot_product_attention on jagged nested tensors: any device, no log-sum-exp."""
+    """Torch's scaled_dot_product_attention on jagged nested tensors: any device, no log-sum-exp."""
     if not seqs.seq_lens:
         return torch.einsum("thd,tkd,tkd->thd", q_THD, k_TKD, v_TKD), None
     repeat = q_THD.shape[1] // k_TKD.shape[1]
@@ -167,7 +170,7 @@ def sdpa(
         ).transpose(1, 2)
         for x in (q_THD, k_THD, v_THD)
     )
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return out.transpose(1, 2).values(), None
 
 
@@ -215,7 +218,9 @@ def flash_attn(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The flash-attn package, version 2.6 or later: CUDA, half precision."""
-    from flash_attn import flash_attn_varlen_func
+    from flash_attn import (  # pyright: ignore[reportMissingImports]
+        flash_attn_varlen_func,
+    )
 
     cu, longest = seqs.cu_seqlens, seqs.max_len
     out, lse_HT, _ = flash_attn_varlen_func(

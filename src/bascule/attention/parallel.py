@@ -1,6 +1,7 @@
 """SequenceParallel: decide, move and attend, bound to process groups that are built once.
 
-Shapes: T tokens as loaded on this rank, C tokens that it computes on, H heads, D head width, n samples
+Shapes: T tokens as loaded on this rank, C tokens that it computes on, H heads, D head width, n
+    samples
 as loaded on this rank, N samples of all ranks.
 """
 
@@ -35,7 +36,7 @@ _PROBE_LENGTHS = (1, 1_000, 100_000)
 
 
 class SequenceParallel:
-    """Balances sequences over the ranks of a group, in compute bags; the groups are made here, once.
+    """Balances sequences over the ranks of a group; the process groups are made here, once.
 
     They live until `destroy_process_group`: torch cannot make a group again after destroying it.
     Every rank of the group constructs it at the same point, with the same arguments; what differs
@@ -104,7 +105,7 @@ class SequenceParallel:
         return self._plan_group.rank
 
     def plan(self, local_seq_lens: npt.ArrayLike) -> "Step":
-        """Plan the next step from the lengths of all ranks; one gather of a fixed size, on the host.
+        """Plan the next step from the lengths of all ranks; one fixed-size gather, on the host.
 
         Args:
             local_seq_lens: Tokens of each sequence that this rank loaded; may be empty.
@@ -201,24 +202,28 @@ class SequenceParallel:
             return self.group
         if self.topology.bag_sizes.max() == 1:
             return None
-        # A bag of one gets a group too: torch names a new group after the number of groups a rank has,
-        # and ranks that differ in it can never again make one together (torch 2.13, local sync).
+        # A bag of one gets a group too: torch names a new group after the number of groups a rank
+        # has, and ranks that differ in it can never again make one together (torch 2.13, local
+        # sync).
         group = self._make([self.group.ranks[rank] for rank in bag], "bag", backend=backend)
         return group if group.size > 1 else None
 
 
-_SETTINGS = ("topology", "cost", "planner", "limits")
+_SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits")
 
 
 class Step:
     """A plan bound to its groups and device: moves and attends for one step. Made by `plan`.
 
-    Forward, recomputation under checkpointing and backward of a step all use this object, however many
-    steps are alive. All ranks call its methods in the same order.
+    Forward, recomputation under checkpointing and backward of a step all use this object, however
+    many steps are alive. All ranks call its methods in the same order.
 
     Attributes:
         plan: The frozen plan.
         number: Which plan of the SequenceParallel it is, from 1.
+        local: What this rank computes on, as numpy arrays.
+        local_seq_ids: Global ids of the sequences of this rank's bag, ascending.
+        token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
         sent_bytes: What this rank sent to other ranks so far, forward passes only.
     """
 
@@ -227,26 +232,15 @@ class Step:
         self.plan = plan
         self.number = number
         self.sent_bytes = 0
-
-    @cached_property
-    def local(self) -> layout.LocalLayout:
-        """What this rank computes on, as numpy arrays."""
-        return self.plan.local(self._parallel.rank)
-
-    @cached_property
-    def local_seq_ids(self) -> Tensor:
-        """Global ids of the sequences that this rank has a part of, ascending."""
-        return self._tensor(self.local.seq_ids)
-
-    @cached_property
-    def token_slot(self) -> Tensor:
-        """(C,) index into `local_seq_ids` of each token that this rank computes on."""
-        return self._tensor(self.local.slots)
+        self.local = plan.local(parallel.rank)
+        self.local_seq_ids = self._tensor(self.local.seq_ids)
+        self.token_slot = self._tensor(self.local.slots)
 
     def route(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Bring tokens from where they were loaded to where they are computed.
 
-        Differentiable; one all-to-all forward and one backward, which sends only what needs gradients.
+        Differentiable; one all-to-all forward and one backward, which sends only what needs
+        gradients.
 
         Args:
             tensors: Each (T, ...) in the order of this rank's sequences, of any dtype.
@@ -260,7 +254,7 @@ class Step:
         return dict(zip(tensors, self._exchange("route", self._route, tensors), strict=True))
 
     def restore(self, tensor: Tensor) -> Tensor:
-        """Bring tokens back to the rank and the order in which they were loaded: (C, ...) to (T, ...).
+        """Bring tokens back to their source rank and order: (C, ...) to (T, ...).
 
         Differentiable; one all-to-all a direction.
         """
@@ -281,7 +275,7 @@ class Step:
         return ulysses.attend(self._bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
-        """Give every rank the per-sample rows of all ranks: (n, ...) to (N, ...), by global sequence id.
+        """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
 
         Differentiable; one all-gather forward, one reduce-scatter backward.
         """
@@ -293,7 +287,7 @@ class Step:
         )
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """Mean over the tokens of all ranks, with the gradient that FSDP's and DDP's averaging needs.
+        """Mean over the tokens of all ranks, right under FSDP's and DDP's gradient averaging.
 
         One all-reduce of two numbers.
 
@@ -308,8 +302,7 @@ class Step:
 
     def metrics(self) -> dict[str, Any]:
         """What the plan predicts and what was moved so far, as plain values."""
-        costs = self._parallel.cost(self.plan.seq_lens)
-        before = np.bincount(self.plan.source_ranks, weights=costs, minlength=self.plan.num_ranks)
+        before = self.plan.unbalanced_loads(self._parallel.cost)
         return {
             "step": self.number,
             "makespan": self.plan.makespan,
@@ -357,8 +350,8 @@ class Step:
         for name, x in tensors.items():
             if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != self._parallel.device.type:
                 error = ConfigError(
-                    f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}, but this rank's part of "
-                    f"the plan has {num_rows} rows on {self._parallel.device}"
+                    f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}, but this rank's "
+                    f"part of the plan has {num_rows} rows on {self._parallel.device}"
                 )
         needs_grad = torch.is_grad_enabled()
         form = ", ".join(
@@ -373,7 +366,7 @@ class Step:
 
 
 def _describe_cost(cost: Cost) -> str:
-    """Name and predictions of a cost model: equal where plans would be equal, also for a function."""
+    """Name and predictions of a cost model: equal where plans would be, also for a function."""
     name = repr(cost) if dataclasses.is_dataclass(cost) else type(cost).__qualname__
     return (
         f"{name} costs {cost(np.array(_PROBE_LENGTHS)).tolist()} at {list(_PROBE_LENGTHS)} tokens"

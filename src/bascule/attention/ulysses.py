@@ -23,7 +23,7 @@ from bascule.plan import layout
 
 @dataclass(frozen=True)
 class BagLayout:
-    """The tokens of a bag, and the tables to bring them from rank order into sequence order and back.
+    """The tokens of a bag, and the tables from rank order into sequence order and back.
 
     Attributes:
         chunk_lens: (G, n) tokens of each sequence on each rank of the bag.
@@ -49,7 +49,7 @@ class BagLayout:
 
     @cached_property
     def to_sequences(self) -> Tensor | None:
-        """(S,) row, in rank order, of each token in sequence order; None if the orders are the same."""
+        """(S,) row in rank order of each token in sequence order; None if the orders agree."""
         if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
             return None
         first = layout.cumulative(self.chunk_lens.ravel())[:-1].reshape(self.chunk_lens.shape)
@@ -61,15 +61,16 @@ class BagLayout:
         """(S,) the inverse of `to_sequences`."""
         if self.to_sequences is None:
             return None
-        return torch.argsort(self.to_sequences)
+        rows = torch.arange(self.to_sequences.numel(), device=self.device)
+        return torch.empty_like(rows).scatter_(0, self.to_sequences, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
     """How many heads each rank of a bag attends with: key-value heads as even as possible.
 
-    The first `num_more` ranks take `base + 1` key-value heads, the others `base`; each takes the query
-    heads that belong to its key-value heads.
+    The first `num_more` ranks take `base + 1` key-value heads, the others `base`; each takes the
+    query heads that belong to its key-value heads.
     """
 
     base: int
@@ -81,7 +82,8 @@ class HeadShares:
         """Share the heads of a layer among the ranks of a bag.
 
         Raises:
-            ConfigError: Query heads are no multiple of the key-value heads, or a rank would get none.
+            ConfigError: Query heads are no multiple of the key-value heads, or a rank would get
+                none.
         """
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ConfigError(
@@ -89,13 +91,13 @@ class HeadShares:
             )
         if num_kv_heads < size:
             raise ConfigError(
-                f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads: Ulysses gives every "
-                f"rank at least one, so use bags of at most {num_kv_heads} ranks"
+                f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads: Ulysses gives "
+                f"every rank at least one, so use bags of at most {num_kv_heads} ranks"
             )
         return cls(num_kv_heads // size, num_kv_heads % size, size)
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """(first rank, ranks, key-value heads of each): at most two, whatever the number of ranks."""
+        """(first rank, ranks, key-value heads of each): at most two, for any number of ranks."""
         both = [
             (0, self.num_more, self.base + 1),
             (self.num_more, self.size - self.num_more, self.base),
@@ -119,8 +121,9 @@ def attend(
 ) -> Tensor:
     """Exact attention within every sequence of the bag; (T, H, D) as q.
 
-    Two all-to-alls inside the bag, one in and one out, and as many backward; none in a bag of one. The
-    number of torch operations does not depend on sequences, chunks or heads (CPU kernels aside).
+    Two all-to-alls inside the bag, one in and one out, and as many backward; none in a bag of one.
+    The number of torch operations does not depend on sequences, chunks or heads (CPU kernels
+    aside).
 
     Raises:
         ConfigError: The shapes do not fit the plan, each other, or the bag.
@@ -150,12 +153,13 @@ def _check_shapes(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> tuple[int,
     tokens = bag.tokens[bag.group.rank if bag.group else 0]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
         raise ConfigError(
-            f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, heads, "
-            "head_dim) each, k and v alike"
+            f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
+            "heads, head_dim) each, k and v alike"
         )
     if q.shape[0] != tokens or k.shape[0] != tokens:
         raise ConfigError(
-            f"attend: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives this rank {tokens}"
+            f"attend: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives "
+            f"this rank {tokens}"
         )
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         raise ConfigError(
@@ -182,7 +186,7 @@ class _HeadsToRanks(torch.autograd.Function):
 
 
 class _RanksToHeads(torch.autograd.Function):
-    """The inverse: send each rank its tokens with this rank's heads; receive all heads of its tokens."""
+    """The inverse: send each rank its tokens with this rank's heads; receive all heads."""
 
     @staticmethod
     def forward(
@@ -194,9 +198,9 @@ class _RanksToHeads(torch.autograd.Function):
         return _ranks_to_heads(bag, shares, ctx.factors, [out])[0]
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         bag, shares, _ = ctx.args
-        return None, None, None, *_heads_to_ranks(bag, shares, ctx.factors, [grad])
+        return None, None, None, *_heads_to_ranks(bag, shares, ctx.factors, grad_outputs)
 
 
 def _heads_to_ranks(
@@ -204,8 +208,8 @@ def _heads_to_ranks(
 ) -> tuple[Tensor, ...]:
     """From (T, heads, D) each to (S, share of the heads, D) each, sequences whole; one all-to-all.
 
-    A tensor has `factor` heads for each key-value head. Every destination gets its heads of all tensors
-    side by side, so that what arrives is one block of rows.
+    A tensor has `factor` heads for each key-value head. Every destination gets its heads of all
+    tensors side by side, so that what arrives is one block of rows.
     """
     assert bag.group is not None
     num_tokens, _, head_dim = tensors[0].shape

@@ -99,8 +99,8 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
         f"predicted {summary['predicted_ratio']:.2f}x "
         f"(gamma {setting['gamma']:.2f}{'' if fit is None else f', fitted within {fit:.0%}'})\n"
         f"same maths: losses differ by {summary['loss_difference']:.1e} at most, gradients by "
-        f"{summary['grad_difference_first']:.1e} at the first step and {summary['grad_difference']:.1e} "
-        "at most (relative)\n"
+        f"{summary['grad_difference_first']:.1e} at the first step and "
+        f"{summary['grad_difference']:.1e} at most (relative)\n"
         f"tokens a rank with balancing: {tokens}{' ...' if setting['world_size'] > 16 else ''}; "
         f"sent a step, forward, all ranks: {summary['sent_bytes_per_step'] / 2**20:.1f} MiB\n"
         + (f"photos skipped: {setting['skipped_photos']}\n" if setting["skipped_photos"] else "")

@@ -121,10 +121,8 @@ def _pad(lens: list[list[int]], num_ranks: int | None) -> list[list[int]]:
 
 
 def _print(plan: Plan, cost: TransformerCost) -> None:
-    import numpy as np
-
     console = Console()
-    before = np.bincount(plan.source_ranks, weights=cost(plan.seq_lens), minlength=plan.num_ranks)
+    before = plan.unbalanced_loads(cost)
     table = Table(title=f"{plan.topology} on {plan.num_ranks} ranks, planner {plan.planner}")
     for name, side in (("rank", "right"), ("bag", "right"), ("tokens", "right"), ("load", "left")):
         table.add_column(name, justify=side)  # pyright: ignore[reportArgumentType]

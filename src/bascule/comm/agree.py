@@ -1,8 +1,8 @@
 """Agreement before any exchange whose sizes could differ between ranks.
 
-One gather of a fixed size carries, from every rank: whether it met an error (with its sentence), the
-digests of everything that its plan depends on, and its sequence lengths. So all ranks either hold the
-same facts afterwards, or raise the same error.
+One gather of a fixed size carries, from every rank: whether it met an error (with its sentence),
+the digests of everything that its plan depends on, and its sequence lengths. So all ranks either
+hold the same facts afterwards, or raise the same error.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ def agree(
     """Exchange statements; return every rank's values, or raise the same error on every rank.
 
     One all-gather of `capacity` integers a rank. A rank with more values makes all of them gather a
-    second time with room for the longest (return lists tell the caller, who may raise `capacity`), and
-    settings that differ are gathered as text for the message.
+    second time with room for the longest (return lists tell the caller, who may raise `capacity`),
+    and settings that differ are gathered as text for the message.
 
     Args:
         group: A group whose collectives take CPU tensors.

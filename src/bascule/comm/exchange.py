@@ -1,7 +1,7 @@
 """Rows of tensors between ranks, in one collective a direction, bit for bit.
 
-Any number of tensors of any dtype travel as one buffer of bytes, a row of it for each token. Shapes:
-T rows (tokens) at the source, S rows received.
+Any number of tensors of any dtype travel as one buffer of bytes, a row of it for each token.
+Shapes: T rows (tokens) at the source, S rows received.
 """
 
 from collections.abc import Sequence
@@ -40,18 +40,22 @@ class BoundRoute:
 
     @cached_property
     def send_index(self) -> Tensor | None:
+        """`route.send_index` on the device."""
         return _to_device(self.route.send_index, self.device)
 
     @cached_property
     def recv_index(self) -> Tensor | None:
+        """`route.recv_index` on the device."""
         return _to_device(self.route.recv_index, self.device)
 
     @cached_property
     def send_splits(self) -> list[int]:
+        """Rows to each rank, as collectives take them."""
         return self.route.send_splits.tolist()
 
     @cached_property
     def recv_splits(self) -> list[int]:
+        """Rows from each rank, as collectives take them."""
         return self.route.recv_splits.tolist()
 
     @cached_property
@@ -93,7 +97,10 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, route: BoundRoute, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route = route
         received = _move(route, tensors)
-        ctx.mark_non_differentiable(*(t for t in received if not _has_gradient(t)))
+        # What needs no gradient here needs none there either: positions stay out of the graph.
+        needed = ctx.needs_input_grad[1:]
+        pairs = zip(received, needed, strict=True)
+        ctx.mark_non_differentiable(*(t for t, is_needed in pairs if not is_needed))
         return received
 
     @staticmethod
@@ -164,6 +171,8 @@ def _pack(
 
 def _part(buffer: Tensor, row: Tensor, place: int) -> Tensor:
     """The columns of the byte buffer that hold `row`'s tensor, as its integers."""
+    if row.shape[1] == 0:  # rows of no bytes cannot be viewed as wider integers
+        return row.new_empty(buffer.shape[0], 0)
     return buffer.view(row.dtype).narrow(1, place // row.element_size(), row.shape[1])
 
 
@@ -180,8 +189,8 @@ def gather_samples(
 ) -> Tensor:
     """Give every rank the per-sample rows of all ranks, in the order of ranks.
 
-    Differentiable; one all-gather forward and one reduce-scatter backward (in float32 at least, since
-    up to all ranks add to a row).
+    Differentiable; one all-gather forward and one reduce-scatter backward (in float32 at least,
+    since up to all ranks add to a row).
 
     Args:
         tensor: (n, ...) this rank's samples.
@@ -214,7 +223,8 @@ class _GatherSamples(torch.autograd.Function):
         return samples
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
         wide = torch.promote_types(grad.dtype, torch.float32)
         padded = grad.new_zeros(ctx.group.size * ctx.padded, *grad.shape[1:], dtype=wide)
         padded.index_copy_(0, ctx.valid, grad.to(wide))

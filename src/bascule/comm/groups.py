@@ -1,4 +1,4 @@
-"""Process groups with what a failing collective must report. Built once, passed in, never looked up.
+"""Process groups with what a failing collective must report. Built once and passed in.
 
 The differences between versions of torch, and the few names of it that are not public, live here.
 """
@@ -88,6 +88,7 @@ def new_group(
         use_local_synchronization=True,
         group_desc=f"bascule {name}",
     )
+    assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
     return RankGroup(group, dist.get_rank(group), tuple(ranks), name)
 
 
@@ -98,7 +99,7 @@ def member_of(group: dist.ProcessGroup, name: str) -> RankGroup:
 
 @contextmanager
 def reporting(group: RankGroup, collective: str, step: int) -> Iterator[None]:
-    """Turn a failure of a collective into a CommError that says where it happened and who is missing."""
+    """Turn a failure of a collective into a CommError that says where, and who is missing."""
     try:
         yield
     except RuntimeError as error:
@@ -108,7 +109,7 @@ def reporting(group: RankGroup, collective: str, step: int) -> Iterator[None]:
 
 
 def failure(group: RankGroup, collective: str, step: int, error: BaseException) -> CommError:
-    """The error to raise when `collective` failed; holds the roll call of the group, and logs it."""
+    """The error to raise when `collective` failed, with the roll call of the group; logged."""
     reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     message = (
         f"step {step}: {collective} failed on group {group.name!r} of ranks {list(group.ranks)} "
@@ -119,7 +120,7 @@ def failure(group: RankGroup, collective: str, step: int, error: BaseException) 
 
 
 def roll_call(group: RankGroup, step: int) -> str:
-    """Who else noticed: each survivor signs in the store and waits a moment for the others' signs."""
+    """Who else noticed: each survivor signs in the store and waits a moment for the others."""
     keys = [f"bascule/failed/{step}/{rank}" for rank in group.ranks]
     try:
         store = _get_default_store()

@@ -12,8 +12,9 @@ from bascule.comm.groups import RankGroup, reporting
 def global_mean(values: Tensor, weights: Tensor | None, group: RankGroup, step: int) -> Tensor:
     """Weighted mean of the values of all ranks; one all-reduce of two numbers, none backward.
 
-    FSDP and DDP divide the sum of the ranks' gradients by their number N, so each rank's part carries
-    a gradient of N / (sum of weights). A rank without values takes part; without any the mean is 0.
+    FSDP and DDP divide the sum of the ranks' gradients by their number N, so each rank's part
+    carries a gradient of N / (sum of weights). A rank without values takes part; without any the
+    mean is 0.
 
     Args:
         values: This rank's values, any shape and number.
@@ -37,6 +38,7 @@ class _GlobalMean(torch.autograd.Function):
         return (sums[0] * inverse).to(values.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
         weights, scale = ctx.saved_tensors
         return (grad.to(scale.dtype) * scale).to(weights.dtype) * weights, None, None, None

@@ -41,7 +41,7 @@ class Exchange(Protocol):
         """Move rows, tokens first, to the ranks that compute them; same names, any dtypes."""
         ...
 
-    def gather_samples(self, vec: Tensor) -> Tensor:
+    def gather_samples(self, vec: Tensor, /) -> Tensor:
         """Every rank's per-sample rows, (N here, d) to (N everywhere, d), by global id."""
         ...
 
@@ -91,7 +91,7 @@ class LocalExchange:
         """Return the tensors as they are."""
         return tensors
 
-    def gather_samples(self, vec: Tensor) -> Tensor:
+    def gather_samples(self, vec: Tensor, /) -> Tensor:
         """Return the only process's samples."""
         return vec
 

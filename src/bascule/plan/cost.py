@@ -1,4 +1,4 @@
-"""What a sequence costs: FLOPs from its length, and the same in seconds once a device was measured."""
+"""What a sequence costs: FLOPs from its length, and seconds once a device was measured."""
 
 from dataclasses import KW_ONLY, dataclass
 from typing import Protocol
@@ -23,7 +23,8 @@ class Cost(Protocol):
 class TransformerCost:
     """Forward cost of a transformer: `num_layers * (24 L d^2 + gamma * 4 L^2 d)`, in TFLOPs.
 
-    Source: KnapFormer, equations 1 and 2. `gamma` says how much dearer (or cheaper) than a FLOP of the
+    Source: KnapFormer, equations 1 and 2. `gamma` says how much dearer (or cheaper) than a FLOP of
+        the
     linear layers a FLOP of attention is on a device; `fit_latency` measures it.
 
     Args:
@@ -46,7 +47,8 @@ class TransformerCost:
 
     def __post_init__(self) -> None:
         for name, value in (("d_model", self.d_model), ("num_layers", self.num_layers)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            is_int = isinstance(value, int)  # pyright: ignore[reportUnnecessaryIsInstance]
+            if isinstance(value, bool) or not is_int or value < 1:
                 raise ConfigError(
                     f"TransformerCost({name}={value!r}): must be an integer of at least 1"
                 )
@@ -75,7 +77,7 @@ class TransformerCost:
         """
         if self.seconds_per_unit is None:
             raise ConfigError(
-                "this TransformerCost counts FLOPs, not seconds: measure the device with fit_latency, "
-                "or give seconds_per_unit"
+                "this TransformerCost counts FLOPs, not seconds: measure the device with "
+                "fit_latency, or give seconds_per_unit"
             )
         return self(seq_lens) * self.seconds_per_unit

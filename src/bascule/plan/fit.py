@@ -14,7 +14,8 @@ def fit_latency(
     """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of single sequences.
 
     Relative errors are minimised, so that short sequences count as much as long ones (the paper's
-    unweighted fit sees only the longest), under k >= 0 and gamma >= 0. Source: KnapFormer, equation 2.
+    unweighted fit sees only the longest), under k >= 0 and gamma >= 0. Source: KnapFormer, equation
+    2.
 
     Args:
         seq_lens: (n,) tokens of each measured sequence, at least two different lengths.
@@ -23,15 +24,15 @@ def fit_latency(
         num_layers: Blocks that the latencies cover.
 
     Raises:
-        ConfigError: Too few points, a value that is not positive, or a latency that does not grow with
-            the length.
+        ConfigError: Too few points, a value that is not positive, or a latency that does not grow
+            with the length.
     """
     tokens = np.asarray(seq_lens, dtype=np.float64)
     latency = np.asarray(seconds, dtype=np.float64)
     if tokens.ndim != 1 or tokens.shape != latency.shape or np.unique(tokens).size < 2:
         raise ConfigError(
-            f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency for each "
-            "length, and at least two different lengths"
+            f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
+            "each length, and at least two different lengths"
         )
     if not (np.all(np.isfinite(latency)) and np.all(latency > 0) and np.all(tokens > 0)):
         raise ConfigError("fit_latency: lengths and seconds must be positive and finite")
@@ -41,8 +42,8 @@ def fit_latency(
     (linear_s, attention_s), _ = nnls(design, np.ones_like(latency))
     if linear_s <= 0.0:
         raise ConfigError(
-            "fit_latency: the latencies grow faster than the square of the length, so the linear layers "
-            "get no time; measure shorter lengths too, and repeat each measurement"
+            "fit_latency: the latencies grow faster than the square of the length, so the "
+            "linear layers get no time; measure shorter lengths too, and repeat each measurement"
         )
     residual = design @ np.array([linear_s, attention_s]) - 1.0
     return TransformerCost(

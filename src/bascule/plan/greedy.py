@@ -1,7 +1,7 @@
 """Interim; replaced by solver."""
 
-import heapq
 import numpy as np
+
 from bascule.errors import ConfigError
 
 

@@ -1,10 +1,10 @@
 """Where every token goes: chunks of sequences on ranks, and the index tables that move them.
 
-Two layouts, both in the order of global sequence ids (rank 0's sequences first, then rank 1's, ...):
-the *source* layout, as the data loader made it, and the *compute* layout, in which a rank of a bag
-holds one chunk of each of the bag's sequences. Since both follow the same order and an all-to-all
-delivers in the order of the source ranks, what arrives is already in place: `route` gathers before the
-exchange and `restore` after it, one pass over the data each.
+Two layouts, both in the order of global sequence ids (rank 0's sequences first, then rank 1's,
+...): the *source* layout, as the data loader made it, and the *compute* layout, in which a rank of
+a bag holds one chunk of each of the bag's sequences. Since both follow the same order and an
+all-to-all delivers in the order of the source ranks, what arrives is already in place: `route`
+gathers before the exchange and `restore` after it, one pass over the data each.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """One rank's part in an exchange: `received = all_to_all(x[send_index]); out = received[recv_index]`.
+    """One rank's part in an exchange: `all_to_all(x[send_index])[recv_index]`.
 
     Attributes:
         send_index: (tokens sent,) row to send at each place; None leaves the order as it is.
@@ -46,7 +46,8 @@ class LocalLayout:
     """What one rank computes on: a chunk of each sequence of its bag, packed without padding.
 
     Attributes:
-        seq_ids: (n,) global ids of the bag's sequences, ascending; the same on all ranks of the bag.
+        seq_ids: (n,) global ids of the bag's sequences, ascending; the same on all ranks of the
+            bag.
         seq_lens: (n,) their whole lengths.
         chunk_starts: (n,) position of this rank's chunk in its sequence.
         chunk_lens: (n,) tokens of it; may be 0.
@@ -67,8 +68,8 @@ class LocalLayout:
 def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.ArrayLike) -> Ints:
     """Position at which chunk `index` of each sequence begins; `index = bag size` gives its length.
 
-    A sequence of L tokens in a bag of G gives every rank L // G tokens; the remainder goes one token a
-    rank to the L % G ranks from `rotation` on, cyclically. All arguments broadcast.
+    A sequence of L tokens in a bag of G gives every rank L // G tokens; the remainder goes one
+    token a rank to the L % G ranks from `rotation` on, cyclically. All arguments broadcast.
     """
     base, extra = seq_lens // bag_sizes, seq_lens % bag_sizes
     before = np.asarray(index, dtype=np.int64)
@@ -80,7 +81,8 @@ def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.Ar
 def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
     """Rank in its bag at which each sequence's remainder starts: where the previous one's ended.
 
-    Hence the tokens of the ranks of a bag differ by at most one. O(n log n) in the number of sequences.
+    Hence the tokens of the ranks of a bag differ by at most one. O(n log n) in the number of
+    sequences.
     """
     sizes = bag_sizes[bag_of]
     extra = seq_lens % sizes

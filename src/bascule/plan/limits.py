@@ -31,5 +31,5 @@ class Limits:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(
-                    f"Limits({field.name}={value!r}): a limit is a positive integer, or None for no limit"
+                    f"Limits({field.name}={value!r}): a limit is a positive integer, or None"
                 )

@@ -11,7 +11,7 @@ def imbalance(loads: npt.NDArray[np.float64]) -> float:
 
 
 def wir(loads: npt.NDArray[np.float64]) -> float:
-    """KnapFormer's workload imbalance ratio: max over min; infinite when a rank is idle, 1 when all are."""
+    """KnapFormer's workload imbalance ratio, max over min; inf if a rank is idle, 1 if all are."""
     most = float(loads.max()) if loads.size else 0.0
     least = float(loads.min()) if loads.size else 0.0
     if most == 0.0:

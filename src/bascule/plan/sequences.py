@@ -94,6 +94,12 @@ class Plan:
         extra = layout.sums_by(self.bag_of, self.seq_lens % sizes[self.bag_of], sizes.size)
         return base[bags] + extra[bags] // sizes[bags] + (place < extra[bags] % sizes[bags])
 
+    def unbalanced_loads(self, cost: Cost) -> npt.NDArray[np.float64]:
+        """(num_ranks,) cost of each rank if every sequence stayed where it was loaded."""
+        loads = np.zeros(self.num_ranks)
+        np.add.at(loads, self.source_ranks, cost(self.seq_lens))
+        return loads
+
     @cached_property
     def moved_tokens(self) -> int:
         """Tokens that leave the rank that loaded them."""
@@ -134,12 +140,12 @@ class Plan:
         )
 
     def bag_lens(self, rank: int) -> Ints:
-        """(bag size, n) tokens of each chunk of the sequences of `rank`'s bag, ranks of the bag in order."""
+        """(bag size, n) tokens of each sequence of `rank`'s bag on each rank of that bag."""
         self._check_rank(rank)
         bag = self.topology.bag_of_rank[rank]
         seq_ids = np.flatnonzero(self.bag_of == bag)
         size = self.topology.bag_sizes[bag]
-        places = np.arange(size + 1)[:, None]
+        places = np.arange(int(size) + 1)[:, None]
         return np.diff(
             layout.chunk_starts(self.seq_lens[seq_ids], size, self._rotations[seq_ids], places),
             axis=0,
@@ -161,7 +167,7 @@ class Plan:
         return Route(send_index, send_splits, recv_splits, None)
 
     def _send_table(self, rank: int) -> tuple[Ints, Ints]:
-        """Row to send at each place, and rows to each rank: pieces by destination, then sequence."""
+        """Row to send at each place, and rows to each rank: by destination, then sequence."""
         first = int(self.source_counts[:rank].sum())
         own = slice(first, first + int(self.source_counts[rank]))
         seq_lens, bags = self.seq_lens[own], self.bag_of[own]
@@ -229,8 +235,8 @@ class Plan:
             raise ConfigError(f"this is not a plan written by Plan.to_json: {error!r}") from error
         if bag_of.shape != lens.shape or loads.shape != counts.shape:
             raise ConfigError(
-                f"plan with {lens.size} sequences on {counts.size} ranks has {bag_of.size} bags assigned "
-                f"and {loads.size} loads: the file is damaged"
+                f"plan with {lens.size} sequences on {counts.size} ranks has {bag_of.size} "
+                f"bags assigned and {loads.size} loads: the file is damaged"
             )
         if bag_of.size and not 0 <= bag_of.min() <= bag_of.max() < topology.num_bags:
             raise ConfigError(
@@ -255,7 +261,8 @@ def plan_batch(
         cost: Predicts the cost of a sequence on one rank; a bag of G ranks takes a G-th of it.
         planner: "lpt" (longest first, by completion time) or "knapsack" (the greedy of KnapFormer:
             longest first, to the least occupied bag whose remaining capacity suffices).
-        carried_loads: (num_ranks,) cost that each rank has already, for example of earlier microbatches.
+        carried_loads: (num_ranks,) cost that each rank has already, for example of earlier
+            microbatches.
 
     Returns:
         The plan; the same on every rank that gives the same arguments.
@@ -290,8 +297,8 @@ def _bag_carried(
     carried = np.asarray(carried_loads, dtype=np.float64)
     if carried.shape != (topology.num_ranks,) or not np.all(np.isfinite(carried) & (carried >= 0)):
         raise ConfigError(
-            f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 for each of the "
-            f"{topology.num_ranks} ranks"
+            f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 "
+            f"for each of the {topology.num_ranks} ranks"
         )
     return np.maximum.reduceat(carried, topology.first_ranks)
 
@@ -306,13 +313,13 @@ def check_lengths(seq_lens: Sequence[npt.ArrayLike], num_ranks: int) -> tuple[In
     """(num_ranks,) counts and (num_seqs,) lengths of a batch given as one list a source rank.
 
     Raises:
-        ConfigError: The number of lists is not the number of ranks, or a length is not a non-negative
-            integer; rank, place and value are named.
+        ConfigError: The number of lists is not the number of ranks, or a length is not a
+            non-negative integer; rank, place and value are named.
     """
     if len(seq_lens) != num_ranks:
         raise ConfigError(
-            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a source "
-            "rank, empty where a rank has no data"
+            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
+            "source rank, empty where a rank has no data"
         )
     per_rank = [np.asarray(lens) for lens in seq_lens]
     for rank, lens in enumerate(per_rank):
@@ -336,4 +343,4 @@ def find_bad_length(given: npt.NDArray[Any]) -> int | None:
 
 def bad_length_message(rank: int, place: int, value: float) -> str:
     """The one sentence for an illegal length, the same wherever it is found."""
-    return f"rank {rank}, sequence {place}: length {value} is not a whole number of tokens from 0 to 2^40"
+    return f"rank {rank}, sequence {place}: length {value} is not a whole number from 0 to 2^40"

@@ -1,7 +1,7 @@
 """Which ranks work together: the topology grammar of KnapFormer (section 3.2), made total.
 
-`g1n2+g2n1+g4n1` is two bags of one rank, one bag of two and one bag of four: a unit of eight ranks. A
-larger world is filled with replicas of the unit, each on the next contiguous ranks.
+`g1n2+g2n1+g4n1` is two bags of one rank, one bag of two and one bag of four: a unit of eight ranks.
+A larger world is filled with replicas of the unit, each on the next contiguous ranks.
 """
 
 import re
@@ -112,8 +112,8 @@ def _parse_term(term: str, spec: str) -> tuple[int, int]:
     match = _TERM.fullmatch(term)
     if match is None:
         raise ConfigError(
-            f"topology {spec!r}: {term!r} is not a term; write gGnN (N bags of G ranks, both at least "
-            'one) joined by "+", for example g1n8+g8n3'
+            f"topology {spec!r}: {term!r} is not a term; write gGnN (N bags of G ranks, both at "
+            'least one) joined by "+", for example g1n8+g8n3'
         )
     return int(match[1]), int(match[2])
 

@@ -72,7 +72,7 @@ def build_model(
     checkpoint: bool,
     dtype: torch.dtype,
 ) -> MMDiT:
-    """An MM-DiT with FSDP2 over its blocks; master weights in float32, or in float64 if asked for."""
+    """An MM-DiT with FSDP2 over its blocks; master weights in float32 at least."""
     model = MMDiT(config)
     model.init_weights(seed)
     model.to(mesh.device_type, torch.promote_types(dtype, torch.float32))
@@ -81,9 +81,10 @@ def build_model(
     )
     for blocks in (model.double_blocks, model.single_blocks):
         for place, block in enumerate(blocks):
-            wrapped = checkpoint_wrapper(block) if checkpoint else block
-            blocks[place] = fully_shard(wrapped, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+            blocks[place] = checkpoint_wrapper(block) if checkpoint else block
+            fully_shard(blocks[place], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def unbalanced(device: torch.device, dtype: torch.dtype, kernel: str | None = None) -> MakeExchange:

@@ -33,10 +33,12 @@ class StepRecord:
         step: Its number.
         loss_unbalanced: Global mean without balancing.
         loss_balanced: With balancing.
-        grad_difference: Norm of the difference of all gradients over the norm of the unbalanced ones.
+        grad_difference: Norm of the difference of all gradients over the norm of the unbalanced
+            ones.
         seconds_unbalanced: Forward and backward of the slowest rank.
         seconds_balanced: Likewise, planning and exchanges included.
-        plan: Metrics of the plan, with "total_tokens", "forward_flops" and "sent_bytes" of all ranks.
+        plan: Metrics of the plan, with "total_tokens", "forward_flops" and "sent_bytes" of all
+            ranks.
     """
 
     step: int
@@ -236,8 +238,8 @@ def model_config(options: BenchOptions, stream: SampleStream) -> MMDiTConfig:
     plane = 2 * (head_dim * 7 // 32)
     if head_dim % 2 or plane < 2 or head_dim - 2 * plane < 2:
         raise ConfigError(
-            f"--d-model {options.d_model} over --num-heads {options.num_heads} gives heads of {head_dim}: "
-            "use an even width of at least 8"
+            f"--d-model {options.d_model} over --num-heads {options.num_heads} gives heads of "
+            f"{head_dim}: use an even width of at least 8"
         )
     return MMDiTConfig(
         in_channels=stream.in_channels,
