@@ -1,6 +1,7 @@
 """`bascule bench`: measure what balancing is worth, on local ranks or in a job that runs."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     from bascule.training.compare import model_config, open_stream
 
+    logging.getLogger("bascule").setLevel(logging.ERROR)  # rank 0 will warn of the same photos
     options.check(num_ranks)
     model_config(options, open_stream(options, 0, num_ranks))
     try:

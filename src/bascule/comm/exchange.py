@@ -89,7 +89,7 @@ def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
     Returns:
         Each (S, ...), with its dtype and bits.
     """
-    return _Exchange.apply(route, *tensors)
+    return _Exchange.apply(route, *tensors) if tensors else ()
 
 
 class _Exchange(torch.autograd.Function):
@@ -137,7 +137,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
     """(T, width) the same bits as integers; a view of a contiguous tensor."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    flat = tensor.reshape(tensor.shape[0], tensor.shape[1:].numel())
+    flat = tensor.resolve_neg().reshape(tensor.shape[0], tensor.shape[1:].numel())
     return flat.view(_CARRIERS[tensor.element_size()])
 
 

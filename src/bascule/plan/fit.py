@@ -34,7 +34,8 @@ def fit_latency(
             f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
             "each length, and at least two different lengths"
         )
-    if not (np.all(np.isfinite(latency)) and np.all(latency > 0) and np.all(tokens > 0)):
+    given = np.concatenate([tokens, latency])
+    if not np.all(np.isfinite(given) & (given > 0)):
         raise ConfigError("fit_latency: lengths and seconds must be positive and finite")
     attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
     attention = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)(tokens) - attention_free

@@ -113,6 +113,12 @@ def sums_by(groups: Ints, values: Ints, num_groups: int) -> Ints:
     return np.bincount(groups, weights=values, minlength=num_groups).astype(np.int64)
 
 
+def frozen(array: Ints) -> Ints:
+    """The same array, read-only from here on."""
+    array.flags.writeable = False
+    return array
+
+
 def _inverse_permutation(index: Ints | None) -> Ints | None:
     if index is None:
         return None

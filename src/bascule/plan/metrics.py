@@ -7,7 +7,7 @@ import numpy.typing as npt
 def imbalance(loads: npt.NDArray[np.float64]) -> float:
     """Max over mean, at least 1: by how much the slowest rank stretches the step."""
     mean = float(loads.mean()) if loads.size else 0.0
-    return float(loads.max()) / mean if mean > 0 else 1.0
+    return max(float(loads.max()) / mean, 1.0) if mean > 0 else 1.0
 
 
 def wir(loads: npt.NDArray[np.float64]) -> float:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from bascule.errors import ConfigError
+from bascule.errors import ConfigError, PlanError
 from bascule.plan import layout, metrics
 from bascule.plan.cost import Cost
 from bascule.plan.greedy import lower_bound, run_planner
@@ -19,6 +19,7 @@ from bascule.plan.topology import Topology
 
 JSON_VERSION = 1
 MAX_LENGTH = 2**40
+MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class Plan:
     @cached_property
     def source_ranks(self) -> Ints:
         """(num_seqs,) rank whose loader delivered each sequence."""
-        return np.repeat(np.arange(self.num_ranks), self.source_counts)
+        return layout.frozen(np.repeat(np.arange(self.num_ranks), self.source_counts))
 
     @cached_property
     def tokens(self) -> Ints:
@@ -92,7 +93,8 @@ class Plan:
         base = layout.sums_by(self.bag_of, self.seq_lens // sizes[self.bag_of], sizes.size)
         # The remainders of a bag are dealt in turn, so their sum tells how many each rank got.
         extra = layout.sums_by(self.bag_of, self.seq_lens % sizes[self.bag_of], sizes.size)
-        return base[bags] + extra[bags] // sizes[bags] + (place < extra[bags] % sizes[bags])
+        extra = extra[bags]
+        return layout.frozen(base[bags] + extra // sizes[bags] + (place < extra % sizes[bags]))
 
     def unbalanced_loads(self, cost: Cost) -> npt.NDArray[np.float64]:
         """(num_ranks,) cost of each rank if every sequence stayed where it was loaded."""
@@ -113,15 +115,21 @@ class Plan:
 
     @cached_property
     def _rotations(self) -> Ints:
-        return layout.rotations(self.seq_lens, self.bag_of, self.topology.bag_sizes)
+        return layout.frozen(layout.rotations(self.seq_lens, self.bag_of, self.topology.bag_sizes))
 
     def local(self, rank: int) -> LocalLayout:
         """What `rank` computes on. O(num_seqs + tokens of the rank).
 
         Raises:
             ConfigError: There is no such rank.
+            PlanError: It holds more tokens than the int32 of `cu_seqlens` can count.
         """
         self._check_rank(rank)
+        if self.tokens[rank] > MAX_TOKENS:
+            raise PlanError(
+                f"rank {rank} would hold {self.tokens[rank]} tokens, but cu_seqlens counts at most "
+                f"{MAX_TOKENS}: use larger bags"
+            )
         bag = self.topology.bag_of_rank[rank]
         place = rank - self.topology.first_ranks[bag]
         seq_ids = np.flatnonzero(self.bag_of == bag)
@@ -209,6 +217,7 @@ class Plan:
                 "bag_of": self.bag_of.tolist(),
                 "loads": self.loads.tolist(),
                 "lower_bound": self.lower_bound,
+                "digest": self.digest,
             }
         )
 
@@ -231,7 +240,10 @@ class Plan:
             bag_of = np.array(data["bag_of"], dtype=np.int64)
             loads = np.array(data["loads"], dtype=np.float64)
             fields = str(data["planner"]), float(data["lower_bound"])
-        except (KeyError, TypeError, OverflowError, json.JSONDecodeError) as error:
+            digest = data["digest"]
+        except ConfigError:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise ConfigError(f"this is not a plan written by Plan.to_json: {error!r}") from error
         if bag_of.shape != lens.shape or loads.shape != counts.shape:
             raise ConfigError(
@@ -242,7 +254,10 @@ class Plan:
             raise ConfigError(
                 f"plan names a bag outside 0..{topology.num_bags - 1}: the file is damaged"
             )
-        return cls(topology, counts, lens, bag_of, loads, fields[1], fields[0])
+        plan = cls(topology, counts, lens, bag_of, loads, fields[1], fields[0])
+        if plan.digest != digest or not 0 <= plan.lower_bound <= plan.makespan < np.inf:
+            raise ConfigError("the plan does not match its digest, or its bound: it is damaged")
+        return plan
 
 
 def plan_batch(
@@ -274,16 +289,17 @@ def plan_batch(
     counts, lens = check_lengths(seq_lens, topology.num_ranks)
     sizes = topology.bag_sizes
     carried = _bag_carried(carried_loads, topology)
-    costs = _check_costs(cost(lens), lens)
+    costs = _check_costs(np.asarray(cost(lens), dtype=np.float64), lens, counts)
     bag_of = run_planner(planner, costs, sizes, carried)
     loads = np.bincount(bag_of, weights=costs, minlength=sizes.size) / sizes + carried
+    bound = min(lower_bound(costs, sizes, carried), float(loads.max()))  # sums are rounded
     return Plan(
         topology=topology,
         source_counts=counts,
         seq_lens=lens,
         bag_of=bag_of,
         loads=loads[topology.bag_of_rank],
-        lower_bound=lower_bound(costs, sizes, carried),
+        lower_bound=bound,
         planner=planner,
     )
 
@@ -303,9 +319,19 @@ def _bag_carried(
     return np.maximum.reduceat(carried, topology.first_ranks)
 
 
-def _check_costs(costs: npt.NDArray[np.float64], lens: Ints) -> npt.NDArray[np.float64]:
-    if costs.shape != lens.shape or not np.all(np.isfinite(costs) & (costs >= 0)):
-        raise ConfigError("the cost model must give a finite cost of at least 0 for each sequence")
+def _check_costs(
+    costs: npt.NDArray[np.float64], lens: Ints, counts: Ints
+) -> npt.NDArray[np.float64]:
+    if costs.shape != lens.shape:
+        raise ConfigError(f"the cost model gave {costs.shape} costs for {lens.shape} lengths")
+    legal = np.isfinite(costs) & (costs >= 0)
+    if not legal.all():
+        bad = int(np.argmin(legal))
+        rank, place = _source(bad, counts)
+        raise ConfigError(
+            f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for {lens[bad]} "
+            "tokens; a cost is finite and at least 0"
+        )
     return costs
 
 
@@ -321,17 +347,38 @@ def check_lengths(seq_lens: Sequence[npt.ArrayLike], num_ranks: int) -> tuple[In
             f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
             "source rank, empty where a rank has no data"
         )
-    per_rank = [np.asarray(lens) for lens in seq_lens]
-    for rank, lens in enumerate(per_rank):
-        if lens.ndim != 1 or lens.dtype.kind not in "iuf":
-            raise ConfigError(f"rank {rank}: lengths must be a flat list of integers, not {lens!r}")
+    per_rank = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
     counts = np.array([lens.size for lens in per_rank], dtype=np.int64)
     given = np.concatenate(per_rank)
     bad = find_bad_length(given)
     if bad is not None:
-        rank = int(np.searchsorted(np.cumsum(counts), bad, side="right"))
-        raise ConfigError(bad_length_message(rank, bad - int(counts[:rank].sum()), given[bad]))
+        rank, place = _source(bad, counts)
+        raise ConfigError(bad_length_message(rank, place, per_rank[rank][place]))
     return counts, given.astype(np.int64)
+
+
+def _as_numbers(rank: int, lens: Any) -> npt.NDArray[Any]:
+    """The lengths of one rank, all of them numbers, but perhaps not whole or not positive."""
+    try:
+        given = np.asarray(lens)
+    except ValueError:  # ragged
+        given = np.asarray(lens, dtype=object)
+    if given.ndim != 1:
+        raise ConfigError(f"rank {rank}: lengths must be a flat list of integers, not {lens!r}")
+    # numpy would take True for 1 and "8" for a text.
+    kinds = set(map(type, lens)) if isinstance(lens, list | tuple) else set[type]()
+    if given.dtype.kind in "iuf" and not kinds & {bool, np.bool_}:
+        return given
+    for place, value in enumerate(lens):
+        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
+            raise ConfigError(bad_length_message(rank, place, value))
+    return given.astype(np.float64)
+
+
+def _source(seq_id: int, counts: Ints) -> tuple[int, int]:
+    """Rank that loaded a sequence, and its place there."""
+    rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
+    return rank, seq_id - int(counts[:rank].sum())
 
 
 def find_bad_length(given: npt.NDArray[Any]) -> int | None:
@@ -341,6 +388,6 @@ def find_bad_length(given: npt.NDArray[Any]) -> int | None:
     return None if legal.all() else int(np.argmin(legal))
 
 
-def bad_length_message(rank: int, place: int, value: float) -> str:
+def bad_length_message(rank: int, place: int, value: object) -> str:
     """The one sentence for an illegal length, the same wherever it is found."""
     return f"rank {rank}, sequence {place}: length {value} is not a whole number from 0 to 2^40"

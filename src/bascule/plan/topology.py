@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
+from bascule.plan.layout import frozen
 
-_TERM = re.compile(r"g([1-9][0-9]*)n([1-9][0-9]*)")
+_TERM = re.compile(r"g([1-9][0-9]{0,8})n([1-9][0-9]{0,8})")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class Topology:
     num_replicas: int = 1
 
     def __post_init__(self) -> None:
+        numbers = (*(number for term in self.terms for number in term), self.num_replicas)
+        if not all(type(number) is int for number in numbers):
+            raise ConfigError(f"topology {self.terms!r} x {self.num_replicas!r}: not whole numbers")
         if not self.terms or any(size < 1 or count < 1 for size, count in self.terms):
             raise ConfigError(
                 f"topology {self.terms!r}: needs at least one bag, each of at least one rank"
@@ -87,17 +91,17 @@ class Topology:
     def bag_sizes(self) -> npt.NDArray[np.int64]:
         """(num_bags,) ranks in each bag."""
         unit = np.concatenate([np.full(count, size, np.int64) for size, count in self.terms])
-        return _frozen(np.tile(unit, self.num_replicas))
+        return frozen(np.tile(unit, self.num_replicas))
 
     @cached_property
     def first_ranks(self) -> npt.NDArray[np.int64]:
         """(num_bags,) lowest rank of each bag; a bag's ranks are contiguous."""
-        return _frozen(np.cumsum(self.bag_sizes) - self.bag_sizes)
+        return frozen(np.cumsum(self.bag_sizes) - self.bag_sizes)
 
     @cached_property
     def bag_of_rank(self) -> npt.NDArray[np.int64]:
         """(num_ranks,) bag of each rank."""
-        return _frozen(np.repeat(np.arange(self.num_bags), self.bag_sizes))
+        return frozen(np.repeat(np.arange(self.num_bags), self.bag_sizes))
 
     @cached_property
     def bags(self) -> tuple[tuple[int, ...], ...]:
@@ -120,8 +124,3 @@ def _parse_term(term: str, spec: str) -> tuple[int, int]:
 
 def _spec(terms: tuple[tuple[int, int], ...]) -> str:
     return "+".join(f"g{size}n{count}" for size, count in terms)
-
-
-def _frozen(array: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    array.flags.writeable = False
-    return array

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from bascule.errors import CommError
+from bascule.errors import CommError, ConfigError
+
+USER_ERROR = 2  # exit code
 
 
 def in_a_job() -> bool:
@@ -28,7 +30,7 @@ def launch(num_ranks: int, arguments: list[str]) -> None:
     """Run `python -m bascule.cli ARGUMENTS` in this many local ranks and wait for them.
 
     Raises:
-        CommError: A rank failed; its own message is on the terminal already.
+        ConfigError, CommError: A rank failed; its own message is on the terminal already.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -40,7 +42,8 @@ def launch(num_ranks: int, arguments: list[str]) -> None:
         run.main([*launcher, "--master-port", str(port), "-m", "bascule.cli", *arguments])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise CommError(f"rank {rank} failed with exit code {failure.exitcode}") from error
+        kind = ConfigError if failure.exitcode == USER_ERROR else CommError
+        raise kind(f"rank {rank} failed with exit code {failure.exitcode}") from error
 
 
 @contextmanager

@@ -61,7 +61,18 @@ class BenchOptions:
     timeout_s: float = 120.0
     out: Path = Path("results/bench")
 
-    def __post_init__(self) -> None:
+    def check(self, world_size: int) -> Topology:
+        """Everything that can be known before ranks are launched; returns the bags of the world.
+
+        Raises:
+            ConfigError: A value is out of range, or data codes or topology do not fit the world.
+        """
+        self._check_values()
+        if self.data is not None:
+            check_world(parse_data_codes(self.data), world_size)
+        return Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
+
+    def _check_values(self) -> None:
         if (self.photos is None) == (self.data is None):
             raise ConfigError("give either --photos FOLDER or --data CODES")
         for name, least in (
@@ -81,13 +92,3 @@ class BenchOptions:
                 raise ConfigError(
                     f"--{name.replace('_', '-')} {getattr(self, name)}: must be positive"
                 )
-
-    def check(self, world_size: int) -> Topology:
-        """Everything that can be known before ranks are launched.
-
-        Raises:
-            ConfigError: Data codes or topology do not fit the world.
-        """
-        if self.data is not None:
-            check_world(parse_data_codes(self.data), world_size)
-        return Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)

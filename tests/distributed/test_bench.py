@@ -1,0 +1,85 @@
+"""The main job, as a user starts it: two local ranks, real photos and synthetic streams."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+SMALL = ["--ranks", "2", "--d-model", "32", "--num-heads", "2", "--num-single", "1", "--warmup", "1"]
+
+
+def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `bascule bench` with a tiny model."""
+    command = [sys.executable, "-m", "bascule.cli", "bench", *SMALL, "--out", str(folder)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, timeout=110, env=environment
+    )
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+NAMES = ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png", "hubble_deep_field.jpg")
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real photos of different sizes from scikit-image, captions, and a file that is no photo."""
+    skimage = pytest.importorskip("skimage")
+    source = Path(skimage.__file__).parent / "data"
+    folder = tmp_path_factory.mktemp("photos of any size")
+    for number, name in enumerate(NAMES):
+        with Image.open(source / name) as photo:
+            photo.resize((photo.width // (number + 2), photo.height // (number + 2))).save(
+                folder / name
+            )
+    (folder / "chelsea.txt").write_text("a cat 🐈")
+    (folder / "broken.png").write_bytes(b"not a photo")
+    return folder
+
+
+def test_loss_falls_and_both_curves_coincide(photos: Path, tmp_path: Path) -> None:
+    done = bench(
+        tmp_path, "--photos", str(photos), "--batch-size", "3", "--steps", "24", "--lr", "0.003"
+    )
+    assert done.returncode == 0, done.stderr
+    result = summary(tmp_path)
+    steps = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert len(steps) == 24
+    assert sum(step["plan"]["moved_tokens"] > 0 for step in steps) > 12
+    assert result["balanced"]["imbalance"] < result["unbalanced"]["imbalance"]
+    for arm in ("loss_unbalanced", "loss_balanced"):
+        losses = [step[arm] for step in steps]
+        assert sum(losses[-6:]) < 0.8 * sum(losses[:6]), losses
+    assert result["loss_difference"] < 1e-4
+    assert result["grad_difference_first"] < 1e-5
+    assert result["setting"]["skipped_photos"] == 1
+    assert "broken.png" in done.stderr and done.stderr.count("broken.png") == 1
+    assert "speed-up" in done.stdout
+
+
+def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> None:
+    done = bench(tmp_path, "--photos", str(photos), "--strict")
+    assert done.returncode == 2
+    assert "broken.png" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--checkpoint",), ("--dtype", "bfloat16")])
+def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = bench(
+        tmp_path, "--data", "g1b0i64f1s0,g1b3i128f1s0", "--topology", "g2n1", "--steps", "2", *options
+    )
+    assert done.returncode == 0, done.stderr
+    result = summary(tmp_path)
+    assert result["balanced"]["wir"] == pytest.approx(1.0)
+    assert result["unbalanced"]["imbalance"] == pytest.approx(2.0)
+    assert result["predicted_ratio"] == pytest.approx(2.0)
+    assert result["loss_difference"] < (1e-2 if "bfloat16" in options else 1e-5)
