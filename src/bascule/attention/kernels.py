@@ -154,9 +154,18 @@ def sdpa(
     causal: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, None]:
-    """Torch's scaled_dot_product_attention on jagged nested tensors: any device, no log-sum-exp."""
+    """Torch's scaled_dot_product_attention on jagged nested tensors: any device, no log-sum-exp.
+
+    Raises:
+        ConfigError: Causal on a CPU or in float64, for which torch has no jagged form.
+    """
+    if causal and (q_THD.device.type == "cpu" or q_THD.dtype == torch.float64):
+        raise ConfigError(
+            f"kernel 'sdpa' cannot attend causally in {q_THD.dtype} on {q_THD.device.type}: use "
+            f"{'cpu_flash' if q_THD.device.type == 'cpu' else 'reference'!r}"
+        )
     if not seqs.seq_lens:
-        return torch.einsum("thd,tkd,tkd->thd", q_THD, k_TKD, v_TKD), None
+        return _of_no_tokens(q_THD, k_TKD, v_TKD)[0], None
     repeat = q_THD.shape[1] // k_TKD.shape[1]
     k_THD, v_THD = (
         (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x) for x in (k_TKD, v_TKD)
@@ -184,6 +193,8 @@ def varlen(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """torch.nn.attention.varlen, flash attention on packed sequences: CUDA, half precision."""
+    if not seqs.seq_lens:
+        return _of_no_tokens(q_THD, k_TKD, v_TKD)
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     cu, longest = seqs.cu_seqlens, seqs.max_len
@@ -218,6 +229,8 @@ def flash_attn(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The flash-attn package, version 2.6 or later: CUDA, half precision."""
+    if not seqs.seq_lens:
+        return _of_no_tokens(q_THD, k_TKD, v_TKD)
     from flash_attn import (  # pyright: ignore[reportMissingImports]
         flash_attn_varlen_func,
     )
@@ -282,6 +295,13 @@ def _unfit(name: str, device_type: str, dtype: torch.dtype) -> str | None:
         if importlib.util.find_spec(module) is None:
             return f"needs the module {module}, which is not installed"
     return None
+
+
+def _of_no_tokens(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, Tensor]:
+    """Out and log-sum-exp of an idle rank: flash attention refuses a batch of no sequences."""
+    out = torch.einsum("thd,tkd,tkd->thd", q_THD, k_TKD, v_TKD)
+    wide = torch.promote_types(q_THD.dtype, torch.float32)
+    return out, q_THD.new_empty(q_THD.shape[:2], dtype=wide)
 
 
 def _batched(x_THD: Tensor) -> Tensor:

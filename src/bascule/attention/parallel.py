@@ -146,7 +146,7 @@ class SequenceParallel:
         # Derived from what all ranks gathered, hence the same on all of them.
         most = max(part.size for part in lens)
         self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        plan = plan_batch(lens, self.topology, self.cost, planner=self.planner)
+        plan = plan_batch(lens, self.topology, self.cost, planner=self.planner, limits=self.limits)
         return Step(self, plan, self._num_plans)
 
     def agree_once(self, what: str, signature: str, error: Exception | None, step: int) -> None:
@@ -271,8 +271,10 @@ class Step:
     ) -> Tensor:
         """Exact attention within each whole sequence; (C, H, D). See `ulysses.attend`."""
         kernel = select_kernel(self._parallel.kernel, q_CHD.device.type, q_CHD.dtype)
-        self.sent_bytes += ulysses.sent_bytes(self._bag, q_CHD, k_CKD)
-        return ulysses.attend(self._bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
+        bag = self._bag
+        out = ulysses.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
+        self.sent_bytes += ulysses.sent_bytes(bag, q_CHD, k_CKD)
+        return out
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
         """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
@@ -328,7 +330,13 @@ class Step:
     def _bag(self) -> ulysses.BagLayout:
         parallel = self._parallel
         lens = self.plan.bag_lens(parallel.rank)
-        return ulysses.BagLayout(lens, parallel.device, parallel._bag_group, self.number)
+        return ulysses.BagLayout(
+            lens,
+            parallel.device,
+            parallel._bag_group,
+            self.number,
+            largest_bag=int(parallel.topology.bag_sizes.max()),
+        )
 
     @cached_property
     def _valid_samples(self) -> Tensor:

@@ -30,12 +30,15 @@ class BagLayout:
         device: Where the tensors are.
         group: The ranks of the bag; None for a bag of one.
         step: Step number in errors.
+        largest_bag: Ranks of the largest bag of the topology. Heads that are too few for it are
+            refused on all ranks, since those of smaller bags would wait for the others in vain.
     """
 
     chunk_lens: layout.Ints
     device: torch.device
     group: RankGroup | None
     step: int
+    largest_bag: int = 1
 
     @cached_property
     def seqs(self) -> PackedSequences:
@@ -129,6 +132,7 @@ def attend(
         ConfigError: The shapes do not fit the plan, each other, or the bag.
     """
     num_heads, num_kv_heads = _check_shapes(bag, q_THD, k_TKD, v_TKD)
+    HeadShares.split(num_heads, num_kv_heads, bag.largest_bag)
     if bag.group is None:
         return kernel(q_THD, k_TKD, v_TKD, bag.seqs, causal=causal, scale=scale)[0]
     shares = HeadShares.split(num_heads, num_kv_heads, bag.group.size)

@@ -89,7 +89,7 @@ def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
     Returns:
         Each (S, ...), with its dtype and bits.
     """
-    return _Exchange.apply(route, *tensors) if tensors else ()
+    return _Exchange.apply(route, *tensors)
 
 
 class _Exchange(torch.autograd.Function):

@@ -80,14 +80,23 @@ def new_group(
         name: How errors call it.
         timeout_s: Longest wait of a collective on it, in seconds.
         backend: None takes the default group's.
+
+    Raises:
+        CommError: A member did not come in time.
     """
-    group = dist.new_group(
-        list(ranks),
-        timeout=timedelta(seconds=timeout_s),
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=f"bascule {name}",
-    )
+    try:
+        group = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=f"bascule {name}",
+        )
+    except RuntimeError as error:
+        own = ranks.index(dist.get_rank())
+        raise failure(
+            RankGroup(resolve(None), own, tuple(ranks), name), "new_group", 0, error
+        ) from error
     assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
     return RankGroup(group, dist.get_rank(group), tuple(ranks), name)
 

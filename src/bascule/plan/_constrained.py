@@ -9,6 +9,7 @@ makespan, or what lies away from home), so the search first repairs and then imp
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bascule.plan._problem import Floats, Ints, Problem
 from bascule.plan._refine import (
@@ -18,12 +19,18 @@ from bascule.plan._refine import (
     State,
     bin_groups,
     make_exchanges,
+    match_bins,
     split_groups,
 )
 
 _MAX_ROUNDS = 256
-_MAX_OPTIONS = 1 << 17
+"""Step budget of a search, in rounds."""
+
+_MAX_OPTIONS = 1 << 14
+"""Step budget of a round, in exchanges scored."""
+
 _PENALTY = 1e6
+"""Score of any excess, and of an excess of 1 limit; far above all wishes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ def total_excess(problem: Problem, bin_of: Ints) -> float:
     """By how much an assignment passes the limits, relative to them; 0 is legal."""
     view = _View(problem, np.empty(0), None)
     sizes = np.bincount(bin_of, weights=problem.sizes, minlength=problem.num_bins)
-    counts = np.bincount(bin_of, minlength=problem.num_bins).astype(np.float64)
+    sizes, counts = sizes.astype(np.float64), _counts(bin_of, problem.num_bins)
     bins = np.arange(problem.num_bins)
     return float(view.excess(bins, problem.bin_work(bin_of), sizes, counts).sum())
 
@@ -121,32 +128,38 @@ def _totals(view: _View, state: State) -> tuple[Floats, Floats]:
     """Sizes and counts per bin."""
     num_bins = view.problem.num_bins
     sizes = np.bincount(state.bin_of, weights=view.sizes, minlength=num_bins)
-    return sizes, np.bincount(state.bin_of, minlength=num_bins).astype(np.float64)
+    return sizes.astype(np.float64), _counts(state.bin_of, num_bins)
+
+
+def _counts(bin_of: Ints, num_bins: int) -> Floats:
+    return np.bincount(bin_of, minlength=num_bins).astype(np.float64)
 
 
 def _pair(view: _View, state: State, target: float, *, alone: bool) -> Pairing | None:
-    """Bins above a limit against those below; without any, late bins against early ones."""
+    """Bins above a limit against those below; without any, late bins against early ones.
+
+    With ``alone``, only the worst bin, and without excess against all bins that complete earlier.
+    """
     bins = np.arange(view.problem.num_bins)
     sizes, counts = _totals(view, state)
     times = state.loads / view.problem.speeds / target
     excess = view.excess(bins, state.loads, sizes, counts)
     if excess.any():
-        late, early = excess > 0.0, excess == 0.0
-        rank = np.where(late, -excess, _fullness(view, times, sizes, counts))
-    elif view.homes is None:
-        late, early, rank = times > 1.0, times < 1.0, -np.abs(times - 1.0)
-    else:
+        full = _fullness(view, times, sizes, counts)
+        late = _ranked(-excess, (excess > 0.0) & (counts > 0))
+        return match_bins(late[: 1 if alone else None], _ranked(full, excess == 0.0))
+    if view.homes is not None:
         return None
-    late_bins, early_bins = np.flatnonzero(late & (counts > 0)), np.flatnonzero(early)
-    if late_bins.size == 0 or early_bins.size == 0:
-        return None
-    late_bins = late_bins[np.argsort(rank[late_bins], kind="stable")]
-    early_bins = early_bins[np.argsort(rank[early_bins], kind="stable")]
-    late_bins = late_bins[: 1 if alone else early_bins.size]
-    num_each = early_bins.size // late_bins.size
-    return Pairing(
-        late_bins, early_bins[: num_each * late_bins.size].reshape(num_each, late_bins.size)
-    )
+    late = _ranked(-times, (times > 1.0) & (counts > 0))
+    if alone and late.size:
+        return match_bins(late[:1], _ranked(times, times < times[late[0]]))
+    return match_bins(late, _ranked(times, times < 1.0))
+
+
+def _ranked(rank: Floats, chosen: NDArray[np.bool_]) -> Ints:
+    """Indices of the chosen bins by ascending rank; ties by index."""
+    index = np.flatnonzero(chosen)
+    return index[np.argsort(rank[index], kind="stable")]
 
 
 def _fullness(view: _View, times: Floats, sizes: Floats, counts: Floats) -> Floats:
@@ -214,9 +227,7 @@ def _group_sums(groups: Groups, values: Floats) -> Floats:
     return np.append(values, 0.0)[groups.first] + np.append(values, 0.0)[groups.second]
 
 
-def _score(
-    view: _View, state: State, target: float, pairing: Pairing, options: _Options
-) -> Floats:
+def _score(view: _View, state: State, target: float, pairing: Pairing, options: _Options) -> Floats:
     """Excess of both bins first; then the later completion, or the weight away from home."""
     late = pairing.late[options.given.slot][options.give]
     early = pairing.early.ravel()[options.slot]

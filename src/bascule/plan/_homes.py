@@ -68,7 +68,7 @@ def _pull(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
     away = np.flatnonzero((homes.bins >= 0) & (homes.bins != bin_of))
     guests: list[list[int]] = [[] for _ in range(problem.num_bins)]
     for item in np.flatnonzero(homes.bins != bin_of).tolist():
-        guests[bin_of[item]].append(item)
+        guests[int(bin_of[item])].append(item)
     for item in away[np.argsort(-homes.weights[away], kind="stable")].tolist():
         source, home = int(bin_of[item]), int(homes.bins[item])
         if source == home:
@@ -110,7 +110,7 @@ class _Room:
         self._used = np.stack(used).T.tolist()
 
     def fits(self, item: int, source: int, home: int, partner: int) -> bool:
-        """Whether ``item`` may move from ``source`` to ``home``, and ``partner`` back (-1: none)."""
+        """Whether ``item`` may move from ``source`` home, and ``partner`` back (-1: none)."""
         back = (0.0, 0.0, 0.0) if partner < 0 else self._use[partner]
         for kind in range(3):
             change = self._use[item][kind] - back[kind]

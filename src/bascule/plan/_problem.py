@@ -21,14 +21,16 @@ Ints = NDArray[np.int64]
 
 _WORK_BITS = 50
 
+_MAX_SHIFT = 1000
+"""Keeps the unit a normal number; costs so small that this rounds them count as nothing."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Items with costs, bins with speeds, and what a bin can hold.
 
     ``costs``, ``speeds`` and ``carried`` are the caller's numbers; ``work`` and ``carried_work``
-    are costs and carried costs in units of the search, at least 1 an item, so that items without
-    cost spread evenly too.
+    are costs and carried costs in units of the search.
 
     Attributes:
         costs: Cost per item, in units of work (FLOPs, seconds on a bin of speed 1).
@@ -110,9 +112,9 @@ def build_problem(
         if carried_loads is None
         else _numbers("carried_loads", carried_loads, length=num)
     )
-    ranks = (
-        speed if ranks_per_bin is None else _numbers("ranks_per_bin", ranks_per_bin, length=num)
-    )
+    ranks = speed if ranks_per_bin is None else _numbers("ranks_per_bin", ranks_per_bin, length=num)
+    if ranks.min() == 0.0:
+        raise ConfigError(f"ranks_per_bin[{int(ranks.argmin())}] is 0; a bin has at least 1 rank")
     size = None if sizes is None else _numbers("sizes", sizes, length=cost.size)
     resource, capacity = _capacity(limits, size, ranks)
     unit, work, carried_work = _exact_work(cost, carried * speed)
@@ -206,9 +208,9 @@ def _exact_work(costs: Floats, carried_costs: Floats) -> tuple[float, Floats, Fl
     if not np.isfinite(largest * (costs.size + carried_costs.size)):
         raise ConfigError(f"costs up to {largest} overflow in a sum; use a larger unit of cost")
     entries = (costs.size + carried_costs.size).bit_length()
-    shift = _WORK_BITS - frexp(largest)[1] - entries if largest else 0
-    work = np.maximum(np.rint(np.ldexp(costs, shift)), 1.0)
-    return float(np.ldexp(1.0, -shift)), work, np.rint(np.ldexp(carried_costs, shift))
+    shift = min(_WORK_BITS - frexp(largest)[1] - entries, _MAX_SHIFT) if largest else 0
+    work, carried_work = np.rint(np.ldexp(costs, shift)), np.rint(np.ldexp(carried_costs, shift))
+    return float(np.ldexp(1.0, -shift)), work, carried_work
 
 
 def _check_totals(problem: Problem) -> None:
@@ -231,10 +233,24 @@ def _check_totals(problem: Problem) -> None:
             f"largest bin's limit of {largest:.15g} by {needed - largest:.15g}; use a "
             "larger bag, raise the limit, or shorten the item"
         )
+    for below in np.unique(problem.capacity)[:-1]:
+        _check_large(problem, problem.sizes, problem.capacity, float(below))
     total, room = float(problem.sizes.sum()), float(problem.capacity.sum())
     if total > room:
         raise PlanError(
             f"the items' {total:.15g} {problem.resource} exceed the limit over all "
-            f"{problem.num_bins} bins, {room:.15g}, by {total - room:.15g}; raise the limit or send "
-            "fewer items"
+            f"{problem.num_bins} bins, {room:.15g}, by {total - room:.15g}; raise the limit or "
+            "send fewer items"
+        )
+
+
+def _check_large(problem: Problem, sizes: Floats, capacity: Floats, below: float) -> None:
+    """Refuse items that only the bins with more than ``below`` can hold, but not all of them."""
+    large, bins = sizes > below, capacity > below
+    total, room = float(sizes[large].sum()), float(capacity[bins].sum())
+    if total > room:
+        raise PlanError(
+            f"{int(large.sum())} items have more {problem.resource} than the {below:.15g} of the "
+            f"smaller bins; together they exceed the {room:.15g} of the {int(bins.sum())} larger "
+            f"bins by {total - room:.15g}; use more large bags, raise the limit, or send fewer"
         )

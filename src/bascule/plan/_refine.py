@@ -116,7 +116,7 @@ def refine(problem: Problem, bin_of: Ints, target: float) -> Ints:
     budget = _FREE_LOOKUPS + _MAX_LOOKUPS_PER_ITEM * problem.num_items
     depth = 0
     for _ in range(MAX_ROUNDS):
-        pairing = pair_bins(state, target, alone=depth > 0)
+        pairing = _pair_bins(state, target, alone=depth > 0)
         if pairing is None or budget < 0:
             break
         groups = bin_groups(state, pairing, in_twos=depth > 0)
@@ -133,15 +133,24 @@ def refine(problem: Problem, bin_of: Ints, target: float) -> Ints:
     return refined
 
 
-def pair_bins(state: State, target: float, *, alone: bool) -> Pairing | None:
-    """Pair the late bins with the early ones; ``alone``: only the latest. None: nothing to do."""
+def _pair_bins(state: State, target: float, *, alone: bool) -> Pairing | None:
+    """Pair the late bins with the early ones; ``alone``: the latest with all. None: all is done."""
     times = state.loads / state.problem.speeds
     late = np.flatnonzero((times > target) & (state.loads > state.problem.carried_work))
+    if late.size == 0:
+        return None
+    late = late[np.argsort(-times[late], kind="stable")]
+    if alone:
+        late, target = late[:1], float(times[late[0]])
     early = np.flatnonzero(times < target)
+    return match_bins(late, early[np.argsort(times[early], kind="stable")])
+
+
+def match_bins(late: Ints, early: Ints) -> Pairing | None:
+    """Compare the k-th late bin with the k-th early one, and with every K-th after it."""
     if late.size == 0 or early.size == 0:
         return None
-    late = late[np.argsort(-times[late], kind="stable")][: 1 if alone else early.size]
-    early = early[np.argsort(times[early], kind="stable")]
+    late = late[: early.size]
     num_each = early.size // late.size
     return Pairing(late, early[: num_each * late.size].reshape(num_each, late.size))
 

@@ -27,7 +27,9 @@ def longest_first(problem: Problem) -> Ints:
         return np.zeros(problem.num_items, dtype=np.int64)
     if not problem.identical:
         return by_speed(problem, fill_first=False)
-    sorted_bins = _identical_bins(problem.work[problem.order], problem.carried_work)
+    # At least 1 unit an item, so that items without cost spread too.
+    work = np.maximum(problem.work[problem.order], 1.0)
+    sorted_bins = _identical_bins(work, problem.carried_work)
     bin_of = np.empty(problem.num_items, dtype=np.int64)
     bin_of[problem.order] = sorted_bins
     return bin_of
@@ -83,9 +85,11 @@ def _heap(work: Floats, loads: Floats) -> Ints:
     bits = (loads.size - 1).bit_length()
     heap = [(int(load) << bits) + index for index, load in enumerate(loads.tolist())]
     heapify(heap)
-    steps = np.ldexp(work, bits).tolist() if bits <= 0 else [int(w) << bits for w in work.tolist()]
     mask = (1 << bits) - 1
-    taken = [heapreplace(heap, heap[0] + int(step)) & mask for step in steps]
+    taken = [
+        heapreplace(heap, heap[0] + (step << bits)) & mask
+        for step in work.astype(np.int64).tolist()
+    ]
     return np.array(taken, dtype=np.int64)
 
 

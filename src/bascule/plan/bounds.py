@@ -27,7 +27,8 @@ def lower_bound(problem: Problem) -> float:
 
 def mean_bound(problem: Problem) -> float:
     """All work over all speeds, carried loads included; and the largest carried load. O(n + m)."""
-    return max(_pooled(problem.costs.sum(), problem.speeds, problem.carried), problem.carried.max())
+    pooled = _pooled(float(problem.costs.sum()), problem.speeds, problem.carried)
+    return max(pooled, float(problem.carried.max()))
 
 
 def counting_bound(problem: Problem) -> float:

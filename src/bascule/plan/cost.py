@@ -14,7 +14,7 @@ FLOPS_PER_UNIT = 1e12
 class Cost(Protocol):
     """Predicts the cost of each sequence, in a unit that stays the same within a plan."""
 
-    def __call__(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def __call__(self, seq_lens: npt.ArrayLike, /) -> npt.NDArray[np.float64]:
         """Costs of sequences of these many tokens; same shape as the input."""
         ...
 

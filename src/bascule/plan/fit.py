@@ -31,8 +31,8 @@ def fit_latency(
     latency = np.asarray(seconds, dtype=np.float64)
     if tokens.ndim != 1 or tokens.shape != latency.shape or np.unique(tokens).size < 2:
         raise ConfigError(
-            f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
-            "each length, and at least two different lengths"
+            f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency "
+            "for each length, and at least two different lengths"
         )
     given = np.concatenate([tokens, latency])
     if not np.all(np.isfinite(given) & (given > 0)):

@@ -100,7 +100,9 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
 def ranges(starts: Ints, lengths: Ints) -> Ints:
     """The concatenation of `arange(start, start + length)`."""
     ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - (ends - lengths), lengths)
+    result = np.repeat(starts - (ends - lengths), lengths)
+    result += np.arange(result.size)
+    return result
 
 
 def cumulative(lengths: Ints) -> Ints:

@@ -13,13 +13,15 @@ import numpy.typing as npt
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import layout, metrics
 from bascule.plan.cost import Cost
-from bascule.plan.greedy import lower_bound, run_planner
 from bascule.plan.layout import Ints, LocalLayout, Route
+from bascule.plan.lengths import check_lengths, source_of
+from bascule.plan.limits import Limits
+from bascule.plan.solver import Assignment, assign, knapsack
 from bascule.plan.topology import Topology
 
 JSON_VERSION = 1
-MAX_LENGTH = 2**40
 MAX_TOKENS = 2**31 - 1
+_DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +127,6 @@ class Plan:
             PlanError: It holds more tokens than the int32 of `cu_seqlens` can count.
         """
         self._check_rank(rank)
-        if self.tokens[rank] > MAX_TOKENS:
-            raise PlanError(
-                f"rank {rank} would hold {self.tokens[rank]} tokens, but cu_seqlens counts at most "
-                f"{MAX_TOKENS}: use larger bags"
-            )
         bag = self.topology.bag_of_rank[rank]
         place = rank - self.topology.first_ranks[bag]
         seq_ids = np.flatnonzero(self.bag_of == bag)
@@ -137,6 +134,11 @@ class Plan:
         size = self.topology.bag_sizes[bag]
         starts = layout.chunk_starts(seq_lens, size, turns, place)
         lens = layout.chunk_starts(seq_lens, size, turns, place + 1) - starts
+        if (num_tokens := int(lens.sum())) > MAX_TOKENS:
+            raise PlanError(
+                f"rank {rank} would hold {num_tokens} tokens, but cu_seqlens counts at most "
+                f"{MAX_TOKENS}: use larger bags"
+            )
         return LocalLayout(
             seq_ids=seq_ids,
             seq_lens=seq_lens,
@@ -243,7 +245,7 @@ class Plan:
             digest = data["digest"]
         except ConfigError:
             raise
-        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        except _DAMAGE as error:
             raise ConfigError(f"this is not a plan written by Plan.to_json: {error!r}") from error
         if bag_of.shape != lens.shape or loads.shape != counts.shape:
             raise ConfigError(
@@ -266,6 +268,7 @@ def plan_batch(
     cost: Cost,
     *,
     planner: str = "lpt",
+    limits: Limits | None = None,
     carried_loads: npt.ArrayLike | None = None,
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
@@ -274,8 +277,10 @@ def plan_batch(
         seq_lens: One list of token counts a source rank; empty lists are legal.
         topology: The bags, or their spec; replicas fill the world that `seq_lens` describes.
         cost: Predicts the cost of a sequence on one rank; a bag of G ranks takes a G-th of it.
-        planner: "lpt" (longest first, by completion time) or "knapsack" (the greedy of KnapFormer:
-            longest first, to the least occupied bag whose remaining capacity suffices).
+        planner: "lpt" (longest first, by completion time, then moves and swaps until the gap to
+            the bound is certified to be small) or "knapsack" (the greedy of KnapFormer: longest
+            first, to the least occupied bag whose remaining capacity suffices; knows no limits).
+        limits: What a rank can hold; hard.
         carried_loads: (num_ranks,) cost that each rank has already, for example of earlier
             microbatches.
 
@@ -283,25 +288,42 @@ def plan_batch(
         The plan; the same on every rank that gives the same arguments.
 
     Raises:
-        ConfigError: A length, the topology or the planner is illegal.
+        ConfigError: A length, the topology, the planner or a limit is illegal.
+        PlanError: The limits cannot be kept; says what misses by how much.
     """
     topology = Topology.parse(topology, world_size=len(seq_lens))
     counts, lens = check_lengths(seq_lens, topology.num_ranks)
     sizes = topology.bag_sizes
     carried = _bag_carried(carried_loads, topology)
     costs = _check_costs(np.asarray(cost(lens), dtype=np.float64), lens, counts)
-    bag_of = run_planner(planner, costs, sizes, carried)
-    loads = np.bincount(bag_of, weights=costs, minlength=sizes.size) / sizes + carried
-    bound = min(lower_bound(costs, sizes, carried), float(loads.max()))  # sums are rounded
+    found = _assign_bags(planner, costs, lens, sizes, limits, carried)
     return Plan(
         topology=topology,
         source_counts=counts,
         seq_lens=lens,
-        bag_of=bag_of,
-        loads=loads[topology.bag_of_rank],
-        lower_bound=bound,
+        bag_of=found.bin_of,
+        loads=found.loads[topology.bag_of_rank],
+        lower_bound=found.lower_bound,
         planner=planner,
     )
+
+
+def _assign_bags(
+    planner: str,
+    costs: npt.NDArray[np.float64],
+    lens: Ints,
+    bag_sizes: Ints,
+    limits: Limits | None,
+    carried: npt.NDArray[np.float64],
+) -> Assignment:
+    if planner == "lpt":
+        tokens = None if limits is None or limits.tokens is None else lens
+        return assign(costs, speeds=bag_sizes, limits=limits, sizes=tokens, carried_loads=carried)
+    if planner != "knapsack":
+        raise ConfigError(f'planner {planner!r}: choose "lpt" or "knapsack"')
+    if limits is not None and limits != Limits():
+        raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
+    return knapsack(costs, speeds=bag_sizes, carried_loads=carried)
 
 
 def _bag_carried(
@@ -327,67 +349,9 @@ def _check_costs(
     legal = np.isfinite(costs) & (costs >= 0)
     if not legal.all():
         bad = int(np.argmin(legal))
-        rank, place = _source(bad, counts)
+        rank, place = source_of(bad, counts)
         raise ConfigError(
             f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for {lens[bad]} "
             "tokens; a cost is finite and at least 0"
         )
     return costs
-
-
-def check_lengths(seq_lens: Sequence[npt.ArrayLike], num_ranks: int) -> tuple[Ints, Ints]:
-    """(num_ranks,) counts and (num_seqs,) lengths of a batch given as one list a source rank.
-
-    Raises:
-        ConfigError: The number of lists is not the number of ranks, or a length is not a
-            non-negative integer; rank, place and value are named.
-    """
-    if len(seq_lens) != num_ranks:
-        raise ConfigError(
-            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
-            "source rank, empty where a rank has no data"
-        )
-    per_rank = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
-    counts = np.array([lens.size for lens in per_rank], dtype=np.int64)
-    given = np.concatenate(per_rank)
-    bad = find_bad_length(given)
-    if bad is not None:
-        rank, place = _source(bad, counts)
-        raise ConfigError(bad_length_message(rank, place, per_rank[rank][place]))
-    return counts, given.astype(np.int64)
-
-
-def _as_numbers(rank: int, lens: Any) -> npt.NDArray[Any]:
-    """The lengths of one rank, all of them numbers, but perhaps not whole or not positive."""
-    try:
-        given = np.asarray(lens)
-    except ValueError:  # ragged
-        given = np.asarray(lens, dtype=object)
-    if given.ndim != 1:
-        raise ConfigError(f"rank {rank}: lengths must be a flat list of integers, not {lens!r}")
-    # numpy would take True for 1 and "8" for a text.
-    kinds = set(map(type, lens)) if isinstance(lens, list | tuple) else set[type]()
-    if given.dtype.kind in "iuf" and not kinds & {bool, np.bool_}:
-        return given
-    for place, value in enumerate(lens):
-        if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
-            raise ConfigError(bad_length_message(rank, place, value))
-    return given.astype(np.float64)
-
-
-def _source(seq_id: int, counts: Ints) -> tuple[int, int]:
-    """Rank that loaded a sequence, and its place there."""
-    rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
-    return rank, seq_id - int(counts[:rank].sum())
-
-
-def find_bad_length(given: npt.NDArray[Any]) -> int | None:
-    """Place of the first length that is not a whole number from 0 to 2^40, or None."""
-    with np.errstate(invalid="ignore"):
-        legal = (given >= 0) & (given <= MAX_LENGTH) & (given == np.floor(given))
-    return None if legal.all() else int(np.argmin(legal))
-
-
-def bad_length_message(rank: int, place: int, value: object) -> str:
-    """The one sentence for an illegal length, the same wherever it is found."""
-    return f"rank {rank}, sequence {place}: length {value} is not a whole number from 0 to 2^40"

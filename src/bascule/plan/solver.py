@@ -5,8 +5,8 @@ tiles alike. It starts with the longest item first, improves with moves and swap
 a lower bound is certified to be small, and says how large the gap is.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,12 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 from bascule.errors import ConfigError, PlanError
 from bascule.plan._constrained import Homes, constrain, total_excess
 from bascule.plan._homes import bring_home
-from bascule.plan._placement import place_by_size, place_exactly
-from bascule.plan._problem import Floats, Ints, Problem, build_problem
+from bascule.plan._placement import place_exactly, place_longest, place_relaxed
+from bascule.plan._problem import Ints, Problem, build_problem
 from bascule.plan._refine import refine
 from bascule.plan._starts import by_speed, longest_first
 from bascule.plan.bounds import lower_bound
 from bascule.plan.limits import Limits
+
+_LONG_SHARES = (0.5, 0.4, 0.3)
+"""Items above this share of the fastest bin's time stay whole in a relaxation; all are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def assign(
     """Assign items to bins so that the last bin completes as early as possible.
 
     Deterministic on every machine: ties go to the lowest index, there is no clock, and work is
-    compared as integers (see ``_problem``). O((n + m) log n) a round, in a bounded number of rounds.
+    compared as integers (see ``_problem``). O((n + m) log n) a round, a bounded number of rounds.
 
     Args:
         costs: Cost per item, in time on a bin of speed 1; finite and >= 0.
@@ -101,12 +104,40 @@ def assign(
     )
     bins = None if home is None else _home_bins(home, problem)
     bound = lower_bound(problem)
-    bin_of = _solve(problem, bound / problem.unit * (1.0 + tolerance))
+    bin_of = _solve(problem, bound / problem.unit * (1.0 + tolerance) if bound else np.inf)
     if bins is not None and problem.num_items:
         weights = np.ones(problem.num_items) if problem.sizes is None else problem.sizes
-        ceiling = problem.makespan(bin_of) * (1.0 + home_tolerance)
+        ceiling = (problem.makespan(bin_of) or np.inf) * (1.0 + home_tolerance)
         bin_of = bring_home(problem, bin_of, Homes(bins, weights, ceiling))
     return _certified(problem, bin_of, bound)
+
+
+def knapsack(
+    costs: ArrayLike, *, speeds: ArrayLike, carried_loads: ArrayLike | None = None
+) -> Assignment:
+    """The greedy of KnapFormer (section 3.3), a baseline for `assign`: no search, no limits.
+
+    Longest first, each item to the least occupied bin whose remaining capacity suffices; where none
+    does (the paper has no rule), to the bin that completes it first.
+
+    Args:
+        costs: As for `assign`.
+        speeds: As for `assign`.
+        carried_loads: As for `assign`.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    problem = build_problem(
+        costs,
+        None,
+        speeds=speeds,
+        limits=None,
+        sizes=None,
+        ranks_per_bin=None,
+        carried_loads=carried_loads,
+    )
+    return _certified(problem, by_speed(problem, fill_first=True), lower_bound(problem))
 
 
 def _fraction(name: str, value: float) -> float:
@@ -134,25 +165,56 @@ def _home_bins(home: ArrayLike, problem: Problem) -> Ints:
 
 
 def _solve(problem: Problem, target: float) -> Ints:
-    """The best of the starts, each improved until ``target``; within the limits."""
+    """The best assignment that the search finds, within the limits; stops at ``target``."""
     best = _best(problem, target, _unlimited(problem, target))
+    if best is None:
+        return np.empty(0, dtype=np.int64)
     if not problem.limited or not total_excess(problem, best):
         return best
-    legal = _legal(problem, target, best)
-    if legal is None:
-        raise PlanError(_missed(problem, best))
-    return legal
+    return _within_limits(problem, target, best)
 
 
-def _best(problem: Problem, target: float, candidates: Iterator[Ints]) -> Ints:
-    """The candidate with the earliest makespan; stops at the first that meets ``target``."""
-    best, best_makespan = next(candidates), np.inf
-    candidate: Ints | None = best
-    while candidate is not None:
+def _within_limits(problem: Problem, target: float, ideal: Ints) -> Ints:
+    """The same within the limits; ``ideal`` is the answer without them."""
+    closest, least = ideal, total_excess(problem, ideal)
+    legal: list[Ints] = []
+    for candidate in _repaired(problem, target, ideal):
+        excess = total_excess(problem, candidate)
+        if not excess:
+            legal.append(candidate)
+            if problem.makespan(candidate) <= target:
+                break
+        elif excess < least:
+            closest, least = candidate, excess
+    if not legal:
+        exact = place_exactly(problem)
+        if exact is None or total_excess(problem, exact):
+            raise PlanError(_missed(problem, closest))
+        legal.append(constrain(problem, exact, target))
+    return min(legal, key=problem.makespan)
+
+
+def _repaired(problem: Problem, target: float, ideal: Ints) -> Iterator[Ints]:
+    """Assignments that keep the limits or nearly so, cheapest to find first."""
+    start = place_longest(problem)
+    yield constrain(problem, ideal, target)
+    start = place_longest(problem)
+    yield constrain(problem, start, target)
+    for longest in _LONG_SHARES:
+        relaxed = place_relaxed(problem, start, target, longest)
+        if relaxed is not None:
+            yield constrain(problem, relaxed, target)
+
+
+def _best(problem: Problem, target: float, candidates: Iterable[Ints]) -> Ints | None:
+    """The candidate with the earliest makespan; looks at none after one that meets ``target``."""
+    best, best_makespan = None, np.inf
+    for candidate in candidates:
         makespan = problem.makespan(candidate)
         if makespan < best_makespan:
             best, best_makespan = candidate, makespan
-        candidate = None if best_makespan <= target else next(candidates, None)
+        if best_makespan <= target:
+            break
     return best
 
 
@@ -165,3 +227,38 @@ def _unlimited(problem: Problem, target: float) -> Iterator[Ints]:
         start = by_speed(problem, fill_first=True)
         yield start
         yield refine(problem, start, target)
+
+
+def _missed(problem: Problem, closest: Ints) -> str:
+    """What the assignment closest to the limits still passes, and by how much."""
+    counts = np.bincount(closest, minlength=problem.num_bins)
+    if problem.sizes is not None and problem.capacity is not None:
+        held = np.bincount(closest, weights=problem.sizes, minlength=problem.num_bins)
+        over = held - problem.capacity
+        full = int(over.argmax())
+        if over[full] > 0.0:
+            members = np.flatnonzero(closest == full)
+            item = int(members[problem.sizes[members].argmin()])
+            return (
+                f"no assignment keeps every bin within its limit of {problem.resource}: the "
+                f"closest one found puts {held[full]:.15g} {problem.resource} on bin {full}, above "
+                f"its limit of {problem.capacity[full]:.15g} by {over[full]:.15g} (the smallest of "
+                f"its {members.size} items is item {item} with {problem.sizes[item]:.15g}); raise "
+                "the limit or send fewer items"
+            )
+    full = int(counts.argmax())
+    return (
+        f"no assignment keeps every bin within its limits: the closest one found puts "
+        f"{counts[full]} items on bin {full}, and limits.items is {problem.max_items}; raise it or "
+        "send fewer items"
+    )
+
+
+def _certified(problem: Problem, bin_of: Ints, bound: float) -> Assignment:
+    """Completion times in the caller's units, and the certificate."""
+    items = np.bincount(bin_of, weights=problem.costs, minlength=problem.num_bins)
+    loads = problem.carried + items / problem.speeds
+    makespan = float(loads.max())
+    bin_of.flags.writeable = loads.flags.writeable = False
+    # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
+    return Assignment(bin_of, loads, makespan, min(bound, makespan))
