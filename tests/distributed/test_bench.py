@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 from PIL import Image
 
-SMALL = ["--ranks", "2", "--d-model", "32", "--num-heads", "2", "--num-single", "1", "--warmup", "1"]
+SMALL = [
+    "--ranks",
+    "2",
+    "--d-model",
+    "32",
+    "--num-heads",
+    "2",
+    "--num-single",
+    "1",
+    "--warmup",
+    "1",
+]
 
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -75,7 +86,14 @@ def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("options", [(), ("--checkpoint",), ("--dtype", "bfloat16")])
 def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str, ...]) -> None:
     done = bench(
-        tmp_path, "--data", "g1b0i64f1s0,g1b3i128f1s0", "--topology", "g2n1", "--steps", "2", *options
+        tmp_path,
+        "--data",
+        "g1b0i64f1s0,g1b3i128f1s0",
+        "--topology",
+        "g2n1",
+        "--steps",
+        "2",
+        *options,
     )
     assert done.returncode == 0, done.stderr
     result = summary(tmp_path)

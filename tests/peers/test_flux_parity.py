@@ -54,7 +54,7 @@ SINGLE = {
 
 def make_theirs(guidance: bool) -> Any:
     """A tiny FLUX, with no parameter left at zero or one that could hide a missing term."""
-    from diffusers import FluxTransformer2DModel
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
     model = FluxTransformer2DModel(
         in_channels=CHANNELS,

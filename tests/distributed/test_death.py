@@ -1,0 +1,175 @@
+"""A rank that dies or hangs in a step ends the others: within the timeout, saying where and who."""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bascule.attention.parallel import SequenceParallel, Step
+from bascule.comm.groups import ROLL_CALL_S
+from tests.distributed.cases import COST, config_of, make_model, random_batch, rank_loss
+from tests.distributed.harness import raised_by, run_to_the_end
+
+TIMEOUT_S = 8.0
+SHORT_TIMEOUT_S = 3.0
+VICTIM = 1
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def timed(fn: Any, *args: Any, **kwargs: Any) -> tuple[list[str], str, float]:
+    start = time.monotonic()
+    classes, text = raised_by(fn, *args, **kwargs)
+    return classes, text, time.monotonic() - start
+
+
+def one_step(
+    parallel: SequenceParallel, place: str, on_victim: Any
+) -> tuple[list[str], str, float]:
+    """A step in which the victim does something else in place of one collective."""
+
+    def reach(what: str) -> bool:
+        if what == place and dist.get_rank() == VICTIM:
+            on_victim()
+        return what == place
+
+    if reach("plan"):
+        return timed(parallel.plan, [4, 2])
+    step = parallel.plan([4, 2])
+    x = torch.randn(6, 4, requires_grad=True)
+    if reach("samples"):
+        return timed(step.gather_samples, torch.zeros(2, 3))
+    if reach("route"):
+        return timed(step.route, x=x)
+    moved = step.route(x=x)["x"]
+    heads = moved[:, None].expand(-1, 6, -1)
+    if reach("attention"):
+        return timed(step.attend, heads, heads, heads)
+    out = step.attend(heads, heads, heads)
+    if reach("restore"):
+        return timed(step.restore, out[:, 0])
+    home = step.restore(out[:, 0])
+    if reach("mean"):
+        return timed(step.mean, home)
+    loss = step.mean(home)
+    assert reach("backward")
+    return timed(loss.backward)
+
+
+def hang() -> None:
+    time.sleep(SHORT_TIMEOUT_S + ROLL_CALL_S + 1.0)
+    die()
+
+
+def second_step(
+    topology: str, place: str, on_victim: Any, timeout_s: float
+) -> tuple[list[str], str, float]:
+    parallel = SequenceParallel(None, topology, COST, timeout_s=timeout_s)
+    warm_up(parallel.plan([4, 2]))
+    return one_step(parallel, place, on_victim)
+
+
+def warm_up(step: Step) -> None:
+    """Settle the forms of all exchanges, so that the next step meets no agreement."""
+    step.gather_samples(torch.zeros(2, 3))
+    moved = step.route(x=torch.randn(6, 4, requires_grad=True))["x"]
+    step.restore(moved)
+
+
+NAMES = {
+    "plan": "all_gather (plan)",
+    "samples": "all_gather (samples)",
+    "route": "all_to_all (route)",
+    "attention": "all_to_all (attention)",
+    "restore": "all_to_all (route back)",
+    "mean": "all_reduce (mean)",
+    "backward": "all_to_all (",
+}
+
+
+@pytest.mark.parametrize("place", NAMES)
+def test_a_killed_rank_ends_the_others(place: str) -> None:
+    outcomes = run_to_the_end(second_step, 3, "g3n1", place, die, TIMEOUT_S)
+    assert outcomes[VICTIM].exit_code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        classes, text, seconds = outcomes[rank].value
+        assert "CommError" in classes
+        assert f"step 2: {NAMES[place]}" in text, text
+        assert f"missing: no report from ranks [{VICTIM}]" in text, text
+        assert seconds < TIMEOUT_S + ROLL_CALL_S + 2.0
+
+
+@pytest.mark.parametrize("place", ["plan", "route"])
+def test_a_rank_that_hangs_ends_the_others(place: str) -> None:
+    outcomes = run_to_the_end(second_step, 2, "g2n1", place, hang, SHORT_TIMEOUT_S)
+    classes, text, seconds = outcomes[0].value
+    assert "CommError" in classes and f"step 2: {NAMES[place]}" in text
+    assert f"missing: no report from ranks [{VICTIM}]" in text
+    assert SHORT_TIMEOUT_S - 1.0 < seconds < SHORT_TIMEOUT_S + ROLL_CALL_S + 0.9
+
+
+def die_while_sending() -> tuple[list[str], str, float]:
+    parallel = SequenceParallel(None, "g1n2", COST, timeout_s=TIMEOUT_S)
+    lens = [20_000] * 4
+    x = torch.zeros(sum(lens), 256)
+    parallel.plan(lens).route(x=x)
+    steps = [parallel.plan([60_000, 20_000] if dist.get_rank() else lens) for _ in range(200)]
+    if dist.get_rank() == VICTIM:
+        threading.Timer(0.3, die).start()
+
+    def keep_routing() -> None:
+        for step in steps:
+            step.route(x=x)
+
+    return timed(keep_routing)
+
+
+def test_a_rank_killed_while_it_sends() -> None:
+    outcomes = run_to_the_end(die_while_sending, 2)
+    assert outcomes[VICTIM].exit_code == -signal.SIGKILL
+    classes, text, seconds = outcomes[0].value
+    assert "CommError" in classes and "all_to_all (route)" in text
+    assert f"missing: no report from ranks [{VICTIM}]" in text
+    assert seconds < TIMEOUT_S + ROLL_CALL_S + 5.0
+
+
+def die_in_training() -> tuple[list[str], str, float]:
+    model = make_model(config_of(3, 3))
+    parallel = SequenceParallel(None, "g1n1+g2n1", COST, timeout_s=TIMEOUT_S)
+    for seed in range(2):
+        rank_loss(model, random_batch(3, seed), parallel).backward()
+    loss = rank_loss(model, random_batch(3, 2), parallel)
+    if dist.get_rank() == VICTIM:
+        die()
+    return timed(loss.backward)
+
+
+def test_a_rank_killed_in_the_backward_of_a_model() -> None:
+    outcomes = run_to_the_end(die_in_training, 3)
+    for rank in (0, 2):
+        classes, text, seconds = outcomes[rank].value
+        assert "CommError" in classes and text.startswith("step 3: ")
+        assert f"missing: no report from ranks [{VICTIM}]" in text
+        assert seconds < TIMEOUT_S + ROLL_CALL_S + 2.0
+
+
+def die_at_construction() -> tuple[list[str], str, float]:
+    if dist.get_rank() == VICTIM:
+        die()
+    return timed(SequenceParallel, None, "g1n1", COST, timeout_s=SHORT_TIMEOUT_S)
+
+
+def test_a_rank_killed_before_construction() -> None:
+    outcomes = run_to_the_end(die_at_construction, 2)
+    classes, text, seconds = outcomes[0].value
+    assert "CommError" in classes and "new_group" in text and "'plan'" in text
+    assert f"missing: no report from ranks [{VICTIM}]" in text
+    assert seconds < TIMEOUT_S + ROLL_CALL_S + 2.0

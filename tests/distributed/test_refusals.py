@@ -1,0 +1,231 @@
+"""Bad input: the same error on every rank, before any exchange whose sizes could differ."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from bascule.attention.parallel import SequenceParallel
+from bascule.plan.cost import TransformerCost
+from bascule.plan.limits import Limits
+from tests.distributed.cases import COST
+from tests.distributed.harness import raised_by, run_ranks
+
+Error = tuple[list[str], str]
+
+
+def same_on_all(of_rank: list[Error]) -> Error:
+    assert all(error == of_rank[0] for error in of_rank), of_rank
+    return of_rank[0]
+
+
+def refused_lengths() -> list[Error]:
+    odd = dist.get_rank() == 1
+    parallel = SequenceParallel(None, "g1n1+g2n1", COST)
+    bad: list[Any] = [[4, -1], [2.5], [math.nan], [math.inf], [[1, 2]], ["x"], [2**41], [True]]
+    errors = [raised_by(parallel.plan, lens if odd else [3]) for lens in bad]
+    assert parallel.plan([3]).plan.seq_lens.tolist() == [3, 3, 3]  # and goes on
+    return errors
+
+
+def test_illegal_lengths() -> None:
+    errors = [
+        same_on_all(list(of_rank)) for of_rank in zip(*run_ranks(refused_lengths, 3), strict=True)
+    ]
+    for classes, text in errors:
+        assert {"CommError", "ConfigError"} <= set(classes) and "rank 1" in text, text
+    texts = [text for _, text in errors]
+    assert "step 1, plan: rank 1" in texts[0] and "sequence 1: length -1 " in texts[0]
+    assert "sequence 0: length 2.5 " in texts[1] and "length nan " in texts[2]
+    assert "2^40" in texts[6]
+
+
+def whole_numbers() -> None:
+    parallel = SequenceParallel(None, "g1n1", COST)
+    given: list[Any] = [[3.0], np.array([3], np.int32), torch.tensor([3]), (3,)]
+    for lens in given:
+        assert parallel.plan(lens).plan.seq_lens.tolist() == [3, 3]
+
+
+def test_whole_numbers_of_any_kind_are_lengths() -> None:
+    run_ranks(whole_numbers, 2)
+
+
+def differing_settings() -> list[Error]:
+    odd = dist.get_rank() == 2
+    both: list[tuple[Any, Any, dict[str, Any], dict[str, Any]]] = [
+        ("g1n1", "g2n1+g1n1", {}, {}),
+        ("g1n1", "g1n1", {"cost": COST}, {"cost": TransformerCost(64, gamma=1.5)}),
+        ("g1n1", "g1n1", {"planner": "lpt"}, {"planner": "knapsack"}),
+        ("g1n1", "g1n1", {"limits": None}, {"limits": Limits(tokens=100)}),
+        ("g1n1", "g1n1", {"cost": COST}, {"cost": lambda lens: np.asarray(lens) * 1.0}),
+    ]
+    errors: list[Error] = []
+    for most_spec, odd_spec, most, other in both:
+        options = {"cost": COST} | (other if odd else most)
+        cost = options.pop("cost")
+        errors.append(
+            raised_by(SequenceParallel, None, odd_spec if odd else most_spec, cost, **options)
+        )
+    parallel = SequenceParallel(None, "g1n1", COST)
+    if odd:
+        parallel.cost = TransformerCost(65)  # changed under way, before a plan
+    errors.append(raised_by(parallel.plan, [1]))
+    return errors
+
+
+def test_ranks_with_different_settings() -> None:
+    of_rank = run_ranks(differing_settings, 3)
+    errors = [same_on_all(list(errors)) for errors in zip(*of_rank, strict=True)]
+    wanted = ["topology", "cost", "planner", "limits", "cost", "cost"]
+    for (classes, text), what in zip(errors, wanted, strict=True):
+        assert "CommError" in classes and "ConfigError" not in classes
+        assert f"disagree on {what}" in text, text
+        assert "ranks [0, 1]: " in text and "ranks [2]: " in text, text
+    assert "(2, 1)" in errors[0][1] and "gamma=1.5" in errors[1][1] and "knapsack" in errors[2][1]
+    assert "tokens=100" in errors[3][1]
+
+
+def failures() -> list[Error]:
+    odd = dist.get_rank() == 0
+    parallel = SequenceParallel(None, "g2n1", COST)
+    if odd:
+        errors = [raised_by(parallel.fail, OSError("photo 7 is unreadable"))]
+    else:
+        errors = [raised_by(parallel.plan, [5])]
+    both = raised_by(parallel.fail, ValueError(f"rank {dist.get_rank()} " + "x" * 1000))
+    assert parallel.plan([5]).number == 3
+    return [*errors, both]
+
+
+def test_a_failing_rank_tells_all() -> None:
+    of_rank = run_ranks(failures, 2)
+    classes, text = same_on_all([errors[0] for errors in of_rank])
+    assert "CommError" in classes
+    assert "rank 0" in text and "OSError" in text and "photo 7 is unreadable" in text
+    _, both = same_on_all([errors[1] for errors in of_rank])
+    assert "also on ranks [1]" in both and "rank 0 xxx" in both
+
+
+def refused_topologies() -> list[Error]:
+    specs = ["g2n1", "g4n2", "g0n1", "g1n1,g2n1", ""]
+    errors = [raised_by(SequenceParallel, None, spec, COST) for spec in specs]
+    odd = dist.get_rank() == 1
+    errors.append(raised_by(SequenceParallel, None, "g1nx" if odd else "g1n1", COST))
+    errors.append(raised_by(SequenceParallel(None, "g1n1", COST, planner="magic").plan, [1]))
+    SequenceParallel(None, "g1n1", COST)
+    return errors
+
+
+def test_topologies_that_do_not_fit() -> None:
+    of_rank = run_ranks(refused_topologies, 3)
+    errors = [same_on_all(list(errors)) for errors in zip(*of_rank, strict=True)]
+    assert all("ConfigError" in classes for classes, _ in errors)
+    assert "world of 3" in errors[0][1] and "'g0n1'" in errors[2][1]
+    assert "rank 1" in errors[5][1] and "'g1nx'" in errors[5][1]
+    assert "'magic'" in errors[6][1]
+
+
+def too_few_heads(num_kv_heads: int, topology: str) -> Error:
+    step = SequenceParallel(None, topology, COST).plan([6])
+    num_tokens = step.local.positions.size
+    q, kv = torch.zeros(num_tokens, 4, 2), torch.zeros(num_tokens, num_kv_heads, 2)
+    return raised_by(step.attend, q, kv, kv)
+
+
+@pytest.mark.parametrize("topology", ["g3n1", "g1n1+g2n1"])
+def test_a_bag_with_more_ranks_than_heads_is_refused_on_all_ranks(topology: str) -> None:
+    num_kv_heads = 2 if topology == "g3n1" else 1
+    classes, text = same_on_all(run_ranks(too_few_heads, 3, num_kv_heads, topology))
+    assert "ConfigError" in classes
+    assert f"{num_kv_heads} key-value heads" in text and f"at most {num_kv_heads} ranks" in text
+
+
+def refused_tensors() -> list[Error]:
+    step = SequenceParallel(None, "g2n1", COST).plan([3, 1])
+    x = torch.zeros(step.local.positions.size, 4, 2)
+    return [
+        raised_by(step.attend, x, x[:, :3], x[:, :3]),
+        raised_by(step.attend, x, x, x[:, :2]),
+        raised_by(step.attend, x[1:], x, x),
+        raised_by(step.attend, x[:, 0], x[:, 0], x[:, 0]),
+        raised_by(step.attend, x, x[:, :0], x[:, :0]),
+        raised_by(step.route, x=torch.zeros(3)),
+        raised_by(step.route, x=torch.tensor(1.0)),
+        raised_by(step.restore, x.to("meta")),
+        raised_by(SequenceParallel(None, "g2n1", COST, kernel="varlen").plan([2]).attend, x, x, x),
+    ]
+
+
+def test_tensors_that_do_not_fit_the_plan() -> None:
+    for errors in run_ranks(refused_tensors, 2):
+        assert all("ConfigError" in classes for classes, _ in errors), errors
+        assert "4 query heads for 3 key-value heads" in errors[0][1]
+        assert "gives this rank 4" in errors[2][1] and "4 rows" in errors[5][1]
+        assert "'varlen' runs on CUDA devices" in errors[8][1]
+
+
+def many_sequences() -> None:
+    rank = dist.get_rank()
+    parallel = SequenceParallel(None, "g1n1+g2n1", COST)
+    for count in (3, 64, 65, 1000, 2, 1001):
+        lens = [7, 1] if rank else list(range(count))
+        step = parallel.plan(lens)
+        assert step.plan.seq_lens.tolist() == [*range(count), 7, 1, 7, 1]
+        x = torch.arange(sum(lens))
+        assert torch.equal(step.restore(step.route(x=x)["x"]), x)
+
+
+def test_more_sequences_than_the_first_gather_has_room_for() -> None:
+    run_ranks(many_sequences, 3)
+
+
+def meshes() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    rank, group = dist.get_rank(), dist.get_rank() // 2
+    refused = raised_by(SequenceParallel, mesh, "g2n1", COST)
+    of_axis = SequenceParallel(mesh["sp"], "g2n1", COST)
+    of_group = SequenceParallel(
+        mesh["sp"].get_group(), "g1n2", COST, plan_group=mesh["sp"].get_group()
+    )
+    of_world = SequenceParallel(None, "g1n1+g3n1", COST, timeout_s=15.0)
+    assert of_axis.rank == of_group.rank == rank % 2 and of_world.rank == rank
+    own = of_axis.plan([5 + group, 2])
+    assert own.plan.seq_lens.tolist() == [5 + group, 2] * 2
+    flat = of_group.plan([3 + rank])
+    world = of_world.plan([rank])
+    for step, num_rows in ((own, 7 + group), (world, rank), (flat, 3 + rank), (own, 7 + group)):
+        x = 100 * rank + torch.arange(num_rows)
+        q = torch.rand(step.local.positions.size, 3, 2)
+        assert step.attend(q, q, q).shape == q.shape
+        moved = step.route(x=x)["x"]
+        assert torch.equal(step.restore(moved), x)
+        if step is own:
+            assert bool((moved // 200 == group).all())
+    # The two groups do not wait for each other: only one of them takes another step.
+    if group == 0:
+        assert of_axis.plan([9]).plan.num_ranks == 2
+    values = torch.ones(1 + rank, requires_grad=True)
+    everywhere = SequenceParallel(mesh["sp"], "g2n1", COST, data_group=dist.group.WORLD).plan([])
+    everywhere.mean(values).backward()
+    assert values.grad is not None and bool((values.grad == 4 / 10).all())
+    return {"refused": refused}
+
+
+def test_mesh_axes_and_independent_groups() -> None:
+    for result in run_ranks(meshes, 4):
+        classes, text = result["refused"]
+        assert "ConfigError" in classes and "('dp', 'sp')" in text and "mesh['name']" in text
+
+
+def without_a_world() -> Error:
+    dist.destroy_process_group()
+    return raised_by(SequenceParallel, None, "g1n1", COST)
+
+
+def test_torch_distributed_must_be_initialised() -> None:
+    assert "init_process_group" in run_ranks(without_a_world, 1)[0][1]

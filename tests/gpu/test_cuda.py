@@ -1,0 +1,182 @@
+"""On one CUDA device: the kernels, and the whole path over NCCL in a world of one.
+
+Run with `pytest -m gpu tests/gpu`; without a device everything here is skipped.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bascule.attention.kernels import KERNELS, PackedSequences, select_kernel
+from bascule.attention.parallel import SequenceParallel
+from bascule.errors import ConfigError
+from bascule.models import Exchange, LocalExchange, MMDiT, PackedBatch
+from tests.distributed.cases import (
+    COST,
+    Batch,
+    Gradients,
+    Samples,
+    config_of,
+    edge_batches,
+    make_model,
+    named_gradients,
+    norm_of,
+    random_batch,
+)
+from tests.distributed.harness import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="NO CUDA DEVICE: kernels and NCCL path NOT TESTED"
+    ),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+SEQ_LENS = (300, 1, 77, 0, 1024)
+
+
+def inputs(
+    dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(sum(SEQ_LENS), heads, head_dim, generator=generator).to("cuda", dtype)
+        for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def kernel_or_skip(name: str, dtype: torch.dtype) -> Any:
+    try:
+        return select_kernel(name, "cuda", dtype)
+    except ConfigError as reason:
+        pytest.skip(str(reason))
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    want = want.detach().double()
+    return ((got.detach().double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("name", ["reference", "sdpa", "varlen", "flash_attn"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 128)])
+def test_kernels_in_half_precision(
+    name: str, dtype: torch.dtype, causal: bool, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    kernel = kernel_or_skip(name, dtype)
+    leaves = inputs(dtype, num_heads, num_kv_heads, head_dim)
+    exact = tuple(x.detach().double().requires_grad_() for x in leaves)
+    seqs = PackedSequences.build(SEQ_LENS, torch.device("cuda"))
+    # The reference kernel is itself tested against a dense softmax on CPUs.
+    want, want_lse = KERNELS["reference"](*exact, seqs, causal=causal, scale=0.1)
+    out, lse = kernel(*leaves, seqs, causal=causal, scale=0.1)
+    assert out.dtype == dtype and out.shape == want.shape
+    assert relative_error(out, want) < 1e-2
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device="cuda").view(out.shape)
+    grads = torch.autograd.grad((out.double() * weights).sum(), leaves)
+    wanted = torch.autograd.grad((want * weights).sum(), exact)
+    for grad, ref in zip(grads, wanted, strict=True):
+        assert grad.dtype == dtype
+        assert relative_error(grad, ref) < 2e-2
+    assert (lse is None) == (name == "sdpa")
+    if lse is not None and want_lse is not None:
+        assert lse.shape == want_lse.shape and lse.dtype == torch.float32
+        assert not lse.requires_grad or name != "reference"
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-2, atol=2e-2)
+
+
+def test_sdpa_in_float32() -> None:
+    leaves = inputs(torch.float32, 4, 2, 32)
+    exact = tuple(x.detach().double() for x in leaves)
+    seqs = PackedSequences.build(SEQ_LENS, torch.device("cuda"))
+    want, _ = KERNELS["reference"](*exact, seqs, causal=False, scale=None)
+    out, _ = KERNELS["sdpa"](*leaves, seqs, causal=False, scale=None)
+    assert relative_error(out, want) < 5e-3  # TF32 may be on
+
+
+@pytest.mark.parametrize("name", ["sdpa", "varlen", "flash_attn"])
+def test_idle_rank(name: str) -> None:
+    kernel = kernel_or_skip(name, torch.bfloat16)
+    q, kv = (
+        torch.zeros(0, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2)
+    )
+    seqs = PackedSequences.build([0], torch.device("cuda"))
+    out, _ = kernel(q, kv, kv, seqs, causal=False, scale=None)
+    assert out.shape == q.shape
+    out.sum().backward()
+
+
+def on_cuda(samples: Samples) -> Samples:
+    names = [name for name in PackedBatch.__slots__ if name != "guidance"]
+    moved: dict[str, Tensor] = {name: getattr(samples.inputs, name).cuda() for name in names}
+    return Samples(PackedBatch(**moved), samples.target.cuda(), samples.seq_lens)
+
+
+def train(model: MMDiT, samples: Samples, exchange: Exchange) -> tuple[float, Gradients]:
+    model.zero_grad()
+    losses = samples.losses(model(samples.inputs, exchange))
+    loss = losses.sum() / max(1, losses.numel())
+    loss.backward()
+    return loss.item(), {name: grad.clone() for name, grad in named_gradients(model).items()}
+
+
+def worst_errors(dtype: torch.dtype, kernel: str | None) -> list[float]:
+    """Loss and gradients over NCCL against float64 without it; the largest relative errors."""
+    torch.cuda.set_device(0)
+    config = config_of(4, 2, head_dim=16)
+    rough = make_model(config, dtype).cuda()
+    exact = make_model(config).cuda()
+    exact.load_state_dict(rough.state_dict())
+    parallel = SequenceParallel(None, "g1n1", COST, kernel=kernel, timeout_s=60.0)
+    assert parallel.device.type == "cuda"
+    batches: list[Batch] = [random_batch(1, seed) for seed in range(4)]
+    batches += edge_batches(1).values()
+    errors: list[float] = []
+    for batch in batches:
+        samples = on_cuda(Samples.draw(batch[0], config))
+        want = train(exact, samples, LocalExchange(samples.seq_lens, device="cuda"))
+        narrow = Samples(samples.inputs, samples.target.to(dtype), samples.seq_lens)
+        got = train(rough, narrow, parallel.plan(samples.seq_lens))
+        off = {name: got[1][name].double() - ref for name, ref in want[1].items()}
+        errors.append(norm_of(off) / max(norm_of(want[1]), 1e-300))
+        errors.append(abs(got[0] - want[0]) / max(abs(want[0]), 1e-300))
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel", "allowed"),
+    [
+        (torch.float64, "reference", 1e-10),
+        (torch.bfloat16, None, 0.1),
+        (torch.bfloat16, "sdpa", 0.1),
+    ],
+)
+def test_world_of_one_over_nccl(dtype: torch.dtype, kernel: str | None, allowed: float) -> None:
+    errors = run_ranks(worst_errors, 1, dtype, kernel, backend="nccl")[0]
+    assert max(errors) < allowed
+
+
+def move_over_nccl() -> None:
+    torch.cuda.set_device(0)
+    step = SequenceParallel(None, "g1n1", COST, timeout_s=60.0).plan([4, 0, 3])
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    bits = torch.randint(0, 256, (7, 16), generator=generator, device="cuda", dtype=torch.uint8)
+    dtypes = (torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.complex64)
+    tensors = {str(dtype): bits.clone().view(dtype) for dtype in dtypes}
+    tensors["bool"] = bits > 100
+    moved = step.route(**tensors)
+    for name, x in tensors.items():
+        back = step.restore(moved[name])
+        assert back.dtype == x.dtype
+        assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
+    vec = torch.randn(3, 5, device="cuda", requires_grad=True)
+    assert torch.equal(step.gather_samples(vec), vec)
+
+
+def test_moving_over_nccl_is_bit_exact() -> None:
+    run_ranks(move_over_nccl, 1, backend="nccl")

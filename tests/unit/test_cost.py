@@ -1,0 +1,94 @@
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError
+from bascule.plan.cost import TransformerCost
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "linear_tflops", "attention_tflops"),
+    [
+        # d = 3072: 24 d^2 = 226,492,416 FLOPs a token, 4 d = 12,288 FLOPs a pair of tokens.
+        (1, 0.000226492416, 0.000000012288),
+        (512, 0.115964116992, 0.003221225472),
+        (4608, 1.043677052928, 0.260919263232),
+        (16384, 3.710851743744, 3.298534883328),
+    ],
+)
+def test_flux_block_by_hand(seq_len: int, linear_tflops: float, attention_tflops: float) -> None:
+    assert TransformerCost(3072)(seq_len) == pytest.approx(
+        linear_tflops + attention_tflops, rel=1e-12
+    )
+    assert TransformerCost(3072, gamma=0.0)(seq_len) == pytest.approx(linear_tflops, rel=1e-12)
+    assert TransformerCost(gamma=0.426)(seq_len) == pytest.approx(
+        linear_tflops + 0.426 * attention_tflops, rel=1e-12
+    )
+    assert TransformerCost(num_layers=57)(seq_len) == pytest.approx(
+        57 * (linear_tflops + attention_tflops), rel=1e-12
+    )
+
+
+def test_attention_costs_as_much_as_the_linear_layers_at_six_widths() -> None:
+    both, linear = TransformerCost(512), TransformerCost(512, gamma=0.0)
+    assert both(6 * 512) == pytest.approx(2 * linear(6 * 512))
+
+
+def test_the_longest_length_neither_overflows_nor_loses_precision() -> None:
+    for lens in (np.array([2**40]), np.array([2**40], dtype=np.float32), [2**40]):
+        exact = (24 * 2**40 * 3072**2 + 4 * 2**80 * 3072) / 10**12
+        result = TransformerCost(3072)(lens)
+        assert result.dtype == np.float64
+        assert result[0] == pytest.approx(exact, rel=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64, np.float32])
+def test_small_integer_types_do_not_wrap(dtype: type) -> None:
+    lens = np.array([[60_000], [0]], dtype=dtype)
+    expected = (24 * 60_000 * 3072**2 + 4 * 60_000**2 * 3072) / 1e12
+    np.testing.assert_allclose(TransformerCost(3072)(lens), [[expected], [0.0]], rtol=1e-14)
+
+
+def test_no_sequences_cost_nothing() -> None:
+    assert TransformerCost()([]).shape == (0,)
+    assert TransformerCost()([0, 0]).tolist() == [0.0, 0.0]
+
+
+def test_seconds_are_flops_times_the_measured_rate() -> None:
+    cost = TransformerCost(3072, gamma=0.5, seconds_per_unit=2e-3)
+    np.testing.assert_allclose(cost.seconds([100, 5000]), cost([100, 5000]) * 2e-3, rtol=1e-15)
+    with pytest.raises(ConfigError, match="fit_latency"):
+        TransformerCost(3072).seconds([100])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"d_model": 0},
+        {"d_model": -1},
+        {"d_model": 3072.0},
+        {"d_model": True},
+        {"num_layers": 0},
+        {"num_layers": 1.5},
+        {"gamma": -0.1},
+        {"gamma": float("nan")},
+        {"gamma": float("inf")},
+        {"seconds_per_unit": 0.0},
+        {"seconds_per_unit": -1.0},
+        {"seconds_per_unit": float("nan")},
+        {"seconds_per_unit": float("inf")},
+    ],
+)
+def test_values_out_of_range_are_named(arguments: dict) -> None:
+    (name,) = arguments
+    with pytest.raises(ConfigError, match=rf"TransformerCost\({name}="):
+        TransformerCost(**arguments)
+
+
+def test_a_cost_is_a_frozen_value() -> None:
+    cost = TransformerCost(3072, gamma=0.5)
+    assert cost == TransformerCost(3072, gamma=0.5)
+    assert cost != TransformerCost(3072, gamma=0.6)
+    with pytest.raises(AttributeError):
+        cost.gamma = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError):
+        TransformerCost(3072, 0.5)  # pyright: ignore[reportCallIssue]

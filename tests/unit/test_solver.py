@@ -1,0 +1,330 @@
+"""The solver on cases small enough to check by hand, and its errors."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError, PlanError
+from bascule.plan._problem import build_problem
+from bascule.plan._starts import by_speed, longest_first
+from bascule.plan.bounds import (
+    counting_bound,
+    crowding_bound,
+    mean_bound,
+    on_grid,
+    pigeonhole_bound,
+    spill_bound,
+    surplus_bound,
+    threshold_bound,
+)
+from bascule.plan.limits import Limits
+from bascule.plan.solver import Assignment, assign
+
+
+def problem_of(
+    costs: Sequence[float], speeds: Sequence[float], carried: Sequence[float] | None = None
+):
+    return build_problem(
+        costs,
+        None,
+        speeds=speeds,
+        limits=None,
+        sizes=None,
+        ranks_per_bin=None,
+        carried_loads=carried,
+    )
+
+
+def test_finds_the_best_and_certifies_it():
+    plan = assign([7, 5, 4, 3, 1], 2)
+    assert plan.makespan == plan.lower_bound == 10.0
+    assert plan.gap == 0.0
+    assert plan.loads.tolist() == [10.0, 10.0]
+
+
+def test_beats_longest_first():
+    # Graham's worst case for two bins: LPT gives 7.
+    assert assign([3, 3, 2, 2, 2], 2).makespan == 6.0
+
+
+def test_no_items():
+    plan = assign([], 3)
+    assert plan.bin_of.shape == (0,)
+    assert plan.loads.tolist() == [0.0, 0.0, 0.0]
+    assert (plan.makespan, plan.lower_bound, plan.gap) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("num_bins", [2, 4, 64])
+def test_items_without_cost_spread_evenly(num_bins: int):
+    plan = assign([0.0] * (2 * num_bins), num_bins)
+    assert plan.makespan == plan.gap == 0.0
+    assert np.bincount(plan.bin_of).tolist() == [2] * num_bins
+
+
+def test_fewer_items_than_bins():
+    plan = assign([5.0, 2.0], 5)
+    assert plan.makespan == plan.lower_bound == 5.0
+    assert plan.bin_of.tolist() == [0, 1]
+
+
+def test_one_giant_does_not_stop_the_rest_from_spreading():
+    plan = assign([1000.0] + [1.0] * 300, 4)
+    assert plan.makespan == plan.lower_bound == 1000.0
+    assert sorted(plan.loads.tolist()) == [100.0, 100.0, 100.0, 1000.0]
+
+
+def test_all_equal_uses_the_pigeonhole():
+    plan = assign([1.0] * 10, 4)
+    assert plan.makespan == plan.lower_bound == 3.0
+
+
+def test_one_bin():
+    plan = assign([1.0, 2.0, 3.0], 1)
+    assert plan.bin_of.tolist() == [0, 0, 0]
+    assert plan.makespan == plan.lower_bound == 6.0
+
+
+def test_loads_are_completion_times():
+    plan = assign([8.0, 8.0, 1.0], speeds=[1.0, 8.0], carried_loads=[0.5, 0.25])
+    items = np.bincount(plan.bin_of, weights=[8.0, 8.0, 1.0], minlength=2)
+    np.testing.assert_allclose(plan.loads, [0.5 + items[0], 0.25 + items[1] / 8.0])
+    assert plan.makespan == plan.loads.max()
+
+
+def test_carried_load_above_everything_is_the_bound():
+    plan = assign([5.0, 5.0], 2, carried_loads=[100.0, 0.0])
+    assert plan.makespan == plan.lower_bound == 100.0
+    assert plan.bin_of.tolist() == [1, 1]
+
+
+def test_many_bins_with_few_empty_ones_finish_on_the_heap():
+    carried = np.full(100, 50.0)
+    carried[7] = 0.0
+    plan = assign(np.ones(30), 100, carried_loads=carried)
+    assert (plan.bin_of == 7).all()
+
+
+@pytest.mark.parametrize("num_bins", [2, 31, 48, 200])
+def test_longest_first_is_the_textbook_rule(num_bins: int):
+    rng = np.random.default_rng(num_bins)
+    costs = np.rint(rng.lognormal(3.0, 1.0, size=1000)) + 1.0
+    problem = problem_of(costs.tolist(), [1.0] * num_bins)
+    loads = np.zeros(num_bins)
+    for item in np.argsort(-costs, kind="stable"):
+        loads[np.argmin(loads)] += costs[item]
+    ours = problem.bin_work(longest_first(problem)) * problem.unit
+    assert sorted(ours.tolist()) == sorted(loads.tolist())
+
+
+@pytest.mark.parametrize("fill_first", [False, True])
+def test_many_different_speeds_follow_the_same_rule_as_few(fill_first: bool):
+    speeds = [1.0 + (bin_ % 20) / 7.0 for bin_ in range(40)]
+    costs = np.random.default_rng(0).uniform(1.0, 9.0, size=300)
+    bin_of = by_speed(problem_of(costs.tolist(), speeds), fill_first=fill_first)
+    loads, capacity = np.zeros(40), costs.sum() / np.sum(speeds)
+    for item in np.argsort(-costs, kind="stable"):
+        ends = (loads + costs[item]) / speeds
+        fits = (ends <= capacity) & fill_first
+        rank = np.where(fits, loads / speeds, np.inf) if fits.any() else ends
+        assert bin_of[item] == np.argmin(rank)
+        loads[bin_of[item]] += costs[item]
+
+
+def test_the_result_is_frozen_and_repeats():
+    costs = np.random.default_rng(0).lognormal(size=200)
+    first, second = assign(costs, 8), assign(costs, 8)
+    assert first.bin_of.tobytes() == second.bin_of.tobytes()
+    assert not first.bin_of.flags.writeable
+    assert not first.loads.flags.writeable
+    with pytest.raises(AttributeError):
+        first.makespan = 0.0  # type: ignore[misc]
+
+
+def test_does_not_depend_on_the_unit():
+    costs = np.random.default_rng(1).lognormal(size=300)
+    bin_of = assign(costs, 16).bin_of.tolist()
+    for exponent in (-900, -40, 40, 900):
+        assert assign(np.ldexp(costs, exponent), 16).bin_of.tolist() == bin_of
+
+
+def test_does_not_touch_its_arguments():
+    costs, speeds = np.array([3.0, 1.0, 2.0]), np.array([1.0, 2.0])
+    assign(costs, speeds=speeds)
+    assert costs.flags.writeable and costs.tolist() == [3.0, 1.0, 2.0]
+    assert speeds.flags.writeable and speeds.tolist() == [1.0, 2.0]
+
+
+class TestBounds:
+    def test_mean_counts_carried_loads(self):
+        assert mean_bound(problem_of([6.0], [1.0, 2.0], [3.0, 0.0])) == 3.0
+        assert mean_bound(problem_of([6.0], [1.0, 2.0], [9.0, 0.0])) == 9.0
+
+    def test_longest_item_on_the_fastest_bin(self):
+        assert counting_bound(problem_of([12.0, 1.0], [1.0, 4.0])) == 3.0
+
+    def test_counting_on_mixed_speeds(self):
+        # Until 3/4 the fast bin completes three items; at 1 both complete one more.
+        assert counting_bound(problem_of([1.0] * 3, [1.0, 4.0])) == 0.75
+        assert counting_bound(problem_of([1.0] * 5, [1.0, 4.0])) == 1.0
+        assert counting_bound(problem_of([1.0] * 6, [1.0, 4.0])) == 1.25
+
+    def test_pigeonhole(self):
+        bound = pigeonhole_bound(problem_of([6.0, 5.0, 4.0], [1.0, 1.0]))
+        assert bound == pytest.approx(9.0)
+
+    def test_surplus_beats_the_mean(self):
+        # Three bins, seven items: one bin has at most two, so two bins hold the rest.
+        problem = problem_of([4.0] * 7, [1.0, 1.0, 1.0])
+        assert surplus_bound(problem) == pytest.approx(10.0)
+        assert mean_bound(problem) == pytest.approx(28.0 / 3.0)
+
+    def test_crowding(self):
+        # One of four bins holds three items, of which the shortest three cost 6.3.
+        costs = [2.0, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8]
+        assert crowding_bound(problem_of(costs, [1.0] * 4)) == pytest.approx(6.3)
+
+    def test_whole_costs_have_whole_sums(self):
+        problem = problem_of([6.0, 9.0, 9.0], [1.0, 1.0])
+        assert on_grid(problem, 12.0) == 12.0
+        assert on_grid(problem, 12.1) == 15.0
+        assert on_grid(problem_of([6.1, 9.0], [1.0, 1.0]), 12.1) == 12.1
+
+    def test_threshold_keeps_long_items_on_the_fast_bins(self):
+        # Both long items need 20 on a slow bin, or 5 together on the fast one.
+        problem = problem_of([20.0, 20.0], [1.0] * 32 + [8.0])
+        assert threshold_bound(problem) == 5.0
+        assert assign([20.0, 20.0], speeds=[1.0] * 32 + [8.0]).gap == 0.0
+
+    def test_spill(self):
+        problem = build_problem(
+            [4.0, 4.0, 4.0],
+            None,
+            speeds=[1.0, 8.0],
+            limits=Limits(items=2),
+            sizes=None,
+            ranks_per_bin=None,
+            carried_loads=None,
+        )
+        assert spill_bound(problem) == 4.0
+
+
+class TestLimits:
+    def test_items(self):
+        plan = assign([9.0, 1.0, 1.0, 1.0], 2, limits=Limits(items=2))
+        assert np.bincount(plan.bin_of).tolist() == [2, 2]
+        assert plan.makespan == 10.0
+
+    def test_tokens_change_the_answer(self):
+        costs, sizes = [10.0, 5.0, 5.0], [1.0, 9.0, 9.0]
+        assert assign(costs, 2).makespan == 10.0
+        plan = assign(costs, 2, sizes=sizes, limits=Limits(tokens=10))
+        assert np.bincount(plan.bin_of, weights=sizes).max() <= 10
+        assert plan.makespan == 15.0
+
+    def test_a_bag_holds_as_much_as_its_ranks(self):
+        plan = assign([1.0], speeds=[1.0, 4.0], sizes=[40], limits=Limits(tokens=10))
+        assert plan.bin_of.tolist() == [1]
+
+    def test_ranks_per_bin_where_speeds_are_not_ranks(self):
+        limits = Limits(num_bytes=10)
+        plan = assign([1.0], speeds=[0.5, 0.6], sizes=[20], limits=limits, ranks_per_bin=[2, 1])
+        assert plan.bin_of.tolist() == [0]
+
+    def test_the_exact_solver_is_the_last_resort(self):
+        sizes = [6, 5, 5, 4, 4, 3, 3]
+        plan = assign(sizes, 3, sizes=sizes, limits=Limits(tokens=10))
+        assert np.bincount(plan.bin_of, weights=sizes).max() <= 10
+
+    def test_an_item_that_fits_nowhere_is_named(self):
+        with pytest.raises(PlanError, match=r"item 1 has 11 tokens.*limit of 10 by 1"):
+            assign([1, 2], 2, sizes=[5, 11], limits=Limits(tokens=10))
+
+    def test_too_much_in_total(self):
+        with pytest.raises(PlanError, match=r"24 bytes exceed .* 20, by 4"):
+            assign([1] * 3, 2, sizes=[8] * 3, limits=Limits(num_bytes=10))
+        with pytest.raises(PlanError, match=r"5 items exceed limits.items=2 .* by 1"):
+            assign([1] * 5, 2, limits=Limits(items=2))
+
+    def test_too_much_for_the_large_bins(self):
+        with pytest.raises(PlanError, match=r"2 items .* exceed the 40 of the 1 larger bins by 10"):
+            assign([1] * 2, speeds=[1, 1, 4], sizes=[25, 25], limits=Limits(tokens=10))
+
+    def test_no_combination_fits(self):
+        with pytest.raises(PlanError, match=r"12 tokens on bin \d, above its limit of 10 by 2"):
+            assign([1] * 3, 2, sizes=[6, 6, 6], limits=Limits(tokens=10))
+
+    def test_limits_on_both_resources(self):
+        costs, sizes = [3.0] * 6, [1, 1, 1, 9, 9, 9]
+        plan = assign(costs, 3, sizes=sizes, limits=Limits(tokens=10, items=2))
+        assert np.bincount(plan.bin_of).tolist() == [2, 2, 2]
+        assert np.bincount(plan.bin_of, weights=sizes).tolist() == [10, 10, 10]
+
+
+class TestHome:
+    def test_balanced_at_home_stays(self):
+        plan = assign([4, 4, 4, 4], 4, home=[3, 1, 0, 2])
+        assert plan.bin_of.tolist() == [3, 1, 0, 2]
+
+    def test_equal_bins_are_relabelled(self):
+        costs, home = [5.0, 4.0, 4.0, 5.0], [1, 0, 1, 0]
+        plan = assign(costs, 2, home=home, sizes=costs)
+        assert plan.makespan == 9.0
+        assert plan.bin_of.tolist() in ([1, 0, 1, 0], [1, 1, 0, 0])
+
+    def test_tolerance_buys_locality(self):
+        costs, home = [10.0, 1.0, 10.0], [0, 0, 1]
+        assert assign(costs, 2, home=[0, 0, 0], home_tolerance=1.2).makespan == 21.0
+        assert assign(costs, 2, home=home).bin_of.tolist() == home
+
+    def test_minus_one_is_no_home(self):
+        assert assign([1, 2, 3], 2, home=[-1, -1, -1]).makespan == 3.0
+
+    def test_limits_hold_at_home(self):
+        plan = assign([1, 1, 1], 3, home=[0, 0, 0], home_tolerance=9.0, limits=Limits(items=2))
+        assert np.bincount(plan.bin_of, minlength=3).max() == 2
+        assert (plan.bin_of == 0).sum() == 2
+
+    def test_no_cost_goes_home(self):
+        assert assign([0, 0, 7], 2, home=[1, 1, 1]).bin_of.tolist() == [1, 1, 1]
+        assert assign([0, 0], 2, home=[1, 1]).bin_of.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"costs": [1.0, -2.0], "num_bins": 1}, r"costs\[1\] is -2"),
+        ({"costs": [math.nan], "num_bins": 1}, r"costs\[0\] is nan"),
+        ({"costs": [math.inf], "num_bins": 1}, r"costs\[0\] is inf"),
+        ({"costs": ["a"], "num_bins": 1}, "costs must be"),
+        ({"costs": [[1.0]], "num_bins": 1}, r"costs must have one dimension, got shape \(1, 1\)"),
+        ({"costs": [1e308, 1e308], "num_bins": 1}, "overflow"),
+        ({"costs": [1.0]}, "num_bins and speeds are both missing"),
+        ({"costs": [1.0], "num_bins": 0}, "num_bins is 0"),
+        ({"costs": [1.0], "num_bins": 1.5}, "num_bins is 1.5"),
+        ({"costs": [1.0], "num_bins": 2, "speeds": [1.0]}, "num_bins is 2, but speeds has 1"),
+        ({"costs": [1.0], "speeds": []}, "speeds is empty"),
+        ({"costs": [1.0], "speeds": [1.0, 0.0]}, r"speeds\[1\] is 0"),
+        ({"costs": [1.0], "num_bins": 2, "carried_loads": [1.0]}, "carried_loads has 1 entries; 2"),
+        ({"costs": [1.0], "num_bins": 1, "sizes": [1, 2]}, "sizes has 2 entries; 1"),
+        ({"costs": [1.0], "num_bins": 1, "ranks_per_bin": [0]}, r"ranks_per_bin\[0\] is 0"),
+        ({"costs": [1.0], "num_bins": 1, "limits": Limits(tokens=9)}, "sizes is missing"),
+        (
+            {"costs": [1.0], "num_bins": 1, "sizes": [1], "limits": Limits(tokens=9, num_bytes=9)},
+            "only one of them",
+        ),
+        ({"costs": [1.0], "num_bins": 1, "home": [1]}, r"home\[0\] is 1"),
+        ({"costs": [1.0], "num_bins": 1, "home": [0.0]}, "home must be 1 integers"),
+        ({"costs": [1.0], "num_bins": 1, "home_tolerance": -0.1}, "home_tolerance is -0.1"),
+        ({"costs": [1.0], "num_bins": 1, "tolerance": math.nan}, "tolerance is nan"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        assign(**arguments)  # type: ignore[arg-type]
+
+
+def test_gap_of_an_empty_assignment_is_zero():
+    empty = np.empty(0)
+    assert Assignment(empty.astype(np.int64), empty, 0.0, 0.0).gap == 0.0
