@@ -45,7 +45,7 @@ def run_once(steps: int, seed: int) -> dict[str, float]:
 
 def main() -> None:
     """Run, print and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args()

@@ -2,6 +2,8 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +36,25 @@ def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     from bascule.training.compare import model_config, open_stream
 
-    logging.getLogger("bascule").setLevel(logging.ERROR)  # rank 0 will warn of the same photos
     options.check(num_ranks)
-    model_config(options, open_stream(options, 0, num_ranks))
+    with _without_warnings():  # rank 0 will warn of the same photos
+        stream = open_stream(options, 0, num_ranks)
+    model_config(options, stream)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {options.out}: cannot be made: {error.strerror}") from error
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    logger = logging.getLogger("bascule")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _run_rank(options: BenchOptions) -> None:

@@ -45,8 +45,8 @@ class BenchOptions:
     ranks: int | None = None
     steps: int = 12
     warmup: int = 2
-    batch_size: int = 4
-    max_tokens: int = 1024
+    batch_size: int = 2
+    max_tokens: int = 2048
     d_model: int = 192
     num_heads: int = 6
     num_double: int = 1

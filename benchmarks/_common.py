@@ -1,0 +1,113 @@
+"""What the benchmarks share: where they ran, how they time, and where the results go."""
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """What a timing depends on, as far as it can be read."""
+    return {
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": _cpu_name(),
+        "num_cpus": torch.multiprocessing.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def write_results(name: str, results: Mapping[str, Any]) -> Path:
+    """Write `results/NAME.json`: the results and the environment."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    text = json.dumps({"benchmark": name, "environment": environment(), **results}, indent=2)
+    path.write_text(text + "\n", encoding="utf-8")
+    return path
+
+
+def time_interleaved(
+    candidates: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1
+) -> dict[str, list[float]]:
+    """Seconds a call of each candidate in each round; all of them take turns within a round.
+
+    So what else runs on the machine hits all candidates alike, and the ratio of two of them within
+    a round means more than the times do. The order turns from round to round.
+    """
+    names = list(candidates)
+    for name in names:
+        candidates[name]()
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            call = candidates[name]
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            times[name].append((time.perf_counter() - start) / calls)
+    return times
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Least and median of the rounds, in microseconds."""
+    return {"min_us": min(seconds) * 1e6, "median_us": statistics.median(seconds) * 1e6}
+
+
+def ratio(seconds: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    """Times as long as the reference: median over rounds, its quartiles, and of the minima."""
+    ratios = [a / b for a, b in zip(seconds, reference, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return {
+        "median": middle,
+        "lower_quartile": low,
+        "upper_quartile": high,
+        "of_minima": min(seconds) / min(reference),
+    }
+
+
+def verdict(label: str, measured: float, target: float, spread: Mapping[str, float]) -> str:
+    """One line for the terminal."""
+    return (
+        f"{'met   ' if measured <= target else 'MISSED'}  {label}: {measured:.2f}x "
+        f"(quartiles {spread['lower_quartile']:.2f} to {spread['upper_quartile']:.2f}; "
+        f"target at most {target:g}x)"
+    )
+
+
+def _commit() -> str:
+    """Commit of the working tree, "+changes" if it differs, "unknown" outside git."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        return head + ("+changes" if _git("status", "--porcelain", "--", "src") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _git(*args: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parent.parent), *args]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,207 @@
+"""Host overhead: planning with all index tables, and the host part of one attention call.
+
+Run: `python benchmarks/bench_overhead.py` (about half a minute); writes results/overhead.json.
+
+Planning: the time of `plan_batch` and of every table that one rank needs, over that of a bare
+longest-first loop with `heapq` on the same costs, which decides as much and builds nothing.
+
+Attention: `ulysses.attend` on the `fake` back end, whose collectives do nothing, with a kernel that
+returns its query; over two bare `all_to_all_single` of the same sizes. What is left is the time
+that the host needs to prepare the exchanges. It must not depend on the number of chunks: the same
+tensors are cut into 64 and into 2,048 chunks. With one token a chunk the larger case copies more,
+too.
+"""
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from _common import ratio, summary, time_interleaved, verdict, write_results
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bascule.attention.kernels import PackedSequences
+from bascule.attention.ulysses import BagLayout, attend
+from bascule.comm.groups import RankGroup
+from bascule.plan.cost import TransformerCost
+from bascule.plan.sequences import Plan, plan_batch
+from bascule.plan.workload import parse_data_codes, sample_lengths, seq_lens
+
+DATA = "g32b32i256f1s0"
+COST = TransformerCost(3072, gamma=0.426)
+RANK = 13
+BAG_SIZE, HEAD_DIM = 8, 1
+PLANNING_TARGET, ATTENTION_TARGET, CHUNKS_TARGET = 10.0, 5.0, 1.1
+
+
+def main() -> None:
+    """Measure both parts, print the verdicts, write the results."""
+    torch.set_num_threads(1)
+    results = {"planning": measure_planning(), "attention": measure_attention()}
+    print("written to", write_results("overhead", results))
+
+
+def measure_planning() -> dict[str, Any]:
+    """Both planners on both topologies, one after another in every round."""
+    lens = seq_lens(sample_lengths(parse_data_codes(DATA), seed=0, step=0))
+    costs = COST(np.concatenate([np.array(rank) for rank in lens])).tolist()
+    results: dict[str, Any] = {"data": DATA, "num_seqs": len(costs), "target": PLANNING_TARGET}
+    for topology, num_bags in (("g1n32", 32), ("g8n4", 4)):
+        plan = plan_batch(lens, topology, COST)
+        times = time_interleaved(
+            {
+                "heapq": lambda num_bags=num_bags: bare_longest_first(costs, num_bags),
+                "plan_batch": lambda topology=topology: plan_batch(lens, topology, COST),
+                "tables": lambda plan=plan: build_tables(fresh(plan)),
+                "lpt": lambda topology=topology: build_tables(plan_batch(lens, topology, COST)),
+                "knapsack": lambda topology=topology: build_tables(
+                    plan_batch(lens, topology, COST, planner="knapsack")
+                ),
+            },
+            rounds=60,
+            calls=5,
+        )
+        results[topology] = {
+            "times": {name: summary(seconds) for name, seconds in times.items()},
+            "ratios": {name: ratio(times[name], times["heapq"]) for name in ("lpt", "knapsack")},
+        }
+        spread = results[topology]["ratios"]["lpt"]
+        label = f"planning {topology} with all tables, over a heapq loop"
+        print(verdict(label, spread["median"], PLANNING_TARGET, spread))
+    return results
+
+
+def bare_longest_first(costs: list[float], num_bags: int) -> list[int]:
+    """Longest first to the least loaded bag, and nothing else."""
+    heap = [(0.0, bag) for bag in range(num_bags)]
+    bag_of = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        load, bag = heap[0]
+        bag_of[i] = bag
+        heapq.heapreplace(heap, (load + costs[i], bag))
+    return bag_of
+
+
+def fresh(plan: Plan) -> Plan:
+    """The same plan without anything cached."""
+    return Plan(
+        topology=plan.topology,
+        source_counts=plan.source_counts,
+        seq_lens=plan.seq_lens,
+        bag_of=plan.bag_of,
+        loads=plan.loads,
+        lower_bound=plan.lower_bound,
+        planner=plan.planner,
+    )
+
+
+def build_tables(plan: Plan) -> None:
+    """Everything that a rank looks up in a step: model, route, restore, attention in its bag."""
+    cpu = torch.device("cpu")
+    local = plan.local(RANK)
+    route = plan.route(RANK)
+    back = route.inverse()
+    bag = BagLayout(plan.bag_lens(RANK), cpu, None, 0)
+    tables = [local.seq_ids, local.slots, local.positions, route.send_index, back.recv_index]
+    for table in tables:
+        if table is not None:
+            torch.from_numpy(table)
+    _ = bag.seqs, bag.tokens
+    if bag.chunk_lens.shape[0] > 1:
+        _ = bag.to_sequences, bag.to_ranks
+
+
+def measure_attention() -> dict[str, Any]:
+    """The host part of an attention call, for few and for many chunks."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=BAG_SIZE)
+    world = dist.group.WORLD
+    assert world is not None
+    group = RankGroup(world, 0, tuple(range(BAG_SIZE)), "bag")
+    results: dict[str, Any] = {
+        "bag_size": BAG_SIZE,
+        "head_dim": HEAD_DIM,
+        "target": ATTENTION_TARGET,
+    }
+    for label, few_tokens in (("same_tensors", 32), ("one_token_a_chunk", 1)):
+        few = attention_calls(group, num_seqs=8, chunk_len=few_tokens)
+        many = attention_calls(group, num_seqs=256, chunk_len=1)
+        calls = {"few": few[0], "few_bare": few[1], "many": many[0], "many_bare": many[1]}
+        times = time_interleaved(calls, rounds=100, calls=50)
+        results[label] = {
+            "64_chunks_over_bare": ratio(times["few"], times["few_bare"]),
+            "2048_chunks_over_bare": ratio(times["many"], times["many_bare"]),
+            "2048_chunks_over_64": ratio(times["many"], times["few"]),
+            "torch_ops": {"64_chunks": count_ops(few[0]), "2048_chunks": count_ops(many[0])},
+            "times": {name: summary(seconds) for name, seconds in times.items()},
+        }
+        spread = results[label]["2048_chunks_over_bare"]
+        print(
+            verdict(
+                f"attention, {label}, over bare exchanges",
+                spread["median"],
+                ATTENTION_TARGET,
+                spread,
+            )
+        )
+        spread = results[label]["2048_chunks_over_64"]
+        print(
+            verdict(f"attention, {label}, 2,048 over 64", spread["median"], CHUNKS_TARGET, spread)
+        )
+    dist.destroy_process_group()
+    return results
+
+
+def attention_calls(
+    group: RankGroup, *, num_seqs: int, chunk_len: int
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """An attention call as in training, and the two exchanges that it stands on."""
+    bag = BagLayout(np.full((BAG_SIZE, num_seqs), chunk_len), torch.device("cpu"), group, 0)
+    num_tokens = num_seqs * chunk_len
+    q, k, v = (torch.randn(num_tokens, BAG_SIZE, HEAD_DIM, requires_grad=True) for _ in range(3))
+    qkv_in, qkv_out = (torch.empty(BAG_SIZE * num_tokens * 3 * HEAD_DIM) for _ in range(2))
+    out_in, out_out = (torch.empty(BAG_SIZE * num_tokens * HEAD_DIM) for _ in range(2))
+    qkv_splits = [num_tokens * 3 * HEAD_DIM] * BAG_SIZE
+    out_splits = [num_tokens * HEAD_DIM] * BAG_SIZE
+
+    def bare() -> None:
+        process_group = group.process_group
+        dist.all_to_all_single(qkv_out, qkv_in, qkv_splits, qkv_splits, group=process_group)
+        dist.all_to_all_single(out_out, out_in, out_splits, out_splits, group=process_group)
+
+    return lambda: attend(bag, no_kernel, q, k, v), bare
+
+
+def no_kernel(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    seqs: PackedSequences,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Stands for an attention kernel that takes no time."""
+    return q_THD, None
+
+
+class _CountOps(TorchDispatchMode):
+    num_ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(call: Callable[[], object]) -> int:
+    """Torch operations of one call."""
+    with _CountOps() as counter:
+        call()
+    return counter.num_ops
+
+
+if __name__ == "__main__":
+    main()
