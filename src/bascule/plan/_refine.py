@@ -25,6 +25,9 @@ _FREE_LOOKUPS = 1 << 16
 _MAX_GROUPS = 1 << 13
 """Most groups of two items in one round."""
 
+_MAX_SAMPLED = 32
+"""Most items of a bin that form groups of two."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
@@ -169,10 +172,14 @@ def bin_groups(state: State, pairing: Pairing, *, in_twos: bool) -> Groups:
 
 
 def _in_twos(singles: Groups) -> Groups:
-    """Add all groups of two items of a bin, for as many bins as the budget allows."""
-    counts = np.bincount(singles.slot)  # slots without items count too
+    """Add groups of two items of a bin, for as many bins as the budget allows.
+
+    From a bin with many items, an even sample by work is taken.
+    """
+    sampled = singles.take(_sample(singles.slot))
+    counts = np.bincount(sampled.slot)
     allowed = np.cumsum(counts * (counts - 1) // 2) <= _MAX_GROUPS
-    inside = singles.take(np.flatnonzero(allowed[singles.slot]))
+    inside = sampled.take(np.flatnonzero(allowed[sampled.slot]))
     ends = np.cumsum(counts)[inside.slot]
     index = np.arange(inside.slot.size)
     partners = ends - index - 1
@@ -185,6 +192,14 @@ def _in_twos(singles: Groups) -> Groups:
     second = np.concatenate((singles.second, inside.first[other]))
     order = np.lexsort((work, slot))
     return Groups(slot, work, first, second).take(order)
+
+
+def _sample(slot: Ints) -> Ints:
+    """Indices of at most ``_MAX_SAMPLED`` evenly spaced entries of each slot; slots ascend."""
+    counts = np.bincount(slot)
+    within = np.arange(slot.size) - (np.cumsum(counts) - counts)[slot]
+    span = np.maximum(counts, _MAX_SAMPLED)[slot]
+    return np.flatnonzero(within * _MAX_SAMPLED // span != (within - 1) * _MAX_SAMPLED // span)
 
 
 def _exchange(state: State, pairing: Pairing, groups: Groups) -> int:

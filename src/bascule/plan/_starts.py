@@ -103,17 +103,20 @@ def _speed_heaps(problem: Problem, speeds: Floats, ceiling: float) -> list[int]:
         lanes.append((speed, heap))
     taken: list[int] = []
     for work in problem.work[problem.order].tolist():
-        chosen, best = lanes[0], (np.inf, np.inf, 0)
-        for lane in lanes:
-            speed, heap = lane
+        chosen, least, first, fitting = lanes[0][1], np.inf, -1, False
+        for speed, heap in lanes:
             load, index = heap[0]
-            end = (load + work) / speed
-            key = (0.0, load / speed, index) if end <= ceiling else (1.0, end, index)
-            if key < best:
-                chosen, best = lane, key
-        load, index = chosen[1][0]
-        heapreplace(chosen[1], (load + work, index))
-        taken.append(index)
+            rank = (load + work) / speed
+            if rank <= ceiling:
+                if not fitting:
+                    fitting, least = True, np.inf
+                rank = load / speed
+            elif fitting:
+                continue
+            if rank < least or (rank == least and index < first):
+                chosen, least, first = heap, rank, index
+        heapreplace(chosen, (chosen[0][0] + work, first))
+        taken.append(first)
     return taken
 
 

@@ -10,6 +10,15 @@ import numpy as np
 
 from bascule.plan._problem import Floats, Problem
 
+_ROUNDING = 2.0**-40
+"""Above the relative error of any sum here."""
+
+_SAMPLE = 16
+"""Items whose common divisor is looked at first."""
+
+_FINEST_GRID = 2.0**-30
+"""Grids finer than this share of the bound cannot raise it by anything that matters."""
+
 
 def lower_bound(problem: Problem) -> float:
     """The best of all bounds, in the caller's units of time. O(n log n + m log m)."""
@@ -17,12 +26,12 @@ def lower_bound(problem: Problem) -> float:
     if problem.num_items:
         bounds.append(counting_bound(problem))
         if problem.identical:
-            bounds += [pigeonhole_bound(problem), surplus_bound(problem)]
+            bounds += [f(problem) for f in (pigeonhole_bound, surplus_bound, crowding_bound)]
         else:
             bounds.append(threshold_bound(problem))
         if problem.limited:
             bounds += [eligible_bound(problem), spill_bound(problem)]
-    return max(bounds)
+    return on_grid(problem, max(bounds))
 
 
 def mean_bound(problem: Problem) -> float:
@@ -58,7 +67,7 @@ def pigeonhole_bound(problem: Problem) -> float:
     prefix = np.concatenate(([0.0], np.cumsum(problem.costs[problem.order])))
     sums = prefix[ends + 1] - prefix[ends - np.arange(ends.size)]
     # The difference of two prefix sums is rounded at the scale of the total.
-    slack = prefix[-1] * 2.0**-50
+    slack = float(prefix[-1]) * _ROUNDING
     fastest = float(problem.speeds.max())
     return float(problem.carried.min()) + max(float(sums.max()) - slack, 0.0) / fastest
 
@@ -79,9 +88,44 @@ def surplus_bound(problem: Problem) -> float:
         others = problem.num_items // (most + 1)
         few = problem.num_bins - others
         if few > 0 and 0 < others and most * few <= problem.num_items:
-            rest = total * (1.0 - 2.0**-50) - float(longest[most * few - 1])
+            rest = total * (1.0 - _ROUNDING) - float(longest[most * few - 1])
             bound = max(bound, (rest / speed + float(carried[others - 1])) / others)
     return bound
+
+
+def crowding_bound(problem: Problem) -> float:
+    """Bins with more items than n // m hold at least the shortest items, for identical bins.
+
+    With k = n // m and e = n - k m, the z bins with more than k items hold k z + e items or more,
+    and for z > e even (k + 1) z, which is no better. So some bin holds at least S(k z + e) / z for
+    a z from 1 to e, where S(i) is the sum of the i shortest items. O(n).
+    """
+    each, extra = divmod(problem.num_items, problem.num_bins)
+    if extra == 0:
+        return 0.0
+    shortest = np.cumsum(problem.costs[problem.order[::-1]])
+    crowded = np.arange(1, extra + 1)
+    work = float((shortest[each * crowded + extra - 1] / crowded).min())
+    return float(problem.carried.min()) + work * (1.0 - _ROUNDING) / float(problem.speeds[0])
+
+
+def on_grid(problem: Problem, bound: float) -> float:
+    """A bound rounded up to a sum that costs can have: a multiple of their common divisor.
+
+    For identical bins without carried loads; changes nothing unless costs are few whole units.
+    O(n).
+    """
+    if problem.num_items == 0 or not problem.identical or problem.carried.any():
+        return bound
+    if not np.array_equal(problem.work * problem.unit, problem.costs):
+        return bound
+    whole = problem.work.astype(np.int64)
+    divisor = np.gcd.reduce(whole[:_SAMPLE])
+    step = float(divisor) * problem.unit / float(problem.speeds[0])
+    if step < bound * _FINEST_GRID:
+        return bound
+    step = float(np.gcd.reduce(whole)) * problem.unit / float(problem.speeds[0])
+    return max(bound, float(np.ceil(bound / step * (1.0 - _ROUNDING))) * step) if step else bound
 
 
 def threshold_bound(problem: Problem) -> float:

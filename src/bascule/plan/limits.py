@@ -9,7 +9,8 @@ from bascule.errors import ConfigError
 class Limits:
     """What one rank can hold in one microbatch; None means unlimited.
 
-    A bag of G ranks holds G times as much, since its ranks share every sequence evenly.
+    A bag of G ranks holds G times the tokens and bytes, since its ranks share every sequence evenly,
+    but the same number of items: each of its ranks has a part of all of them.
 
     Args:
         tokens: Most tokens on a rank.

@@ -219,13 +219,13 @@ def _best(problem: Problem, target: float, candidates: Iterable[Ints]) -> Ints |
 
 
 def _unlimited(problem: Problem, target: float) -> Iterator[Ints]:
-    """Assignments that ignore the limits, cheapest to find first."""
-    start = longest_first(problem)
-    yield start
-    yield refine(problem, start, target)
+    """Assignments that ignore the limits: the starts, then the starts refined, best first."""
+    starts = [longest_first(problem)]
+    yield starts[0]
     if not problem.identical:
-        start = by_speed(problem, fill_first=True)
-        yield start
+        starts.append(by_speed(problem, fill_first=True))
+        yield starts[1]
+    for start in sorted(starts, key=problem.makespan):
         yield refine(problem, start, target)
 
 
