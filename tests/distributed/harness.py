@@ -42,7 +42,7 @@ class Outcome:
     Attributes:
         value: What the function returned.
         error: Its traceback, if it raised; or how the process ended, if it reported nothing.
-        exit_code: Of the process; negative for a signal.
+        exit_code: Of a process that reported nothing; negative for a signal.
     """
 
     value: Any = None
@@ -103,7 +103,7 @@ def _run(
         processes: list[BaseProcess] = []
         readers: list[Connection] = []
         for rank in range(world_size):
-            reader, writer = _context.Pipe(duplex=False)
+            reader, writer = _context.Pipe()
             world = rank, world_size, backend, f"file://{folder}/store"
             target_args = (fn, args, world, writer)
             process = _context.Process(target=_rank_main, args=target_args, daemon=True)
@@ -114,7 +114,7 @@ def _run(
         try:
             return _collect(processes, readers, timeout_s)
         finally:
-            _end(processes)
+            _end(processes, readers)
 
 
 def _collect(
@@ -138,18 +138,16 @@ def _collect(
 
 def _outcome(process: BaseProcess, reader: Connection) -> Outcome:
     try:
-        value, error = pickle.loads(reader.recv_bytes())
-    except EOFError:
+        return Outcome(*pickle.loads(reader.recv_bytes()))
+    except (EOFError, ConnectionError):
         process.join(5.0)
         return Outcome(error=f"ended without a word: {process}", exit_code=process.exitcode)
-    process.join(5.0)
-    return Outcome(value, error, process.exitcode)
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.kill()
+def _end(processes: Sequence[BaseProcess], readers: Sequence[Connection]) -> None:
+    for process, reader in zip(processes, readers, strict=True):
+        process.kill()
+        reader.close()
         process.join()
         process.close()
 
@@ -178,7 +176,8 @@ def _rank_main(
     except BaseException:
         error = traceback.format_exc()
     writer.send_bytes(pickle.dumps((value, error)))
-    writer.close()
+    if error is None:
+        writer.poll(None)  # until the others are done too: a peer may still be connecting
     os._exit(0 if error is None else 1)  # a failed group would wait for its peers
 
 

@@ -224,6 +224,7 @@ def test_mean_over_all_ranks() -> None:
 def differing_forms() -> list[tuple[list[str], str]]:
     rank = dist.get_rank()
     parallel = SequenceParallel(None, "g2n1+g1n1", COST)
+    parallel.plan([1])
     step = parallel.plan([4])
     x, odd = torch.zeros(4, 6), rank == 1
     ids = torch.arange(4)
@@ -248,6 +249,7 @@ def test_ranks_that_exchange_different_things_all_learn_it_before_the_exchange()
     assert of_rank[0] == of_rank[1] == of_rank[2]
     for classes, text in of_rank[0]:
         assert CommError.__name__ in classes
+        assert text.startswith("step 2, "), text
         assert "rank 1" in text or "ranks [1]" in text, text
     form, wrong = of_rank[0][0][1], of_rank[0][8][1]
     assert "x float64[6]" in form and "x float32[6]" in form and "ranks [0, 2]" in form

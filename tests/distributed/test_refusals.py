@@ -130,6 +130,19 @@ def test_topologies_that_do_not_fit() -> None:
     assert "'magic'" in errors[6][1]
 
 
+def within_limits() -> Error:
+    parallel = SequenceParallel(None, "g1n1+g2n1", COST, limits=Limits(tokens=10))
+    assert int(parallel.plan([9, 1] if dist.get_rank() == 0 else [5]).plan.tokens.max()) <= 10
+    error = raised_by(parallel.plan, [21 if dist.get_rank() == 2 else 1])
+    assert parallel.plan([20] if dist.get_rank() == 2 else []).plan.tokens.tolist() == [0, 10, 10]
+    return error
+
+
+def test_limits_that_cannot_be_met() -> None:
+    classes, text = same_on_all(run_ranks(within_limits, 3))
+    assert "PlanError" in classes and "rank 2, sequence 0: 21 tokens" in text and "20" in text
+
+
 def too_few_heads(num_kv_heads: int, topology: str) -> Error:
     step = SequenceParallel(None, topology, COST).plan([6])
     num_tokens = step.local.positions.size

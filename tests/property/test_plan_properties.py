@@ -1,6 +1,7 @@
 """What holds for every legal batch on every topology."""
 
 import dataclasses
+from random import Random
 
 import numpy as np
 import pytest
@@ -107,18 +108,18 @@ def test_the_digest_tells_any_two_plans_apart(
 
 @few
 @given(batches(), PLANNERS, st.randoms(use_true_random=False))
-def test_which_rank_loaded_a_sequence_does_not_change_the_makespan(
-    batch: tuple[str, list[list[int]]], planner: str, random
+def test_which_rank_loaded_a_sequence_does_not_matter(
+    batch: tuple[str, list[list[int]]], planner: str, random: Random
 ) -> None:
-    """A planner sees costs, not where they come from; ties by index move equal costs only."""
+    """A bound sees costs only. So does a greedy, in which ties by index exchange equal costs."""
     spec, lens = batch
     plan = plan_batch(lens, spec, squares, planner=planner)
     shuffled = list(lens)
     random.shuffle(shuffled)
     moved = plan_batch(shuffled, spec, squares, planner=planner)
-    np.testing.assert_allclose(np.sort(moved.loads), np.sort(plan.loads), rtol=1e-12)
-    assert moved.makespan == pytest.approx(plan.makespan, rel=1e-12)
     assert moved.lower_bound == pytest.approx(plan.lower_bound, rel=1e-12)
+    if planner == "knapsack":  # moves and swaps that follow "lpt" may take another way
+        np.testing.assert_allclose(np.sort(moved.loads), np.sort(plan.loads), rtol=1e-12)
 
 
 @few

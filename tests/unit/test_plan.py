@@ -346,7 +346,7 @@ def test_limits_are_kept_or_refused() -> None:
     plan = plan_batch(lens, "g1n2+g2n1", COST, limits=Limits(tokens=600, items=7))
     assert_sound(plan, lens, COST)
     assert plan.tokens.max() <= 600
-    assert np.all(np.bincount(plan.bag_of, minlength=3) <= [7, 7, 14])
+    assert np.bincount(plan.bag_of, minlength=3).max() <= 7  # a rank has a part of each
     with pytest.raises(PlanError, match="tokens"):
         plan_batch(lens, "g1n2+g2n1", COST, limits=Limits(tokens=200))
     with pytest.raises(ConfigError, match="knapsack"):

@@ -53,19 +53,21 @@ class BagLayout:
     @cached_property
     def to_sequences(self) -> Tensor | None:
         """(S,) row in rank order of each token in sequence order; None if the orders agree."""
-        if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
-            return None
-        first = layout.cumulative(self.chunk_lens.ravel())[:-1].reshape(self.chunk_lens.shape)
-        index = layout.ranges(first.T.ravel(), self.chunk_lens.T.ravel())
-        return torch.from_numpy(index).to(self.device, non_blocking=True)
+        return self._rows_of(self.chunk_lens.T)
 
     @cached_property
     def to_ranks(self) -> Tensor | None:
         """(S,) the inverse of `to_sequences`."""
-        if self.to_sequences is None:
+        return self._rows_of(self.chunk_lens)
+
+    def _rows_of(self, wanted_lens: layout.Ints) -> Tensor | None:
+        """Row of each token, chunks in the order wanted, where they lie in the transposed order."""
+        if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
             return None
-        rows = torch.arange(self.to_sequences.numel(), device=self.device)
-        return torch.empty_like(rows).scatter_(0, self.to_sequences, rows)
+        lying_lens = wanted_lens.T
+        first = layout.cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
+        index = layout.ranges(first.T.ravel(), wanted_lens.ravel())
+        return torch.from_numpy(index).to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)

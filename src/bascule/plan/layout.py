@@ -99,10 +99,14 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
     """The concatenation of `arange(start, start + length)`."""
+    used = lengths > 0
+    starts, lengths = starts[used], lengths[used]
     ends = np.cumsum(lengths)
-    result = np.repeat(starts - (ends - lengths), lengths)
-    result += np.arange(result.size)
-    return result
+    # A running sum, in place, over steps of one with a jump to where each range begins.
+    steps = np.ones(ends[-1] if ends.size else 0, dtype=np.int64)
+    steps[:1] = starts[:1]
+    steps[ends[:-1]] = starts[1:] - starts[:-1] - lengths[:-1] + 1
+    return np.cumsum(steps, out=steps)
 
 
 def cumulative(lengths: Ints) -> Ints:

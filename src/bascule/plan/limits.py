@@ -9,7 +9,7 @@ from bascule.errors import ConfigError
 class Limits:
     """What one rank can hold in one microbatch; None means unlimited.
 
-    A bag of G ranks holds G times the tokens and bytes, since its ranks share every sequence evenly,
+    A bag of G ranks holds G times the tokens and bytes, since its ranks share a sequence evenly,
     but the same number of items: each of its ranks has a part of all of them.
 
     Args:
