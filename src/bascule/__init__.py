@@ -16,16 +16,22 @@ if TYPE_CHECKING:
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
+    from bascule.plan.cluster import Cluster as Cluster
     from bascule.plan.cost import TransformerCost as TransformerCost
     from bascule.plan.fit import fit_latency as fit_latency
     from bascule.plan.limits import Limits as Limits
+    from bascule.plan.search import TopologyRanking as TopologyRanking
+    from bascule.plan.search import suggest_topology as suggest_topology
     from bascule.plan.sequences import Plan as Plan
     from bascule.plan.sequences import plan_batch as plan_batch
+    from bascule.plan.step import plan_step as plan_step
+    from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
 
 __version__ = importlib.metadata.version("bascule")
 
 _HOMES = {
+    "Cluster": "bascule.plan.cluster",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
     "Limits": "bascule.plan.limits",
@@ -34,9 +40,13 @@ _HOMES = {
     "SequenceParallel": "bascule.attention.parallel",
     "Step": "bascule.attention.parallel",
     "Topology": "bascule.plan.topology",
+    "TopologyRanking": "bascule.plan.search",
     "TransformerCost": "bascule.plan.cost",
     "fit_latency": "bascule.plan.fit",
     "plan_batch": "bascule.plan.sequences",
+    "plan_step": "bascule.plan.step",
+    "step_makespan": "bascule.plan.step",
+    "suggest_topology": "bascule.plan.search",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -7,11 +7,13 @@ import tyro
 from rich.console import Console
 
 from bascule.cli.plan import PlanOptions
+from bascule.cli.topology import TopologyOptions
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.training.options import BenchOptions
 
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]
+    | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
 )
 
@@ -25,6 +27,10 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.plan import plan
 
             plan(options)
+        elif isinstance(options, TopologyOptions):
+            from bascule.cli.topology import topology
+
+            topology(options)
         else:
             from bascule.cli.bench import bench
 

@@ -1,5 +1,6 @@
 """`bascule plan`: plan lengths from the command line, a file or data codes, and draw the loads."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -7,50 +8,65 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
+from bascule.cli.reading import ClusterOptions, InputOptions, topology_ranks
 from bascule.errors import ConfigError
-from bascule.plan.cost import TransformerCost
-from bascule.plan.manifest import read_manifest
+from bascule.plan.cluster import Cluster
+from bascule.plan.cost import Cost
+from bascule.plan.limits import Limits
 from bascule.plan.sequences import Plan, plan_batch
 from bascule.plan.topology import Topology
-from bascule.plan.workload import deal, parse_data_codes, read_lengths, sample_lengths, seq_lens
 
 _MAX_ROWS = 64
 _BAR_WIDTH = 28
+_WIRE_SHARE = 0.05
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(InputOptions, ClusterOptions):
     """Plan one batch and show who computes what.
 
     Attributes:
-        lengths: Tokens of each sequence, ranks separated by "/", for example 4096,300/512/900,40/.
-        file: Length file: a line of lengths for each rank, or JSON.
-        manifest: JSONL or CSV with width, height, frames and text tokens or caption of each sample.
-        data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
-        topology: Compute bags, for example g1n8+g8n3; one rank a bag if not given.
-        ranks: Ranks; those of the input, or of the topology, if not given.
+        topology: Compute bags, for example g1n8+g8n3, or auto; one rank a bag if not given.
         planner: lpt, or the greedy of the KnapFormer paper.
-        d_model: Model width.
-        gamma: Cost of an attention FLOP over one of a linear layer.
-        num_layers: Blocks of the model.
-        seed: Of data codes.
-        step: Of data codes.
+        max_tokens: Most tokens on a rank.
+        wires: Count the cluster's wires and launches too, in seconds; auto always does.
+        compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan.
     """
 
-    lengths: str | None = None
-    file: Path | None = None
-    manifest: Path | None = None
-    data: str | None = None
     topology: str | None = None
-    ranks: int | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
-    d_model: int = 3072
-    gamma: float = 1.0
-    num_layers: int = 1
-    seed: int = 0
-    step: int = 0
+    max_tokens: int | None = None
+    wires: bool = False
+    compare: bool = False
     json: Path | None = None
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What a plan is made from."""
+
+    lens: list[list[int]]
+    topology: str
+    cost: Cost
+    cluster: Cluster | None
+    limits: Limits | None
+
+    @property
+    def unit(self) -> str:
+        """What loads are counted in."""
+        return "TFLOP" if self.cluster is None else "s"
+
+    def plan(self, planner: str, limits: Limits | None) -> Plan:
+        """The plan by another planner or without limits."""
+        return plan_batch(
+            self.lens,
+            self.topology,
+            self.cost,
+            planner=planner,
+            limits=limits,
+            cluster=self.cluster,
+        )
 
 
 def plan(options: PlanOptions) -> None:
@@ -58,12 +74,22 @@ def plan(options: PlanOptions) -> None:
 
     Raises:
         ConfigError: The input is malformed or does not fit.
+        PlanError: The limit cannot be kept.
     """
-    lens = _read(options)
-    topology = Topology.parse(options.topology or f"g1n{len(lens)}", world_size=len(lens))
-    cost = TransformerCost(options.d_model, gamma=options.gamma, num_layers=options.num_layers)
-    made = plan_batch(lens, topology, cost, planner=options.planner)
-    _print(made, cost)
+    lens = options.read(topology_ranks(options.topology))
+    topology = options.topology or f"g1n{len(lens)}"
+    if topology != "auto":
+        Topology.parse(topology, world_size=len(lens))
+    cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None
+    limits = None if options.max_tokens is None else Limits(tokens=options.max_tokens)
+    batch = _Batch(lens, topology, options.cost, cluster, limits)
+    made = batch.plan(options.planner, limits)
+    console = Console()
+    if options.compare:
+        _compare(console, batch)
+    else:
+        _draw(console, made, batch)
+    _summarize(console, made, batch)
     if options.json is not None:
         try:
             options.json.write_text(made.to_json() + "\n")
@@ -73,67 +99,28 @@ def plan(options: PlanOptions) -> None:
             ) from error
 
 
-def _read(options: PlanOptions) -> list[list[int]]:
-    given = [
-        name
-        for name in ("lengths", "file", "manifest", "data")
-        if getattr(options, name) is not None
-    ]
-    if len(given) != 1:
-        raise ConfigError(
-            f"give one of --lengths, --file, --manifest and --data, not {len(given)} of them"
-        )
-    num_ranks = options.ranks
-    if num_ranks is None and options.topology is not None:
-        num_ranks = Topology.parse(options.topology).num_ranks
-    if options.lengths is not None:
-        return _pad(_parse_lengths(options.lengths), options.ranks)
-    if options.file is not None:
-        return read_lengths(options.file, num_ranks=num_ranks)
-    if options.manifest is not None:
-        if num_ranks is None:
-            raise ConfigError(
-                "--manifest needs --ranks or --topology: a list of samples has no ranks"
-            )
-        return deal([shape.seq_len for shape in read_manifest(options.manifest)], num_ranks)
-    assert options.data is not None
-    codes = parse_data_codes(options.data)
-    return seq_lens(
-        sample_lengths(codes, seed=options.seed, step=options.step, world_size=options.ranks)
-    )
+def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:
+    """Load of each rank if every sequence stayed where it was loaded."""
+    cluster, cost = batch.cluster, batch.cost
+    if cluster is None:
+        return plan.unbalanced_loads(cost).tolist()
+    return plan.unbalanced_loads(lambda lens: cluster.compute_seconds(cost, lens)).tolist()
 
 
-def _parse_lengths(text: str) -> list[list[int]]:
-    try:
-        return [[int(term) for term in rank.split(",") if term.strip()] for rank in text.split("/")]
-    except ValueError as error:
-        raise ConfigError(
-            f"--lengths {text!r}: write whole numbers, commas between sequences and / between ranks"
-        ) from error
-
-
-def _pad(lens: list[list[int]], num_ranks: int | None) -> list[list[int]]:
-    if num_ranks is None or num_ranks == len(lens):
-        return lens
-    if num_ranks < len(lens):
-        raise ConfigError(f"--lengths lists {len(lens)} ranks, --ranks says {num_ranks}")
-    return lens + [[]] * (num_ranks - len(lens))
-
-
-def _print(plan: Plan, cost: TransformerCost) -> None:
-    console = Console()
-    before = plan.unbalanced_loads(cost)
+def _draw(console: Console, plan: Plan, batch: _Batch) -> None:
+    before = _as_loaded(plan, batch)
     table = Table(title=f"{plan.topology} on {plan.num_ranks} ranks, planner {plan.planner}")
     for name, side in (("rank", "right"), ("bag", "right"), ("tokens", "right"), ("load", "left")):
         table.add_column(name, justify=side)  # pyright: ignore[reportArgumentType]
-    table.add_column("TFLOP", justify="right")
+    table.add_column(batch.unit, justify="right")
     table.add_column("as loaded", justify="right")
     scale = _BAR_WIDTH / plan.makespan if plan.makespan > 0 else 0.0
     for rank in range(min(plan.num_ranks, _MAX_ROWS)):
         load = float(plan.loads[rank])
+        bag = int(plan.topology.bag_of_rank[rank])
         table.add_row(
             str(rank),
-            str(plan.topology.bag_of_rank[rank]),
+            f"{bag} (g{plan.topology.bag_sizes[bag]})",
             f"{plan.tokens[rank]:,}",
             "█" * round(load * scale),
             f"{load:.4g}",
@@ -142,12 +129,73 @@ def _print(plan: Plan, cost: TransformerCost) -> None:
     console.print(table)
     if plan.num_ranks > _MAX_ROWS:
         console.print(f"({plan.num_ranks - _MAX_ROWS} more ranks)")
-    speedup = float(before.max()) / plan.makespan if plan.makespan > 0 else 1.0
-    total = int(plan.seq_lens.sum())
+
+
+def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
+    before = max(_as_loaded(plan, batch))
+    speedup = before / plan.makespan if plan.makespan > 0 else 1.0
     console.print(
-        f"makespan {plan.makespan:.6g} TFLOP, lower bound {plan.lower_bound:.6g}: "
+        f"makespan {plan.makespan:.6g} {batch.unit}, lower bound {plan.lower_bound:.6g}: "
         f"at most {plan.gap:.3%} from optimal\n"
         f"imbalance (max/mean) {plan.imbalance:.4f}, WIR (max/min) {plan.wir:.4f}\n"
         f"predicted speed-up over the batch as loaded: {speedup:.2f}x\n"
-        f"{plan.moved_tokens:,} of {total:,} tokens move to another rank"
+        f"{plan.moved_tokens:,} of {int(plan.seq_lens.sum()):,} tokens move to another rank"
     )
+    for line in _binding(plan, batch):
+        console.print(f"binds: {line}")
+
+
+def _binding(plan: Plan, batch: _Batch) -> list[str]:
+    """What keeps the step from ending earlier."""
+    if plan.makespan == 0:
+        return ["nothing, the batch is idle"]
+    lines: list[str] = []
+    if batch.limits is not None:
+        free = batch.plan(plan.planner, None)
+        if plan.makespan > free.makespan * 1.001:
+            lines.append(
+                f"the limit of {batch.limits.tokens:,} tokens a rank: without it, the makespan is "
+                f"{free.makespan:.6g} {batch.unit}"
+            )
+    bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
+    size = int(plan.topology.bag_sizes[bag])
+    held = plan.seq_lens[plan.bag_of == bag]
+    if held.size == 1:
+        lines.append(
+            f"the longest sequence: {held[0]:,} tokens fill bag {bag} of {size} "
+            f"rank{'s' if size > 1 else ''}; a larger bag would end earlier"
+        )
+    if batch.cluster is not None:
+        wires = batch.cluster.wire_seconds(batch.cost, size) * float(held.sum())
+        share = (wires + batch.cluster.launch_seconds(batch.cost, size)) / plan.makespan
+        if share > _WIRE_SHARE:
+            lines.append(
+                f"wires: {share:.0%} of the time of the slowest bag; smaller bags have less"
+            )
+    return lines or ["the total work, spread evenly"]
+
+
+def _compare(console: Console, batch: _Batch) -> None:
+    """The planners side by side."""
+    table = Table(title="planners")
+    for name in ("", f"makespan, {batch.unit}", "gap", "imbalance", "tokens moved", "planning"):
+        table.add_column(name, justify="right" if name else "left")
+    for planner in ("lpt", "knapsack"):
+        limits = batch.limits if planner == "lpt" else None
+        start = time.perf_counter()
+        made = batch.plan(planner, limits)
+        seconds = time.perf_counter() - start
+        name = planner if limits is batch.limits else f"{planner}, without the limit"
+        table.add_row(
+            name,
+            f"{made.makespan:.6g}",
+            f"{made.gap:.3%}",
+            f"{made.imbalance:.4f}",
+            f"{made.moved_tokens:,}",
+            f"{seconds * 1e3:.1f} ms",
+        )
+    loads = _as_loaded(made, batch)
+    mean = sum(loads) / len(loads)
+    even = max(loads) / mean if mean > 0 else 1.0
+    table.add_row("as loaded", f"{max(loads):.6g}", "", f"{even:.4f}", "0", "")
+    console.print(table)

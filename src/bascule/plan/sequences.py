@@ -12,12 +12,18 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import layout, metrics
+from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost
 from bascule.plan.layout import Ints, LocalLayout, Route
-from bascule.plan.lengths import check_lengths, source_of
+from bascule.plan.lengths import check_lengths
 from bascule.plan.limits import Limits
-from bascule.plan.solver import Assignment, assign, knapsack
+from bascule.plan.locality import Source, bring_home
+from bascule.plan.pricing import bag_carried, check_sizes, decide, price
+from bascule.plan.search import choose_topology
 from bascule.plan.topology import Topology
+
+_NODE_TOLERANCE = 0.005
+"""Default share of the makespan that keeping tokens in their node may cost."""
 
 JSON_VERSION = 1
 MAX_TOKENS = 2**31 - 1
@@ -270,88 +276,83 @@ def plan_batch(
     planner: str = "lpt",
     limits: Limits | None = None,
     carried_loads: npt.ArrayLike | None = None,
+    cluster: Cluster | None = None,
+    home_tolerance: float | None = None,
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
+    Where the batch as loaded ends as early as any plan, nothing moves; otherwise equal bags are
+    laid where their tokens come from.
+
     Args:
         seq_lens: One list of token counts a source rank; empty lists are legal.
-        topology: The bags, or their spec; replicas fill the world that `seq_lens` describes.
+        topology: The bags, or their spec; replicas fill the world that `seq_lens` describes. With
+            a cluster, "auto" chooses bags for this batch among aligned power-of-two subgroups of
+            each node.
         cost: Predicts the cost of a sequence on one rank; a bag of G ranks takes a G-th of it.
         planner: "lpt" (longest first, by completion time, then moves and swaps until the gap to
             the bound is certified to be small) or "knapsack" (the greedy of KnapFormer: longest
-            first, to the least occupied bag whose remaining capacity suffices; knows no limits).
+            first, to the least occupied bag whose remaining capacity suffices; knows no limits and
+            no homes).
         limits: What a rank can hold; hard.
         carried_loads: (num_ranks,) cost that each rank has already, for example of earlier
             microbatches.
+        cluster: With one, all costs are seconds of a forward pass, wires and launches included
+            (see `Cluster`), and tokens that leave their node count before those that leave their
+            rank.
+        home_tolerance: By how much the makespan may pass the best one found so that more tokens
+            stay where they were loaded; 0.01 is 1 %. None leaves every load as it was found; with
+            a cluster of several nodes it means 0.005.
 
     Returns:
         The plan; the same on every rank that gives the same arguments.
 
     Raises:
-        ConfigError: A length, the topology, the planner or a limit is illegal.
+        ConfigError: A length, the topology, the planner, the cluster or a limit is illegal.
         PlanError: The limits cannot be kept; says what misses by how much.
     """
+    tolerance = _tolerance(home_tolerance, cluster)
+    if topology == "auto":
+        topology = _choose(seq_lens, cost, cluster, limits, carried_loads)
     topology = Topology.parse(topology, world_size=len(seq_lens))
     counts, lens = check_lengths(seq_lens, topology.num_ranks)
-    sizes = topology.bag_sizes
-    carried = _bag_carried(carried_loads, topology)
-    costs = _check_costs(np.asarray(cost(lens), dtype=np.float64), lens, counts)
-    found = _assign_bags(planner, costs, lens, sizes, limits, carried)
+    ranks = np.repeat(np.arange(counts.size), counts)
+    check_sizes(lens, counts, topology, limits)
+    carried = bag_carried(carried_loads, topology)
+    prices = price(lens, counts, topology, cost, cluster, carried)
+    found = decide(planner, prices, limits)
+    if planner != "knapsack":
+        source = Source(ranks, lens, topology, cluster)
+        found = bring_home(found, prices, source, limits, tolerance)
     return Plan(
         topology=topology,
         source_counts=counts,
         seq_lens=lens,
-        bag_of=found.bin_of,
+        bag_of=found.bag_of,
         loads=found.loads[topology.bag_of_rank],
         lower_bound=found.lower_bound,
         planner=planner,
     )
 
 
-def _assign_bags(
-    planner: str,
-    costs: npt.NDArray[np.float64],
-    lens: Ints,
-    bag_sizes: Ints,
+def _choose(
+    seq_lens: Sequence[npt.ArrayLike],
+    cost: Cost,
+    cluster: Cluster | None,
     limits: Limits | None,
-    carried: npt.NDArray[np.float64],
-) -> Assignment:
-    if planner == "lpt":
-        tokens = None if limits is None or limits.tokens is None else lens
-        return assign(costs, speeds=bag_sizes, limits=limits, sizes=tokens, carried_loads=carried)
-    if planner != "knapsack":
-        raise ConfigError(f'planner {planner!r}: choose "lpt" or "knapsack"')
-    if limits is not None and limits != Limits():
-        raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
-    return knapsack(costs, speeds=bag_sizes, carried_loads=carried)
+    carried_loads: npt.ArrayLike | None,
+) -> Topology:
+    if cluster is None:
+        raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+    cluster.check_world(len(seq_lens))
+    counts, lens = check_lengths(seq_lens, cluster.num_ranks)
+    ranks = np.repeat(np.arange(counts.size), counts)
+    return choose_topology(ranks, lens, cost, cluster, limits, carried_loads)
 
 
-def _bag_carried(
-    carried_loads: npt.ArrayLike | None, topology: Topology
-) -> npt.NDArray[np.float64]:
-    """(num_bags,) cost carried by the slowest rank of each bag, for which its other ranks wait."""
-    if carried_loads is None:
-        return np.zeros(topology.num_bags)
-    carried = np.asarray(carried_loads, dtype=np.float64)
-    if carried.shape != (topology.num_ranks,) or not np.all(np.isfinite(carried) & (carried >= 0)):
-        raise ConfigError(
-            f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 "
-            f"for each of the {topology.num_ranks} ranks"
-        )
-    return np.maximum.reduceat(carried, topology.first_ranks)
-
-
-def _check_costs(
-    costs: npt.NDArray[np.float64], lens: Ints, counts: Ints
-) -> npt.NDArray[np.float64]:
-    if costs.shape != lens.shape:
-        raise ConfigError(f"the cost model gave {costs.shape} costs for {lens.shape} lengths")
-    legal = np.isfinite(costs) & (costs >= 0)
-    if not legal.all():
-        bad = int(np.argmin(legal))
-        rank, place = source_of(bad, counts)
-        raise ConfigError(
-            f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for {lens[bad]} "
-            "tokens; a cost is finite and at least 0"
-        )
-    return costs
+def _tolerance(given: float | None, cluster: Cluster | None) -> float | None:
+    if given is None:
+        return _NODE_TOLERANCE if cluster is not None and cluster.num_nodes > 1 else None
+    if not 0.0 <= given < np.inf:
+        raise ConfigError(f"home_tolerance is {given}; it must be finite and >= 0, as in 0.01")
+    return float(given)

@@ -1,0 +1,140 @@
+"""Where the lengths of a batch come from, for every command that plans."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from bascule.errors import ConfigError
+from bascule.plan.cluster import Cluster
+from bascule.plan.cost import TransformerCost
+from bascule.plan.manifest import read_manifest
+from bascule.plan.topology import Topology
+from bascule.plan.workload import deal, parse_data_codes, read_lengths, sample_lengths, seq_lens
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions:
+    """The lengths, from one of four sources, and the model.
+
+    Attributes:
+        lengths: Tokens of each sequence, ranks separated by "/", for example 4096,300/512/900,40/.
+        file: Length file: a line of lengths for each rank, or JSON.
+        manifest: JSONL or CSV with width, height, frames and text tokens or caption of each sample.
+        data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
+        ranks: Ranks; those of the input, the topology or the cluster, if not given.
+        d_model: Model width.
+        gamma: Cost of an attention FLOP over one of a linear layer.
+        num_layers: Blocks of the model.
+        seed: Of data codes.
+        step: Of data codes.
+    """
+
+    lengths: str | None = None
+    file: Path | None = None
+    manifest: Path | None = None
+    data: str | None = None
+    ranks: int | None = None
+    d_model: int = 3072
+    gamma: float = 1.0
+    num_layers: int = 1
+    seed: int = 0
+    step: int = 0
+
+    @property
+    def cost(self) -> TransformerCost:
+        """The cost model."""
+        return TransformerCost(self.d_model, gamma=self.gamma, num_layers=self.num_layers)
+
+    def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
+        """One list of lengths a source rank.
+
+        Args:
+            default_ranks: Ranks for inputs that do not tell, unless --ranks does.
+            steps_after: How many steps after --step; only data codes have other steps.
+
+        Raises:
+            ConfigError: Not one source is given, or it is malformed or does not fit.
+        """
+        sources = ("lengths", "file", "manifest", "data")
+        given = [name for name in sources if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"give one of --lengths, --file, --manifest and --data, not {len(given)} of them"
+            )
+        num_ranks = default_ranks if self.ranks is None else self.ranks
+        if self.lengths is not None:
+            return _pad(_parse_lengths(self.lengths), self.ranks)
+        if self.file is not None:
+            return read_lengths(self.file, num_ranks=num_ranks)
+        if self.manifest is not None:
+            if num_ranks is None:
+                raise ConfigError(
+                    "--manifest needs --ranks or --topology: a list of samples has no ranks"
+                )
+            return deal([shape.seq_len for shape in read_manifest(self.manifest)], num_ranks)
+        assert self.data is not None
+        codes, step = parse_data_codes(self.data), self.step + steps_after
+        return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The machines; by default nodes of eight ranks like an H100 at 55 % of its peak.
+
+    Attributes:
+        ranks_per_node: Ranks in a node; at most 8 by default.
+        tflops: TFLOPs that a rank sustains in a second.
+        memory_gb: Memory of a rank, in GB.
+        intra_gbs: GB that a rank sends in a second within its node.
+        inter_gbs: The same, to other nodes.
+        latency_us: Time to launch an all-to-all, in microseconds.
+    """
+
+    ranks_per_node: int | None = None
+    tflops: float = 544.0
+    memory_gb: float = 80.0
+    intra_gbs: float = 180.0
+    inter_gbs: float = 25.0
+    latency_us: float = 10.0
+
+    def machines(self, num_ranks: int) -> Cluster:
+        """Whole nodes for so many ranks.
+
+        Raises:
+            ConfigError: They do not fill whole nodes, or a value is out of range.
+        """
+        per_node = self.ranks_per_node
+        if per_node is None:
+            per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
+        if per_node < 1 or num_ranks % per_node:
+            raise ConfigError(f"--ranks-per-node {per_node}: {num_ranks} ranks fill no whole nodes")
+        return Cluster(
+            num_ranks // per_node,
+            per_node,
+            self.tflops * 1e12,
+            memory_bytes=self.memory_gb * 1e9,
+            intra_bytes_per_s=self.intra_gbs * 1e9,
+            inter_bytes_per_s=self.inter_gbs * 1e9,
+            latency_s=self.latency_us * 1e-6,
+        )
+
+
+def topology_ranks(spec: str | None) -> int | None:
+    """Ranks in a unit of a topology, if one is given that tells."""
+    return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks
+
+
+def _parse_lengths(text: str) -> list[list[int]]:
+    try:
+        return [[int(term) for term in rank.split(",") if term.strip()] for rank in text.split("/")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--lengths {text!r}: write whole numbers, commas between sequences and / between ranks"
+        ) from error
+
+
+def _pad(lens: list[list[int]], num_ranks: int | None) -> list[list[int]]:
+    if num_ranks is None or num_ranks == len(lens):
+        return lens
+    if num_ranks < len(lens):
+        raise ConfigError(f"--lengths lists {len(lens)} ranks, --ranks says {num_ranks}")
+    return lens + [[]] * (num_ranks - len(lens))

@@ -1,0 +1,149 @@
+"""All microbatches of an optimiser step, planned for what the ranks wait for.
+
+Every sequence stays in its microbatch: a plan covers what its microbatch's loaders delivered. Where
+ranks meet in every microbatch, the step takes the sum of the microbatches' makespans, so each is
+planned on its own, near its bound. Where they meet once a step, a rank may be slow in one
+microbatch if it is fast in another: what counts is the largest sum of its loads.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError, PlanError
+from bascule.plan.cluster import Cluster
+from bascule.plan.cost import Cost
+from bascule.plan.limits import Limits
+from bascule.plan.pricing import Floats, price
+from bascule.plan.sequences import Plan, plan_batch
+from bascule.plan.topology import Topology
+
+Sync = Literal["microbatch", "step"]
+
+_MAX_ROUNDS = 3
+_CLOSE = 1.0 + 1e-4
+
+
+def plan_step(
+    microbatches: Sequence[Sequence[npt.ArrayLike]],
+    topology: Topology | str,
+    cost: Cost,
+    *,
+    sync: Sync = "microbatch",
+    planner: str = "lpt",
+    limits: Limits | None = None,
+    cluster: Cluster | None = None,
+    home_tolerance: float | None = None,
+) -> tuple[Plan, ...]:
+    """Plan all microbatches of an optimiser step at once.
+
+    Args:
+        microbatches: Of each, one list of token counts a source rank, as for `plan_batch`.
+        topology: As for `plan_batch`; "auto" chooses bags for each microbatch.
+        cost: As for `plan_batch`.
+        sync: When ranks wait for each other: "microbatch" (FSDP that reshards; minimises the sum of
+            the makespans) or "step" (DDP under `no_sync`; minimises the largest sum of a rank).
+        planner: As for `plan_batch`.
+        limits: What a rank can hold in one microbatch.
+        cluster: As for `plan_batch`.
+        home_tolerance: As for `plan_batch`.
+
+    Returns:
+        One plan a microbatch, in their order. Its loads and its bound are those of the microbatch
+        alone, so a step takes `step_makespan(plans, sync=sync)`.
+
+    Raises:
+        ConfigError: An argument is wrong; an illegal length names its microbatch.
+        PlanError: The limits cannot be kept; names the microbatch.
+    """
+    if sync not in ("microbatch", "step"):
+        raise ConfigError(f'sync {sync!r}: choose "microbatch" or "step"')
+    alone: list[Plan] = []
+    for number, seq_lens in enumerate(microbatches):
+        try:
+            alone.append(
+                plan_batch(
+                    seq_lens,
+                    topology,
+                    cost,
+                    planner=planner,
+                    limits=limits,
+                    cluster=cluster,
+                    home_tolerance=home_tolerance,
+                )
+            )
+        except (ConfigError, PlanError) as error:
+            raise type(error)(f"microbatch {number}: {error}") from None
+    worlds = {plan.num_ranks for plan in alone}
+    if len(worlds) > 1:
+        raise ConfigError(f"microbatches for {sorted(worlds)} ranks: all need the same world")
+    if sync == "microbatch" or len(alone) < 2:
+        return tuple(alone)
+    again = _Again(cost, planner, limits, cluster, home_tolerance)
+    return min((tuple(alone), again.jointly(alone)), key=lambda plans: _largest_sum(plans))
+
+
+def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
+    """What a step takes: the sum of the makespans, or the largest sum of a rank's loads."""
+    if sync == "microbatch":
+        return sum(plan.makespan for plan in plans)
+    return _largest_sum(plans)
+
+
+def _largest_sum(plans: Sequence[Plan]) -> float:
+    return float(np.sum([plan.loads for plan in plans], axis=0).max()) if plans else 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Again:
+    """Plans a microbatch on top of what the others make the ranks do."""
+
+    cost: Cost
+    planner: str
+    limits: Limits | None
+    cluster: Cluster | None
+    home_tolerance: float | None
+
+    def jointly(self, alone: Sequence[Plan]) -> tuple[Plan, ...]:
+        """Longest microbatch first, each on top of those before; then each on top of all others."""
+        plans = list(alone)
+        order = sorted(range(len(plans)), key=lambda k: (-alone[k].makespan, k))
+        total = np.zeros(alone[0].num_ranks)
+        for k in order:
+            plans[k] = self._replan(alone[k], total)
+            total = total + plans[k].loads
+        for _ in range(_MAX_ROUNDS):
+            before = _largest_sum(plans)
+            if before <= float(total.mean()) * _CLOSE:
+                break
+            for k in order:
+                trial = list(plans)
+                others = np.sum([plan.loads for plan in plans if plan is not plans[k]], axis=0)
+                trial[k] = self._replan(plans[k], others)
+                plans = min(plans, trial, key=_largest_sum)
+            if _largest_sum(plans) * _CLOSE >= before:
+                break
+        return tuple(plans)
+
+    def _replan(self, plan: Plan, carried: Floats) -> Plan:
+        """The microbatch on the same bags, with loads and bound of its own."""
+        bounds = np.cumsum(plan.source_counts)[:-1]
+        found = plan_batch(
+            np.split(plan.seq_lens, bounds),
+            plan.topology,
+            self.cost,
+            planner=self.planner,
+            limits=self.limits,
+            carried_loads=carried,
+            cluster=self.cluster,
+            home_tolerance=self.home_tolerance,
+        )
+        topology = plan.topology
+        none = np.zeros(topology.num_bags)
+        args = plan.seq_lens, plan.source_counts, topology, self.cost, self.cluster, none
+        loads = price(*args).loads(found.bag_of)[topology.bag_of_rank]
+        bound = min(plan.lower_bound, float(loads.max()))
+        return dataclasses.replace(found, loads=loads, lower_bound=bound)

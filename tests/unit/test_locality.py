@@ -1,0 +1,146 @@
+"""Tokens that stay where they were loaded, against every relabelling, at the same loads."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError
+from bascule.plan import locality
+from bascule.plan.cluster import Cluster
+from bascule.plan.cost import TransformerCost
+from bascule.plan.limits import Limits
+from bascule.plan.pricing import price
+from bascule.plan.sequences import Plan, plan_batch
+from bascule.plan.solver import assign
+from bascule.plan.topology import Topology
+
+COST = TransformerCost(64)
+
+
+def random_batch(seed: int, num_ranks: int, most: int = 5) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 3000, rng.integers(1, most)).tolist() for _ in range(num_ranks)]
+
+
+def leaving_node(plan: Plan, per_node: int) -> int:
+    """Tokens computed on another node than they were loaded on, counted token by token."""
+    total = 0
+    for rank in range(plan.num_ranks):
+        local = plan.local(rank)
+        away = plan.source_ranks[local.seq_ids] // per_node != rank // per_node
+        total += int(local.chunk_lens[away].sum())
+    return total
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_relabelling_is_the_best_of_all_and_changes_no_load(seed: int) -> None:
+    batch = random_batch(seed, 6)
+    lens = np.concatenate(batch)
+    ranks = np.repeat(np.arange(6), [len(rank) for rank in batch])
+    bare = assign(COST(lens), 6)
+    plan = plan_batch(batch, "g1n6", COST)
+    assert np.sort(plan.loads) == pytest.approx(np.sort(bare.loads), rel=1e-12)
+    fewest = min(
+        int(lens[np.array(label)[bare.bin_of] != ranks].sum())
+        for label in itertools.permutations(range(6))
+    )
+    assert plan.moved_tokens == fewest
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_many_bags_are_matched_nearly_as_well(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = random_batch(seed, 24)
+    exact = plan_batch(batch, "g1n24", COST)
+    monkeypatch.setattr(locality, "_MAX_EXACT", 1)
+    greedy = plan_batch(batch, "g1n24", COST)
+    assert np.sort(greedy.loads) == pytest.approx(np.sort(exact.loads), rel=1e-12)
+    total = int(exact.seq_lens.sum())
+    assert total - greedy.moved_tokens >= (total - exact.moved_tokens) / 2
+
+
+@pytest.mark.parametrize("spec", ["g1n4", "g2n2", "g4n1", "g1n2+g2n1"])
+@pytest.mark.parametrize("tolerance", [None, 0.0, 0.01])
+def test_nothing_moves_between_bags_where_nothing_is_to_gain(
+    spec: str, tolerance: float | None
+) -> None:
+    size = {"g1n4": 1, "g2n2": 2, "g4n1": 4, "g1n2+g2n1": 1}[spec]
+    batch = [[1000, 500], [500, 1000], [1000, 500], [500, 1000]]
+    plan = plan_batch(batch, spec, COST, home_tolerance=tolerance)
+    if spec != "g4n1":
+        assert plan.bag_of.tolist() == plan.topology.bag_of_rank[plan.source_ranks].tolist()
+    if size == 1:
+        assert plan.moved_tokens <= 1500
+
+
+def test_a_giant_that_binds_leaves_the_rest_at_home() -> None:
+    batch = [[5000], [300, 200], [100], [400]]
+    plan = plan_batch(batch, "g1n4", COST)
+    assert plan.moved_tokens == 0
+    assert plan.gap == 0.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_tolerance_is_kept_and_saves_tokens(seed: int) -> None:
+    batch = random_batch(seed, 8)
+    best = plan_batch(batch, "g1n8", COST)
+    near = plan_batch(batch, "g1n8", COST, home_tolerance=0.05)
+    assert near.makespan <= best.makespan * (1.05 + 2e-4)
+    assert near.moved_tokens <= best.moved_tokens
+
+
+def test_many_sequences_stay_mostly_at_home() -> None:
+    rng = np.random.default_rng(0)
+    batch = rng.integers(400, 700, size=(16, 32)).tolist()
+    best = plan_batch(batch, "g1n16", COST)
+    near = plan_batch(batch, "g1n16", COST, home_tolerance=0.01)
+    assert near.makespan <= best.makespan * (1.01 + 2e-4)
+    assert near.moved_tokens < best.moved_tokens / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nodes_count_before_ranks(seed: int) -> None:
+    cluster = Cluster(2, 3, 1e12, 1e9, 1e9, 1e8, 0.0)
+    batch = random_batch(seed, 6)
+    topology = Topology.parse("g1n6")
+    lens = np.concatenate(batch)
+    counts = np.array([len(rank) for rank in batch])
+    ranks = np.repeat(np.arange(6), counts)
+    prices = price(lens, counts, topology, COST, cluster, np.zeros(6))
+    source = locality.Source(ranks, lens, topology, cluster)
+    bare = assign(prices.work[0], 6).bin_of
+    found = locality.relabel(bare, prices, source)
+
+    def away(bag_of: np.ndarray) -> tuple[int, int]:
+        left = lens[bag_of // 3 != ranks // 3].sum()
+        return int(left), int(lens[bag_of != ranks].sum())
+
+    every = (np.array(label)[bare] for label in itertools.permutations(range(6)))
+    assert away(found) == min(map(away, every))
+    assert source.away(found) == pytest.approx(away(found))
+
+
+def test_the_node_tolerance_holds_by_default() -> None:
+    cluster = Cluster(2, 4, 1e12, 1e9, 1e9, 1e8, 0.0)
+    left = np.zeros(2, dtype=np.int64)
+    for seed in range(5):
+        batch = random_batch(seed, 8, most=8)
+        best = plan_batch(batch, "g4n2", COST, cluster=cluster, home_tolerance=0.0)
+        plan = plan_batch(batch, "g4n2", COST, cluster=cluster)
+        assert plan.makespan <= best.makespan * (1.005 + 2e-4)
+        left += leaving_node(plan, 4), leaving_node(best, 4)
+    assert left[0] < left[1]
+
+
+def test_limits_hold_at_home_too() -> None:
+    batch = [[900, 900], [100], [100], [100]]
+    limits = Limits(tokens=1000)
+    for tolerance in (None, 10.0):
+        plan = plan_batch(batch, "g1n4", COST, limits=limits, home_tolerance=tolerance)
+        assert plan.tokens.max() <= 1000
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, float("nan"), float("inf")])
+def test_an_illegal_tolerance_is_refused(tolerance: float) -> None:
+    with pytest.raises(ConfigError, match="home_tolerance"):
+        plan_batch([[1], [2]], "g1n2", COST, home_tolerance=tolerance)

@@ -1,0 +1,168 @@
+"""Bags of different kinds against brute force, and topologies chosen by what they cost."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError, PlanError
+from bascule.plan.cluster import Cluster
+from bascule.plan.cost import TransformerCost
+from bascule.plan.limits import Limits
+from bascule.plan.pricing import price
+from bascule.plan.search import suggest_topology
+from bascule.plan.sequences import Plan, plan_batch
+from bascule.plan.topology import Topology
+from tests.property.simulation import assert_chunks, assert_delivery
+
+COST = TransformerCost(1024, num_layers=4)
+H100 = (400e12, 80e9, 150e9, 25e9, 1e-5)
+NODE = Cluster(1, 4, *H100)
+TWO_NODES = Cluster(2, 4, *H100)
+FOUR_NODES = Cluster(4, 8, *H100)
+
+
+def exhaustive(plan: Plan, cluster: Cluster, limits: Limits | None = None) -> float:
+    """Smallest makespan of all assignments of a plan's sequences to its bags."""
+    sizes = plan.topology.bag_sizes.tolist()
+    best = np.inf
+    for bag_of in itertools.product(range(len(sizes)), repeat=plan.seq_lens.size):
+        loads = [cluster.launch_seconds(COST, size) for size in sizes]
+        tokens = [0] * len(sizes)
+        for length, bag in zip(plan.seq_lens.tolist(), bag_of, strict=True):
+            loads[bag] += float(cluster.bag_seconds(COST, [length], sizes[bag])[0])
+            tokens[bag] += length
+        most = np.inf if limits is None or limits.tokens is None else limits.tokens
+        if all(held <= most * size for held, size in zip(tokens, sizes, strict=True)):
+            best = min(best, max(loads))
+    return best
+
+
+def random_batch(rng: np.random.Generator, num_ranks: int, num_seqs: int) -> list[list[int]]:
+    lens = rng.lognormal(np.log(4000), 1.0, num_seqs).astype(int)
+    return [lens[rank::num_ranks].tolist() for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("spec", ["g1n2+g2n1", "g2n2", "g2n1+g1n2", "g4n1"])
+def test_mixed_bags_are_close_to_the_best_and_the_bound_is_one(spec: str, seed: int) -> None:
+    batch = random_batch(np.random.default_rng(seed), 4, 7)
+    plan = plan_batch(batch, spec, COST, cluster=NODE)
+    best = exhaustive(plan, NODE)
+    assert plan.lower_bound <= best * (1 + 1e-12)
+    assert best * (1 - 1e-12) <= plan.makespan <= best * 1.05
+    expected = [NODE.launch_seconds(COST, len(bag)) for bag in plan.topology.bags]
+    for length, bag in zip(plan.seq_lens.tolist(), plan.bag_of.tolist(), strict=True):
+        expected[bag] += NODE.bag_seconds(COST, [length], len(plan.topology.bags[bag]))[0]
+    for bag, ranks in enumerate(plan.topology.bags):
+        assert plan.loads[list(ranks)] == pytest.approx(expected[bag])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_mixed_bags_keep_limits(seed: int) -> None:
+    batch = random_batch(np.random.default_rng(seed), 4, 7)
+    lens = np.concatenate([np.array(rank, dtype=np.int64) for rank in batch])
+    limits = Limits(tokens=int(max(lens.sum() / 4 * 1.2, lens.max() / 2)))
+    plan = plan_batch(batch, "g2n1+g1n2", COST, cluster=NODE, limits=limits)
+    assert limits.tokens is not None and plan.tokens.max() <= limits.tokens
+    best = exhaustive(plan, NODE, limits)
+    assert plan.lower_bound <= best * (1 + 1e-12)
+    assert best * (1 - 1e-12) <= plan.makespan <= best * 1.25
+
+
+def test_price_without_a_cluster_is_the_cost() -> None:
+    topology = Topology.parse("g1n2+g2n1")
+    lens, counts = np.array([10, 20]), np.array([1, 1, 0, 0])
+    prices = price(lens, counts, topology, COST, None, np.zeros(3))
+    assert prices.work.shape == (1, 2)
+    assert prices.loads(np.array([0, 2])) == pytest.approx([*COST([10]), 0.0, COST([20])[0] / 2])
+
+
+def test_auto_takes_single_ranks_where_everything_is_short() -> None:
+    batch = [[500] * 8] * 32
+    plan = plan_batch(batch, "auto", COST, cluster=FOUR_NODES)
+    assert str(plan.topology) == "g1n32"
+    assert plan.moved_tokens == 0
+
+
+def test_auto_gives_the_long_sequence_the_node_that_loaded_it() -> None:
+    batch = [[1000] * 4 for _ in range(32)]
+    batch[19] = [200_000]
+    plan = plan_batch(batch, "auto", COST, cluster=FOUR_NODES, home_tolerance=0.0)
+    bag = plan.topology.bags[plan.bag_of[plan.seq_lens.argmax()]]
+    assert bag == tuple(range(16, 24))
+    assert_chunks(plan)
+    assert_delivery(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_auto_is_as_good_as_every_topology_of_a_small_world(seed: int) -> None:
+    batch = random_batch(np.random.default_rng(seed), 8, 12)
+    plan = plan_batch(batch, "auto", COST, cluster=TWO_NODES, home_tolerance=0.0)
+    specs = [
+        "+".join(
+            f"g{size}n{count}" for size, count in ((4, a), (2, b), (1, 8 - 4 * a - 2 * b)) if count
+        )
+        for a in range(3)
+        for b in range((8 - 4 * a) // 2 + 1)
+    ]
+    assert len(specs) == 9
+    others = [
+        plan_batch(batch, spec, COST, cluster=TWO_NODES, home_tolerance=0.0).makespan
+        for spec in specs
+    ]
+    assert plan.makespan <= min(others) * 1.001
+
+
+def test_auto_keeps_bags_aligned_and_inside_nodes() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        plan = plan_batch(random_batch(rng, 32, 60), "auto", COST, cluster=FOUR_NODES)
+        assert plan.num_ranks == 32
+        for bag in plan.topology.bags:
+            assert len(bag) in (1, 2, 4, 8)
+            assert bag[0] % len(bag) == 0
+
+
+def test_auto_needs_a_cluster_that_fits() -> None:
+    with pytest.raises(ConfigError, match="needs a cluster"):
+        plan_batch([[1]] * 4, "auto", COST)
+    with pytest.raises(ConfigError, match="8 ranks, not 4"):
+        plan_batch([[1]] * 4, "auto", COST, cluster=TWO_NODES)
+    with pytest.raises(PlanError):
+        plan_batch([[1000]] * 8, "auto", COST, cluster=TWO_NODES, limits=Limits(tokens=10))
+
+
+def test_auto_of_an_idle_batch() -> None:
+    empty: list[list[int]] = [[]] * 8
+    plan = plan_batch(empty, "auto", COST, cluster=TWO_NODES)
+    assert (plan.makespan, plan.imbalance) == (0.0, 1.0)
+
+
+def test_a_ranking_is_sorted_and_says_why() -> None:
+    rng = np.random.default_rng(1)
+    batches: list[Any] = [random_batch(rng, 8, 20) for _ in range(3)]
+    batches[0][3].append(60_000)
+    ranking = suggest_topology(batches, COST, TWO_NODES)
+    seconds = [row.seconds for row in ranking.rows]
+    assert seconds == sorted(seconds)
+    assert str(ranking.best) == ranking.rows[0].spec
+    assert {"g1n8", "g2n4", "g4n2"} <= {row.spec for row in ranking.rows}
+    for row in ranking.rows:
+        made = [
+            plan_batch(batch, row.spec, COST, cluster=TWO_NODES, home_tolerance=0.0)
+            for batch in batches
+        ]
+        assert row.seconds == pytest.approx(np.mean([plan.makespan for plan in made]), rel=2e-4)
+    forced = [reason for row in ranking.rows for reason in row.reasons if "60,000" in reason]
+    assert forced
+    assert ranking == suggest_topology(batches, COST, TWO_NODES)
+
+
+def test_nothing_to_rank() -> None:
+    with pytest.raises(ConfigError, match="no batches"):
+        suggest_topology([], COST, NODE)
+    with pytest.raises(PlanError):
+        suggest_topology([[[1000]] * 4], COST, NODE, limits=Limits(tokens=10))
