@@ -2,8 +2,8 @@
 
     python benchmarks/bench_wallclock.py            # about four minutes on two idle cores
 
-Two ranks of one thread train on a stream of 256-pixel and one of 1024-pixel images, without and with
-balancing, under FSDP2. Targets: predicted at least 1.5x, measured at least 90 % of predicted.
+Two ranks of one thread train on a stream of 256-pixel and one of 1024-pixel images, without and
+with balancing, under FSDP2. Targets: predicted at least 1.5x, measured at least 90 % of predicted.
 """
 
 import argparse
@@ -27,7 +27,8 @@ def run_once(steps: int, seed: int) -> dict[str, float]:
         command = [sys.executable, "-m", "bascule.cli", "bench", "--data", DATA, "--ranks", "2"]
         options = ["--steps", str(steps), "--seed", str(seed), "--out", folder]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, *MODEL, *options], check=True, env=environment, stdout=subprocess.DEVNULL)
+        command += [*MODEL, *options]
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
         summary = json.loads((Path(folder) / "summary.json").read_text())
     return {
         "measured": summary["measured_ratio"],
