@@ -135,6 +135,7 @@ def die_while_sending() -> tuple[list[str], str, float]:
 def test_a_rank_killed_while_it_sends() -> None:
     outcomes = run_to_the_end(die_while_sending, 2)
     assert outcomes[VICTIM].exit_code == -signal.SIGKILL
+    assert outcomes[0].error is None, outcomes[0].error
     classes, text, seconds = outcomes[0].value
     assert "CommError" in classes and "all_to_all (route)" in text
     assert f"missing: no report from ranks [{VICTIM}]" in text

@@ -86,7 +86,7 @@ def test_ranks_with_different_settings() -> None:
         assert "CommError" in classes and "ConfigError" not in classes
         assert f"disagree on {what}" in text, text
         assert "ranks [0, 1]: " in text and "ranks [2]: " in text, text
-    assert "(2, 1)" in errors[0][1] and "gamma=1.5" in errors[1][1] and "knapsack" in errors[2][1]
+    assert "g2n1" in errors[0][1] and "gamma=1.5" in errors[1][1] and "knapsack" in errors[2][1]
     assert "tokens=100" in errors[3][1]
 
 

@@ -21,11 +21,13 @@ from bascule.attention import ulysses
 from bascule.attention.kernels import select_kernel
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
+from bascule.comm.bags import make_bag_groups, possible_bags
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples
 from bascule.comm.groups import RankGroup
 from bascule.comm.mean import global_mean
 from bascule.errors import ConfigError
 from bascule.plan import layout, metrics
+from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.sequences import Plan, check_lengths, plan_batch
@@ -44,10 +46,12 @@ class SequenceParallel:
 
     Args:
         mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
-        topology: Bags over the ranks of the group, or their spec; replicas fill the group.
+        topology: Bags over the ranks of the group, or their spec; replicas fill the group. "auto"
+            chooses bags for every step and needs a cluster.
         cost: Predicts the cost of a sequence from its tokens.
         planner: See `plan_batch`.
         limits: Hard limits per rank.
+        cluster: See `plan_batch`: prices wires, and says which ranks share a node.
         plan_group: A gloo group of the same ranks for the lengths, so that planning never waits for
             the device; made here if None.
         data_group: The ranks whose gradients are averaged, if more than the group (`step.mean`).
@@ -68,6 +72,7 @@ class SequenceParallel:
         *,
         planner: str = "lpt",
         limits: Limits | None = None,
+        cluster: Cluster | None = None,
         plan_group: dist.ProcessGroup | None = None,
         data_group: dist.ProcessGroup | None = None,
         kernel: str | None = None,
@@ -85,6 +90,7 @@ class SequenceParallel:
         self.cost = cost
         self.planner = planner
         self.limits = limits
+        self.cluster = cluster
         self.kernel = kernel
         self._num_plans = 0
         self._capacity = _FIRST_CAPACITY
@@ -94,7 +100,8 @@ class SequenceParallel:
         self._data_group = (
             self.group if data_group is None else groups.member_of(data_group, "data")
         )
-        self._bag_group = self._make_bag_group(dist.get_backend(given))
+        bags = possible_bags(self.rank, self.topology, cluster)
+        self._bag_groups = make_bag_groups(self.group, bags, timeout_s)
         self.device = (
             torch.device(device) if device is not None else _default_device(mesh_or_group, given)
         )
@@ -146,7 +153,14 @@ class SequenceParallel:
         # Derived from what all ranks gathered, hence the same on all of them.
         most = max(part.size for part in lens)
         self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        plan = plan_batch(lens, self.topology, self.cost, planner=self.planner, limits=self.limits)
+        plan = plan_batch(
+            lens,
+            self.topology,
+            self.cost,
+            planner=self.planner,
+            limits=self.limits,
+            cluster=self.cluster,
+        )
         return Step(self, plan, self._num_plans)
 
     def agree_once(self, what: str, signature: str, error: Exception | None, step: int) -> None:
@@ -171,10 +185,16 @@ class SequenceParallel:
         statement = Statement({}, np.zeros(0, np.int64), error)
         agree(self._plan_group, statement, what=what, step=step, capacity=0)
 
-    def _agree_on_settings(self, spec: Topology | str, world_size: int) -> Topology:
-        topology, settings, error = None, {}, None
+    def _agree_on_settings(self, spec: Topology | str, world_size: int) -> Topology | str:
+        """The bags, or "auto"; the same settings on all ranks."""
+        topology, settings, error = spec, {}, None
         try:
-            topology = Topology.parse(spec, world_size=world_size)
+            if spec != "auto":
+                topology = Topology.parse(spec, world_size=world_size)
+            elif self.cluster is None:
+                raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+            if self.cluster is not None:
+                self.cluster.check_world(world_size)
             settings = self._settings(topology)
         except ConfigError as met:
             error = met
@@ -186,30 +206,23 @@ class SequenceParallel:
             step=0,
             capacity=0,
         )
-        assert topology is not None
         return topology
 
-    def _settings(self, topology: Topology) -> dict[str, str]:
-        values = (topology.terms, _describe_cost(self.cost), self.planner, self.limits)
+    def _settings(self, topology: Topology | str) -> dict[str, str]:
+        cost = _describe_cost(self.cost)
+        values = (topology, cost, self.planner, self.limits, self.cluster)
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
         return groups.new_group(ranks, name, self._timeout_s, backend=backend)
 
-    def _make_bag_group(self, backend: str) -> RankGroup | None:
-        bag = self.topology.bags[self.topology.bag_of_rank[self.rank]]
-        if len(bag) == self.group.size > 1:
-            return self.group
-        if self.topology.bag_sizes.max() == 1:
-            return None
-        # A bag of one gets a group too: torch names a new group after the number of groups a rank
-        # has, and ranks that differ in it can never again make one together (torch 2.13, local
-        # sync).
-        group = self._make([self.group.ranks[rank] for rank in bag], "bag", backend=backend)
-        return group if group.size > 1 else None
+    def bag_group(self, topology: Topology) -> RankGroup | None:
+        """The ranks of this rank's bag; None for a bag of one."""
+        size = int(topology.bag_sizes[topology.bag_of_rank[self.rank]])
+        return self._bag_groups[size] if size > 1 else None
 
 
-_SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits")
+_SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits", "cluster")
 
 
 class Step:
@@ -304,7 +317,7 @@ class Step:
 
     def metrics(self) -> dict[str, Any]:
         """What the plan predicts and what was moved so far, as plain values."""
-        before = self.plan.unbalanced_loads(self._parallel.cost)
+        before = self.plan.unbalanced_loads(self._parallel.cost, self._parallel.cluster)
         return {
             "step": self.number,
             "makespan": self.plan.makespan,
@@ -333,9 +346,9 @@ class Step:
         return ulysses.BagLayout(
             lens,
             parallel.device,
-            parallel._bag_group,
+            parallel.bag_group(self.plan.topology),
             self.number,
-            largest_bag=int(parallel.topology.bag_sizes.max()),
+            largest_bag=int(self.plan.topology.bag_sizes.max()),
         )
 
     @cached_property

@@ -101,10 +101,7 @@ def plan(options: PlanOptions) -> None:
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:
     """Load of each rank if every sequence stayed where it was loaded."""
-    cluster, cost = batch.cluster, batch.cost
-    if cluster is None:
-        return plan.unbalanced_loads(cost).tolist()
-    return plan.unbalanced_loads(lambda lens: cluster.compute_seconds(cost, lens)).tolist()
+    return plan.unbalanced_loads(batch.cost, batch.cluster).tolist()
 
 
 def _draw(console: Console, plan: Plan, batch: _Batch) -> None:

@@ -104,10 +104,17 @@ class Plan:
         extra = extra[bags]
         return layout.frozen(base[bags] + extra // sizes[bags] + (place < extra % sizes[bags]))
 
-    def unbalanced_loads(self, cost: Cost) -> npt.NDArray[np.float64]:
-        """(num_ranks,) cost of each rank if every sequence stayed where it was loaded."""
+    def unbalanced_loads(
+        self, cost: Cost, cluster: Cluster | None = None
+    ) -> npt.NDArray[np.float64]:
+        """(num_ranks,) cost of each rank if every sequence stayed where it was loaded.
+
+        In the unit of `loads`, if cost and cluster are those that the plan was made with.
+        """
+        lens = self.seq_lens
+        costs = cost(lens) if cluster is None else cluster.compute_seconds(cost, lens)
         loads = np.zeros(self.num_ranks)
-        np.add.at(loads, self.source_ranks, cost(self.seq_lens))
+        np.add.at(loads, self.source_ranks, costs)
         return loads
 
     @cached_property

@@ -1,0 +1,80 @@
+"""`topology="auto"` on real processes: bags change from step to step, the attention stays exact."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bascule import Cluster, CommError, SequenceParallel, TransformerCost
+from bascule.attention.kernels import PackedSequences, reference
+from tests.distributed.harness import run_ranks
+
+NODE = Cluster(
+    num_nodes=1,
+    ranks_per_node=4,
+    flops_per_s=1e12,
+    memory_bytes=8e10,
+    intra_bytes_per_s=1e10,
+    inter_bytes_per_s=1e9,
+    latency_s=1e-7,
+)
+BATCHES = (
+    [[40, 40], [40, 40], [40, 40], [40, 40]],
+    [[4000], [], [], []],
+    [[1500], [1500], [30, 30, 30], []],
+    [[], [], [], []],
+)
+
+
+def _attend_on_every_batch() -> list[str]:
+    rank = dist.get_rank()
+    parallel = SequenceParallel(
+        None, "auto", TransformerCost(256, num_layers=4), cluster=NODE, timeout_s=15
+    )
+    topologies: list[str] = []
+    for number, lens in enumerate(BATCHES):
+        step = parallel.plan(lens[rank])
+        all_lens = [length for part in lens for length in part]
+        generator = torch.Generator().manual_seed(number)
+        q, k, v = (
+            torch.randn(sum(all_lens), 4, 8, generator=generator, dtype=torch.float64)
+            for _ in range(3)
+        )
+        first = sum(map(sum, lens[:rank]))
+        own = slice(first, first + sum(lens[rank]))
+        moved = step.route(q=q[own], k=k[own], v=v[own])
+        out = step.restore(step.attend(moved["q"], moved["k"], moved["v"]))
+        if all_lens:
+            wanted, _ = reference(q, k, v, PackedSequences.build(all_lens, torch.device("cpu")))
+            torch.testing.assert_close(out, wanted[own], rtol=1e-10, atol=1e-12)
+        metrics = step.metrics()
+        assert metrics["makespan"] <= metrics["makespan_unbalanced"] * (1 + 1e-9)
+        topologies.append(str(step.plan.topology))
+    return topologies
+
+
+def test_bags_follow_the_batch() -> None:
+    results: list[Any] = run_ranks(_attend_on_every_batch, 4)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == "g1n4"
+    assert results[0][1] == "g4n1"
+    assert len(set(results[0])) >= 3
+
+
+def _without_cluster() -> str:
+    with pytest.raises(CommError, match="auto") as caught:
+        SequenceParallel(None, "auto", TransformerCost(256), timeout_s=15)
+    return str(caught.value)
+
+
+def _wrong_world() -> str:
+    with pytest.raises(CommError) as caught:
+        SequenceParallel(None, "auto", TransformerCost(256), cluster=NODE, timeout_s=15)
+    return str(caught.value)
+
+
+def test_auto_needs_a_cluster_of_the_right_size() -> None:
+    assert len(set(run_ranks(_without_cluster, 2))) == 1
+    (message,) = set(run_ranks(_wrong_world, 2))
+    assert "4" in message and "2" in message
