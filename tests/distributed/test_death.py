@@ -80,7 +80,8 @@ def warm_up(step: Step) -> None:
     """Settle the forms of all exchanges, so that the next step meets no agreement."""
     step.gather_samples(torch.zeros(2, 3))
     moved = step.route(x=torch.randn(6, 4, requires_grad=True))["x"]
-    step.restore(moved)
+    heads = moved[:, None].expand(-1, 6, -1)
+    step.mean(step.restore(step.attend(heads, heads, heads)[:, 0]))
 
 
 NAMES = {

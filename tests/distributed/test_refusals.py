@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention.parallel import SequenceParallel
+from bascule.errors import CommError
 from bascule.plan.cost import TransformerCost
 from bascule.plan.limits import Limits
 from tests.distributed.cases import COST
@@ -242,3 +243,28 @@ def without_a_world() -> Error:
 
 def test_torch_distributed_must_be_initialised() -> None:
     assert "init_process_group" in run_ranks(without_a_world, 1)[0][1]
+
+
+def unlike_heads_and_scalars() -> list[str]:
+    """What each rank hears when only the last one attends or averages otherwise."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    parallel = SequenceParallel(None, "g2n1", TransformerCost(64), timeout_s=15)
+    step = parallel.plan([6])
+    heard = []
+    shape = (6, 2, 16) if rank == last else (6, 4, 8)
+    per_token = torch.ones(()) if rank == last else torch.ones(6)
+    for call in (
+        lambda: step.attend(*(torch.zeros(shape) for _ in range(3))),
+        lambda: step.attend(*(torch.zeros(6 + (rank == last), 4, 8) for _ in range(3))),
+        lambda: step.mean(per_token),
+    ):
+        with pytest.raises(CommError) as caught:
+            call()
+        heard.append(str(caught.value))
+    return heard
+
+
+def test_ranks_that_attend_or_average_otherwise_are_refused_on_all() -> None:
+    for texts in zip(*run_ranks(unlike_heads_and_scalars, 2), strict=True):
+        assert len(set(texts)) == 1
+        assert "attend" in texts[0] or "mean" in texts[0]

@@ -6,7 +6,7 @@ as loaded on this rank, N samples of all ranks.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -94,7 +94,7 @@ class SequenceParallel:
         self.kernel = kernel
         self._num_plans = 0
         self._capacity = _FIRST_CAPACITY
-        self._agreed: set[str] = set()
+        self._agreed: set[Hashable] = set()
         self.topology = self._agree_on_settings(topology, len(ranks))
         self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
         self._data_group = (
@@ -163,18 +163,23 @@ class SequenceParallel:
         )
         return Step(self, plan, self._num_plans)
 
-    def agree_once(self, what: str, signature: str, error: Exception | None, step: int) -> None:
+    def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
         """Let all ranks agree on the form of an exchange, the first time that this form is used.
 
         Raises:
             CommError: Ranks use different forms, or (RemoteConfigError) one of them an illegal one.
         """
-        if signature not in self._agreed:
-            statement = Statement({f"the form of {what}": signature}, np.zeros(0, np.int64), error)
+        if not self.has_agreed(what, form):
+            settings = {f"the form of {what}": str(form)}
+            statement = Statement(settings, np.zeros(0, np.int64), error)
             agree(self._plan_group, statement, what=what, step=step, capacity=0)
-            self._agreed.add(signature)
+            self._agreed.add((what, form))
         elif error is not None:
             raise error
+
+    def has_agreed(self, what: str, form: Hashable) -> bool:
+        """Whether all ranks have agreed on this form of an exchange."""
+        return (what, form) in self._agreed
 
     def agree_on_error(self, what: str, error: Exception | None, step: int) -> None:
         """Let all ranks know whether one of them failed at `what`; one gather.
@@ -285,6 +290,15 @@ class Step:
         """Exact attention within each whole sequence; (C, H, D). See `ulysses.attend`."""
         kernel = select_kernel(self._parallel.kernel, q_CHD.device.type, q_CHD.dtype)
         bag = self._bag
+        if bag.largest_bag > 1:
+            form = (q_CHD.shape[1:], k_CKD.shape[1:], v_CKD.shape[1:], q_CHD.dtype, causal, scale)
+            if not self._parallel.has_agreed("attend", form):
+                error = None
+                try:
+                    ulysses.check(bag, q_CHD, k_CKD, v_CKD)
+                except ConfigError as met:
+                    error = met
+                self._parallel.agree_once("attend", form, error, self.number)
         out = ulysses.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
         self.sent_bytes += ulysses.sent_bytes(bag, q_CHD, k_CKD)
         return out
@@ -307,12 +321,19 @@ class Step:
         One all-reduce of two numbers.
 
         Args:
-            per_token: Values of this rank, any number of them (0 is legal).
+            per_token: (any number, ...) values of this rank; no rows are legal, a scalar is not.
             weights: Weight of each; None counts each once.
 
         Returns:
             The global mean, the same on every rank.
         """
+        error = None
+        if per_token.dim() == 0:
+            error = ConfigError(
+                "mean: give the values of the tokens, not their mean or sum (a scalar)"
+            )
+        form = (per_token.shape[1:], per_token.dtype, weights is not None)
+        self._parallel.agree_once("mean", form, error, self.number)
         return global_mean(per_token, weights, self._parallel._data_group, self.number)
 
     def metrics(self) -> dict[str, Any]:
@@ -369,6 +390,8 @@ class Step:
         """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""
         error = None if tensors else ConfigError(f"{what}: give at least one tensor")
         for name, x in tensors.items():
+            if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
             if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != self._parallel.device.type:
                 error = ConfigError(
                     f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}, but this rank's "

@@ -133,8 +133,8 @@ def attend(
     Raises:
         ConfigError: The shapes do not fit the plan, each other, or the bag.
     """
-    num_heads, num_kv_heads = _check_shapes(bag, q_THD, k_TKD, v_TKD)
-    HeadShares.split(num_heads, num_kv_heads, bag.largest_bag)
+    check(bag, q_THD, k_TKD, v_TKD)
+    num_heads, num_kv_heads = q_THD.shape[1], k_TKD.shape[1]
     if bag.group is None:
         return kernel(q_THD, k_TKD, v_TKD, bag.seqs, causal=causal, scale=scale)[0]
     shares = HeadShares.split(num_heads, num_kv_heads, bag.group.size)
@@ -155,7 +155,12 @@ def sent_bytes(bag: BagLayout, q_THD: Tensor, k_TKD: Tensor) -> int:
     return (into + back) * head_dim * q_THD.element_size()
 
 
-def _check_shapes(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what `attend` cannot do.
+
+    Raises:
+        ConfigError: The shapes do not fit the plan, each other, or the largest bag.
+    """
     tokens = bag.tokens[bag.group.rank if bag.group else 0]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
         raise ConfigError(
@@ -171,7 +176,7 @@ def _check_shapes(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> tuple[int,
         raise ConfigError(
             f"{q.shape[1]} query heads for {k.shape[1]} key-value heads: must be a multiple"
         )
-    return q.shape[1], k.shape[1]
+    HeadShares.split(q.shape[1], k.shape[1], bag.largest_bag)
 
 
 class _HeadsToRanks(torch.autograd.Function):
