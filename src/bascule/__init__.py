@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
 
-__version__ = importlib.metadata.version("bascule")
-
 _HOMES = {
     "Cluster": "bascule.plan.cluster",
     "CommError": "bascule.errors",
@@ -53,6 +51,8 @@ __all__ = [*sorted(_HOMES), "__version__"]  # pyright: ignore[reportUnsupportedD
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":  # read late, so that a source tree works without being installed
+        return importlib.metadata.version("bascule")
     if name not in _HOMES:
         raise AttributeError(f"module 'bascule' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
