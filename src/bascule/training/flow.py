@@ -56,4 +56,4 @@ class FlowBatch:
     def per_token_loss(self, predicted_TC: Tensor) -> Tensor:
         """(i,) squared error of each image token, mean over its channels."""
         predicted = predicted_TC.index_select(0, self.image_rows)
-        return (predicted - self.target_iC).float().square().mean(dim=-1)
+        return (predicted - self.target_iC).square().mean(dim=-1)  # the target is float32
