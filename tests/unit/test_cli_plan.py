@@ -69,6 +69,8 @@ def test_topology_prints_a_ranking(capsys: pytest.CaptureFixture[str]) -> None:
         (("topology", "--lengths", "5/6", "--max-tokens", "2"), "tokens"),
         (("plan", "--lengths", "5/6", "--max-tokens", "5"), "rank 1, sequence 0: 6 tokens"),
         (("plan", "--lengths", "5/6", "--max-tokens", "0"), "tokens=0"),
+        (("plan", "--lengths", "5/6", "--kb-per-token", "2e7"), "rank 1, sequence 0: 6 tokens"),
+        (("topology", "--lengths", "5/6", "--kb-per-token", "9e7"), "hold no token"),
     ],
 )
 def test_a_users_error_is_one_sentence(

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import os
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
+from bascule.plan.cluster import Cluster
 from bascule.plan.cost import TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.search import suggest_topology
 from bascule.plan.sequences import Plan, plan_batch
 from bascule.plan.topology import Topology
 from tests.property.simulation import assert_certificate, assert_chunks, assert_sound, squares
@@ -351,3 +354,37 @@ def test_limits_are_kept_or_refused() -> None:
         plan_batch(lens, "g1n2+g2n1", COST, limits=Limits(tokens=200))
     with pytest.raises(ConfigError, match="knapsack"):
         plan_batch(lens, "g1n4", COST, planner="knapsack", limits=Limits(tokens=600))
+
+
+def test_memory_is_a_limit_in_tokens() -> None:
+    lens = [[500, 500], [100] * 10, [], [300]]
+    cost = TransformerCost(64, bytes_per_token=1000.0)
+    by_bytes = plan_batch(lens, "g1n2+g2n1", cost, limits=Limits(num_bytes=600_999))
+    plain = TransformerCost(64)
+    assert by_bytes == plan_batch(lens, "g1n2+g2n1", plain, limits=Limits(tokens=600))
+    assert by_bytes.tokens.max() <= 600
+    both = plan_batch(lens, "g1n4", cost, limits=Limits(tokens=700, num_bytes=620_000))
+    assert both.tokens.max() <= 620
+    with pytest.raises(ConfigError, match="bytes_per_token"):
+        plan_batch(lens, "g1n4", COST, limits=Limits(num_bytes=600_000))
+    with pytest.raises(ConfigError, match="hold no token"):
+        plan_batch(lens, "g1n4", cost, limits=Limits(num_bytes=999))
+    with pytest.raises(PlanError, match="500 tokens miss"):
+        plan_batch(lens, "g1n4", cost, limits=Limits(num_bytes=499_999))
+
+
+def test_the_memory_of_a_cluster_is_a_limit() -> None:
+    lens = [[500, 500], [100] * 10, [], [300]]
+    cluster = Cluster(1, 4, 1e12, 600_000.0, 1e11, 1e10, 0.0)
+    cost = TransformerCost(64, gamma=1000.0, bytes_per_token=1000.0)
+    assert plan_batch(lens, "g1n2+g2n1", cost, cluster=cluster).tokens.max() <= 600
+    free = plan_batch(lens, "g1n2+g2n1", TransformerCost(64, gamma=1000.0), cluster=cluster)
+    assert free.tokens.max() > 600
+    more = Limits(num_bytes=10**7)  # a limit that is given goes before the cluster's memory
+    assert plan_batch(lens, "g1n2+g2n1", cost, cluster=cluster, limits=more) == free
+    tight = dataclasses.replace(cluster, memory_bytes=5.8e5)
+    assert plan_batch(lens, "auto", cost, cluster=tight).tokens.max() <= 580
+    ranking = suggest_topology([lens], cost, tight)
+    # Whole sequences leave 80 tokens of each rank empty: 4 * 500 tokens hold too few.
+    assert "g1n4" not in [row.spec for row in ranking.rows]
+    assert "g1n4" in [row.spec for row in suggest_topology([lens], cost, cluster).rows]

@@ -28,7 +28,6 @@ class PlanOptions(InputOptions, ClusterOptions):
     Attributes:
         topology: Compute bags, for example g1n8+g8n3, or auto; one rank a bag if not given.
         planner: lpt, or the greedy of the KnapFormer paper.
-        max_tokens: Most tokens on a rank.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
         compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan.
@@ -36,7 +35,6 @@ class PlanOptions(InputOptions, ClusterOptions):
 
     topology: str | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
-    max_tokens: int | None = None
     wires: bool = False
     compare: bool = False
     json: Path | None = None
@@ -81,9 +79,8 @@ def plan(options: PlanOptions) -> None:
     if topology != "auto":
         Topology.parse(topology, world_size=len(lens))
     cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None
-    limits = None if options.max_tokens is None else Limits(tokens=options.max_tokens)
-    batch = _Batch(lens, topology, options.cost, cluster, limits)
-    made = batch.plan(options.planner, limits)
+    batch = _Batch(lens, topology, options.cost, cluster, options.limits)
+    made = batch.plan(options.planner, batch.limits)
     console = Console()
     if options.compare:
         _compare(console, batch)

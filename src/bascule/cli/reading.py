@@ -6,6 +6,7 @@ from pathlib import Path
 from bascule.errors import ConfigError
 from bascule.plan.cluster import Cluster
 from bascule.plan.cost import TransformerCost
+from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.manifest import read_manifest
 from bascule.plan.topology import Topology
 from bascule.plan.workload import deal, parse_data_codes, read_lengths, sample_lengths, seq_lens
@@ -83,10 +84,13 @@ class ClusterOptions:
     Attributes:
         ranks_per_node: Ranks in a node; at most 8 by default.
         tflops: TFLOPs that a rank sustains in a second.
-        memory_gb: Memory of a rank, in GB.
+        memory_gb: Memory that a rank has for activations, in GB.
         intra_gbs: GB that a rank sends in a second within its node.
         inter_gbs: The same, to other nodes.
         latency_us: Time to launch an all-to-all, in microseconds.
+        max_tokens: Most tokens on a rank.
+        kb_per_token: KB of activations that a token holds, over all layers; with it, --memory-gb
+            limits what a rank is given.
     """
 
     ranks_per_node: int | None = None
@@ -95,6 +99,22 @@ class ClusterOptions:
     intra_gbs: float = 180.0
     inter_gbs: float = 25.0
     latency_us: float = 10.0
+    max_tokens: int | None = None
+    kb_per_token: float | None = None
+
+    @property
+    def limits(self) -> Limits | None:
+        """What a rank can hold, in tokens; None if unlimited.
+
+        Raises:
+            ConfigError: A limit is out of range, or no token fits.
+        """
+        limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
+        if self.kb_per_token is None:
+            return limits
+        num_bytes = max(int(self.memory_gb * 1e9), 1)
+        cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
+        return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
 
     def machines(self, num_ranks: int) -> Cluster:
         """Whole nodes for so many ranks.

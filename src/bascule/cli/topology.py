@@ -7,7 +7,6 @@ from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions
 from bascule.errors import ConfigError
-from bascule.plan.limits import Limits
 from bascule.plan.search import suggest_topology
 
 
@@ -17,12 +16,10 @@ class TopologyOptions(InputOptions, ClusterOptions):
 
     Attributes:
         steps: Batches to look at; more than one only with --data.
-        max_tokens: Most tokens on a rank.
         rows: Topologies to print.
     """
 
     steps: int | None = None
-    max_tokens: int | None = None
     rows: int = 10
 
 
@@ -40,8 +37,7 @@ def topology(options: TopologyOptions) -> None:
         raise ConfigError(f"--steps {steps}: only --data has more than one batch")
     batches = [options.read(steps_after=step) for step in range(steps)]
     cluster = options.machines(len(batches[0]))
-    limits = None if options.max_tokens is None else Limits(tokens=options.max_tokens)
-    ranking = suggest_topology(batches, options.cost, cluster, limits=limits)
+    ranking = suggest_topology(batches, options.cost, cluster, limits=options.limits)
     console = Console()
     table = Table(
         title=f"{cluster.num_nodes} nodes of {cluster.ranks_per_node} ranks, {steps} batches, "

@@ -43,7 +43,8 @@ class Cluster:
         num_nodes: Nodes.
         ranks_per_node: Ranks in a node.
         flops_per_s: FLOPs that a rank sustains in a second.
-        memory_bytes: Memory of a rank.
+        memory_bytes: Memory that a rank has for activations: what weights, gradients and optimiser
+            states leave. It limits plans if the cost model knows its `bytes_per_token`.
         intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
         inter_bytes_per_s: The same, to ranks of other nodes.
         latency_s: Time to launch an all-to-all.

@@ -23,9 +23,8 @@ class Cost(Protocol):
 class TransformerCost:
     """Forward cost of a transformer: `num_layers * (24 L d^2 + gamma * 4 L^2 d)`, in TFLOPs.
 
-    Source: KnapFormer, equations 1 and 2. `gamma` says how much dearer (or cheaper) than a FLOP of
-        the
-    linear layers a FLOP of attention is on a device; `fit_latency` measures it.
+    Source: KnapFormer, equations 1 and 2. `gamma` says how much dearer (or cheaper) a FLOP of
+    attention is on a device than one of the linear layers; `fit_latency` measures it.
 
     Args:
         d_model: Model width d.
@@ -33,6 +32,8 @@ class TransformerCost:
         num_layers: Blocks of that width.
         seconds_per_unit: Seconds a TFLOP takes on the device, if measured.
         fit_error: Root mean square relative error of the fit that gave the above, if any.
+        bytes_per_token: Activations that a token of a rank holds until the backward pass, over all
+            layers, if known; limits on memory need it.
 
     Raises:
         ConfigError: A value is out of range.
@@ -44,6 +45,7 @@ class TransformerCost:
     num_layers: int = 1
     seconds_per_unit: float | None = None
     fit_error: float | None = None
+    bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("d_model", self.d_model), ("num_layers", self.num_layers)):
@@ -56,11 +58,10 @@ class TransformerCost:
             raise ConfigError(
                 f"TransformerCost(gamma={self.gamma!r}): must be finite and at least 0"
             )
-        rate = self.seconds_per_unit
-        if rate is not None and not (np.isfinite(rate) and rate > 0):
-            raise ConfigError(
-                f"TransformerCost(seconds_per_unit={rate!r}): must be positive and finite"
-            )
+        for name in ("seconds_per_unit", "bytes_per_token"):
+            rate = getattr(self, name)
+            if rate is not None and not (np.isfinite(rate) and rate > 0):
+                raise ConfigError(f"TransformerCost({name}={rate!r}): must be positive and finite")
 
     def __call__(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Forward TFLOPs of sequences of these many tokens, attention scaled by gamma."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, fields
 
 from bascule.errors import ConfigError
+from bascule.plan.cluster import Cluster
+from bascule.plan.cost import Cost, TransformerCost
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,8 @@ class Limits:
     Args:
         tokens: Most tokens on a rank.
         items: Most sequences (or samples) on a rank.
-        num_bytes: Most bytes on a rank; only for planners that are given the bytes of each item.
+        num_bytes: Most bytes on a rank: of the items' sizes in `assign`, of activations in
+            `plan_batch`, where the cost model says how many bytes a token takes.
 
     Raises:
         ConfigError: A limit is not a positive integer.
@@ -34,3 +37,37 @@ class Limits:
                 raise ConfigError(
                     f"Limits({field.name}={value!r}): a limit is a positive integer, or None"
                 )
+
+
+def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
+    """Limits on tokens and items alone: what fits into memory, as tokens.
+
+    Activations of a transformer with an attention that does not store its scores grow with the
+    tokens of a rank. So a limit on bytes is one on tokens, `num_bytes / cost.bytes_per_token`; with
+    a cluster, its `memory_bytes` takes the place of a limit that is not given.
+
+    Raises:
+        ConfigError: Bytes are limited, but the cost model does not know what a token takes; or not
+            one token fits.
+    """
+    given = None if limits is None else limits.num_bytes
+    per_token = cost.bytes_per_token if isinstance(cost, TransformerCost) else None
+    if per_token is None:
+        if given is not None:
+            raise ConfigError(
+                f"Limits(num_bytes={given}): the cost model does not say how many bytes of "
+                "activations a token takes: use TransformerCost(bytes_per_token=..), or limit "
+                "tokens"
+            )
+        return limits
+    memory = given if given is not None else None if cluster is None else cluster.memory_bytes
+    if memory is None:
+        return limits
+    fitting = int(memory / per_token)
+    if fitting < 1:
+        raise ConfigError(
+            f"a rank's {memory:,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "
+            "Limits(num_bytes=..), or check bytes_per_token"
+        )
+    tokens = fitting if limits is None or limits.tokens is None else min(limits.tokens, fitting)
+    return Limits(tokens=tokens, items=None if limits is None else limits.items)

@@ -19,7 +19,7 @@ from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost
 from bascule.plan.layout import Ints
 from bascule.plan.lengths import check_lengths
-from bascule.plan.limits import Limits
+from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.pricing import Decision, Floats, bag_carried, decide, price
 from bascule.plan.topology import Topology
 
@@ -94,6 +94,7 @@ def suggest_topology(
     """
     if not batches:
         raise ConfigError("no batches to rank topologies for: give at least one")
+    limits = in_tokens(limits, cost, cluster)
     checked: list[tuple[Ints, Ints]] = []
     for batch in batches:
         cluster.check_world(len(batch))

@@ -16,7 +16,7 @@ from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost
 from bascule.plan.layout import Ints, LocalLayout, Route
 from bascule.plan.lengths import check_lengths
-from bascule.plan.limits import Limits
+from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.locality import Source, bring_home
 from bascule.plan.pricing import bag_carried, check_sizes, decide, price
 from bascule.plan.search import choose_topology
@@ -301,7 +301,8 @@ def plan_batch(
             the bound is certified to be small) or "knapsack" (the greedy of KnapFormer: longest
             first, to the least occupied bag whose remaining capacity suffices; knows no limits and
             no homes).
-        limits: What a rank can hold; hard.
+        limits: What a rank can hold; hard. Bytes are those of activations, and need a cost model
+            with `bytes_per_token`; with a cluster its memory is a limit too (see `in_tokens`).
         carried_loads: (num_ranks,) cost that each rank has already, for example of earlier
             microbatches.
         cluster: With one, all costs are seconds of a forward pass, wires and launches included
@@ -319,6 +320,7 @@ def plan_batch(
         PlanError: The limits cannot be kept; says what misses by how much.
     """
     tolerance = _tolerance(home_tolerance, cluster)
+    limits = in_tokens(limits, cost, cluster)
     if topology == "auto":
         topology = _choose(seq_lens, cost, cluster, limits, carried_loads)
     topology = Topology.parse(topology, world_size=len(seq_lens))
