@@ -101,3 +101,16 @@ def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str,
     assert result["unbalanced"]["imbalance"] == pytest.approx(2.0)
     assert result["predicted_ratio"] == pytest.approx(2.0)
     assert result["loss_difference"] < (1e-2 if "bfloat16" in options else 1e-5)
+    assert result["options"]["steps"] == 2 and result["options"]["lr"] == 1e-3
+    assert result["options"]["checkpoint"] is ("--checkpoint" in options)
+    assert result["options"]["photos"] is None and result["options"]["out"] == str(tmp_path)
+    assert "compute only" in done.stdout and "one sequence alone" not in done.stdout
+    assert "(FBL)" in done.stdout and "unknown" not in done.stdout
+
+
+def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
+    done = bench(tmp_path, "--data", "g1b1i64f1s0,g1b1i512f1s0", "--steps", "1", "--gamma", "0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("warning: ") == 1
+    assert "warning: in 1 of 1 steps one sequence alone" in done.stdout
+    assert summary(tmp_path)["single_binds_steps"] == 1

@@ -117,6 +117,25 @@ def test_a_rank_that_hangs_ends_the_others(place: str) -> None:
     assert SHORT_TIMEOUT_S - 1.0 < seconds < SHORT_TIMEOUT_S + ROLL_CALL_S + 0.9
 
 
+def part_ways() -> tuple[list[str], str, float]:
+    parallel = SequenceParallel(None, "g1n2", COST, timeout_s=SHORT_TIMEOUT_S)
+    warm_up(parallel.plan([4, 2]))
+    step = parallel.plan([4, 2])
+    if dist.get_rank() == VICTIM:
+        return timed(parallel.plan, [4, 2])
+    return timed(step.route, x=torch.zeros(6, 4, requires_grad=True))
+
+
+def test_ranks_in_unlike_collectives_tell_where_the_others_are() -> None:
+    outcomes = run_to_the_end(part_ways, 2)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    (_, route, _), (_, plan, _) = (outcome.value for outcome in outcomes)
+    assert "step 2: all_to_all (route) failed" in route
+    assert "rank 1 last failed in step 3: all_gather (plan)" in route, route
+    assert "step 3: all_gather (plan) failed" in plan
+    assert "rank 0 last failed in step 2: all_to_all (route)" in plan, plan
+
+
 def die_while_sending() -> tuple[list[str], str, float]:
     parallel = SequenceParallel(None, "g1n2", COST, timeout_s=TIMEOUT_S)
     lens = [20_000] * 4

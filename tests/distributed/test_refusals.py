@@ -40,7 +40,8 @@ def test_illegal_lengths() -> None:
     for classes, text in errors:
         assert {"CommError", "ConfigError"} <= set(classes) and "rank 1" in text, text
     texts = [text for _, text in errors]
-    assert "step 1, plan: rank 1" in texts[0] and "sequence 1: length -1 " in texts[0]
+    assert "step 1, plan: rank 1 of group 'plan': sequence 1: length -1 " in texts[0]
+    assert all(text.count("rank 1") == 1 and "rank 0" not in text for text in texts), texts
     assert "sequence 0: length 2.5 " in texts[1] and "length nan " in texts[2]
     assert "2^40" in texts[6]
 

@@ -34,9 +34,14 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
 
 def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
+    import torch
+
+    from bascule.attention.kernels import select_kernel
     from bascule.training.compare import model_config, open_stream
+    from bascule.training.launch import device_type
 
     options.check(num_ranks)
+    select_kernel(options.kernel, device_type(), getattr(torch, options.dtype))
     with _without_warnings():  # rank 0 will warn of the same photos
         stream = open_stream(options, 0, num_ranks)
     model_config(options, stream)
@@ -103,6 +108,8 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
     arms = summary["unbalanced"], summary["balanced"]
     for label, text in _ROWS:
         table.add_row(label, *(text(arm) for arm in arms))
+    if all(arm["hfu"] is not None for arm in arms):  # the peak of the device is known
+        table.add_row("hardware FLOP utilisation (HFU)", *(f"{arm['hfu']:.1%}" for arm in arms))
     first, last = summary["loss_first"], summary["loss_last"]
     table.add_row("loss, first step", *(f"{loss:.6f}" for loss in first))
     table.add_row("loss, last step", *(f"{loss:.6f}" for loss in last))
@@ -114,6 +121,7 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
         f"speed-up: measured {summary['measured_ratio']:.2f}x (steps {low:.2f} to {high:.2f}), "
         f"predicted {summary['predicted_ratio']:.2f}x "
         f"(gamma {setting['gamma']:.2f}{'' if fit is None else f', fitted within {fit:.0%}'})\n"
+        "the prediction counts compute only, not the wires\n"
         f"same maths: losses differ by {summary['loss_difference']:.1e} at most, gradients by "
         f"{summary['grad_difference_first']:.1e} at the first step and "
         f"{summary['grad_difference']:.1e} at most (relative)\n"
@@ -122,14 +130,36 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
         + (f"photos skipped: {setting['skipped_photos']}\n" if setting["skipped_photos"] else "")
         + f"written: {folder / 'summary.json'}, {folder / 'steps.jsonl'}"
     )
+    for warning in warnings(summary):
+        console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def warnings(summary: dict[str, Any]) -> list[str]:
+    """What in a summary keeps its numbers from being better or believed, a line each."""
+    lines: list[str] = []
+    setting = summary["setting"]
+    if setting["fit_error"] is not None and setting["gamma"] == 0.0:
+        lines.append(
+            "the fitted gamma is 0, attention's time did not show, so plans count linear layers "
+            "only: measure longer sequences or a quieter machine, or give --gamma"
+        )
+    if summary["single_binds_steps"]:
+        lines.append(
+            f"in {summary['single_binds_steps']} of {summary['steps']} steps one sequence alone "
+            f"takes as long as its step, which no balancing on bags {setting['topology']} can "
+            "shorten: give larger bags with --topology"
+        )
+    return lines
 
 
 _ROWS = (
-    ("WIR (max/min load)", lambda arm: f"{arm['wir']:.2f}"),
+    ("workload imbalance (WIR), max/min load", lambda arm: f"{arm['wir']:.2f}"),
     ("imbalance (max/mean load)", lambda arm: f"{arm['imbalance']:.3f}"),
-    ("FBL, median", lambda arm: f"{arm['fbl_median_s']:.3f} s"),
-    ("FBL, 10% to 90%", lambda arm: "{:.3f} to {:.3f} s".format(*arm["fbl_spread_s"])),
+    ("forward and backward (FBL), median", lambda arm: f"{arm['fbl_median_s']:.3f} s"),
+    (
+        "forward and backward (FBL), 10% to 90%",
+        lambda arm: "{:.3f} to {:.3f} s".format(*arm["fbl_spread_s"]),
+    ),
     ("tokens a second", lambda arm: f"{arm['tokens_per_s']:,.0f}"),
     ("GFLOP a second", lambda arm: f"{arm['flops_per_s'] / 1e9:,.1f}"),
-    ("HFU", lambda arm: "peak unknown" if arm["hfu"] is None else f"{arm['hfu']:.1%}"),
 )

@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
+    Store,
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
@@ -122,27 +123,47 @@ def failure(group: RankGroup, collective: str, step: int, error: BaseException) 
     reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     message = (
         f"step {step}: {collective} failed on group {group.name!r} of ranks {list(group.ranks)} "
-        f"({roll_call(group, step)}): {reason}"
+        f"({roll_call(group, collective, step)}): {reason}"
     )
     logger.error("%s", message)
     return CommError(message)
 
 
-def roll_call(group: RankGroup, step: int) -> str:
-    """Who else noticed: each survivor signs in the store and waits a moment for the others."""
-    keys = [f"bascule/failed/{step}/{rank}" for rank in group.ranks]
+def roll_call(group: RankGroup, collective: str, step: int) -> str:
+    """Who else noticed, and where: each survivor signs in the store and waits a moment."""
+    own = dist.get_rank()
     try:
         store = _get_default_store()
-        store.set(keys[group.rank], "1")
-        deadline = time.monotonic() + ROLL_CALL_S
-        while True:
-            missing = [
-                rank for rank, key in zip(group.ranks, keys, strict=True) if not store.check([key])
-            ]
-            if not missing:
-                return "every rank reported the failure"
-            if time.monotonic() > deadline:
-                return f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s"
-            time.sleep(0.05)
+        store.set(f"bascule/failed/{step}/{own}", collective)
+        store.set(f"bascule/last_failed/{own}", f"step {step}: {collective}")
+        missing = _missing(store, group, step)
+        elsewhere = _elsewhere(store, group, collective, step)
     except (RuntimeError, ValueError) as error:
         return f"no roll call, the store is gone with its host: {type(error).__name__}"
+    said = "every rank reported the failure"
+    if missing:
+        said = f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s"
+    return "; ".join([said, *elsewhere])
+
+
+def _missing(store: Store, group: RankGroup, step: int) -> list[int]:
+    """The ranks that did not sign for this step in time."""
+    deadline = time.monotonic() + ROLL_CALL_S
+    while True:
+        missing = [
+            rank for rank in group.ranks if not store.check([f"bascule/failed/{step}/{rank}"])
+        ]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(0.05)
+
+
+def _elsewhere(store: Store, group: RankGroup, collective: str, step: int) -> list[str]:
+    """Where the ranks that last reported from another collective or step did so."""
+    here, elsewhere = f"step {step}: {collective}", list[str]()
+    for rank in group.ranks:
+        key = f"bascule/last_failed/{rank}"
+        last = store.get(key).decode() if store.check([key]) else here
+        if last != here:
+            elsewhere.append(f"rank {rank} last failed in {last}")
+    return elsewhere

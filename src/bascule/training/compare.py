@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,18 +12,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bascule.attention.parallel import SequenceParallel, Step
-from bascule.comm.groups import RankGroup, member_of, resolve
+from bascule.comm.groups import RankGroup, member_of, reporting, resolve
 from bascule.data.photos import PhotoStream
 from bascule.data.streams import SampleBatch, SampleStream, SyntheticStream
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
-from bascule.plan.cost import FLOPS_PER_UNIT, TransformerCost
+from bascule.plan.cost import FLOPS_PER_UNIT, Cost, TransformerCost
+from bascule.plan.sequences import Plan
 from bascule.training.arms import Arm, balanced, build_model, unbalanced
 from bascule.training.flow import FlowBatch
 from bascule.training.measure import measure_cost
 from bascule.training.options import BenchOptions
 
 _NUM_PROBES = 5
+_EVEN = 1.01  # up to this max/mean load, nobody waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class StepRecord:
         seconds_unbalanced: Forward and backward of the slowest rank.
         seconds_balanced: Likewise, planning and exchanges included.
         plan: Metrics of the plan, with "total_tokens", "forward_flops" and "sent_bytes" of all
-            ranks.
+            ranks, and whether a "single_binds" (see `single_binds`).
     """
 
     step: int
@@ -129,17 +132,18 @@ class Comparison:
             order = (0, 1) if step % 2 == 0 else (1, 0)
             results = {}
             for arm in order:
-                dist.barrier()
+                with reporting(self.group, "barrier (before a measured step)", step + 1):
+                    dist.barrier()
                 results[arm] = self.arms[arm].step(flow)
             step_of = results[1].exchange
             assert isinstance(step_of, Step)
-            seconds = self._slowest(results[0].seconds, results[1].seconds)
+            seconds = self._slowest(step_of, results[0].seconds, results[1].seconds)
             plan = step_of.metrics() | self._totals(step_of)
             record = StepRecord(
                 step=step - self.options.warmup,
                 loss_unbalanced=results[0].loss,
                 loss_balanced=results[1].loss,
-                grad_difference=self._grad_difference(),
+                grad_difference=self._grad_difference(step_of),
                 seconds_unbalanced=seconds[0],
                 seconds_balanced=seconds[1],
                 plan=plan,
@@ -148,13 +152,13 @@ class Comparison:
                 yield record
 
     def _totals(self, step: Step) -> dict[str, Any]:
-        sent = torch.tensor([step.sent_bytes])
-        dist.all_reduce(sent)
+        sent = self._reduced(torch.tensor([step.sent_bytes]), "sent bytes", step.number)
         plain = replace(self.cost, gamma=1.0)
         return {
             "total_tokens": int(step.plan.seq_lens.sum()),
             "forward_flops": float(plain(step.plan.seq_lens).sum()) * FLOPS_PER_UNIT,
             "sent_bytes": int(sent),
+            "single_binds": single_binds(step.plan, self.cost),
         }
 
     def _batch(self, step: int) -> SampleBatch:
@@ -164,7 +168,7 @@ class Comparison:
             batch = self.stream.batch(step)
         except (ConfigError, OSError) as met:
             error = met
-        self.parallel.agree_on_error("loading a batch", error, step)
+        self.parallel.agree_on_error("loading a batch", error, step + 1)
         assert batch is not None
         return batch
 
@@ -184,23 +188,32 @@ class Comparison:
 
     def _longest(self, step: int) -> int:
         longest = torch.tensor([max(self.stream.batch(step).seq_lens, default=0), 256])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-        return int(longest.max())
+        return int(self._reduced(longest, "longest sequence", 0, dist.ReduceOp.MAX).max())
 
-    def _slowest(self, *seconds: float) -> list[float]:
+    def _slowest(self, step: Step, *seconds: float) -> list[float]:
         slowest = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.tolist()
+        return self._reduced(slowest, "seconds", step.number, dist.ReduceOp.MAX).tolist()
+
+    def _reduced(
+        self,
+        numbers: torch.Tensor,
+        what: str,
+        step: int,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> torch.Tensor:
+        with reporting(self.group, f"all_reduce ({what})", step):
+            dist.all_reduce(numbers, op=op)
+        return numbers
 
     @torch.no_grad()
-    def _grad_difference(self) -> float:
+    def _grad_difference(self, step: Step) -> float:
         squares = torch.zeros(2, dtype=torch.float64)
         models = (arm.model.parameters() for arm in self.arms)
         for a, b in zip(*models, strict=True):
             reference, other = _local_grad(a), _local_grad(b)
             squares[0] += (reference - other).square().sum().cpu()
             squares[1] += reference.square().sum().cpu()
-        dist.all_reduce(squares)
+        squares = self._reduced(squares, "gradient norms", step.number)
         return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())
 
 
@@ -253,6 +266,16 @@ def model_config(options: BenchOptions, stream: SampleStream) -> MMDiTConfig:
     )
 
 
+def single_binds(plan: Plan, cost: Cost) -> bool:
+    """Whether one sequence, on a bag that is not the whole world, alone takes the makespan.
+
+    Then no placement on these bags ends earlier; larger bags would, since other ranks wait.
+    """
+    sizes = plan.topology.bag_sizes[plan.bag_of]
+    longest = np.max(cost(plan.seq_lens) / sizes, initial=0.0)
+    return plan.imbalance > _EVEN and bool(longest >= plan.makespan * (1 - 1e-9))
+
+
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 peak of one device by its maker's data sheet, if known."""
     known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -283,7 +306,10 @@ def summarize(records: list[StepRecord], setting: Setting, options: BenchOptions
 
     return {
         "setting": asdict(setting),
-        "options": {name: str(value) for name, value in asdict(options).items()},
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(options).items()
+        },
         "steps": len(records),
         "unbalanced": arm(unbalanced_s, "_unbalanced"),
         "balanced": arm(balanced_s, ""),
@@ -291,6 +317,7 @@ def summarize(records: list[StepRecord], setting: Setting, options: BenchOptions
         "measured_ratio_spread": [
             float(q) for q in np.quantile(unbalanced_s / balanced_s, (0.1, 0.9))
         ],
+        "single_binds_steps": sum(record.plan["single_binds"] for record in records),
         "predicted_ratio": float(before.sum() / after.sum()),
         "loss_first": losses[0].tolist(),
         "loss_last": losses[-1].tolist(),

@@ -21,6 +21,11 @@ def in_a_job() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def device_type() -> str:
+    """What ranks compute on here, by torch's name."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def default_num_ranks() -> int:
     """As many local ranks as GPUs, else as physical cores (torch's default number of threads)."""
     return torch.cuda.device_count() or torch.get_num_threads()
@@ -52,7 +57,7 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cpu")
     backend = "gloo"
-    if torch.cuda.is_available():
+    if device_type() == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bascule.attention.kernels import PackedSequences, select_kernel
+from bascule.comm.groups import member_of, reporting, resolve
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig
 from bascule.plan.cost import TransformerCost
 from bascule.plan.fit import fit_latency
@@ -53,7 +54,8 @@ def measure_cost(
         ],
         dtype=torch.float64,
     )
-    dist.all_reduce(seconds)
+    with reporting(member_of(resolve(None), "data"), "all_reduce (measured seconds)", 0):
+        dist.all_reduce(seconds)
     seconds /= dist.get_world_size()
     fitted = fit_latency(seq_lens, seconds.numpy(), config.d_model)
     return replace(fitted, num_layers=num_blocks)

@@ -1,0 +1,53 @@
+"""The examples, as a user starts them; the README quotes them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_toy_dit.py"
+
+
+def run_example(topology: str) -> list[tuple[float, float, float]]:
+    """Loss, imbalance with and imbalance without balancing of each step, on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(EXAMPLE), topology],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    line = re.compile(r"step \d+: loss ([\d.]+), imbalance .* ([\d.]+) instead of ([\d.]+)")
+    return [(float(a), float(b), float(c)) for a, b, c in line.findall(done.stdout)]
+
+
+@pytest.mark.slow
+def test_the_example_trains_alike_on_all_bags() -> None:
+    single, shared = run_example("g1n2"), run_example("g2n1")
+    losses = [loss for loss, _, _ in single]
+    assert len(losses) == 20
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
+    assert all(after < before for _, after, before in single)
+    for (ours, after, _), (theirs, even, _) in zip(single, shared, strict=True):
+        assert abs(ours - theirs) < 1e-3 * ours
+        assert even == 1.0 <= after
+
+
+def test_the_readme_quotes_the_example() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = readme.split("## Balance a training step")[1].split("\n## ")[0]
+    quoted = section.split("```python\n")[1].split("```")[0]
+    lines = set(code_lines(EXAMPLE.read_text()))
+    assert [line for line in code_lines(quoted) if line not in lines] == []
+
+
+def code_lines(text: str) -> list[str]:
+    """Lines without comments and indentation, and no empty ones."""
+    lines = (line.split("  #")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]

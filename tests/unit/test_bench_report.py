@@ -1,0 +1,43 @@
+"""What `bascule bench` warns of, without ranks."""
+
+import pytest
+
+from bascule import TransformerCost, plan_batch
+from bascule.cli.bench import warnings
+from bascule.training.compare import single_binds
+
+COST = TransformerCost(64)
+
+
+@pytest.mark.parametrize(
+    ("lens", "topology", "binds"),
+    [
+        ([[1000], [10]], "g1n2", True),
+        ([[1000], [10], []], "g1n1+g2n1", True),
+        ([[1000, 500], [500, 10]], "g1n2", True),
+        ([[500, 500, 10], [10]], "g1n2", False),
+        ([[1000], [1000]], "g1n2", False),  # nobody waits
+        ([[1000], []], "g2n1", False),  # there are no larger bags
+        ([[0], []], "g1n2", False),
+        ([[], []], "g1n2", False),
+    ],
+)
+def test_a_single_sequence_binds(lens: list[list[int]], topology: str, binds: bool) -> None:
+    assert single_binds(plan_batch(lens, topology, COST), COST) is binds
+
+
+@pytest.mark.parametrize(
+    ("gamma", "fit_error", "num_steps", "said"),
+    [
+        (0.4, 0.1, 0, []),
+        (0.0, 0.1, 0, ["gamma is 0"]),
+        (0.0, None, 0, []),  # the user gave it
+        (0.4, 0.1, 2, ["in 2 of 5 steps"]),
+        (0.0, 0.1, 5, ["gamma is 0", "in 5 of 5 steps"]),
+    ],
+)
+def test_warnings(gamma: float, fit_error: float | None, num_steps: int, said: list[str]) -> None:
+    setting = {"gamma": gamma, "fit_error": fit_error, "topology": "g1n2"}
+    lines = warnings({"setting": setting, "steps": 5, "single_binds_steps": num_steps})
+    assert len(lines) == len(said)
+    assert all(part in line and "\n" not in line for part, line in zip(said, lines, strict=True))
