@@ -132,6 +132,19 @@ def test_the_node_tolerance_holds_by_default() -> None:
     assert left[0] < left[1]
 
 
+@pytest.mark.parametrize("spec", ["g1n8+g8n1", "g2n4+g8n1", "g1n4+g4n3"])
+def test_a_tolerance_saves_tokens_on_bags_of_several_kinds(spec: str) -> None:
+    cluster = Cluster(2, 8, 1e12, 1e9, 1e9, 1e8, 0.0)
+    saved = np.zeros(2)
+    for seed in range(5):
+        batch = random_batch(seed, 16, most=16)
+        best = plan_batch(batch, spec, COST, cluster=cluster, home_tolerance=0.0)
+        near = plan_batch(batch, spec, COST, cluster=cluster, home_tolerance=0.02)
+        assert near.makespan <= best.makespan * (1.02 + 2e-4)
+        saved += leaving_node(best, 8) - leaving_node(near, 8), best.moved_tokens
+    assert saved[0] > 0.1 * saved[1]
+
+
 def test_limits_hold_at_home_too() -> None:
     batch = [[900, 900], [100], [100], [100]]
     limits = Limits(tokens=1000)

@@ -8,7 +8,7 @@ import pytest
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan._problem import build_problem
-from bascule.plan._starts import by_speed, longest_first
+from bascule.plan._starts import by_speed, longest_first, topped_up
 from bascule.plan.bounds import (
     counting_bound,
     crowding_bound,
@@ -130,6 +130,18 @@ def test_many_different_speeds_follow_the_same_rule_as_few(fill_first: bool):
         rank = np.where(fits, loads / speeds, np.inf) if fits.any() else ends
         assert bin_of[item] == np.argmin(rank)
         loads[bin_of[item]] += costs[item]
+
+
+def test_slow_bins_are_filled_by_pairs():
+    costs, speeds = [10.0, 9.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0], [1.0, 1.0, 3.0]
+    problem = problem_of(costs, speeds)
+    (bin_of,) = topped_up(problem, longest_first(problem), 7.0 / problem.unit)
+    assert np.bincount(bin_of, weights=costs).tolist() == [7.0, 7.0, 21.0]
+
+
+def test_the_default_tolerance_is_kept_on_mixed_bins():
+    costs = np.random.default_rng(0).lognormal(size=100)
+    assert assign(costs, speeds=[1.0] * 8 + [8.0] * 3).gap <= 5e-4
 
 
 def test_the_result_is_frozen_and_repeats():

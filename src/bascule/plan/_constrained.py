@@ -20,6 +20,7 @@ from bascule.plan._refine import (
     bin_groups,
     make_exchanges,
     match_bins,
+    sample,
     split_groups,
 )
 
@@ -28,6 +29,9 @@ _MAX_ROUNDS = 256
 
 _MAX_OPTIONS = 1 << 14
 """Step budget of a round, in exchanges scored."""
+
+_MAX_SINGLES = 128
+"""Most items of a bin that are tried one by one in a round; of more, an even sample by work."""
 
 _PENALTY = 1e6
 """Score of any excess, and of an excess of 1 limit; far above all wishes."""
@@ -111,6 +115,8 @@ def constrain(problem: Problem, bin_of: Ints, target: float, homes: Homes | None
         if pairing is None:
             break
         groups = bin_groups(state, pairing, in_twos=depth > 1)
+        if depth < 2:
+            groups = groups.take(sample(groups.slot, _MAX_SINGLES))
         given, offered = split_groups(groups, pairing.late.size)
         offers, before = _search(view, state, target, pairing, given, offered)
         if make_exchanges(state, pairing, given, offered, offers, before):
@@ -231,17 +237,21 @@ def _score(view: _View, state: State, target: float, pairing: Pairing, options: 
     """Excess of both bins first; then the later completion, or the weight away from home."""
     late = pairing.late[options.given.slot][options.give]
     early = pairing.early.ravel()[options.slot]
-    sizes, counts = _totals(view, state)
     work = options.delta(state.work)
-    size, count = options.delta(view.sizes), options.delta(np.ones_like(state.work))
     late_load, early_load = state.loads[late] - work, state.loads[early] + work
-    excess = view.excess(late, late_load, sizes[late] - size, counts[late] - count)
-    excess += view.excess(early, early_load, sizes[early] + size, counts[early] + count)
+    late_size = early_size = late_count = early_count = np.zeros(1)
+    if view.problem.limited:
+        sizes, counts = _totals(view, state)
+        size, count = options.delta(view.sizes), options.delta(np.ones_like(state.work))
+        late_size, early_size = sizes[late] - size, sizes[early] + size
+        late_count, early_count = counts[late] - count, counts[early] + count
+    excess = view.excess(late, late_load, late_size, late_count)
+    excess += view.excess(early, early_load, early_size, early_count)
     if view.homes is None:
         speeds = view.problem.speeds
         wish = np.maximum(late_load / speeds[late], early_load / speeds[early]) / target
     else:
-        wish = _newly_away(view.homes, options, late, early)
+        wish = _newly_away(view.homes, pairing, options, late, early)
     return np.where(excess > 0.0, _PENALTY * (1.0 + excess), 0.0) + wish
 
 
@@ -253,17 +263,23 @@ def _score_before(view: _View, state: State, target: float, late: Ints) -> Float
     return np.where(excess > 0.0, _PENALTY * (1.0 + excess), times)
 
 
-def _newly_away(homes: Homes, options: _Options, late: Ints, early: Ints) -> Floats:
+def _newly_away(
+    homes: Homes, pairing: Pairing, options: _Options, late: Ints, early: Ints
+) -> Floats:
     """Change of the share of all weight that is away from home, per option."""
     change = np.zeros(late.size)
-    for groups, index, source, destination in (
-        (options.given, options.give, late, early),
-        (options.offered, options.taken, early, late),
+    for groups, index, sources, destination in (
+        (options.given, options.give, pairing.late, early),
+        (options.offered, options.taken, pairing.early.ravel(), late),
     ):
         for members in (groups.first, groups.second):
-            if not members.size:
+            real = members >= 0
+            if not real.any():
                 continue
-            item = np.where(index < 0, -1, members[index])
-            home, weight = homes.bins[item], np.where(item < 0, 0.0, homes.weights[item])
-            change += weight * (home == source) - weight * (home == destination)
+            # One more entry, at -1: no item, which weighs nothing.
+            home = np.append(np.where(real, homes.bins[members], -1), -1)
+            weight = np.append(np.where(real, homes.weights[members], 0.0), 0.0)
+            leaves = weight * (home == np.append(sources[groups.slot], -2))
+            change += leaves[index]
+            change -= weight[index] * (home[index] == destination)
     return change / max(float(homes.weights.sum()), 1e-300)

@@ -13,9 +13,9 @@ _MAX_RELABELLED = 1024
 def bring_home(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
     """Move items home without passing the ceiling or a limit.
 
-    Two answers are built, and the one with less weight away is kept: the given one, with equal
-    bins relabelled to where their items come from; and everything at home, repaired by the
-    exchanges that move least. Both then pull home whatever fits. O(n log n) without the repair.
+    Everything at home, repaired by the exchanges that move least, is the best where it succeeds.
+    Otherwise the given answer is, or the same with equal bins relabelled to where their items come
+    from. What fits is then pulled home. O(n log n) without the repair.
 
     Args:
         problem: Items, bins and limits.
@@ -23,14 +23,12 @@ def bring_home(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
         homes: Preferred bins, the weights, and the ceiling.
     """
     start = np.where(homes.bins >= 0, homes.bins, bin_of)
-    candidates = [
-        bin_of,
-        _relabel(problem, bin_of, homes),
-        constrain(problem, start, homes.ceiling, homes),
-    ]
-    pulled = [_pull(problem, candidate, homes) for candidate in candidates]
-    legal = [p for p in pulled if _within(problem, p, homes)]
-    return min(legal, key=homes.away, default=bin_of)
+    relabelled = _relabel(problem, bin_of, homes)
+    repaired = _pull(problem, constrain(problem, start, homes.ceiling, homes), homes)
+    candidates = [bin_of, relabelled, repaired]
+    if not _within(problem, repaired, homes):
+        candidates = [_pull(problem, candidate, homes) for candidate in candidates[:2]]
+    return min(candidates, key=homes.away)
 
 
 def _within(problem: Problem, bin_of: Ints, homes: Homes) -> bool:

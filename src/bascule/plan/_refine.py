@@ -97,10 +97,9 @@ class State:
     def move(self, items: Ints, bins: Ints) -> None:
         """Move each item to a bin; entries of -1 are skipped."""
         real = items >= 0
-        items, bins = items[real], bins[real]
-        np.subtract.at(self.loads, self.bin_of[items], self.work[items])
-        np.add.at(self.loads, bins, self.work[items])
-        self.bin_of[items] = bins
+        self.bin_of[items[real]] = bins[real]
+        moved = np.bincount(self.bin_of, self.work, self.loads.size)
+        self.loads = self.problem.carried_work + moved
 
 
 def refine(problem: Problem, bin_of: Ints, target: float) -> Ints:
@@ -176,7 +175,7 @@ def _in_twos(singles: Groups) -> Groups:
 
     From a bin with many items, an even sample by work is taken.
     """
-    sampled = singles.take(_sample(singles.slot))
+    sampled = singles.take(sample(singles.slot, _MAX_SAMPLED))
     counts = np.bincount(sampled.slot)
     allowed = np.cumsum(counts * (counts - 1) // 2) <= _MAX_GROUPS
     inside = sampled.take(np.flatnonzero(allowed[sampled.slot]))
@@ -194,12 +193,12 @@ def _in_twos(singles: Groups) -> Groups:
     return Groups(slot, work, first, second).take(order)
 
 
-def _sample(slot: Ints) -> Ints:
-    """Indices of at most ``_MAX_SAMPLED`` evenly spaced entries of each slot; slots ascend."""
+def sample(slot: Ints, most: int) -> Ints:
+    """Indices of at most ``most`` evenly spaced entries of each slot; slots ascend."""
     counts = np.bincount(slot)
     within = np.arange(slot.size) - (np.cumsum(counts) - counts)[slot]
-    span = np.maximum(counts, _MAX_SAMPLED)[slot]
-    return np.flatnonzero(within * _MAX_SAMPLED // span != (within - 1) * _MAX_SAMPLED // span)
+    span = np.maximum(counts, most)[slot]
+    return np.flatnonzero(within * most // span != (within - 1) * most // span)
 
 
 def _exchange(state: State, pairing: Pairing, groups: Groups) -> int:
@@ -239,14 +238,12 @@ def make_exchanges(
     chosen = np.empty_like(lanes)
     chosen[given.slot[hits]] = hits  # of several hits in a slot the last written, first one stays
     chosen = chosen[improved]
-    early = pairing.early[offers.row[chosen], improved]
     taken = offers.taken[chosen]
-    state.move(given.first[chosen], early)
-    state.move(given.second[chosen], early)
     some = taken >= 0
+    early = pairing.early[offers.row[chosen], improved]
     late, taken = pairing.late[improved][some], taken[some]
-    state.move(offered.first[taken], late)
-    state.move(offered.second[taken], late)
+    parts = (given.first[chosen], given.second[chosen], offered.first[taken], offered.second[taken])
+    state.move(np.concatenate(parts), np.concatenate((early, early, late, late)))
     return True
 
 

@@ -14,8 +14,8 @@ from bascule.plan._problem import Floats, Ints, Problem
 _MANY_BINS = 48
 """From here on, rounds of numpy beat a heap."""
 
-_MANY_SPEEDS = 12
-"""From here on, a numpy minimum over all bins beats a heap per speed."""
+_MAX_PAIRED = 1 << 15
+"""Most slow bins times items that are filled by pairs."""
 
 
 def longest_first(problem: Problem) -> Ints:
@@ -44,14 +44,69 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
             whose remaining share of the total work holds the item, the one that is filled least;
             if there is none, the one that completes the item first.
     """
-    speeds = np.unique(problem.speeds)
     ceiling = float((problem.work.sum() + problem.carried_work.sum()) / problem.speeds.sum())
-    if not fill_first:
-        ceiling = -1.0
-    place = _speed_heaps if speeds.size < _MANY_SPEEDS else _all_bins
     bin_of = np.empty(problem.num_items, dtype=np.int64)
-    bin_of[problem.order] = place(problem, speeds, ceiling)
+    bin_of[problem.order] = _fill_first(problem, ceiling) if fill_first else _longest_first(problem)
     return bin_of
+
+
+def topped_up(problem: Problem, start: Ints, target: float) -> list[Ints]:
+    """Fill the slow bins as if they were knapsacks; the fastest bins level what is left, by LPT.
+
+    Each bin below the top speed gives back its two shortest items of ``start`` and takes the pair,
+    of these and of what lies on the fastest bins, that fills it best until ``target``. Few items on
+    a slow bin leave much room for error, many on a fast one little. Nothing if too large.
+    O(k n log n) for k slow bins.
+    """
+    fast = problem.speeds == problem.speeds.max()
+    slow = np.flatnonzero(~fast)
+    if slow.size * problem.num_items > _MAX_PAIRED:
+        return []
+    ascending = problem.order[::-1]
+    bins, work = start[ascending], problem.work[ascending]
+    by_bin = np.argsort(bins, kind="stable")
+    counts = np.bincount(bins, minlength=fast.size)
+    place = np.empty_like(by_bin)
+    place[by_bin] = np.arange(by_bin.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    free = fast[bins] | (place < 2)
+    pool = np.flatnonzero(free)
+    bins[free] = -1
+    loads = problem.carried_work + np.bincount(bins + 1, work, fast.size + 1)[1:]
+    pairs = _best_pairs(np.append(0.0, work[pool]), target * problem.speeds[slow] - loads[slow])
+    for one, two, lane in pairs:
+        bins[pool[[index - 1 for index in (one, two) if index]]] = slow[lane]
+    rest = np.flatnonzero(bins < 0)[::-1]
+    fastest = np.flatnonzero(fast)
+    bins[rest] = fastest[_heap(work[rest], loads[fastest])]
+    bin_of = np.empty_like(bins)
+    bin_of[ascending] = bins
+    return [bin_of]
+
+
+def _best_pairs(work: Floats, room: Floats) -> list[tuple[int, int, int]]:
+    """In each room in turn, the two free items of ascending ``work`` that leave least of it.
+
+    Item 0 is no item: it costs nothing, and any number of rooms may have it.
+
+    Returns:
+        Pairs of items, and the room.
+    """
+    wanted = room[:, None] - work
+    partner = np.searchsorted(work, wanted, side="right") - 1
+    np.minimum(partner, np.arange(work.size) - 1, out=partner)
+    left = wanted - work[partner]
+    left[(partner < 0) | (left < 0.0)] = np.inf
+    pairs: list[tuple[int, int, int]] = []
+    free = np.ones(work.size, dtype=bool)
+    for lane, partners in enumerate(partner):
+        gaps = np.where(free & free[partners], left[lane], np.inf)
+        one = int(gaps.argmin())
+        if gaps[one] < np.inf:
+            two = int(partners[one])
+            pairs.append((one, two, lane))
+            free[[one, two]] = False
+            free[0] = True
+    return pairs
 
 
 def _identical_bins(work: Floats, loads: Floats) -> Ints:
@@ -93,14 +148,25 @@ def _heap(work: Floats, loads: Floats) -> Ints:
     return np.array(taken, dtype=np.int64)
 
 
-def _speed_heaps(problem: Problem, speeds: Floats, ceiling: float) -> list[int]:
-    """Bins in the order of the items; ``ceiling`` is the time up to which bins fill by load."""
-    lanes: list[tuple[float, list[tuple[float, int]]]] = []
-    for speed in speeds.tolist():
-        bins = np.flatnonzero(problem.speeds == speed)
-        heap = list(zip(problem.carried_work[bins].tolist(), bins.tolist(), strict=True))
-        heapify(heap)
-        lanes.append((speed, heap))
+def _longest_first(problem: Problem) -> list[int]:
+    """Bins in the order of the items: each where it ends first, ties to the lowest index."""
+    lanes = _lanes(problem)
+    taken: list[int] = []
+    for work in problem.work[problem.order].tolist():
+        chosen, least, first = lanes[0][1], np.inf, -1
+        for speed, heap in lanes:
+            load, index = heap[0]
+            end = (load + work) / speed
+            if end < least or (end == least and index < first):
+                chosen, least, first = heap, end, index
+        heapreplace(chosen, (chosen[0][0] + work, first))
+        taken.append(first)
+    return taken
+
+
+def _fill_first(problem: Problem, ceiling: float) -> list[int]:
+    """The same, but where an item ends by ``ceiling``, the bin that is filled least."""
+    lanes = _lanes(problem)
     taken: list[int] = []
     for work in problem.work[problem.order].tolist():
         chosen, least, first, fitting = lanes[0][1], np.inf, -1, False
@@ -120,18 +186,12 @@ def _speed_heaps(problem: Problem, speeds: Floats, ceiling: float) -> list[int]:
     return taken
 
 
-def _all_bins(problem: Problem, speeds: Floats, ceiling: float) -> list[int]:
-    """The same with a minimum over all bins per item; for many different speeds."""
-    del speeds
-    loads = problem.carried_work.copy()
-    taken: list[int] = []
-    for work in problem.work[problem.order].tolist():
-        ends = (loads + work) / problem.speeds
-        fits = ends <= ceiling
-        if fits.any():
-            index = int(np.where(fits, loads / problem.speeds, np.inf).argmin())
-        else:
-            index = int(ends.argmin())
-        loads[index] += work
-        taken.append(index)
-    return taken
+def _lanes(problem: Problem) -> list[tuple[float, list[tuple[float, int]]]]:
+    """Per speed, a heap of the loads and indices of its bins."""
+    heaps: dict[float, list[tuple[float, int]]] = {}
+    bins = zip(problem.speeds.tolist(), problem.carried_work.tolist(), strict=True)
+    for index, (speed, load) in enumerate(bins):
+        heaps.setdefault(speed, []).append((load, index))
+    for heap in heaps.values():
+        heapify(heap)
+    return sorted(heaps.items())

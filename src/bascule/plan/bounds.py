@@ -197,8 +197,11 @@ def _best_times(problem: Problem, among: np.ndarray) -> Floats:
     """Earliest completion of each item, alone, on the bins ``among`` that can hold its size."""
     best = np.full(problem.num_items, np.inf)
     limits = np.full(problem.num_bins, np.inf) if problem.capacity is None else problem.capacity
-    kinds = np.unique(np.stack([problem.speeds, limits])[:, among], axis=1)
-    for speed, limit in kinds.T:
+    if problem.capacity is None:
+        kinds = [(speed, np.inf) for speed in np.unique(problem.speeds[among])]
+    else:
+        kinds = np.unique(np.stack([problem.speeds, limits])[:, among], axis=1).T
+    for speed, limit in kinds:
         alike = among & (problem.speeds == speed) & (limits == limit)
         times = problem.carried[alike].min() + problem.costs / speed
         if problem.sizes is not None and problem.capacity is not None:

@@ -5,7 +5,7 @@ bag takes the place where most of its tokens are at home already. Within a toler
 then also stay although another bag is emptier.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from bascule.plan.cluster import Cluster
 from bascule.plan.layout import Ints
 from bascule.plan.limits import Limits
-from bascule.plan.pricing import Decision, Prices
+from bascule.plan.pricing import Decision, Prices, decide
 from bascule.plan.solver import assign
 from bascule.plan.topology import Topology
 
@@ -61,14 +61,23 @@ class Source:
 
     def away(self, bag_of: Ints) -> tuple[float, float]:
         """Tokens that leave their node, and tokens that leave their rank (up to remainders)."""
-        sizes = self.topology.bag_sizes[bag_of]
-        at_home = np.where(self.home == bag_of, self.lens / sizes, 0.0).sum()
-        nodes = 0.0
+        nodes, ranks = self._leaving(bag_of)
+        return float(nodes.sum()), float(ranks.sum())
+
+    def away_each(self, bag_of: Ints) -> Floats:
+        """(num_seqs,) tokens that leave their node; those that leave their rank break ties."""
+        nodes, ranks = self._leaving(bag_of)
+        return nodes + ranks / (2.0 * self.lens.sum() + 1.0)
+
+    def _leaving(self, bag_of: Ints) -> tuple[Floats, Floats]:
+        ranks = np.where(
+            self.home == bag_of, self.lens - self.lens / self.topology.bag_sizes[bag_of], self.lens
+        )
+        nodes = np.zeros(self.lens.size)
         if self.cluster is not None:
             share = node_shares(self.topology, self.cluster)
-            stay = share[bag_of, self.ranks // self.cluster.ranks_per_node]
-            nodes = float((self.lens * (1.0 - stay)).sum())
-        return nodes, float(self.lens.sum() - at_home)
+            nodes = self.lens * (1.0 - share[bag_of, self.ranks // self.cluster.ranks_per_node])
+        return nodes, ranks.astype(np.float64)
 
 
 def node_shares(topology: Topology, cluster: Cluster) -> Floats:
@@ -197,11 +206,42 @@ def _stay(
     bag_of: Ints, prices: Prices, source: Source, limits: Limits | None, ceiling: float
 ) -> Ints | None:
     """Sequences at home as far as the ceiling allows; None if nothing was found."""
-    if prices.work.shape[0] > 1:
-        return None
-    if source.lens.size <= _MAX_SEARCHED:
+    few = source.lens.size <= _MAX_SEARCHED
+    if few and prices.work.shape[0] == 1:
         return _stay_exactly(bag_of, prices, source, limits, ceiling)
-    return _stay_mostly(prices, source, ceiling) if limits is None or limits == Limits() else None
+    if limits is not None and limits != Limits():
+        return None
+    if few:
+        return _pulled(relabel(bag_of, prices, source), prices, source, ceiling)
+    return _stay_mostly(prices, source, ceiling)
+
+
+def _pulled(bag_of: Ints, prices: Prices, source: Source, ceiling: float) -> Ints:
+    """Longest first, each sequence makes the move or swap at true prices that saves most tokens.
+
+    O(num_seqs * (num_seqs + num_bags)); for bags of several kinds.
+    """
+    num_bags, every = prices.sizes.size, np.arange(bag_of.size)
+    away = np.stack([source.away_each(np.full(bag_of.size, bag)) for bag in range(num_bags)])
+    times = prices.work[prices.kinds] / prices.sizes[:, None]
+    bag_of, loads = bag_of.copy(), prices.loads(bag_of)
+    for item in np.argsort(-source.lens, kind="stable").tolist():
+        here = int(bag_of[item])
+        bags = np.append(bag_of, np.arange(num_bags))  # swaps, then moves
+        gone = np.append(times[bag_of, every], np.zeros(num_bags))
+        back = np.append(times[here], np.zeros(num_bags))
+        gain = away[here, item] - away[bags, item]
+        gain[: every.size] += away[bag_of, every] - away[here]
+        left = loads[here] - times[here, item] + back
+        there = loads[bags] - gone + times[bags, item]
+        gain[(np.maximum(left, there) > ceiling) | (bags == here)] = 0.0
+        best = int(gain.argmax())
+        if gain[best] > 0.0:
+            loads[here], loads[bags[best]] = left[best], there[best]
+            bag_of[item] = bags[best]
+            if best < every.size:
+                bag_of[best] = here
+    return bag_of
 
 
 def _stay_exactly(
@@ -225,7 +265,8 @@ def _stay_mostly(prices: Prices, source: Source, ceiling: float) -> Ints | None:
 
     Long ones save most time a token moved.
     """
-    home, work = source.home, prices.work[0]
+    home = source.home
+    work = prices.work[prices.kinds[home], np.arange(home.size)]
     order = np.lexsort((work, home))
     starts = np.searchsorted(home[order], np.arange(prices.sizes.size))
     sums = np.concatenate([np.zeros(1), np.cumsum(work[order])])
@@ -235,9 +276,15 @@ def _stay_mostly(prices: Prices, source: Source, ceiling: float) -> Ints | None:
         kept = np.zeros(home.size, dtype=bool)
         kept[order] = within <= room[home[order]]
         load = np.bincount(home[kept], work[kept], prices.sizes.size) / prices.sizes
-        found = assign(work[~kept], speeds=prices.sizes, carried_loads=prices.carried + load)
+        free = replace(
+            prices,
+            lens=prices.lens[~kept],
+            work=prices.work[:, ~kept],
+            carried=prices.carried + load,
+        )
+        found = decide("lpt", free, None)
         if found.makespan <= ceiling:
             bag_of = home.copy()
-            bag_of[~kept] = found.bin_of
+            bag_of[~kept] = found.bag_of
             return bag_of
     return None

@@ -17,9 +17,14 @@ from bascule.plan._homes import bring_home
 from bascule.plan._placement import place_exactly, place_longest, place_relaxed
 from bascule.plan._problem import Ints, Problem, build_problem
 from bascule.plan._refine import refine
-from bascule.plan._starts import by_speed, longest_first
+from bascule.plan._starts import by_speed, longest_first, topped_up
 from bascule.plan.bounds import lower_bound
 from bascule.plan.limits import Limits
+
+_TOLERANCE = 1e-4
+_MIXED_TOLERANCE = 5e-4
+"""Gaps at which the search stops, for bins of equal and of different speeds: the last steps to 1e-4
+take most of the time where a few short bins must be filled exactly."""
 
 _LONG_SHARES = (0.5, 0.4, 0.3)
 """Items above this share of the fastest bin's time stay whole in a relaxation; all are tried."""
@@ -58,7 +63,7 @@ def assign(
     home: ArrayLike | None = None,
     home_tolerance: float = 0.0,
     carried_loads: ArrayLike | None = None,
-    tolerance: float = 1e-4,
+    tolerance: float | None = None,
 ) -> Assignment:
     """Assign items to bins so that the last bin completes as early as possible.
 
@@ -77,7 +82,7 @@ def assign(
         home_tolerance: By how much the makespan may pass the best one found so that fewer sizes
             (without ``sizes``: items) are away from home; 0.01 is 1 %.
         carried_loads: Completion time per bin before any item. Default: 0.
-        tolerance: Gap at which the search stops.
+        tolerance: Gap at which the search stops. Default: 1e-4; 5e-4 where speeds differ.
 
     Returns:
         The assignment and its certificate.
@@ -91,7 +96,6 @@ def assign(
         >>> plan.bin_of.tolist(), plan.makespan, plan.gap
         ([0, 1, 1, 0, 1], 10.0, 0.0)
     """
-    tolerance = _fraction("tolerance", tolerance)
     home_tolerance = _fraction("home_tolerance", home_tolerance)
     problem = build_problem(
         costs,
@@ -102,6 +106,9 @@ def assign(
         ranks_per_bin=ranks_per_bin,
         carried_loads=carried_loads,
     )
+    if tolerance is None:
+        tolerance = _TOLERANCE if problem.identical else _MIXED_TOLERANCE
+    tolerance = _fraction("tolerance", tolerance)
     bins = None if home is None else _home_bins(home, problem)
     bound = lower_bound(problem)
     bin_of = _solve(problem, bound / problem.unit * (1.0 + tolerance) if bound else np.inf)
@@ -196,7 +203,6 @@ def _within_limits(problem: Problem, target: float, ideal: Ints) -> Ints:
 
 def _repaired(problem: Problem, target: float, ideal: Ints) -> Iterator[Ints]:
     """Assignments that keep the limits or nearly so, cheapest to find first."""
-    start = place_longest(problem)
     yield constrain(problem, ideal, target)
     start = place_longest(problem)
     yield constrain(problem, start, target)
@@ -219,14 +225,15 @@ def _best(problem: Problem, target: float, candidates: Iterable[Ints]) -> Ints |
 
 
 def _unlimited(problem: Problem, target: float) -> Iterator[Ints]:
-    """Assignments that ignore the limits: the starts, then the starts refined, best first."""
+    """Assignments that ignore the limits: the starts, then the best one refined."""
     starts = [longest_first(problem)]
-    yield starts[0]
-    if not problem.identical:
+    if not problem.identical:  # also the greedy's, so that no answer is worse than it
         starts.append(by_speed(problem, fill_first=True))
-        yield starts[1]
-    for start in sorted(starts, key=problem.makespan):
-        yield refine(problem, start, target)
+    yield min(starts, key=problem.makespan)
+    if not problem.identical:
+        starts += topped_up(problem, starts[0], target)
+        yield from starts[2:]
+    yield refine(problem, min(starts, key=problem.makespan), target)
 
 
 def _missed(problem: Problem, closest: Ints) -> str:
