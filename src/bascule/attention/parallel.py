@@ -29,13 +29,12 @@ from bascule.comm.mean import global_mean
 from bascule.errors import ConfigError
 from bascule.plan import layout, metrics
 from bascule.plan.cluster import Cluster
-from bascule.plan.cost import Cost
+from bascule.plan.cost import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.sequences import Plan, check_lengths, plan_batch
 from bascule.plan.topology import Topology
 
 _FIRST_CAPACITY = 64  # sequences a rank that the first gather of lengths has room for
-_PROBE_LENGTHS = (1, 1_000, 100_000)
 
 
 class SequenceParallel:
@@ -216,7 +215,7 @@ class SequenceParallel:
         return topology
 
     def _settings(self, topology: Topology | str) -> dict[str, str]:
-        cost = _describe_cost(self.cost)
+        cost = describe_cost(self.cost)
         values = (topology, cost, self.planner, self.limits, self.cluster)
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
@@ -409,14 +408,6 @@ class Step:
 
     def _tensor(self, array: layout.Ints) -> Tensor:
         return torch.from_numpy(array).to(self._parallel.device, non_blocking=True)
-
-
-def _describe_cost(cost: Cost) -> str:
-    """Name and predictions of a cost model: equal where plans would be, also for a function."""
-    name = repr(cost) if dataclasses.is_dataclass(cost) else type(cost).__qualname__
-    return (
-        f"{name} costs {cost(np.array(_PROBE_LENGTHS)).tolist()} at {list(_PROBE_LENGTHS)} tokens"
-    )
 
 
 def _default_device(

@@ -1,7 +1,7 @@
 """What a sequence costs: FLOPs from its length, and seconds once a device was measured."""
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, is_dataclass
+from typing import Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +10,8 @@ from bascule.errors import ConfigError
 
 FLOPS_PER_UNIT = 1e12
 
+_PROBE_LENGTHS = (1, 1_000, 100_000)
+
 
 class Cost(Protocol):
     """Predicts the cost of each sequence, in a unit that stays the same within a plan."""
@@ -17,6 +19,13 @@ class Cost(Protocol):
     def __call__(self, seq_lens: npt.ArrayLike, /) -> npt.NDArray[np.float64]:
         """Costs of sequences of these many tokens; same shape as the input."""
         ...
+
+
+def describe_cost(cost: Cost) -> str:
+    """Name and predictions of a cost model: equal where plans would be, also for a function."""
+    name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__
+    probes = list(_PROBE_LENGTHS)
+    return f"{name} costs {cost(np.array(probes)).tolist()} at {probes} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +91,68 @@ class TransformerCost:
                 "fit_latency, or give seconds_per_unit"
             )
         return self(seq_lens) * self.seconds_per_unit
+
+
+@dataclass(frozen=True, slots=True)
+class IterationFit:
+    """How far the coefficients of a `PolynomialCost` can be trusted.
+
+    Args:
+        standard_errors: Of quadratic, linear, constant and overhead, in their units, from the
+            measurements alone; infinite where these leave a coefficient open.
+        unidentified: Names of the coefficients that the measurements leave open, or know no better
+            than the assumptions of the fit do. Their sum is known, their values are a choice.
+        loo_error: Relative error with which the other measurements predict one; the mean without
+            the worst tenth.
+        num_observations: Measurements that were fitted.
+        num_outliers: Those of them that the fit gave less than half of the usual weight.
+    """
+
+    standard_errors: tuple[float, float, float, float]
+    unidentified: tuple[str, ...]
+    loo_error: float
+    num_observations: int
+    num_outliers: int
+
+
+@dataclass(frozen=True, slots=True)
+class PolynomialCost:
+    """Seconds of a sequence of L tokens: `quadratic * L^2 + linear * L + constant`.
+
+    Source: LoongForge, the load of a data-parallel rank; the overhead is ours. A rank's step takes
+    the sum over its sequences, plus `overhead`, which calling this does not include: no assignment
+    of sequences changes it.
+
+    Args:
+        quadratic: Seconds per square token: attention.
+        linear: Seconds per token: linear layers, and what travels per token.
+        constant: Seconds per sequence: launches.
+        overhead: Seconds per rank and step: optimiser, gradients, data.
+        fit: How the coefficients were found, if they were fitted (`fit_iterations`).
+
+    Raises:
+        ConfigError: A coefficient is negative or not finite.
+    """
+
+    quadratic: float
+    linear: float
+    constant: float
+    overhead: float = 0.0
+    _: KW_ONLY
+    fit: IterationFit | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("quadratic", "linear", "constant", "overhead"):
+            value = getattr(self, name)
+            is_number = isinstance(value, int | float | np.integer | np.floating)
+            if isinstance(value, bool) or not is_number or not 0 <= value < np.inf:
+                raise ConfigError(f"PolynomialCost({name}={value!r}): must be finite and >= 0")
+            object.__setattr__(self, name, float(cast(float, value)))
+
+    def __call__(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        """Seconds of sequences of these many tokens, without `overhead`; same shape as the input.
+
+        In float64 from the start: the square of 46,341 tokens no longer fits an int32.
+        """
+        tokens = np.asarray(seq_lens, dtype=np.float64)
+        return tokens * (self.linear + self.quadratic * tokens) + self.constant
