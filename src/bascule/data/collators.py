@@ -1,0 +1,221 @@
+"""Fields of samples joined to one batch, and the padded batch that VLMs of transformers take.
+
+Legend of shapes: B samples; l tokens of one sample, L of the longest.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bascule.errors import ConfigError
+
+TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
+"""Fields with one row a token."""
+
+VISUAL_FIELDS = (
+    "pixel_values",
+    "image_grid_thw",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "second_per_grid_ts",
+)
+"""Fields with rows for patches, tiles, images or videos, none for a sample of text only."""
+
+Sample = Mapping[str, Any]
+
+
+def collate_padded(
+    samples: Sequence[Sample], *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
+) -> dict[str, Any]:
+    """The batch that Qwen-VL, InternVL and other models of transformers take, padded at the right.
+
+    Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0
+    (patches, tiles and grids of all samples, in their order), 0-dim tensors are stacked to (B,) and
+    plain values become lists of B. A sample without images has no visual fields, or None there;
+    in a batch of such samples there are none, and fields that are None everywhere are left out. A
+    sample that lacks a token field other than ``input_ids`` gets neutral values, as in `make_pack`.
+
+    Args:
+        samples: Tensors and plain values by name; an empty list gives a batch of shape (0, 0).
+        pad_id: Token in the padding.
+        ignore_index: Label in the padding, which adds nothing to the loss.
+        multiple_of: L is the next multiple of it.
+
+    Returns:
+        The fields of the samples, and ``attention_mask`` (1 token, 0 padding) if they have none.
+
+    Raises:
+        ConfigError: A value is out of range, a token field has another length, a field's dtype,
+            shape or kind differs between samples, some lack one that has no neutral value, or a
+            visual field is not a tensor.
+    """
+    check_int("pad_id", pad_id, 0)
+    check_int("ignore_index", ignore_index)
+    check_int("multiple_of", multiple_of, 1)
+    if not samples:
+        nothing = torch.empty(0, 0, dtype=torch.int64)
+        return {name: nothing.clone() for name in ("input_ids", "labels", "attention_mask")}
+    lens = token_lengths(samples, TOKEN_FIELDS)
+    length = -(-max(lens) // multiple_of) * multiple_of
+    if all(sample.get("attention_mask") is None for sample in samples):
+        ones = torch.ones(length, dtype=torch.int64)
+        with_masks = zip(samples, lens, strict=True)
+        samples = [{**sample, "attention_mask": ones[:n]} for sample, n in with_masks]
+    batch: dict[str, Any] = {}
+    for name in field_names(samples):
+        if all(sample.get(name) is None for sample in samples):
+            continue
+        if name in TOKEN_FIELDS:
+            parts = token_rows(name, samples, lens, ignore_index)
+            num_padding = [length - num_tokens for num_tokens in lens]
+            pads = [padding(name, parts[0], n, pad_id, ignore_index) for n in num_padding]
+            rows = zip(parts, pads, strict=True)
+            batch[name] = torch.stack([torch.cat(row) for row in rows])
+            continue
+        value = join(name, samples)[0]
+        if name not in VISUAL_FIELDS:
+            batch[name] = value
+        elif not isinstance(value, Tensor):
+            raise ConfigError(f"{name} must be a tensor for the model; use torch.as_tensor")
+        elif value.shape[:1].numel():
+            batch[name] = value
+    return batch
+
+
+def check_int(name: str, value: int, least: int | None = None, most: int | None = None) -> None:
+    """Refuse what is not an integer within the limits (ConfigError)."""
+    if isinstance(value, bool) or not isinstance(value, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{name} must be an integer, got {value!r}")
+    if least is not None and value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+    if most is not None and value > most:
+        raise ConfigError(f"{name} must be at most {most}, got {value}")
+
+
+def field_names(samples: Sequence[Sample]) -> list[str]:
+    """Names of all fields, in the order in which they first appear."""
+    return list(dict.fromkeys(name for sample in samples for name in sample))
+
+
+def token_lengths(samples: Sequence[Sample], token_fields: Sequence[str]) -> list[int]:
+    """Tokens of each sample: rows of the first of `token_fields` that it has.
+
+    Raises:
+        ConfigError: A sample has none of them, or one with another length; names both.
+    """
+    lens: list[int] = []
+    for i, sample in enumerate(samples):
+        rows = {
+            name: _num_rows(i, name, sample[name])
+            for name in token_fields
+            if sample.get(name) is not None
+        }
+        if not rows:
+            raise ConfigError(f"sample {i} has none of the token fields {', '.join(token_fields)}")
+        first, length = next(iter(rows.items()))
+        for name, num_rows in rows.items():
+            if num_rows != length:
+                raise ConfigError(
+                    f"{name} of sample {i} has {num_rows} rows, {first} has {length}; give one row "
+                    f"a token, or take {name} out of the token fields"
+                )
+        lens.append(length)
+    return lens
+
+
+def token_rows(
+    name: str, samples: Sequence[Sample], lens: Sequence[int], ignore_index: int
+) -> list[Tensor]:
+    """A token field of each sample, (L, ...); neutral values where a sample lacks it."""
+    held = _tensors(name, samples)
+    like = next(iter(held.values()), torch.empty(0, dtype=torch.int64))
+    neutral = {"labels": ignore_index, "attention_mask": 1, "token_type_ids": 0}
+    neutral["mm_token_type_ids"] = 0  # text
+    for i in range(len(samples)):
+        if i not in held and name not in neutral:
+            raise ConfigError(f"sample {i} lacks {name}, which others have; give all or none")
+    return [
+        held[i] if i in held else _filled(name, like, num_rows, neutral[name])
+        for i, num_rows in enumerate(lens)
+    ]
+
+
+def padding(name: str, like: Tensor, num_rows: int, pad_id: int, ignore_index: int) -> Tensor:
+    """Rows of a token field that stand for no token, with dtype and trailing shape of `like`."""
+    values = {"input_ids": pad_id, "labels": ignore_index}
+    return _filled(name, like, num_rows, values.get(name, 0))
+
+
+def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
+    """One value for a field that has no row a token, and the rows of each sample.
+
+    Returns:
+        Tensors with a dim concatenated, with counts; 0-dim ones stacked, or a list, without.
+
+    Raises:
+        ConfigError: Dtype, shape or kind differs between samples, or a sample lacks a 0-dim tensor.
+    """
+    if not any(isinstance(sample.get(name), Tensor) for sample in samples):
+        return [sample.get(name) for sample in samples], None
+    held = _tensors(name, samples)
+    if next(iter(held.values())).dim():
+        counts = [len(held[i]) if i in held else 0 for i in range(len(samples))]
+        return torch.cat(list(held.values())), counts
+    if len(held) < len(samples):
+        # The rows of the others would move up, to samples that are not theirs.
+        i = min(set(range(len(samples))) - held.keys())
+        raise ConfigError(f"sample {i} lacks {name}, one number in others; give it to all or none")
+    return torch.stack(list(held.values())), None
+
+
+def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
+    """Tensors of a field by sample, those that have it; one dtype and one shape behind dim 0.
+
+    torch.cat would promote dtypes and drop empty tensors of any shape without a word.
+    """
+    held: dict[int, Tensor] = {}
+    forms: dict[tuple[Any, ...], int] = {}
+    for i, sample in enumerate(samples):
+        if (value := sample.get(name)) is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{name} of sample {i} is a {type(value).__name__}, of others a tensor; use "
+                "torch.as_tensor"
+            )
+        held[i] = value
+        forms.setdefault((value.dtype, value.dim(), value.shape[1:]), i)
+    if len(forms) > 1:
+        one, other = [
+            f"{held[i].dtype} {tuple(held[i].shape)} in sample {i}" for i in forms.values()
+        ][:2]
+        raise ConfigError(
+            f"{name} is {one} and {other}; all samples need the same dtype and the same shape "
+            "behind dim 0"
+        )
+    return held
+
+
+def _num_rows(i: int, name: str, value: object) -> int:
+    if not isinstance(value, Tensor):
+        raise ConfigError(
+            f"{name} of sample {i} is a {type(value).__name__}; use torch.as_tensor, or take "
+            f"{name} out of the token fields"
+        )
+    if value.dim() == 0 or (name == "input_ids" and value.dim() > 1):
+        raise ConfigError(
+            f"{name} of sample {i} has the shape {tuple(value.shape)}, needed is (L,), one row a "
+            "token and no dim for the batch"
+        )
+    return len(value)
+
+
+def _filled(name: str, like: Tensor, num_rows: int, value: int) -> Tensor:
+    if num_rows and not like.dtype.is_floating_point and not like.dtype.is_complex:
+        limits = None if like.dtype == torch.bool else torch.iinfo(like.dtype)
+        least, most = (limits.min, limits.max) if limits else (0, 1)
+        if not least <= value <= most:
+            raise ConfigError(f"{name} is {like.dtype}, which cannot hold {value}; use torch.int64")
+    return like.new_full((num_rows, *like.shape[1:]), value if num_rows else 0)

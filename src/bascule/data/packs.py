@@ -1,0 +1,356 @@
+"""Samples side by side in one pack without padding between them, and back again, bit for bit.
+
+Legend of shapes: n samples; L tokens of one sample; T tokens of a pack; S segments of a pack, that
+is n, and one more where padding follows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bascule.data.collators import (
+    TOKEN_FIELDS,
+    Sample,
+    check_int,
+    field_names,
+    join,
+    padding,
+    token_lengths,
+    token_rows,
+)
+from bascule.errors import ConfigError
+
+_MARK = "gaps"  # every pack of `make_pack` has it, and nobody else's
+_MADE = (
+    "cu_seqlens",
+    "positions",
+    "shift_labels",
+    "first_labels",
+    "cu_items",
+    "num_samples",
+    _MARK,
+)
+_MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32, as attention kernels take it
+_GRID_FIELDS = {  # grids, patches, others with a row a grid
+    "image": ("image_grid_thw", "pixel_values", ()),
+    "video": ("video_grid_thw", "pixel_values_videos", ("second_per_grid_ts",)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """What packs look like.
+
+    Attributes:
+        tokens: Most tokens of a pack.
+        fixed: Whether every pack is padded to exactly `tokens`. The padding is a last segment of
+            its own, so that no attention reaches it.
+        pad_id: Token in the padding.
+        ignore_index: Label that adds nothing to the loss.
+        token_fields: Fields with one row a token. The first that a sample has is its length.
+
+    Raises:
+        ConfigError: A value is out of its range.
+    """
+
+    tokens: int
+    fixed: bool = False
+    pad_id: int = 0
+    ignore_index: int = -100
+    token_fields: tuple[str, ...] = TOKEN_FIELDS
+
+    def __post_init__(self) -> None:
+        check_int("tokens", self.tokens, 1, _MAX_TOKENS)
+        check_int("pad_id", self.pad_id, 0)
+        check_int("ignore_index", self.ignore_index)
+        if not isinstance(self.fixed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"fixed must be True or False, got {self.fixed!r}")
+        names = self.token_fields
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"token_fields must be a tuple of names, got {names!r}")
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"token_fields must be one or more different names, got {names!r}")
+        _refuse_made(names)
+
+
+def make_pack(samples: Sequence[Sample], pack: Pack) -> dict[str, Any]:
+    """Put samples side by side.
+
+    Token fields and other tensors with a dim are concatenated along dim 0, 0-dim tensors are
+    stacked to (n,), and plain values become lists of n (None where a sample has none). A sample
+    that lacks a concatenated field, or has None there, adds no rows; in token fields it gets
+    neutral ones: labels that are ignored, 1 in ``attention_mask``, 0 in type ids.
+
+    Models of transformers find the samples in ``position_ids`` made of ``positions``, but only
+    without ``attention_mask`` and with ``use_cache=False``; else samples attend to each other, and
+    no error says so. Qwen-VL needs (4, 1, T): ``positions``, then three of each sample alone.
+
+    Args:
+        samples: Tensors and plain values by name; any number, of any length, also 0.
+        pack: Budget and padding.
+
+    Returns:
+        The fields of the samples, and
+
+        * ``cu_seqlens`` (S + 1,) int32: where the segments begin and end.
+        * ``positions`` (T,) int64: place of a token in its segment.
+        * ``labels``: as given, but the first of each sample is ignored, for models that shift by
+          themselves: no token is asked for the first one of the next sample.
+        * ``shift_labels``: label t is label t + 1 of the same sample, the last is ignored.
+        * ``num_samples``; ``cu_items``, field to (n + 1,) int64, whose rows i to i + 1 are those of
+          sample i; ``first_labels``, what ``labels`` lost; and ``gaps``, which samples lacked a
+          field and which had None there. `unpack` needs these.
+
+        An empty list gives a pack of no tokens or, if fixed, of padding only, with ``input_ids``
+        and ``labels`` as far as they are token fields.
+
+    Raises:
+        ConfigError: More tokens than the budget, a token field of another length, a field whose
+            dtype, shape or kind differs between samples, one that some samples lack and that has
+            no neutral value, or one that has a name of those above.
+    """
+    lens = token_lengths(samples, pack.token_fields)
+    total = sum(lens)
+    if total > pack.tokens:
+        raise ConfigError(
+            f"{len(lens)} samples of together {total} tokens do not fit into a pack of "
+            f"{pack.tokens}; raise tokens to {total} or give fewer samples"
+        )
+    names = field_names(samples)
+    _refuse_made(names)
+    num_padding = pack.tokens - total if pack.fixed else 0
+    cu_samples = _cumulative(lens)
+    made: dict[str, Any] = {}
+    cu_items: dict[str, Tensor] = {}
+    gaps = {name: gap for name in names if any(gap := _gap(name, samples))}
+    for name in names:
+        if name in pack.token_fields and any(s.get(name) is not None for s in samples):
+            parts = token_rows(name, samples, lens, pack.ignore_index)
+            parts.append(padding(name, parts[0], num_padding, pack.pad_id, pack.ignore_index))
+            made[name], cu_items[name] = torch.cat(parts), cu_samples
+        else:
+            made[name], counts = join(name, samples)
+            if counts is not None:
+                cu_items[name] = _cumulative(counts)
+    if not samples:
+        made = _no_samples(num_padding, pack)
+        cu_items = dict.fromkeys(made, cu_samples)
+    if "labels" in cu_items and "labels" in pack.token_fields:
+        made |= _separate(made["labels"], cu_samples, pack.ignore_index)
+    segments = [*lens, num_padding] if num_padding else lens
+    cu_seqlens = _cumulative(segments)
+    starts = cu_seqlens[:-1].repeat_interleave(torch.tensor(segments, dtype=torch.int64))
+    return made | {
+        "cu_seqlens": cu_seqlens.int(),
+        "positions": torch.arange(total + num_padding) - starts,
+        "num_samples": len(samples),
+        "cu_items": cu_items,
+        _MARK: gaps,
+    }
+
+
+def unpack(
+    pack: Mapping[str, Any],
+    *,
+    token_fields: Sequence[str] = TOKEN_FIELDS,
+    cu_items: Mapping[str, Sequence[int] | Tensor] | None = None,
+    image_token_id: int | None = None,
+    video_token_id: int | None = None,
+    merge_size: int = 2,
+) -> list[dict[str, Any]]:
+    """Take a pack apart. The tensors of the samples are views of the pack's, except labels.
+
+    A pack of `make_pack` gives back what was packed, bit for bit, padding left out. A pack that
+    others made needs ``cu_seqlens``; each segment is a sample. A field with T rows is split like
+    the tokens, and one with n rows has one row a sample: a tensor of one dim gives 0-dim ones, of
+    more dims keeps dim 0, with size 1. None is left out.
+
+    Args:
+        pack: Tensors, arrays or lists by name.
+        token_fields: Fields of a pack of others that have T rows, also where T is n.
+        cu_items: For other fields of such a pack, n + 1 numbers: sample i has rows
+            ``cu_items[i]`` to ``cu_items[i + 1]``. An entry ``cu_items`` in the pack does the same.
+        image_token_id: The token of which ``input_ids`` holds one for each merged patch of an
+            image, as Qwen-VL does: ``image_grid_thw`` (t, h, w in patches, a row an image) and
+            ``pixel_values`` (a row a patch) are then split by counting these tokens.
+        video_token_id: The same for ``video_grid_thw`` and ``pixel_values_videos``.
+        merge_size: Patches a side that become one token.
+
+    Raises:
+        ConfigError: No valid ``cu_seqlens``, a field whose rows cannot be attributed to samples, or
+            image tokens that do not match the grids; names the field.
+    """
+    check_int("merge_size", merge_size, 1)
+    is_ours = _MARK in pack
+    bounds = _checked("cu_seqlens", pack.get("cu_seqlens"))
+    num_samples = pack["num_samples"] if is_ours else len(bounds) - 1
+    given = {**(pack.get("cu_items") or {}), **(cu_items or {})}
+    fields = {
+        name: value
+        for name, value in pack.items()
+        if value is not None and name not in (_MADE if is_ours else ("cu_seqlens", "cu_items"))
+    }
+    if is_ours and "first_labels" in pack:
+        fields["labels"] = _rejoin(fields["labels"], pack["first_labels"], given["labels"])
+    for kind, token_id in (("image", image_token_id), ("video", video_token_id)):
+        if token_id is not None and not is_ours:
+            given = _grid_items(fields, kind, bounds, token_id, merge_size) | given
+    gaps = pack.get(_MARK, {})
+    samples: list[dict[str, Any]] = [{} for _ in range(num_samples)]
+    for name, value in fields.items():
+        if name in given:
+            parts = _split(name, value, _checked(f"cu_items[{name!r}]", given[name]), is_ours)
+        elif is_ours:
+            parts = _one_each(name, value, num_samples)
+        else:
+            parts = _attribute(name, value, bounds, name in token_fields)
+        if len(parts) != num_samples:
+            raise ConfigError(
+                f"cu_items[{name!r}] is for {len(parts)} samples, the pack has {num_samples}; give "
+                f"{num_samples + 1} numbers"
+            )
+        lacking, nones = (frozenset(gap) for gap in gaps.get(name, ((), ())))
+        for i, part in enumerate(parts):
+            if i not in lacking:
+                samples[i][name] = None if i in nones else part
+    return samples
+
+
+def _no_samples(num_padding: int, pack: Pack) -> dict[str, Any]:
+    like = torch.empty(0, dtype=torch.int64)
+    return {
+        name: padding(name, like, num_padding, pack.pad_id, pack.ignore_index)
+        for name in ("input_ids", "labels")
+        if name in pack.token_fields
+    }
+
+
+def _separate(labels: Tensor, cu_samples: Tensor, ignore_index: int) -> dict[str, Tensor]:
+    """Labels with the first of each sample ignored, these first ones, and shifted labels."""
+    starts = cu_samples[:-1][cu_samples.diff() > 0]
+    ignored = padding("labels", labels[:0], max(len(starts), min(len(labels), 1)), 0, ignore_index)
+    first_labels = labels[starts]
+    labels[starts] = ignored[: len(starts)]
+    # Behind the last label of a sample stands the first of the next, or padding: ignored already.
+    shift_labels = torch.cat([labels[1:], ignored[:1]])
+    return {"labels": labels, "shift_labels": shift_labels, "first_labels": first_labels}
+
+
+def _rejoin(labels: Tensor, first_labels: Tensor, cu_labels: Tensor) -> Tensor:
+    labels = labels.clone()
+    labels[cu_labels[:-1][cu_labels.diff() > 0]] = first_labels
+    return labels
+
+
+def _cumulative(counts: Sequence[int]) -> Tensor:
+    """(n + 1,) int64, beginning with 0."""
+    return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
+
+
+def _gap(name: str, samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Samples without a field, and those that have None there."""
+    lacking = tuple(i for i, sample in enumerate(samples) if name not in sample)
+    nones = tuple(i for i, sample in enumerate(samples) if sample.get(name, 0) is None)
+    return lacking, nones
+
+
+def _refuse_made(names: Sequence[str]) -> None:
+    for name in names:
+        if name in _MADE:
+            raise ConfigError(f"{name} is what make_pack makes; drop the field or rename it")
+
+
+def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
+    """Cumulative counts as a list; ConfigError if they are none."""
+    if numbers is None:
+        raise ConfigError(f"the pack has no {what}, which says where its samples begin and end")
+    values = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
+    is_whole = not (values.dtype.is_floating_point or values.dtype.is_complex)
+    if values.dim() != 1 or not is_whole or not len(values) or values[0] != 0:
+        raise ConfigError(f"{what} must be whole numbers that begin with 0, got {numbers}")
+    if (values.long().diff() < 0).any():
+        raise ConfigError(f"{what} must not decrease, got {numbers}")
+    return values.tolist()
+
+
+def _attribute(name: str, value: Any, bounds: list[int], is_token_field: bool) -> Sequence[Any]:
+    """Parts of a field by its number of rows, in a pack that others made."""
+    num_rows, num_samples, num_tokens = _rows(name, value), len(bounds) - 1, bounds[-1]
+    if is_token_field:
+        return _split(name, value, bounds)
+    if num_rows == num_samples == num_tokens and num_samples:
+        raise ConfigError(
+            f"{name} has {num_rows} rows, and the pack as many tokens as samples, so it is unknown "
+            "which it follows; name it in token_fields, or give its rows a sample in cu_items: "
+            f"{{{name!r}: (n + 1 cumulative counts)}}"
+        )
+    if num_rows == num_tokens:
+        return _split(name, value, bounds)
+    return _one_each(name, value, num_samples)
+
+
+def _split(name: str, value: Any, bounds: list[int], may_be_longer: bool = False) -> Sequence[Any]:
+    num_rows = _rows(name, value)
+    if num_rows != bounds[-1] and not (may_be_longer and num_rows > bounds[-1]):
+        raise ConfigError(
+            f"{name} has {num_rows} rows, but its samples have {bounds[-1]} (cu_seqlens or "
+            "cu_items); the last of these numbers must be its rows"
+        )
+    return [value[start:end] for start, end in pairwise(bounds)]
+
+
+def _one_each(name: str, value: Any, num_samples: int) -> Sequence[Any]:
+    num_rows = _rows(name, value)
+    if num_rows != num_samples:
+        raise ConfigError(
+            f"{name} has {num_rows} rows, which are neither the pack's tokens nor its "
+            f"{num_samples} samples; give its rows a sample in cu_items: {{{name!r}: (n + 1 "
+            "cumulative counts)}, or image_token_id for the fields of Qwen-VL"
+        )
+    keeps_dim = not isinstance(value, list | tuple) and value.ndim > 1
+    return [value[i : i + 1] if keeps_dim else value[i] for i in range(num_samples)]
+
+
+def _rows(name: str, value: Any) -> int:
+    if isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim):
+        return len(value)
+    raise ConfigError(
+        f"{name} is one {type(value).__name__} for the whole pack and has no rows to give to "
+        "samples; drop it, or give a list with one value a sample"
+    )
+
+
+def _grid_items(
+    fields: Mapping[str, Any], kind: str, bounds: list[int], token_id: int, merge_size: int
+) -> dict[str, Tensor]:
+    """Cumulative counts of grids and of patches, from the tokens that stand for merged patches."""
+    grid_name, pixels, others = _GRID_FIELDS[kind]
+    if grid_name not in fields:
+        return {}
+    if "input_ids" not in fields:
+        raise ConfigError(f"{kind}_token_id is looked for in input_ids, which the pack lacks")
+    _split("input_ids", fields["input_ids"], bounds)
+    held = torch.as_tensor(fields["input_ids"]) == token_id
+    cu_held = torch.cat([held.new_zeros(1, dtype=torch.int64), held.cumsum(0)])[bounds]
+    patches = torch.as_tensor(fields[grid_name]).long().prod(1)
+    if (patches <= 0).any() or (patches % merge_size**2).any():
+        raise ConfigError(
+            f"{grid_name} has grids of {patches.tolist()} patches; each must be a positive "
+            f"multiple of merge_size squared, {merge_size**2}"
+        )
+    cu_patches = torch.cat([patches.new_zeros(1), patches.cumsum(0)])
+    cu_grids = torch.searchsorted(cu_patches, cu_held * merge_size**2)
+    is_met = cu_patches[cu_grids.clamp(max=len(patches))] == cu_held * merge_size**2
+    if not is_met.all() or cu_grids[-1] != len(patches):
+        wrong = int((~is_met).int().argmax()) if not is_met.all() else len(bounds) - 1
+        raise ConfigError(
+            f"{grid_name} does not match input_ids: up to sample {wrong - 1} there are "
+            f"{int(cu_held[wrong])} {kind} tokens ({token_id}), which is not where a grid ends, or "
+            f"not the last of them; grids end after {(cu_patches // merge_size**2).tolist()}"
+        )
+    return {pixels: cu_patches[cu_grids], **dict.fromkeys((grid_name, *others), cu_grids)}

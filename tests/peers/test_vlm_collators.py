@@ -1,0 +1,284 @@
+"""Batches and packs through the real VLM classes of transformers, tiny and with random weights.
+
+The loss of several samples together is the mean of their own losses, weighted by the tokens that
+each is asked for. Images differ in number and size, and every parameter is random.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from bascule.data.collators import VISUAL_FIELDS, collate_padded
+from bascule.data.packs import Pack, make_pack, unpack
+
+pytest.importorskip("transformers")
+
+VOCAB, WIDTH, IMAGE, VIDEO = 64, 32, 60, 61
+PATCH_VALUES = 3 * 2 * 4 * 4  # channels, frames and side of a Qwen patch
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+QWEN_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "tie_word_embeddings": False}
+MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
+QWENS = MODELS[:3]
+
+
+def make_model(name: str) -> Any:
+    """A tiny model in float64."""
+    import transformers as tf
+
+    make: Any
+    mrope = TEXT | {"rope_parameters": ROPE}
+    if name == "qwen2_vl":
+        vision = QWEN_VISION | {"embed_dim": 16, "hidden_size": WIDTH}
+        config = tf.Qwen2VLConfig(text_config=mrope, vision_config=vision, **IDS)
+        make = tf.Qwen2VLForConditionalGeneration
+    elif name == "qwen2_5_vl":
+        vision = QWEN_VISION | {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": WIDTH,
+        }
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        config = tf.Qwen2_5_VLConfig(text_config=mrope, vision_config=vision, **IDS)
+        make = tf.Qwen2_5_VLForConditionalGeneration
+    elif name == "qwen3_vl":
+        vision = QWEN_VISION | {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": WIDTH,
+        }
+        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        text = mrope | {"head_dim": 8}
+        config = tf.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS)
+        make = tf.Qwen3VLForConditionalGeneration
+    else:
+        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+        config = tf.InternVLConfig(
+            text_config={"model_type": "qwen2", **TEXT},
+            vision_config=vision,
+            image_token_id=IMAGE,
+            image_seq_length=4,
+            tie_word_embeddings=False,
+        )
+        make = tf.InternVLForConditionalGeneration
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    model = make(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)  # no zero that could hide a wrong image or position
+    return model
+
+
+def make_sample(
+    model: str, seed: int, images: list[tuple[int, int]], num_text: int
+) -> dict[str, Any]:
+    """Text with images; a size is rows and columns of merged patches, or of InternVL's tiles."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, tiles = [], 4 if model == "internvl" else 1
+    for rows, columns in images:
+        ids += [torch.randint(0, 50, (2,), generator=generator)]
+        ids += [torch.full((rows * columns * tiles,), IMAGE)]
+    input_ids = torch.cat([*ids, torch.randint(0, 50, (num_text,), generator=generator)])
+    labels = input_ids.masked_fill(input_ids == IMAGE, -100)
+    labels[1] = -100
+    sample: dict[str, Any] = {"input_ids": input_ids, "labels": labels}
+    if model != "internvl":
+        sample["mm_token_type_ids"] = (input_ids == IMAGE).long()
+    if not images:
+        return sample
+    num_merged = sum(rows * columns for rows, columns in images)
+    if model == "internvl":
+        shape = (num_merged, 3, 8, 8)
+    else:
+        shape = (4 * num_merged, PATCH_VALUES)
+        grids = [(1, 2 * rows, 2 * columns) for rows, columns in images]
+        sample["image_grid_thw"] = torch.tensor(grids)
+    sample["pixel_values"] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return sample
+
+
+def make_samples(model: str) -> list[dict[str, Any]]:
+    return [
+        make_sample(model, 1, [(2, 3)], 5),
+        make_sample(model, 2, [], 9),
+        make_sample(model, 3, [(1, 2), (3, 2), (2, 2)], 2),
+        make_sample(model, 4, [], 2),
+        make_sample(model, 5, [(3, 1), (1, 3)], 7),
+    ]
+
+
+def summed_loss(logits: Tensor, shift_labels: Tensor) -> tuple[Tensor, int]:
+    """Loss in float64 (transformers rounds logits to float32), and the tokens it is made of."""
+    flat = shift_labels.flatten()
+    loss = cross_entropy(logits.flatten(0, 1), flat, ignore_index=-100, reduction="sum")
+    return loss, int((flat != -100).sum())
+
+
+def alone(model: Any, samples: list[dict[str, Any]]) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The weighted mean loss of the samples one by one, the same by the model, and their logits."""
+    losses, theirs, counts, logits = [], [], [], []
+    for sample in samples:
+        batch = {
+            name: value if name in VISUAL_FIELDS else value[None] for name, value in sample.items()
+        }
+        out = model(**batch, use_cache=False)
+        shift = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        loss, count = summed_loss(out.logits, shift)
+        losses.append(loss)
+        theirs.append(out.loss * count if count else torch.tensor(0.0))  # theirs would be nan
+        counts.append(count)
+        logits.append(out.logits[0])
+    total = sum(counts)
+    return torch.stack(losses).sum() / total, torch.stack(theirs).sum() / total, logits
+
+
+def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    named = model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
+def packed_inputs(model: Any, pack: Mapping[str, Any]) -> dict[str, Any]:
+    """What a Qwen-VL takes for a pack: text positions, then the three of each sample alone."""
+    parts = []
+    for sample in unpack(pack):
+        position_ids, _ = model.model.get_rope_index(
+            sample["input_ids"][None],
+            mm_token_type_ids=sample["mm_token_type_ids"][None],
+            image_grid_thw=sample.get("image_grid_thw"),
+        )
+        parts.append(position_ids)
+    num_padding = len(pack["input_ids"]) - sum(part.shape[2] for part in parts)
+    spatial = torch.cat([*parts, torch.zeros(3, 1, num_padding, dtype=torch.int64)], dim=2)
+    position_ids = torch.cat([pack["positions"].expand(1, 1, -1), spatial])
+    return {
+        "input_ids": pack["input_ids"][None],
+        "position_ids": position_ids,
+        **{name: pack[name] for name in VISUAL_FIELDS if name in pack},
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "chosen",
+    [[0, 1, 2, 3, 4], [1, 3], [4, 0], [3, 2], [1]],
+    ids=["mixed", "text", "images", "long", "one"],
+)
+def test_a_padded_batch_has_the_mean_loss_of_its_samples(name: str, chosen: list[int]) -> None:
+    model = make_model(name)
+    samples = [make_samples(name)[i] for i in chosen]
+    expected, theirs, logits = alone(model, samples)
+    expected_grads = gradients(model, expected)
+    batch = collate_padded(samples, pad_id=50, multiple_of=8)
+    assert ("pixel_values" in batch) == any("pixel_values" in sample for sample in samples)
+    out = model(**batch, use_cache=False)
+    for row, own in zip(out.logits, logits, strict=True):
+        torch.testing.assert_close(row[: len(own)], own, rtol=0, atol=1e-10)
+    shift = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+    loss, count = summed_loss(out.logits, shift)
+    torch.testing.assert_close(loss / count, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.loss, theirs, rtol=1e-6, atol=0)
+    grads = gradients(model, loss / count)
+    assert grads.keys() == expected_grads.keys()
+    for parameter, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[parameter], rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", QWENS)
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3, 4], [1, 3], [2]], ids=["mixed", "text", "one"])
+def test_a_pack_has_the_mean_loss_of_its_samples(name: str, fixed: bool, chosen: list[int]) -> None:
+    model = make_model(name)
+    samples = [make_samples(name)[i] for i in chosen]
+    expected, theirs, logits = alone(model, samples)
+    pack = make_pack(samples, Pack(96, fixed=fixed, pad_id=50))
+    inputs = packed_inputs(model, pack)
+    out = model(**inputs, labels=pack["labels"][None], use_cache=False)
+    for start, own in zip(pack["cu_seqlens"].tolist(), logits, strict=False):
+        rows = out.logits[0, start : start + len(own)]
+        torch.testing.assert_close(rows, own, rtol=0, atol=1e-10)
+    loss, count = summed_loss(out.logits, pack["shift_labels"])
+    torch.testing.assert_close(loss / count, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(out.loss, theirs, rtol=1e-6, atol=0)  # labels shifted by the model
+    shift_labels = pack["shift_labels"][None]
+    shifted = model(**inputs, labels=shift_labels, shift_labels=shift_labels, use_cache=False)
+    torch.testing.assert_close(shifted.loss, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", QWENS)
+def test_images_of_a_foreign_pack_follow_their_image_tokens(name: str) -> None:
+    model = make_model(name)
+    samples = make_samples(name)
+    pack = make_pack(samples, Pack(96))
+    foreign = {
+        name: pack[name]
+        for name in ("input_ids", "mm_token_type_ids", "pixel_values", "image_grid_thw")
+    }
+    foreign["labels"] = torch.cat([sample["labels"] for sample in samples])
+    foreign["cu_seqlens"] = pack["cu_seqlens"].tolist()
+    again = unpack(foreign, image_token_id=model.config.image_token_id, merge_size=2)
+    backwards = [
+        {name: value for name, value in sample.items() if len(value)} for sample in again[::-1]
+    ]
+    expected, _, _ = alone(model, samples[::-1])
+    found, _, _ = alone(model, backwards)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_an_internvl_pack_joins_the_tiles_as_a_batch_does() -> None:
+    samples = make_samples("internvl")
+    pack, batch = make_pack(samples, Pack(200)), collate_padded(samples)
+    assert pack["pixel_values"].shape[1:] == (3, 8, 8)
+    assert torch.equal(pack["pixel_values"], batch["pixel_values"])
+    assert pack["cu_items"]["pixel_values"].diff().tolist() == [6, 0, 12, 0, 6]
+
+
+def test_the_comparison_sees_a_loss_across_a_boundary_and_exchanged_images() -> None:
+    model = make_model("qwen2_vl")
+    samples = make_samples("qwen2_vl")
+    expected, theirs, _ = alone(model, samples)
+    pack = make_pack(samples, Pack(96))
+    inputs: dict[str, Any] = packed_inputs(model, pack) | {"use_cache": False}
+    given = torch.cat([sample["labels"] for sample in samples])[None]
+    assert (model(**inputs, labels=given).loss - theirs).abs() > 1e-3
+    mixed = inputs | {"pixel_values": inputs["pixel_values"].roll(4, 0)}
+    loss, count = summed_loss(model(**mixed).logits, pack["shift_labels"])
+    assert (loss / count - expected).abs() > 1e-3
+
+
+@pytest.mark.parametrize("name", QWENS)
+@pytest.mark.parametrize("wrong", ["cache", "mask"])
+def test_packs_need_neither_cache_nor_mask(name: str, wrong: str) -> None:
+    # What make_pack warns of: with either, transformers lets samples attend to each other.
+    model = make_model(name).train()
+    samples = make_samples(name)
+    expected, _, _ = alone(model, samples)
+    pack = make_pack(samples, Pack(96))
+    inputs: dict[str, Any] = packed_inputs(model, pack) | {"use_cache": wrong == "cache"}
+    if wrong == "mask":
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    loss, count = summed_loss(model(**inputs).logits, pack["shift_labels"])
+    assert (loss / count - expected).abs() > 1e-4
