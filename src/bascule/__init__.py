@@ -13,33 +13,47 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bascule.attention.parallel import SequenceParallel as SequenceParallel
     from bascule.attention.parallel import Step as Step
+    from bascule.data.loader import BalancedLoader as BalancedLoader
+    from bascule.data.packs import Pack as Pack
+    from bascule.data.source import ResumableSampler as ResumableSampler
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
     from bascule.plan.cluster import Cluster as Cluster
+    from bascule.plan.cost import PolynomialCost as PolynomialCost
     from bascule.plan.cost import TransformerCost as TransformerCost
     from bascule.plan.fit import fit_latency as fit_latency
+    from bascule.plan.fit_iterations import fit_iterations as fit_iterations
     from bascule.plan.limits import Limits as Limits
     from bascule.plan.search import TopologyRanking as TopologyRanking
     from bascule.plan.search import suggest_topology as suggest_topology
     from bascule.plan.sequences import Plan as Plan
     from bascule.plan.sequences import plan_batch as plan_batch
+    from bascule.plan.solver import Assignment as Assignment
+    from bascule.plan.solver import assign as assign
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
 
 _HOMES = {
+    "Assignment": "bascule.plan.solver",
+    "BalancedLoader": "bascule.data.loader",
     "Cluster": "bascule.plan.cluster",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
     "Limits": "bascule.plan.limits",
+    "Pack": "bascule.data.packs",
     "Plan": "bascule.plan.sequences",
     "PlanError": "bascule.errors",
+    "PolynomialCost": "bascule.plan.cost",
+    "ResumableSampler": "bascule.data.source",
     "SequenceParallel": "bascule.attention.parallel",
     "Step": "bascule.attention.parallel",
     "Topology": "bascule.plan.topology",
     "TopologyRanking": "bascule.plan.search",
     "TransformerCost": "bascule.plan.cost",
+    "assign": "bascule.plan.solver",
+    "fit_iterations": "bascule.plan.fit_iterations",
     "fit_latency": "bascule.plan.fit",
     "plan_batch": "bascule.plan.sequences",
     "plan_step": "bascule.plan.step",

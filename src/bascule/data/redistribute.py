@@ -1,0 +1,276 @@
+"""One step of a balanced loader: agree on what all ranks loaded, decide who gets it, move it."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from bascule.comm.agree import Statement, agree
+from bascule.data.loaded import CLOSING, FLAGS, DataRanks, Ends, Loaded, Offer, Sample
+from bascule.data.transfer import Deliveries, Transfer, deliver, exchange
+from bascule.errors import CommError, PlanError
+from bascule.plan.cost import Cost, PolynomialCost
+from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.sequences import Plan
+from bascule.plan.step import Sync, plan_step, step_makespan
+from bascule.plan.topology import Topology
+
+_FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How steps are made; the same on all ranks.
+
+    Attributes:
+        accumulate: M, microbatches of a step.
+        sync: When ranks wait for each other, as for `plan_step`.
+        limits: What a rank can hold in a microbatch.
+        ends: What happens when ranks run out of samples at different steps.
+        min_gain: Share of the step that balancing must save.
+        max_bytes: Most bytes of samples that a rank may hold in a step; None if unlimited.
+    """
+
+    accumulate: int
+    sync: Sync
+    limits: Limits | None
+    ends: Ends
+    min_gain: float
+    max_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """Which step of which epoch, and where the epoch was taken up again; the same on all ranks."""
+
+    epoch: int
+    step: int
+    resumed: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether samples move in a step, and why.
+
+    Attributes:
+        applied: Whether they move.
+        reason: "balanced"; or why not: "even" (nothing to gain), "gain" (too little), "exchange"
+            (it would cost more), "limits" (no plan keeps them, but the batch as loaded does).
+        before: Predicted step as loaded, in the unit of the cost model.
+        after: Predicted step as planned.
+    """
+
+    applied: bool
+    reason: Literal["balanced", "even", "gain", "exchange", "limits"]
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivered:
+    """One microbatch of this rank.
+
+    Attributes:
+        samples: In the order of their ids.
+        is_padding: Whether all there is, is a sample that another rank has, with weight 0.
+        loss_scale: Factor of the mean loss of these samples; see `BalancedLoader`.
+        plan: Who computes what in this microbatch.
+    """
+
+    samples: list[Sample]
+    is_padding: bool
+    loss_scale: float
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepData:
+    """All microbatches of a step on this rank, and what it took.
+
+    Attributes:
+        microbatches: M of them.
+        loaded: What all ranks loaded.
+        verdict: Whether samples moved.
+        sent_bytes: What this rank sent to others.
+        received_bytes: What it received from them.
+    """
+
+    microbatches: list[Delivered]
+    loaded: Loaded
+    verdict: Verdict
+    sent_bytes: int
+    received_bytes: int
+
+
+class Redistributor:
+    """Makes the steps of one rank. All ranks of the group call `step` in the same order.
+
+    Args:
+        ranks: Who takes part.
+        rules: How steps are made.
+        cost: The first cost model, version 0.
+        seconds_per_byte: What a byte costs in the exchange; the same on all ranks.
+    """
+
+    def __init__(self, ranks: DataRanks, rules: Rules, cost: Cost, seconds_per_byte: float) -> None:
+        self.ranks = ranks
+        self.rules = rules
+        self.costs: list[Cost] = [cost]
+        self.seconds_per_byte = seconds_per_byte
+        self._capacity = _FIRST_CAPACITY
+        self._topology = Topology(((1, 1),), ranks.num)
+
+    def step(self, key: StepKey, offer: Offer, reserve: Callable[[int], None]) -> StepData | None:
+        """This rank's part of a step; None if there is none any more. Two collectives.
+
+        Args:
+            key: Which step.
+            offer: What this rank brings.
+            reserve: Called with the bytes that will arrive, before they do; may wait for room.
+
+        Raises:
+            RemoteConfigError: A rank offered an illegal sample.
+            CommError: A rank failed or closed, or the ranks disagree.
+            PlanError: The limits cannot be kept (on all ranks alike).
+        """
+        loaded = self._agree(key, offer)
+        if loaded.is_last(self.rules.ends):
+            return None
+        plans, verdict = self.decide(loaded)
+        deliveries = deliver(loaded, plans, pad=self.rules.ends != "finish")
+        transfer = Transfer.of(loaded, deliveries, self.ranks)
+        self._check_bytes(transfer)
+        rank, index = self.ranks.group.rank, self.ranks.index
+        own = np.flatnonzero(loaded.source == index).tolist() if self.ranks.is_leader else []
+        parcels = dict(zip(own, offer.parcels, strict=True))
+        reserve(int(transfer.bytes_to[rank].sum()))
+        arrived = exchange(transfer, self.ranks.group, parcels, key.step)
+        kept = dict(zip(own, itertools.chain.from_iterable(offer.samples), strict=True))
+        return StepData(
+            microbatches=_assemble(deliveries, arrived, kept, loaded, plans, index),
+            loaded=loaded,
+            verdict=verdict,
+            sent_bytes=int(transfer.bytes_to[:, rank].sum()),
+            received_bytes=int(transfer.bytes_to[rank].sum()),
+        )
+
+    def confirm(self, key: StepKey, error: Exception | None) -> None:
+        """Make sure that no rank failed to make something of what it received. One collective."""
+        none = np.zeros(0, dtype=np.int64)
+        what = f"epoch {key.epoch}, collating"
+        agree(self.ranks.group, Statement({}, none, error), what=what, step=key.step, capacity=0)
+
+    def _agree(self, key: StepKey, offer: Offer) -> Loaded:
+        values = offer.values(self.rules.accumulate)
+        gathered = agree(
+            self.ranks.group,
+            Statement({"step": str(key)}, values, offer.error),
+            what=f"epoch {key.epoch}, loading",
+            step=key.step,
+            capacity=self._capacity,
+        )
+        self._capacity = max(self._capacity, *(part.size for part in gathered))
+        closing = [rank for rank, part in enumerate(gathered) if part[FLAGS] & CLOSING]
+        if closing:
+            raise CommError(
+                f"step {key.step}: rank{'s' if len(closing) > 1 else ''} "
+                f"{', '.join(map(str, closing))} of group {self.ranks.group.name!r} closed the "
+                "loader: all ranks must stop at the same step"
+            )
+        return Loaded.of(gathered, self.ranks, self.rules.accumulate)
+
+    def decide(self, loaded: Loaded) -> tuple[tuple[Plan, ...], Verdict]:
+        """Plans of all microbatches, and whether they are worth it. The same on all ranks.
+
+        Raises:
+            PlanError: Neither a plan nor the batch as loaded keeps the limits.
+        """
+        cost, rules = self.costs[loaded.cost_version], self.rules
+        overhead = float(getattr(cost, "overhead", 0.0))
+        micros = range(rules.accumulate)
+        as_loaded = tuple(_as_loaded(loaded, micro, self._topology, cost) for micro in micros)
+        before = step_makespan(as_loaded, sync=rules.sync) + overhead
+        is_legal = all(_keeps(plan, in_tokens(rules.limits, cost, None)) for plan in as_loaded)
+        lens = [loaded.lens_of(micro) for micro in micros]
+        try:
+            plans = plan_step(lens, self._topology, cost, sync=rules.sync, limits=rules.limits)
+        except PlanError:
+            if not is_legal:
+                raise
+            return as_loaded, Verdict(False, "limits", before, before)
+        after = step_makespan(plans, sync=rules.sync) + overhead
+        reason = self._reason(loaded, plans, before, after) if is_legal else "balanced"
+        applied = reason == "balanced"
+        return plans if applied else as_loaded, Verdict(applied, reason, before, after)
+
+    def _reason(
+        self, loaded: Loaded, plans: Sequence[Plan], before: float, after: float
+    ) -> Literal["balanced", "even", "gain", "exchange"]:
+        gain = before - after
+        if gain <= 0.0:
+            return "even"
+        if gain < self.rules.min_gain * before:
+            return "gain"
+        moved = Transfer.of(loaded, deliver(loaded, plans, pad=False), self.ranks).bytes_to
+        most = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
+        # The exchange runs behind the step; only what is longer than the step is waited for.
+        in_seconds = isinstance(self.costs[loaded.cost_version], PolynomialCost)
+        exchange_s = most * self.seconds_per_byte if in_seconds else 0.0
+        exposed = max(exchange_s - after, 0.0)
+        return "exchange" if gain <= exposed else "balanced"
+
+    def _check_bytes(self, transfer: Transfer) -> None:
+        if self.rules.max_bytes is None:
+            return
+        held = transfer.bytes_to.sum(axis=1)
+        worst = int(held.argmax())
+        if held[worst] > self.rules.max_bytes:
+            raise PlanError(
+                f"rank {worst} would receive {held[worst]:,} bytes of samples in a step, above "
+                f"max_bytes_in_flight={self.rules.max_bytes:,} by "
+                f"{held[worst] - self.rules.max_bytes:,}: raise it, or load fewer samples a step"
+            )
+
+
+def _as_loaded(loaded: Loaded, micro: int, topology: Topology, cost: Cost) -> Plan:
+    """The plan that leaves every sample where it is."""
+    chosen = loaded.micro == micro
+    lens, source = loaded.lens[chosen], loaded.source[chosen]
+    loads = np.bincount(source, cost(lens), topology.num_ranks).astype(np.float64)
+    return Plan(topology, loaded.counts[micro], lens, source, loads, 0.0, "none")
+
+
+def _keeps(plan: Plan, limits: Limits | None) -> bool:
+    """Whether a plan keeps the limits."""
+    if limits is None:
+        return True
+    if limits.tokens is not None and int(plan.tokens.max()) > limits.tokens:
+        return False
+    most = int(np.bincount(plan.bag_of, minlength=1).max())
+    return limits.items is None or most <= limits.items
+
+
+def _assemble(
+    deliveries: Deliveries,
+    arrived: Mapping[int, Sample],
+    kept: Mapping[int, Sample],
+    loaded: Loaded,
+    plans: Sequence[Plan],
+    index: int,
+) -> list[Delivered]:
+    """The microbatches of data-parallel rank `index`, from what arrived and what it had."""
+    num_micro, num_ranks = loaded.counts.shape
+    total = int(loaded.weights.sum())
+    delivered: list[Delivered] = []
+    for micro, plan in enumerate(plans):
+        here = np.flatnonzero((deliveries.dest == index) & (deliveries.micro == micro))
+        ids = deliveries.ids[here]
+        pairs = zip(here.tolist(), ids.tolist(), strict=True)
+        samples = [arrived[k] if k in arrived else kept[sample] for k, sample in pairs]
+        is_padding = bool(deliveries.is_padding[here].any())
+        weight = 0 if is_padding else int(loaded.weights[ids].sum())
+        scale = weight * num_ranks * num_micro / total if total else 0.0
+        delivered.append(Delivered(samples, is_padding, scale, plan))
+    return delivered

@@ -1,0 +1,259 @@
+"""What one rank loads: samples in microbatches, from where an earlier run stopped."""
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DataLoader, Sampler, default_collate
+
+from bascule.errors import ConfigError
+
+Ints = npt.NDArray[np.int64]
+Sample = Any
+History = Sequence[Sequence[int]]
+"""Samples that each source rank had delivered when a run stopped; one entry a run of an epoch."""
+
+
+class ResumableSampler(Sampler[int]):
+    """Deals a dataset over ranks, and deals what an earlier run left over any number of ranks.
+
+    The order of an epoch depends on seed and epoch alone; rank r of N takes every N-th index from
+    the r-th on. Nothing is padded or dropped: `BalancedLoader` knows how to end.
+
+    Args:
+        num_samples: Samples of the dataset.
+        rank: Which share is this rank's.
+        num_ranks: Shares.
+        shuffle: Whether the order is random.
+        seed: Of the order.
+
+    Raises:
+        ConfigError: The rank is not one of the ranks, or there are negative samples.
+    """
+
+    def __init__(
+        self, num_samples: int, *, rank: int, num_ranks: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        if num_samples < 0 or not 0 <= rank < num_ranks:
+            raise ConfigError(
+                f"ResumableSampler(num_samples={num_samples}, rank={rank}, num_ranks={num_ranks}): "
+                "give a number of samples, and a rank from 0 to num_ranks - 1"
+            )
+        self._num_samples = num_samples
+        self._rank, self.num_ranks = rank, num_ranks
+        self._shuffle, self._seed = shuffle, seed
+        self._epoch = 0
+        self._history: History = ()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order is dealt next."""
+        self._epoch = epoch
+
+    def resume(self, history: History) -> None:
+        """Deal only what is left after these runs of the epoch."""
+        self._history = history
+
+    def __len__(self) -> int:
+        return len(range(self._rank, self._left().size, self.num_ranks))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._left()[self._rank :: self.num_ranks].tolist())
+
+    def _left(self) -> Ints:
+        order = np.arange(self._num_samples)
+        if self._shuffle:
+            np.random.default_rng([self._seed, self._epoch]).shuffle(order)
+        for delivered in self._history:
+            place = np.arange(order.size)
+            counts = np.asarray(delivered, dtype=np.int64)
+            order = order[place // counts.size >= counts[place % counts.size]]
+        return order
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatches:
+    """How samples that come one by one are grouped: a number of samples, or a budget of tokens.
+
+    Attributes:
+        num_samples: Samples of a microbatch; None where tokens decide.
+        num_tokens: Most tokens of a microbatch; a longer sample comes alone.
+        length_fn: Tokens of a sample.
+    """
+
+    num_samples: int | None
+    num_tokens: int | None
+    length_fn: Callable[[Sample], int]
+
+    def split(self, samples: Iterator[Sample]) -> Iterator[list[Sample]]:
+        """Group them in the order in which they come."""
+        if self.num_tokens is None:
+            while group := list(itertools.islice(samples, self.num_samples)):
+                yield group
+            return
+        group: list[Sample] = []
+        total = 0
+        for sample in samples:
+            length = self.length_fn(sample)
+            if group and total + length > self.num_tokens:
+                yield group
+                group, total = [], 0
+            group.append(sample)
+            total += length
+        if group:
+            yield group
+
+
+class Source:
+    """The microbatches of one rank.
+
+    Args:
+        loader: A DataLoader, whose samples are taken before it collates them; any iterable of lists
+            of samples; or, with `grouping`, of samples. None on a rank that only computes.
+        grouping: How samples are grouped; None keeps the lists that the loader gives.
+
+    Raises:
+        ConfigError: A loader cannot be taken apart.
+    """
+
+    def __init__(self, loader: Iterable[Any] | None, grouping: Microbatches | None) -> None:
+        self.collate_fn: Callable[[list[Sample]], Any] = default_collate
+        if isinstance(loader, DataLoader):
+            if loader.batch_size is not None or loader.batch_sampler is not None:
+                self.collate_fn = loader.collate_fn
+            loader = _uncollated(loader)
+        self._loader = loader
+        self._grouping = grouping
+        self._sampler = _sampler_of(loader)
+        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank only computes."""
+        return self._loader is None
+
+    def __len__(self) -> int:
+        """Microbatches, where the loader's batches are kept as they are."""
+        if self._loader is None:
+            return 0
+        if self._grouping is not None:
+            raise TypeError("the number of microbatches is not known before samples are grouped")
+        return len(self._loader)  # pyright: ignore[reportArgumentType]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell whatever shuffles which epoch begins."""
+        for part in (self._loader, self._sampler, getattr(self._loader, "dataset", None)):
+            tell = getattr(part, "set_epoch", None)
+            if tell is not None:
+                tell(epoch)
+
+    def begin(
+        self, history: History, index: int, num_sources: int, saved: dict[str, Any] | None
+    ) -> "Reading":
+        """Start to read the samples that are left of an epoch.
+
+        Args:
+            history: What each source rank had delivered, a run after the other.
+            index: Which source rank this is.
+            num_sources: How many there are.
+            saved: `Reading.saved` of the last run, if the loader keeps a state of its own.
+
+        Raises:
+            ConfigError: The loader cannot go on from there.
+        """
+        if self._loader is None:
+            return Reading(iter(()), None, None, 0)
+        if isinstance(self._sampler, ResumableSampler):
+            self._sampler.resume(history)
+            return self._read(0)
+        others = [len(counts) for counts in history if len(counts) != num_sources]
+        if others:
+            raise ConfigError(
+                f"a run with {others[0]} loaders stopped in mid-epoch, and this one has "
+                f"{num_sources}: give the DataLoader a ResumableSampler"
+            )
+        if self._stateful and saved is not None:
+            self._loader.load_state_dict(saved["loader"])  # pyright: ignore[reportAttributeAccessIssue]
+            return self._read(int(saved["offset"]))
+        return self._read(sum(counts[index] for counts in history))
+
+    def _read(self, skip: int) -> "Reading":
+        assert self._loader is not None
+        stateful = self._loader if self._stateful else None
+        return Reading(iter(self._loader), self._grouping, stateful, skip)
+
+
+class Reading:
+    """One pass over a source. Iterates over microbatches, lists of samples.
+
+    Args:
+        items: What the loader gives: lists of samples, or samples.
+        grouping: How samples are grouped anew; None keeps the lists.
+        stateful: The loader, if it can say where it is.
+        skip: Samples to leave out at the start.
+    """
+
+    def __init__(
+        self, items: Iterator[Any], grouping: Microbatches | None, stateful: Any, skip: int
+    ) -> None:
+        self._items = items
+        self._stateful = stateful
+        self._skip = skip
+        self._states: list[tuple[int, Any]] = []
+        self._taken = 0
+        lists = self._lists()
+        self._groups = (
+            lists if grouping is None else grouping.split(itertools.chain.from_iterable(lists))
+        )
+
+    def __iter__(self) -> Iterator[list[Sample]]:
+        return self
+
+    def __next__(self) -> list[Sample]:
+        samples = next(self._groups)
+        self._taken += len(samples)
+        return samples
+
+    def saved(self) -> dict[str, Any] | None:
+        """Where a loader with a state would go on after the microbatches taken so far."""
+        if self._stateful is None:
+            return None
+        while len(self._states) > 1 and self._states[1][0] <= self._taken:
+            del self._states[0]
+        first, state = self._states[0]
+        return {"loader": state, "offset": self._taken - first}
+
+    def _lists(self) -> Iterator[list[Sample]]:
+        """The loader's lists from where to start; a sample that comes alone is a list of one."""
+        first, skip = -self._skip, self._skip
+        self._keep(first)
+        for item in self._items:
+            samples = item if isinstance(item, list) else [item]
+            first += len(samples)
+            if first > 0 or skip == 0:
+                yield samples[max(len(samples) - first, 0) :] if skip else samples
+                skip = 0
+            self._keep(first)
+
+    def _keep(self, first: int) -> None:
+        """Note the loader's state before its batch that begins with sample `first`."""
+        if self._stateful is not None:
+            self._states.append((first, self._stateful.state_dict()))
+
+
+def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """The same loader, giving lists of samples where it gave batches."""
+    bare = copy.copy(loader)
+    if loader.batch_size is not None or loader.batch_sampler is not None:
+        bare.collate_fn = list
+    bare.pin_memory = False  # what is pinned before the exchange is pinned for nothing
+    return bare
+
+
+def _sampler_of(loader: object) -> object:
+    """What decides the order of a DataLoader's samples."""
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
