@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
+    from bascule.training.cost_tracker import CostTracker as CostTracker
 
 _HOMES = {
     "Assignment": "bascule.plan.solver",
@@ -41,6 +42,7 @@ _HOMES = {
     "Cluster": "bascule.plan.cluster",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
+    "CostTracker": "bascule.training.cost_tracker",
     "Limits": "bascule.plan.limits",
     "Pack": "bascule.data.packs",
     "Plan": "bascule.plan.sequences",

@@ -153,6 +153,19 @@ def test_own_times_with_missing_ones() -> None:
     assert diagnostics(fit).num_observations == np.count_nonzero(~np.isnan(seconds))
 
 
+def test_a_truth_far_from_the_assumptions_is_found() -> None:
+    """Short samples whose attention outweighs the linear layers, and hardly any overhead."""
+    truth = PolynomialCost(2e-9, 1e-6, 1e-5, overhead=2e-4)
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        lens = np.clip(random.lognormal(np.log(300), 1.0, (10, 2, 12)), 16, 3000).astype(int)
+        true = truth(lens).sum(axis=2) + truth.overhead
+        seconds = true * (1.01 + np.abs(random.normal(0.0, 0.01, true.shape)))
+        found = fit_iterations(lens.tolist(), seconds)
+        predicted = found(lens).sum(axis=2) + found.overhead
+        assert np.abs(predicted / true - 1.0).mean() < 0.03
+
+
 def test_own_times_of_idle_ranks_may_be_zero() -> None:
     lens = draw(5, ranks=6, count=(6, 24))
     truth = PolynomialCost(2.1e-10, 7.5e-6, 4e-4)

@@ -5,7 +5,6 @@ Shapes: T tokens as loaded on this rank, C tokens that it computes on, H heads, 
 as loaded on this rank, N samples of all ranks.
 """
 
-import dataclasses
 import re
 from collections.abc import Hashable, Sequence
 from functools import cached_property

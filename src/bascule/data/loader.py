@@ -189,10 +189,10 @@ class BalancedLoader:
         Raises:
             TypeError: The loader does not know, or its samples are grouped anew.
         """
-        accumulate = self._redistributor.rules.accumulate
+        accumulate = self.rules.accumulate
         number = len(self._source)
         steps, rest = divmod(number, accumulate)
-        if rest and self._redistributor.rules.ends != "drop_last":
+        if rest and self.rules.ends != "drop_last":
             steps += 1
         return steps * accumulate
 
@@ -217,6 +217,16 @@ class BalancedLoader:
     def set_cost(self, cost: Cost) -> None:
         """Plan with another cost model, as soon as all ranks have been given it."""
         self._redistributor.costs.append(cost)
+
+    @property
+    def ranks(self) -> DataRanks:
+        """The ranks that share the samples."""
+        return self._redistributor.ranks
+
+    @property
+    def rules(self) -> Rules:
+        """How steps are made."""
+        return self._redistributor.rules
 
     @property
     def cost(self) -> Cost:
@@ -264,9 +274,8 @@ class BalancedLoader:
         if self._prefetcher is not None:
             raise ConfigError("this loader is being iterated already: finish or close that first")
         progress = self._progress
-        ranks = self._redistributor.ranks
         self._source.set_epoch(progress.epoch)
-        index = int(np.searchsorted(self._source_places, ranks.index))
+        index = int(np.searchsorted(self._source_places, self.ranks.index))
         num_sources = self._source_places.size
         reading = self._source.begin(progress.history, index, num_sources, progress.saved)
         self._prefetcher = Prefetcher(
@@ -276,7 +285,7 @@ class BalancedLoader:
             lambda step: StepKey(progress.epoch, step, str(progress.history)),
             first_step=progress.step,
             depth=self._depth,
-            max_bytes=self._redistributor.rules.max_bytes,
+            max_bytes=self.rules.max_bytes,
             loads=not self._source.is_empty,
         )
         return self._prefetcher

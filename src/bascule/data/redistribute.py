@@ -1,5 +1,6 @@
 """One step of a balanced loader: agree on what all ranks loaded, decide who gets it, move it."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,7 @@ class Redistributor:
             if not is_legal:
                 raise
             return as_loaded, Verdict(False, "limits", before, before)
+        plans = tuple(_without_idle_ranks(plan, cost) for plan in plans)
         after = step_makespan(plans, sync=rules.sync) + overhead
         reason = self._reason(loaded, plans, before, after) if is_legal else "balanced"
         applied = reason == "balanced"
@@ -240,6 +242,26 @@ def _as_loaded(loaded: Loaded, micro: int, topology: Topology, cost: Cost) -> Pl
     lens, source = loaded.lens[chosen], loaded.source[chosen]
     loads = np.bincount(source, cost(lens), topology.num_ranks).astype(np.float64)
     return Plan(topology, loaded.counts[micro], lens, source, loads, 0.0, "none")
+
+
+def _without_idle_ranks(plan: Plan, cost: Cost) -> Plan:
+    """Give each rank a sample if there are enough: many models cannot run on none.
+
+    What earlier microbatches of a step left a rank to do may be a reason to give it nothing. Its
+    shortest sample then comes from the rank that has the most.
+    """
+    counts = np.bincount(plan.bag_of, minlength=plan.num_ranks)
+    if plan.bag_of.size < plan.num_ranks or counts.all():
+        return plan
+    bag_of = plan.bag_of.copy()
+    for rank in np.flatnonzero(counts == 0).tolist():
+        richest = int(counts.argmax())
+        held = np.flatnonzero(bag_of == richest)
+        bag_of[held[plan.seq_lens[held].argmin()]] = rank
+        counts[richest] -= 1
+        counts[rank] += 1
+    loads = np.bincount(bag_of, cost(plan.seq_lens), plan.num_ranks).astype(np.float64)
+    return dataclasses.replace(plan, bag_of=bag_of, loads=loads)
 
 
 def _keeps(plan: Plan, limits: Limits | None) -> bool:

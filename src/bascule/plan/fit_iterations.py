@@ -207,10 +207,11 @@ def _solve(observed: _Observed, slowest_O: Ints, weights_O: Floats, noise: float
     design_OK, target_O = rows_OK * scale_K, observed.seconds / unit_O
     problem = _Problem(design_OK, target_O, weights_O, *_assumptions(scale_K))
     shares_K, residual_O, left_O = problem.solve(max(noise, MIN_NOISE))
-    # Assumptions that are wrong look like noise, which would make them weigh more.
+    # Noise and outliers are told without the assumptions: where these are wrong, their residuals
+    # would look like noise, which would make them weigh more still.
     _, free_residual_O, free_left_O = problem.solve(MIN_NOISE)
-    noise = min(_spread(residual_O / left_O), _spread(free_residual_O / free_left_O))
-    ratio_O = residual_O**2 / (left_O * max(noise, MIN_NOISE) ** 2)
+    noise = _spread(free_residual_O / free_left_O)
+    ratio_O = free_residual_O**2 / (free_left_O * max(noise, MIN_NOISE) ** 2)
     return _Solution(
         coefs=shares_K * scale_K,
         slowest=slowest_O,

@@ -1,0 +1,134 @@
+"""A cost model learned on the job: compute is replaced by burning CPU time of a known amount."""
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from bascule.data.loader import BalancedLoader
+from bascule.errors import ConfigError
+from bascule.plan.cost import PolynomialCost
+from bascule.plan.sequences import Plan
+from bascule.plan.solver import assign
+from bascule.training.cost_tracker import CostTracker
+from tests.distributed.harness import raised_by, run_ranks
+
+TRUTH = PolynomialCost(2e-9, 1e-6, 1e-5, overhead=2e-4)
+UNKNOWING = PolynomialCost(0.0, 1.0, 0.0)  # as if tokens were all that counts
+WARMUP, DISCARD, WINDOW = 10, 2, 12
+
+
+def burn(seconds: float) -> None:
+    """Compute for so long; a thread that is not scheduled does not age."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def samples(rank: int, count: int) -> Any:
+    generator = np.random.default_rng(rank)
+    for _ in range(count):
+        length = int(np.clip(generator.lognormal(np.log(300), 1.0), 16, 3000))
+        yield {"input_ids": torch.zeros(length, dtype=torch.int64)}
+
+
+def make_loader(count: int, *, accumulate: int = 1, sync: Any = "microbatch") -> BalancedLoader:
+    return BalancedLoader(
+        samples(dist.get_rank(), count),
+        cost=UNKNOWING,
+        batch_size=6,
+        accumulate=accumulate,
+        sync=sync,
+        ends="finish",
+        collate_fn=list,
+        timeout_s=15,
+    )
+
+
+def learn(sync: str, accumulate: int) -> dict[str, Any]:
+    loader = make_loader(6 * 30 * accumulate, accumulate=accumulate, sync=sync)
+    tracker = CostTracker(loader, warmup=WARMUP, discard=DISCARD, window=WINDOW, device="cpu")
+    balance: list[float] = []
+    plans: list[Plan] = []
+    for batch in tracker:
+        lens = [len(sample["input_ids"]) for sample in batch.data]
+        overhead = TRUTH.overhead / (accumulate if sync == "step" else 1)
+        burn(float(TRUTH(lens).sum()) + overhead)
+        plans.append(batch.plan)
+    for plan in plans:
+        costs = TRUTH(plan.seq_lens)
+        loads = np.bincount(plan.bag_of, costs, plan.num_ranks)
+        balance.append(float(loads.max() / assign(costs, plan.num_ranks).makespan))
+    return tracker.metrics() | {"balance": balance, "state": json.dumps(tracker.state_dict())}
+
+
+@pytest.mark.parametrize(("sync", "accumulate"), [("microbatch", 1), ("step", 2)])
+def test_costs_are_learned_on_the_job_and_used(sync: str, accumulate: int) -> None:
+    first, second = run_ranks(learn, 2, sync, accumulate)
+    assert first["num_fits"] >= 1
+    names = ("quadratic", "linear", "constant", "overhead")
+    assert [first[n] for n in names] == [second[n] for n in names]  # to the last bit
+    learned = PolynomialCost(*(first[n] for n in names))
+    lens = np.array([100, 300, 1000, 3000])
+    batch = np.repeat(lens, 2)
+    true = TRUTH(batch).sum() + TRUTH.overhead
+    assert learned(batch).sum() + learned.overhead == pytest.approx(true, rel=0.1)
+    if accumulate == 1:
+        # Tokens alone are a bad measure of these samples; the learned model balances them.
+        assert np.mean(first["balance"][:WARMUP]) > 1.03
+        assert np.mean(first["balance"][-12:]) < 1.02
+
+
+def drift() -> dict[str, Any]:
+    loader = make_loader(6 * 60)
+    tracker = CostTracker(loader, warmup=WARMUP, discard=0, window=WINDOW, device="cpu")
+    fits: list[int] = []
+    for number, batch in enumerate(tracker):
+        slower = 3.0 if number >= 24 else 1.0  # another phase of training
+        lens = [len(sample["input_ids"]) for sample in batch.data]
+        burn(slower * float(TRUTH(lens).sum()) + TRUTH.overhead)
+        fits.append(tracker.num_fits)
+    return {"fits": fits, "cost": tracker.cost}
+
+
+def test_a_drift_is_noticed_and_fitted() -> None:
+    first, second = run_ranks(drift, 2)
+    assert first["fits"] == second["fits"]
+    assert first["fits"][20] == 1
+    assert first["fits"][-1] >= 2
+    slow = first["cost"](np.array([1000, 2000])) / TRUTH(np.array([1000, 2000]))
+    assert slow == pytest.approx(3.0, rel=0.15)
+
+
+def resume() -> tuple[Any, ...]:
+    loader = make_loader(12)
+    tracker = CostTracker(loader, device="cpu")
+    before = tracker.state_dict()
+    tracker.load_state_dict({"version": 1, "cost": [1e-9, 2e-6, 0.0, 0.5]})
+    used = [batch.plan.loads.max() for batch in tracker]
+    wrong = raised_by(tracker.load_state_dict, {"version": 7})
+    return before, used, loader.cost, tracker.state_dict(), wrong
+
+
+def test_the_model_travels_with_the_checkpoint() -> None:
+    for before, used, cost, after, wrong in run_ranks(resume, 2):
+        assert before["cost"] is None
+        assert cost == PolynomialCost(1e-9, 2e-6, 0.0, 0.5)
+        assert max(used) < 0.1  # seconds of the new model, not tokens of the old one
+        assert after["cost"] == [1e-9, 2e-6, 0.0, 0.5]
+        assert wrong[0][0] == "ConfigError"
+        assert "version 7" in wrong[1]
+
+
+def refuse() -> tuple[list[str], str]:
+    return raised_by(CostTracker, make_loader(6), warmup=2)
+
+
+def test_too_few_measurements_are_refused() -> None:
+    names, text = run_ranks(refuse, 1)[0]
+    assert ConfigError.__name__ in names
+    assert "warmup=2" in text
