@@ -2,10 +2,10 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,6 +13,11 @@ from rich.table import Table
 
 from bascule.errors import ConfigError
 from bascule.training.options import BenchOptions
+
+if TYPE_CHECKING:
+    from bascule.training.compare import Paired
+
+_Record = TypeVar("_Record")
 
 
 def bench(options: BenchOptions, arguments: list[str]) -> None:
@@ -63,23 +68,33 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _run_rank(options: BenchOptions) -> None:
-    from bascule.training.compare import Comparison, StepRecord, summarize
+    from bascule.training.compare import Comparison, summarize
     from bascule.training.launch import joined
+    from bascule.training.loader_compare import LoaderComparison, summarize_loader
 
     with joined(options.timeout_s) as device:
-        comparison = Comparison(options, device)
-        is_first = comparison.group.rank == 0
-        console = Console(quiet=not is_first)
-        records: list[StepRecord] = []
-        with _progress(console) as progress:
-            bar = progress.add_task("training both ways", total=options.steps)
-            for record in comparison.run():
-                records.append(record)
-                progress.advance(bar)
-        if is_first:
+        if options.loader:
+            comparison = LoaderComparison(options, device)
+            records = _followed(comparison, comparison.run(), options.steps)
+            summary = summarize_loader(records, comparison.setting, options)
+        else:
+            comparison = Comparison(options, device)
+            records = _followed(comparison, comparison.run(), options.steps)
             summary = summarize(records, comparison.setting, options)
+        if comparison.group.rank == 0:
             _write(options.out, summary, records)
-            _print(console, summary, options.out)
+            _print(Console(), summary, options.out)
+
+
+def _followed(comparison: "Paired", records: Iterator[_Record], num_steps: int) -> list[_Record]:
+    """All records; the first rank shows how far it is."""
+    gathered: list[_Record] = []
+    with _progress(Console(quiet=comparison.group.rank > 0)) as progress:
+        bar = progress.add_task("training both ways", total=num_steps)
+        for record in records:
+            gathered.append(record)
+            progress.advance(bar)
+    return gathered
 
 
 def _progress(console: Console) -> Progress:
@@ -92,7 +107,7 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def _write(folder: Path, summary: dict[str, Any], records: list[Any]) -> None:
+def _write(folder: Path, summary: dict[str, Any], records: Sequence[Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     lines = [json.dumps(record.to_dict()) for record in records]
@@ -101,7 +116,8 @@ def _write(folder: Path, summary: dict[str, Any], records: list[Any]) -> None:
 
 def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
     setting = summary["setting"]
-    title = f"{setting['world_size']} ranks ({setting['device']}), bags {setting['topology']}"
+    way = "data loader" if "loader" in summary else f"bags {setting['topology']}"
+    title = f"{setting['world_size']} ranks ({setting['device']}), {way}"
     table = Table(title=f"{title}, {summary['steps']} steps")
     for name in ("", "without", "with bascule"):
         table.add_column(name, justify="left" if not name else "right")
@@ -114,6 +130,8 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
     table.add_row("loss, first step", *(f"{loss:.6f}" for loss in first))
     table.add_row("loss, last step", *(f"{loss:.6f}" for loss in last))
     console.print(table)
+    loader = summary.get("loader")
+    sent = f"{summary['sent_bytes_per_step'] / 2**20:.1f} MiB"
     low, high = summary["measured_ratio_spread"]
     fit = setting["fit_error"]
     tokens = ", ".join(f"{tokens:,.0f}" for tokens in summary["tokens_per_rank"][:16])
@@ -121,17 +139,30 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
         f"speed-up: measured {summary['measured_ratio']:.2f}x (steps {low:.2f} to {high:.2f}), "
         f"predicted {summary['predicted_ratio']:.2f}x "
         f"(gamma {setting['gamma']:.2f}{'' if fit is None else f', fitted within {fit:.0%}'})\n"
-        "the prediction counts compute only, not the wires\n"
+        f"the prediction counts compute only, not the {'exchange' if loader else 'wires'}\n"
         f"same maths: losses differ by {summary['loss_difference']:.1e} at most, gradients by "
         f"{summary['grad_difference_first']:.1e} at the first step and "
         f"{summary['grad_difference']:.1e} at most (relative)\n"
         f"tokens a rank with balancing: {tokens}{' ...' if setting['world_size'] > 16 else ''}; "
-        f"sent a step, forward, all ranks: {summary['sent_bytes_per_step'] / 2**20:.1f} MiB\n"
+        f"sent a step{'' if loader else ', forward'}, all ranks: {sent}\n"
+        + (_loader_lines(loader, summary["steps"]) if loader else "")
         + (f"photos skipped: {setting['skipped_photos']}\n" if setting["skipped_photos"] else "")
         + f"written: {folder / 'summary.json'}, {folder / 'steps.jsonl'}"
     )
     for warning in warnings(summary):
         console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def _loader_lines(loader: dict[str, Any], num_steps: int) -> str:
+    others = (f"{n} {reason}" for reason, n in loader["reasons"].items() if reason != "balanced")
+    skipped = ", ".join(others)
+    return (
+        f"exchange, slowest rank, a step: {loader['exchange_s_per_step'] * 1e3:.1f} ms, hidden "
+        f"{loader['hidden_s_per_step'] * 1e3:.1f} ms, exposed "
+        f"{loader['exposed_s_per_step'] * 1e3:.1f} ms ({loader['exposed_share']:.1%} of the step)\n"
+        f"samples moved in {loader['applied_steps']} of {num_steps} steps"
+        f"{f' (others: {skipped})' if skipped else ''}\n"
+    )
 
 
 def warnings(summary: dict[str, Any]) -> list[str]:
@@ -144,11 +175,17 @@ def warnings(summary: dict[str, Any]) -> list[str]:
             "only: measure longer sequences or a quieter machine, or give --gamma"
         )
     if summary["single_binds_steps"]:
-        lines.append(
-            f"in {summary['single_binds_steps']} of {summary['steps']} steps one sequence alone "
-            f"takes as long as its step, which no balancing on bags {setting['topology']} can "
-            "shorten: give larger bags with --topology"
-        )
+        told = f"in {summary['single_binds_steps']} of {summary['steps']} steps one sequence alone "
+        if "loader" in summary:
+            advice = (
+                "moving whole samples can shorten: larger bags can, with --topology, not --loader"
+            )
+        else:
+            advice = (
+                f"balancing on bags {setting['topology']} can shorten: give larger bags with "
+                "--topology"
+            )
+        lines.append(f"{told}takes as long as its step, which no {advice}")
     return lines
 
 

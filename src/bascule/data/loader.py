@@ -4,25 +4,22 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.comm import groups
-from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup
 from bascule.data.batch import Batch, LoaderMetrics
-from bascule.data.loaded import DataRanks, Ends, Ints, Sample
+from bascule.data.loaded import DataRanks, Ends, Sample
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import Handlers, Prefetcher, ReadyStep
 from bascule.data.redistribute import Redistributor, Rules, StepKey
+from bascule.data.setup import agree_on_settings, check_options, epoch_length, join
 from bascule.data.source import Microbatches, Source
 from bascule.data.transfer import measure_exchange
 from bascule.errors import ConfigError
-from bascule.plan.cost import Cost, describe_cost
+from bascule.plan.cost import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 
@@ -129,7 +126,7 @@ class BalancedLoader:
         timeout_s: float = 600.0,
     ) -> None:
         length_fn = _num_input_ids if length_fn is None else length_fn
-        ranks, self._group = _join(mesh_or_group, axis, timeout_s)
+        ranks, self._group = join(mesh_or_group, axis, timeout_s)
         error: Exception | None = None
         source, rules = Source(None, None), Rules(1, "step", None, "finish", 0.0, None)
         try:
@@ -137,7 +134,7 @@ class BalancedLoader:
             if pack is not None and limits is None:
                 limits = Limits(tokens=pack.tokens)
             rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes_in_flight)
-            _check(rules, batch_size, pack, unpack, prefetch, bytes_per_s)
+            check_options(rules, batch_size, pack, unpack, prefetch, bytes_per_s)
             grouping = None
             if unpack is None and (pack is not None or batch_size is not None):
                 budget = None if pack is None else pack.tokens
@@ -145,7 +142,9 @@ class BalancedLoader:
             source = Source(loader if ranks.is_leader else None, grouping)
         except ConfigError as met:
             error = met
-        self._source_places = _agree_on_settings(ranks, rules, cost, source.is_empty, error)
+        said = agree_on_settings(ranks, rules, cost, source, error)
+        self._source_places = np.flatnonzero(said[:, 0] == 0)
+        self._num_microbatches = epoch_length(said[self._source_places, 1], rules)
         per_byte = measure_exchange(ranks.group) if bytes_per_s is None else 1.0 / bytes_per_s
         self._redistributor = Redistributor(ranks, rules, cost, per_byte)
         self._source = source
@@ -159,17 +158,21 @@ class BalancedLoader:
             collate=_collate(collate, takes_none=pack is not None, pin=pin_memory),
         )
         self._depth = prefetch
-        self._progress = _Progress()
+        self._first = self._progress = _Progress()
         self._prefetcher: Prefetcher | None = None
         self._metrics = LoaderMetrics()
 
     def __iter__(self) -> Iterator[Batch]:
-        """The microbatches that are left of the epoch; the next iteration is the next epoch.
+        """The microbatches that are left of the epoch; after its end, those of the next.
+
+        An iteration that was left early begins anew. There is one at a time: the next one ends the
+        one before.
 
         Raises:
             CommError: A rank failed, or closed its loader (on all ranks).
             PlanError: The limits cannot be kept (on all ranks).
         """
+        self.close()
         prefetcher = self._start()
         try:
             while True:
@@ -180,21 +183,18 @@ class BalancedLoader:
                 yield from self._deliver(step)
                 prefetcher.release(step)
         finally:
-            self.close()
-        self._progress = _Progress(epoch=self._progress.epoch + 1)
+            self._end(prefetcher)
+        self._first = self._progress = _Progress(epoch=self._first.epoch + 1)
 
     def __len__(self) -> int:
-        """Microbatches of a whole epoch by this rank's loader alone.
+        """Microbatches of a whole epoch, the same on all ranks.
 
         Raises:
-            TypeError: The loader does not know, or its samples are grouped anew.
+            TypeError: A rank's loader does not know, or its samples are grouped anew.
         """
-        accumulate = self.rules.accumulate
-        number = len(self._source)
-        steps, rest = divmod(number, accumulate)
-        if rest and self.rules.ends != "drop_last":
-            steps += 1
-        return steps * accumulate
+        if self._num_microbatches is None:
+            raise TypeError("the number of microbatches is known only when they were loaded")
+        return self._num_microbatches
 
     def __enter__(self) -> "BalancedLoader":
         return self
@@ -205,14 +205,18 @@ class BalancedLoader:
     def close(self) -> None:
         """End the thread of an iteration that was left early; all ranks do so at the same step."""
         if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._metrics.dropped_samples += self._prefetcher.num_dropped
+            self._end(self._prefetcher)
+
+    def _end(self, prefetcher: Prefetcher) -> None:
+        prefetcher.close()
+        if self._prefetcher is prefetcher:
+            self._metrics.dropped_samples += prefetcher.num_dropped
             self._prefetcher = None
 
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it."""
-        if epoch != self._progress.epoch:
-            self._progress = _Progress(epoch=epoch)
+        if epoch != self._first.epoch:
+            self._first = self._progress = _Progress(epoch=epoch)
 
     def set_cost(self, cost: Cost) -> None:
         """Plan with another cost model, as soon as all ranks have been given it."""
@@ -260,20 +264,19 @@ class BalancedLoader:
                 f"a loader state of version {state.get('version')!r}: this bascule reads "
                 f"{STATE_VERSION}"
             )
-        history = [tuple(counts) for counts in state["history"]]
-        if any(state["counts"]):
-            history.append(tuple(state["counts"]))
-        self._progress = _Progress(
-            epoch=int(state["epoch"]),
-            step=int(state["step"]),
-            history=tuple(history),
-            saved=state["saved"],
-        )
+        try:
+            history = [tuple(counts) for counts in state["history"]]
+            if any(state["counts"]):
+                history.append(tuple(state["counts"]))
+            epoch, step, saved = int(state["epoch"]), int(state["step"]), state["saved"]
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"this is not a loader state written by state_dict: {error!r}"
+            ) from error
+        self._first = self._progress = _Progress(epoch, step, tuple(history), saved=saved)
 
     def _start(self) -> Prefetcher:
-        if self._prefetcher is not None:
-            raise ConfigError("this loader is being iterated already: finish or close that first")
-        progress = self._progress
+        progress = self._progress = self._first
         self._source.set_epoch(progress.epoch)
         index = int(np.searchsorted(self._source_places, self.ranks.index))
         num_sources = self._source_places.size
@@ -323,91 +326,6 @@ def _num_input_ids(sample: Sample) -> int:
 def _one(sample: Sample) -> int:
     del sample
     return 1
-
-
-def _check(
-    rules: Rules,
-    batch_size: int | None,
-    pack: Pack | None,
-    unpack: object,
-    prefetch: int,
-    bytes_per_s: float | None,
-) -> None:
-    """Refuse what is out of range.
-
-    Raises:
-        ConfigError: Names the argument, its value and the range.
-    """
-    counts = {
-        "accumulate": rules.accumulate,
-        "prefetch": prefetch,
-        "batch_size": batch_size,
-        "max_bytes_in_flight": rules.max_bytes,
-    }
-    for name, value in counts.items():
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_int and value >= 1):
-            raise ConfigError(f"BalancedLoader({name}={value!r}): must be an integer of at least 1")
-    if not 0.0 <= rules.min_gain < 1.0:
-        raise ConfigError(
-            f"BalancedLoader(min_gain={rules.min_gain!r}): a share of the step, from 0 to below 1"
-        )
-    if bytes_per_s is not None and not 0.0 < bytes_per_s:
-        raise ConfigError(f"BalancedLoader(bytes_per_s={bytes_per_s!r}): must be above zero")
-    for name, value, allowed in (
-        ("sync", rules.sync, get_args(Sync)),
-        ("ends", rules.ends, get_args(Ends)),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"BalancedLoader({name}={value!r}): choose one of {allowed}")
-    if batch_size is not None and (pack is not None or unpack is not None):
-        raise ConfigError(
-            f"BalancedLoader(batch_size={batch_size}): a pack holds samples up to its tokens, and "
-            "ready-made packs come in the loader's lists; leave batch_size out"
-        )
-
-
-def _join(
-    mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", axis: str | None, timeout_s: float
-) -> tuple[DataRanks, RankGroup]:
-    """All ranks with a group of the loader's own; and the data-parallel group of this rank.
-
-    Raises:
-        ConfigError: The mesh has no such axis.
-        CommError: A rank did not come.
-    """
-    if axis is not None:
-        if not isinstance(mesh_or_group, DeviceMesh):
-            raise ConfigError(f"axis {axis!r} is one of a DeviceMesh: give the mesh too")
-        names = mesh_or_group.mesh_dim_names or ()
-        if axis not in names:
-            raise ConfigError(f"axis {axis!r}: the mesh has the axes {names}")
-        along = groups.member_of(mesh_or_group.get_group(axis), "data-parallel")
-        by_place = mesh_or_group.mesh.movedim(names.index(axis), 0).flatten(1)
-    else:
-        along = groups.member_of(groups.resolve(mesh_or_group), "data-parallel")
-        by_place = torch.tensor(along.ranks)[:, None]
-    order = by_place.flatten().argsort()
-    members = by_place.flatten()[order].tolist()
-    places = torch.arange(by_place.shape[0]).repeat_interleave(by_place.shape[1])[order]
-    group = groups.new_group(members, "loader", timeout_s, backend="gloo")
-    return DataRanks(group, places.numpy()), along
-
-
-def _agree_on_settings(
-    ranks: DataRanks, rules: Rules, cost: Cost, is_empty: bool, error: Exception | None
-) -> Ints:
-    """Make sure that all ranks were given the same; the data-parallel ranks with a loader.
-
-    Raises:
-        RemoteConfigError: A rank was given a wrong argument.
-        CommError: They were not given the same.
-    """
-    settings = {field.name: str(getattr(rules, field.name)) for field in dataclasses.fields(rules)}
-    settings["cost"] = describe_cost(cost)
-    statement = Statement(settings, np.array([is_empty], dtype=np.int64), error)
-    said = agree(ranks.group, statement, what="construction", step=0, capacity=1)
-    return np.flatnonzero(np.concatenate(said)[ranks.leaders] == 0)
 
 
 def _collate(

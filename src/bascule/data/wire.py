@@ -107,12 +107,27 @@ def _describe(value: object, place: str, arrays: list[Tensor]) -> list[Any]:
         return ["d", _describe_items(value, place, arrays)]
     if type(value) in (list, tuple):
         assert isinstance(value, list | tuple)
+        numbers = _as_numbers(value)
+        if numbers is not None:
+            arrays.append(torch.from_numpy(numbers.view(np.uint8)))
+            return ["n", numbers.dtype.str, len(value), isinstance(value, list)]
         parts = [_describe(part, f"{place}[{i}]", arrays) for i, part in enumerate(value)]
         return ["l" if isinstance(value, list) else "u", parts]
     raise ConfigError(
         f"{place} is a {type(value).__name__}, which cannot travel: give tensors, arrays, strings, "
         "numbers, booleans or None, in dicts, lists or tuples"
     )
+
+
+def _as_numbers(values: Sequence[object]) -> np.ndarray | None:
+    """Many numbers of one type as an array, which is a thousand times faster than text."""
+    types = set(map(type, values))
+    if types != {int} and types != {float}:
+        return None
+    try:
+        return np.array(values, dtype=np.int64 if types == {int} else np.float64)
+    except OverflowError:  # integers beyond 64 bits are text
+        return None
 
 
 def _describe_items(
@@ -160,6 +175,9 @@ class _Reader:
             return self._take(count * dtype.itemsize).view(dtype).view(shape)
         if kind == "b":
             return self._take(described[1]).numpy().tobytes()
+        if kind == "n":
+            numbers = self._take(8 * described[2]).numpy().view(described[1]).tolist()
+            return numbers if described[3] else tuple(numbers)
         dtype, shape = np.dtype(described[1]), described[2]
         taken = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         array = taken.numpy().view(dtype).reshape(shape)

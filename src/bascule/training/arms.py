@@ -1,7 +1,7 @@
 """The two ways to train that are compared: every rank its own batch, and balanced."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,20 @@ class StepResult:
     exchange: Exchange
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """This rank's part of a microbatch.
+
+    Attributes:
+        flow: What it trains on.
+        factor: Of the sum of its token losses, so that gradients averaged over ranks and summed
+            over microbatches are those of the global mean.
+    """
+
+    flow: FlowBatch
+    factor: float
+
+
 class Arm:
     """A sharded model with its optimiser, and the exchange that its steps use."""
 
@@ -62,6 +76,32 @@ class Arm:
         seconds = _now(device) - start
         self.optimizer.step()
         return StepResult(float(loss.detach()), seconds, exchange)
+
+    def accumulate(
+        self, microbatches: Sequence[Microbatch], finish: Callable[[], None]
+    ) -> tuple[float, float]:
+        """Forward and backward of all microbatches, then `finish`, then the optimiser.
+
+        No collective but the model's own. Gradients stay until the next step.
+
+        Returns:
+            This rank's part of the loss, whose mean over ranks is the global mean; and the seconds
+            of forward, backward and `finish`.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        device = microbatches[0].flow.target_iC.device
+        total = torch.zeros((), device=device, dtype=torch.float64)
+        start = _now(device)
+        for micro in microbatches:
+            predicted = self.model(micro.flow.inputs, self._make_exchange(micro.flow.seq_lens))
+            loss = micro.flow.per_token_loss(predicted).sum() * micro.factor
+            loss.backward()
+            total += loss.detach()
+        _now(device)  # what `finish` waits for shall not be the device
+        finish()
+        seconds = _now(device) - start
+        self.optimizer.step()
+        return float(total), seconds
 
 
 def build_model(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,7 @@ from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from bascule.plan.cost import FLOPS_PER_UNIT, Cost, TransformerCost
 from bascule.plan.sequences import Plan
-from bascule.training.arms import Arm, balanced, build_model, unbalanced
+from bascule.training.arms import Arm, MakeExchange, balanced, build_model, unbalanced
 from bascule.training.flow import FlowBatch
 from bascule.training.measure import measure_cost
 from bascule.training.options import BenchOptions
@@ -70,43 +71,24 @@ class Setting:
     peak_flops: float | None
 
 
-class Comparison:
-    """Two models with the same weights, one trained without and one with balancing.
+class Paired:
+    """Two models with the same weights, trained on the same samples; what both comparisons share.
 
-    All ranks of an initialised process group construct and iterate it together.
+    All ranks of an initialised process group construct and iterate it together. Subclasses fill
+    `arms`: the first trains without balancing, the second with it.
     """
 
     def __init__(self, options: BenchOptions, device: torch.device) -> None:
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        topology = options.check(world_size)
+        self.topology = options.check(world_size)
         self.options, self.device = options, device
         self.dtype: torch.dtype = getattr(torch, options.dtype)
         self.stream = open_stream(options, rank, world_size)
-        mesh = init_device_mesh(device.type, (world_size,))
-        self.group: RankGroup = member_of(resolve(mesh), "data")
-        config = model_config(options, self.stream)
-        self.cost = self._cost(config)
-        self.parallel = SequenceParallel(
-            mesh,
-            topology,
-            self.cost,
-            planner=options.planner,
-            kernel=options.kernel,
-            device=device,
-            timeout_s=options.timeout_s,
-        )
-        exchanges = unbalanced(device, self.dtype, options.kernel), balanced(self.parallel)
-        self.arms = [
-            Arm(
-                build_model(
-                    config, mesh, seed=options.seed, checkpoint=options.checkpoint, dtype=self.dtype
-                ),
-                make_exchange,
-                self.group,
-                options.lr,
-            )
-            for make_exchange in exchanges
-        ]
+        self.mesh = init_device_mesh(device.type, (world_size,))
+        self.group: RankGroup = member_of(resolve(self.mesh), "data")
+        self._config = model_config(options, self.stream)
+        self.cost = self._cost()
+        self.arms: list[Arm] = []
 
     @property
     def setting(self) -> Setting:
@@ -115,64 +97,72 @@ class Comparison:
         return Setting(
             device=name,
             world_size=self.group.size,
-            topology=str(self.parallel.topology),
+            topology=str(self.topology),
             gamma=self.cost.gamma,
             fit_error=self.cost.fit_error,
             skipped_photos=getattr(self.stream, "skipped", 0),
             peak_flops=peak_flops(name) if self.dtype == torch.bfloat16 else None,
         )
 
-    def run(self) -> Iterator[StepRecord]:
-        """Train; yields each step after the warm-up. Takes turns in who goes first."""
-        for step in range(self.options.warmup + self.options.steps):
-            batch = self._batch(step)
-            flow = FlowBatch.build(
-                batch, seed=self.options.seed, device=self.device, dtype=self.dtype
-            )
-            order = (0, 1) if step % 2 == 0 else (1, 0)
-            results = {}
-            for arm in order:
-                with reporting(self.group, "barrier (before a measured step)", step + 1):
-                    dist.barrier()
-                results[arm] = self.arms[arm].step(flow)
-            step_of = results[1].exchange
-            assert isinstance(step_of, Step)
-            seconds = self._slowest(step_of, results[0].seconds, results[1].seconds)
-            plan = step_of.metrics() | self._totals(step_of)
-            record = StepRecord(
-                step=step - self.options.warmup,
-                loss_unbalanced=results[0].loss,
-                loss_balanced=results[1].loss,
-                grad_difference=self._grad_difference(step_of),
-                seconds_unbalanced=seconds[0],
-                seconds_balanced=seconds[1],
-                plan=plan,
-            )
-            if step >= self.options.warmup:
-                yield record
+    def arm(self, make_exchange: MakeExchange) -> Arm:
+        """A new model with its optimiser."""
+        options = self.options
+        model = build_model(
+            self._config,
+            self.mesh,
+            seed=options.seed,
+            checkpoint=options.checkpoint,
+            dtype=self.dtype,
+        )
+        return Arm(model, make_exchange, self.group, options.lr)
 
-    def _totals(self, step: Step) -> dict[str, Any]:
-        sent = self._reduced(torch.tensor([step.sent_bytes]), "sent bytes", step.number)
+    def in_turns(self, step: int) -> Iterator[int]:
+        """The arms, each after a barrier; they take turns in who goes first."""
+        for arm in (0, 1) if step % 2 == 0 else (1, 0):
+            with reporting(self.group, "barrier (before a measured step)", step + 1):
+                dist.barrier()
+            yield arm
+
+    def flow(self, batch: SampleBatch) -> FlowBatch:
+        """A batch with its noise, on the device."""
+        return FlowBatch.build(batch, seed=self.options.seed, device=self.device, dtype=self.dtype)
+
+    def forward_flops(self, seq_lens: npt.ArrayLike) -> float:
+        """Of the model on these sequences."""
         plain = replace(self.cost, gamma=1.0)
-        return {
-            "total_tokens": int(step.plan.seq_lens.sum()),
-            "forward_flops": float(plain(step.plan.seq_lens).sum()) * FLOPS_PER_UNIT,
-            "sent_bytes": int(sent),
-            "single_binds": single_binds(step.plan, self.cost),
-        }
+        return float(plain(seq_lens).sum()) * FLOPS_PER_UNIT
 
-    def _batch(self, step: int) -> SampleBatch:
-        """This rank's batch; a rank that cannot load one ends all ranks with the same error."""
-        batch, error = None, None
-        try:
-            batch = self.stream.batch(step)
-        except (ConfigError, OSError) as met:
-            error = met
-        self.parallel.agree_on_error("loading a batch", error, step + 1)
-        assert batch is not None
-        return batch
+    def slowest(self, step: int, *seconds: float) -> list[float]:
+        """Each of them on the rank where it is largest."""
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        return self.reduced(slowest, "seconds", step, dist.ReduceOp.MAX).tolist()
 
-    def _cost(self, config: MMDiTConfig) -> TransformerCost:
+    def reduced(
+        self,
+        numbers: torch.Tensor,
+        what: str,
+        step: int,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> torch.Tensor:
+        """The same tensor, reduced over all ranks."""
+        with reporting(self.group, f"all_reduce ({what})", step):
+            dist.all_reduce(numbers, op=op)
+        return numbers
+
+    @torch.no_grad()
+    def grad_difference(self, step: int) -> float:
+        """Norm of the difference of both arms' gradients over that of the unbalanced ones."""
+        squares = torch.zeros(2, dtype=torch.float64)
+        models = (arm.model.parameters() for arm in self.arms)
+        for a, b in zip(*models, strict=True):
+            reference, other = _local_grad(a), _local_grad(b)
+            squares[0] += (reference - other).square().sum().cpu()
+            squares[1] += reference.square().sum().cpu()
+        squares = self.reduced(squares, "gradient norms", step)
+        return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())
+
+    def _cost(self) -> TransformerCost:
+        config = self._config
         if self.options.gamma is not None:
             num_blocks = config.num_double + config.num_single
             return TransformerCost(config.d_model, gamma=self.options.gamma, num_layers=num_blocks)
@@ -188,33 +178,67 @@ class Comparison:
 
     def _longest(self, step: int) -> int:
         longest = torch.tensor([max(self.stream.batch(step).seq_lens, default=0), 256])
-        return int(self._reduced(longest, "longest sequence", 0, dist.ReduceOp.MAX).max())
+        return int(self.reduced(longest, "longest sequence", 0, dist.ReduceOp.MAX).max())
 
-    def _slowest(self, step: Step, *seconds: float) -> list[float]:
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        return self._reduced(slowest, "seconds", step.number, dist.ReduceOp.MAX).tolist()
 
-    def _reduced(
-        self,
-        numbers: torch.Tensor,
-        what: str,
-        step: int,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    ) -> torch.Tensor:
-        with reporting(self.group, f"all_reduce ({what})", step):
-            dist.all_reduce(numbers, op=op)
-        return numbers
+class Comparison(Paired):
+    """Trained without and with balancing inside the model: bags of ranks share sequences."""
 
-    @torch.no_grad()
-    def _grad_difference(self, step: Step) -> float:
-        squares = torch.zeros(2, dtype=torch.float64)
-        models = (arm.model.parameters() for arm in self.arms)
-        for a, b in zip(*models, strict=True):
-            reference, other = _local_grad(a), _local_grad(b)
-            squares[0] += (reference - other).square().sum().cpu()
-            squares[1] += reference.square().sum().cpu()
-        squares = self._reduced(squares, "gradient norms", step.number)
-        return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())
+    def __init__(self, options: BenchOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        self.parallel = SequenceParallel(
+            self.mesh,
+            self.topology,
+            self.cost,
+            planner=options.planner,
+            kernel=options.kernel,
+            device=device,
+            timeout_s=options.timeout_s,
+        )
+        without = unbalanced(device, self.dtype, options.kernel)
+        self.arms = [self.arm(without), self.arm(balanced(self.parallel))]
+
+    def run(self) -> Iterator[StepRecord]:
+        """Train; yields each step after the warm-up."""
+        for step in range(self.options.warmup + self.options.steps):
+            flow = self.flow(self._batch(step))
+            results = {arm: self.arms[arm].step(flow) for arm in self.in_turns(step)}
+            step_of = results[1].exchange
+            assert isinstance(step_of, Step)
+            number = step_of.number
+            seconds = self.slowest(number, results[0].seconds, results[1].seconds)
+            plan = step_of.metrics() | self._totals(step_of)
+            record = StepRecord(
+                step=step - self.options.warmup,
+                loss_unbalanced=results[0].loss,
+                loss_balanced=results[1].loss,
+                grad_difference=self.grad_difference(number),
+                seconds_unbalanced=seconds[0],
+                seconds_balanced=seconds[1],
+                plan=plan,
+            )
+            if step >= self.options.warmup:
+                yield record
+
+    def _totals(self, step: Step) -> dict[str, Any]:
+        sent = self.reduced(torch.tensor([step.sent_bytes]), "sent bytes", step.number)
+        return {
+            "total_tokens": int(step.plan.seq_lens.sum()),
+            "forward_flops": self.forward_flops(step.plan.seq_lens),
+            "sent_bytes": int(sent),
+            "single_binds": single_binds(step.plan, self.cost),
+        }
+
+    def _batch(self, step: int) -> SampleBatch:
+        """This rank's batch; a rank that cannot load one ends all ranks with the same error."""
+        batch, error = None, None
+        try:
+            batch = self.stream.batch(step)
+        except (ConfigError, OSError) as met:
+            error = met
+        self.parallel.agree_on_error("loading a batch", error, step + 1)
+        assert batch is not None
+        return batch
 
 
 def open_stream(options: BenchOptions, rank: int, world_size: int) -> SampleStream:

@@ -13,11 +13,16 @@ from bascule.plan.workload import check_world, parse_data_codes
 class BenchOptions:
     """Train on the same batches without and with balancing, step by step, and compare.
 
+    Balancing cuts sequences and moves tokens inside the model; with --loader it moves whole samples
+    before the model sees them.
+
     Attributes:
         photos: Folder of photos of any size; captions in NAME.txt or captions.jsonl are optional.
         data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
         topology: Compute bags, for example g2n1; one rank a bag if not given.
         planner: lpt, or the greedy of the KnapFormer paper.
+        loader: Balance in the data loader: samples change ranks behind the compute.
+        accumulate: Microbatches of a step, with --loader; each is a batch of the stream.
         ranks: Local ranks to launch; as many as GPUs, else physical cores, if not given.
         steps: Measured steps.
         warmup: Steps before them that do not count.
@@ -42,6 +47,8 @@ class BenchOptions:
     data: str | None = None
     topology: str | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
+    loader: bool = False
+    accumulate: int = 1
     ranks: int | None = None
     steps: int = 12
     warmup: int = 2
@@ -68,9 +75,22 @@ class BenchOptions:
             ConfigError: A value is out of range, or data codes or topology do not fit the world.
         """
         self._check_values()
+        codes = () if self.data is None else parse_data_codes(self.data)
         if self.data is not None:
-            check_world(parse_data_codes(self.data), world_size)
-        return Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
+            check_world(codes, world_size)
+        topology = Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
+        if not self.loader:
+            return topology
+        if int(topology.bag_sizes.max()) > 1:
+            raise ConfigError(
+                f"--topology {self.topology}: --loader moves whole samples, so each rank is a bag "
+                "of its own; leave --topology out"
+            )
+        if self.planner != "lpt":
+            raise ConfigError(f"--planner {self.planner}: --loader plans with lpt; leave it out")
+        if self.data is not None and not any(code.batch_size for code in codes):
+            raise ConfigError(f"--data {self.data}: no rank loads a sample that could be moved")
+        return topology
 
     def _check_values(self) -> None:
         if (self.photos is None) == (self.data is None):
@@ -81,10 +101,13 @@ class BenchOptions:
             ("batch_size", 0),
             ("max_tokens", 1),
             ("seed", 0),
+            ("accumulate", 1),
         ):
             if getattr(self, name) < least:
                 flag = name.replace("_", "-")
                 raise ConfigError(f"--{flag} {getattr(self, name)}: must be at least {least}")
+        if self.accumulate > 1 and not self.loader:
+            raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")
         if self.ranks is not None and self.ranks < 1:
             raise ConfigError(f"--ranks {self.ranks}: must be at least 1")
         for name in ("lr", "timeout_s"):

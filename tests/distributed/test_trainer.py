@@ -1,0 +1,400 @@
+"""The Trainer of transformers and accelerate train alike with and without balancing.
+
+Two processes. Samples come in an order that gives both runs the same samples in each step; their
+numbers of tokens differ by up to a hundred times, and so do those of the two processes.
+"""
+
+import copy
+import json
+import os
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from bascule import TransformerCost
+from bascule.data.collators import collate_padded
+from bascule.data.loader import BalancedLoader
+from bascule.data.source import ResumableSampler
+from bascule.errors import ConfigError
+from tests.distributed.harness import raised_by, run_ranks
+
+pytest.importorskip("transformers")
+
+BATCH_SIZE, VOCAB = 3, 32
+COST = TransformerCost(32, num_layers=2)
+pytestmark = pytest.mark.timeout(240)
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Random tokens, some of them prompts; with a column that no model takes."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.random = np.random.default_rng(3)
+        # Process 0 reads the long ones, also where accelerate deals out whole batches.
+        long = [r % 2 == 0 and r // BATCH_SIZE % 2 == 0 for r in range(num_samples)]
+        self.samples = [self.make(60 if is_long else 2) for is_long in long]
+
+    def make(self, shortest: int) -> dict[str, Any]:
+        ids = torch.from_numpy(self.random.integers(0, VOCAB, self.random.integers(shortest, 90)))
+        labels = ids.clone()
+        labels[: len(ids) // 3] = -100
+        return {"input_ids": ids, "labels": labels, "comment": {"not", "on", "the", "wire"}}
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.samples[index]
+
+
+class Scorer(nn.Module):
+    """Knows no num_items_in_batch: its loss is the mean over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, 1)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor
+    ) -> dict[str, Tensor]:
+        scores = self.head(self.embed(input_ids)).squeeze(-1)
+        mean = (scores * attention_mask).sum(-1) / attention_mask.sum(-1)
+        return {"loss": (mean - labels.clamp(min=0).sum(-1) / 1000).square().mean()}
+
+
+def make_model(kind: str) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    if kind == "scorer":
+        return Scorer()
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def join_world() -> None:
+    """What torchrun would have set; accelerate reads it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    port = [0]
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0])}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "ACCELERATE_USE_CPU": "true"}
+
+
+def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **given: Any) -> Any:
+    """A Trainer, quiet, on the CPU. What is `given` goes to its TrainingArguments."""
+    from transformers import Trainer, TrainingArguments
+
+    from bascule.training.trainer import BalanceConfig, BalancedTrainerMixin
+
+    base = Trainer if base is None else base
+
+    class MyTrainer(BalancedTrainerMixin, base): ...
+
+    num_samples = given.pop("num_samples", 48)
+    settings = {
+        "per_device_train_batch_size": BATCH_SIZE,
+        "num_train_epochs": 2,
+        "train_sampling_strategy": "sequential",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "data_seed": 5,
+    }
+    args = TrainingArguments(folder, **(settings | given))
+    make: Any = MyTrainer if balanced else base
+    extra: dict[str, Any] = {"balance": BalanceConfig(cost=COST)} if balanced else {}
+    return make(
+        model=make_model(kind),
+        args=args,
+        train_dataset=Texts(num_samples),
+        eval_dataset=Texts(7),
+        data_collator=collate_padded,
+        **extra,
+    )
+
+
+def train(trainer: Any, **how: Any) -> tuple[list[float], list[float], Tensor]:
+    """Loss and epoch of each step, and the weights after them."""
+    trainer.train(**how)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return [entry["loss"] for entry in logged], [entry["epoch"] for entry in logged], weights
+
+
+def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
+    join_world()
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"gradient_accumulation_steps": accumulate}
+        plain = train(make_trainer(folder, kind, balanced=False, **given))
+        trainer = make_trainer(folder, kind, balanced=True, **given)
+        balanced = train(trainer)
+        return {"plain": plain, "balanced": balanced, "did": trainer.balanced_loader.metrics()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["qwen2", "scorer"])
+def test_trains_like_the_trainer(kind: str, accumulate: int) -> None:
+    for run in run_ranks(both_runs, 2, kind, accumulate):
+        (losses, epochs, weights), (ours, our_epochs, our_weights) = run["plain"], run["balanced"]
+        assert len(losses) == 16 // accumulate
+        assert ours == pytest.approx(losses, rel=1e-5)
+        assert our_epochs == pytest.approx(epochs)
+        assert torch.allclose(our_weights, weights, rtol=1e-5, atol=1e-6)
+        assert run["did"]["applied"] > 0.7 * run["did"]["steps"]
+        assert run["did"]["predicted_after"] < 0.8 * run["did"]["predicted_before"]
+
+
+def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any]:
+    """A whole run, and one that is stopped after these steps and goes on from checkpoints."""
+    join_world()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    given = {
+        "gradient_accumulation_steps": 2,
+        "train_sampling_strategy": "random",
+        "num_samples": 43,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    } | given
+    whole = train(make_trainer(folder[0] + "/0", kind, balanced=True, **given))
+    again = whole
+    for number, stop in enumerate(stops):
+        trainer = make_trainer(folder[0] + f"/{number + 1}", kind, balanced=True, **given)
+        again = train(trainer, resume_from_checkpoint=folder[0] + f"/{number}/checkpoint-{stop}")
+    checkpoint = Path(folder[0], f"{len(stops) - 1}/checkpoint-{stops[-1]}")
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return {"whole": whole, "again": again, "saved": state["stateful_callbacks"]["LoaderProgress"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "stops", "given", "per_epoch"),
+    [
+        ("qwen2", [1, 3], {}, 4),
+        ("qwen2", [4], {}, 4),
+        ("qwen2", [5], {"dataloader_drop_last": True}, 3),
+        ("scorer", [2], {"eval_strategy": "steps", "eval_steps": 3}, 4),
+        ("scorer", [7], {"max_steps": 9, "restore_callback_states_from_checkpoint": True}, 4),
+    ],
+)
+def test_a_resumed_run_equals_the_whole(
+    kind: str, stops: list[int], given: dict[str, Any], per_epoch: int
+) -> None:
+    for run in run_ranks(resumed, 2, kind, stops, given):
+        (losses, epochs, weights), (ours, our_epochs, our_weights) = run["whole"], run["again"]
+        assert len(losses) == given.get("max_steps", 2 * per_epoch)
+        assert ours == losses  # bit for bit; the log of the first run comes with the checkpoint
+        assert our_epochs == pytest.approx(epochs)
+        assert torch.equal(our_weights, weights)
+        progress, last = run["saved"]["attributes"]["progress"], stops[-1] - 1
+        assert (progress["epoch"], progress["step"]) == (last // per_epoch, last % per_epoch + 1)
+        assert len(progress["history"]) == len(stops) - 1
+
+
+def uneven_ends() -> dict[str, Any]:
+    """43 samples: the last step holds 7 of 12, one process reads 4 and the other 3 of them."""
+    join_world()
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"gradient_accumulation_steps": 2, "num_samples": 43, "num_train_epochs": 1}
+        trainer = make_trainer(folder, "qwen2", balanced=True, **given)
+        losses, _, _ = train(trainer)
+        model: Any = make_model("qwen2")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        expected: list[float] = []
+        samples = [trainer.train_dataset[i] for i in range(43)]
+        for start in range(0, 43, 4 * BATCH_SIZE):
+            step = [
+                {name: sample[name] for name in ("input_ids", "labels")}
+                for sample in samples[start : start + 4 * BATCH_SIZE]
+            ]
+            loss = model(**collate_padded(step)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            expected.append(loss.item())
+        return {"losses": losses, "expected": expected, "did": trainer.balanced_loader.metrics()}
+
+
+def test_uneven_ends_are_the_mean_over_all_samples() -> None:
+    for run in run_ranks(uneven_ends, 2):
+        assert run["losses"] == pytest.approx(run["expected"], rel=1e-5)
+        assert len(run["losses"]) == 4
+        assert run["did"]["dropped_samples"] == 0
+
+
+def refusals() -> dict[str, Any]:
+    from torch.utils.data import IterableDataset
+    from transformers import Trainer
+
+    join_world()
+
+    class OwnLoss(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs)["loss"]
+
+    class OwnScaled(OwnLoss):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs)["loss"] * self.loss_scale  # pyright: ignore[reportAttributeAccessIssue]
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def start(kind: str = "qwen2", **given: Any) -> str:
+            trainer = make_trainer(folder, kind, balanced=True, **given)
+            return raised_by(trainer.train)[1]
+
+        streaming = make_trainer(folder, "qwen2", balanced=True, max_steps=2)
+        streaming.train_dataset = Stream()
+        # The loss of one's own stands before the mixin, as in `class T(BalancedTrainerMixin, ..)`.
+        own = make_trainer(folder, "scorer", balanced=True)
+        own.__class__ = type("Own", (OwnLoss, type(own)), {})
+        scaled = make_trainer(folder, "scorer", balanced=True, num_train_epochs=1)
+        scaled.__class__ = type("Own", (OwnScaled, type(scaled)), {})
+        same = make_trainer(folder, "scorer", balanced=True, num_train_epochs=1)
+        return {
+            "grouped": start(train_sampling_strategy="group_by_length"),
+            "tokens": start(average_tokens_across_devices=False),
+            "stream": raised_by(streaming.train)[1],
+            "own": raised_by(own.train)[1],
+            "scaled": (train(scaled)[0], train(same)[0]),
+        }
+
+
+def test_what_does_not_go_with_balancing_is_refused() -> None:
+    for said in run_ranks(refusals, 2):
+        assert "train_sampling_strategy='group_by_length'" in said["grouped"]
+        assert "average_tokens_across_devices" in said["tokens"]
+        assert "BalancedLoader" in said["stream"]
+        assert "Own.compute_loss" in said["own"] and "self.loss_scale" in said["own"]
+        ours, expected = said["scaled"]
+        assert ours == expected
+
+
+def test_one_process_trains_as_before(tmp_path: Path) -> None:
+    trainer = make_trainer(str(tmp_path), "qwen2", balanced=True, max_steps=2)
+    trainer.train()
+    assert trainer.balanced_loader is None
+    assert not trainer.args.ignore_data_skip
+
+
+def test_a_cost_that_is_none_is_refused() -> None:
+    from bascule.training.trainer import BalanceConfig
+
+    with pytest.raises(ConfigError, match="cost=3"):
+        BalanceConfig(cost=3)  # pyright: ignore[reportArgumentType]
+
+
+def num_asked(sample: dict[str, Any]) -> int:
+    """Tokens that the loss of a sample is the mean over."""
+    return int((sample["labels"][1:] != -100).sum())
+
+
+def with_accelerate(accumulate: int) -> dict[str, Any]:
+    """The recipe of docs/data_loader.md; stops in the middle, and goes on from a checkpoint."""
+    from accelerate import Accelerator
+
+    join_world()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model = make_model("qwen2")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    alone, alone_optimizer = copy.deepcopy(model), None
+    alone_optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    texts = [{k: s[k] for k in ("input_ids", "labels")} for s in Texts(48).samples]
+    sampler = ResumableSampler(
+        len(texts), rank=accelerator.process_index, num_ranks=accelerator.num_processes
+    )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    loader = BalancedLoader(
+        DataLoader(texts, batch_size=BATCH_SIZE, sampler=sampler, collate_fn=collate_padded),  # pyright: ignore[reportArgumentType]
+        cost=COST,
+        weight_fn=num_asked,
+        accumulate=accumulate,
+    )
+    accelerator.register_for_checkpointing(loader)
+    losses: list[float] = []
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    middle = 4 // accumulate
+
+    def run(stop: int | None) -> None:
+        total = 0.0
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch.data).loss * batch.loss_scale
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += loss.item() / accumulate
+            if batch.microbatch == accumulate - 1:
+                losses.append(float(accelerator.reduce(torch.tensor(total), "mean")))  # pyright: ignore[reportArgumentType]
+                total = 0.0
+                if len(losses) == stop:
+                    accelerator.save_state(folder[0])
+                    break
+
+    run(middle)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    accelerator.load_state(folder[0])
+    run(None)
+    order = np.arange(48)
+    np.random.default_rng([0, 0]).shuffle(order)
+    expected: list[float] = []
+    for chosen in np.split(order, 8 // accumulate):
+        loss = alone(**collate_padded([texts[i] for i in chosen])).loss
+        loss.backward()
+        alone_optimizer.step()
+        alone_optimizer.zero_grad()
+        expected.append(loss.item())
+    pairs = zip(accelerator.unwrap_model(model).parameters(), alone.parameters(), strict=True)
+    worst = max(float((a - b).abs().max()) for a, b in pairs)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return {"losses": losses, "expected": expected, "worst": worst, "did": loader.metrics()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_trains_with_accelerate(accumulate: int) -> None:
+    for run in run_ranks(with_accelerate, 2, accumulate):
+        assert len(run["losses"]) == 8 // accumulate
+        assert run["losses"] == pytest.approx(run["expected"], rel=1e-5)
+        assert run["worst"] < 1e-5
+        assert run["did"]["applied"] > 0
