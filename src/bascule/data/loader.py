@@ -25,6 +25,9 @@ from bascule.plan.step import Sync
 
 STATE_VERSION = 1
 
+_PATIENCE_S = 5.0
+"""How long a rank that failed waits for the loaders of the others."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Progress:
@@ -199,16 +202,18 @@ class BalancedLoader:
     def __enter__(self) -> "BalancedLoader":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error on this rank the others may wait for it in the model's collectives.
+        if self._prefetcher is not None:
+            self._end(self._prefetcher, None if kind is None else _PATIENCE_S)
 
     def close(self) -> None:
         """End the thread of an iteration that was left early; all ranks do so at the same step."""
         if self._prefetcher is not None:
             self._end(self._prefetcher)
 
-    def _end(self, prefetcher: Prefetcher) -> None:
-        prefetcher.close()
+    def _end(self, prefetcher: Prefetcher, patience_s: float | None = None) -> None:
+        prefetcher.close(patience_s)
         if self._prefetcher is prefetcher:
             self._metrics.dropped_samples += prefetcher.num_dropped
             self._prefetcher = None

@@ -1,6 +1,7 @@
 """The thread that makes a balanced loader's steps behind the compute, some of them ahead."""
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from bascule.data.redistribute import Redistributor, StepData, StepKey
 from bascule.data.source import Reading
 from bascule.data.wire import parcel
 from bascule.errors import CommError, ConfigError, PlanError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +119,22 @@ class Prefetcher:
             self._bytes -= step.data.received_bytes
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """End the thread with those of the other ranks, and join it."""
+    def close(self, patience_s: float | None = None) -> None:
+        """End the thread with those of the other ranks, and join it.
+
+        Args:
+            patience_s: How long to wait for the other ranks. None: as long as their collectives do.
+        """
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(patience_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "the other ranks did not end their loaders within %g s; the thread of this one "
+                "ends with its process",
+                patience_s,
+            )
 
     def _run(self) -> None:
         try:
