@@ -138,9 +138,9 @@ def attend(
     if bag.group is None:
         return kernel(q_THD, k_TKD, v_TKD, bag.seqs, causal=causal, scale=scale)[0]
     shares = HeadShares.split(num_heads, num_kv_heads, bag.group.size)
-    q, k, v = _HeadsToRanks.apply(bag, shares, num_kv_heads, q_THD, k_TKD, v_TKD)
+    q, k, v = heads_to_ranks(bag, shares, num_kv_heads, q_THD, k_TKD, v_TKD)
     out = kernel(q, k, v, bag.seqs, causal=causal, scale=scale)[0]
-    return _RanksToHeads.apply(bag, shares, num_kv_heads, out)
+    return ranks_to_heads(bag, shares, num_kv_heads, out)
 
 
 def sent_bytes(bag: BagLayout, q_THD: Tensor, k_TKD: Tensor) -> int:
@@ -177,6 +177,21 @@ def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"{q.shape[1]} query heads for {k.shape[1]} key-value heads: must be a multiple"
         )
     HeadShares.split(q.shape[1], k.shape[1], bag.largest_bag)
+
+
+def heads_to_ranks(
+    bag: BagLayout, shares: HeadShares, num_kv_heads: int, *tensors: Tensor
+) -> tuple[Tensor, ...]:
+    """From (T, heads, D) each to (S, share of the heads, D) each, sequences whole.
+
+    One all-to-all, differentiable.
+    """
+    return _HeadsToRanks.apply(bag, shares, num_kv_heads, *tensors)
+
+
+def ranks_to_heads(bag: BagLayout, shares: HeadShares, num_kv_heads: int, out: Tensor) -> Tensor:
+    """The inverse: from (S, share of the heads, D) to (T, heads, D). One all-to-all."""
+    return _RanksToHeads.apply(bag, shares, num_kv_heads, out)
 
 
 class _HeadsToRanks(torch.autograd.Function):
