@@ -20,7 +20,7 @@ Sample = Any
 Ends = Literal["drop_last", "pad_empty", "finish"]
 
 FLAGS, _VERSION, _NUM_FIXED = 0, 1, 2  # places in what a rank says; then the counts
-_SHORT, CLOSING = 1, 2
+_SHORT, CLOSING, _SOME = 1, 2, 4
 _NUM_NUMBERS = 3  # of a sample: tokens, weight, bytes
 
 
@@ -85,7 +85,7 @@ class Offer:
 
     def values(self, accumulate: int) -> Ints:
         """As it is gathered: flags, version, M counts of samples and of items; then the samples."""
-        flags = _SHORT * self.is_short + CLOSING * self.is_closing
+        flags = _SHORT * self.is_short + CLOSING * self.is_closing + _SOME * bool(self.samples)
         missing = [0] * (accumulate - len(self.samples))
         counts = [*map(len, self.samples), *missing, *self.num_items, *missing]
         sizes = [parcel.num_bytes for parcel in self.parcels]
@@ -143,7 +143,7 @@ class Loaded:
 
     def is_last(self, ends: Ends) -> bool:
         """Whether there is no step any more: alike on all ranks."""
-        if not self.lens.size:
+        if not (self.flags & _SOME).any():
             return True
         return ends == "drop_last" and bool(((self.flags & _SHORT) > 0).any())
 

@@ -15,7 +15,7 @@ from bascule.data.loaded import DataRanks, Ends, Sample
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import Handlers, Prefetcher, ReadyStep
 from bascule.data.redistribute import Redistributor, Rules, StepKey
-from bascule.data.setup import agree_on_settings, check_options, epoch_length, join
+from bascule.data.setup import agree_on_settings, check_options, join
 from bascule.data.source import Microbatches, Source
 from bascule.data.transfer import measure_exchange
 from bascule.errors import ConfigError
@@ -83,7 +83,8 @@ class BalancedLoader:
         ends: "drop_last": the epoch ends where the first rank cannot fill a step. "pad_empty" and
             "finish": it ends when all ranks have run out, and those that ran out earlier get
             samples of the others. With "finish", a microbatch may be empty; otherwise it then holds
-            a copy of the step's shortest sample, with a loss_scale of 0.
+            a copy of the step's shortest sample, with a loss_scale of 0; unless no rank has a
+            sample for the step.
         min_gain: Share of the predicted step that balancing must save for samples to move.
         bytes_per_s: Bytes that a rank exchanges in a second, against which the gain of a cost in
             seconds is weighed. None measures it once, here.
@@ -145,9 +146,9 @@ class BalancedLoader:
             source = Source(loader if ranks.is_leader else None, grouping)
         except ConfigError as met:
             error = met
-        said = agree_on_settings(ranks, rules, cost, source, error)
-        self._source_places = np.flatnonzero(said[:, 0] == 0)
-        self._num_microbatches = epoch_length(said[self._source_places, 1], rules)
+        sources = agree_on_settings(ranks, rules, cost, bytes_per_s, source, error)
+        self._source_places = sources.places
+        self._num_microbatches = sources.epoch_length(rules)
         per_byte = measure_exchange(ranks.group) if bytes_per_s is None else 1.0 / bytes_per_s
         self._redistributor = Redistributor(ranks, rules, cost, per_byte)
         self._source = source
@@ -224,7 +225,10 @@ class BalancedLoader:
             self._first = self._progress = _Progress(epoch=epoch)
 
     def set_cost(self, cost: Cost) -> None:
-        """Plan with another cost model, as soon as all ranks have been given it."""
+        """Plan with another cost model, as soon as all ranks have been given it.
+
+        Ranks that were given unlike ones end with a CommError.
+        """
         self._redistributor.costs.append(cost)
 
     @property

@@ -12,7 +12,7 @@ from bascule.comm.agree import Statement, agree
 from bascule.data.loaded import CLOSING, FLAGS, DataRanks, Ends, Loaded, Offer, Sample
 from bascule.data.transfer import Deliveries, Transfer, deliver, exchange
 from bascule.errors import CommError, PlanError
-from bascule.plan.cost import Cost, PolynomialCost
+from bascule.plan.cost import Cost, PolynomialCost, describe_cost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.sequences import Plan
 from bascule.plan.step import Sync, plan_step, step_makespan
@@ -120,6 +120,7 @@ class Redistributor:
         self.rules = rules
         self.costs: list[Cost] = [cost]
         self.seconds_per_byte = seconds_per_byte
+        self._version = 0
         self._capacity = _FIRST_CAPACITY
         self._topology = Topology(((1, 1),), ranks.num)
 
@@ -139,10 +140,15 @@ class Redistributor:
         loaded = self._agree(key, offer)
         if loaded.is_last(self.rules.ends):
             return None
-        plans, verdict = self.decide(loaded)
-        deliveries = deliver(loaded, plans, pad=self.rules.ends != "finish")
-        transfer = Transfer.of(loaded, deliveries, self.ranks)
-        self._check_bytes(transfer)
+        try:
+            plans, verdict = self.decide(loaded)
+            deliveries = deliver(loaded, plans, pad=self.rules.ends != "finish")
+            transfer = Transfer.of(loaded, deliveries, self.ranks)
+            self._check_bytes(transfer)
+        except PlanError as error:
+            raise PlanError(f"step {key.step}, epoch {key.epoch}: {error}") from error
+        # Used from the next step on, whose agreement makes sure that it is the same on all ranks.
+        self._version = loaded.cost_version
         rank, index = self.ranks.group.rank, self.ranks.index
         own = np.flatnonzero(loaded.source == index).tolist() if self.ranks.is_leader else []
         parcels = dict(zip(own, offer.parcels, strict=True))
@@ -163,11 +169,17 @@ class Redistributor:
         what = f"epoch {key.epoch}, collating"
         agree(self.ranks.group, Statement({}, none, error), what=what, step=key.step, capacity=0)
 
+    @property
+    def _cost(self) -> Cost:
+        """The cost model that all ranks use now."""
+        return self.costs[self._version]
+
     def _agree(self, key: StepKey, offer: Offer) -> Loaded:
         values = offer.values(self.rules.accumulate)
+        settings = {"step": str(key), "cost": describe_cost(self._cost)}
         gathered = agree(
             self.ranks.group,
-            Statement({"step": str(key)}, values, offer.error),
+            Statement(settings, values, offer.error),
             what=f"epoch {key.epoch}, loading",
             step=key.step,
             capacity=self._capacity,
@@ -188,7 +200,7 @@ class Redistributor:
         Raises:
             PlanError: Neither a plan nor the batch as loaded keeps the limits.
         """
-        cost, rules = self.costs[loaded.cost_version], self.rules
+        cost, rules = self._cost, self.rules
         overhead = float(getattr(cost, "overhead", 0.0))
         micros = range(rules.accumulate)
         as_loaded = tuple(_as_loaded(loaded, micro, self._topology, cost) for micro in micros)
@@ -218,7 +230,7 @@ class Redistributor:
         moved = Transfer.of(loaded, deliver(loaded, plans, pad=False), self.ranks).bytes_to
         most = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
         # The exchange runs behind the step; only what is longer than the step is waited for.
-        in_seconds = isinstance(self.costs[loaded.cost_version], PolynomialCost)
+        in_seconds = isinstance(self._cost, PolynomialCost)
         exchange_s = most * self.seconds_per_byte if in_seconds else 0.0
         exposed = max(exchange_s - after, 0.0)
         return "exchange" if gain <= exposed else "balanced"

@@ -1,6 +1,7 @@
 """What happens once: the ranks of a balanced loader meet and agree on how steps are made."""
 
 import dataclasses
+from dataclasses import dataclass
 from typing import get_args
 
 import numpy as np
@@ -89,35 +90,60 @@ def join(
     return DataRanks(group, places.numpy()), along
 
 
-def agree_on_settings(
-    ranks: DataRanks, rules: Rules, cost: Cost, source: Source, error: Exception | None
-) -> Ints:
-    """Make sure that all ranks were given the same.
+@dataclass(frozen=True, slots=True, eq=False)
+class Sources:
+    """The data-parallel ranks that load samples.
 
-    Returns:
-        (D, 2) of each data-parallel rank, whether it only computes, and its microbatches of an
-        epoch; -1 if it does not know.
+    Attributes:
+        places: (n,) which of the data-parallel ranks they are.
+        num_microbatches: (n,) of an epoch; -1 where a loader does not know.
+    """
+
+    places: Ints
+    num_microbatches: Ints
+
+    def epoch_length(self, rules: Rules) -> int | None:
+        """Microbatches of an epoch on each rank; None if a loader does not know."""
+        numbers = self.num_microbatches
+        if not numbers.size or numbers.min() < 0:
+            return None
+        if rules.ends == "drop_last":
+            return int(numbers.min()) // rules.accumulate * rules.accumulate
+        return -(-int(numbers.max()) // rules.accumulate) * rules.accumulate
+
+
+def agree_on_settings(
+    ranks: DataRanks,
+    rules: Rules,
+    cost: Cost,
+    bytes_per_s: float | None,
+    source: Source,
+    error: Exception | None,
+) -> Sources:
+    """Make sure that all ranks were given the same, and find out who loads.
 
     Raises:
         RemoteConfigError: A rank was given a wrong argument.
         CommError: They were not given the same.
+        ConfigError: A sampler deals for other ranks than those that load (on all ranks alike).
     """
     settings = {field.name: str(getattr(rules, field.name)) for field in dataclasses.fields(rules)}
-    settings["cost"] = describe_cost(cost)
+    settings |= {"cost": describe_cost(cost), "bytes_per_s": str(bytes_per_s)}
     try:
         number = len(source)
     except TypeError:
         number = -1
-    values = np.array([source.is_empty, number], dtype=np.int64)
+    values = np.array([source.is_empty, number, *source.dealt_to], dtype=np.int64)
     statement = Statement(settings, values, error)
     said = agree(ranks.group, statement, what="construction", step=0, capacity=values.size)
-    return np.stack(said)[ranks.leaders]
-
-
-def epoch_length(numbers: Ints, rules: Rules) -> int | None:
-    """Microbatches of an epoch, from those of the ranks that load; None if one does not know."""
-    if not numbers.size or numbers.min() < 0:
-        return None
-    if rules.ends == "drop_last":
-        return int(numbers.min()) // rules.accumulate * rules.accumulate
-    return -(-int(numbers.max()) // rules.accumulate) * rules.accumulate
+    of_rank = np.stack(said)[ranks.leaders]
+    sources = Sources(np.flatnonzero(of_rank[:, 0] == 0), of_rank[of_rank[:, 0] == 0, 1])
+    for index, place in enumerate(sources.places.tolist()):
+        share, num_shares = of_rank[place, 2:].tolist()
+        if num_shares and (share, num_shares) != (index, sources.places.size):
+            raise ConfigError(
+                f"the ResumableSampler of data-parallel rank {place} has rank={share} and "
+                f"num_ranks={num_shares}: it is number {index} of {sources.places.size} ranks "
+                "that load, so samples would be lost or repeated"
+            )
+    return sources

@@ -43,7 +43,7 @@ def deliver(loaded: Loaded, plans: Sequence[Plan], *, pad: bool) -> Deliveries:
     dest = np.concatenate([plan.bag_of for plan in plans])
     ids, micro = np.arange(dest.size), loaded.micro
     num_micro, num_ranks = loaded.counts.shape
-    if not pad:
+    if not pad or not ids.size:
         return Deliveries(ids, dest, micro, 0)
     held = np.bincount(micro * num_ranks + dest, minlength=num_micro * num_ranks)
     empty = np.flatnonzero(held == 0)

@@ -92,6 +92,8 @@ def _describe(value: object, place: str, arrays: list[Tensor]) -> list[Any]:
         arrays.append(_tensor_bytes(value, place))
         return ["t", str(value.dtype).removeprefix("torch."), list(value.shape)]
     if isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ma.MaskedArray):
+            raise ConfigError(f"{place}: a masked array cannot travel; give data and mask apart")
         if value.dtype.hasobject or value.dtype.names is not None:
             raise ConfigError(f"{place}: an array of {value.dtype} cannot travel; use numbers")
         flat = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=np.uint8)
@@ -141,10 +143,12 @@ def _describe_items(
 
 def _tensor_bytes(tensor: Tensor, place: str) -> Tensor:
     """(n,) uint8, the tensor's memory."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if tensor.device.type != "cpu" or not is_dense:
+        form = "nested" if tensor.is_nested else str(tensor.layout)
         raise ConfigError(
-            f"{place} is a {tensor.layout} tensor on {tensor.device}: samples hold dense tensors "
-            "on the CPU; move them to a device after the loader"
+            f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on the "
+            "CPU; move them to a device after the loader"
         )
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return dense.view(-1).view(torch.uint8) if dense.numel() else _NONE

@@ -1,0 +1,407 @@
+"""The balanced loader: how much of its exchange training waits for, and what a decision takes.
+
+Run: `python benchmarks/bench_loader.py` (about five minutes; `--quick`: half a minute, writes
+nothing); writes results/loader.json and results/loader_trace.json, which chrome://tracing shows.
+
+Overlap: two ranks over gloo, six samples of a vision-language model each (pixel values of 1 to 4
+MB), moved by the loader's thread. The accelerator's part is a sleep of the training thread; for
+comparison, matrix products of one thread, which compete with the exchange for the cores. Exposed
+are the seconds of the exchange in which training waited (`loader.metrics()`); waited is all that
+training spent in `next`, collating included. The steps that fill the pipeline do not count.
+
+Trace: when each exchange ran, by the loader's own hooks: from the last `weight_fn` of a step, which
+is called just before it, to `collate_fn`, which is called just after.
+
+Decision: `Redistributor.decide` for lengths on which the public code of LoongForge gives up,
+without processes, against the bound and against a bare longest-first loop in the same turns. The
+loop knows the costs and writes a list of bins; the plan computes costs, checks lengths and proves
+its bound.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from _common import RESULTS, ratio, summary, time_interleaved, write_results
+from bench_solver import bare_heap
+
+from bascule.comm.groups import RankGroup
+from bascule.data.loaded import DataRanks, Loaded
+from bascule.data.loader import BalancedLoader
+from bascule.data.redistribute import Redistributor, Rules
+from bascule.plan.cost import TransformerCost
+from bascule.plan.step import plan_step
+from bascule.plan.topology import Topology
+
+NUM_RANKS, SAMPLES_A_RANK, STEP_S = 2, 6, 0.1
+PATCH_VALUES, PATCHES = 1176, (223, 892)  # float32 values of a patch; 1 to 4 MB a sample
+WARMUP = 6
+PREFETCH = (1, 2, 4)
+EXPOSED_TARGET, HEAP_TARGET = 0.02, 3.0
+WORLDS = (8, 32, 256, 1024)
+COSTS = {4096: TransformerCost(4096, gamma=6.0), 24576: TransformerCost(4096)}
+"""Proportional to L^2 + b L, by b: 24 d^2 / (4 gamma d)."""
+
+Interval = tuple[float, float]
+Sample = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    """Measure, print the verdicts, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(1)
+    load_before = os.getloadavg()
+    overlap, trace = measure_overlap(num_steps=10 if quick else 40, repeats=1 if quick else 5)
+    print_overlap(overlap)
+    decision = list(measure_decision(seeds=2 if quick else 5, rounds=5 if quick else 25))
+    load = {"load_average_before": load_before, "load_average_after": os.getloadavg()}
+    print("load averages before and after:", *load.values())
+    if not quick:
+        print(
+            "written:", write_results("loader", load | {"overlap": overlap, "decision": decision})
+        )
+        path = RESULTS / "loader_trace.json"
+        path.write_text(json.dumps({"traceEvents": trace}, separators=(",", ":")) + "\n")
+        print("written:", path)
+
+
+# --- overlap ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Hooks:
+    """Notes when exchanges ran, from what a loader calls before and after them."""
+
+    started: float = 0.0
+    exchanges: list[Interval] = field(default_factory=list)
+
+    def weight(self, sample: Sample) -> int:
+        self.started = time.perf_counter()
+        return len(sample["input_ids"])
+
+    def collate(self, samples: list[Sample]) -> Sample:
+        self.exchanges.append((self.started, time.perf_counter()))
+        return {name: torch.cat([one[name] for one in samples]) for name in samples[0]}
+
+
+def measure_overlap(num_steps: int, repeats: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Both kinds of compute and all depths in turns; and the trace of 20 steps."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(NUM_RANKS, context) as pool:
+        store = str(Path(folder) / "store")
+        tasks = [
+            pool.submit(overlap_rank, rank, store, num_steps, repeats) for rank in range(NUM_RANKS)
+        ]
+        of_rank = [task.result() for task in tasks]
+    results: dict[str, Any] = {
+        "ranks": NUM_RANKS,
+        "samples_a_rank": SAMPLES_A_RANK,
+        "sleep_s": STEP_S,
+        "steps": num_steps,
+        "repeats": repeats,
+        "target_exposed_share": EXPOSED_TARGET,
+    }
+    for case in of_rank[0]["runs"]:
+        runs = zip(*(ranks["runs"][case] for ranks in of_rank), strict=True)
+        results[case] = summarize_runs([list(ranks) for ranks in runs])
+    for kind in ("sleep", "matmul"):
+        results[f"trace, {kind}"] = {
+            name: [ranks["traces"][kind][name] for ranks in of_rank]
+            for name in ("exchange_s", "metrics_exchange_s", "inside_compute_share")
+        }
+    results["matmul_alone_s"] = [ranks["alone_s"] for ranks in of_rank]
+    return results, [event for ranks in of_rank for event in ranks["events"]]
+
+
+def summarize_runs(runs: Sequence[Sequence[dict[str, float]]]) -> dict[str, Any]:
+    """Medians over runs; where ranks differ, of the worse one."""
+
+    def median(name: str, worst: Callable[..., float] = max) -> float:
+        return statistics.median(worst(one[name] for one in ranks) for ranks in runs)
+
+    shares = [max(one["exposed_s"] / one["wall_s"] for one in ranks) for ranks in runs]
+    return {
+        "exposed_share": statistics.median(shares),
+        "exposed_share_worst": max(shares),
+        "waited_share": statistics.median(
+            max(one["waited_s"] / one["wall_s"] for one in ranks) for ranks in runs
+        ),
+        "step_s": median("step_s"),
+        "compute_s": median("compute_s"),
+        "exchange_s": median("exchange_s"),
+        "sent_mb_a_step": median("sent_mb"),
+        "applied_share": median("applied", min),
+    }
+
+
+def overlap_rank(rank: int, store: str, num_steps: int, repeats: int) -> dict[str, Any]:
+    """All runs of one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
+    pool = make_pool(rank)
+    products, alone_s = calibrate()
+    kinds = {"sleep": lambda: time.sleep(STEP_S), "matmul": products}
+    runs: dict[str, list[dict[str, float]]] = {}
+    for repeat in range(repeats):
+        for prefetch, (kind, compute) in itertools.product(PREFETCH, kinds.items()):
+            run, _, _ = train(pool, prefetch, compute, num_steps, seed=repeat)
+            runs.setdefault(f"{kind}, prefetch {prefetch}", []).append(run)
+    traces, events = {}, []
+    for kind, compute in kinds.items():
+        run, hooks, computes = train(pool, 2, compute, 20, seed=99)
+        exchanges = [part for part in hooks.exchanges if part[0] >= computes[0][0]]
+        traces[kind] = {
+            "exchange_s": sum(end - start for start, end in hooks.exchanges[WARMUP:]),
+            "metrics_exchange_s": run["exchange_s"] * 20,
+            "inside_compute_share": inside(exchanges, computes),
+        }
+        if kind == "matmul":
+            events = trace_events(rank, hooks.exchanges, computes)
+    dist.destroy_process_group()
+    return {"runs": runs, "traces": traces, "events": events, "alone_s": alone_s}
+
+
+def make_pool(rank: int) -> list[Sample]:
+    """Samples to draw from: four patches a token, and a caption."""
+    draw = np.random.default_rng([7, rank])
+    pool: list[Sample] = []
+    for _ in range(24):
+        patches = int(draw.integers(*PATCHES))
+        length = patches // 4 + int(np.clip(draw.lognormal(math.log(200), 1.0), 16, 2000))
+        pixels = torch.from_numpy(draw.random((patches, PATCH_VALUES), dtype=np.float32))
+        pool.append({"input_ids": torch.arange(length), "pixel_values": pixels})
+    return pool
+
+
+def calibrate() -> tuple[Callable[[], None], float]:
+    """So many matrix products that a step takes `STEP_S` while the other ranks compute too."""
+    matrix = torch.rand(768, 768)
+    times: list[float] = []
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.mm(matrix, matrix)
+        times.append(time.perf_counter() - start)
+    number = torch.tensor([max(1, round(STEP_S / statistics.median(times)))])
+    dist.broadcast(number, src=0)
+
+    def products() -> None:
+        for _ in range(int(number)):
+            torch.mm(matrix, matrix)
+
+    dist.barrier()
+    alone: list[float] = []
+    for _ in range(10):
+        start = time.perf_counter()
+        products()
+        alone.append(time.perf_counter() - start)
+    return products, statistics.median(alone)
+
+
+def train(
+    pool: list[Sample], prefetch: int, compute: Callable[[], object], num_steps: int, *, seed: int
+) -> tuple[dict[str, float], Hooks, list[Interval]]:
+    """What the measured steps took on this rank, and when it exchanged and computed."""
+    draw = np.random.default_rng([seed, dist.get_rank()])
+    chosen = draw.integers(len(pool), size=(WARMUP + num_steps + max(PREFETCH), SAMPLES_A_RANK))
+    hooks = Hooks()
+    loader = BalancedLoader(
+        [[pool[k] for k in row] for row in chosen.tolist()],
+        cost=TransformerCost(2048, num_layers=24),
+        weight_fn=hooks.weight,
+        collate_fn=hooks.collate,
+        prefetch=prefetch,
+    )
+    computes: list[Interval] = []
+    waited, begin, before = 0.0, 0.0, loader.metrics()
+    batches = iter(loader)
+    for step in range(WARMUP + num_steps):
+        if step == WARMUP:
+            waited, begin, before = 0.0, time.perf_counter(), loader.metrics()
+        start = time.perf_counter()
+        next(batches)
+        waited += time.perf_counter() - start
+        start = time.perf_counter()
+        compute()
+        computes.append((start, time.perf_counter()))
+    wall, after = time.perf_counter() - begin, loader.metrics()
+    hooks = Hooks(exchanges=hooks.exchanges[: WARMUP + num_steps])
+    loader.close()
+    counted = ("exchange_s", "exposed_s", "sent_bytes", "applied")
+    exchange_s, exposed_s, sent, applied = (after[name] - before[name] for name in counted)
+    measured = {
+        "wall_s": wall,
+        "waited_s": waited,
+        "exposed_s": exposed_s,
+        "step_s": wall / num_steps,
+        "compute_s": statistics.median(end - start for start, end in computes[WARMUP:]),
+        "exchange_s": exchange_s / num_steps,
+        "sent_mb": sent / num_steps / 1e6,
+        "applied": applied / num_steps,
+    }
+    return measured, hooks, computes
+
+
+def inside(parts: Sequence[Interval], covers: Sequence[Interval]) -> float:
+    """Share of the time in `parts` that lies in `covers`, which do not overlap."""
+    total = sum(end - start for start, end in parts)
+    within = sum(
+        max(0.0, min(end, last) - max(start, first))
+        for start, end in parts
+        for first, last in covers
+    )
+    return within / total if total else 1.0
+
+
+def trace_events(
+    rank: int, exchanges: Sequence[Interval], computes: Sequence[Interval]
+) -> list[dict[str, Any]]:
+    """Complete events of Chrome's trace format, in microseconds of the machine's clock."""
+    rows = (("compute", 0, computes), ("exchange", 1, exchanges))
+    return [
+        {
+            "name": f"{name} {step}",
+            "ph": "X",
+            "ts": round(start * 1e6),
+            "dur": round((end - start) * 1e6),
+            "pid": rank,
+            "tid": row,
+        }
+        for name, row, parts in rows
+        for step, (start, end) in enumerate(parts)
+    ]
+
+
+def print_overlap(results: dict[str, Any]) -> None:
+    for case, found in results.items():
+        if case.startswith(("sleep, ", "matmul, ")):
+            met = "" if case.startswith("matmul") else "MISSED  "
+            if case.startswith("sleep") and found["exposed_share"] <= EXPOSED_TARGET:
+                met = "met     "
+            print(
+                f"{met}{case}: exposed {found['exposed_share']:.2%} of the step (worst run "
+                f"{found['exposed_share_worst']:.2%}), waited {found['waited_share']:.2%}; "
+                f"exchange {found['exchange_s'] * 1e3:.0f} ms, step "
+                f"{found['step_s'] * 1e3:.0f} ms, sent {found['sent_mb_a_step']:.1f} MB, moved in "
+                f"{found['applied_share']:.0%} of steps"
+            )
+        elif case.startswith("trace"):
+            shares = ", ".join(f"{share:.1%}" for share in found["inside_compute_share"])
+            print(f"{case}: of the exchange inside compute, by rank: {shares}")
+
+
+# --- the decision -------------------------------------------------------------------------------
+
+
+def measure_decision(seeds: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Quality over seeds and time on the first, of each cost and number of ranks."""
+    _ = torch.empty(31 * 2**20, dtype=torch.uint8)  # settles glibc's allocator: bench_overhead
+    for (b, cost), num_ranks in itertools.product(COSTS.items(), WORLDS):
+        before, after, bound, of_heap, applied = [], [], [], [], 0
+        for seed in range(seeds):
+            loaded, redistributor = (
+                make_loaded(num_ranks, seed),
+                make_redistributor(num_ranks, cost),
+            )
+            costs = cost(loaded.lens)
+            mean = float(costs.sum()) / num_ranks
+            (plan,), verdict = redistributor.decide(loaded)
+            before.append(verdict.before / mean)
+            after.append(plan.makespan / mean)
+            bound.append(max(float(costs.max()), mean) / mean)
+            bins = bare_heap(costs.tolist(), num_ranks)
+            of_heap.append(float(np.bincount(bins, costs).max()) / mean)
+            applied += verdict.applied
+        times = time_decision(num_ranks, cost, rounds)
+        row = {
+            "b": b,
+            "ranks": num_ranks,
+            "applied": applied,
+            "seeds": seeds,
+            "max_over_mean": {
+                "before": statistics.mean(before),
+                "bound": statistics.mean(bound),
+                "bascule": statistics.mean(after),
+                "heapq": statistics.mean(of_heap),
+                "above_bound_max": max(a / c - 1.0 for a, c in zip(after, bound, strict=True)),
+            },
+            "times": {name: summary(seconds) for name, seconds in times.items()},
+            "plan_over_heapq": ratio(times["plan"], times["heapq"]),
+            "decision_over_heapq": ratio(times["decision"], times["heapq"]),
+        }
+        print_decision(row)
+        yield row
+
+
+def time_decision(num_ranks: int, cost: TransformerCost, rounds: int) -> dict[str, list[float]]:
+    """The heap, the plan alone and the whole decision, in turns."""
+    loaded, redistributor = make_loaded(num_ranks, 0), make_redistributor(num_ranks, cost)
+    topology, costs = Topology(((1, 1),), num_ranks), cost(loaded.lens).tolist()
+    lens = [loaded.lens_of(0)]
+    candidates: dict[str, Callable[[], object]] = {
+        "heapq": lambda: bare_heap(costs, num_ranks),
+        "plan": lambda: plan_step(lens, topology, cost),
+        "decision": lambda: redistributor.decide(loaded),
+    }
+    return time_interleaved(candidates, rounds=rounds, calls=max(1, 64 // num_ranks))
+
+
+def make_loaded(num_ranks: int, seed: int) -> Loaded:
+    """Sixteen samples a rank, log-normal lengths around 2048."""
+    draw = np.random.default_rng([seed, num_ranks]).lognormal(math.log(2048), 1.2, 16 * num_ranks)
+    lens = np.clip(draw, 64, 32768).astype(np.int64)
+    counts = np.full((1, num_ranks), 16)
+    return Loaded(
+        flags=np.zeros(num_ranks, dtype=np.int64),
+        cost_version=0,
+        counts=counts,
+        num_items=counts,
+        lens=lens,
+        weights=np.ones_like(lens),
+        num_bytes=lens * 1024,
+    )
+
+
+def make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
+    """What rank 0 decides with; no processes are behind its group, which decisions do not use."""
+    nobody = cast(dist.ProcessGroup, None)
+    group = RankGroup(nobody, 0, tuple(range(num_ranks)), "benchmark")
+    rules = Rules(1, "microbatch", None, "drop_last", 0.02, None)
+    return Redistributor(DataRanks(group, np.arange(num_ranks)), rules, cost, 1e-9)
+
+
+def print_decision(row: dict[str, Any]) -> None:
+    found, times = row["max_over_mean"], row["times"]
+    over = row["decision_over_heapq"]
+    met = ""
+    if row["ranks"] == max(WORLDS):
+        met = "met     " if over["of_minima"] <= HEAP_TARGET else "MISSED  "
+    print(
+        f"{met}b {row['b']}, {row['ranks']} ranks: max/mean {found['before']:.3f} -> "
+        f"{found['bascule']:.4f} (bound {found['bound']:.4f}, at most "
+        f"{found['above_bound_max']:.2%} above it; heapq {found['heapq']:.4f}), applied "
+        f"{row['applied']}/{row['seeds']}; heapq {times['heapq']['min_us'] / 1e3:.2f} ms, plan "
+        f"{times['plan']['min_us'] / 1e3:.2f} ms, decision "
+        f"{times['decision']['min_us'] / 1e3:.2f} ms: {over['of_minima']:.2f}x of minima, "
+        f"{over['median']:.2f}x median (plan {row['plan_over_heapq']['of_minima']:.2f}x)",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,457 @@
+"""The balanced loader delivers every sample once, on one rank, bit for bit, and keeps the mean."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
+
+from bascule.data.loader import BalancedLoader
+from bascule.plan.cost import PolynomialCost, TransformerCost
+from bascule.plan.limits import Limits
+from tests.distributed.harness import run_ranks
+from tests.distributed.loader_cases import (
+    COST,
+    FAST,
+    PER_RANK,
+    TIMEOUT_S,
+    Record,
+    Schedule,
+    allow_workers,
+    check_exactly_once,
+    check_mean,
+    check_restore,
+    heard_by,
+    note,
+    run_many,
+    run_schedule,
+    same,
+    sample_of,
+)
+
+
+def check_all(schedules: list[tuple[int, Schedule]], num_ranks: int) -> list[list[Record]]:
+    of_rank = run_ranks(run_many, num_ranks, schedules)
+    for k, (_, schedule) in enumerate(schedules):
+        records = [runs[k] for runs in of_rank]
+        check_exactly_once(schedule, records)
+        check_mean(schedule, records)
+    return [record for runs in of_rank for record in runs]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_random_schedules_deliver_each_sample_once_in_the_same_order(num_ranks: int) -> None:
+    schedules = [(seed, Schedule.draw(seed, num_ranks)) for seed in range(18)]
+    records = [record for run in check_all(schedules, num_ranks) for record in run]
+    # The schedules are worth something only if samples do move, and ranks do run out.
+    assert sum(record.reason == "balanced" for record in records) > len(records) // 4
+    assert any(record.is_padding for record in records)
+    assert any(not record.ids for record in records)
+
+
+EDGES = {
+    "one rank has everything": Schedule((((5, 9, 1, 2), (30, 2)), (), ()), accumulate=2),
+    "two ranks only compute": Schedule((((5, 9, 1, 2), (30, 2), (4, 4, 4)), None, None)),
+    "no sample at all": Schedule(((), None, ())),
+    "one giant, ranks meet once a step": Schedule(
+        (((32_768,), (7,)), ((5,), (6, 6)), ((3,), (8,))), accumulate=2, sync="step"
+    ),
+    "samples without tokens": Schedule((((0, 0, 0),), ((0,),), ((),)), ends="pad_empty"),
+    "longer than int32 squares": Schedule((((65_536, 3, 46_341),), ((65_536,),), ((1, 2),))),
+    "microbatches of unlike numbers": Schedule(
+        (((1, 2, 3), (4,), (5, 6, 7, 8)), ((9,),), ((1,), (), (2, 3))),
+        ends="pad_empty",
+        accumulate=2,
+    ),
+    "ends before the first step": Schedule(
+        (((1,), (2,), (3,)), ((1,),), ((4,), (5,))), ends="drop_last", accumulate=2
+    ),
+}
+
+
+def test_awkward_schedules() -> None:
+    check_all(list(enumerate(EDGES.values())), 3)
+
+
+GIANT = Schedule(
+    (((32_768,), (900, 900, 900)), ((5, 4, 3), (6, 600)), ((3, 2, 2), (800, 1))),
+    accumulate=2,
+    sync="step",
+)
+FEW = Schedule((((32_768,), ()), ((5, 4, 3), (600,)), ((3, 2, 2), ())), accumulate=2, sync="step")
+
+
+def giant_first() -> list[list[Record]]:
+    return [run_schedule(GIANT, 0), run_schedule(FEW, 1)]
+
+
+def test_with_a_giant_and_one_wait_a_step_ranks_may_be_empty() -> None:
+    with_many, with_few = (list(runs) for runs in zip(*run_ranks(giant_first, 3), strict=True))
+    check_exactly_once(GIANT, with_many)
+    check_exactly_once(FEW, with_few)
+    # The rank with the giant does nothing, or next to nothing, in the other microbatch.
+    giant = next(records for records in with_many if 0 in records[0].ids)
+    assert giant[0].ids == [0] and len(giant[1].ids) <= 1
+    others = [len(records[1].ids) for records in with_many if records is not giant]
+    assert min(others) >= 3
+    giant = next(records for records in with_few if 0 in records[0].ids)
+    assert giant[0].ids == [0] and giant[1].ids == []
+    assert sorted(len(records[1].ids) for records in with_few) == [0, 0, 1]
+
+
+def skewed(delays: list[float]) -> list[tuple[Any, list[int]]]:
+    rank = dist.get_rank()
+
+    def load() -> Iterator[list[dict[str, Any]]]:
+        for step in range(25):
+            time.sleep(delays[rank])
+            lens = [5, 50] if (step + rank) % 2 else [1, 1, 1]
+            ids = [PER_RANK * rank + 100 * step + k for k in range(len(lens))]
+            yield [sample_of(i, n) for i, n in zip(ids, lens, strict=True)]
+
+    loader = BalancedLoader(
+        load(), cost=COST, prefetch=8, collate_fn=list, bytes_per_s=FAST, timeout_s=TIMEOUT_S
+    )
+    seen = []
+    for batch in loader:
+        time.sleep(delays[1 - rank] if rank < 2 else 0.0)
+        seen.append(((batch.epoch, batch.step, batch.microbatch), note(batch).ids))
+    return seen
+
+
+def test_unlike_speeds_with_eight_batches_ahead_never_mix_steps() -> None:
+    slow_second = run_ranks(skewed, 3, [0.0, 0.012, 0.0])
+    for of_rank in zip(*slow_second, strict=True):
+        step = of_rank[0][0][1]
+        assert all(key == (0, step, 0) for key, _ in of_rank)
+        ids = [i for _, ids in of_rank for i in ids]
+        assert ids and all(i % PER_RANK // 100 == step for i in ids)
+    assert len(slow_second[0]) == 25
+    assert run_ranks(skewed, 3, [0.006, 0.0, 0.0]) == slow_second
+
+
+def peers() -> dict[str, Any]:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    refused = heard_by(BalancedLoader, [], cost=COST, mesh_or_group=mesh, axis="pp")
+    result: dict[str, Any] = {"refused": refused}
+    for name, this, index in (("dp first", mesh, rank // 2), ("dp last", swapped, rank % 2)):
+        num_loaded = 0
+
+        def load(index: int = index) -> Iterator[list[dict[str, Any]]]:
+            nonlocal num_loaded
+            for step in range(4 + 2 * index):
+                ids = [PER_RANK * index + 10 * step + k for k in range(1 + 3 * index)]
+                num_loaded += len(ids)
+                yield [sample_of(i, 20 + i % 7) for i in ids]
+
+        loader = BalancedLoader(
+            load(),
+            cost=COST,
+            mesh_or_group=this,
+            axis="dp",
+            ends="finish",
+            min_gain=0.0,
+            bytes_per_s=FAST,
+            collate_fn=list,
+            timeout_s=TIMEOUT_S,
+        )
+        records = []
+        for batch in loader:
+            records.append(note(batch))
+            for sample in batch.data or []:
+                i = int(sample["id"])
+                assert same(sample, sample_of(i, 20 + i % 7))
+            first = PER_RANK * index + 10 * batch.step
+            last = first + (1 + 3 * index if batch.step < 4 + 2 * index else 0)
+            check_restore(batch, [(i, 0) for i in range(first, last)])
+        result[name] = records, num_loaded
+    return result
+
+
+def test_peers_on_another_axis_of_the_mesh_get_the_same_batches() -> None:
+    of_rank = run_ranks(peers, 4)
+    for name, pairs, leaders in (
+        ("dp first", ((0, 1), (2, 3)), (0, 2)),
+        ("dp last", ((0, 2), (1, 3)), (0, 1)),
+    ):
+        results = [result[name] for result in of_rank]
+        for one, other in pairs:
+            assert results[one][0] == results[other][0]
+            assert [record.ids for record in results[one][0]] != []
+        # Each sample once in each column of peers; only the leaders loaded.
+        ids = [i for rank in leaders for record in results[rank][0] for i in record.ids]
+        expected = [10 * s for s in range(4)]
+        expected += [PER_RANK + 10 * s + k for s in range(6) for k in range(4)]
+        assert sorted(ids) == expected
+        assert [loaded > 0 for _, loaded in results] == [rank in leaders for rank in range(4)]
+        assert any(record.reason == "balanced" for record in results[0][0])
+    classes, text = of_rank[0]["refused"]
+    assert "ConfigError" in classes and "('dp', 'tp')" in text
+
+
+class Numbered(Dataset[Any]):
+    """A map-style dataset of samples of `sample_of`."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        sample_id = self.ids[place]
+        return sample_of(sample_id, 1 + sample_id * 7919 % 60)
+
+
+def with_workers() -> list[list[Record]]:
+    allow_workers()
+    rank = dist.get_rank()
+    data = Numbered(list(range(PER_RANK * rank, PER_RANK * rank + 13 + 4 * rank)))
+    runs = []
+    for num_workers in (0, 2):
+        torch.manual_seed(rank)
+        inner: DataLoader[Any] = DataLoader(
+            data, 3, shuffle=True, num_workers=num_workers, collate_fn=list, drop_last=rank == 0
+        )
+        loader = BalancedLoader(
+            inner, cost=COST, ends="finish", accumulate=2, min_gain=0.0, bytes_per_s=FAST
+        )
+        assert len(inner) == (4, 6)[rank] and len(loader) == 6
+        torch.manual_seed(rank)
+        runs.append([note(batch) for batch in loader])
+    assert runs[0] == runs[1] and sum(len(record.ids) for record in runs[0])
+    return runs
+
+
+def test_a_data_loader_without_and_with_workers_gives_the_same() -> None:
+    of_rank = run_ranks(with_workers, 2)
+    ids = sorted(i for runs in of_rank for record in runs[0] for i in record.ids)
+    # Rank 0 drops the last microbatch, which is not full, by itself.
+    assert len(ids) == len(set(ids)) == 12 + 17
+    assert [i for i in ids if i >= PER_RANK] == list(range(PER_RANK, PER_RANK + 17))
+
+
+def collated() -> list[Any]:
+    """A DataLoader's own collate_fn runs after the exchange; samples are tuples and arrays."""
+    rank = dist.get_rank()
+    data = [
+        (np.full(4, 10 * rank + k, np.int16), [k, "a"], (torch.tensor(1.0 + k), "é"))
+        for k in range(6)
+    ]
+    lens = {k: 1 + 40 * (k % 2) * (1 - rank) for k in range(6)}
+    inner: DataLoader[Any] = DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
+    loader = BalancedLoader(
+        inner,
+        cost=COST,
+        length_fn=lambda sample: lens[sample[1][0]],
+        min_gain=0.0,
+        bytes_per_s=FAST,
+        timeout_s=TIMEOUT_S,
+    )
+    seen = []
+    for batch in loader:
+        array, (number, letter), (value, accent) = batch.data
+        assert array.dtype == torch.int16 and array.shape == (batch.num_samples, 4)
+        assert list(letter) == ["a"] * batch.num_samples
+        assert list(accent) == ["é"] * batch.num_samples
+        assert torch.equal(value, number + 1.0)
+        seen += array[:, 0].tolist()
+    return seen
+
+
+def test_tuples_lists_and_arrays_are_collated_after_they_moved() -> None:
+    of_rank = run_ranks(collated, 2)
+    assert sorted(of_rank[0] + of_rank[1]) == [*range(6), *range(10, 16)]
+    assert of_rank[0] != list(range(6))
+
+
+def gradients_come_home() -> None:
+    """What restore brings back is differentiable: gradients go to where a sample was computed."""
+    rank = dist.get_rank()
+    groups = [[(PER_RANK * rank + k, n) for k, n in enumerate([30, 40, 2, 9][: 4 - 2 * rank])]]
+    loader = BalancedLoader(
+        [[sample_of(*one) for one in group] for group in groups],
+        cost=COST,
+        min_gain=0.0,
+        bytes_per_s=FAST,
+        collate_fn=list,
+        timeout_s=TIMEOUT_S,
+    )
+    for batch in loader:
+        assert batch.verdict.applied
+        ids = torch.tensor([float(s["id"]) for s in batch.data], dtype=torch.float64)
+        values = (ids[:, None] + torch.tensor([0.25, 0.5])).requires_grad_()
+        back = batch.restore(values)
+        assert back[:, 0].tolist() == [i + 0.25 for i, _ in groups[0]]
+        (back * back).sum().backward()
+        assert values.grad is not None and torch.equal(values.grad, 2 * values.detach())
+        whole = batch.restore(ids.long())
+        assert whole.dtype == torch.int64 and whole.tolist() == [i for i, _ in groups[0]]
+        # A whole row of no columns, too.
+        assert batch.restore(torch.zeros(len(ids), 0)).shape == (len(groups[0]), 0)
+        classes, text = heard_by(batch.restore, torch.zeros(len(ids) + 1))
+        assert "ConfigError" in classes and f"each of the {len(ids)} samples" in text
+
+
+def test_restore_is_differentiable_and_checks_its_rows() -> None:
+    run_ranks(gradients_come_home, 2)
+
+
+def verdicts(lens: tuple[Any, ...], **settings: Any) -> tuple[list[str], dict[str, Any], list[int]]:
+    rank = dist.get_rank()
+    loader = BalancedLoader(
+        [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]],
+        collate_fn=list,
+        **{"timeout_s": TIMEOUT_S, **settings},
+    )
+    batches = list(loader)
+    ids = [i for batch in batches for i in note(batch).ids]
+    return [batch.verdict.reason for batch in batches], loader.metrics(), ids
+
+
+SECONDS = PolynomialCost(0.0, 1e-4, 0.0)
+
+
+def triggers() -> list[tuple[list[str], dict[str, Any], list[int]]]:
+    uneven, even = ((10, 90), (5,)), ((10, 20), (20, 10))
+    little = ((50, 50), (50, 49))
+    return [
+        verdicts(uneven, cost=SECONDS, bytes_per_s=FAST),
+        verdicts(even, cost=SECONDS, bytes_per_s=FAST),
+        verdicts(little, cost=SECONDS, bytes_per_s=FAST),
+        verdicts(uneven, cost=SECONDS, bytes_per_s=FAST, min_gain=0.2),
+        # An exchange far longer than what it saves.
+        verdicts(uneven, cost=SECONDS, bytes_per_s=10.0),
+        # No cost in seconds, so there is nothing to weigh it against.
+        verdicts(uneven, cost=COST, bytes_per_s=10.0),
+        # Measured: a kilobyte between processes takes less than a second.
+        verdicts(uneven, cost=PolynomialCost(0.0, 1.0, 0.0)),
+        verdicts(((10, 90), (95, 4)), cost=SECONDS, limits=Limits(tokens=100), bytes_per_s=FAST),
+    ]
+
+
+def test_samples_move_only_where_it_pays_decided_alike() -> None:
+    of_rank = run_ranks(triggers, 2)
+    reasons = [[reason for (reason,), _, _ in results] for results in of_rank]
+    expected = ["balanced", "even", "even", "gain", "exchange", "balanced", "balanced", "even"]
+    assert reasons[0] == reasons[1] == expected
+    for k, reason in enumerate(expected):
+        for rank, results in enumerate(of_rank):
+            _, metrics, ids = results[k]
+            moved = reason == "balanced"
+            assert metrics["steps"] == 1 and metrics["applied"] == moved
+            assert metrics["skipped"] == ({} if moved else {reason: 1})
+            assert metrics["predicted_after"] <= metrics["predicted_before"]
+            if not moved:
+                assert metrics["sent_bytes"] == metrics["received_bytes"] == 0
+                assert all(i // PER_RANK == rank for i in ids)
+        sent, received = (
+            sum(results[k][1][name] for results in of_rank)
+            for name in ("sent_bytes", "received_bytes")
+        )
+        assert sent == received and (sent > 0) == (reason == "balanced")
+
+
+def no_plan_within_limits() -> tuple[list[str], dict[str, Any], list[int]]:
+    # As loaded every rank has 100 tokens; whatever the planner tries must not cross the limit.
+    return verdicts(((60, 40), (34, 33, 33)), cost=TransformerCost(1), limits=Limits(tokens=100))
+
+
+def test_what_was_loaded_within_the_limits_is_never_refused() -> None:
+    for (reason,), _, ids in run_ranks(no_plan_within_limits, 2):
+        assert reason in ("even", "gain", "limits", "balanced") and ids
+
+
+def unlike_settings() -> list[tuple[list[str], str]]:
+    rank = dist.get_rank()
+    cases: list[dict[str, Any]] = [
+        {"cost": TransformerCost(64 + rank)},
+        {"cost": COST, "accumulate": 1 + rank},
+        {"cost": COST, "ends": ("finish", "drop_last", "finish")[rank]},
+        {"cost": COST, "min_gain": 0.1 * rank},
+        {"cost": COST, "limits": Limits(tokens=5) if rank else None},
+        {"cost": COST, "sync": ("step", "microbatch", "step")[rank]},
+        {"cost": COST, "prefetch": 0 if rank == 1 else 1},
+        {"cost": COST, "batch_size": 2, "pack": 8} if rank == 2 else {"cost": COST},
+    ]
+    return [
+        heard_by(BalancedLoader, [], bytes_per_s=FAST, timeout_s=TIMEOUT_S, **case)
+        for case in cases
+    ]
+
+
+def test_unlike_or_wrong_settings_are_refused_on_all_ranks_alike() -> None:
+    of_rank = run_ranks(unlike_settings, 3)
+    texts = [text for _, text in of_rank[0]]
+    assert all(heard == of_rank[0] for heard in of_rank)
+    for text, word in zip(
+        texts,
+        ("cost", "accumulate", "ends", "min_gain", "limits", "sync", "prefetch=0", "batch_size=2"),
+        strict=True,
+    ):
+        assert word in text, text
+    assert "ranks [0]: " in texts[0] and "ranks [1]: " in texts[0] and "d_model=65" in texts[0]
+    assert "rank 1" in texts[6] and "ConfigError" in of_rank[0][6][0]
+
+
+def new_costs(alike: bool) -> Any:
+    """`set_cost` in the middle of an epoch."""
+    rank = dist.get_rank()
+    lens = [40, 30, 30, 20] if rank == 0 else [10, 9]
+    loader = BalancedLoader(
+        [[sample_of(PER_RANK * rank + 10 * step + k, n) for k, n in enumerate(lens)]
+         for step in range(12)],
+        cost=PolynomialCost(0.0, 0.0, 1.0),
+        ends="finish",
+        min_gain=0.0,
+        bytes_per_s=FAST,
+        collate_fn=list,
+        timeout_s=3.0,
+        prefetch=1,
+    )  # fmt: skip
+    seen = []
+    for batch in loader:
+        seen.append(([len(sample["input_ids"]) for sample in batch.data], batch.verdict))
+        if batch.step == 2:
+            time.sleep(0.05 * rank)
+            is_other = rank == 1 and not alike
+            loader.set_cost(PolynomialCost(0.0, 0.0, 1.0) if is_other else SECONDS)
+    assert loader.cost == SECONDS
+    return seen
+
+
+def test_a_new_cost_takes_effect_on_all_ranks_at_the_same_step() -> None:
+    one, other = run_ranks(new_costs, 2, True)
+    assert [verdict for _, verdict in one] == [verdict for _, verdict in other]
+    # At first three samples each; then the tokens are even, or nearly so.
+    assert sorted([len(one[0][0]), len(other[0][0])]) == [3, 3]
+    tokens = sorted([sum(one[-1][0]), sum(other[-1][0])])
+    assert tokens[1] <= 70 and len(one) == 12
+
+
+def unlike_new_costs() -> tuple[list[str], str]:
+    return heard_by(new_costs, False)
+
+
+def test_unlike_new_costs_are_refused_on_all_ranks_alike() -> None:
+    one, other = run_ranks(unlike_new_costs, 2, timeout_s=20.0)
+    assert one == other and "cost" in one[1] and "disagree" in one[1]
+
+
+def unlike_rates() -> tuple[list[str], str]:
+    rank = dist.get_rank()
+    return heard_by(
+        verdicts, ((10, 90), (5,)), cost=SECONDS, bytes_per_s=(10.0, FAST)[rank], timeout_s=3.0
+    )
+
+
+def test_unlike_rates_are_refused_on_all_ranks_alike() -> None:
+    one, other = run_ranks(unlike_rates, 2, timeout_s=20.0)
+    assert one == other and "bytes_per_s" in one[1]

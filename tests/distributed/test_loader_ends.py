@@ -1,0 +1,237 @@
+"""Ranks run out of samples at different steps: agreed, nothing lost, nothing twice, no hang."""
+
+import time
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bascule.data.batch import Batch
+from bascule.data.loaded import Ends
+from bascule.data.loader import BalancedLoader
+from bascule.plan.limits import Limits
+from tests.distributed.harness import run_ranks
+from tests.distributed.loader_cases import (
+    COST,
+    FAST,
+    PER_RANK,
+    TIMEOUT_S,
+    Schedule,
+    check_exactly_once,
+    loader_threads,
+    run_schedule,
+    sample_of,
+)
+
+
+def loader_of(samples: Any, **settings: Any) -> BalancedLoader:
+    given: dict[str, Any] = {"bytes_per_s": FAST, "min_gain": 0.0, "collate_fn": list}
+    return BalancedLoader(samples, cost=COST, timeout_s=TIMEOUT_S, **{**given, **settings})
+
+
+def ids_of(batch: Batch) -> list[int]:
+    return [] if batch.is_padding else [int(sample["id"]) for sample in batch.data or []]
+
+
+UNEVEN = Schedule((tuple((5, 9) for _ in range(7)), ((1, 2, 3),) * 4, ((8,),)), accumulate=2)
+
+
+def all_ends() -> list[Any]:
+    told = []
+    for ends in ("drop_last", "pad_empty", "finish"):
+        schedule = Schedule(UNEVEN.lens, ends, accumulate=2)
+        told.append(run_schedule(schedule, 3))
+    return told
+
+
+def test_the_three_ways_to_end() -> None:
+    of_rank = run_ranks(all_ends, 3)
+    for k, (ends, num_steps) in enumerate((("drop_last", 0), ("pad_empty", 4), ("finish", 4))):
+        records = [told[k] for told in of_rank]
+        check_exactly_once(Schedule(UNEVEN.lens, ends, accumulate=2), records)  # pyright: ignore[reportArgumentType]
+        assert all(len(one) == 2 * num_steps for one in records)
+        assert any(record.is_padding for one in records for record in one) == (ends == "pad_empty")
+
+
+def dropped() -> tuple[list[int], int, list[int]]:
+    """What "drop_last" leaves out of what this rank had loaded."""
+    rank = dist.get_rank()
+    loaded: list[int] = []
+
+    def load() -> Iterator[list[dict[str, Any]]]:
+        for k in range(9 - 4 * rank):
+            loaded.append(PER_RANK * rank + k)
+            yield [sample_of(loaded[-1], 3 + k)]
+
+    loader = loader_of(load(), accumulate=2, ends="drop_last")
+    seen = [i for batch in loader for i in ids_of(batch)]
+    assert loader.state_dict()["epoch"] == 1 and not loader_threads()
+    return seen, loader.metrics()["dropped_samples"], loaded
+
+
+def test_what_drop_last_leaves_out_is_counted() -> None:
+    of_rank = run_ranks(dropped, 2)
+    seen = [i for ids, _, _ in of_rank for i in ids]
+    loaded = [i for _, _, ids in of_rank for i in ids]
+    # Rank 1 has five microbatches: two whole steps.
+    assert sorted(seen) == [0, 1, 2, 3, PER_RANK, PER_RANK + 1, PER_RANK + 2, PER_RANK + 3]
+    assert [num for _, num, _ in of_rank] == [2, 1]
+    assert len(loaded) == len(seen) + 3
+
+
+def two_loaders() -> list[Any]:
+    """Training and validation, with unlike lengths; validation in the middle of training."""
+    rank = dist.get_rank()
+
+    def lists(first: int, num: int) -> list[list[dict[str, Any]]]:
+        return [
+            [sample_of(first + PER_RANK * rank + 2 * k + j, 4 + (k * 7 + rank * 9) % 30)
+             for j in range(2)]
+            for k in range(num)
+        ]  # fmt: skip
+
+    training = loader_of(lists(0, 6 + rank), ends="finish", prefetch=4)
+    validation = loader_of(lists(50_000, 3 - rank), ends="pad_empty", prefetch=4)
+    seen: list[Any] = []
+    for epoch in range(2):
+        for batch in training:
+            assert batch.epoch == epoch
+            seen.append(("training", epoch, batch.step, ids_of(batch)))
+            time.sleep(0.003 * rank)
+            if batch.step % 3 == 1:
+                checked = [("validation", epoch, b.step, ids_of(b)) for b in validation]
+                assert len(checked) == 3
+                seen += checked
+            # The main thread's own collectives do not meet those of the loaders' threads.
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert int(total) == 2
+    # Both at once, step by step.
+    for batch, other in zip(training, validation, strict=False):
+        seen.append(("training", 2, batch.step, ids_of(batch)))
+        seen.append(("validation", 2, other.step, ids_of(other)))
+    training.close()
+    assert not loader_threads()
+    return seen
+
+
+def test_training_and_validation_alternate_and_overlap() -> None:
+    of_rank = run_ranks(two_loaders, 2)
+    assert [one[:3] for one in of_rank[0]] == [one[:3] for one in of_rank[1]]
+    for k, (kind, _, step, _) in enumerate(of_rank[0]):
+        ids = sorted(i for seen in of_rank for i in seen[k][3])
+        first, num = (0, (6, 7)) if kind == "training" else (50_000, (3, 2))
+        expected = [
+            first + PER_RANK * rank + 2 * step + j
+            for rank in range(2)
+            if step < num[rank]
+            for j in range(2)
+        ]
+        assert ids == expected, (kind, step)
+
+
+def one_empty_step(ends: Ends) -> list[int]:
+    rank = dist.get_rank()
+    lists = [[sample_of(PER_RANK * rank + k, 5)] for k in range(3)]
+    lists.insert(1, [])
+    return [i for batch in loader_of(lists, ends=ends) for i in ids_of(batch)]
+
+
+@pytest.mark.parametrize("ends", get_args(Ends))
+def test_a_step_in_which_nobody_has_a_sample_does_not_end_the_epoch(ends: Ends) -> None:
+    of_rank = run_ranks(one_empty_step, 2, ends)
+    ids = sorted(i for ids in of_rank for i in ids)
+    assert ids == [0, 1, 2, PER_RANK, PER_RANK + 1, PER_RANK + 2]
+
+
+def compute_only() -> list[tuple[int, list[int], float]]:
+    """Only the middle rank has data; it cannot do everything within the limits."""
+    rank = dist.get_rank()
+    lists = [[sample_of(10 * k + j, 20 + j) for j in range(6)] for k in range(5)]
+    loader = loader_of(
+        lists if rank == 1 else None, accumulate=2, ends="finish", limits=Limits(tokens=60)
+    )
+    assert len(loader) in (0, 6)
+    told = []
+    for batch in loader:
+        assert sum(len(sample["input_ids"]) for sample in batch.data or []) <= 60
+        values = torch.tensor([float(i) for i in ids_of(batch)])
+        back = batch.restore(values).tolist()
+        k = 2 * batch.step + batch.microbatch
+        mine = [float(10 * k + j) for j in range(6)] if rank == 1 and k < 5 else []
+        assert back == mine
+        told.append((k, ids_of(batch), batch.loss_scale))
+    return told
+
+
+def test_ranks_without_data_compute_for_those_that_have_some() -> None:
+    of_rank = run_ranks(compute_only, 3)
+    for k in range(6):
+        ids = sorted(i for told in of_rank for i in told[k][1])
+        assert ids == ([10 * k + j for j in range(6)] if k < 5 else [])
+        if k < 5:
+            assert all(len(told[k][1]) == 2 for told in of_rank)
+    for step in range(3):
+        scales = [told[k][2] for told in of_rank for k in (2 * step, 2 * step + 1)]
+        assert sum(scales) == pytest.approx(6.0)
+
+
+def no_data_anywhere() -> None:
+    for ends in ("drop_last", "pad_empty", "finish"):
+        for samples in ([], None):
+            loader = loader_of(samples, ends=ends)
+            assert list(loader) == [] and list(loader) == []
+            assert loader.metrics()["steps"] == 0
+            assert loader.state_dict()["epoch"] == 2
+    assert not loader_threads()
+
+
+def test_no_data_on_any_rank() -> None:
+    run_ranks(no_data_anywhere, 2)
+
+
+def bounded() -> list[tuple[int, int]]:
+    """Steps wait for room in `max_bytes_in_flight`; a rank that gets none does not."""
+    rank = dist.get_rank()
+    num_bytes = 40_000
+    lists = [
+        [{"id": torch.tensor(PER_RANK * rank + k), "input_ids": torch.zeros(9), "big": torch.zeros(
+            num_bytes // 4)}]
+        for k in range(8)
+    ]  # fmt: skip
+    loader = loader_of(
+        lists if rank == 0 else None,
+        batch_size=4,
+        ends="finish",
+        prefetch=4,
+        max_bytes_in_flight=int(2.9 * num_bytes),
+    )
+    seen = []
+    for batch in loader:
+        time.sleep(0.01 * (1 - rank))
+        seen += ids_of(batch)
+    return seen
+
+
+def test_bytes_in_flight_are_bounded_without_a_deadlock() -> None:
+    of_rank = run_ranks(bounded, 2)
+    assert sorted(of_rank[0] + of_rank[1]) == list(range(8)) and of_rank[1]
+
+
+def no_images(with_images: bool) -> list[bool]:
+    """Text-only samples on a rank, or on all: the fields are there or not, sample by sample."""
+    rank = dist.get_rank()
+    kinds = (1, 2, 3) if with_images and rank == 0 else (0, 5, 10)  # id % 5 == 0: no image fields
+    lists = [[sample_of(PER_RANK * rank + 15 * k + j, 3 + 20 * (2 - rank) * j) for j in kinds]
+             for k in range(4)]  # fmt: skip
+    return ["pixel_values" in sample for batch in loader_of(lists) for sample in batch.data or []]
+
+
+def test_ranks_without_images_and_no_images_anywhere() -> None:
+    none = run_ranks(no_images, 3, False)
+    assert not any(map(any, none)) and sum(map(len, none)) == 36
+    some = run_ranks(no_images, 3, True)
+    assert sum(map(sum, some)) == 12 and sum(map(len, some)) == 36
+    assert any(some[1]) or any(some[2])  # images went to ranks that had loaded none

@@ -1,0 +1,356 @@
+"""A run that stops anywhere goes on with exactly the samples that were not delivered."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from bascule.data.batch import Batch
+from bascule.data.loader import BalancedLoader
+from bascule.data.source import ResumableSampler
+from bascule.plan.cost import PolynomialCost
+from tests.distributed.harness import run_ranks
+from tests.distributed.loader_cases import COST, FAST, TIMEOUT_S, allow_workers, heard_by
+
+State = dict[str, Any]
+Delivered = list[tuple[tuple[int, int, int], list[int]]]
+
+
+class Numbers(Dataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return {"id": place, "input_ids": torch.zeros(1 + place * 7919 % 50, dtype=torch.int64)}
+
+
+def balanced(inner: Any, group: Any, **settings: Any) -> BalancedLoader:
+    given: dict[str, Any] = {"cost": COST, "ends": "finish", "bytes_per_s": FAST, "min_gain": 0.0}
+    return BalancedLoader(
+        inner, mesh_or_group=group, collate_fn=list, timeout_s=TIMEOUT_S, **{**given, **settings}
+    )
+
+
+def over(
+    size: int, group: Any, *, batch_size: int, num_workers: int = 0, **settings: Any
+) -> BalancedLoader:
+    """The dataset, dealt over the ranks of a group."""
+    sampler = ResumableSampler(
+        size, rank=dist.get_rank(group), num_ranks=dist.get_world_size(group)
+    )
+    inner: DataLoader[Any] = DataLoader(
+        Numbers(size), batch_size, sampler=sampler, num_workers=num_workers, collate_fn=list
+    )
+    return balanced(inner, group, **settings)
+
+
+def ids_of(batch: Batch) -> list[int]:
+    return [] if batch.is_padding else [sample["id"] for sample in batch.data or []]
+
+
+def run(loader: BalancedLoader, stop: int | None = None) -> tuple[Delivered, list[State]]:
+    """What is delivered up to a microbatch, and the state before and after each."""
+    delivered: Delivered = []
+    states = [loader.state_dict()]
+    if stop == 0:
+        return delivered, states
+    for batch in loader:
+        delivered.append(((batch.epoch, batch.step, batch.microbatch), ids_of(batch)))
+        states.append(loader.state_dict())
+        if len(delivered) == stop:
+            break
+    return delivered, states
+
+
+def flat(delivered: Delivered) -> list[int]:
+    return [i for _, ids in delivered for i in ids]
+
+
+def gathered(group: Any, ids: list[int]) -> Counter[int]:
+    """Of all ranks of a group."""
+    table: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(table, ids, group=group)
+    return Counter(i for part in table for i in part)
+
+
+POINTS = {"batch_size": 2, "size": 29}
+
+
+def stop_everywhere(settings: list[dict[str, Any]]) -> list[tuple[list[State], list[list[int]]]]:
+    """Of each run, the state after every microbatch, and what each microbatch gave this rank."""
+    told = []
+    for one in settings:
+        delivered, states = run(over(group=None, **POINTS, **one))
+        told.append((states[:-1], [ids for _, ids in delivered]))
+    return told
+
+
+def go_on(settings: list[dict[str, Any]], states: list[list[State]]) -> list[list[list[int]]]:
+    """What this rank gets of the rest, for each state of each run."""
+    rests = []
+    for one, of_run in zip(settings, states, strict=True):
+        rests.append([])
+        for state in of_run:
+            loader = over(group=None, **POINTS, **one)
+            loader.load_state_dict(state)
+            delivered, _ = run(loader)
+            assert not delivered or delivered[0][0] == (0, state["step"], 0)
+            rests[-1].append(flat(delivered))
+    return rests
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3), (4, 2), (3, 1)])
+def test_every_point_of_an_epoch_at_the_same_and_other_numbers_of_ranks(
+    first: int, second: int
+) -> None:
+    settings = [{"accumulate": 2, "ends": "finish"}, {"accumulate": 1, "ends": "pad_empty"}]
+    stopped = run_ranks(stop_everywhere, first, settings)
+    states = [of_run for of_run, _ in stopped[0]]
+    assert all(told[k][0] == states[k] for told in stopped for k in range(2))
+    rests = run_ranks(go_on, second, settings, states)
+    for k, of_run in enumerate(states):
+        assert len(of_run) >= -(-29 // (2 * first))
+        for point in range(len(of_run)):
+            before = [i for told in stopped for ids in told[k][1][:point] for i in ids]
+            after = [i for rest in rests for i in rest[k][point]]
+            assert sorted(before + after) == list(range(29)), (k, point, before, after)
+
+
+def one_round(runs: list[tuple[int, State | None, int]], turn: int) -> list[Any]:
+    """Of each run that is not over: this rank's ids, the state, and whether it is over."""
+    told = []
+    for size, state, seed in runs:
+        draw = random.Random(100 * seed + turn)
+        settings = {"batch_size": draw.randint(1, 4), "accumulate": draw.randint(1, 3)}
+        loader = over(size, None, **settings)
+        if state is not None:
+            loader.load_state_dict(state)
+        delivered, states = run(loader, draw.randint(0, 3) if turn < 4 else None)
+        told.append((flat(delivered), states[-1], loader.state_dict()["epoch"] == 1))
+    return told
+
+
+def check_chains(seeds: range) -> int:
+    """Epochs stopped at random again and again, on another number of ranks each time."""
+    seen: dict[int, list[int]] = {seed: [] for seed in seeds}
+    runs = [(5 + 9 * (seed % 6), None, seed) for seed in seeds]
+    num_stops = 0
+    for turn, num_ranks in enumerate((2, 3, 1, 4, 2)):
+        results = run_ranks(one_round, num_ranks, runs, turn)
+        left = []
+        for (size, _, seed), of_rank in zip(runs, zip(*results, strict=True), strict=True):
+            seen[seed] += [i for ids, _, _ in of_rank for i in ids]
+            assert len({str(state) for _, state, _ in of_rank}) == 1
+            if not of_rank[0][2]:
+                left.append((size, of_rank[0][1], seed))
+        runs = left
+        num_stops += len(left)
+    assert not runs
+    for seed in seeds:
+        assert sorted(seen[seed]) == list(range(5 + 9 * (seed % 6))), seed
+    return num_stops
+
+
+def test_runs_resumed_again_and_again_on_other_numbers_of_ranks() -> None:
+    assert check_chains(range(8)) >= 16
+
+
+def other_workers() -> None:
+    allow_workers()
+    size, group = 23, dist.group.WORLD
+    whole, states = run(over(size, group, batch_size=2, accumulate=2))
+    stopped, _ = run(over(size, group, batch_size=2, accumulate=2, num_workers=2), 3)
+    assert stopped == whole[:3]
+    loader = over(size, group, batch_size=2, accumulate=2, num_workers=1)
+    loader.load_state_dict(states[3])
+    again, _ = run(loader)
+    assert gathered(group, flat(stopped) + flat(again)) == Counter(range(size))
+    assert loader.state_dict()["epoch"] == 1
+
+
+def test_another_number_of_workers() -> None:
+    run_ranks(other_workers, 2)
+
+
+def epochs() -> None:
+    """Epochs shuffle on; a state is of its epoch; the next epoch after a resumed one is whole."""
+    size, group = 17, dist.group.WORLD
+    loader = over(size, group, batch_size=2)
+    first, states = run(loader)
+    second, later = run(loader)
+    assert {key[0] for key, _ in first} == {0} and {key[0] for key, _ in second} == {1}
+    assert gathered(group, flat(first)) == gathered(group, flat(second)) == Counter(range(size))
+    order = [ids for _, ids in first]
+    assert order != [ids for _, ids in second]
+    again = over(size, group, batch_size=2)
+    again.set_epoch(1)
+    assert run(again)[0] == second
+    again.set_epoch(0)
+    assert [ids for _, ids in run(again)[0]] == order
+    resumed = over(size, group, batch_size=2)
+    resumed.load_state_dict(later[2])
+    resumed.set_epoch(1)  # as training scripts do; keeps what was resumed
+    rest, _ = run(resumed)
+    assert gathered(group, flat(second[:2]) + flat(rest)) == Counter(range(size))
+    third, _ = run(resumed)
+    assert {key[0] for key, _ in third} == {2}
+    assert gathered(group, flat(third)) == Counter(range(size))
+    # A state of the first epoch, loaded after a whole second one.
+    resumed.load_state_dict(states[3])
+    back, _ = run(resumed)
+    assert gathered(group, flat(first[:3]) + flat(back)) == Counter(range(size))
+
+
+def test_epochs_differ_and_resume_each_in_its_own() -> None:
+    run_ranks(epochs, 2)
+
+
+def left_early() -> None:
+    """`break`, then iterate again: the same epoch from where the iteration began, as of a
+    DataLoader."""
+    size, group = 17, dist.group.WORLD
+    loader = over(size, group, batch_size=2)
+    before, _ = run(loader, 2)
+    after, _ = run(loader)
+    assert before and after[: len(before)] == before
+    assert gathered(group, flat(after)) == Counter(range(size))
+
+
+def test_iterating_again_after_a_break_begins_anew() -> None:
+    run_ranks(left_early, 2)
+
+
+def plain(kind: str, size: int, group: Any, num_workers: int = 0) -> BalancedLoader:
+    """A loader that knows nothing of balancing; the second of three ranks only computes."""
+    num_ranks = dist.get_world_size(group)
+    if num_ranks == 3 and dist.get_rank(group) == 1:
+        return balanced(None, group, accumulate=2)
+    num_loading = num_ranks - (num_ranks == 3)
+    index = dist.get_rank(group) // (2 if num_ranks == 3 else 1)
+    data = Numbers(size)
+    sampler = DistributedSampler(data, num_loading, index, seed=3)
+    if kind == "stateful":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        inner: Any = StatefulDataLoader(
+            data, 3, sampler=sampler, num_workers=num_workers, collate_fn=list
+        )
+    else:
+        inner = DataLoader(data, 3, sampler=sampler, num_workers=num_workers, collate_fn=list)
+    return balanced(inner, group, accumulate=2, min_gain=0.0)
+
+
+def same_world(kind: str, num_workers: int = 0) -> None:
+    allow_workers()
+    size, group = 24, dist.group.WORLD
+    assert group is not None
+    whole, states = run(plain(kind, size, group, num_workers))
+    assert gathered(group, flat(whole)) == Counter(range(size))
+    for k in range(1, len(states) - 1, 1 + 2 * num_workers):
+        loader = plain(kind, size, group, num_workers)
+        loader.load_state_dict(states[k])
+        rest, further = run(loader, 1 + k % 2)
+        loader = plain(kind, size, group, num_workers)
+        loader.load_state_dict(further[-1])
+        rest += run(loader)[0] if further[-1]["epoch"] == 0 else []
+        found = gathered(group, flat(whole[:k]) + flat(rest))
+        assert found == Counter(range(size)), (k, found)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_plain_loader_resumes_at_the_same_number_of_ranks(num_ranks: int) -> None:
+    run_ranks(same_world, num_ranks, "plain")
+
+
+@pytest.mark.parametrize(("num_ranks", "num_workers"), [(2, 0), (3, 0), (2, 1)])
+def test_a_stateful_loader_resumes_at_the_same_number_of_ranks(
+    num_ranks: int, num_workers: int
+) -> None:
+    pytest.importorskip("torchdata")
+    run_ranks(same_world, num_ranks, "stateful", num_workers)
+
+
+def stop_at(kind: str, microbatch: int) -> State:
+    return run(plain(kind, 24, dist.group.WORLD), microbatch)[1][-1]
+
+
+def other_world(kind: str, state: State) -> tuple[list[str], str]:
+    loader = plain(kind, 24, dist.group.WORLD)
+    loader.load_state_dict(state)
+    return heard_by(lambda: next(iter(loader)))
+
+
+@pytest.mark.parametrize("kind", ["plain", "stateful"])
+def test_another_number_of_ranks_needs_a_resumable_sampler(kind: str) -> None:
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    state = run_ranks(stop_at, 2, kind, 2)[0]
+    classes, text = run_ranks(other_world, 1, kind, state)[0]
+    assert "ConfigError" in classes
+    assert "2 loaders" in text and "this one has 1" in text and "ResumableSampler" in text
+
+
+def other_cost() -> list[str]:
+    """Past the warm-up of a cost: what was resumed plans with the cost that it was given."""
+    group = dist.group.WORLD
+    flat_cost = PolynomialCost(0.0, 0.0, 1.0)
+    _, states = run(over(24, group, batch_size=3, cost=flat_cost), 2)
+    loader = over(24, group, batch_size=3, cost=PolynomialCost(1e-3, 1e-3, 1e-3))
+    loader.load_state_dict(states[-1])
+    return [batch.verdict.reason for batch in loader]
+
+
+def test_a_resumed_run_balances_with_the_cost_that_it_is_given() -> None:
+    reasons = run_ranks(other_cost, 2)
+    assert reasons[0] == reasons[1] and "balanced" in reasons[0]
+
+
+def mismatched() -> tuple[list[str], str]:
+    """A sampler that deals for another number of ranks than there are loaders."""
+    sampler = ResumableSampler(20, rank=dist.get_rank(), num_ranks=3)
+    inner: DataLoader[Any] = DataLoader(Numbers(20), 2, sampler=sampler, collate_fn=list)
+    return heard_by(lambda: list(balanced(inner, None)))
+
+
+def test_a_sampler_for_another_number_of_ranks_is_refused() -> None:
+    one, other = run_ranks(mismatched, 2)
+    assert one == other and "num_ranks=3" in one[1]
+
+
+def ready_made() -> None:
+    """Packs of two and three samples that the loader gives; a state counts packs, not samples."""
+    rank = dist.get_rank()
+    names = [[100 * rank + 10 * k + j for j in range(2 + (k + rank) % 2)] for k in range(7)]
+    packs = [{"ids": group, "tokens": [3 + 7 * (i % 5) for i in group]} for group in names]
+    mine = list(zip(packs[::2], [*packs[1::2], None], strict=True))
+    lists = [[pack for pack in pair if pack is not None] for pair in mine]
+
+    def unpack(pack: dict[str, list[int]]) -> list[dict[str, int]]:
+        pairs = zip(pack["ids"], pack["tokens"], strict=True)
+        return [{"id": i, "tokens": tokens} for i, tokens in pairs]
+
+    def fresh() -> BalancedLoader:
+        return balanced(lists, None, unpack=unpack, length_fn=lambda sample: sample["tokens"])
+
+    everything = Counter(
+        100 * r + 10 * k + j for r in range(2) for k in range(7) for j in range(2 + (k + r) % 2)
+    )
+    whole, states = run(fresh())
+    assert gathered(dist.group.WORLD, flat(whole)) == everything and len(whole) == 4
+    for k in range(1, 4):
+        assert states[k]["counts"] == (2 * k, 2 * k)
+        loader = fresh()
+        loader.load_state_dict(states[k])
+        rest, _ = run(loader)
+        assert rest == whole[k:]
+
+
+def test_ready_made_packs_are_taken_apart_and_resumed_by_the_pack() -> None:
+    run_ranks(ready_made, 2)

@@ -1,0 +1,58 @@
+"""Many random schedules, kills and stops. `make stress` runs all of them, CI a tenth."""
+
+import pytest
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.loader_cases import Schedule, check_exactly_once, check_mean, run_many
+from tests.distributed.test_loader_failures import PLACES, check_deaths
+from tests.distributed.test_loader_resume import check_chains
+
+NUM_SCHEDULES = 500
+NUM_KILLS = 50
+NUM_STOPS = 20
+PER_WORLD = 25  # a world's groups stay open until it ends
+
+
+def check_schedules(seeds: range) -> None:
+    """Exactly once, and the same in the same order with other delays."""
+    for start in range(seeds.start, seeds.stop, PER_WORLD):
+        num_ranks = 2 + start // PER_WORLD % 3
+        some = range(start, min(start + PER_WORLD, seeds.stop))
+        schedules = [(seed, Schedule.draw(seed, num_ranks)) for seed in some]
+        of_rank = run_ranks(run_many, num_ranks, schedules)
+        for k, (_, schedule) in enumerate(schedules):
+            records = [runs[k] for runs in of_rank]
+            check_exactly_once(schedule, records)
+            check_mean(schedule, records)
+
+
+def test_a_tenth_of_the_schedules() -> None:
+    check_schedules(range(1000, 1000 + NUM_SCHEDULES // 10))
+
+
+@pytest.mark.parametrize("seed", range(NUM_KILLS // 10))
+def test_a_tenth_of_the_kills(seed: int) -> None:
+    check_deaths(PLACES[seed % 3], 50 + seed, 2 + seed % 2)
+
+
+def test_a_tenth_of_the_stops() -> None:
+    assert check_chains(range(100, 102)) >= NUM_STOPS // 10
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1500)
+def test_all_schedules() -> None:
+    check_schedules(range(2000, 2000 + NUM_SCHEDULES))
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(900)
+def test_all_kills() -> None:
+    for seed in range(NUM_KILLS):
+        check_deaths(PLACES[seed % 3], 200 + seed, 2 + seed % 3)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_all_stops() -> None:
+    assert check_chains(range(300, 312)) >= NUM_STOPS

@@ -1,0 +1,235 @@
+"""What one rank loads: grouped, dealt over ranks, and taken up where a run stopped."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from bascule.data.source import History, Microbatches, ResumableSampler, Source
+from bascule.errors import ConfigError
+
+
+def deal(size: int, num_ranks: int, history: History = (), **settings: Any) -> list[list[int]]:
+    samplers = [
+        ResumableSampler(size, rank=rank, num_ranks=num_ranks, **settings)
+        for rank in range(num_ranks)
+    ]
+    for sampler in samplers:
+        sampler.resume(history)
+        assert len(sampler) == len(list(sampler))
+    return [list(sampler) for sampler in samplers]
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, 12, 13])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_dataset_is_dealt_once(size: int, num_ranks: int, shuffle: bool) -> None:
+    dealt = deal(size, num_ranks, shuffle=shuffle)
+    assert sorted(i for share in dealt for i in share) == list(range(size))
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
+    if not shuffle:
+        assert dealt[0] == list(range(size))[::num_ranks]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone() -> None:
+    sampler = ResumableSampler(50, rank=0, num_ranks=1, seed=3)
+    torch.manual_seed(1)
+    first = list(sampler)
+    torch.manual_seed(2)
+    assert list(sampler) == first != list(range(50))
+    sampler.set_epoch(1)
+    second = list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first != second
+    assert list(ResumableSampler(50, rank=0, num_ranks=1, seed=4)) not in (first, second)
+
+
+def test_what_is_left_is_dealt_over_any_number_of_ranks() -> None:
+    draw = random.Random(0)
+    for trial in range(200):
+        size = draw.randint(0, 40)
+        history: list[list[int]] = []
+        taken: list[int] = []
+        for _ in range(draw.randint(1, 4)):
+            dealt = deal(size, draw.randint(1, 5), history, seed=trial)
+            counts = [draw.randint(0, len(share)) for share in dealt]
+            taken += [i for share, n in zip(dealt, counts, strict=True) for i in share[:n]]
+            history.append(counts)
+        rest = deal(size, draw.randint(1, 5), history, seed=trial)
+        assert sorted([*taken, *(i for share in rest for i in share)]) == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "num_ranks"), [(-1, 0, 1), (3, 2, 2), (3, -1, 2), (3, 0, 0)]
+)
+def test_a_share_that_does_not_exist_is_refused(size: int, rank: int, num_ranks: int) -> None:
+    with pytest.raises(ConfigError, match=rf"num_samples={size}, rank={rank}"):
+        ResumableSampler(size, rank=rank, num_ranks=num_ranks)
+
+
+def read(source: Source, history: History = (), saved: Any = None) -> list[list[Any]]:
+    return list(source.begin(history, 0, 1, saved))
+
+
+def by_number(num_samples: int) -> Microbatches:
+    return Microbatches(num_samples, None, int)
+
+
+def test_samples_are_grouped_by_number_whatever_lists_they_come_in() -> None:
+    for loader in ([0, 1, 2, 3, 4], [[0], [], [1, 2, 3], [4]], [[0, 1, 2, 3, 4]]):
+        assert read(Source(loader, by_number(2))) == [[0, 1], [2, 3], [4]]
+    assert read(Source([[0], [], [1, 2]], None)) == [[0], [], [1, 2]]
+    assert read(Source([], by_number(2))) == [] == read(Source(None, None))
+    # A tuple is a sample, not a list of samples.
+    assert read(Source([(1, 2), (3, 4)], by_number(1))) == [[(1, 2)], [(3, 4)]]
+
+
+def test_samples_are_grouped_by_tokens() -> None:
+    def grouped(*lens: int) -> list[list[int]]:
+        return read(Source(list(lens), Microbatches(None, 10, int)))
+
+    assert grouped(4, 6, 1, 10, 3) == [[4, 6], [1], [10], [3]]
+    assert grouped(11, 2, 30, 1, 1) == [[11], [2], [30], [1, 1]]
+    assert grouped(0, 0, 10, 0) == [[0, 0, 10, 0]]
+    assert grouped() == []
+
+
+class Counting(Dataset[int]):
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, place: int) -> int:
+        return place
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+def refuse(samples: list[int]) -> torch.Tensor:
+    raise AssertionError("collated before the exchange")
+
+
+def test_a_data_loader_gives_samples_and_its_collate_fn_is_kept() -> None:
+    inner: DataLoader[Any] = DataLoader(Counting(), 4, collate_fn=refuse)
+    source = Source(inner, None)
+    assert source.collate_fn is refuse and len(source) == 3
+    assert read(source) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]] == read(source)
+    assert inner.collate_fn is refuse  # the user's loader is as it was
+    single: DataLoader[Any] = DataLoader(Counting(), batch_size=None)
+    assert read(Source(single, by_number(6))) == [list(range(6)), list(range(6, 11))]
+    assert read(Source(DataLoader(Stream(), 3), None)) == [[0, 1, 2], [3, 4, 5], [6]]
+    given: DataLoader[Any] = DataLoader(Counting(), batch_sampler=[[3, 1], [], [5]])
+    assert read(Source(given, None)) == [[3, 1], [], [5]]
+
+
+def test_the_number_of_microbatches_where_it_is_known() -> None:
+    assert len(Source(None, None)) == 0 and Source(None, None).is_empty
+    assert len(Source([[1], [2]], None)) == 2
+    for source in (Source([1, 2], by_number(2)), Source(iter([[1]]), None)):
+        with pytest.raises(TypeError):
+            len(source)
+
+
+def test_whatever_shuffles_hears_of_the_epoch() -> None:
+    stream = Stream()
+    Source(DataLoader(stream, 2), None).set_epoch(4)
+    assert stream.epoch == 4
+    sampler = DistributedSampler(Counting(), 2, 0, seed=1)
+    source = Source(DataLoader(Counting(), 3, sampler=sampler), None)
+    orders = []
+    for epoch in (0, 1, 0):
+        source.set_epoch(epoch)
+        orders.append(read(source))
+    assert orders[0] == orders[2] != orders[1]
+
+
+@pytest.mark.parametrize("grouping", [None, 1, 2, 3, 5])
+def test_a_plain_loader_goes_on_after_what_was_delivered(grouping: int | None) -> None:
+    groups = None if grouping is None else by_number(grouping)
+    lists = [[0, 1], [2], [3, 4, 5], [6, 7, 8, 9]]
+    for skip in range(11):
+        source = Source(lists, groups)
+        left = read(source, [[skip]])
+        assert [i for group in left for i in group] == list(range(skip, 10))
+        assert [i for group in read(source, [[skip // 2], [skip - skip // 2]]) for i in group] == [
+            i for group in left for i in group
+        ]
+        if grouping is not None:
+            assert all(len(group) == grouping for group in left[:-1])
+    with pytest.raises(ConfigError, match=r"3 loaders .* this one has 1: .* ResumableSampler"):
+        read(Source(lists, groups), [[1, 1, 1]])
+
+
+class WithState:
+    """Lists of samples, with a state of its own."""
+
+    def __init__(self, lists: list[list[int]]) -> None:
+        self.lists, self.place, self.loaded = lists, 0, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while self.place < len(self.lists):
+            self.place += 1
+            self.loaded += 1
+            yield self.lists[self.place - 1]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("grouping", [None, 1, 2, 3, 5])
+def test_a_loader_with_a_state_goes_on_from_it(grouping: int | None) -> None:
+    groups = None if grouping is None else by_number(grouping)
+    lists = [[0, 1], [2], [3, 4, 5], [6, 7, 8, 9]]
+    reading = Source(WithState(lists), groups).begin((), 0, 1, None)
+    points: list[tuple[list[int], Any]] = []
+    taken: list[int] = []
+    for group in reading:
+        taken = taken + group
+        points.append((taken, reading.saved()))
+    for taken, saved in points:
+        loader = WithState(lists)
+        again = Source(loader, groups).begin([[len(taken)]], 0, 1, saved)
+        left = [i for group in again for i in group]
+        assert taken + left == list(range(10))
+        # And once more, from the middle of that.
+        saved_again = Source(WithState(lists), groups).begin([[len(taken)]], 0, 1, saved)
+        first = next(saved_again, [])
+        twice = [[len(taken)], [len(first)]]
+        state = saved_again.saved() if first else saved
+        third = Source(WithState(lists), groups).begin(twice, 0, 1, state)
+        assert taken + first + [i for group in third for i in group] == list(range(10))
+    # The state spares what is far behind from being loaded again.
+    loader = WithState(lists)
+    list(Source(loader, groups).begin([[9]], 0, 1, points[-2][1]))
+    assert loader.loaded <= 2
+
+
+def test_a_resumable_sampler_spares_the_skipped_samples() -> None:
+    seen: list[int] = []
+
+    class Seen(Counting):
+        def __getitem__(self, place: int) -> int:
+            seen.append(place)
+            return place
+
+    sampler = ResumableSampler(11, rank=0, num_ranks=1, shuffle=False)
+    source = Source(DataLoader(Seen(), 2, sampler=sampler), None)
+    assert read(source, [[3, 4]]) == [[6, 8], [9, 10]]
+    assert sorted(set(seen)) == [i for i in range(11) if i // 2 >= (3, 4)[i % 2]]
+    seen.clear()
+    assert len(read(source)) == 6 and len(seen) == 11  # the next epoch is whole
