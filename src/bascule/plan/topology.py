@@ -2,10 +2,14 @@
 
 `g1n2+g2n1+g4n1` is two bags of one rank, one bag of two and one bag of four: a unit of eight ranks.
 A larger world is filled with replicas of the unit, each on the next contiguous ranks.
+
+`g4r2n1` is one bag of eight ranks with a ring: groups of four ranks that share the heads of a
+sequence (Ulysses), and two such groups that pass its keys and values around. So a bag may have more
+ranks than there are heads. Source of the two degrees: USP (arXiv:2405.07719), as in FastUSP.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
 
@@ -15,7 +19,8 @@ import numpy.typing as npt
 from bascule.errors import ConfigError
 from bascule.plan.layout import frozen
 
-_TERM = re.compile(r"g([1-9][0-9]{0,8})n([1-9][0-9]{0,8})")
+_NUMBER = "([1-9][0-9]{0,8})"
+_TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,16 @@ class Topology:
     Attributes:
         terms: (ranks in a bag, number of such bags) in the order written; one unit.
         num_replicas: How many times the unit is repeated to fill the world.
+        rings: Ring degree of the bags of each term, a divisor of their ranks; () if all are 1.
     """
 
     terms: tuple[tuple[int, int], ...]
     num_replicas: int = 1
+    rings: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        numbers = (*(number for term in self.terms for number in term), self.num_replicas)
+        in_terms = (number for term in self.terms for number in term)
+        numbers = (*in_terms, *self.rings, self.num_replicas)
         if not all(type(number) is int for number in numbers):
             raise ConfigError(f"topology {self.terms!r} x {self.num_replicas!r}: not whole numbers")
         if not self.terms or any(size < 1 or count < 1 for size, count in self.terms):
@@ -40,37 +48,56 @@ class Topology:
             )
         if self.num_replicas < 1:
             raise ConfigError(f"topology with {self.num_replicas} replicas: needs at least one")
+        if self.rings:
+            sizes = [size for size, _ in self.terms]
+            if len(self.rings) != len(sizes) or any(
+                ring < 1 or size % ring for size, ring in zip(sizes, self.rings, strict=True)
+            ):
+                raise ConfigError(
+                    f"topology {self.terms!r} with rings {self.rings!r}: needs one ring degree a "
+                    "term, a divisor of the ranks of its bags"
+                )
+            if max(self.rings) == 1:
+                object.__setattr__(self, "rings", ())
 
     @classmethod
     def parse(cls, spec: "str | Topology", *, world_size: int | None = None) -> Self:
-        """Read `gGnN` terms joined by `+`; with `world_size`, replicas of the unit fill that world.
+        """Read terms joined by `+`; with `world_size`, replicas of the unit fill that world.
+
+        A term `gGnN` is N bags of G ranks, and `gGrRnN` N bags of G * R ranks: Ulysses degree G,
+        ring degree R.
 
         Args:
-            spec: For example "g1n8+g8n3". A Topology is taken as the unit that it describes.
+            spec: For example "g1n8+g4r2n3". A Topology is taken as the unit that it describes.
             world_size: Number of ranks to fill; None keeps one unit.
 
         Raises:
             ConfigError: A term is malformed (it is named), or whole units cannot fill the world.
         """
         if isinstance(spec, Topology):
-            terms = spec.terms
+            unit = cls(spec.terms, rings=spec.rings)
             world_size = spec.num_ranks if world_size is None else world_size
         else:
-            terms = tuple(_parse_term(term, spec) for term in spec.split("+"))
-        unit = sum(size * count for size, count in terms)
+            parsed = [_parse_term(term, spec) for term in spec.split("+")]
+            terms = tuple((degree * ring, count) for degree, ring, count in parsed)
+            unit = cls(terms, rings=tuple(ring for _, ring, _ in parsed))
         if world_size is None:
-            return cls(terms)
-        if world_size < 1 or world_size % unit:
-            legal = unit * max(1, round(world_size / unit))
+            return unit
+        size = unit.unit_size
+        if world_size < 1 or world_size % size:
+            legal = size * max(1, round(world_size / size))
             raise ConfigError(
-                f"topology {_spec(terms)} has units of {unit} ranks, which do not fill a world of "
+                f"topology {unit} has units of {size} ranks, which do not fill a world of "
                 f"{world_size}: use {legal} ranks, or bags that add up to a divisor of {world_size}"
             )
-        return cls(terms, world_size // unit)
+        return replace(unit, num_replicas=world_size // size)
 
     def __str__(self) -> str:
         """The spec of one unit."""
-        return _spec(self.terms)
+        return "+".join(
+            f"g{size // ring}{f'r{ring}' if ring > 1 else ''}n{count}"
+            for size, count, ring in self._terms_with_rings
+        )
 
     @property
     def unit_size(self) -> int:
@@ -111,16 +138,47 @@ class Topology:
             for first, size in zip(self.first_ranks.tolist(), self.bag_sizes.tolist(), strict=True)
         )
 
+    @cached_property
+    def ring_degrees(self) -> npt.NDArray[np.int64]:
+        """(num_bags,) ring degree of each bag; its Ulysses degree is its ranks over that."""
+        rings = [ring for _, count, ring in self._terms_with_rings for _ in range(count)]
+        return frozen(np.tile(np.array(rings, np.int64), self.num_replicas))
 
-def _parse_term(term: str, spec: str) -> tuple[int, int]:
+    @cached_property
+    def ulysses_groups(self) -> "Topology":
+        """The consecutive ranks that share heads, each such group as a bag of its own."""
+        terms = tuple((size // ring, count * ring) for size, count, ring in self._terms_with_rings)
+        return Topology(terms, self.num_replicas)
+
+    def ring(self, rank: int) -> range:
+        """The ranks of the ring that `rank` is in, in ring order: one of each Ulysses group."""
+        bag = self.bag_of_rank[rank]
+        first, size = int(self.first_ranks[bag]), int(self.bag_sizes[bag])
+        degree = size // int(self.ring_degrees[bag])
+        return range(first + (rank - first) % degree, first + size, degree)
+
+    def for_heads(self, num_heads: int) -> "Topology":
+        """The same bags, with longer rings where there are too few heads for a Ulysses group."""
+        rings: list[int] = []
+        for size, _, ring in self._terms_with_rings:
+            degrees = (degree for degree in range(1, num_heads + 1) if size % degree == 0)
+            rings.append(ring if size // ring <= num_heads else size // max(degrees, default=1))
+        return replace(self, rings=tuple(rings))
+
+    @property
+    def _terms_with_rings(self) -> list[tuple[int, int, int]]:
+        """(ranks in a bag, number of such bags, ring degree) of each term."""
+        rings = self.rings or (1,) * len(self.terms)
+        return [(*term, ring) for term, ring in zip(self.terms, rings, strict=True)]
+
+
+def _parse_term(term: str, spec: str) -> tuple[int, int, int]:
+    """Ulysses degree, ring degree, number of bags."""
     match = _TERM.fullmatch(term)
     if match is None:
         raise ConfigError(
-            f"topology {spec!r}: {term!r} is not a term; write gGnN (N bags of G ranks, both at "
-            'least one) joined by "+", for example g1n8+g8n3'
+            f"topology {spec!r}: {term!r} is not a term; write gGnN (N bags of G ranks) or gGrRnN "
+            '(N bags of G * R ranks, R the ring degree), all at least one, joined by "+", for '
+            "example g1n8+g4r2n3"
         )
-    return int(match[1]), int(match[2])
-
-
-def _spec(terms: tuple[tuple[int, int], ...]) -> str:
-    return "+".join(f"g{size}n{count}" for size, count in terms)
+    return int(match[1]), int(match[2] or 1), int(match[3])
