@@ -273,7 +273,6 @@ def test_a_plain_loader_resumes_at_the_same_number_of_ranks(num_ranks: int) -> N
 def test_a_stateful_loader_resumes_at_the_same_number_of_ranks(
     num_ranks: int, num_workers: int
 ) -> None:
-    pytest.importorskip("torchdata")
     run_ranks(same_world, num_ranks, "stateful", num_workers)
 
 
@@ -289,8 +288,6 @@ def other_world(kind: str, state: State) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("kind", ["plain", "stateful"])
 def test_another_number_of_ranks_needs_a_resumable_sampler(kind: str) -> None:
-    if kind == "stateful":
-        pytest.importorskip("torchdata")
     state = run_ranks(stop_at, 2, kind, 2)[0]
     classes, text = run_ranks(other_world, 1, kind, state)[0]
     assert "ConfigError" in classes
