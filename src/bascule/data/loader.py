@@ -287,6 +287,7 @@ class BalancedLoader:
     def _start(self) -> Prefetcher:
         progress = self._progress = self._first
         self._source.set_epoch(progress.epoch)
+        self._redistributor.begin()
         index = int(np.searchsorted(self._source_places, self.ranks.index))
         num_sources = self._source_places.size
         reading = self._source.begin(progress.history, index, num_sources, progress.saved)

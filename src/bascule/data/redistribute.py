@@ -124,6 +124,13 @@ class Redistributor:
         self._capacity = _FIRST_CAPACITY
         self._topology = Topology(((1, 1),), ranks.num)
 
+    def begin(self) -> None:
+        """Use the newest cost model: where an iteration begins, all ranks have been given the same.
+
+        The next agreement makes sure of it.
+        """
+        self._version = len(self.costs) - 1
+
     def step(self, key: StepKey, offer: Offer, reserve: Callable[[int], None]) -> StepData | None:
         """This rank's part of a step; None if there is none any more. Two collectives.
 
