@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,6 +21,15 @@ DEGREES = [
     if ring * ulysses in (2, 3, 4, 6, 8)
 ]
 MASKS = ("none", "key padding", "bool", "additive", "empty rows", "by head", "causal")
+
+
+Three = tuple[Tensor, Tensor, Tensor]
+
+
+def three(tensors: Iterable[Tensor]) -> Three:
+    """Queries, keys and values."""
+    q, k, v = tensors
+    return q, k, v
 
 
 def make_mesh(ring: int, ulysses: int) -> AttentionMesh:

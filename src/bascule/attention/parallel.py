@@ -17,11 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention import ulysses
-from bascule.attention.kernels import select_kernel
+from bascule.attention import packed
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
-from bascule.comm.bags import make_bag_groups, possible_bags
+from bascule.comm.bags import make_bag_groups
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples
 from bascule.comm.groups import RankGroup
 from bascule.comm.mean import global_mean
@@ -54,7 +53,8 @@ class SequenceParallel:
         plan_group: A gloo group of the same ranks for the lengths, so that planning never waits for
             the device; made here if None.
         data_group: The ranks whose gradients are averaged, if more than the group (`step.mean`).
-        kernel: Name of the attention kernel; None takes the fastest for device and dtype.
+        kernel: Name of the attention kernel; None takes the fastest for device and dtype. In a ring
+            it must have a form for blocks, too.
         device: Where the tensors are; None takes the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
 
@@ -99,8 +99,7 @@ class SequenceParallel:
         self._data_group = (
             self.group if data_group is None else groups.member_of(data_group, "data")
         )
-        bags = possible_bags(self.rank, self.topology, cluster)
-        self._bag_groups = make_bag_groups(self.group, bags, timeout_s)
+        self.bag_groups = make_bag_groups(self.group, self.topology, cluster, timeout_s)
         self.device = (
             torch.device(device) if device is not None else _default_device(mesh_or_group, given)
         )
@@ -221,11 +220,6 @@ class SequenceParallel:
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
         return groups.new_group(ranks, name, self._timeout_s, backend=backend)
 
-    def bag_group(self, topology: Topology) -> RankGroup | None:
-        """The ranks of this rank's bag; None for a bag of one."""
-        size = int(topology.bag_sizes[topology.bag_of_rank[self.rank]])
-        return self._bag_groups[size] if size > 1 else None
-
 
 _SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits", "cluster")
 
@@ -287,20 +281,12 @@ class Step:
         causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Exact attention within each whole sequence; (C, H, D). See `ulysses.attend`."""
-        kernel = select_kernel(self._parallel.kernel, q_CHD.device.type, q_CHD.dtype)
-        bag = self._bag
-        if bag.largest_bag > 1:
-            form = (q_CHD.shape[1:], k_CKD.shape[1:], v_CKD.shape[1:], q_CHD.dtype, causal, scale)
-            if not self._parallel.has_agreed("attend", form):
-                error = None
-                try:
-                    ulysses.check(bag, q_CHD, k_CKD, v_CKD)
-                except ConfigError as met:
-                    error = met
-                self._parallel.agree_once("attend", form, error, self.number)
-        out = ulysses.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
-        self.sent_bytes += ulysses.sent_bytes(bag, q_CHD, k_CKD)
+        """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
+        bag, kernel = self._bag, self._parallel.kernel
+        if self.plan.topology.bag_sizes.max() > 1:
+            self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
+        out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
+        self.sent_bytes += packed.sent_bytes(bag, q_CHD, k_CKD)
         return out
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
@@ -361,16 +347,10 @@ class Step:
         return BoundRoute(route, parallel.group, parallel.device, self.number, "route")
 
     @cached_property
-    def _bag(self) -> ulysses.BagLayout:
+    def _bag(self) -> packed.Bag:
         parallel = self._parallel
-        lens = self.plan.bag_lens(parallel.rank)
-        return ulysses.BagLayout(
-            lens,
-            parallel.device,
-            parallel.bag_group(self.plan.topology),
-            self.number,
-            largest_bag=int(self.plan.topology.bag_sizes.max()),
-        )
+        groups, device = parallel.bag_groups, parallel.device
+        return packed.Bag.of(self.plan, parallel.rank, groups, device, self.number)
 
     @cached_property
     def _valid_samples(self) -> Tensor:
@@ -385,6 +365,21 @@ class Step:
         rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
         self.sent_bytes += rows * route.num_moved
         return exchange(route, list(tensors.values()))
+
+    def _agree_on_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    ) -> None:
+        """Heads and dtype decide the sizes, and must do for the bags of all ranks."""
+        topology, parallel = self.plan.topology, self._parallel
+        degree = int(topology.ulysses_groups.bag_sizes.max())  # of "auto", another every step
+        form = (degree, q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, causal, scale)
+        if not parallel.has_agreed("attend", form):
+            error = None
+            try:
+                packed.check(topology, self._bag, parallel.kernel, q, k, v)
+            except ConfigError as met:
+                error = met
+            parallel.agree_once("attend", form, error, self.number)
 
     def _agree_on_form(self, what: str, tensors: dict[str, Tensor], num_rows: int) -> None:
         """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""

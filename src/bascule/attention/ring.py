@@ -9,6 +9,7 @@ Shapes: as in `blocks`; R ranks of the ring. Round t works on the keys of ring r
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -83,61 +84,115 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Ten
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
-        wide = wide_dtype(q)
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
-        lse = torch.full(q.shape[:3], -math.inf, dtype=wide, device=q.device)
+        out, lse = ring_forward(q, k, v, plan)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        ctx.mark_non_differentiable(lse)
+        return out, lse
 
-        def attend(turn: int, keys: Tensor, values: Tensor) -> None:
-            for tile in plan.tiles[plan.owner(turn)]:
-                rows = q[:, :, tile.q]
-                if not rows.numel() or not keys[:, :, tile.k].numel():
-                    continue
-                part, part_lse = plan.kernel.forward(
-                    rows,
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        return *ring_backward(grad_outputs[0], q, k, v, out, lse, ctx.plan), None
+
+
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
+    """Out and LSE of `ring_attention`, not recorded by autograd."""
+    merged = _Merged(q)
+
+    def attend(turn: int, keys: Tensor, values: Tensor) -> None:
+        for tile in plan.tiles[plan.owner(turn)]:
+            if q[:, :, tile.q].numel() and keys[:, :, tile.k].numel():
+                part = plan.kernel.forward(
+                    q[:, :, tile.q],
                     keys[:, :, tile.k],
                     values[:, :, tile.k],
                     tile.bias,
                     tile.causal,
                     plan.scale,
                 )
-                merged = merge(out[:, :, tile.q], lse[:, :, tile.q], part.to(wide), part_lse)
-                out[:, :, tile.q], lse[:, :, tile.q] = merged
+                merged.add(tile.q, *part)
 
-        _rotate(plan, k, v, attend)
-        result = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, result, lse)
-        ctx.plan = plan
-        ctx.mark_non_differentiable(lse)
-        return result, lse
+    _rotate(plan, k, v, attend)
+    return merged.result()
 
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        plan, grad, wide = ctx.plan, grad_outputs[0].contiguous(), wide_dtype(q)
-        dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-        travelling = _Travelling(plan, k, wide)
 
-        def attend(turn: int, keys: Tensor, values: Tensor) -> None:
-            dkv = torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
-            for tile in plan.tiles[plan.owner(turn)]:
-                if not q[:, :, tile.q].numel() or not keys[:, :, tile.k].numel():
-                    continue
-                grads = plan.kernel.backward(
-                    *(x[:, :, tile.q] for x in (grad, q)),
-                    *(x[:, :, tile.k] for x in (keys, values)),
-                    *(x[:, :, tile.q] for x in (out, lse)),
-                    tile.bias,
-                    tile.causal,
-                    plan.scale,
-                )
+def ring_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: RingPlan
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of `ring_attention`, from that of its output."""
+    grad, wide = grad.contiguous(), wide_dtype(q)
+
+    def gradients(tile: Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return plan.kernel.backward(
+            grad[:, :, tile.q],
+            q[:, :, tile.q],
+            keys[:, :, tile.k],
+            values[:, :, tile.k],
+            out[:, :, tile.q],
+            lse[:, :, tile.q],
+            tile.bias,
+            tile.causal,
+            plan.scale,
+        )
+
+    if _is_one_tile(plan) and q.numel() and k.numel():
+        return gradients(plan.tiles[0][0], k, v)
+    dq = torch.zeros(q.shape, dtype=wide, device=q.device)
+    travelling = _Travelling(plan, k, wide)
+
+    def attend(turn: int, keys: Tensor, values: Tensor) -> None:
+        dkv = torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
+        for tile in plan.tiles[plan.owner(turn)]:
+            if q[:, :, tile.q].numel() and keys[:, :, tile.k].numel():
+                grads = gradients(tile, keys, values)
                 dq[:, :, tile.q] += grads[0]
                 dkv[0, :, :, tile.k] += grads[1]
                 dkv[1, :, :, tile.k] += grads[2]
-            travelling.add(turn, dkv)
+        travelling.add(turn, dkv)
 
-        _rotate(plan, k, v, attend)
-        dk, dv = travelling.home().unbind(0)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None
+    _rotate(plan, k, v, attend)
+    dk, dv = travelling.home().unbind(0)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _is_one_tile(plan: RingPlan) -> bool:
+    """Whether one call of the kernel does it all."""
+    everything, tiles = slice(None), plan.tiles[0]
+    return plan.size == 1 and [(tile.q, tile.k) for tile in tiles] == [(everything, everything)]
+
+
+class _Merged:
+    """Attention of all queries to the keys that came so far; wide from the second part on."""
+
+    def __init__(self, q: Tensor) -> None:
+        self._q = q
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, rows: slice, part: Tensor, part_lse: Tensor) -> None:
+        """Merge attention of some queries to more keys."""
+        if self._out is None and part.shape == self._q.shape:
+            self._out, self._lse = part, part_lse
+            return
+        out, lse = self._state()
+        out = out.to(wide_dtype(self._q))
+        out[:, :, rows], lse[:, :, rows] = merge(
+            out[:, :, rows], lse[:, :, rows], part.to(out.dtype), part_lse
+        )
+        self._out, self._lse = out, lse
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Out in the dtype of the queries, and LSE; 0 and -inf where no key came."""
+        out, lse = self._state()
+        return out.to(self._q.dtype), lse
+
+    def _state(self) -> tuple[Tensor, Tensor]:
+        if self._out is not None and self._lse is not None:
+            return self._out, self._lse
+        q = self._q
+        lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
+        return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
 
 
 def _rotate(
@@ -188,45 +243,41 @@ class _Travelling:
 class _Shift:
     """A tensor on its way to the next rank of the ring, and one from the rank before.
 
-    Point-to-point; in a compiled graph, where that is not supported, one all-to-all in which each
-    rank sends to one other only.
+    The one place where the ring puts tensors on the wire; point-to-point, posted when it is made.
     """
 
     def __init__(self, plan: RingPlan, sent: Tensor, shape: Sequence[int], name: str) -> None:
         assert plan.group is not None
-        self._group, self._name = plan.group, name
+        self._group, self._name = plan.group, f"ring ({name})"
         self._sent = sent.contiguous()  # alive until it is sent
         self._received = sent.new_empty(tuple(shape))
         after, before = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
-        with reporting(plan.group, f"ring ({name})", 0):
-            self._works = self._post(after, before)
+        with reporting(plan.group, self._name, 0):
+            self._works = self._post(plan.group.ranks[after], plan.group.ranks[before])
 
     def wait(self) -> Tensor:
         """What arrived."""
-        with reporting(self._group, f"ring ({self._name})", 0):
+        with reporting(self._group, self._name, 0):
             for work in self._works:
-                work.wait()
+                work.wait(_longest_wait(self._group, self._sent.device))
         return self._received
 
-    def _post(self, after: int, before: int) -> Sequence[Any]:
-        group = self._group
-        if torch.compiler.is_compiling():
-            send_splits, recv_splits = [0] * group.size, [0] * group.size
-            send_splits[after] = self._sent.numel()
-            recv_splits[before] = self._received.numel()
-            dist.all_to_all_single(
-                self._received.view(-1),
-                self._sent.view(-1),
-                recv_splits,
-                send_splits,
-                group=group.process_group,
-            )
-            return ()
+    def _post(self, after: int, before: int) -> Sequence[dist.Work]:
+        group = self._group.process_group
         return dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, self._sent, group.ranks[after], group=group.process_group),
-                dist.P2POp(
-                    dist.irecv, self._received, group.ranks[before], group=group.process_group
-                ),
+                dist.P2POp(dist.isend, self._sent, after, group=group),
+                dist.P2POp(dist.irecv, self._received, before, group=group),
             ]
         )
+
+
+def _longest_wait(group: RankGroup, device: torch.device) -> timedelta:
+    """The group's timeout on the host; 0 leaves the wait to the device's stream.
+
+    Gloo's point-to-point knows only the timeout that its group was made with, not one set later.
+    """
+    if device.type != "cpu":
+        return timedelta(0)
+    backend = group.process_group._get_backend(device)
+    return getattr(getattr(backend, "options", None), "_timeout", timedelta(0))

@@ -3,6 +3,9 @@
 Source: DeepSpeed Ulysses (arXiv:2309.14509), here on packed sequences with uneven chunks and uneven
 head shares, and with q, k and v in one all-to-all.
 
+A bag is here the G ranks that share heads: those of a compute bag, or of one ring rank of it, which
+have a piece of every sequence (`packed`).
+
 Shapes: T tokens on this rank, S tokens of the whole bag, H heads, D head width, G ranks of the bag.
 """
 
@@ -30,15 +33,12 @@ class BagLayout:
         device: Where the tensors are.
         group: The ranks of the bag; None for a bag of one.
         step: Step number in errors.
-        largest_bag: Ranks of the largest bag of the topology. Heads that are too few for it are
-            refused on all ranks, since those of smaller bags would wait for the others in vain.
     """
 
     chunk_lens: layout.Ints
     device: torch.device
     group: RankGroup | None
     step: int
-    largest_bag: int = 1
 
     @cached_property
     def seqs(self) -> PackedSequences:
@@ -148,18 +148,24 @@ def sent_bytes(bag: BagLayout, q_THD: Tensor, k_TKD: Tensor) -> int:
     if bag.group is None:
         return 0
     num_tokens, num_kv_heads, head_dim = k_TKD.shape
-    queries = q_THD.shape[1] // num_kv_heads
-    own = num_kv_heads // bag.group.size + (bag.group.rank < num_kv_heads % bag.group.size)
+    queries, own = q_THD.shape[1] // num_kv_heads, own_kv_heads(bag, num_kv_heads)
     into = num_tokens * (num_kv_heads - own) * (queries + 2)
     back = (sum(bag.tokens) - num_tokens) * own * queries
     return (into + back) * head_dim * q_THD.element_size()
+
+
+def own_kv_heads(bag: BagLayout, num_kv_heads: int) -> int:
+    """Key-value heads that this rank attends with."""
+    if bag.group is None:
+        return num_kv_heads
+    return HeadShares.split(num_kv_heads, num_kv_heads, bag.group.size).of(bag.group.rank)
 
 
 def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse what `attend` cannot do.
 
     Raises:
-        ConfigError: The shapes do not fit the plan, each other, or the largest bag.
+        ConfigError: The shapes do not fit the plan or each other.
     """
     tokens = bag.tokens[bag.group.rank if bag.group else 0]
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
@@ -176,7 +182,6 @@ def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ConfigError(
             f"{q.shape[1]} query heads for {k.shape[1]} key-value heads: must be a multiple"
         )
-    HeadShares.split(q.shape[1], k.shape[1], bag.largest_bag)
 
 
 def heads_to_ranks(

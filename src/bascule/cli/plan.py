@@ -26,7 +26,8 @@ class PlanOptions(InputOptions, ClusterOptions):
     """Plan one batch and show who computes what.
 
     Attributes:
-        topology: Compute bags, for example g1n8+g8n3, or auto; one rank a bag if not given.
+        topology: Compute bags, for example g1n8+g8n3 or g4r2n1, or auto; one rank a bag if not
+            given.
         planner: lpt, or the greedy of the KnapFormer paper.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
         compare: Compare the planners instead of drawing the loads.
@@ -114,7 +115,7 @@ def _draw(console: Console, plan: Plan, batch: _Batch) -> None:
         bag = int(plan.topology.bag_of_rank[rank])
         table.add_row(
             str(rank),
-            f"{bag} (g{plan.topology.bag_sizes[bag]})",
+            f"{bag} ({_bag_spec(plan.topology, bag)})",
             f"{plan.tokens[rank]:,}",
             "█" * round(load * scale),
             f"{load:.4g}",
@@ -123,6 +124,12 @@ def _draw(console: Console, plan: Plan, batch: _Batch) -> None:
     console.print(table)
     if plan.num_ranks > _MAX_ROWS:
         console.print(f"({plan.num_ranks - _MAX_ROWS} more ranks)")
+
+
+def _bag_spec(topology: Topology, bag: int) -> str:
+    ring = int(topology.ring_degrees[bag])
+    degree = int(topology.bag_sizes[bag]) // ring
+    return f"g{degree}" if ring == 1 else f"g{degree}r{ring}"
 
 
 def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
@@ -160,8 +167,8 @@ def _binding(plan: Plan, batch: _Batch) -> list[str]:
             f"rank{'s' if size > 1 else ''}; a larger bag would end earlier"
         )
     if batch.cluster is not None:
-        wires = batch.cluster.wire_seconds(batch.cost, size) * float(held.sum())
-        share = (wires + batch.cluster.launch_seconds(batch.cost, size)) / plan.makespan
+        compute = float(batch.cluster.compute_seconds(batch.cost, held).sum()) / size
+        share = 1.0 - compute / plan.makespan
         if share > _WIRE_SHARE:
             lines.append(
                 f"wires: {share:.0%} of the time of the slowest bag; smaller bags have less"

@@ -1,6 +1,7 @@
 """The process groups of compute bags: of one fixed topology, or of all that "auto" may choose."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -9,23 +10,66 @@ from bascule.plan.cluster import Cluster
 from bascule.plan.topology import Topology
 
 
-def possible_bags(
-    rank: int, topology: Topology | str, cluster: Cluster | None
-) -> list[tuple[int, range]]:
-    """(size, ranks) of the bags that a rank can be in; as many on every rank.
+@dataclass(frozen=True, slots=True)
+class BagGroups:
+    """The groups of a rank inside the bags that it can be in.
+
+    Attributes:
+        rank: The rank.
+        ulysses: For each number of ranks that share heads, those that do so with this one.
+        ring: The ranks that pass keys and values to each other; None if no bag has a ring.
+    """
+
+    rank: int
+    ulysses: Mapping[int, RankGroup]
+    ring: RankGroup | None
+
+    def of(self, topology: Topology) -> tuple[RankGroup | None, RankGroup | None]:
+        """The Ulysses group and the ring in the bag of a topology; None where it is one rank."""
+        groups = topology.ulysses_groups
+        degree = int(groups.bag_sizes[groups.bag_of_rank[self.rank]])
+        has_ring = topology.ring_degrees[topology.bag_of_rank[self.rank]] > 1
+        return self.ulysses[degree] if degree > 1 else None, self.ring if has_ring else None
+
+
+def make_bag_groups(
+    group: RankGroup, topology: Topology | str, cluster: Cluster | None, timeout_s: float
+) -> BagGroups:
+    """Make the groups, once; all ranks make equally many, first those that share heads.
+
+    A rank that needs no group gets one of itself: torch names a new group after the number of
+    groups that a rank has, and ranks that differ in it can never again make one together (torch
+    2.13, local sync).
 
     Args:
-        rank: The rank.
+        group: All ranks; serves as a group of all.
         topology: The bags; a string stands for "auto": aligned power-of-two subgroups of a node.
         cluster: Says what a node is; needed for "auto".
+        timeout_s: Longest wait of a collective on them, in seconds.
     """
-    if isinstance(topology, Topology):
-        if topology.bag_sizes.max() == 1:
-            return []
-        bag = topology.bags[topology.bag_of_rank[rank]]
-        return [(len(bag), range(bag[0], bag[-1] + 1))]
-    assert cluster is not None
-    node_size = cluster.ranks_per_node
+
+    def make(ranks: Sequence[int], name: str) -> RankGroup:
+        if len(ranks) == group.size:
+            return group
+        backend = dist.get_backend(group.process_group)
+        return new_group([group.ranks[rank] for rank in ranks], name, timeout_s, backend=backend)
+
+    if not isinstance(topology, Topology):
+        assert cluster is not None
+        aligned = _aligned_groups(group.rank, cluster.ranks_per_node)
+        return BagGroups(group.rank, {size: make(ranks, "bag") for size, ranks in aligned}, None)
+    ulysses, ring = dict[int, RankGroup](), None
+    groups = topology.ulysses_groups
+    if groups.bag_sizes.max() > 1:
+        ranks = groups.bags[groups.bag_of_rank[group.rank]]
+        ulysses[len(ranks)] = make(ranks, "bag")
+    if topology.rings:
+        ring = make(topology.ring(group.rank), "ring")
+    return BagGroups(group.rank, ulysses, ring)
+
+
+def _aligned_groups(rank: int, node_size: int) -> list[tuple[int, Sequence[int]]]:
+    """(degree, ranks) of the power-of-two subgroups of a node that a rank can be in."""
     node = rank // node_size * node_size
     sizes = [1 << power for power in range(1, node_size.bit_length())]
     firsts = [node + (rank - node) // size * size for size in sizes]
@@ -34,25 +78,3 @@ def possible_bags(
         (size, range(first, min(first + size, node + node_size)))
         for size, first in zip(sizes, firsts, strict=True)
     ]
-
-
-def make_bag_groups(
-    group: RankGroup, bags: Sequence[tuple[int, range]], timeout_s: float
-) -> dict[int, RankGroup]:
-    """A process group for each size of bag.
-
-    A bag of one gets a group too: torch names a new group after the number of groups that a rank
-    has, and ranks that differ in it can never again make one together (torch 2.13, local sync).
-
-    Args:
-        group: All ranks; serves as the group of a bag of all.
-        bags: What `possible_bags` gave.
-        timeout_s: Longest wait of a collective on them, in seconds.
-    """
-    backend = dist.get_backend(group.process_group)
-    made: dict[int, RankGroup] = {}
-    for size, bag in bags:
-        ranks = [group.ranks[rank] for rank in bag]
-        is_all = len(bag) == group.size
-        made[size] = group if is_all else new_group(ranks, "bag", timeout_s, backend=backend)
-    return made

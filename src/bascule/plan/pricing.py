@@ -1,21 +1,33 @@
 """What each sequence costs on each kind of bag, and which bag computes it.
 
-Bags of one *kind* have the same size and the same wires. Without a cluster a bag of G ranks simply
-takes a G-th of a cost, so that there is one kind, whatever the sizes. With one, a sequence has a
+Bags of one *kind* have the same size and the same wires. Without a cluster a bag of P ranks simply
+takes a P-th of a cost, so that there is one kind, whatever the sizes. With one, a sequence has a
 price a kind: bags of different size are unrelated machines, and the solver, which knows one cost
 an item, is called in a loop.
+
+A bag of P = G * R ranks with a ring takes each rank, for a sequence of L tokens,
+
+    compute(L) / P  +  all_to_alls(L / R, G)  +  (R - 1) * max(0, exchange - round)
+
+seconds: the all-to-alls (see `Cluster`) of the L / R tokens of its G ranks; and for each pass of
+keys and values to the next rank, 2 * 2 bytes of d / G values a token and layer for L / R tokens,
+what is longer than the attention that hides it: the R-th part of a rank's attention, a round. A
+sequence hides only its own passes, so that prices add up; where one bag holds several, the long
+ones in fact hide some of the others' too. Source: the latency model of db-SP, ring attention as
+`(R - 1) * max(compute, exchange) + compute`, double-buffered as in FastUSP.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan._exchange import exchange
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import Cost
+from bascule.plan.cluster import BYTES_PER_VALUE, Cluster
+from bascule.plan.cost import Cost, TransformerCost
 from bascule.plan.layout import Ints
 from bascule.plan.lengths import source_of
 from bascule.plan.limits import Limits
@@ -29,6 +41,9 @@ _HALVINGS = 40
 _CLOSE = 1.0 + 1e-4
 _MAX_PAIRS = 1_000_000
 """Pairs of sequences that the final search looks at."""
+
+_RING_VALUES = 2
+"""Of the width of the model, what a token sends around a ring: its keys and values."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,13 +103,69 @@ def price(
         return Prices(lens, sizes, np.zeros_like(sizes), work, carried)
     cluster.check_world(topology.num_ranks)
     compute = checked(cluster.compute_seconds(cost, lens), lens, counts)
-    rows = np.stack([sizes, cluster.nodes_of(topology)[1]], axis=1)
-    kinds, kind_of = np.unique(rows, axis=0, return_inverse=True)
-    wires = [size * cluster.wire_seconds(cost, size, local) for size, local in kinds.tolist()]
-    launch = np.array([cluster.launch_seconds(cost, size) for size, _ in kinds.tolist()])
+    rows, kind_of = np.unique(_kind_rows(topology, cluster), axis=0, return_inverse=True)
+    kinds = [_Kind(*row) for row in rows.tolist()]
+    launch = np.array([kind.launch_seconds(cost, cluster) for kind in kinds])
     kind_of = kind_of.ravel()
-    work = compute + np.array(wires)[:, None] * lens
+    work = compute + np.stack([kind.wire_work(cost, cluster, lens) for kind in kinds])
     return Prices(lens, sizes, kind_of, work, carried + launch[kind_of])
+
+
+class _Kind(NamedTuple):
+    """What decides the price of a sequence on a bag.
+
+    Attributes:
+        size: Ranks.
+        ring: Ring degree.
+        ranks_in_node: Of the ranks that share heads, the fewest in one node.
+        is_in_node: Whether all ranks are in one node.
+    """
+
+    size: int
+    ring: int
+    ranks_in_node: int
+    is_in_node: bool
+
+    def launch_seconds(self, cost: Cost, cluster: Cluster) -> float:
+        """Seconds that a rank spends on launching the exchanges of a forward pass."""
+        seconds = cluster.launch_seconds(cost, self.size // self.ring)
+        if self.ring == 1:
+            return seconds
+        return seconds + (self.ring - 1) * _transformer(cost).num_layers * cluster.latency_s
+
+    def wire_work(self, cost: Cost, cluster: Cluster, lens: Ints) -> Floats:
+        """(num_seqs,) seconds on wires of each sequence, times the ranks of the bag."""
+        degree = self.size // self.ring
+        per_token = degree * cluster.wire_seconds(cost, degree, self.ranks_in_node)
+        seconds = per_token * lens.astype(np.float64)
+        return seconds if self.ring == 1 else seconds + self._exposed(cost, cluster, lens)
+
+    def _exposed(self, cost: Cost, cluster: Cluster, lens: Ints) -> Floats:
+        """(num_seqs,) seconds that keys and values travel without being hidden, times the ranks."""
+        model = _transformer(cost)
+        speed = cluster.intra_bytes_per_s if self.is_in_node else cluster.inter_bytes_per_s
+        num_bytes = BYTES_PER_VALUE * _RING_VALUES * model.d_model * model.num_layers
+        linear = cluster.compute_seconds(replace(model, gamma=0.0), lens)
+        attention = cluster.compute_seconds(model, lens) - linear
+        return (self.ring - 1) * np.maximum(lens * (num_bytes / speed) - attention / self.ring, 0.0)
+
+
+def _kind_rows(topology: Topology, cluster: Cluster) -> Ints:
+    """(num_bags, 4) the `_Kind` of each bag; a bag takes as long as its worst Ulysses group."""
+    groups, sizes = topology.ulysses_groups, topology.bag_sizes
+    first_groups = groups.bag_of_rank[topology.first_ranks]
+    in_node = np.minimum.reduceat(cluster.nodes_of(groups)[1], first_groups)
+    is_in_node = cluster.nodes_of(topology)[1] == sizes
+    return np.stack([sizes, topology.ring_degrees, in_node, is_in_node], axis=1)
+
+
+def _transformer(cost: Cost) -> TransformerCost:
+    if not isinstance(cost, TransformerCost):
+        raise ConfigError(
+            f"a ring carries keys and values, but {type(cost).__name__} does not know the width of "
+            "the model: use a TransformerCost, or bags without a ring"
+        )
+    return cost
 
 
 def checked(costs: npt.ArrayLike, lens: Ints, counts: Ints) -> Floats:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -213,9 +213,10 @@ class Plan:
     def digest(self) -> str:
         """Hex digest of the integers that decide who computes what; equal on ranks that agree."""
         terms = np.array(self.topology.terms, dtype=np.int64)
+        rings = -np.array(self.topology.rings, dtype=np.int64)  # nothing else is negative
         head = np.array([JSON_VERSION, self.topology.num_replicas, len(terms)], dtype=np.int64)
         digest = hashlib.blake2b(digest_size=16)
-        for part in (head, terms, self.source_counts, self.seq_lens, self.bag_of):
+        for part in (head, terms, rings, self.source_counts, self.seq_lens, self.bag_of):
             digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
         return digest.hexdigest()
 
@@ -250,7 +251,7 @@ class Plan:
                     f"plan of version {data['version']!r}: this bascule reads {JSON_VERSION}"
                 )
             unit = Topology.parse(data["topology"])
-            topology = Topology(unit.terms, data["num_replicas"])
+            topology = replace(unit, num_replicas=data["num_replicas"])
             counts, lens = check_lengths(data["seq_lens"], topology.num_ranks)
             bag_of = np.array(data["bag_of"], dtype=np.int64)
             loads = np.array(data["loads"], dtype=np.float64)

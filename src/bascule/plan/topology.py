@@ -141,8 +141,8 @@ class Topology:
     @cached_property
     def ring_degrees(self) -> npt.NDArray[np.int64]:
         """(num_bags,) ring degree of each bag; its Ulysses degree is its ranks over that."""
-        rings = [ring for _, count, ring in self._terms_with_rings for _ in range(count)]
-        return frozen(np.tile(np.array(rings, np.int64), self.num_replicas))
+        rings = [np.full(count, ring, np.int64) for _, count, ring in self._terms_with_rings]
+        return frozen(np.tile(np.concatenate(rings), self.num_replicas))
 
     @cached_property
     def ulysses_groups(self) -> "Topology":

@@ -1,0 +1,161 @@
+"""Which tokens of a sequence each rank of a mesh has: follows from lengths alone.
+
+Every segment (text, image) is cut into R pieces for the ring, as even as possible, and each piece
+is shared over U Ulysses ranks; a replicated segment is whole on every rank. All numbers are sums
+and floor divisions, so that they stay symbolic where lengths are.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bascule.plan.layout import Ints
+
+Run = tuple[int, int]  # (start, stop)
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The tokens of every rank of R x U ranks.
+
+    With `zigzag` a segment is cut into 2 R pieces, of which ring rank r has pieces r and
+    2 R - 1 - r: under a causal mask all ring ranks then have the same work.
+
+    A replicated segment is on every rank, and so is what attention gives for it; each of its tokens
+    counts once as a key, and the work for it is shared like that for any other. As for the
+    parameters of a replicated module, the sum of its gradients over the ranks is the gradient.
+
+    Attributes:
+        segments: Tokens of each part of the sequence.
+        ring_degree: R.
+        ulysses_degree: U.
+        zigzag: Whether early and late pieces are paired.
+        replicated: Indices of the segments of which every rank has all tokens.
+    """
+
+    segments: tuple[int, ...]
+    ring_degree: int = 1
+    ulysses_degree: int = 1
+    zigzag: bool = False
+    replicated: tuple[int, ...] = ()
+
+    @property
+    def seq_len(self) -> int:
+        """S."""
+        return sum(self.segments)
+
+    @property
+    def ring_lens(self) -> list[int]:
+        """(R,) tokens of each ring rank."""
+        return [self.ring_len(ring) for ring in range(self.ring_degree)]
+
+    def ring_len(self, ring: int) -> int:
+        """Tokens of all Ulysses ranks of a ring rank, replicated ones counted once."""
+        return num_tokens(self.pieces(ring))
+
+    def pieces(self, ring: int) -> list[Run]:
+        """The runs in the sequence of the tokens that a ring rank works on."""
+        num = 2 * self.ring_degree if self.zigzag else self.ring_degree
+        mine = (ring, num - 1 - ring) if self.zigzag else (ring,)
+        firsts = [start for start, _ in self.bounds()]
+        return [
+            (first + cut(length, num, p), first + cut(length, num, p + 1))
+            for first, length in zip(firsts, self.segments, strict=True)
+            for p in mine
+        ]
+
+    def own(self, ring: int, ulysses: int) -> list[list[Run]]:
+        """By segment, the runs in the sequence of the tokens that one rank answers for.
+
+        Of all ranks together, every token of the sequence once.
+        """
+        num, per_segment = self.ulysses_degree, 2 if self.zigzag else 1
+        runs = [
+            (start + cut(stop - start, num, ulysses), start + cut(stop - start, num, ulysses + 1))
+            for start, stop in self.pieces(ring)
+        ]
+        return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
+
+    def shares(self, ring: int, ulysses: int) -> list[Run]:
+        """The runs in the sequence of the tokens of a rank, in the order in which they lie."""
+        found: list[Run] = []
+        bounds = zip(self.own(ring, ulysses), self.bounds(), strict=True)
+        for segment, (runs, bound) in enumerate(bounds):
+            found += [bound] if segment in self.replicated else runs
+        return found
+
+    def num_tokens(self, ring: int, ulysses: int) -> int:
+        """T of a rank, with all replicated tokens."""
+        return num_tokens(self.shares(ring, ulysses))
+
+    def positions(self, ring: int) -> Ints:
+        """Place in the sequence of each token that a ring rank works on."""
+        return np.concatenate([np.arange(start, stop) for start, stop in self.pieces(ring)])
+
+    def bounds(self) -> list[Run]:
+        """The run in the sequence of each segment."""
+        found: list[Run] = []
+        first = 0
+        for length in self.segments:
+            found.append((first, first + length))
+            first += length
+        return found
+
+
+def cut(length: int, num: int, place: int) -> int:
+    """Where part `place` of `num` begins; parts differ by one token at most."""
+    return (length * place + num - 1) // num
+
+
+@lru_cache(maxsize=256)
+def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Tensor:
+    """`layout.positions(ring)` on a device."""
+    return torch.from_numpy(layout.positions(ring)).to(device)
+
+
+def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:
+    """The tokens of these runs, one run after another. Differentiable."""
+    parts = [x.narrow(dim, start, stop - start) for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: int) -> Tensor:
+    """Of a rank's tokens those that it answers for: of replicated segments, its share."""
+    if not layout.replicated:
+        return x
+    found: list[Run] = []
+    at = 0
+    for segment, runs in enumerate(layout.own(*place)):
+        if segment in layout.replicated:
+            first, end = layout.bounds()[segment]
+            found += [(at + start - first, at + stop - first) for start, stop in runs]
+            at += end - first
+        else:
+            found.append((at, at + num_tokens(runs)))
+            at += num_tokens(runs)
+    return take_runs(x, found, dim)
+
+
+def with_replicated(
+    own: Tensor, whole: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: int
+) -> Tensor:
+    """A rank's tokens, from those that it answers for and all tokens of replicated segments."""
+    parts: list[Tensor] = []
+    own_at = whole_at = 0
+    for segment, runs in enumerate(layout.own(*place)):
+        length = layout.segments[segment]
+        if segment in layout.replicated:
+            parts.append(whole.narrow(dim, whole_at, length))
+            whole_at += length
+        else:
+            parts.append(own.narrow(dim, own_at, num_tokens(runs)))
+        own_at += num_tokens(runs)
+    return torch.cat(parts, dim)
+
+
+def num_tokens(runs: list[Run]) -> int:
+    """Tokens of some runs."""
+    return sum(stop - start for start, stop in runs)

@@ -1,0 +1,208 @@
+"""Attention inside a bag, on packed sequences: ranks that share heads, and a ring of such groups.
+
+A bag of P = G * R ranks has each of its sequences in P contiguous chunks. Ulysses brings a piece of
+each sequence, G chunks, to every rank of a group, with some of the heads; then the groups pass keys
+and values around the ring, and each query meets its whole sequence.
+
+Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-value heads, D head
+width, n sequences of the bag; R ring ranks, G Ulysses ranks.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from bascule.attention import ulysses
+from bascule.attention.block_form import BlockKernel
+from bascule.attention.blocks import select_block_kernel
+from bascule.attention.kernels import PackedSequences, select_kernel
+from bascule.attention.ring import RingPlan, Tile, ring_attention
+from bascule.attention.ulysses import BagLayout
+from bascule.comm.bags import BagGroups
+from bascule.comm.groups import RankGroup
+from bascule.errors import ConfigError
+from bascule.plan import layout
+from bascule.plan.sequences import Plan
+from bascule.plan.topology import Topology
+
+_BLOCK_NAMES = {"reference": "plain", "varlen": "aten_flash"}
+"""Kernels that have another name where they compute blocks."""
+
+
+@dataclass(frozen=True)
+class PackedRing:
+    """The pieces of each sequence of a bag on its ring ranks.
+
+    A piece is a contiguous run of tokens, and the pieces of a sequence follow each other in ring
+    order: under a causal mask later ring ranks have more work.
+
+    Attributes:
+        piece_lens: (R, n) tokens of each sequence on each ring rank.
+        group: The ring.
+    """
+
+    piece_lens: layout.Ints
+    group: RankGroup
+
+    @cached_property
+    def kv_lens(self) -> list[int]:
+        """(R,) tokens of each ring rank."""
+        return self.piece_lens.sum(axis=1).tolist()
+
+    @cached_property
+    def tiles(self) -> list[list[Tile]]:
+        """By ring rank, the pieces here against its pieces of the same sequences."""
+        slices = [_slices(lens) for lens in self.piece_lens]
+        here = slices[self.group.rank]
+        return [
+            [
+                Tile(rows, keys, causal=False, bias=None)
+                for rows, keys in zip(here, there, strict=True)
+                if rows.start < rows.stop and keys.start < keys.stop
+            ]
+            for there in slices
+        ]
+
+    @cached_property
+    def causal_tiles(self) -> list[list[Tile]]:
+        """The same where a token sees none that comes later in its sequence."""
+        own = self.group.rank
+        diagonal = [replace(tile, causal=True) for tile in self.tiles[own]]
+        return [*self.tiles[:own], diagonal, *([] for _ in self.tiles[own + 1 :])]
+
+    @property
+    def num_sent(self) -> int:
+        """Keys that this rank passes on in a forward: all but those that end with it."""
+        return sum(self.kv_lens) - self.kv_lens[(self.group.rank + 1) % self.group.size]
+
+
+@dataclass(frozen=True, slots=True)
+class Bag:
+    """What a rank needs to know of its bag.
+
+    Attributes:
+        ulysses: The ranks that it shares heads with, and their tokens.
+        ring: The pieces of the other groups; None if there is one group.
+    """
+
+    ulysses: BagLayout
+    ring: PackedRing | None
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, groups: BagGroups, device: torch.device, step: int) -> "Bag":
+        """The bag of a rank in a plan; `step` is the step number in errors."""
+        topology, lens = plan.topology, plan.bag_lens(rank)
+        bag = topology.bag_of_rank[rank]
+        ring_degree = int(topology.ring_degrees[bag])
+        degree, num_seqs = lens.shape[0] // ring_degree, lens.shape[1]
+        place = (rank - int(topology.first_ranks[bag])) // degree
+        by_group = lens.reshape(ring_degree, degree, num_seqs)
+        sharing, around = groups.of(topology)
+        ring = None if around is None else PackedRing(by_group.sum(axis=1), around)
+        return cls(BagLayout(by_group[place], device, sharing, step), ring)
+
+
+def attend(
+    bag: Bag,
+    kernel: str | None,
+    q_CHD: Tensor,
+    k_CKD: Tensor,
+    v_CKD: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact attention within every sequence of the bag; (C, H, D) as q.
+
+    Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
+    neighbours forward and 2 R - 1 backward where there is a ring.
+
+    Args:
+        bag: The ranks and their tokens.
+        kernel: Name of the attention kernel; None takes the fastest.
+        q_CHD: Queries.
+        k_CKD: Keys.
+        v_CKD: Values.
+        causal: Whether a token sees none that comes later in its sequence.
+        scale: Factor of the scores. Default: D^-0.5.
+
+    Raises:
+        ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
+    """
+    if bag.ring is None:
+        within = select_kernel(kernel, q_CHD.device.type, q_CHD.dtype)
+    else:
+        within = partial(_around, bag.ring, _block_kernel(kernel, q_CHD))
+    return ulysses.attend(bag.ulysses, within, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
+
+
+def check(
+    topology: Topology, bag: Bag, kernel: str | None, q: Tensor, k: Tensor, v: Tensor
+) -> None:
+    """Refuse what `attend` cannot do here or in another bag: its ranks would wait for the others.
+
+    Raises:
+        ConfigError: There is no such kernel, or none for a ring although there is one; the shapes
+            do not fit the bag or each other; or the heads are too few for a bag.
+    """
+    select_kernel(kernel, q.device.type, q.dtype)
+    if topology.rings:
+        _block_kernel(kernel, q)
+    ulysses.check(bag.ulysses, q, k, v)
+    degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
+    if num_kv_heads < degree:
+        raise ConfigError(
+            f"{degree} ranks of a bag cannot share {num_kv_heads} key-value heads: Ulysses gives "
+            f"every rank at least one, so use bags of at most {num_kv_heads} ranks, or rings: use "
+            f"{topology.for_heads(num_kv_heads)}"
+        )
+
+
+def sent_bytes(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> int:
+    """Bytes that this rank sends to others in the forward of one `attend`."""
+    num_bytes = ulysses.sent_bytes(bag.ulysses, q_CHD, k_CKD)
+    if bag.ring is None:
+        return num_bytes
+    num_kv_heads, head_dim = ulysses.own_kv_heads(bag.ulysses, k_CKD.shape[1]), k_CKD.shape[2]
+    return num_bytes + 2 * bag.ring.num_sent * num_kv_heads * head_dim * k_CKD.element_size()
+
+
+def _around(
+    ring: PackedRing,
+    block: BlockKernel,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    seqs: PackedSequences,
+    *,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """A `Kernel` that attends to the pieces on the other ring ranks, too; `seqs` are those here."""
+    plan = RingPlan(
+        group=ring.group,
+        kv_lens=ring.kv_lens,
+        tiles=ring.causal_tiles if causal else ring.tiles,
+        kernel=block,
+        scale=q_THD.shape[2] ** -0.5 if scale is None else scale,
+    )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
+    out, lse = ring_attention(q, k, v, plan)
+    return out[0].transpose(0, 1), lse[0].T
+
+
+def _block_kernel(name: str | None, q: Tensor) -> BlockKernel:
+    """The kernel for blocks that computes as the one of this name for whole sequences.
+
+    Raises:
+        ConfigError: There is none, or none for such queries.
+    """
+    block = name if name is None else _BLOCK_NAMES.get(name, name)
+    return select_block_kernel(block, q.device.type, dtype=q.dtype, head_dim=q.shape[-1])
+
+
+def _slices(lens: layout.Ints) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(layout.cumulative(lens).tolist())]

@@ -1,0 +1,214 @@
+"""Kernels for blocks: their LSE and gradients, what they refuse, and the CUDA ones' signatures."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from bascule.attention.block_form import BlockForm, BlockKernel, merge
+from bascule.attention.blocks import KERNELS, select_block_kernel
+from bascule.attention.cuda_blocks import (
+    AtenCudnnKernel,
+    AtenEfficientKernel,
+    AtenFlashKernel,
+)
+from bascule.attention.flex_blocks import flex, gradients_by_recomputation
+from bascule.errors import ConfigError
+
+ON_CPU = ["plain", "cpu_flash"]
+SCALE = 0.4
+
+
+def inputs(
+    heads: int = 4, kv_heads: int = 2, rows: int = 5, columns: int = 7, dim: int = 8
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, rows, dim), (2, kv_heads, columns, dim), (2, kv_heads, columns, dim)]
+    q, k, v = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def make_bias(kind: str, rows: int, columns: int) -> Tensor | None:
+    generator = torch.Generator().manual_seed(3)
+    if kind == "none":
+        return None
+    if kind == "additive":
+        return torch.randn(1, 4, rows, columns, generator=generator, dtype=torch.float64)
+    hidden = torch.rand(2, 1, 1 if kind == "keys" else rows, columns, generator=generator) < 0.4
+    if kind == "empty rows":
+        hidden[:, :, ::2] = True
+    else:
+        hidden[..., 0] = False
+    return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -math.inf)
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax written out; 0 and -inf for a query without keys."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        place = torch.arange(scores.shape[-1])
+        scores = scores.masked_fill(place[:, None] < place[None, :], -math.inf)
+    empty = scores.isneginf().all(-1)
+    safe = scores.masked_fill(empty[..., None], 0.0)
+    out = torch.einsum("bhqk,bhkd->bhqd", safe.softmax(-1), v)
+    lse = safe.logsumexp(-1)
+    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
+
+
+BIASES = ("none", "additive", "keys", "rows", "empty rows")
+CASES = [(bias, False) for bias in BIASES] + [("none", True)]
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(("kind", "causal"), CASES)
+def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
+    q, k, v = inputs(rows=7) if causal else inputs()
+    bias = make_bias(kind, q.shape[2], k.shape[2])
+    want, want_lse = dense(q, k, v, bias, causal, SCALE)
+    with torch.no_grad():
+        out, lse = KERNELS[name].forward(q, k, v, bias, causal, SCALE)
+    torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    wanted = torch.autograd.grad(want, (q, k, v), grad)
+    with torch.no_grad():
+        found = KERNELS[name].backward(grad, q, k, v, out, lse, bias, causal, SCALE)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("kind", BIASES)
+def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
+    """Forward and backward of keys in two blocks, with the LSE of all."""
+    q, k, v = inputs()
+    kernel, bias = KERNELS[name], make_bias(kind, 5, 7)
+    want, want_lse = dense(q, k, v, bias, False, SCALE)
+    grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
+    wanted = torch.autograd.grad(want, (q, k, v), grad)
+    blocks = [(slice(0, 3), bias), (slice(3, 7), bias)]
+    parts = [
+        (k[:, :, at], v[:, :, at], None if b is None else b[..., at].contiguous())
+        for at, b in blocks
+    ]
+    with torch.no_grad():
+        first, second = (kernel.forward(q, *part, False, SCALE) for part in parts)
+        out, lse = merge(*first, *second)
+        torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
+        grads = [
+            kernel.backward(grad, q, *part[:2], out, lse, part[2], False, SCALE) for part in parts
+        ]
+    (dq, dk, dv), (more, dk_more, dv_more) = grads
+    found = dq + more, torch.cat((dk, dk_more), 2), torch.cat((dv, dv_more), 2)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", BIASES)
+def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
+    q, k, v = inputs()
+    bias = make_bias(kind, 5, 7)
+    want, lse = dense(q, k, v, bias, False, SCALE)
+    grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
+    wanted = torch.autograd.grad(want, (q, k, v), grad)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for at in (slice(0, 3), slice(3, 7)):
+        part = None if bias is None else bias[..., at]
+        rest = want.detach(), lse.detach(), part, False, SCALE
+        more = gradients_by_recomputation(dense, grad, q, k[:, :, at], v[:, :, at], *rest)
+        dq += more[0]
+        dk[:, :, at] += more[1]
+        dv[:, :, at] += more[2]
+    torch.testing.assert_close((dq, dk, dv), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("kind", "causal"), CASES)
+def test_flex_forward(kind: str, causal: bool) -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q, k, v = (x.detach().float() for x in (inputs(rows=7) if causal else inputs()))
+    bias = make_bias(kind, q.shape[2], k.shape[2])
+    bias = None if bias is None else bias.float()
+    out, lse = flex(flex_attention, q, k, v, bias, causal, SCALE)
+    torch.testing.assert_close(
+        (out, lse), dense(q, k, v, bias, causal, SCALE), rtol=1e-5, atol=1e-5
+    )
+
+
+FAKE: list[tuple[BlockKernel, torch.dtype, bool]] = [
+    (AtenFlashKernel(), torch.bfloat16, False),
+    (AtenFlashKernel(), torch.float16, True),
+    (AtenCudnnKernel(), torch.bfloat16, False),
+    (AtenEfficientKernel(), torch.bfloat16, False),
+    (AtenEfficientKernel(), torch.float32, True),
+]
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "causal"), FAKE)
+@pytest.mark.parametrize(("rows", "columns"), [(37, 37), (64, 64)])
+def test_cuda_operators_take_these_arguments(
+    kernel: BlockKernel, dtype: torch.dtype, causal: bool, rows: int, columns: int
+) -> None:
+    """Shapes and dtypes by torch's own rules for its operators; no number is computed."""
+    with torch.device("meta"):
+        q = torch.empty(2, 6, rows, 64, dtype=dtype)
+        k = torch.empty(2, 3, columns, 64, dtype=dtype)
+        takes_bias = kernel.unfit(BlockForm("cuda", dtype, 64, has_bias=True)) is None
+        biases = [None, torch.empty(2, 1, 1, columns, dtype=dtype)]
+        for bias in biases[: 1 + takes_bias]:
+            out, lse = kernel.forward(q, k, k, bias, causal, SCALE)
+            assert out.shape == q.shape and out.dtype == dtype
+            assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
+            grads = kernel.backward(out, q, k, k, out, lse, bias, causal, SCALE)
+            assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+            assert all(x.dtype == dtype for x in grads)
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "aten_flash", "cudnn"])
+def test_kernels_of_cuda_are_refused_on_cpus(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' (runs on CUDA|needs the module).*cpu_flash"):
+        select_block_kernel(name, "cpu", dtype=torch.bfloat16, head_dim=64)
+
+
+REFUSED = [
+    ("aten_flash", torch.float32, 64, False, "takes bfloat16 or float16, not torch.float32"),
+    ("aten_flash", torch.bfloat16, 64, True, "takes no mask"),
+    ("aten_flash", torch.bfloat16, 60, False, "multiples of 8, not 60"),
+    ("aten_flash", torch.bfloat16, 264, False, "up to 256, not 264"),
+    ("cudnn", torch.float16, 160, False, "up to 128, not 160"),
+    ("efficient", torch.float64, 64, False, "not torch.float64"),
+    ("efficient", torch.float32, 6, False, "multiples of 4, not 6"),
+    ("flex", torch.float32, 96, False, "powers of two from 16 on, not 96"),
+    ("cpu_flash", torch.float32, 64, False, "runs on CPUs, not on cuda"),
+    ("sdpa", torch.float32, 64, False, "gives no log-sum-exp"),
+    ("nothing", torch.float32, 64, False, "choose one of cpu_flash"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "head_dim", "has_bias", "text"), REFUSED)
+def test_a_kernel_that_cannot_is_refused_with_the_reason(
+    name: str, dtype: torch.dtype, head_dim: int, has_bias: bool, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        select_block_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
+
+
+def test_the_first_that_fits_is_selected() -> None:
+    dtypes = (None, torch.float64, torch.float32, torch.bfloat16)
+    for dtype, head_dim, has_bias in itertools.product(dtypes, (None, 7, 64), (False, True)):
+        form = BlockForm("cuda", dtype, head_dim, has_bias)
+        fitting = [kernel for kernel in KERNELS.values() if kernel.unfit(form) is None]
+        chosen = select_block_kernel(
+            None, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias
+        )
+        assert chosen is fitting[0]
+    assert select_block_kernel(None, "cpu") is KERNELS["cpu_flash"]
+    assert select_block_kernel(None, "cuda", dtype=torch.float64, head_dim=64) is KERNELS["plain"]
+    masked = select_block_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, has_bias=True)
+    assert masked is KERNELS["efficient"]

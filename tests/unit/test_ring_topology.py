@@ -1,0 +1,303 @@
+"""Bags with a ring: their spec, their plans, and what they cost on a cluster."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bascule.errors import ConfigError, PlanError
+from bascule.plan.cluster import Cluster
+from bascule.plan.cost import TransformerCost
+from bascule.plan.limits import Limits
+from bascule.plan.sequences import Plan, plan_batch
+from bascule.plan.topology import Topology
+from tests.property.simulation import assert_sound
+from tests.unit.test_cli import run
+
+COST = TransformerCost(3072, gamma=0.426)
+
+
+@pytest.mark.parametrize(
+    ("spec", "canonical", "bag_sizes", "rings"),
+    [
+        ("g4r2n1", "g4r2n1", [8], [2]),
+        ("g4r1n2", "g4n2", [4, 4], [1, 1]),
+        ("g1r3n1", "g1r3n1", [3], [3]),
+        ("g4r2n1+g1n8", "g4r2n1+g1n8", [8] + [1] * 8, [2] + [1] * 8),
+        ("g1n2+g2r3n2+g2r1n1", "g1n2+g2r3n2+g2n1", [1, 1, 6, 6, 2], [1, 1, 3, 3, 1]),
+        ("g1r1n1+g3r1n1", "g1n1+g3n1", [1, 3], [1, 1]),
+    ],
+)
+def test_text_and_back(spec: str, canonical: str, bag_sizes: list[int], rings: list[int]) -> None:
+    topology = Topology.parse(spec)
+    assert str(topology) == canonical
+    assert Topology.parse(canonical) == topology == Topology.parse(topology)
+    assert hash(Topology.parse(canonical)) == hash(topology)
+    assert topology.bag_sizes.tolist() == bag_sizes
+    assert topology.ring_degrees.tolist() == rings
+    assert topology.num_ranks == sum(bag_sizes)
+    twice = Topology.parse(spec, world_size=2 * topology.num_ranks)
+    assert twice.ring_degrees.tolist() == rings * 2
+    assert str(twice) == canonical and Topology.parse(twice) == twice
+    assert Topology.parse(twice, world_size=topology.num_ranks) == topology
+
+
+@pytest.mark.parametrize(
+    "term", ["r2g4n1", "g4n1r2", "g4r0n1", "g0r2n1", "g4r2n0", "g4rn1", "g4r2", "g4r02n1", "g4R2n1"]
+)
+def test_a_malformed_term_is_named(term: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{term}' is not a term.*gGrRnN"):
+        Topology.parse(f"g1n1+{term}")
+
+
+@pytest.mark.parametrize("rings", [(2,), (0, 1), (1, 2), (3, 1), (1.0, 1), (-1, 1), (2, 1, 1)])
+def test_rings_must_divide_their_bags(rings: tuple) -> None:
+    with pytest.raises(ConfigError, match="topology"):
+        Topology(((4, 1), (1, 2)), 1, rings)
+
+
+def test_a_ring_makes_another_topology() -> None:
+    specs = ("g8n1", "g4r2n1", "g2r4n1", "g1r8n1")
+    assert len({Topology.parse(spec) for spec in specs}) == 4
+    assert Topology(((4, 1),), 1, (1,)) == Topology.parse("g4n1") == Topology(((4, 1),))
+
+
+def test_groups_and_rings() -> None:
+    topology = Topology.parse("g1n1+g3r2n1", world_size=14)
+    assert topology.ulysses_groups.bags == (
+        *((0,), (1, 2, 3), (4, 5, 6)),
+        *((7,), (8, 9, 10), (11, 12, 13)),
+    )
+    assert [list(topology.ring(rank)) for rank in range(7)] == [
+        *([0], [1, 4], [2, 5], [3, 6]),
+        *([1, 4], [2, 5], [3, 6]),
+    ]
+    assert list(topology.ring(12)) == [9, 12]
+
+
+SPECS = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=3
+)
+few = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+
+
+@few
+@given(SPECS, st.integers(1, 3))
+def test_groups_and_rings_are_the_rows_and_columns_of_a_bag(
+    terms: list[tuple[int, int, int]], num_replicas: int
+) -> None:
+    spec = "+".join("g{}r{}n{}".format(*term) for term in terms)
+    unit = Topology.parse(spec)
+    topology = Topology.parse(spec, world_size=unit.num_ranks * num_replicas)
+    groups = topology.ulysses_groups
+    for bag, ranks in enumerate(topology.bags):
+        rows = {groups.bags[groups.bag_of_rank[rank]] for rank in ranks}
+        columns = {tuple(topology.ring(rank)) for rank in ranks}
+        assert sorted(itertools.chain(*rows)) == sorted(itertools.chain(*columns)) == list(ranks)
+        assert {len(column) for column in columns} == {topology.ring_degrees[bag]} == {len(rows)}
+        for row, column in itertools.product(rows, columns):
+            assert len(set(row) & set(column)) == 1
+        for column in columns:  # in the order of their groups, hence of the chunks
+            assert [groups.bag_of_rank[rank] for rank in column] == sorted(
+                groups.bag_of_rank[rank] for rank in column
+            )
+
+
+@few
+@given(SPECS, st.integers(1, 9))
+def test_bags_for_a_number_of_heads(terms: list[tuple[int, int, int]], num_heads: int) -> None:
+    topology = Topology.parse("+".join("g{}r{}n{}".format(*term) for term in terms))
+    fitting = topology.for_heads(num_heads)
+    assert fitting.bags == topology.bags
+    assert fitting.ulysses_groups.bag_sizes.max() <= num_heads
+    for bag, size in enumerate(topology.bag_sizes.tolist()):
+        before, after = topology.ring_degrees[bag], fitting.ring_degrees[bag]
+        fits = size // before <= num_heads
+        shortest = next(r for r in range(1, size + 1) if size % r == 0 and size // r <= num_heads)
+        assert after == (before if fits else shortest)
+
+
+def test_the_ring_that_a_bag_needs() -> None:
+    assert str(Topology.parse("g8n1").for_heads(4)) == "g4r2n1"
+    assert str(Topology.parse("g3n1").for_heads(2)) == "g1r3n1"
+    assert str(Topology.parse("g6n1+g4r2n1+g2n1").for_heads(4)) == "g3r2n1+g4r2n1+g2n1"
+
+
+@few
+@given(SPECS, st.data())
+def test_without_a_cluster_plans_are_those_of_plain_bags(
+    terms: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    ring = Topology.parse("+".join("g{}r{}n{}".format(*term) for term in terms))
+    plain = Topology(ring.terms)
+    lengths = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 400)), max_size=4)
+    lens = data.draw(st.lists(lengths, min_size=ring.num_ranks, max_size=ring.num_ranks))
+    planner = data.draw(st.sampled_from(["lpt", "knapsack"]))
+    with_ring = plan_batch(lens, ring, COST, planner=planner)
+    without = plan_batch(lens, plain, COST, planner=planner)
+    assert_sound(with_ring, lens, COST)
+    assert with_ring.topology == ring
+    for name in ("bag_of", "loads", "tokens", "source_counts", "seq_lens"):
+        np.testing.assert_array_equal(getattr(with_ring, name), getattr(without, name))
+    assert with_ring.lower_bound == without.lower_bound
+    for rank in range(ring.num_ranks):
+        for one, other in (
+            (with_ring.route(rank), without.route(rank)),
+            (with_ring.local(rank), without.local(rank)),
+        ):
+            for name in one.__slots__:
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_json_and_digest_know_the_ring() -> None:
+    lens = [[100, 200], [300], [], [50], [7], []]
+    specs = ("g2r2n1+g1n2", "g4n1+g1n2", "g1r4n1+g1n2", "g1r2n3", "g2n3", "g2r3n1")
+    plans = [plan_batch(lens, spec, COST) for spec in specs]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    for plan in plans:
+        back = Plan.from_json(plan.to_json())
+        assert back == plan and back.topology == plan.topology
+    text = plans[0].to_json()
+    with pytest.raises(ConfigError, match="damaged"):
+        Plan.from_json(text.replace("g2r2n1", "g4n1"))
+
+
+def test_limits_are_those_of_plain_bags() -> None:
+    lens = [[500, 500], [100] * 10, [], [300]]
+    plan = plan_batch(lens, "g1r2n1+g1n2", COST, limits=Limits(tokens=600))
+    assert plan.tokens.max() <= 600
+    with pytest.raises(PlanError, match="largest bag, 400"):
+        plan_batch(lens, "g1r2n1+g1n2", COST, limits=Limits(tokens=200))
+
+
+# Seconds on a cluster, by hand.
+
+CLUSTER = Cluster(
+    num_nodes=2,
+    ranks_per_node=4,
+    flops_per_s=1e12,
+    memory_bytes=80e9,
+    intra_bytes_per_s=1e9,
+    inter_bytes_per_s=1e8,
+    latency_s=0.25,
+)
+WIDTH, LAYERS = 100, 3
+SMALL = TransformerCost(WIDTH, num_layers=LAYERS)
+
+
+def in_a_ring(
+    length: int, ulysses: int, ring: int, near: int, speed: float, cluster: Cluster = CLUSTER
+) -> float:
+    """Seconds of a sequence, from the rounds of db-SP's model; launches included."""
+    ranks = ulysses * ring
+    linear = LAYERS * 24 * length * WIDTH**2 / cluster.flops_per_s / ranks
+    attention = LAYERS * 4 * length**2 * WIDTH / cluster.flops_per_s / ranks
+    own_bytes = LAYERS * 2 * WIDTH * length / ranks  # of one of q, k, v and out, as a rank has it
+    near_s = (near - 1) / cluster.intra_bytes_per_s
+    far_s = (ulysses - near) / cluster.inter_bytes_per_s
+    wires = 4 * own_bytes * (near_s + far_s) / ulysses
+    # A rank has all tokens of its group with a G-th of the heads: as many bytes as before.
+    exchange, a_round = 2 * own_bytes / speed, attention / ring
+    launches = LAYERS * cluster.latency_s * (2 * (ulysses > 1) + ring - 1)
+    return linear + wires + (ring - 1) * max(a_round, exchange) + a_round + launches
+
+
+@pytest.mark.parametrize(
+    ("spec", "ulysses", "ring", "near", "in_node"),
+    [
+        ("g2r2n2", 2, 2, 2, True),
+        ("g1r4n2", 1, 4, 1, True),
+        ("g4r2n1", 4, 2, 4, False),
+        ("g1r8n1", 1, 8, 1, False),
+        ("g8n1", 8, 1, 4, False),
+    ],
+)
+@pytest.mark.parametrize("length", [10, 1_000, 30_000, 1_000_000])
+def test_seconds_of_a_bag_with_a_ring(
+    spec: str, ulysses: int, ring: int, near: int, in_node: bool, length: int
+) -> None:
+    plan = plan_batch([[length], *[[]] * 7], spec, SMALL, cluster=CLUSTER)
+    speed = CLUSTER.intra_bytes_per_s if in_node else CLUSTER.inter_bytes_per_s
+    assert plan.makespan == pytest.approx(in_a_ring(length, ulysses, ring, near, speed))
+    assert plan.gap == 0.0
+
+
+def test_the_worst_group_of_a_bag_decides() -> None:
+    # Ranks 3 to 6: the first of the two groups of two crosses the nodes.
+    plan = plan_batch([[500], *[[]] * 7], "g1n3+g2r2n1+g1n1", SMALL, cluster=CLUSTER)
+    assert plan.loads[3] == pytest.approx(LAYERS * 0.25 * 3)  # too dear to use: launches alone
+    alone = dataclasses.replace(CLUSTER, latency_s=0.0)
+    lens = [[100_000], *[[]] * 7]
+    plan = plan_batch(lens, "g1n3+g2r2n1+g1n1", SMALL, cluster=alone)
+    assert plan.bag_of.tolist() == [3]
+    assert plan.makespan == pytest.approx(in_a_ring(100_000, 2, 2, 1, 1e8, alone))
+
+
+def test_attention_hides_the_ring_or_not() -> None:
+    slow = dataclasses.replace(CLUSTER, intra_bytes_per_s=1.0, latency_s=0.0)
+    fast = dataclasses.replace(CLUSTER, intra_bytes_per_s=1e15, latency_s=0.0)
+    lens, compute = [[5_000], *[[]] * 7], LAYERS * (24 * 5e3 * 1e4 + 4 * 25e6 * 1e2) / 1e12
+    assert plan_batch(lens, "g1r4n2", SMALL, cluster=fast).makespan == pytest.approx(compute / 4)
+    exposed = plan_batch(lens, "g1r4n2", SMALL, cluster=slow).makespan
+    # Three passes of keys and values of a quarter of the tokens, less what three rounds hide.
+    passes = 3 * LAYERS * 2 * 2 * WIDTH * 5_000 / 4
+    hidden = 3 * LAYERS * 4 * 25e6 * WIDTH / 1e12 / 4 / 4
+    assert exposed == pytest.approx(compute / 4 + passes - hidden, rel=1e-12)
+
+
+@few
+@given(
+    st.lists(st.integers(0, 60_000), max_size=5),
+    st.sampled_from(["g1r2n1+g1n2", "g1r2n1+g2n1", "g2r2n1", "g1r3n1+g1n1"]),
+)
+def test_the_bound_is_one_and_loads_are_true(lens: list[int], spec: str) -> None:
+    """Against trying everything, at prices of the test's own."""
+    cluster = dataclasses.replace(CLUSTER, num_nodes=1, latency_s=1e-4)
+    plan = plan_batch([lens, [], [], []], spec, SMALL, cluster=cluster)
+    topology, launches = plan.topology, []
+    prices = np.zeros((topology.num_bags, len(lens)))
+    for bag, ring in enumerate(topology.ring_degrees.tolist()):
+        ulysses = int(topology.bag_sizes[bag]) // ring
+        idle = in_a_ring(0, ulysses, ring, ulysses, 1e9, cluster)
+        launches.append(idle)
+        for place, length in enumerate(lens):
+            prices[bag, place] = in_a_ring(length, ulysses, ring, ulysses, 1e9, cluster) - idle
+    best = np.inf
+    for choice in itertools.product(range(topology.num_bags), repeat=len(lens)):
+        sums = np.array(launches)
+        np.add.at(sums, list(choice), prices[list(choice), np.arange(len(lens))])
+        best = min(best, float(sums.max()))
+        if list(choice) == plan.bag_of.tolist():
+            np.testing.assert_allclose(plan.loads, sums[topology.bag_of_rank], rtol=1e-9)
+    assert plan.lower_bound <= best * (1 + 1e-9)
+    assert plan.makespan >= best * (1 - 1e-9)
+
+
+def test_a_ring_needs_the_width_of_the_model() -> None:
+    with pytest.raises(ConfigError, match="ring carries keys and values"):
+        plan_batch([[1]] * 8, "g1r8n1", np.sqrt, cluster=CLUSTER)
+    assert plan_batch([[16]] * 8, "g1r8n1", np.sqrt).makespan == 4.0
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--lengths", "9000,50/70/80/60/5/5/5/5")
+    code, out, _ = run(capsys, "plan", *lengths, "--topology", "g4r2n1")
+    assert code == 0 and "g4r2n1 on 8 ranks" in out
+    slow = ("--lengths", "90000/70/80/60/5", "--wires", "--intra-gbs", "0.1")
+    code, out, _ = run(capsys, "plan", *slow, "--topology", "g2r2n1+g1n1")
+    assert code == 0 and "g2r2n1+g1n1 on 5 ranks" in out and "0 (g2r2)" in out
+    code, _, err = run(capsys, "plan", *lengths, "--topology", "g4n1r2")
+    assert code == 2 and "'g4n1r2' is not a term" in err
+
+
+def test_the_command_line_tells_what_wires_take(capsys: pytest.CaptureFixture[str]) -> None:
+    lens = ("--lengths", "90000/70/80/60", "--topology", "g2r2n1", "--wires")
+    code, out, _ = run(capsys, "plan", *lens, "--intra-gbs", "0.1")
+    makespan_s = float(out.split("makespan ")[1].split(" s")[0])
+    seq_lens = np.array([90_000, 70, 80, 60])
+    compute_s = float(TransformerCost()(seq_lens).sum()) / 544 / 4
+    assert code == 0 and 0.2 > compute_s / makespan_s > 0.0
+    assert f"wires: {1 - compute_s / makespan_s:.0%} of the time" in out
