@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
+    from bascule.inference.handle import parallelize as parallelize
+    from bascule.inference.mode import sequence_parallel as sequence_parallel
     from bascule.plan.cluster import Cluster as Cluster
     from bascule.plan.cost import PolynomialCost as PolynomialCost
     from bascule.plan.cost import TransformerCost as TransformerCost
@@ -57,8 +59,10 @@ _HOMES = {
     "assign": "bascule.plan.solver",
     "fit_iterations": "bascule.plan.fit_iterations",
     "fit_latency": "bascule.plan.fit",
+    "parallelize": "bascule.inference.handle",
     "plan_batch": "bascule.plan.sequences",
     "plan_step": "bascule.plan.step",
+    "sequence_parallel": "bascule.inference.mode",
     "step_makespan": "bascule.plan.step",
     "suggest_topology": "bascule.plan.search",
 }

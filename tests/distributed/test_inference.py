@@ -1,0 +1,173 @@
+"""sequence_parallel for any model: exact, and refused where it cannot be."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+
+from bascule.attention.mesh import AttentionMesh, SequenceLayout, gather, split
+from bascule.errors import ConfigError
+from bascule.inference import sequence_parallel
+from tests.distributed.harness import run_ranks
+from tests.distributed.inference_cases import difference, make_mesh
+
+MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ring, Ulysses
+sdpa: Callable[..., Tensor] = functional.scaled_dot_product_attention
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Softmax by hand."""
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    scores = q @ k.mT * options.get("scale", q.shape[-1] ** -0.5)
+    mask = options.get("attn_mask")
+    if options.get("is_causal"):
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ v
+
+
+def options_of(kind: str, batch: int, tokens: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    if kind == "key padding":
+        mask = torch.rand(batch, 1, 1, tokens, generator=generator) < 0.6
+        return {"attn_mask": mask | (torch.arange(tokens) == 0)}
+    if kind == "full":
+        mask = torch.rand(tokens, tokens, generator=generator) < 0.5
+        return {"attn_mask": mask | torch.eye(tokens, dtype=torch.bool)}
+    if kind == "additive":
+        return {"attn_mask": torch.randn(batch, 1, 1, tokens, generator=generator).double()}
+    return {"causal": {"is_causal": True}, "scaled": {"scale": 0.7}}.get(kind, {})
+
+
+KINDS = ("plain", "key padding", "full", "additive", "causal", "scaled", "gqa")
+
+
+def compare(ring: int, ulysses: int, kind: str) -> list[float]:
+    """Output and gradients of joint attention, then cross attention to keys that all ranks have."""
+    mesh = AttentionMesh.of(make_mesh(ring, ulysses))
+    layout = SequenceLayout((7, 16), ring, ulysses)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, tokens: int) -> Tensor:
+        return torch.randn(2, heads, tokens, 8, generator=generator, dtype=torch.float64)
+
+    heads, kv_heads = 6, 3 if kind == "gqa" else 6
+    q, k, v = draw(heads, 23), draw(kv_heads, 23), draw(kv_heads, 23)
+    k2, v2, weights = draw(heads, 50), draw(heads, 50), draw(heads, 23)
+    options = options_of(kind, 2, 23)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    wanted = reference(reference(q, k, v, **options), k2, v2)
+    grads = torch.autograd.grad(wanted, leaves, weights)
+    local = [split(x.detach(), mesh, layout, 2).requires_grad_() for x in leaves]
+    with sequence_parallel(mesh, layout, replicated=[50]):
+        found = sdpa(sdpa(*local, **options, enable_gqa=kind == "gqa"), k2, v2)
+    local_grads = torch.autograd.grad(found, local, split(weights, mesh, layout, 2))
+    pairs = zip((found, *local_grads), (wanted, *grads), strict=True)
+    return [difference(gather(a.detach(), mesh, layout, 2), b) for a, b in pairs]
+
+
+def compare_kinds(ring: int, ulysses: int) -> dict[str, list[float]]:
+    return {kind: compare(ring, ulysses, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+def test_attention_of_any_model_is_exact(ring: int, ulysses: int) -> None:
+    for by_kind in run_ranks(compare_kinds, ring * ulysses, ring, ulysses):
+        for kind, errors in by_kind.items():
+            assert max(errors) < 1e-10, (kind, errors)
+
+
+def without_layout() -> list[float]:
+    mesh = make_mesh(1, 2)
+    rank = mesh.get_local_rank("ulysses")
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 4, 12, 8, generator=generator) for _ in range(2))
+    alike = torch.randn(1, 4, 6, 8, generator=generator)
+    mine = slice(6 * rank, 6 * rank + 6)
+    with sequence_parallel(mesh) as mode:
+        found = sdpa(q[:, :, mine], k[:, :, mine], k[:, :, mine])
+        with mode.local():
+            same = sdpa(alike, alike, alike)
+    after = sdpa(alike, alike, alike)
+    wanted = reference(q, k, k)[:, :, mine]
+    return [
+        difference(found, wanted),
+        difference(same, reference(alike, alike, alike)),
+        difference(after, same),
+    ]
+
+
+def test_even_shares_need_no_layout_and_local_attention_stays() -> None:
+    for errors in run_ranks(without_layout, 2):
+        assert max(errors) < 1e-6, errors
+
+
+def refused(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except ConfigError as error:
+        assert not _get_current_function_mode_stack()
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals() -> list[str]:
+    mesh, layout = make_mesh(1, 2), SequenceLayout((9,), 1, 2)
+    tokens = layout.num_tokens(0, mesh.get_local_rank("ulysses"))
+    q, keys = torch.zeros(1, 4, tokens, 8), torch.zeros(1, 4, 7, 8)
+    few, part = torch.zeros(1, 2, tokens, 8), torch.ones(1, 1, 1, tokens, dtype=torch.bool)
+    attend = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def call(*args: Any, among: dict[str, Any] | None = None, **options: Any) -> str:
+        def act() -> None:
+            with sequence_parallel(mesh, **(among or {"layout": layout})):
+                sdpa(*args, **options)
+
+        return refused(act)
+
+    def nothing() -> None:
+        with sequence_parallel(mesh, layout):
+            q.softmax(-1)
+
+    def hidden() -> None:
+        with sequence_parallel(mesh, layout):
+            attend(q[0, :, :, :], q[0], q[0])
+
+    return [
+        call(q, q, q, dropout_p=0.1),
+        call(q, keys, keys),
+        call(q, q, q, attn_mask=part),
+        call(q, few, few),
+        call(q[0], q[0], q[0]),
+        call(q[:, :, :1], q[:, :, :1], q[:, :, :1]),
+        call(q, q, q, among={"layout": layout, "replicated": [4]}),
+        call(keys, keys, keys, among={"replicated": [7]}),
+        refused(nothing),
+        refused(hidden),
+    ]
+
+
+def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
+    texts = (
+        "dropout_p is 0.1",
+        "to 7 keys: if every rank has these keys",
+        "for 9 tokens: give the mask of the whole sequence",
+        "set enable_gqa=True",
+        "give (batch, heads, tokens, head_dim)",
+        "q has 1 tokens",
+        "4 keys can be this rank's own tokens",
+        "7 keys can be this rank's own tokens",
+        "nothing within called F.scaled_dot_product_attention",
+        "cannot be split over ranks",
+    )
+    for said in run_ranks(refusals, 2):
+        assert len(said) == len(texts)
+        for text, sentence in zip(texts, said, strict=True):
+            assert text in sentence

@@ -1,0 +1,207 @@
+"""Pipelines, checkpointing, verification and compilation of diffusers' models; the example."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from bascule.errors import ConfigError
+from bascule.inference import parallelize
+from tests.distributed.harness import run_ranks
+from tests.distributed.inference_cases import (
+    Case,
+    difference,
+    make_inputs,
+    make_mesh,
+    make_model,
+)
+from tests.distributed.inference_toy import TABLE, make_toy, toy_inputs
+
+pytest.importorskip("diffusers")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "generate_flux.py"
+GUIDE = ROOT / "docs" / "sequence_parallel.md"
+FLUX = Case("flux", 5, 2, 7, (3, 5))
+QWEN = Case("qwen", 5, 2, 7, (3, 5), ("mask",))
+WAN = Case("wan", 5, 2, 7, (3, 5))
+
+
+def perturbed(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
+    return output[0], output[1] * 1.01
+
+
+def gradients(model: Any, inputs: Any) -> Tensor:
+    model.zero_grad()
+    model(**inputs).sample.square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def walk_through() -> dict[str, Any]:
+    """Everything that a handle does, for each model on one mesh."""
+    mesh, found = make_mesh(2, 1), dict[str, Any]()
+    for case in (FLUX, QWEN, WAN):
+        model, inputs = make_model(case), make_inputs(case)
+        wanted = gradients(model, inputs)
+        with parallelize(model, mesh=mesh) as handle:
+            verdict = handle.verify(**inputs)
+            model.enable_gradient_checkpointing()
+            try:
+                gradients(model, inputs)
+                said = "nothing was refused"
+            except ConfigError as error:
+                said = str(error)
+            model.enable_gradient_checkpointing(handle.checkpoint)
+            gradients(model, inputs)
+            handle.average_gradients()
+            grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found[case.model] = verdict.ok, len(verdict.blocks), said, difference(grads, wanted)
+    model, inputs = make_model(FLUX), make_inputs(FLUX)
+    with parallelize(model, mesh=mesh) as handle:
+        block = model.single_transformer_blocks[1]
+        hook = block.register_forward_hook(perturbed) if dist.get_rank() == 1 else None
+        found["broken"] = handle.verify(**inputs).first_difference
+        if hook is not None:
+            hook.remove()
+        found["mended"] = handle.verify(**inputs).first_difference
+        kwargs = {"ip_hidden_states": [torch.zeros(1, 4, 80)]}
+        try:
+            model(**inputs, joint_attention_kwargs=kwargs)
+        except ConfigError as error:
+            found["adapter"] = str(error)
+        model(**inputs, joint_attention_kwargs={"scale": 1.0})
+    return found
+
+
+def test_verify_and_checkpointing_of_each_model() -> None:
+    for found in run_ranks(walk_through, 2):
+        for model, blocks in (("flux", 8), ("qwen", 4), ("wan", 2)):
+            ok, num_blocks, said, grads = found[model]
+            assert ok and num_blocks == blocks
+            assert "enable_gradient_checkpointing(handle.checkpoint)" in said
+            assert grads <= 1e-6
+        assert found["broken"] == "single_transformer_blocks.1 (image)"
+        assert found["mended"] is None
+        assert "the tensors of joint_attention_kwargs" in found["adapter"]
+
+
+def compiled_flux() -> tuple[int, float]:
+    """Graphs, and the error."""
+    torch.set_num_threads(1)
+    model, inputs = make_model(FLUX), make_inputs(FLUX)
+    for name in ("transformer_blocks", "single_transformer_blocks"):
+        setattr(model, name, getattr(model, name)[:1])
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch.no_grad():
+        wanted = model(**inputs).sample
+        with parallelize(model, mesh=make_mesh(1, 2)):
+            call = torch.compile(lambda **one: model(**one)[0], fullgraph=True, backend=counter)
+            found = call(**inputs, return_dict=False)
+    return counter.frame_count, difference(found, wanted)
+
+
+def test_flux_compiles_to_one_graph() -> None:
+    for graphs, error in run_ranks(compiled_flux, 2):
+        assert graphs == 1 and error <= 1e-6
+
+
+RESOLUTIONS = [(16, 16), (7, 15), (13, 30), (9, 49), (20, 24), (11, 25), (8, 8), (5, 100)]
+
+
+def recompiles(in_place: bool) -> tuple[int, float]:
+    """Graphs for all resolutions, and the largest error."""
+    torch.set_num_threads(1)
+    model, errors = make_toy(num_blocks=1), list[float]()
+    inputs = [toy_inputs(text=text, image=image) for text, image in RESOLUTIONS]
+    with torch.no_grad():
+        wanted = [model(**one) for one in inputs]
+        with parallelize(model, mesh=make_mesh(2, 1), table=TABLE) as handle:
+            counter = CompileCounterWithBackend("aot_eager")
+            call: Any = model
+            if in_place:
+                model.compile(backend=counter, fullgraph=True)
+            else:
+                call = torch.compile(lambda **one: model(**one), backend=counter, fullgraph=True)
+            errors = [difference(call(**one), y) for one, y in zip(inputs, wanted, strict=True)]
+            assert handle.verify(**inputs[0]).ok  # not traced
+    return counter.frame_count, max(errors)
+
+
+@pytest.mark.parametrize(("in_place", "most"), [(False, 2), (True, 4)])
+def test_resolutions_share_graphs(in_place: bool, most: int) -> None:
+    """One graph for the first resolution and one for all others; in place, two graphs each."""
+    for graphs, error in run_ranks(recompiles, 2, in_place):
+        assert graphs <= most and error < 1e-12
+
+
+def compiled_without_tokens() -> float:
+    torch.set_num_threads(1)
+    model, inputs = make_toy(num_blocks=1), [toy_inputs(text=t, image=1) for t in (1, 0)]
+    with torch.no_grad():
+        wanted = [model(**one) for one in inputs]
+        with parallelize(model, mesh=make_mesh(2, 1), table=TABLE):
+            call = torch.compile(lambda **one: model(**one), backend="aot_eager", fullgraph=True)
+            return max(difference(call(**x), y) for x, y in zip(inputs, wanted, strict=True))
+
+
+def test_a_rank_without_tokens_compiles() -> None:
+    assert max(run_ranks(compiled_without_tokens, 2)) < 1e-12
+
+
+def test_the_example_generates_the_same_latents() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tokens: 7 of text, 165 of image; 85 to 87 a rank" in done.stdout
+    assert "the mesh agrees with one process" in done.stdout
+    found = re.search(r"latents \(1, 165, 16\), relative difference (\S+)", done.stdout)
+    assert found is not None and 0 < float(found.group(1)) < 1e-5
+
+
+def run_the_guide() -> dict[str, Any]:
+    """Its code from top to bottom, with the pipeline of the example."""
+    example: dict[str, Any] = runpy.run_path(str(EXAMPLE))
+    random, device = torch.Generator().manual_seed(3), torch.device("cpu")
+    prompt = {
+        "prompt_embeds": torch.randn(1, 7, 32, generator=random),
+        "pooled_prompt_embeds": torch.randn(1, 32, generator=random),
+    }
+    given = {
+        "pipeline": example["make_pipeline"](device),
+        "prompt": prompt,
+        "inputs": example["transformer_inputs"](prompt, device),
+        "torch": torch,
+    }
+    given["pipeline"].set_progress_bar_config(disable=True)
+    for code in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
+        exec(code, given)
+    x, mask, own = given["x"], given["mask"], given["out"]
+    text = torch.randn(1, 5, 77, 16, generator=torch.Generator().manual_seed(1))
+    attend = nn.functional.scaled_dot_product_attention
+    return {
+        "guide": difference(own, attend(attend(x, x, x, attn_mask=mask), text, text)),
+        "compiled": difference(given["output"], given["model"](**given["inputs"]).sample),
+        "error": str(given["verdict"]),
+    }
+
+
+def test_the_code_of_the_guide_runs() -> None:
+    for found in run_ranks(run_the_guide, 2):
+        assert found["guide"] <= 1e-6 and found["compiled"] <= 1e-6
+        assert "agrees with one process" in found["error"]

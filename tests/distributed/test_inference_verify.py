@@ -1,0 +1,166 @@
+"""verify() and explain(): what they find, on every rank alike, and the bytes on the wire."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bascule.errors import CommError
+from bascule.inference import Parallelized, parallelize
+from tests.distributed.harness import run_ranks
+from tests.distributed.inference_cases import make_mesh
+from tests.distributed.inference_toy import TABLE, Toy, make_toy, toy_inputs
+
+MESHES = [(2, 1), (2, 2), (1, 4)]  # ring, Ulysses
+Hook = Callable[[nn.Module, Any, tuple[Tensor, Tensor]], Any]
+
+
+@contextmanager
+def split_toy(ring: int, ulysses: int, num_blocks: int = 3) -> Iterator[tuple[Toy, Parallelized]]:
+    model = make_toy(num_blocks=num_blocks)
+    with parallelize(model, mesh=make_mesh(ring, ulysses), table=TABLE) as handle:
+        yield model, handle
+
+
+def perturbed(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
+    return output[0], output[1] * 1.001
+
+
+def minus_mean(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
+    """What looks at all tokens without attention: right on one process, wrong on shares."""
+    return output[0], output[1] - output[1].mean(dim=1, keepdim=True)
+
+
+def not_a_number(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> Any:
+    return output[0] * float("nan"), output[1]
+
+
+def verdicts(ring: int, ulysses: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    inputs = toy_inputs(text=5, image=9, masked=True)
+    with split_toy(ring, ulysses) as (model, handle):
+        found["whole"] = handle.verify(**inputs)
+        for rank in range(dist.get_world_size()):
+            with hooked(model, 1, perturbed, dist.get_rank() == rank):
+                found[f"perturbed on {rank}"] = handle.verify(**inputs)
+        with hooked(model, 2, minus_mean, True):
+            found["mean"] = handle.verify(**inputs)
+        with hooked(model, 0, not_a_number, dist.get_rank() == 1):
+            found["nan"] = handle.verify(**inputs)
+        found["strict"] = dataclasses.replace(found["whole"], tolerance=0.0)
+        with torch.no_grad():
+            model.head.weight[0, 0] += 0.1 * dist.get_rank()
+        found["weights"] = handle.verify(**inputs)
+        found["after"] = str(found["weights"])
+    return found
+
+
+@contextmanager
+def hooked(model: Toy, block: int, hook: Hook, applies: bool) -> Iterator[None]:
+    handle = model.blocks[block].register_forward_hook(hook) if applies else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+def test_verify_names_the_first_block_that_differs(ring: int, ulysses: int) -> None:
+    by_rank = run_ranks(verdicts, ring * ulysses, ring, ulysses)
+    for found in by_rank:
+        assert found["whole"].ok, str(found["whole"])
+        assert len(found["whole"].blocks) == 6 and len(found["whole"].outputs) == 1
+        for rank in range(ring * ulysses):
+            verdict = found[f"perturbed on {rank}"]
+            assert verdict.first_difference == "blocks.1 (image)", str(verdict)
+            assert max(list(verdict.blocks.values())[:3]) < 1e-12
+        assert found["mean"].first_difference == "blocks.2 (image)"
+        assert found["nan"].first_difference == "blocks.0 (text)"
+        assert not found["strict"].ok
+        assert found["weights"].first_difference == "output 0"
+        assert "first in output 0" in found["after"]
+        assert {name: str(one) for name, one in found.items()} == {
+            name: str(one) for name, one in by_rank[0].items()
+        }
+
+
+def different_inputs() -> list[str]:
+    said = list[str]()
+    rank = dist.get_rank()
+    with split_toy(1, 2) as (_, handle):
+        for inputs in (
+            toy_inputs(seed=rank),
+            toy_inputs(image=9 + rank),
+            toy_inputs(masked=rank == 1),
+            toy_inputs() | {"extra": rank},
+        ):
+            try:
+                handle.verify(**inputs)
+            except CommError as error:
+                said.append(str(error))
+        assert handle.verify(**toy_inputs()).ok
+    return said
+
+
+def test_inputs_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
+    for said in run_ranks(different_inputs, 2):
+        assert len(said) == 4
+        assert "the values of context differ between ranks" in said[0]
+        assert all("differ in names, shapes, dtypes or numbers" in one for one in said[1:])
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes that this rank sends to others in all-to-alls and point to point."""
+    sent = [0]
+    all_to_all, send = dist.all_to_all_single, dist.batch_isend_irecv
+
+    def count_all(out: Tensor, x: Tensor, recv: Any, splits: Any, group: Any = None) -> Any:
+        own = dist.get_rank(group)
+        sent[0] += sum(n for i, n in enumerate(splits) if i != own) * x.element_size()
+        return all_to_all(out, x, recv, splits, group=group)
+
+    def count_sends(ops: list[Any]) -> Any:
+        sent[0] += sum(one.tensor.nbytes for one in ops if one.op is dist.isend)
+        return send(ops)
+
+    with (
+        mock.patch.object(dist, "all_to_all_single", count_all),
+        mock.patch.object(dist, "batch_isend_irecv", count_sends),
+    ):
+        yield sent
+
+
+def explained(ring: int, ulysses: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"counted": [], "said": [], "tokens": []}
+    mesh = make_mesh(ring, ulysses)
+    place = dist.get_rank()
+    for kv_heads in (6, 2):
+        model = make_toy(heads=6, kv_heads=kv_heads)
+        with parallelize(model, mesh=mesh, table=TABLE) as handle:
+            with counted() as sent, torch.no_grad():
+                model(**toy_inputs(text=5, image=12))
+            cost = handle.explain().chosen
+            found["counted"].append((sent[0], cost.sent_bytes[place]))
+            found["tokens"].append(cost.tokens)
+            found["said"].append(str(handle.explain()))
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)])
+def test_explain_counts_the_bytes_on_the_wire(ring: int, ulysses: int) -> None:
+    for found in run_ranks(explained, ring * ulysses, ring, ulysses):
+        for sent, computed in found["counted"]:
+            assert sent == computed > 0
+        for tokens in found["tokens"]:
+            assert sum(tokens) == 17
+        assert f"ring {ring} x Ulysses {ulysses}" in found["said"][0]
+        assert "tokens: 5 of text, 12 of image" in found["said"][0]
+        assert "would send" in found["said"][0]
