@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -379,8 +379,7 @@ def make_loaded(num_ranks: int, seed: int) -> Loaded:
 
 def make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
     """What rank 0 decides with; no processes are behind its group, which decisions do not use."""
-    nobody = cast(dist.ProcessGroup, None)
-    group = RankGroup(nobody, 0, tuple(range(num_ranks)), "benchmark")
+    group = RankGroup(lambda: None, 0, tuple(range(num_ranks)), "benchmark")
     rules = Rules(1, "microbatch", None, "drop_last", 0.02, None)
     return Redistributor(DataRanks(group, np.arange(num_ranks)), rules, cost, 1e-9)
 

@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bascule.comm.quantize import Wire
 from bascule.errors import CommError
 from bascule.inference import Parallelized, parallelize
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_cases import make_mesh
 from tests.distributed.inference_toy import TABLE, Toy, make_toy, toy_inputs
 
@@ -142,9 +143,9 @@ def explained(ring: int, ulysses: int) -> dict[str, Any]:
     found: dict[str, Any] = {"counted": [], "said": [], "tokens": []}
     mesh = make_mesh(ring, ulysses)
     place = dist.get_rank()
-    for kv_heads in (6, 2):
+    for kv_heads, wire in ((6, None), (2, None), (2, Wire("int8"))):
         model = make_toy(heads=6, kv_heads=kv_heads)
-        with parallelize(model, mesh=mesh, table=TABLE) as handle:
+        with parallelize(model, mesh=mesh, table=TABLE, wire=wire) as handle:
             with counted() as sent, torch.no_grad():
                 model(**toy_inputs(text=5, image=12))
             cost = handle.explain().chosen
@@ -164,3 +165,25 @@ def test_explain_counts_the_bytes_on_the_wire(ring: int, ulysses: int) -> None:
         assert f"ring {ring} x Ulysses {ulysses}" in found["said"][0]
         assert "tokens: 5 of text, 12 of image" in found["said"][0]
         assert "would send" in found["said"][0]
+
+
+def with_wire() -> tuple[float, float, bool, str]:
+    mesh, model = make_mesh(1, 2), make_toy(heads=6, kv_heads=6)
+    inputs = toy_inputs(text=5, image=12)
+    with torch.no_grad():
+        expected = model(**inputs)
+        with parallelize(
+            model, mesh=mesh, table=TABLE, wire=Wire("int8", takes_centres=True)
+        ) as one:
+            error = float((model(**inputs) - expected).norm() / expected.norm())
+            verified = one.verify(**inputs)
+    centred = Wire("int8", v_centre=torch.zeros(1, 6, 1, 4))
+    refused = raised_by(parallelize, model, mesh=mesh, table=TABLE, wire=centred)[1]
+    return error, next(iter(verified.outputs.values())), verified.ok, refused
+
+
+def test_eight_bits_are_used_and_verify_says_what_they_cost() -> None:
+    for error, verified, is_ok, refused in run_ranks(with_wire, 2):
+        assert 1e-6 < error < 0.02 and not is_ok
+        assert error == pytest.approx(verified, rel=1e-3)
+        assert "takes_centres=True" in refused

@@ -455,3 +455,56 @@ def unlike_rates() -> tuple[list[str], str]:
 def test_unlike_rates_are_refused_on_all_ranks_alike() -> None:
     one, other = run_ranks(unlike_rates, 2, timeout_s=20.0)
     assert one == other and "bytes_per_s" in one[1]
+
+
+def unlike_functions() -> list[tuple[list[str], str]]:
+    own = _tokens if dist.get_rank() else _all_tokens
+    settings: list[dict[str, Any]] = [{"length_fn": own}, {"weight_fn": own}]
+    return [heard_by(BalancedLoader, [], cost=COST, bytes_per_s=FAST, **one) for one in settings]
+
+
+def _tokens(sample: Any) -> int:
+    return len(sample["input_ids"])
+
+
+def _all_tokens(sample: Any) -> int:
+    return len(sample["input_ids"]) + 1
+
+
+def test_unlike_functions_are_refused_on_all_ranks_alike() -> None:
+    one, other = run_ranks(unlike_functions, 2)
+    assert one == other
+    for (classes, text), name in zip(one, ("length_fn", "weight_fn"), strict=True):
+        assert "CommError" in classes and name in text and "_all_tokens" in text
+
+
+def weightless(ends: str, lens: tuple[Any, ...]) -> list[tuple[list[int], float, bool]]:
+    """Samples of an even id count nothing; ids of a rank begin at an even number."""
+    rank = dist.get_rank()
+    loader = BalancedLoader(
+        [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]],
+        cost=SECONDS,
+        weight_fn=lambda sample: int(sample["id"]) % 2,
+        ends=ends,  # pyright: ignore[reportArgumentType]
+        min_gain=0.0,
+        bytes_per_s=FAST,
+        collate_fn=list,
+        timeout_s=TIMEOUT_S,
+    )
+    found = []
+    for batch in loader:
+        ids = [int(sample["id"]) for sample in batch.data]
+        found.append((ids, batch.loss_scale, batch.is_padding))
+    return found
+
+
+@pytest.mark.parametrize("ends", ["drop_last", "pad_empty"])
+def test_every_rank_has_a_sample_that_counts_if_there_are_enough(ends: str) -> None:
+    # By tokens alone, one rank would get the long sample, which counts nothing.
+    of_rank = run_ranks(weightless, 2, ends, ((800, 400), (200, 200)))
+    for ((ids, scale, is_padding),) in of_rank:
+        assert any(i % 2 for i in ids) and scale > 0.0 and not is_padding
+    # What pads counts too, as a sample: the mean over it is a number, and its factor 0.
+    of_rank = run_ranks(weightless, 3, "pad_empty", ((4, 90), (), ()))
+    padded = [ids for ((ids, scale, is_padding),) in of_rank if is_padding and scale == 0.0]
+    assert padded and all(ids == [1] for ids in padded)

@@ -351,3 +351,32 @@ def ready_made() -> None:
 
 def test_ready_made_packs_are_taken_apart_and_resumed_by_the_pack() -> None:
     run_ranks(ready_made, 2)
+
+
+def other_deals() -> list[tuple[list[str], str]]:
+    """Samplers with unlike seeds or sizes; states of other samples."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+
+    def fresh(num_samples: int = 20, seed: int = 0, shuffle: bool = True) -> BalancedLoader:
+        sampler = ResumableSampler(num_samples, rank=rank, num_ranks=2, shuffle=shuffle, seed=seed)
+        inner: DataLoader[Any] = DataLoader(Numbers(20), 2, sampler=sampler, collate_fn=list)
+        return balanced(inner, group)
+
+    heard = [heard_by(fresh, seed=rank), heard_by(fresh, num_samples=20 - 4 * rank)]
+    _, states = run(fresh(), 2)
+    others: list[dict[str, Any]] = [{"seed": 5}, {"shuffle": False}, {"num_samples": 16}]
+    for kwargs in others:
+        heard.append(heard_by(fresh(**kwargs).load_state_dict, states[-1]))
+    heard.append(heard_by(plain("plain", 20, group).load_state_dict, states[-1]))
+    wrong: list[Any] = [{"a": 1}, None]
+    heard += [heard_by(fresh().load_state_dict, state) for state in wrong]
+    return heard
+
+
+def test_samplers_and_states_of_other_samples_are_refused() -> None:
+    one, other = run_ranks(other_deals, 2)
+    assert one == other
+    for classes, text in one[:6]:
+        assert "ConfigError" in classes and "lost or repeated" in text, text
+    assert "(20, 1, 0) and (20, 1, 1)" in one[0][1] and "(16, 1, 0)" in one[1][1]
+    assert all("not a loader state" in text for _, text in one[6:])

@@ -12,7 +12,9 @@ from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[rep
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import ops
+from bascule.attention.forms import form_of
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, split
+from bascule.comm.quantize import Wire
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import Three, difference, make_mask, make_mesh, three
 
@@ -41,10 +43,11 @@ def with_projection(
     mesh: AttentionMesh,
     layout: SequenceLayout | None,
     causal: bool,
+    wire: Wire | None = None,
 ) -> Tensor:
     """Attention with something before and after it for the compiler to fuse."""
     q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
-    out = attention(q, k, v, mesh, layout=layout, attn_mask=mask, is_causal=causal)
+    out = attention(q, k, v, mesh, layout=layout, attn_mask=mask, is_causal=causal, wire=wire)
     return torch.nn.functional.gelu(out.transpose(1, 2).flatten(2)).sin()
 
 
@@ -183,22 +186,58 @@ def test_inductor_gives_what_eager_gives(ring: int, ulysses: int) -> None:
         assert max(errors) < 1e-5, errors
 
 
+def with_a_wire(ring: int, ulysses: int) -> tuple[list[float], int]:
+    """Differences to eager mode over several lengths, and the graphs that they take."""
+    mesh, errors = make_mesh(ring, ulysses), list[float]()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(with_projection, fullgraph=True, backend="aot_eager")
+    for text, image in RESOLUTIONS[5:9]:
+        layout = SequenceLayout((text, image), ring, ulysses)
+        leaves = tensors({"shape": (1, 5, 5, 4)}, mesh, layout)
+        mask = torch.ones(1, 1, 1, layout.seq_len, dtype=torch.bool)
+        mask[..., text // 2 : text] = False
+        given = Wire("int8").centred(leaves[1], leaves[2], mesh.whole)
+        for wire in (given, Wire("e4m3", takes_centres=True)):
+            want = outcome(with_projection, leaves, mask, mesh, layout, False, wire)
+            found = outcome(compiled, leaves, mask, mesh, layout, False, wire)
+            errors.append(max(difference(a, b) for a, b in zip(found, want, strict=True)))
+    return errors, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_a_wire_compiles_to_one_graph_for_all_lengths(ring: int, ulysses: int) -> None:
+    for errors, graphs in run_ranks(with_a_wire, 2, ring, ulysses, timeout_s=220.0):
+        assert max(errors) < 1e-6, errors
+        # Of each of the two wires the first graph, and one for any image length.
+        assert graphs <= 4, graphs
+
+
 def check_operators(ring: int, ulysses: int) -> int:
     """Torch's own checks: schemas, aliasing, and that fake results are like real ones."""
     mesh, layout = make_mesh(ring, ulysses), SequenceLayout((5, 18), ring, ulysses)
     q, k, v = tensors(CASES[1], mesh, layout)
-    geometry = [5, 18], False, mesh.name
+    geometry, form = ([5, 18], False, mesh.name), form_of(4, torch.float32, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     calls: list[tuple[Any, tuple[Any, ...]]] = []
     if ulysses > 1:
-        calls.append((ops.tokens_to_heads, ([q, k, v], 7, *geometry)))
-        q, k, v = (x.detach() for x in ops.tokens_to_heads([q, k, v], 7, *geometry))
-        calls.append((ops.heads_to_tokens, ([q, k, v], 7, *geometry)))
-        calls.append((ops.heads_to_tokens, ([q], 7, *geometry)))
-    settings = None, False, 0.5, "", *geometry
+        calls.append((ops.tokens_to_heads, ([q, k, v], 7, *geometry, form)))
+        q, k, v = (x.detach() for x in ops.tokens_to_heads([q, k, v], 7, *geometry, form))
+        calls.append((ops.heads_to_tokens, ([q, k, v], 7, *geometry, form)))
+        calls.append((ops.heads_to_tokens, ([q], 7, *geometry, form)))
+    settings = None, False, 0.5, "", *geometry, form
     out, lse = ops.ring_attention(q, k, v, *settings)
     calls.append((ops.ring_attention, (q, k, v, *settings)))
     calls.append((ops.ring_attention_backward, (out, q, k, v, out, lse, *settings)))
+    if ulysses == 1:
+        form = form_of(4, torch.float32, Wire("int8", takes_centres=True))
+        k_centre, v_centre = ops.take_centres(k.detach(), v.detach(), 7, 7, *geometry, form)
+        settings = *settings[:-1], form, "int8", k_centre, v_centre
+        calls.append((ops.take_centres, (k.detach(), v.detach(), 7, 7, *geometry, form)))
+        calls.append((ops.ring_attention, (q, k, v, *settings)))
+        calls.append((ops.ring_attention_backward, (out, q, k, v, out, lse, *settings)))
     rows = torch.randn(layout.num_tokens(*mesh.place), 3)
     calls.append((ops.gather_tokens, (rows, *geometry, True)))
     calls.append((ops.reduce_tokens, (torch.randn(23, 3), *geometry)))

@@ -100,7 +100,7 @@ def run_guide(blocks: list[str], folder: str) -> dict[str, Any]:
         "rank": dist.get_rank(),
         "num_ranks": dist.get_world_size(),
         "args": args,
-        "path": f"{folder}/loader-{dist.get_rank()}.pt",
+        "path": f"{folder}/loader.pt",
     }
     for block in blocks:
         exec(compile(block, str(GUIDE), "exec"), names)

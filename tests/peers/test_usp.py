@@ -127,7 +127,7 @@ def as_xdit_calls(ring: int, ulysses: int) -> dict[str, float]:
             parts = list(want.split(sizes, dim=2))
             at = 1 if strategy == "front" else 0
             parts[at] = split(parts[at], mesh, image, 2)
-            found = attend(*local, 0.0, False, *text, strategy, attn_layer=object())
+            found = attend(*local, 0.0, False, *text, strategy, head_balance_layer=object())
             errors[f"{num_image} {strategy}"] = difference(found, torch.cat(parts, dim=2))
     found = attend(local[0], local[1][:, :4], local[2][:, :4], kv_head_repeat=3)
     want = reference(q, k[:, :4], v[:, :4], None, False)
@@ -194,6 +194,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"backend": 3}, "backend 3"),
     ({"attention_kwargs": {"valid_kv_len": 3}}, "valid_kv_len"),
     ({"kv_head_repeat": 2}, "give 1"),
+    ({"attn_layer": torch.nn.Identity()}, "PipeFusion"),
     ({"joint_strategy": "front"}, "0 joint tensors"),
     ({"joint_key": torch.zeros(1, 4, 2, 8), "joint_strategy": "rear"}, "1 joint tensors"),
     ({"joint_strategy": "middle"}, "'middle'"),

@@ -80,7 +80,7 @@ class Usp:
             joint_value: See `joint_query`.
             joint_strategy: Whether the joint tokens come before ("front") or after ("rear") the
                 others, as keys and in what is returned.
-            attn_layer: Has no effect: xDiT finds its 8-bit scales by it.
+            attn_layer: None.
             combine_qkv_a2a: Has no effect: all three always travel in one all-to-all.
             backend: Name of a kernel of bascule.
             attention_kwargs: Empty.
@@ -91,6 +91,11 @@ class Usp:
             ConfigError: The arguments do not fit together, or ask for what is not done here.
         """
         _refuse_dropout(dropout_p)
+        if attn_layer is not None:
+            raise ConfigError(
+                f"USP: attn_layer is a {type(attn_layer).__name__}, and xDiT finds PipeFusion's "
+                "cache of keys and values by it, which mesh attention does not have: give None"
+            )
         if attention_kwargs:
             raise ConfigError(
                 f"USP: attention_kwargs {sorted(attention_kwargs)} are for back ends of xDiT: call "

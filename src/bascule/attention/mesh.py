@@ -12,7 +12,8 @@ import math
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention import ops
+from bascule.attention import ops, wired
+from bascule.attention.forms import form_of
 from bascule.attention.layout import (
     Run,
     SequenceLayout,
@@ -24,6 +25,7 @@ from bascule.attention.layout import (
 from bascule.attention.ranks import AttentionMesh as AttentionMesh
 from bascule.attention.ranks import Place, place_in
 from bascule.attention.ulysses import HeadShares
+from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 
 
@@ -65,13 +67,14 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     kernel: str | None = None,
+    wire: Wire | None = None,
 ) -> Tensor:
     """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
 
     Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
-    backward; for replicated tokens one all-gather more, and one reduce-scatter backward. No sizes
-    are gathered: they follow from the layout. The first call of a form makes sure, by one
-    all-gather, that all ranks mean the same.
+    backward; for replicated tokens one all-gather more, and one reduce-scatter backward; for a wire
+    that takes centres one all-reduce. No sizes are gathered: they follow from the layout. The
+    first call of a form makes sure, by one all-gather, that all ranks mean the same.
 
     Args:
         q: (B, H, T, D) queries of this rank's tokens, in the order of `layout.shares`.
@@ -86,27 +89,39 @@ def attention(
             the mask lets it see.
         scale: Factor of the scores. Default: D^-0.5.
         kernel: Name of the block kernel. Default: the fastest for the device.
+        wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
+            values of other ranks. What it costs on your tensors: `quantize.measure_error`. The
+            backward takes the transport for the identity; gradients, and replicated tokens when
+            they are gathered, travel as they are. Default: everything travels as it is.
 
     Raises:
-        ConfigError: The shapes do not fit each other, the layout or the mesh.
+        ConfigError: The shapes do not fit each other, the layout, the mesh or the wire.
         CommError: The ranks disagree, or a rank did not come in time.
     """
     ranks = place_in(mesh)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, attn_mask)
-    geometry = (list(layout.segments), layout.zigzag, ranks.name)
-    k, v = (_enough_heads(x, q.shape[1], ranks.degrees[1]) for x in (k, v))
+    _check_centres(wire, k)
+    geometry = list(layout.segments), layout.zigzag, ranks.name
+    form = form_of(q.shape[-1], q.dtype, wire)
     q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
-    num_kv_heads, mask = k.shape[1], None
+    num_kv_heads, mask = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), None
+    own, rows = _own_kv_heads(num_kv_heads, ranks), (num_kv_heads, *geometry, form)
     if attn_mask is not None:
-        mask = _own_heads(attn_mask, q.shape[1], num_kv_heads, ranks)
-    if ranks.degrees[1] > 1:
-        q, k, v = ops.tokens_to_heads([q, k, v], num_kv_heads, *geometry)
+        mask = _own_heads(attn_mask, q.shape[1] // num_kv_heads, own)
+    if wire is not None:
+        wire = _wire_of_call(wire, q.shape[1], k, v, ranks, rows)
+    k, v = (_repeated(x, num_kv_heads) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, _ = ops.ring_attention(q, k, v, mask, is_causal, scale, kernel or "", *geometry)
     if ranks.degrees[1] > 1:
-        (out,) = ops.heads_to_tokens([out], num_kv_heads, *geometry)
+        q, k, v = wired.tokens_to_heads(q, k, v, wire, own, rows)
+    travel = wired.ring_settings(wire, own)
+    out, _ = ops.ring_attention(
+        q, k, v, mask, is_causal, scale, kernel or "", *geometry, form, *travel
+    )
+    if ranks.degrees[1] > 1:
+        out = wired.heads_to_tokens(out, wire, own, rows)
     return _replicated(out, ranks, layout) if layout.replicated else out
 
 
@@ -127,24 +142,47 @@ def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
     return with_replicated(own, whole.movedim(0, 2), layout, ranks.place, 2)
 
 
-def _own_heads(mask: Tensor, num_heads: int, num_kv_heads: int, ranks: Place) -> Tensor:
+def _wire_of_call(
+    wire: Wire, num_heads: int, k: Tensor, v: Tensor, ranks: Place, rows: wired.Geometry
+) -> Wire | None:
+    """With the centres of this call, if any, repeated as keys are; None where nothing travels."""
+    if ranks.degrees == (1, 1):
+        return None
+    k_centre, v_centre = wire.k_centre, wire.v_centre
+    if wire.takes_centres:
+        k_centre, v_centre = ops.take_centres(k.detach(), v.detach(), num_heads, *rows).unbind(0)
+    k_centre, v_centre = (
+        None if centre is None else _repeated(centre, rows[0]) for centre in (k_centre, v_centre)
+    )
+    return Wire(wire.format, k_centre, v_centre)
+
+
+def _own_kv_heads(num_kv_heads: int, ranks: Place) -> wired.HeadRun:
+    shares, rank = HeadShares.split(num_kv_heads, num_kv_heads, ranks.degrees[1]), ranks.place[1]
+    return shares.base * rank + min(rank, shares.num_more), shares.of(rank)
+
+
+def _own_heads(mask: Tensor, queries: int, own: wired.HeadRun) -> Tensor:
     """(B or 1, heads of this rank or 1, S or 1, S or 1) the mask of the heads of this rank."""
     mask = mask[(None,) * (4 - mask.dim())]
-    if mask.shape[1] == 1 or ranks.degrees[1] == 1:
+    if mask.shape[1] == 1:
         return mask
-    shares = HeadShares.split(num_heads, num_kv_heads, ranks.degrees[1])
-    rank, queries = ranks.place[1], num_heads // num_kv_heads
-    first = shares.base * rank + min(rank, shares.num_more)
-    return mask.narrow(1, first * queries, shares.of(rank) * queries)
+    return mask.narrow(1, own[0] * queries, own[1] * queries)
 
 
-def _enough_heads(x: Tensor, num_heads: int, num_ranks: int) -> Tensor:
-    """Key-value heads repeated as often as it takes for each Ulysses rank to have one."""
-    repeat = num_heads // x.shape[1]
+def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """Key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
+    repeat = num_heads // num_kv_heads
     for times in range(1, repeat + 1):
-        if repeat % times == 0 and x.shape[1] * times >= num_ranks:
-            return x if times == 1 else x.repeat_interleave(times, dim=1)
-    return x
+        if repeat % times == 0 and num_kv_heads * times >= num_ranks:
+            return num_kv_heads * times
+    return num_kv_heads
+
+
+def _repeated(x: Tensor, num_heads: int) -> Tensor:
+    """(B, heads, ...) with each head repeated, `num_heads` of them."""
+    times = num_heads // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
 def _check(
@@ -189,4 +227,19 @@ def _check(
             raise ConfigError(
                 f"attention: a mask of shape {tuple(mask.shape)} does not broadcast to (batch, "
                 f"heads, tokens, tokens) of the whole sequence, {wanted}"
+            )
+
+
+def _check_centres(wire: Wire | None, k: Tensor) -> None:
+    """Refuse centres of other keys.
+
+    Raises:
+        ConfigError: Names the shapes.
+    """
+    wanted = (*k.shape[:2], 1, k.shape[3])
+    for centre in () if wire is None else (wire.k_centre, wire.v_centre):
+        if centre is not None and tuple(centre.shape) != wanted:
+            raise ConfigError(
+                f"attention: a centre of shape {tuple(centre.shape)} for k {tuple(k.shape)}: it "
+                f"must be {wanted}; take it with Wire.centred, or make Wire(takes_centres=True)"
             )

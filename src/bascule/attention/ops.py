@@ -16,30 +16,32 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bascule.attention.blocks import select_block_kernel
+from bascule.attention.forms import agree_on
 from bascule.attention.layout import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.masks import tiles_of
 from bascule.attention.ranks import AttentionMesh, mesh_named
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.ulysses import BagLayout, HeadShares, heads_to_ranks, ranks_to_heads
-from bascule.comm.agree import Statement, agree
+from bascule.comm import quantize
 from bascule.comm.groups import all_gather_single, reduce_scatter_single, reporting
-from bascule.errors import CommError, ConfigError
+from bascule.comm.quantize import Wire
+from bascule.errors import CommError
 
 
 @torch.library.custom_op("bascule::tokens_to_heads", mutates_args=())
 def tokens_to_heads(
-    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str
+    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str, form: str
 ) -> list[Tensor]:
     """From (B, heads, T, D) each to (B, share of the heads, tokens of the ring rank, D) each.
 
-    One all-to-all over the Ulysses ranks. The gradient is `heads_to_tokens`.
+    One all-to-all over the Ulysses ranks. The gradient is `heads_to_tokens`. `form` is what
+    `forms.form_of` says of the call.
     """
     ranks, layout = _places(segments, zigzag, mesh)
-    _agree(ranks, layout, tuple(xs[0].shape), num_kv_heads, str(xs[0].dtype))
+    agree_on(ranks, layout, tuple(xs[0].shape[:3]), num_kv_heads, form)
     bag = _bag(ranks, layout, xs[0].shape[0], xs[0].device)
     shares = HeadShares.split(num_kv_heads, num_kv_heads, ranks.degrees[1])
     with _naming("tokens_to_heads", xs):
@@ -49,7 +51,7 @@ def tokens_to_heads(
 
 @tokens_to_heads.register_fake
 def _(
-    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str
+    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str, form: str
 ) -> list[Tensor]:
     ranks, layout = _places(segments, zigzag, mesh)
     tokens, own = layout.ring_len(ranks.place[0]), _own_kv_heads(ranks, num_kv_heads)
@@ -58,7 +60,7 @@ def _(
 
 @torch.library.custom_op("bascule::heads_to_tokens", mutates_args=())
 def heads_to_tokens(
-    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str
+    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str, form: str
 ) -> list[Tensor]:
     """The inverse of `tokens_to_heads`, and its gradient. One all-to-all over the Ulysses ranks."""
     ranks, layout = _places(segments, zigzag, mesh)
@@ -76,7 +78,7 @@ def heads_to_tokens(
 
 @heads_to_tokens.register_fake
 def _(
-    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str
+    xs: list[Tensor], num_kv_heads: int, segments: list[int], zigzag: bool, mesh: str, form: str
 ) -> list[Tensor]:
     ranks, layout = _places(segments, zigzag, mesh)
     own = _own_kv_heads(ranks, num_kv_heads)
@@ -96,15 +98,21 @@ def ring_attention(
     segments: list[int],
     zigzag: bool,
     mesh: str,
+    form: str,
+    wire: str = "",
+    k_centre: Tensor | None = None,
+    v_centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of a ring rank's queries to the keys of the ring, and its LSE, without gradient.
 
-    R - 1 exchanges with the neighbours, and 2 R - 1 backward.
+    R - 1 exchanges with the neighbours, and 2 R - 1 backward. Keys and values travel as `wire`
+    says, a format or "" for as they are, with centres of their heads.
     """
     ranks, layout = _places(segments, zigzag, mesh)
     if ranks.ulysses is None:  # else said before the all-to-all
-        _agree(ranks, layout, tuple(q.shape), k.shape[1], str(q.dtype))
-    plan = _plan(ranks, layout, q, mask, causal, scale, kernel)
+        agree_on(ranks, layout, tuple(q.shape[:3]), k.shape[1], form)
+    travel = _wire_of(wire, k_centre, v_centre)
+    plan = _plan(ranks, layout, q, mask, causal, scale, kernel, travel)
     with _naming("ring_attention", (q, k, v)):
         out, lse = ring_forward(q, k, v, plan)
     return _laid_out(out), lse.contiguous()
@@ -122,6 +130,10 @@ def _(
     segments: list[int],
     zigzag: bool,
     mesh: str,
+    form: str,
+    wire: str = "",
+    k_centre: Tensor | None = None,
+    v_centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     return _empty(q, q.shape[1], q.shape[2]), q.new_empty(q.shape[:3], dtype=wide)
@@ -142,10 +154,15 @@ def ring_attention_backward(
     segments: list[int],
     zigzag: bool,
     mesh: str,
+    form: str,
+    wire: str = "",
+    k_centre: Tensor | None = None,
+    v_centre: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of `ring_attention`."""
     ranks, layout = _places(segments, zigzag, mesh)
-    plan = _plan(ranks, layout, q, mask, causal, scale, kernel)
+    travel = _wire_of(wire, k_centre, v_centre)
+    plan = _plan(ranks, layout, q, mask, causal, scale, kernel, travel)
     with _naming("ring_attention_backward", (q, k, v)):
         dq, dk, dv = ring_backward(grad, q, k, v, out, lse, plan)
     return _laid_out(dq), _laid_out(dk), _laid_out(dv)
@@ -155,6 +172,32 @@ def ring_attention_backward(
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (_empty(x, x.shape[1], x.shape[2]) for x in (q, k, v))
     return dq, dk, dv
+
+
+@torch.library.custom_op("bascule::take_centres", mutates_args=())
+def take_centres(
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    segments: list[int],
+    zigzag: bool,
+    mesh: str,
+    form: str,
+) -> Tensor:
+    """`quantize.take_centres` over all ranks of the mesh. One all-reduce.
+
+    Of as many heads as `k` has, for a call with `num_heads` for `num_kv_heads`.
+    """
+    ranks, layout = _places(segments, zigzag, mesh)
+    agree_on(ranks, layout, (k.shape[0], num_heads, k.shape[2]), num_kv_heads, form)
+    with _naming("take_centres", (k, v)):
+        return _own_memory(quantize.take_centres(k, v, ranks.whole))
+
+
+@take_centres.register_fake
+def _(k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return k.new_empty(2, *k.shape[:2], 1, k.shape[3], dtype=torch.float32)
 
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())
@@ -211,14 +254,15 @@ def _keep_geometry(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _keep_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, mask)
+    q, k, v, mask, *ctx.settings, k_centre, v_centre = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, k_centre, v_centre)
     ctx.mark_non_differentiable(output[1])
 
 
 def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = ring_attention_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return *grads, *(None,) * (1 + len(ctx.settings))
+    *tensors, k_centre, v_centre = ctx.saved_tensors
+    grads = ring_attention_backward(grad, *tensors, *ctx.settings, k_centre, v_centre)
+    return *grads, *(None,) * (3 + len(ctx.settings))
 
 
 def _token_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -230,11 +274,11 @@ def _token_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 tokens_to_heads.register_autograd(
-    lambda ctx, grads: (heads_to_tokens(grads, *ctx.geometry), None, None, None, None),
+    lambda ctx, grads: (heads_to_tokens(grads, *ctx.geometry), *(None,) * 5),
     setup_context=_keep_geometry,
 )
 heads_to_tokens.register_autograd(
-    lambda ctx, grads: (tokens_to_heads(grads, *ctx.geometry), None, None, None, None),
+    lambda ctx, grads: (tokens_to_heads(grads, *ctx.geometry), *(None,) * 5),
     setup_context=_keep_geometry,
 )
 ring_attention.register_autograd(_ring_gradients, setup_context=_keep_ring)
@@ -246,6 +290,11 @@ def _places(
 ) -> tuple[AttentionMesh, SequenceLayout]:
     ranks = mesh_named(mesh)
     return ranks, SequenceLayout(tuple(segments), *ranks.degrees, zigzag)
+
+
+def _wire_of(format: str, k_centre: Tensor | None, v_centre: Tensor | None) -> Wire | None:
+    """From what operators can take; "" stands for none."""
+    return Wire(format, k_centre, v_centre) if format else None  # pyright: ignore[reportArgumentType]
 
 
 def _own_runs(ranks: AttentionMesh, layout: SequenceLayout) -> list[Run]:
@@ -260,6 +309,7 @@ def _plan(
     causal: bool,
     scale: float,
     kernel: str,
+    wire: Wire | None,
 ) -> RingPlan:
     tiles = tiles_of(layout, ranks.place[0], mask, causal, q)
     return RingPlan(
@@ -274,6 +324,7 @@ def _plan(
             has_bias=any(tile.bias is not None for row in tiles for tile in row),
         ),
         scale=scale,
+        wire=wire,
     )
 
 
@@ -303,42 +354,6 @@ def _gather_index(layout: SequenceLayout, device: torch.device) -> tuple[Tensor,
     for number, tokens in enumerate(owned):
         index[tokens] = number * padded + np.arange(tokens.size)
     return torch.from_numpy(index).to(device), padded
-
-
-@lru_cache(maxsize=1024)
-def _agree(
-    ranks: AttentionMesh,
-    layout: SequenceLayout,
-    shape: tuple[int, ...],
-    num_kv_heads: int,
-    dtype: str,
-) -> None:
-    """Before the first exchange of a form, make sure that all ranks mean the same.
-
-    One all-gather for each form of call, where the group carries CPU tensors; later calls of that
-    form gather nothing.
-
-    Raises:
-        CommError: They do not.
-        RemoteConfigError: A rank has another number of tokens than the layout gives it.
-    """
-    batch, num_heads, tokens, head_dim = shape
-    wanted, error = num_tokens(_own_runs(ranks, layout)), None
-    if tokens != wanted:
-        error = ConfigError(
-            f"attention: q has {tokens} tokens, and the layout gives this rank {wanted} of "
-            f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
-        )
-    group = ranks.whole
-    if group is not None and "cpu" in dist.get_backend_config(group.process_group):
-        text = (
-            f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, batch {batch}, "
-            f"{num_heads} heads for {num_kv_heads}, head_dim {head_dim}, {dtype}"
-        )
-        statement = Statement({"the call": text}, np.zeros(0, np.int64), error)
-        agree(group, statement, what="attention", step=0, capacity=0)
-    elif error is not None:
-        raise error
 
 
 @contextmanager

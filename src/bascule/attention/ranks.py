@@ -1,5 +1,6 @@
 """This rank's place among the ranks that attend together."""
 
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
@@ -113,7 +114,7 @@ def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
     """The attributes of the place in a mesh: compilers take tuples for constants, not objects."""
     mesh = real_mesh(mesh)
     # Meshes of the same ranks are equal, also when the groups of one of them are gone.
-    ranks = _mesh_of(mesh, tuple(mesh.get_all_groups()))
+    ranks = _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
     return ranks.degrees, ranks.place, ranks.name
 
 
@@ -124,26 +125,28 @@ def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def mesh_named(name: str) -> AttentionMesh:
     """The mesh of that name."""
-    ring, ulysses, whole = (_group_named(part) for part in name.split(_SEPARATOR))
+    ring, ulysses, whole = (_reference_to(part) for part in name.split(_SEPARATOR))
     return _mesh_with(ring, ulysses, whole)
 
 
-def _group_named(name: str) -> dist.ProcessGroup | None:
+def _reference_to(name: str) -> weakref.ref[dist.ProcessGroup] | None:
+    """The group of that name; weak, since what is kept here would outlive its destruction."""
     if not name:
         return None
-    return _resolve_process_group(name)  # pyright: ignore[reportArgumentType]
+    return weakref.ref(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
 
 
 @lru_cache(maxsize=16)
-def _mesh_of(mesh: DeviceMesh, groups: tuple[dist.ProcessGroup, ...]) -> AttentionMesh:
+def _mesh_of(mesh: DeviceMesh, groups: tuple[weakref.ref[dist.ProcessGroup], ...]) -> AttentionMesh:
     return AttentionMesh.of(mesh)
 
 
 @lru_cache(maxsize=16)
 def _mesh_with(
-    ring: dist.ProcessGroup | None,
-    ulysses: dist.ProcessGroup | None,
-    whole: dist.ProcessGroup | None,
+    ring: weakref.ref[dist.ProcessGroup] | None,
+    ulysses: weakref.ref[dist.ProcessGroup] | None,
+    whole: weakref.ref[dist.ProcessGroup] | None,
 ) -> AttentionMesh:
-    named = zip((ring, ulysses, whole), (RING_AXIS, ULYSSES_AXIS, "attention"), strict=True)
+    groups = (reference and reference() for reference in (ring, ulysses, whole))
+    named = zip(groups, (RING_AXIS, ULYSSES_AXIS, "attention"), strict=True)
     return AttentionMesh(*(member_of(group, name) if group else None for group, name in named))

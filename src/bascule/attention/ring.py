@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bascule.attention.blocks import BlockKernel, merge, wide_dtype
 from bascule.comm.groups import RankGroup, reporting
+from bascule.comm.quantize import Wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +48,8 @@ class RingPlan:
         tiles: (R,) by ring rank, what this rank's queries see of its keys.
         kernel: Computes a tile.
         scale: Factor of the scores.
+        wire: How keys and values of other ranks come, with centres of these heads; None: as they
+            are. Gradients always travel as they are.
     """
 
     group: RankGroup | None
@@ -54,6 +57,7 @@ class RingPlan:
     tiles: Sequence[Sequence[Tile]]
     kernel: BlockKernel
     scale: float
+    wire: Wire | None = None
 
     @property
     def size(self) -> int:
@@ -199,16 +203,30 @@ def _rotate(
     plan: RingPlan, k: Tensor, v: Tensor, attend: Callable[[int, Tensor, Tensor], None]
 ) -> None:
     """Call `attend` with the keys and values of every ring rank, own ones first."""
-    at_hand = k if plan.size == 1 else torch.stack((k, v))
+    at_hand = k if plan.size == 1 else _packed(k, v, plan.wire)
     for turn in range(plan.size):
         shift = None
         if turn < plan.size - 1:
             shape = (*at_hand.shape[:-2], plan.kv_lens[plan.owner(turn + 1)], at_hand.shape[-1])
             shift = _Shift(plan, at_hand, shape, f"keys and values, round {turn + 1}")
-        keys, values = (k, v) if turn == 0 else at_hand.unbind(0)
+        keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, plan.wire)
         attend(turn, keys, values)
         if shift is not None:
             at_hand = shift.wait()
+
+
+def _packed(k: Tensor, v: Tensor, wire: Wire | None) -> Tensor:
+    """(2, B, K, Sk, ...) what travels: packed once, and passed on as it came."""
+    if wire is None:
+        return torch.stack((k, v))
+    return torch.stack((wire.pack(k, wire.k_centre), wire.pack(v, wire.v_centre)))
+
+
+def _unpacked(rows: Tensor, dtype: torch.dtype, wire: Wire | None) -> tuple[Tensor, Tensor]:
+    keys, values = rows.unbind(0)
+    if wire is None:
+        return keys, values
+    return wire.unpack(keys, dtype, wire.k_centre), wire.unpack(values, dtype, wire.v_centre)
 
 
 class _Travelling:

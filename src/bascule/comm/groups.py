@@ -5,7 +5,8 @@ The differences between versions of torch, and the few names of it that are not 
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,17 +34,35 @@ ROLL_CALL_S = 2.0
 class RankGroup:
     """A process group, this rank's place in it, and its members.
 
+    Torch keeps a group until it is destroyed, and does not end well if somebody else still does
+    then: threads of gloo outlive the interpreter and abort the process. So it is only referred to.
+
     Attributes:
-        process_group: What torch's collectives take.
+        reference: Gives the process group, or None once it was destroyed.
         rank: This rank in the group.
         ranks: Global rank of each member, in order.
         name: How errors call the group.
     """
 
-    process_group: dist.ProcessGroup
+    reference: Callable[[], dist.ProcessGroup | None]
     rank: int
     ranks: tuple[int, ...]
     name: str
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """What torch's collectives take.
+
+        Raises:
+            CommError: It was destroyed.
+        """
+        group = self.reference()
+        if group is None:
+            raise CommError(
+                f"the process group {self.name!r} of ranks {list(self.ranks)} was destroyed: build "
+                "what uses it again after init_process_group"
+            )
+        return group
 
     @property
     def size(self) -> int:
@@ -96,15 +115,16 @@ def new_group(
     except RuntimeError as error:
         own = ranks.index(dist.get_rank())
         raise failure(
-            RankGroup(resolve(None), own, tuple(ranks), name), "new_group", 0, error
+            RankGroup(weakref.ref(resolve(None)), own, tuple(ranks), name), "new_group", 0, error
         ) from error
     assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
-    return RankGroup(group, dist.get_rank(group), tuple(ranks), name)
+    return RankGroup(weakref.ref(group), dist.get_rank(group), tuple(ranks), name)
 
 
 def member_of(group: dist.ProcessGroup, name: str) -> RankGroup:
     """This rank's view of an existing group."""
-    return RankGroup(group, dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), name)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return RankGroup(weakref.ref(group), dist.get_rank(group), ranks, name)
 
 
 @contextmanager

@@ -22,7 +22,6 @@ were received, the backward treats the transport as the identity, and gradients 
 Shapes: B batch, H query heads, K key-value heads (H is a multiple of K), S tokens, D head width.
 """
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -53,18 +52,23 @@ class Wire:
             less exact unless a row's values are of very different magnitudes.
         k_centre: (B, K, 1, D) float32, the same on all ranks; None stands for 0.
         v_centre: The same of the values, and so of the attention's output.
+        takes_centres: Whether each call of attention takes centres from its own keys and values,
+            as `centred` does, by one all-reduce.
 
     Raises:
-        ConfigError: There is no such format.
+        ConfigError: There is no such format, or centres are both given and to be taken.
     """
 
     format: Format
     k_centre: Tensor | None = None
     v_centre: Tensor | None = None
+    takes_centres: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in _CODES:
             raise ConfigError(f"wire format {self.format!r}: choose one of {', '.join(_CODES)}")
+        if self.takes_centres and (self.k_centre is not None or self.v_centre is not None):
+            raise ConfigError("a wire with centres and takes_centres=True: give one of them")
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one row."""
@@ -120,43 +124,54 @@ class Wire:
         return values.to(dtype)
 
     def centred(self, k: Tensor, v: Tensor, group: RankGroup | None) -> "Wire":
-        """The same with the mean key and value of every head as centres. One all-reduce.
+        """The same with the centres of these tensors, see `take_centres`. One all-reduce.
 
-        It sends B K (2 D) + 1 float32 numbers. Centres may be kept for later tensors of the same
-        heads, such as those of the next denoising step: a centre that is off by a costs codes for a
-        more, never exactness.
+        Centres may be kept for later tensors of the same heads, such as those of the next denoising
+        step: a centre that is off by a costs codes for a more, never exactness.
 
         Args:
             k: (B, K, T, D) keys of this rank's tokens, of any number.
             v: (B, K, T, D) values.
             group: The ranks that share the tokens; None for one rank.
         """
-        sums = [x.detach().sum(dim=-2, dtype=torch.float32).flatten() for x in (k, v)]
-        count = sums[0].new_full((1,), k.shape[-2])
-        sums = torch.cat((*sums, count))
-        if group is not None:
-            with reporting(group, "all_reduce (centres)", 0):
-                dist.all_reduce(sums, group=group.process_group)
-        means = sums[:-1] / sums[-1:].clamp(min=1.0)
-        # Sums that overflow, or one nan, must not make nan of every row.
-        means = torch.where(means.isfinite(), means, 0.0)
-        shape = (2, *k.shape[:-2], 1, k.shape[-1])
-        k_centre, v_centre = means.view(shape).unbind(0)
-        return dataclasses.replace(self, k_centre=k_centre, v_centre=v_centre)
+        k_centre, v_centre = take_centres(k, v, group).unbind(0)
+        return Wire(self.format, k_centre, v_centre)
 
     def of_heads(self, first: int, num_heads: int) -> "Wire":
         """The same for a run of key-value heads, such as a Ulysses rank has."""
-        parts = [
+        k_centre, v_centre = (
             None if centre is None else centre.narrow(1, first, num_heads)
             for centre in (self.k_centre, self.v_centre)
-        ]
-        return Wire(self.format, *parts)
+        )
+        return Wire(self.format, k_centre, v_centre)
 
     def out_centre(self, num_heads: int) -> Tensor | None:
         """(B, H, 1, D) the centre of the output, as weights of a softmax add up to 1."""
         if self.v_centre is None or self.v_centre.shape[1] == num_heads:
             return self.v_centre
         return self.v_centre.repeat_interleave(num_heads // self.v_centre.shape[1], dim=1)
+
+
+def take_centres(k: Tensor, v: Tensor, group: RankGroup | None) -> Tensor:
+    """The mean key and value of every head, (2, B, K, 1, D) float32, the same on all ranks.
+
+    One all-reduce of B K (2 D) + 1 float32 numbers.
+
+    Args:
+        k: (B, K, T, D) keys of this rank's tokens, of any number.
+        v: (B, K, T, D) values.
+        group: The ranks that share the tokens; None for one rank.
+    """
+    sums = [x.detach().sum(dim=-2, dtype=torch.float32).flatten() for x in (k, v)]
+    count = sums[0].new_full((1,), k.shape[-2])
+    sums = torch.cat((*sums, count))
+    if group is not None:
+        with reporting(group, "all_reduce (centres)", 0):
+            dist.all_reduce(sums, group=group.process_group)
+    means = sums[:-1] / sums[-1:].clamp(min=1.0)
+    # Sums that overflow, or one nan, must not make nan of every row.
+    means = torch.where(means.isfinite(), means, 0.0)
+    return means.view(2, *k.shape[:-2], 1, k.shape[-1])
 
 
 def _check_rows(x: Tensor, centre: Tensor | None) -> None:
@@ -170,7 +185,8 @@ def _check_rows(x: Tensor, centre: Tensor | None) -> None:
 
 def _check_centre(x: Tensor, centre: Tensor) -> None:
     given = (1,) * (x.dim() - centre.dim()) + tuple(centre.shape)
-    if len(given) != x.dim() or any(a not in (1, b) for a, b in zip(given, x.shape, strict=True)):
+    # Not `a not in (1, b)`: to a compiler no symbolic size is in a tuple.
+    if len(given) != x.dim() or any(a != 1 and a != b for a, b in zip(given, x.shape, strict=True)):
         raise ConfigError(
             f"a centre of shape {tuple(centre.shape)} for rows of shape {tuple(x.shape)}: it must "
             "broadcast to them; take it with `centred` from tensors of the same batch and heads"
@@ -246,6 +262,7 @@ def measure_error(
         wire: The format and centres.
         scale: Factor of the scores. Default: D^-0.5.
     """
+    wire = wire.centred(k, v, None) if wire.takes_centres else wire
     out_centre = wire.out_centre(q.shape[1])
     centres = (None, wire.k_centre, wire.v_centre)
     pairs = list(zip((q, k, v), centres, strict=True))

@@ -146,8 +146,9 @@ class BalancedLoader:
             source = Source(loader if ranks.is_leader else None, grouping)
         except ConfigError as met:
             error = met
-        sources = agree_on_settings(ranks, rules, cost, bytes_per_s, source, error)
-        self._source_places = sources.places
+        functions = {"length_fn": length_fn, "weight_fn": weight_fn, "unpack": unpack}
+        sources = agree_on_settings(ranks, rules, cost, bytes_per_s, functions, source, error)
+        self._source_places, self._deal = sources.places, sources.deal
         self._num_microbatches = sources.epoch_length(rules)
         per_byte = measure_exchange(ranks.group) if bytes_per_s is None else 1.0 / bytes_per_s
         self._redistributor = Redistributor(ranks, rules, cost, per_byte)
@@ -256,7 +257,8 @@ class BalancedLoader:
         The same on every rank, unless the loader has a state of its own (`StatefulDataLoader`):
         then each rank keeps its own.
         """
-        return {"version": STATE_VERSION, **dataclasses.asdict(self._progress)}
+        progress = dataclasses.asdict(self._progress)
+        return {"version": STATE_VERSION, "deal": self._deal, **progress}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the samples that were not delivered; all ranks load the same state.
@@ -264,16 +266,13 @@ class BalancedLoader:
         On another number of ranks, the DataLoader needs a `ResumableSampler`.
 
         Raises:
-            ConfigError: The state is not one of `state_dict`, or an iteration is under way.
+            ConfigError: The state is not one of `state_dict` or of other samples, or an iteration
+                is under way.
         """
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: close the loader first")
-        if state.get("version") != STATE_VERSION:
-            raise ConfigError(
-                f"a loader state of version {state.get('version')!r}: this bascule reads "
-                f"{STATE_VERSION}"
-            )
         try:
+            version, deal = state["version"], tuple(state["deal"])
             history = [tuple(counts) for counts in state["history"]]
             if any(state["counts"]):
                 history.append(tuple(state["counts"]))
@@ -282,6 +281,15 @@ class BalancedLoader:
             raise ConfigError(
                 f"this is not a loader state written by state_dict: {error!r}"
             ) from error
+        if version != STATE_VERSION:
+            raise ConfigError(
+                f"a loader state of version {version!r}: this bascule reads {STATE_VERSION}"
+            )
+        if deal != self._deal:
+            raise ConfigError(
+                f"a state of samplers with (num_samples, shuffle, seed) = {deal}, and these have "
+                f"{self._deal} (zeros: no ResumableSampler): samples would be lost or repeated"
+            )
         self._first = self._progress = _Progress(epoch, step, tuple(history), saved=saved)
 
     def _start(self) -> Prefetcher:
@@ -330,7 +338,12 @@ class BalancedLoader:
 
 
 def _num_input_ids(sample: Sample) -> int:
-    return len(sample["input_ids"])
+    try:
+        return len(sample["input_ids"])
+    except (LookupError, TypeError) as error:
+        raise ConfigError(
+            f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
+        ) from error
 
 
 def _one(sample: Sample) -> int:

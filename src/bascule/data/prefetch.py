@@ -201,17 +201,22 @@ class Prefetcher:
                 if taken is not None:
                     items.append(taken)
                 saved.append(self._reading.saved())
-            offer = self._offer(items)
         except Exception as error:
-            offer = Offer(error=_named(error, place))
-        return offer, saved
+            return Offer(error=_named(error, place)), saved
+        try:
+            return self._offer(items), saved
+        except Exception as error:
+            return Offer(error=error), saved
 
     def _offer(self, items: Sequence[list[Any]]) -> Offer:
         handlers, unpack = self._handlers, self._handlers.unpack
         samples: list[list[Sample]] = []
         flat: list[tuple[int, int, Any]] = []
         for micro, taken in enumerate(items):
-            group = taken if unpack is None else [one for item in taken for one in unpack(item)]
+            try:
+                group = taken if unpack is None else [one for item in taken for one in unpack(item)]
+            except Exception as error:
+                raise _named(error, f"microbatch {micro}, unpack") from error
             samples.append(group)
             flat += [(micro, place, sample) for place, sample in enumerate(group)]
         lens, weights, parcels = [], [], []

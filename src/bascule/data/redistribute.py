@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from bascule.comm.agree import Statement, agree
-from bascule.data.loaded import CLOSING, FLAGS, DataRanks, Ends, Loaded, Offer, Sample
+from bascule.data.loaded import CLOSING, FLAGS, DataRanks, Ends, Ints, Loaded, Offer, Sample
 from bascule.data.transfer import Deliveries, Transfer, deliver, exchange
 from bascule.errors import CommError, PlanError
 from bascule.plan.cost import Cost, PolynomialCost, describe_cost
@@ -220,7 +220,10 @@ class Redistributor:
             if not is_legal:
                 raise
             return as_loaded, Verdict(False, "limits", before, before)
-        plans = tuple(_without_idle_ranks(plan, cost) for plan in plans)
+        plans = tuple(
+            _without_idle_ranks(plan, loaded.weights[loaded.micro == micro], cost, rules.limits)
+            for micro, plan in enumerate(plans)
+        )
         after = step_makespan(plans, sync=rules.sync) + overhead
         reason = self._reason(loaded, plans, before, after) if is_legal else "balanced"
         applied = reason == "balanced"
@@ -263,24 +266,29 @@ def _as_loaded(loaded: Loaded, micro: int, topology: Topology, cost: Cost) -> Pl
     return Plan(topology, loaded.counts[micro], lens, source, loads, 0.0, "none")
 
 
-def _without_idle_ranks(plan: Plan, cost: Cost) -> Plan:
-    """Give each rank a sample if there are enough: many models cannot run on none.
+def _without_idle_ranks(plan: Plan, weights: Ints, cost: Cost, limits: Limits | None) -> Plan:
+    """Give each rank a sample that counts if there are enough: a mean over none is no number.
 
-    What earlier microbatches of a step left a rank to do may be a reason to give it nothing. Its
-    shortest sample then comes from the rank that has the most.
+    A rank may have been given nothing, or only samples of weight 0. One that counts then comes from
+    the rank that has the most of them, its shortest. The plan stays as it is where the limits leave
+    no room for that.
     """
-    counts = np.bincount(plan.bag_of, minlength=plan.num_ranks)
-    if plan.bag_of.size < plan.num_ranks or counts.all():
+    counted = weights > 0
+    if np.count_nonzero(counted) < plan.num_ranks:
+        counted = np.ones_like(counted)
+    held_by = np.bincount(plan.bag_of[counted], minlength=plan.num_ranks)
+    if plan.bag_of.size < plan.num_ranks or held_by.all():
         return plan
     bag_of = plan.bag_of.copy()
-    for rank in np.flatnonzero(counts == 0).tolist():
-        richest = int(counts.argmax())
-        held = np.flatnonzero(bag_of == richest)
+    for rank in np.flatnonzero(held_by == 0).tolist():
+        richest = int(held_by.argmax())
+        held = np.flatnonzero((bag_of == richest) & counted)
         bag_of[held[plan.seq_lens[held].argmin()]] = rank
-        counts[richest] -= 1
-        counts[rank] += 1
+        held_by[richest] -= 1
+        held_by[rank] += 1
     loads = np.bincount(bag_of, cost(plan.seq_lens), plan.num_ranks).astype(np.float64)
-    return dataclasses.replace(plan, bag_of=bag_of, loads=loads)
+    changed = dataclasses.replace(plan, bag_of=bag_of, loads=loads)
+    return changed if _keeps(changed, in_tokens(limits, cost, None)) else plan
 
 
 def _keeps(plan: Plan, limits: Limits | None) -> bool:

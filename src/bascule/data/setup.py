@@ -1,6 +1,7 @@
 """What happens once: the ranks of a balanced loader meet and agree on how steps are made."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import get_args
 
@@ -97,10 +98,12 @@ class Sources:
     Attributes:
         places: (n,) which of the data-parallel ranks they are.
         num_microbatches: (n,) of an epoch; -1 where a loader does not know.
+        deal: Samples, shuffle and seed of their `ResumableSampler`s; zeros without.
     """
 
     places: Ints
     num_microbatches: Ints
+    deal: tuple[int, ...]
 
     def epoch_length(self, rules: Rules) -> int | None:
         """Microbatches of an epoch on each rank; None if a loader does not know."""
@@ -117,6 +120,7 @@ def agree_on_settings(
     rules: Rules,
     cost: Cost,
     bytes_per_s: float | None,
+    functions: Mapping[str, object],
     source: Source,
     error: Exception | None,
 ) -> Sources:
@@ -125,25 +129,45 @@ def agree_on_settings(
     Raises:
         RemoteConfigError: A rank was given a wrong argument.
         CommError: They were not given the same.
-        ConfigError: A sampler deals for other ranks than those that load (on all ranks alike).
+        ConfigError: Samplers do not deal the same, or for other ranks than those that load (on all
+            ranks alike).
     """
     settings = {field.name: str(getattr(rules, field.name)) for field in dataclasses.fields(rules)}
     settings |= {"cost": describe_cost(cost), "bytes_per_s": str(bytes_per_s)}
+    for name, one in functions.items():
+        settings[name] = getattr(one, "__qualname__", type(one).__qualname__)
     try:
         number = len(source)
     except TypeError:
         number = -1
-    values = np.array([source.is_empty, number, *source.dealt_to], dtype=np.int64)
+    values = np.array([source.is_empty, number, *source.deal], dtype=np.int64)
     statement = Statement(settings, values, error)
     said = agree(ranks.group, statement, what="construction", step=0, capacity=values.size)
     of_rank = np.stack(said)[ranks.leaders]
-    sources = Sources(np.flatnonzero(of_rank[:, 0] == 0), of_rank[of_rank[:, 0] == 0, 1])
-    for index, place in enumerate(sources.places.tolist()):
-        share, num_shares = of_rank[place, 2:].tolist()
-        if num_shares and (share, num_shares) != (index, sources.places.size):
+    places = np.flatnonzero(of_rank[:, 0] == 0)
+    deals = of_rank[places, 2:]
+    _check_deals(places, deals)
+    deal = tuple(deals[0, 2:].tolist()) if places.size else (0, 0, 0)
+    return Sources(places, of_rank[places, 1], deal)
+
+
+def _check_deals(places: Ints, deals: Ints) -> None:
+    """Refuse samplers that together lose or repeat samples; alike on all ranks.
+
+    Raises:
+        ConfigError: Names the data-parallel rank, what it has, and what it should have.
+    """
+    for index, place in enumerate(places.tolist()):
+        share, num_shares, *dealt = deals[index].tolist()
+        if num_shares and (share, num_shares) != (index, places.size):
             raise ConfigError(
                 f"the ResumableSampler of data-parallel rank {place} has rank={share} and "
-                f"num_ranks={num_shares}: it is number {index} of {sources.places.size} ranks "
-                "that load, so samples would be lost or repeated"
+                f"num_ranks={num_shares}, so samples would be lost or repeated: give it "
+                f"rank={index} and num_ranks={places.size}, of the ranks whose loader is not None"
             )
-    return sources
+        if dealt != deals[0, 2:].tolist():
+            raise ConfigError(
+                f"the ResumableSamplers of data-parallel ranks {places[0]} and {place} have "
+                f"(num_samples, shuffle, seed) = {tuple(deals[0, 2:].tolist())} and "
+                f"{tuple(dealt)}, so samples would be lost or repeated: give all ranks the same"
+            )

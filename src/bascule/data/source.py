@@ -44,10 +44,15 @@ class ResumableSampler(Sampler[int]):
                 "give a number of samples, and a rank from 0 to num_ranks - 1"
             )
         self._num_samples = num_samples
-        self.rank, self.num_ranks = rank, num_ranks
+        self._rank, self._num_ranks = rank, num_ranks
         self._shuffle, self._seed = shuffle, seed
         self._epoch = 0
         self._history: History = ()
+
+    @property
+    def deal(self) -> tuple[int, int, int, int, int]:
+        """Rank, num_ranks, num_samples, shuffle and seed: what decides who gets what."""
+        return self._rank, self._num_ranks, self._num_samples, self._shuffle, self._seed
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order is dealt next."""
@@ -58,10 +63,10 @@ class ResumableSampler(Sampler[int]):
         self._history = history
 
     def __len__(self) -> int:
-        return len(range(self.rank, self._left().size, self.num_ranks))
+        return len(range(self._rank, self._left().size, self._num_ranks))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._left()[self.rank :: self.num_ranks].tolist())
+        return iter(self._left()[self._rank :: self._num_ranks].tolist())
 
     def _left(self) -> Ints:
         order = np.arange(self._num_samples)
@@ -136,12 +141,10 @@ class Source:
         return self._loader is None
 
     @property
-    def dealt_to(self) -> tuple[int, int]:
-        """(share, number of shares) of a `ResumableSampler`; zeros for any other."""
+    def deal(self) -> tuple[int, int, int, int, int]:
+        """Rank, num_ranks, num_samples, shuffle and seed of a `ResumableSampler`; else zeros."""
         sampler = self._sampler
-        return (
-            (sampler.rank, sampler.num_ranks) if isinstance(sampler, ResumableSampler) else (0, 0)
-        )
+        return sampler.deal if isinstance(sampler, ResumableSampler) else (0, 0, 0, 0, 0)
 
     def __len__(self) -> int:
         """Microbatches, where the loader's batches are kept as they are."""

@@ -39,7 +39,10 @@ class Deliveries:
 
 
 def deliver(loaded: Loaded, plans: Sequence[Plan], *, pad: bool) -> Deliveries:
-    """Each sample to its rank; with `pad`, the shortest one also to ranks that would have none."""
+    """Each sample to its rank; with `pad`, the shortest one also to ranks that would have none.
+
+    Of those that count in the mean, if there are any: the mean over what pads must be a number.
+    """
     dest = np.concatenate([plan.bag_of for plan in plans])
     ids, micro = np.arange(dest.size), loaded.micro
     num_micro, num_ranks = loaded.counts.shape
@@ -47,7 +50,8 @@ def deliver(loaded: Loaded, plans: Sequence[Plan], *, pad: bool) -> Deliveries:
         return Deliveries(ids, dest, micro, 0)
     held = np.bincount(micro * num_ranks + dest, minlength=num_micro * num_ranks)
     empty = np.flatnonzero(held == 0)
-    shortest = np.full(empty.size, loaded.lens.argmin())
+    counted = np.flatnonzero(loaded.weights > 0) if loaded.weights.any() else ids
+    shortest = np.full(empty.size, counted[loaded.lens[counted].argmin()])
     return Deliveries(
         np.concatenate([ids, shortest]),
         np.concatenate([dest, empty % num_ranks]),

@@ -133,7 +133,7 @@ def sent_bytes(layout: SequenceLayout, place: tuple[int, int], shape: AttentionS
     heads = tokens * (num_kv - own) * (queries + 2) + (row_tokens - tokens) * own * queries
     passed = [(ring - turn) % layout.ring_degree for turn in range(layout.ring_degree - 1)]
     keys = sum(layout.ring_lens[one] for one in passed) * 2 * own
-    return (heads + keys) * shape.batch * shape.head_dim * shape.element_bytes
+    return (heads + keys) * shape.batch * shape.row_bytes
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:

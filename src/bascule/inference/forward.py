@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, gather, split
+from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.inference.mode import SequenceParallelMode
 from bascule.inference.tables import Cut, SplitTable
@@ -19,13 +20,19 @@ from bascule.inference.tables import Cut, SplitTable
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What decides the bytes of an attention, apart from the layout."""
+    """What decides the bytes of an attention, apart from the layout.
+
+    Attributes:
+        batch: B.
+        num_heads: H.
+        num_kv_heads: K.
+        row_bytes: Of one token and head on the wire.
+    """
 
     batch: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    element_bytes: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +54,8 @@ class Forward(SequenceParallelMode):
     Lengths are those of whole tensors, before they are cut, so they are the same on every rank.
     """
 
-    def __init__(self, mesh: AttentionMesh, table: SplitTable) -> None:
-        super().__init__(mesh)
+    def __init__(self, mesh: AttentionMesh, table: SplitTable, wire: Wire | None = None) -> None:
+        super().__init__(mesh, wire=wire)
         # The first tensor of each segment, and its dim: a compiler takes the size of a tensor for
         # symbolic, and a number that one graph leaves to another for a constant.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
@@ -123,8 +130,9 @@ class Forward(SequenceParallelMode):
         super().record(query, key)
         if not torch.compiler.is_compiling():
             (batch, num_heads, _, head_dim), num_kv_heads = query.shape, key.shape[1]
-            shape = batch, num_heads, num_kv_heads, head_dim, query.element_size()
-            self._shapes[AttentionShape(*shape)] += 1
+            full = head_dim * query.element_size()
+            row_bytes = self.wire.row_bytes(head_dim) if self.wire else full
+            self._shapes[AttentionShape(batch, num_heads, num_kv_heads, row_bytes)] += 1
 
     def attended(self) -> Attended | None:
         """What was attended to; None for nothing, and in compiled graphs, which do not count."""

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bascule.attention.ranks import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.groups import reporting
+from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.inference.explain import Explanation, explain
 from bascule.inference.hooks import SplitModel
@@ -29,6 +30,7 @@ def parallelize(
     ring_degree: int | None = None,
     mesh: DeviceMesh | None = None,
     table: SplitTable | None = None,
+    wire: Wire | None = None,
 ) -> "Parallelized":
     """Split the sequences of a model over ranks: same inputs, same outputs, on every rank.
 
@@ -43,6 +45,9 @@ def parallelize(
         ring_degree: Ranks that pass keys and values around. Default: 1.
         mesh: Instead of degrees: some of the ranks, with axes "ring", "ulysses" or both.
         table: What is cut where. Default: the one for the class of the model.
+        wire: How queries, keys, values and attention's outputs travel: `Wire("int8",
+            takes_centres=True)` halves the bytes of bfloat16 at an error that `verify` shows. None
+            sends them as they are.
 
     Returns:
         A handle, and a context manager: leaving it calls `undo()`.
@@ -50,6 +55,11 @@ def parallelize(
     Raises:
         ConfigError: No table fits, no model is there, or the degrees fit neither ranks nor heads.
     """
+    if wire is not None and (wire.k_centre is not None or wire.v_centre is not None):
+        raise ConfigError(
+            "parallelize: a wire with given centres fits one shape of keys only: use "
+            f"Wire({wire.format!r}, takes_centres=True)"
+        )
     models = _models_of(model_or_pipeline)
     tables = [table or table_of(model) for model in models]
     place = _mesh_of(models[0], ulysses_degree, ring_degree, mesh)
@@ -59,7 +69,7 @@ def parallelize(
     with ExitStack() as undo:
         undo.callback(handle.undo)
         for model, one in zip(models, tables, strict=True):
-            handle.parts.append(SplitModel(model, one, place))
+            handle.parts.append(SplitModel(model, one, place, wire))
         undo.pop_all()
     return handle
 

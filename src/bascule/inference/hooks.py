@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bascule.attention.mesh import AttentionMesh
+from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.inference.forward import Attended, Forward
 from bascule.inference.tables import Cut, SplitTable, modules_of
@@ -26,12 +27,14 @@ class SplitModel:
         last: What the last one that ended well attended to, unless compiled.
     """
 
-    def __init__(self, model: nn.Module, table: SplitTable, mesh: AttentionMesh) -> None:
+    def __init__(
+        self, model: nn.Module, table: SplitTable, mesh: AttentionMesh, wire: Wire | None = None
+    ) -> None:
         if any(isinstance(hook, _Begin) for hook in model._forward_pre_hooks.values()):
             raise ConfigError(
                 f"{type(model).__name__} is split over ranks already: call undo() of its handle"
             )
-        self.model, self.table, self.mesh = model, table, mesh
+        self.model, self.table, self.mesh, self.wire = model, table, mesh, wire
         self.blocks = {
             name: (module, segments)
             for pattern, segments in table.blocks.items()
@@ -192,7 +195,7 @@ class _Begin:
         if of.is_paused:
             return None
         of.leave()  # of a forward pass that a KeyboardInterrupt ended, which calls no hooks
-        forward, cuts = Forward(of.mesh, table), table.inputs.get("", {})
+        forward, cuts = Forward(of.mesh, table, of.wire), table.inputs.get("", {})
         known = {*cuts, *table.whole, *table.masks}
 
         def change(name: str, value: Any) -> Any:

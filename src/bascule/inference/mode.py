@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention
+from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 
 # They call scaled_dot_product_attention where no mode sees it.
@@ -31,6 +32,7 @@ class SequenceParallelMode(TorchFunctionMode):
 
     Attributes:
         mesh: The ranks.
+        wire: How rows travel; None as they are.
         has_attended: Whether anything was attended over the mesh.
     """
 
@@ -39,9 +41,11 @@ class SequenceParallelMode(TorchFunctionMode):
         mesh: AttentionMesh,
         layout: SequenceLayout | None = None,
         replicated: Collection[int] = (),
+        wire: Wire | None = None,
     ) -> None:
         super().__init__()
         self.mesh = mesh
+        self.wire = wire
         self.has_attended = False
         self._layout = layout
         self._replicated = frozenset(replicated)
@@ -141,6 +145,7 @@ class SequenceParallelMode(TorchFunctionMode):
             attn_mask=mask,
             is_causal=is_causal,
             scale=scale,
+            wire=self.wire,
         )
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
@@ -170,6 +175,7 @@ def sequence_parallel(
     layout: SequenceLayout | None = None,
     *,
     replicated: Collection[int] = (),
+    wire: Wire | None = None,
 ) -> Iterator[SequenceParallelMode]:
     """Within, F.scaled_dot_product_attention of any model attends over the mesh.
 
@@ -186,6 +192,7 @@ def sequence_parallel(
         replicated: Numbers of keys of sequences that every rank has whole, as a prompt that image
             tokens attend to; such attention is left as it is. Other attention that is to be left
             as it is goes within `.local()` of what this yields.
+        wire: How queries, keys, values and outputs travel; None sends them as they are.
 
     Raises:
         ConfigError: What cannot be attended; a number of keys that is both; or nothing within
@@ -196,7 +203,7 @@ def sequence_parallel(
         places = [(r, u) for r in range(place.degrees[0]) for u in range(place.degrees[1])]
         for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
             raise ConfigError(_AMBIGUOUS.format(both))
-    with SequenceParallelMode(place, layout, replicated) as mode:
+    with SequenceParallelMode(place, layout, replicated, wire) as mode:
         yield mode
     if not mode.has_attended:
         raise ConfigError(

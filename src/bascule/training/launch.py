@@ -27,8 +27,8 @@ def device_type() -> str:
 
 
 def default_num_ranks() -> int:
-    """As many local ranks as GPUs, else as physical cores (torch's default number of threads)."""
-    return torch.cuda.device_count() or torch.get_num_threads()
+    """As many local ranks as GPUs; else as torch has threads (physical cores), but at least two."""
+    return torch.cuda.device_count() or max(2, torch.get_num_threads())
 
 
 def launch(num_ranks: int, arguments: list[str]) -> None:

@@ -23,7 +23,8 @@ class BenchOptions:
         planner: lpt, or the greedy of the KnapFormer paper.
         loader: Balance in the data loader: samples change ranks behind the compute.
         accumulate: Microbatches of a step, with --loader; each is a batch of the stream.
-        ranks: Local ranks to launch; as many as GPUs, else physical cores, if not given.
+        ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
+            not given.
         steps: Measured steps.
         warmup: Steps before them that do not count.
         batch_size: Photos a rank and step.
@@ -86,6 +87,8 @@ class BenchOptions:
                 f"--topology {self.topology}: --loader moves whole samples, so each rank is a bag "
                 "of its own; leave --topology out"
             )
+        if world_size == 1:
+            raise ConfigError("--loader on 1 rank: samples have nowhere to move; use --ranks 2")
         if self.planner != "lpt":
             raise ConfigError(f"--planner {self.planner}: --loader plans with lpt; leave it out")
         if self.data is not None and not any(code.batch_size for code in codes):
