@@ -19,6 +19,8 @@ from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import Three, difference, make_mask, make_mesh, three
 
 MESHES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 1), (1, 3), (2, 3)]
+SOME_MESHES = [(2, 1), (1, 2), (2, 2)]
+"""Those that CI compiles; `make stress` compiles for all."""
 CASES: list[dict[str, Any]] = [
     {"shape": (1, 12, 12, 8), "segments": (24,), "mask": "none"},
     {"shape": (2, 7, 7, 4), "segments": (5, 18), "mask": "key padding"},
@@ -93,7 +95,13 @@ def compare_to_eager(ring: int, ulysses: int, backend: str, numbers: list[int]) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
+@pytest.mark.parametrize(
+    ("ring", "ulysses"),
+    [
+        mesh if mesh in SOME_MESHES else pytest.param(*mesh, marks=pytest.mark.stress)
+        for mesh in MESHES
+    ],
+)
 def test_compiles_to_one_graph_on_every_mesh(ring: int, ulysses: int) -> None:
     numbers = list(range(len(CASES)))
     found = run_ranks(
@@ -163,7 +171,12 @@ def graphs_over_resolutions(ring: int, ulysses: int, has_layout: bool, trains: b
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ring", "ulysses", "has_layout", "trains"),
-    [(2, 1, True, True), (1, 2, True, True), (1, 2, False, True), (2, 1, True, False)],
+    [
+        (2, 1, True, True),
+        (1, 2, False, True),
+        pytest.param(1, 2, True, True, marks=pytest.mark.stress),
+        pytest.param(2, 1, True, False, marks=pytest.mark.stress),
+    ],
 )
 def test_ten_resolutions_take_two_recompiles(
     ring: int, ulysses: int, has_layout: bool, trains: bool
