@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bascule.data.wire import ALIGNMENT, copied, parcel, read
+from bascule.data.wire import ALIGNMENT, parcel, read
 from bascule.errors import ConfigError
 from tests.distributed.loader_cases import same
 
@@ -23,6 +23,16 @@ DTYPES = [
     if not str(dtype).startswith(("torch.q", "torch.bits", "torch.int1", "torch.uint1"))
     or str(dtype) in ("torch.int16", "torch.uint16")
 ]
+
+
+def copied(sample: Any) -> Any:
+    """The sample as it would arrive elsewhere."""
+    whole = parcel(sample)
+    buffer = torch.empty(whole.num_bytes, dtype=torch.uint8)
+    whole.write(buffer)
+    return read(buffer)
+
+
 NUMPY_DTYPES = [
     "?",
     "i1",

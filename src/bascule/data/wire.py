@@ -74,14 +74,6 @@ def read(buffer: Tensor) -> Any:
     return reader.build(json.loads(text))
 
 
-def copied(sample: Any) -> Any:
-    """The sample with memory of its own, in the form in which it would arrive elsewhere."""
-    whole = parcel(sample)
-    buffer = torch.empty(whole.num_bytes, dtype=torch.uint8)
-    whole.write(buffer)
-    return read(buffer)
-
-
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
