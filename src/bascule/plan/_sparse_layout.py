@@ -1,0 +1,83 @@
+"""Where the blocks of a sequence are before attention."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan._sparse_counts import check_ranks, check_vector
+from bascule.plan.layout import Ints, frozen
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockLayout:
+    """The blocks of a sequence at home: a rank has the tokens of a block for all heads.
+
+    A rank holds its tokens in the order of the sequence. Ranks are numbered ring by Ulysses: rank =
+    ring rank * U + Ulysses rank.
+
+    Attributes:
+        lens: (n,) tokens of each block.
+        home: (n,) rank that has them.
+    """
+
+    lens: Ints
+    home: Ints
+
+    def __post_init__(self) -> None:
+        if self.lens.shape != self.home.shape:
+            raise ConfigError(f"{self.home.size} homes for {self.lens.size} blocks: give one each")
+        frozen(self.lens)
+        frozen(self.home)
+
+    @classmethod
+    def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
+        """Block i on ring rank i mod R, and there on Ulysses rank (i // R) mod U.
+
+        Neighbouring blocks see about as much as each other, so that ring ranks have about the same
+        work before anything is known of the masks.
+        """
+        lens = _lens(lens)
+        place = np.arange(lens.size)
+        ulysses = place // ring_degree % ulysses_degree
+        return cls(lens, place % ring_degree * ulysses_degree + ulysses)
+
+    @classmethod
+    def contiguous(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
+        """A run of blocks on each rank; runs differ by one block at most."""
+        lens = _lens(lens)
+        return cls(lens, np.arange(lens.size) * (ulysses_degree * ring_degree) // max(lens.size, 1))
+
+    def offsets(self, num_ranks: int) -> tuple[Ints, Ints]:
+        """(n,) first row of each block on its rank, and (num_ranks,) tokens of each rank."""
+        check_ranks("home", self.home, num_ranks)
+        order = np.argsort(self.home, kind="stable")
+        tokens = np.bincount(self.home, self.lens, num_ranks).astype(np.int64)
+        ends = np.cumsum(self.lens[order]) - self.lens[order]
+        first = np.empty_like(self.lens)
+        first[order] = ends - (np.cumsum(tokens) - tokens)[self.home[order]]
+        return first, tokens
+
+
+def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
+    """(n,) tokens of each block of a sequence of segments, such as text and video.
+
+    Blocks never straddle segments, so the last one of each may be short.
+
+    Raises:
+        ConfigError: A segment is negative, or a block has no token.
+    """
+    tokens = check_vector("segments", segments, np.size(segments))
+    if block < 1:
+        raise ConfigError(f"block is {block}: a block has at least one token")
+    counts = -(-tokens // block)
+    lens = np.full(counts.sum(), block)
+    last, used = np.cumsum(counts) - 1, tokens > 0
+    lens[last[used]] -= (counts * block - tokens)[used]
+    return lens
+
+
+def _lens(lens: npt.ArrayLike) -> Ints:
+    return check_vector("lens", lens, np.size(lens))

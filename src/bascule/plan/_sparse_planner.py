@@ -1,0 +1,323 @@
+"""How plans for block-sparse attention are made, and kept across denoising steps.
+
+Legend: H heads, Q query blocks, K key blocks, C columns of work (key blocks, or ring ranks), U
+rings (Ulysses ranks), R ranks of a ring.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan._sparse_blocks import BlockPlan, partition_blocks
+from bascule.plan._sparse_counts import (
+    Floats,
+    Work,
+    block_counts,
+    check_ranks,
+    check_work,
+    ring_work,
+    tile_work,
+)
+from bascule.plan._sparse_heads import partition_heads
+from bascule.plan._sparse_layout import BlockLayout
+from bascule.plan._sparse_metrics import barrier_imbalance
+from bascule.plan._sparse_plan import SparsePlan
+from bascule.plan.cluster import Cluster
+from bascule.plan.layout import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePlanner:
+    """How plans are made.
+
+    Args:
+        ulysses_degree: U.
+        ring_degree: R.
+        method: How blocks are placed, see `partition_blocks`. With "paper" heads are dealt by the
+            paper's greedy too, and all rings share one placement of blocks.
+        target: Imbalance that "minimal_move" is to reach, over the mean work of all ranks.
+        reward: For "paper", see `partition_blocks`.
+        cut_above: See `partition_heads`.
+        shared: Whether all rings place blocks alike, from the sum of their work.
+        cluster: With one, moves between nodes are dearer than within them. Default: all are alike.
+
+    Raises:
+        ConfigError: A degree is less than 1, or the cluster has another number of ranks.
+    """
+
+    ulysses_degree: int = 1
+    ring_degree: int = 1
+    method: str = "minimal_move"
+    target: float = 1.005
+    reward: float = 2.0
+    cut_above: float = 0.01
+    shared: bool = False
+    cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        check_degrees(self.ulysses_degree, self.ring_degree)
+        if self.cluster is not None:
+            self.cluster.check_world(self.ulysses_degree * self.ring_degree)
+
+    def plan(
+        self,
+        work: npt.ArrayLike,
+        q: BlockLayout,
+        kv: BlockLayout | None = None,
+        *,
+        num_kv_heads: int | None = None,
+    ) -> SparsePlan:
+        """Choose a rank for every query block of every head, and a ring rank for every key block.
+
+        Heads first, then the blocks of each ring. Pure; the same on every rank that gives the same
+        arguments.
+
+        Args:
+            work: (H, Q, K) bool masks, or (H, Q, R) counts by home ring rank: `block_counts` with
+                the lengths of `kv`. With counts, keys stay at home.
+            q: The query blocks at home.
+            kv: The key blocks at home. Default: those of the queries.
+            num_kv_heads: Key-value heads. Default: H.
+
+        Raises:
+            ConfigError: The arguments do not fit each other.
+        """
+        kv = q if kv is None else kv
+        columns = _columns(work, q, kv, self.ulysses_degree, self.ring_degree)
+        if self.method == "paper" and self.ring_degree > 1 and not columns.are_blocks:
+            raise ConfigError(
+                'method "paper" moves keys, and counts are by the ring rank where keys are at '
+                'home: give the masks, or use "minimal_move"'
+            )
+        num_kv_heads = _kv_heads(columns.work.shape[0], num_kv_heads)
+        ring_of = self._rings(columns)
+        matrices = columns.matrices(ring_of, self.ulysses_degree)
+        plans = self._place(columns, matrices, ring_of, num_kv_heads)
+        q_of, column_of = np.stack([x.q_of for x in plans]), np.stack([x.kv_of for x in plans])
+        if self._is_shared:
+            tiles = _tiles(matrices, q_of, column_of, self.ring_degree)
+        else:
+            tiles = np.stack([x.tiles for x in plans])
+        kv_of = column_of if columns.are_blocks else _kv_at_home(kv, self.ulysses_degree)
+        degrees = self.ulysses_degree, self.ring_degree
+        return SparsePlan(*degrees, num_kv_heads, q, kv, ring_of, q_of, kv_of, tiles)
+
+    @property
+    def _is_shared(self) -> bool:
+        return self.shared or self.method == "paper"
+
+    def _rings(self, columns: "_Columns") -> Ints:
+        """(H, Q) ring of every query block of every head."""
+        # In turns from the ring ranks, so that every rank of a ring gets its share of a cut head.
+        order = _dealt(columns.q_home)
+        heads = partition_heads(
+            columns.per_block()[:, order],
+            self.ulysses_degree,
+            method="paper" if self.method == "paper" else "assign",
+            cut_above=self.cut_above,
+        )
+        ring_of = np.empty_like(heads.rank_of)
+        ring_of[:, order] = heads.rank_of
+        return ring_of
+
+    def _place(
+        self, columns: "_Columns", matrices: Floats, ring_of: Ints, num_kv_heads: int
+    ) -> list[BlockPlan]:
+        """(U,) where query blocks and columns are in each ring."""
+        if self._is_shared:
+            matrices = matrices.sum(axis=0, keepdims=True)
+        # Rings with less work than others need not be as even.
+        mean = max(float(matrices.sum()) / len(matrices), 1.0)
+        least = (1.0 + self.target) / 2
+        plans = [
+            partition_blocks(
+                matrix,
+                self.ring_degree,
+                method=self.method,
+                q_home=columns.q_home,
+                kv_home=columns.home,
+                reward=self.reward,
+                target=max(self.target * mean / max(float(matrix.sum()), 1.0), least),
+                prices=self._prices(columns, ring_of, num_kv_heads, ring),
+            )
+            for ring, matrix in enumerate(matrices)
+        ]
+        return plans * self.ulysses_degree if self._is_shared else plans
+
+    def _prices(
+        self, columns: "_Columns", ring_of: Ints, num_kv_heads: int, ring: int
+    ) -> tuple[Floats, Floats]:
+        """(R, R) each: what moving a query block and a key block of a ring costs.
+
+        A query and its output travel for each head in the ring, a key and a value for each
+        key-value head. Over other wires than the fastest a row costs more.
+        """
+        per_row = 1.0 - np.eye(self.ring_degree)
+        if self.cluster is not None:
+            node = np.arange(self.ring_degree) * self.ulysses_degree + ring
+            node //= self.cluster.ranks_per_node
+            near, far = self.cluster.intra_bytes_per_s, self.cluster.inter_bytes_per_s
+            per_row *= np.where(node == node[:, None], 1.0, near / far)
+        is_here = ring_of == ring
+        num_heads = max(float(is_here.sum()) / max(ring_of.shape[1], 1), 1.0)
+        num_kv = max(int(is_here.reshape(num_kv_heads, -1).any(axis=1).sum()), 1)
+        return num_heads * per_row, num_kv * per_row if columns.are_blocks else per_row + np.inf
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReuse:
+    """A layer's plan, kept across denoising steps while it is even enough. Immutable.
+
+    A step runs with `plan`; then `after` takes that step's work and gives the state for the next
+    one. So planning is off the critical path, and a plan is one step old when it is used.
+
+    Attributes:
+        planner: Makes plans.
+        plan: The plan for the next step.
+        tolerance: It is kept while its imbalance under the new work is at most 1 + tolerance. The
+            paper has 0.10.
+        num_planned: Plans made so far.
+        num_kept: How often the plan was kept.
+    """
+
+    planner: SparsePlanner
+    plan: SparsePlan
+    tolerance: float = 0.05
+    num_planned: int = 1
+    num_kept: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tolerance >= 0.0:
+            raise ConfigError(f"tolerance is {self.tolerance}: it must be at least 0, as in 0.05")
+
+    def after(self, work: npt.ArrayLike) -> "PlanReuse":
+        """The state after a step with this work: masks, or counts, as for `SparsePlanner.plan`.
+
+        The plan is also kept where it is as even as it was when it was made: a new one is made in
+        the same way, and would hardly be better.
+
+        Raises:
+            ConfigError: The work does not fit the plan.
+        """
+        plan = self.plan
+        imbalance = barrier_imbalance(tiles_under(plan, work))
+        if imbalance <= max(1.0 + self.tolerance, plan.imbalance):
+            return replace(self, num_kept=self.num_kept + 1)
+        made = self.planner.plan(work, plan.q, plan.kv, num_kv_heads=plan.num_kv_heads)
+        return replace(self, plan=made, num_planned=self.num_planned + 1)
+
+
+def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
+    """(U, R, R) work of the tiles of a plan under masks or counts other than its own.
+
+    Raises:
+        ConfigError: The work does not fit the plan; or it is counts, and the plan moves keys.
+    """
+    columns = _columns(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
+    if columns.work.shape[0] != plan.ring_of.shape[0]:
+        raise ConfigError(
+            f"work of {columns.work.shape[0]} heads for a plan of {plan.ring_of.shape[0]}"
+        )
+    column_of = plan.kv_of
+    if not columns.are_blocks:
+        if (plan.kv_of != _kv_at_home(plan.kv, plan.ulysses_degree)).any():
+            raise ConfigError(
+                "this plan moves keys, and counts are by the ring rank where keys are at home: "
+                "give the masks, or make plans from counts"
+            )
+        column_of = np.tile(columns.home, (plan.ulysses_degree, 1))
+    matrices = columns.matrices(plan.ring_of, plan.ulysses_degree)
+    return _tiles(matrices, plan.q_of, column_of, plan.ring_degree)
+
+
+def check_degrees(ulysses_degree: int, ring_degree: int) -> None:
+    """Refuse a mesh without ranks.
+
+    Raises:
+        ConfigError: A degree is less than 1.
+    """
+    if ulysses_degree < 1 or ring_degree < 1:
+        raise ConfigError(
+            f"Ulysses degree {ulysses_degree}, ring degree {ring_degree}: both must be at least 1"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """Work by query block and column: key blocks, or the keys of each ring rank.
+
+    Attributes:
+        work: (H, Q, C) masks or counts.
+        lens: (C,) tokens that a count of one stands for.
+        home: (C,) ring rank of each column at home.
+        q_lens: (Q,) tokens of each query block.
+        q_home: (Q,) ring rank of each query block at home.
+        are_blocks: Whether columns are key blocks, which may be moved.
+    """
+
+    work: Work
+    lens: Ints
+    home: Ints
+    q_lens: Ints
+    q_home: Ints
+    are_blocks: bool
+
+    def per_block(self) -> Ints:
+        """(H, Q) work of each query block of each head."""
+        if self.are_blocks:
+            return block_counts(self.work, kv_lens=self.lens)[:, :, 0] * self.q_lens
+        return self.work.sum(axis=2) * self.q_lens
+
+    def matrices(self, ring_of: Ints, ulysses_degree: int) -> Floats:
+        """(U, Q, C) work of each ring."""
+        sums = ring_work(self.work, ring_of, ulysses_degree)
+        sums *= np.multiply.outer(self.q_lens, self.lens)
+        return sums
+
+
+def _columns(
+    work: npt.ArrayLike, q: BlockLayout, kv: BlockLayout, ulysses_degree: int, ring_degree: int
+) -> _Columns:
+    for name, layout in (("q", q), ("kv", kv)):
+        check_ranks(f"{name}.home", layout.home, ulysses_degree * ring_degree)
+    work = check_work(work, ring_degree, kv.lens.size)
+    if work.shape[1] != q.lens.size:
+        raise ConfigError(f"work of {work.shape[1]} query blocks for a layout of {q.lens.size}")
+    q_home, kv_home = q.home // ulysses_degree, kv.home // ulysses_degree
+    if work.dtype == np.bool_:
+        if ring_degree > 1:
+            return _Columns(work, kv.lens, kv_home, q.lens, q_home, True)
+        work = block_counts(work, kv_lens=kv.lens)
+    ranks = np.arange(ring_degree)
+    return _Columns(work, np.ones_like(ranks), ranks, q.lens, q_home, False)
+
+
+def _tiles(matrices: Floats, q_of: Ints, column_of: Ints, ring_degree: int) -> Floats:
+    """(U, R, R) from (U, Q, C), (U, Q) and (U, C)."""
+    rings = zip(matrices, q_of, column_of, strict=True)
+    return np.stack([tile_work(*ring, ring_degree) for ring in rings])
+
+
+def _kv_at_home(kv: BlockLayout, ulysses_degree: int) -> Ints:
+    return np.tile(kv.home // ulysses_degree, (ulysses_degree, 1))
+
+
+def _dealt(ranks: Ints) -> Ints:
+    """(n,) items in turns from the ranks: the first of each rank, the second of each, ..."""
+    by_rank = np.argsort(ranks, kind="stable")
+    first = np.searchsorted(ranks[by_rank], ranks[by_rank])
+    place = np.empty_like(by_rank)
+    place[by_rank] = np.arange(ranks.size) - first
+    return np.lexsort((ranks, place))
+
+
+def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
+    number = num_heads if num_kv_heads is None else num_kv_heads
+    if number < 1 or num_heads % number:
+        raise ConfigError(
+            f"{num_heads} heads and {number} key-value heads: the former must be a multiple of the "
+            "latter"
+        )
+    return number

@@ -1,0 +1,86 @@
+"""Block-sparse attention in balance: which rank computes which query blocks of which heads.
+
+Attention is cut into blocks of tokens; a mask says which query blocks see which key blocks. On a
+mesh of U Ulysses x R ring ranks every ring has some of the heads, perhaps a part of the queries of
+a head. A query block stays on a ring rank; keys and values travel around the ring. Source: db-SP,
+whose method is kept as "paper". From a striped home layout a few moves do better than all of its.
+
+Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring. Rank =
+ring rank * U + Ulysses rank.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan._sparse_blocks import BlockPlan as BlockPlan
+from bascule.plan._sparse_blocks import partition_blocks as partition_blocks
+from bascule.plan._sparse_counts import Bools, Floats, check_masks
+from bascule.plan._sparse_counts import block_counts as block_counts
+from bascule.plan._sparse_heads import HeadPlan as HeadPlan
+from bascule.plan._sparse_heads import partition_heads as partition_heads
+from bascule.plan._sparse_layout import BlockLayout as BlockLayout
+from bascule.plan._sparse_layout import block_lens as block_lens
+from bascule.plan._sparse_metrics import barrier_imbalance, coupled_imbalance
+from bascule.plan._sparse_plan import SparsePlan as SparsePlan
+from bascule.plan._sparse_planner import PlanReuse as PlanReuse
+from bascule.plan._sparse_planner import SparsePlanner as SparsePlanner
+from bascule.plan._sparse_planner import check_degrees
+from bascule.plan._sparse_planner import tiles_under as tiles_under
+from bascule.plan._sparse_route import PackedRows as PackedRows
+
+
+def sparse_imbalance(
+    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
+) -> float:
+    """Rho of db-SP, equations 1 to 3: the slowest rank's work over the mean, summed over rounds.
+
+    Ranks of a ring wait for each other after each of its R rounds, rings only at the end.
+
+    Args:
+        masks: (H, Q, K) bool.
+        ulysses_degree: U; 1 is ring attention.
+        ring_degree: R; 1 is Ulysses.
+        plan: Who computes what; work is then in pairs of tokens. Default: heads in their order, and
+            runs of blocks on each ring rank, as even as their numbers allow; blocks count 1.
+
+    Raises:
+        ConfigError: The masks are none, or the plan is for another mesh or other masks.
+    """
+    return barrier_imbalance(_tiles_of(masks, ulysses_degree, ring_degree, plan))
+
+
+def critical_path_imbalance(
+    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
+) -> float:
+    """The same for a ring whose ranks wait for their neighbours alone, as they in fact do.
+
+    Arguments and errors as for `sparse_imbalance`, which is never less.
+    """
+    return coupled_imbalance(_tiles_of(masks, ulysses_degree, ring_degree, plan))
+
+
+def _tiles_of(
+    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None
+) -> Floats:
+    checked = check_masks(masks)
+    check_degrees(ulysses_degree, ring_degree)
+    if plan is None:
+        plan = _unbalanced(checked, ulysses_degree, ring_degree)
+    if (plan.ulysses_degree, plan.ring_degree) != (ulysses_degree, ring_degree):
+        raise ConfigError(
+            f"a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring) on a "
+            f"mesh of {ulysses_degree} x {ring_degree}"
+        )
+    return tiles_under(plan, checked)
+
+
+def _unbalanced(masks: Bools, ulysses_degree: int, ring_degree: int) -> SparsePlan:
+    """Heads and blocks in their order; its tiles are left empty."""
+    degrees = ulysses_degree, ring_degree
+    q, kv = (BlockLayout.contiguous(np.ones(size, np.int64), *degrees) for size in masks.shape[1:])
+    q_of, kv_of = (np.tile(x.home // ulysses_degree, (ulysses_degree, 1)) for x in (q, kv))
+    heads = np.arange(len(masks))
+    ring_of = np.tile(heads * ulysses_degree // max(heads.size, 1), (q.lens.size, 1)).T
+    tiles = np.zeros((ulysses_degree, ring_degree, ring_degree))
+    return SparsePlan(*degrees, heads.size, q, kv, ring_of, q_of, kv_of, tiles)

@@ -1,0 +1,336 @@
+"""Which Ulysses and ring degrees compute an attention call the fastest, by a fitted latency model.
+
+The model is db-SP's equation 4: the all-to-alls, then R periods of compute, of which all but the
+last hide an exchange of keys and values, or are hidden by it. There the imbalance multiplies
+compute and exchange alike; here only the work, since what is exchanged does not depend on the mask.
+
+Legend: U Ulysses degree, R ring degree, O observed calls, K = 6 coefficients.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from bascule.errors import ConfigError
+from bascule.plan.workload import is_int
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+NUM_ALL_TO_ALLS = 2
+"""All-to-alls of a call: queries, keys and values to their ranks, and the output back."""
+
+NUM_COEFFICIENTS = 6
+
+MIN_SHARE = 0.1
+"""Of a measured time; a prediction below it counts as this when errors are made relative."""
+
+MAX_ROUNDS = 50
+NUM_STARTS = 9
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLoad:
+    """What an attention call asks of the slowest of U x R ranks.
+
+    Args:
+        ulysses_degree: U.
+        ring_degree: R.
+        work: What the slowest rank computes in all R periods: the imbalance times the mean over the
+            ranks, in query-key pairs or in blocks; in one unit for a fit and its predictions.
+        all_to_all_bytes: What it sends to other ranks in both all-to-alls; 0 if there are none.
+        p2p_bytes: Keys and values that it passes on in a period.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    ulysses_degree: int
+    ring_degree: int
+    work: float
+    all_to_all_bytes: float
+    p2p_bytes: float
+
+    def __post_init__(self) -> None:
+        for name in ("ulysses_degree", "ring_degree"):
+            value = getattr(self, name)
+            if not is_int(value) or value < 1:
+                raise ConfigError(f"AttentionLoad({name}={value!r}): must be an integer >= 1")
+        _check_amounts(self, ("work", "all_to_all_bytes", "p2p_bytes"))
+
+    @classmethod
+    def even(
+        cls,
+        degrees: tuple[int, int],
+        *,
+        seq_len: int,
+        num_heads: int,
+        head_dim: int,
+        density: float = 1.0,
+        imbalance: float = 1.0,
+        bytes_per_value: int = 2,
+    ) -> "AttentionLoad":
+        """The load of one sequence whose tokens and heads are shared evenly, in query-key pairs.
+
+        Args:
+            degrees: (U, R).
+            seq_len: Tokens.
+            num_heads: Heads, of queries as of keys and values.
+            head_dim: Values of a head.
+            density: Share of the query-key pairs that is computed.
+            imbalance: Max over mean of the ranks' work, as `sparse_imbalance` gives it.
+            bytes_per_value: As they travel.
+        """
+        ulysses, ring = degrees
+        share = seq_len * num_heads / (ulysses * ring)  # rows of a rank
+        row_bytes = head_dim * bytes_per_value
+        return cls(
+            ulysses,
+            ring,
+            imbalance * density * share * seq_len,
+            4.0 * share * row_bytes * (ulysses - 1) / ulysses,
+            2.0 * share * row_bytes if ring > 1 else 0.0,
+        )
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """(U, R)."""
+        return (self.ulysses_degree, self.ring_degree)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLatency:
+    """Seconds of an attention call: `exchanges + (R - 1) max(compute, p2p) + compute`.
+
+    With `compute = launch_s + compute_s_per_work work / R`, `p2p = p2p_latency_s + p2p_s_per_byte
+    p2p_bytes`, and `exchanges = 2 all_to_all_latency_s + all_to_all_s_per_byte all_to_all_bytes`,
+    or 0 where nothing is sent. Source: db-SP, equation 4; latencies and bytes are ours.
+
+    Args:
+        all_to_all_latency_s: Seconds to start an all-to-all.
+        all_to_all_s_per_byte: Seconds per byte that a rank sends in it.
+        p2p_latency_s: Seconds to start an exchange with the neighbours in the ring.
+        p2p_s_per_byte: Seconds per byte that a rank passes on.
+        compute_s_per_work: Seconds per unit of work.
+        launch_s: Seconds to start the kernel of a period.
+        fit_error: Root mean square relative error of the fit that gave the above, if any.
+
+    Raises:
+        ConfigError: A coefficient is negative or not finite.
+    """
+
+    all_to_all_latency_s: float
+    all_to_all_s_per_byte: float
+    p2p_latency_s: float
+    p2p_s_per_byte: float
+    compute_s_per_work: float
+    launch_s: float
+    _: KW_ONLY
+    fit_error: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_amounts(self, [field.name for field in fields(self)[:NUM_COEFFICIENTS]])
+
+    def __call__(self, load: AttentionLoad) -> float:
+        """Predicted seconds of a call."""
+        compute_s = self.launch_s + self.compute_s_per_work * load.work / load.ring_degree
+        p2p_s = self.p2p_latency_s + self.p2p_s_per_byte * load.p2p_bytes
+        exchange_s = self.all_to_all_s_per_byte * load.all_to_all_bytes
+        if load.all_to_all_bytes > 0:
+            exchange_s += NUM_ALL_TO_ALLS * self.all_to_all_latency_s
+        return exchange_s + (load.ring_degree - 1) * max(compute_s, p2p_s) + compute_s
+
+
+def fit_attention_latency(
+    loads: Sequence[AttentionLoad], seconds: npt.ArrayLike
+) -> AttentionLatency:
+    """Fit the latency model to measured calls.
+
+    Once it is known which calls wait for the exchange in the ring and which for the compute, the
+    model is linear in its coefficients. So the two alternate, as in `fit_iterations`: non-negative
+    least squares, then the slower side by the coefficients, until both stay; from several starts,
+    of which that with the smallest error counts. Errors are relative to the predicted time:
+    relative to the measured one, calls that the noise made short would count more.
+
+    Args:
+        loads: Of each call, in ranges as wide as those that will be predicted. Some should have so
+            little work (0 is legal) that a ring waits for its exchange: else nothing tells how long
+            that takes. Some should be on one rank: they tell launches from latencies.
+        seconds: (n,) of each; best the median of some repeats, since a stall counts in full.
+
+    Raises:
+        ConfigError: Fewer than 6 calls, a time that is not positive, no call with all-to-alls or
+            none with a ring, or none that waits for the exchange in the ring.
+    """
+    measured_O = np.asarray(seconds, dtype=np.float64)
+    _check_observations(loads, measured_O)
+    observed = _Observed(
+        *(
+            np.array([getattr(load, field.name) for load in loads], dtype=np.float64)
+            for field in fields(_Observed)
+        )
+    )
+    found = [_alternate(observed, measured_O, waits_O) for waits_O in _starts(observed)]
+    # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
+    coefs_K, waits_O, error = min(found, key=lambda solution: round(solution[2], 9))
+    if not waits_O.any():
+        raise ConfigError(
+            "fit_attention_latency: no call waits for the exchange in the ring, so its time is not "
+            "known: measure some calls with little work, or with none"
+        )
+    return AttentionLatency(*coefs_K.tolist(), fit_error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """The mesh of one layer in one step, and what the next choice needs to know.
+
+    Attributes:
+        degrees: (U, R).
+        predicted_s: Seconds of the call.
+        foregone_s: Predicted seconds lost since the last switch, by not being on the fastest mesh.
+        num_choices: Choices so far, this one included.
+        num_switches: How many of them left the mesh of the one before.
+    """
+
+    degrees: tuple[int, int]
+    predicted_s: float
+    foregone_s: float = 0.0
+    num_choices: int = 1
+    num_switches: int = 0
+
+
+def choose_strategy(
+    latency: AttentionLatency,
+    loads: Sequence[AttentionLoad],
+    last: StrategyChoice | None = None,
+    *,
+    min_gain: float = 0.03,
+    switch_s: float = 0.0,
+) -> StrategyChoice:
+    """Choose the mesh with the lowest predicted latency, but do not switch for nothing.
+
+    A gain that is at most `min_gain` of the current prediction is less than the model can tell, and
+    does not count. Those that count are summed as long as the layer stays where it is; once the sum
+    pays for a switch, it switches to what is fastest then. Equal predictions: the first.
+
+    Args:
+        latency: The fitted model.
+        loads: Of this layer in this step on every allowed mesh, with the imbalance of each.
+        last: The choice for this layer in the step before; None in the first.
+        min_gain: Least relative gain that counts; the error of the model is a good value.
+        switch_s: Seconds that a switch costs: new plans and index tables, cold caches.
+
+    Raises:
+        ConfigError: No mesh, one of them twice, or the current one is not among them.
+    """
+    seconds_of: dict[tuple[int, int], float] = {load.degrees: latency(load) for load in loads}
+    if not loads or len(seconds_of) < len(loads):
+        raise ConfigError(
+            f"choose_strategy: loads of {[load.degrees for load in loads]} (Ulysses, ring); give "
+            "each allowed mesh once, and at least one"
+        )
+    best = min(seconds_of, key=lambda degrees: seconds_of[degrees])
+    if last is None:
+        return StrategyChoice(best, seconds_of[best])
+    if last.degrees not in seconds_of:
+        raise ConfigError(
+            f"choose_strategy: the last mesh {last.degrees} is not among {list(seconds_of)}: give "
+            "its load too, or last=None to start anew"
+        )
+    current_s = seconds_of[last.degrees]
+    gain_s = current_s - seconds_of[best]
+    counts = gain_s > min_gain * current_s
+    foregone_s = last.foregone_s + (gain_s if counts else 0.0)
+    num_choices = last.num_choices + 1
+    if counts and foregone_s >= switch_s:
+        return StrategyChoice(best, seconds_of[best], 0.0, num_choices, last.num_switches + 1)
+    return StrategyChoice(last.degrees, current_s, foregone_s, num_choices, last.num_switches)
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """The loads of O calls, as arrays (O,)."""
+
+    ring_degree: Floats
+    work: Floats
+    all_to_all_bytes: Floats
+    p2p_bytes: Floats
+
+    def rows(self, waits_O: Bools) -> Floats:
+        """(O, K) factors of the coefficients, given the calls that wait for the exchange."""
+        waited_O = np.where(waits_O, self.ring_degree - 1.0, 0.0)
+        computed_O = self.ring_degree - waited_O
+        columns = (
+            np.where(self.all_to_all_bytes > 0, float(NUM_ALL_TO_ALLS), 0.0),
+            self.all_to_all_bytes,
+            waited_O,
+            waited_O * self.p2p_bytes,
+            computed_O * self.work / self.ring_degree,
+            computed_O,
+        )
+        return np.stack(columns, axis=1)
+
+    def waits(self, coefs_K: Floats) -> Bools:
+        """(O,) whether a call waits for the exchange by these coefficients."""
+        _, _, p2p_latency_s, p2p_s_per_byte, compute_s_per_work, launch_s = coefs_K.tolist()
+        compute_O = launch_s + compute_s_per_work * self.work / self.ring_degree
+        p2p_O = p2p_latency_s + p2p_s_per_byte * self.p2p_bytes
+        # What is as long as the compute is not seen: rounding must not say that it is.
+        return (self.ring_degree > 1) & (p2p_O > (1.0 + 1e-6) * compute_O)
+
+
+def _starts(observed: _Observed) -> list[Bools]:
+    """Calls that wait for the exchange at first: those with the most bytes for their work."""
+    in_ring_O = observed.ring_degree > 1
+    work_O = np.maximum(observed.work / observed.ring_degree, observed.work.mean() * 1e-9)
+    bytes_per_work_O = observed.p2p_bytes / np.maximum(work_O, np.finfo(np.float64).tiny)
+    cuts = np.quantile(bytes_per_work_O[in_ring_O], np.linspace(0.0, 1.0, NUM_STARTS))
+    return [in_ring_O & (bytes_per_work_O >= cut) for cut in cuts]
+
+
+def _alternate(
+    observed: _Observed, measured_O: Floats, waits_O: Bools
+) -> tuple[Floats, Bools, float]:
+    """Coefficients (K,), the calls that wait by them (O,), and the relative error."""
+    coefs_K, predicted_O = np.zeros(NUM_COEFFICIENTS), measured_O
+    for _ in range(MAX_ROUNDS):
+        last_K, last_O = coefs_K, waits_O
+        rows_OK = observed.rows(waits_O) / predicted_O[:, None]
+        means_K = rows_OK.mean(axis=0)
+        units_K = np.divide(1.0, means_K, out=np.zeros_like(means_K), where=means_K > 0)
+        coefs_K = units_K * nnls(rows_OK * units_K, measured_O / predicted_O)[0]
+        waits_O = observed.waits(coefs_K)
+        predicted_O = np.maximum(observed.rows(waits_O) @ coefs_K, MIN_SHARE * measured_O)
+        if np.array_equal(waits_O, last_O) and np.allclose(coefs_K, last_K, rtol=1e-9, atol=0.0):
+            break
+    return coefs_K, waits_O, float(np.sqrt(np.mean((measured_O / predicted_O - 1.0) ** 2)))
+
+
+def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> None:
+    if measured_O.shape != (len(loads),) or len(loads) < NUM_COEFFICIENTS:
+        raise ConfigError(
+            f"fit_attention_latency: {len(loads)} loads and seconds of shape {measured_O.shape}; "
+            f"give one time for each load, and at least {NUM_COEFFICIENTS}"
+        )
+    if not np.all(np.isfinite(measured_O) & (measured_O > 0)):
+        raise ConfigError("fit_attention_latency: seconds must be positive and finite")
+    rings = any(load.ring_degree > 1 for load in loads)
+    if not rings or not any(load.all_to_all_bytes > 0 for load in loads):
+        raise ConfigError(
+            f"fit_attention_latency: no call with {'all-to-alls' if rings else 'a ring'}; measure "
+            "some, such as all ranks in one Ulysses group, and all in one ring"
+        )
+
+
+def _check_amounts(owner: object, names: Sequence[str]) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not 0.0 <= value < math.inf:
+            raise ConfigError(
+                f"{type(owner).__name__}({name}={value!r}): must be finite and at least 0"
+            )

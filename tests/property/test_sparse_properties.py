@@ -1,0 +1,236 @@
+"""What holds for every mask, mesh, layout and method."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bascule.plan.sparse import (
+    BlockLayout,
+    SparsePlan,
+    SparsePlanner,
+    block_counts,
+    critical_path_imbalance,
+    partition_heads,
+    sparse_imbalance,
+)
+from tests.property.simulation import exchange
+from tests.property.sparse_simulation import (
+    Bools,
+    at_home,
+    attend,
+    clustered_mask,
+    dense_attention,
+    labels,
+    listed,
+    packed,
+    random_mask,
+    toeplitz_mask,
+)
+
+few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+many = settings(few, max_examples=120)
+
+MESHES = st.sampled_from([(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (2, 2), (2, 3), (3, 2), (1, 5)])
+METHODS = st.sampled_from(["stripe", "minimal_move", "paper"])
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> Bools:
+    """Small masks of any shape: more heads than ranks or fewer, non-square, empty rows."""
+    shape = draw(st.tuples(st.integers(1, 7), st.integers(1, 13), st.integers(1, 11)))
+    seed = draw(st.integers(0, 2**16))
+    kind = draw(st.sampled_from(["random", "sparse", "full", "empty", "toeplitz", "clustered"]))
+    densities = {"random": 0.4, "sparse": 0.05, "full": 1.0, "empty": 0.0}
+    if kind in densities:
+        return random_mask(shape, densities[kind], seed)
+    return (toeplitz_mask if kind == "toeplitz" else clustered_mask)(shape, seed)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, num_blocks: int, num_ranks: int) -> BlockLayout:
+    """Blocks of any lengths anywhere."""
+    block = st.tuples(st.integers(0, 4), st.integers(0, num_ranks - 1))
+    blocks = draw(st.lists(block, min_size=num_blocks, max_size=num_blocks))
+    lens, home = np.array(blocks, np.int64).reshape(num_blocks, 2).T
+    return BlockLayout(lens.copy(), home.copy())
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Bools, SparsePlan]:
+    """A mask, and a plan of any method on any mesh from any home."""
+    mask, (ulysses, ring) = draw(masks()), draw(MESHES)
+    q = draw(layouts(mask.shape[1], ulysses * ring))
+    kv = draw(layouts(mask.shape[2], ulysses * ring))
+    groups = [n for n in range(1, len(mask) + 1) if len(mask) % n == 0]
+    cut_above = draw(st.sampled_from([0.0, 0.1, np.inf]))
+    planner = SparsePlanner(
+        ulysses, ring, method=draw(METHODS), cut_above=cut_above, shared=draw(st.booleans())
+    )
+    return mask, planner.plan(mask, q, kv, num_kv_heads=draw(st.sampled_from(groups)))
+
+
+@many
+@given(plans())
+def test_every_query_block_has_one_rank_and_meets_every_key_block_once(
+    case: tuple[Bools, SparsePlan],
+) -> None:
+    mask, plan = case
+    group = len(mask) // plan.num_kv_heads
+    computed: list[tuple[int, int]] = []
+    for rank in range(plan.num_ranks):
+        rows = listed(plan.q_rows(rank))
+        computed += rows
+        kv = [pair for owner in plan.owners(rank) for pair in listed(plan.kv_rows(owner))]
+        assert len(set(kv)) == len(kv)
+        needed = {head // group for head, _ in rows}
+        assert {(head, block) for head in needed for block in range(mask.shape[2])} <= set(kv)
+    assert sorted(computed) == [(h, i) for h in range(len(mask)) for i in range(mask.shape[1])]
+
+
+@many
+@given(plans())
+def test_tiles_are_what_ranks_compute_round_by_round(case: tuple[Bools, SparsePlan]) -> None:
+    """In loops over the rows of the ranks: what is at hand in which round, who waits for whom."""
+    mask, plan = case
+    group = len(mask) // plan.num_kv_heads
+    work = np.zeros((plan.num_ranks, plan.ring_degree))
+    for rank in range(plan.num_ranks):
+        for turn, owner in enumerate(plan.owners(rank)):
+            kv = set(listed(plan.kv_rows(owner)))
+            for head, i in listed(plan.q_rows(rank)):
+                for j in np.flatnonzero(mask[head, i]).tolist():
+                    if (head // group, j) in kv:
+                        work[rank, turn] += int(plan.q.lens[i] * plan.kv.lens[j])
+    weights = np.multiply.outer(plan.q.lens, plan.kv.lens)
+    assert work.sum() == (mask * weights).sum()
+    np.testing.assert_array_equal(plan.loads, work.sum(axis=1))
+    by_ring = work.reshape(plan.ring_degree, plan.ulysses_degree, plan.ring_degree)
+    mean = max(work.sum() / plan.num_ranks, 1e-300)
+    rho = max(by_ring[:, ring].max(axis=0).sum() for ring in range(plan.ulysses_degree)) / mean
+    degrees = plan.ulysses_degree, plan.ring_degree
+    assert plan.imbalance == pytest.approx(max(rho, 1.0), rel=1e-12)
+    assert sparse_imbalance(mask, *degrees, plan) == plan.imbalance
+    ends = [_coupled_end(by_ring[:, ring]) for ring in range(plan.ulysses_degree)]
+    assert plan.critical_path_imbalance == pytest.approx(max(*ends, mean) / mean, rel=1e-12)
+    assert critical_path_imbalance(mask, *degrees, plan) == plan.critical_path_imbalance
+    assert plan.critical_path_imbalance <= plan.imbalance * (1 + 1e-12)
+
+
+def _coupled_end(work: np.ndarray) -> float:
+    """When a ring ends; a rank enters a round after its work and both neighbours' last entry."""
+    size = len(work)
+    entered = [[0.0] * size]
+    for turn in range(1, size):
+        last = entered[-1]
+        own = [last[i] + float(work[i, turn - 1]) for i in range(size)]
+        entered.append([max(own[i], last[i - 1], last[(i + 1) % size]) for i in range(size)])
+    return max(entered[-1][i] + float(work[i, -1]) for i in range(size))
+
+
+@many
+@given(plans(), st.integers(1, 2), st.booleans(), st.data())
+def test_rows_arrive_where_the_plan_says_and_return(
+    case: tuple[Bools, SparsePlan], batch: int, reorder: bool, data: st.DataObject
+) -> None:
+    mask, plan = case
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    heads = {"q": len(mask), "kv": plan.num_kv_heads}
+    layout = {"q": plan.q, "kv": plan.kv}
+    orders = {}
+    for kind in ("q", "kv") if reorder else ():
+        tokens = int(layout[kind].lens.sum())
+        orders[f"{kind}_order"] = random.permuted(
+            np.tile(np.arange(tokens), (heads[kind], 1)), axis=1
+        )
+    tensors = [
+        (name, labels(place, batch, heads[name], int(layout[name].lens.sum())))
+        for place, name in enumerate(("q", "kv", "kv"))
+    ]
+    ranks = range(plan.num_ranks)
+    source = [
+        np.concatenate([at_home(values, layout[name], rank) for name, values in tensors])
+        for rank in ranks
+    ]
+    arrived = exchange([plan.route(rank, batch=batch, **orders) for rank in ranks], source)
+    for rank in ranks:
+        rows = {"q": listed(plan.q_rows(rank)), "kv": listed(plan.kv_rows(rank))}
+        expected = [
+            packed(values, rows[name], layout[name], orders.get(f"{name}_order"))
+            for name, values in tensors
+        ]
+        np.testing.assert_array_equal(arrived[rank], np.concatenate(expected), f"rank {rank}")
+    num_q = [batch * int(plan.q_rows(rank).lens.sum()) for rank in ranks]
+    out = [rows[:num] for rows, num in zip(arrived, num_q, strict=True)]
+    q_order = {name: order for name, order in orders.items() if name == "q_order"}
+    back = exchange([plan.output_route(rank, batch=batch, **q_order) for rank in ranks], out)
+    for rank in ranks:
+        np.testing.assert_array_equal(back[rank], at_home(tensors[0][1], plan.q, rank))
+
+
+@few
+@given(plans(), st.integers(1, 2))
+def test_the_ranks_together_compute_dense_masked_attention(
+    case: tuple[Bools, SparsePlan], batch: int
+) -> None:
+    mask, plan = case
+    random = np.random.default_rng(0)
+    q, k, v = (
+        random.normal(0.0, 0.5, (batch, heads, int(layout.lens.sum()), 3))
+        for heads, layout in ((len(mask), plan.q), *[(plan.num_kv_heads, plan.kv)] * 2)
+    )
+    expected = dense_attention(plan, mask, q, k, v)
+    np.testing.assert_allclose(attend(plan, mask, q, k, v), expected, rtol=0, atol=1e-13)
+
+
+@few
+@given(masks(), MESHES, st.data())
+def test_counts_plan_as_masks_do(mask: Bools, mesh: tuple[int, int], data: st.DataObject) -> None:
+    """What ranks exchange leads to the same plan as the masks, where keys stay at home."""
+    ulysses, ring = mesh
+    layout = data.draw(layouts(mask.shape[1], ulysses * ring))
+    kv = BlockLayout.striped(data.draw(layouts(mask.shape[2], 1)).lens, ulysses, ring)
+    counts = block_counts(mask, kv_lens=kv.lens, kv_of=kv.home // ulysses, ring_degree=ring)
+    method = data.draw(st.sampled_from(["stripe", "minimal_move"]))
+    planner = SparsePlanner(ulysses, ring, method=method)
+    plan = planner.plan(counts, layout, kv)
+    np.testing.assert_array_equal(plan.kv_of, np.tile(kv.home // ulysses, (ulysses, 1)))
+    assert sparse_imbalance(mask, ulysses, ring, plan) == plan.imbalance
+    if method == "stripe":
+        assert plan == planner.plan(mask, layout, kv)
+
+
+@few
+@given(plans())
+def test_a_plan_is_the_same_for_the_same_input_and_frozen(case: tuple[Bools, SparsePlan]) -> None:
+    mask, plan = case
+    planner = SparsePlanner(plan.ulysses_degree, plan.ring_degree, cut_above=0.0)
+    layout = plan.q, plan.kv
+    first = planner.plan(mask, *layout, num_kv_heads=plan.num_kv_heads)
+    again = planner.plan(np.asfortranarray(mask), *layout, num_kv_heads=plan.num_kv_heads)
+    assert first == again
+    assert hash(first) == hash(again)
+    np.testing.assert_array_equal(first.tiles, again.tiles)
+    for array in (first.ring_of, first.q_of, first.kv_of, first.rank_of, first.q.home):
+        assert not array.flags.writeable
+
+
+@many
+@given(masks(), st.integers(1, 8), st.sampled_from([0.0, 0.05, np.inf]))
+def test_heads_are_within_their_certificate(mask: Bools, num_ranks: int, cut_above: float) -> None:
+    counts = mask.sum(axis=2)
+    plan = partition_heads(counts, num_ranks, cut_above=cut_above)
+    loads = np.bincount(plan.rank_of.ravel(), counts.ravel(), num_ranks)
+    np.testing.assert_array_equal(plan.loads, loads)
+    assert plan.makespan == loads.max() >= plan.lower_bound
+    whole = partition_heads(counts.sum(axis=1), num_ranks)
+    assert plan.makespan <= whole.makespan
+    mean, heaviest = counts.sum() / num_ranks, counts.max(initial=0)
+    assert plan.lower_bound >= min(whole.lower_bound, max(mean, heaviest)) * (1 - 1e-12)
+    if np.isinf(cut_above):
+        assert plan.cut_heads.size == 0
+        assert plan.bin_of.tolist() == whole.bin_of.tolist()
+    else:  # what is left over a rank is less than its lightest block
+        assert plan.makespan <= max(mean * (1 + cut_above), mean + heaviest) * (1 + 1e-12)
+    for head in plan.cut_heads:
+        assert (plan.rank_of[head] == plan.bin_of[head]).any()

@@ -1,0 +1,295 @@
+"""Masks from files, and synthetic masks: what db-SP's table 1 says of them, and how they drift."""
+
+import itertools
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError
+from bascule.plan.sparse_masks import (
+    COGVIDEOX15,
+    WAN21,
+    MaskModel,
+    load_masks,
+    save_masks,
+    synthetic_masks,
+)
+
+TABLE_1 = {"wan": (1.355, 1.253, 1.246, 1.255), "cog": (1.447, 1.201, 1.159, 1.269)}
+MODELS = {"wan": WAN21, "cog": COGVIDEOX15}
+SMALL = MaskModel((5, 6, 8), 16, text_tokens=21, block=8)
+
+
+def rho(masks: np.ndarray, ulysses: int, ring: int) -> float:
+    """Equations 1 to 3 of db-SP: runs of heads, runs of blocks, ranks wait after each period."""
+    heads = np.array_split(np.arange(masks.shape[0]), ulysses)
+    cuts = -(-np.arange(ring + 1) * masks.shape[1] // ring)
+    slowest = 0.0
+    for group in heads:
+        seen = masks[group].sum(axis=0)
+        tiles = [
+            [seen[cuts[i] : cuts[i + 1], cuts[j] : cuts[j + 1]].sum() for j in range(ring)]
+            for i in range(ring)
+        ]
+        periods = [max(tiles[i][(i + t) % ring] for i in range(ring)) for t in range(ring)]
+        slowest = max(slowest, float(sum(periods)))
+    return slowest / (masks.sum() / (ulysses * ring))
+
+
+def imbalances(model: MaskModel, num_layers: int) -> np.ndarray:
+    """(4,) mean over layers of Ulysses 8, 4 x ring 2, 2 x ring 4 and ring 8."""
+    per_layer = [
+        [rho(masks, ulysses, 8 // ulysses) for ulysses in (8, 4, 2, 1)]
+        for masks in (synthetic_masks(model, layer=layer) for layer in range(num_layers))
+    ]
+    return np.mean(per_layer, axis=0)
+
+
+@pytest.mark.parametrize(("name", "block"), [("wan", 315), ("cog", 347)])
+def test_the_imbalance_of_table_1(name: str, block: int) -> None:
+    """With larger blocks, so that 40 layers take seconds; 8 ranks have equally many of them."""
+    model = replace(MODELS[name], block=block)
+    assert model.block_lens.size % 8 == 0
+    np.testing.assert_allclose(imbalances(model, 40), TABLE_1[name], atol=0.03)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", ["wan", "cog"])
+def test_the_imbalance_of_table_1_at_full_size(name: str) -> None:
+    np.testing.assert_allclose(imbalances(MODELS[name], 10), TABLE_1[name], atol=0.03)
+
+
+@pytest.mark.parametrize(("name", "heads_only"), [("wan", 1.428), ("cog", 1.513)])
+def test_the_imbalance_of_dynamic_masks(name: str, heads_only: float) -> None:
+    model = replace(MODELS[name], block=640, head_imbalance=heads_only, row_top_k=True)
+    measured = [rho(synthetic_masks(model, layer=layer), 8, 1) for layer in range(20)]
+    assert np.mean(measured) == pytest.approx(heads_only, abs=0.03)
+
+
+@pytest.mark.parametrize(("name", "num_blocks"), [("wan", 1182), ("cog", 1343)])
+def test_full_size(name: str, num_blocks: int) -> None:
+    model = MODELS[name]
+    lens = model.block_lens
+    assert lens.size == num_blocks
+    assert lens.sum() == sum(model.segments)
+    masks = synthetic_masks(replace(model, num_heads=2))
+    assert masks.shape == (2, num_blocks, num_blocks)
+
+
+def test_blocks_do_not_straddle_text_and_video() -> None:
+    assert SMALL.segments == (21, 240)
+    assert SMALL.block_lens.tolist() == [8, 8, 5] + [8] * 30
+    assert replace(SMALL, text_tokens=0).segments == (240,)
+
+
+@pytest.mark.parametrize("density", [0.41, 0.68, 0.95])
+@pytest.mark.parametrize("row_top_k", [False, True])
+def test_density_and_what_is_always_computed(density: float, row_top_k: bool) -> None:
+    model = replace(SMALL, density=density, row_top_k=row_top_k)
+    for layer in range(4):
+        masks = synthetic_masks(model, layer=layer, seed=9)
+        assert masks.dtype == np.bool_
+        assert masks.mean() == pytest.approx(density, abs=0.06 if row_top_k else 0.02)
+        assert masks[:, :3].all()
+        assert masks[:, :, :3].all()
+        assert masks[:, np.arange(33), np.arange(33)].all()
+
+
+def test_rows_are_equal_under_top_k_only() -> None:
+    free, equal = (
+        synthetic_masks(replace(SMALL, row_top_k=row_top_k))[:, 3:].sum(axis=2)
+        for row_top_k in (False, True)
+    )
+    # A diagonal block is a row's best by far, so that no row has one more.
+    assert (np.ptp(equal, axis=1) == 0).all()
+    assert (np.ptp(free, axis=1) > 3).any()
+
+
+def test_a_pure_function() -> None:
+    masks = synthetic_masks(SMALL, layer=3, step=7, seed=5)
+    np.testing.assert_array_equal(masks, synthetic_masks(SMALL, layer=3, step=7, seed=5))
+    for other in ({"layer": 4}, {"seed": 6}, {"step": 40}):
+        changed = synthetic_masks(SMALL, **({"layer": 3, "step": 7, "seed": 5} | other))
+        assert (masks != changed).mean() > 0.02, other
+
+
+def test_steps_drift_smoothly() -> None:
+    model = replace(WAN21, grid=(21, 9, 16), block=12)
+    first = synthetic_masks(model)
+    changed = [(first != synthetic_masks(model, step=step)).mean() for step in (1, 5, 20, 400)]
+    assert changed == sorted(changed)
+    assert 0 < changed[0] < 0.02 < changed[2] < changed[3]
+    static = replace(model, step_drift=0.0)
+    np.testing.assert_array_equal(first, synthetic_masks(static, step=49))
+
+
+def test_layers_drift_as_far_as_asked() -> None:
+    model = replace(WAN21, grid=(21, 9, 16), block=12)
+
+    def likeness(drift: float) -> float:
+        """Correlation of the densities of the heads in neighbouring layers."""
+        layers = [
+            synthetic_masks(replace(model, layer_drift=drift), layer=layer).mean(axis=(1, 2))
+            for layer in range(6)
+        ]
+        pairs = itertools.pairwise(layers)
+        return float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in pairs]))
+
+    assert abs(likeness(3.0)) < 0.25
+    assert likeness(0.1) > 0.9
+
+
+def greedy(densities: np.ndarray) -> np.ndarray:
+    """Heads on 8 ranks, the densest first to the lightest."""
+    loads, rank_of = np.zeros(8), np.zeros(densities.size, np.int64)
+    for head in np.argsort(-densities, kind="stable"):
+        rank_of[head] = loads.argmin()
+        loads[rank_of[head]] += densities[head]
+    return rank_of
+
+
+def test_default_drift_needs_as_many_plans_as_the_paper_says() -> None:
+    """5 plans in 50 steps for SpargeAttn on Wan2.1, with a threshold of 1.10."""
+    model = replace(
+        WAN21, grid=(4, 4, 8), block=8, head_imbalance=1.428, row_top_k=True, field_spread=0.0
+    )
+    num_plans = 0
+    for layer in range(10):
+        rank_of = np.zeros(model.num_heads, np.int64)
+        for step in range(50):
+            counts = synthetic_masks(model, layer=layer, step=step).sum(axis=(1, 2))
+            loads = np.bincount(rank_of, counts, 8)
+            if loads.max() > 1.10 * loads.mean():
+                rank_of = greedy(counts)
+                num_plans += 1
+    assert 3 <= num_plans / 10 <= 7
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MaskModel((1, 1, 1), 1),
+        MaskModel((1, 1, 1), 3, text_tokens=1),
+        MaskModel((2, 3, 5), 1, block=1),
+        MaskModel((2, 3, 5), 5, head_imbalance=1.0, block=4),
+        MaskModel((2, 3, 5), 11, head_imbalance=50.0, block=4),
+        MaskModel((2, 3, 5), 8, density=0.999, block=4),
+        MaskModel((2, 3, 5), 8, density=1e-6, block=4, row_top_k=True),
+        MaskModel((2, 3, 5), 8, field_spread=0.0, step_drift=0.0, layer_drift=0.0, block=4),
+    ],
+)
+def test_degenerate_models(model: MaskModel) -> None:
+    masks = synthetic_masks(model, layer=2, step=3)
+    num_blocks = model.block_lens.size
+    assert masks.shape == (model.num_heads, num_blocks, num_blocks)
+    assert masks[:, np.arange(num_blocks), np.arange(num_blocks)].all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"grid": (0, 4, 4)}, r"grid=\(0, 4, 4\)"),
+        ({"grid": (4, 4)}, r"grid=\(4, 4\)"),
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"num_heads": 1.0}, "num_heads=1.0"),
+        ({"text_tokens": -1}, "text_tokens=-1"),
+        ({"block": 0}, "block=0"),
+        ({"density": 0.0}, "density=0.0"),
+        ({"density": 1.0}, "density=1.0"),
+        ({"density": float("nan")}, "density=nan"),
+        ({"head_imbalance": 0.9}, "head_imbalance=0.9"),
+        ({"field_spread": -0.1}, "field_spread=-0.1"),
+        ({"step_drift": float("inf")}, "step_drift=inf"),
+    ],
+)
+def test_illegal_models(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (2, 3, 5, 9), (2, 2, 3, 5, 4), (1, 1, 1)])
+@pytest.mark.parametrize("form", ["npy", "npz", "packed"])
+def test_files(tmp_path: Path, shape: tuple[int, ...], form: str) -> None:
+    masks = np.random.default_rng(0).random(shape) < 0.4
+    path = tmp_path / f"masks.{'npy' if form == 'npy' else 'npz'}"
+    if form == "npy":
+        np.save(path, masks)
+    elif form == "npz":
+        np.savez(path, masks=masks)
+    else:
+        save_masks(path, masks)
+        assert path.stat().st_size < 700 + masks.size // 8
+    loaded = load_masks(path)
+    assert loaded.dtype == np.bool_
+    np.testing.assert_array_equal(loaded, masks.reshape((1,) * (5 - len(shape)) + shape))
+
+
+def test_npy_files_are_mapped(tmp_path: Path) -> None:
+    np.save(tmp_path / "masks.npy", np.ones((2, 3, 4, 4), np.bool_))
+    assert isinstance(load_masks(tmp_path / "masks.npy"), np.memmap)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"masks": np.ones((2, 4, 4), np.uint8)}, r"masks are uint8.*astype\(bool\)"),
+        ({"masks": np.ones((4, 4), np.bool_)}, r"shape \(4, 4\).*heads, q_blocks, kv_blocks"),
+        ({"masks": np.ones((1,) * 6, np.bool_)}, "steps and layers"),
+        ({"masks": np.ones((2, 0, 4), np.bool_)}, r"shape \(2, 0, 4\).*at least one"),
+        ({"mask": np.ones((2, 4, 4), np.bool_)}, "holds mask; it must hold masks, or packed"),
+        ({"packed": np.zeros(4, np.uint8)}, "holds packed; it must hold masks"),
+        ({}, "holds nothing"),
+        ({"masks": np.array([{}])}, "cannot read masks"),
+        ({"packed": np.zeros(4, np.uint8), "shape": np.array([2, 4, 5])}, "take 5 bytes.* has 4"),
+        ({"packed": np.zeros(4, np.int8), "shape": np.array([2, 4, 4])}, "packed is int8"),
+        ({"packed": np.zeros((2, 2), np.uint8), "shape": np.array([2, 4, 4])}, "one row of uint8"),
+        ({"packed": np.zeros(4, np.uint8), "shape": np.array([2.0, 4, 4])}, "shape is float64"),
+        ({"packed": np.zeros(4, np.uint8), "shape": np.array([-2, -4, 4])}, r"\(-2, -4, 4\)"),
+        ({"packed": np.zeros(4, np.uint8), "shape": np.array([8, 4])}, r"shape \(8, 4\); give"),
+    ],
+)
+def test_archives_that_hold_no_masks(
+    tmp_path: Path, content: dict[str, np.ndarray], message: str
+) -> None:
+    path = tmp_path / "masks.npz"
+    np.savez(path, **content)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=message) as error:
+        load_masks(path)
+    assert str(path) in str(error.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "cut.npy", np.ones((2, 30, 30), np.bool_))
+    npy = (tmp_path / "cut.npy").read_bytes()
+    (tmp_path / "cut.npy").write_bytes(npy[:-9])
+    with pytest.raises(ConfigError, match=r"cannot read masks from .*cut\.npy"):
+        load_masks(tmp_path / "cut.npy")
+    for name, content in (
+        ("text.npy", b"no masks"),
+        ("empty.npz", b""),
+        ("zip.npz", b"PK\3\4 cut"),
+        ("npy.npz", npy),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"cannot read masks from .*{name}"):
+            load_masks(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"cannot read masks from .*missing\.npz"):
+        load_masks(tmp_path / "missing.npz")
+    with pytest.raises(ConfigError, match=r"masks\.pt is no masks.*\.npy or an \.npz"):
+        load_masks(tmp_path / "masks.pt")
+
+
+def test_a_damaged_archive(tmp_path: Path) -> None:
+    """The checksum of the archive tells."""
+    path = tmp_path / "masks.npz"
+    np.savez(path, masks=np.ones((2, 30, 30), np.bool_))
+    with zipfile.ZipFile(path) as archive:
+        start = archive.getinfo("masks.npy").header_offset
+    content = bytearray(path.read_bytes())
+    content[start + 500] ^= 255
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"cannot read masks from .*masks\.npz"):
+        load_masks(path)
