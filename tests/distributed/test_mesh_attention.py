@@ -84,7 +84,8 @@ def compare(
     mesh = make_mesh(ring, ulysses)
     batch, heads, kv_heads, dim = case["shape"]
     segments, kind = case["segments"], case["mask"]
-    layout = SequenceLayout(segments, ring, ulysses, case.get("zigzag", False))
+    zigzag, stripe = case.get("zigzag", False), case.get("stripe", 0)
+    layout = SequenceLayout(segments, ring, ulysses, zigzag, stripe=stripe)
     generator = torch.Generator().manual_seed(0)
 
     def normal(num_heads: int) -> Tensor:
@@ -107,6 +108,7 @@ def compare(
         attn_mask=mask,
         is_causal=kind == "causal",
         kernel=case.get("kernel"),
+        overlap=case.get("overlap"),
     )
     grads = torch.autograd.grad(out, local, split(grad, mesh, layout, 2))
     found = [gather(x.detach(), mesh, layout, 2) for x in (out, *grads)]
@@ -123,6 +125,9 @@ CASES: list[dict[str, Any]] = [
     {"shape": (2, 8, 8, 4), "segments": (13,), "mask": "none", "kernel": "plain"},
     *({"shape": (2, 11, 11, 4), "segments": (5, 18), "mask": mask} for mask in MASKS[1:6]),
     {"shape": (2, 8, 4, 4), "segments": (13,), "mask": "bool", "kernel": "plain"},
+    {"shape": (2, 9, 9, 4), "segments": (4, 13), "mask": "bool", "overlap": False},
+    {"shape": (1, 8, 8, 4), "segments": (7, 22), "mask": "bool", "stripe": 4},
+    {"shape": (2, 8, 4, 4), "segments": (13,), "mask": "causal", "stripe": 2},
     {"shape": (2, 8, 4, 4), "segments": (27,), "mask": "causal"},
     {"shape": (2, 8, 4, 4), "segments": (27,), "mask": "causal", "zigzag": True},
     {"shape": (1, 8, 8, 4), "segments": (5, 8), "mask": "causal", "zigzag": True},

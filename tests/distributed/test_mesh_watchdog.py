@@ -54,8 +54,8 @@ def second_call(ring: int, ulysses: int, place: str, on_victim: Callable[[], Non
 NAMES = {
     (3, 1, "forward"): ("ring (keys and values, round", "[ring_attention of (2, 7, "),
     (3, 1, "backward"): ("ring (", "[ring_attention_backward of (2, 7, "),
-    (1, 3, "forward"): ("all_to_all (attention)", "[tokens_to_heads of (2, 7, "),
-    (1, 3, "backward"): ("all_to_all (attention)", "[tokens_to_heads of (2, 7, "),
+    (1, 3, "forward"): ("all_to_all (tokens to heads)", "[overlapped_attention of (2, 7, "),
+    (1, 3, "backward"): ("all_to_all (tokens to heads)", "[tokens_to_heads of (2, 7, "),
     (1, 3, "gather"): ("all_gather (tokens)", "[gather_tokens of ("),
 }
 
@@ -80,7 +80,7 @@ def test_a_sleeping_peer_ends_the_other(ring: int, ulysses: int) -> None:
     assert outcomes[0].error is None, outcomes[0].error
     classes, text, seconds = outcomes[0].value
     assert "CommError" in classes
-    assert "ring (" in text if ring > 1 else "all_to_all (attention)" in text
+    assert "ring (" in text if ring > 1 else "all_to_all (tokens to heads)" in text
     assert f"missing: no report from ranks [{VICTIM}]" in text, text
     assert TIMEOUT_S - 1.0 < seconds < TIMEOUT_S + ROLL_CALL_S + 1.5
 

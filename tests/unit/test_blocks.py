@@ -2,12 +2,13 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import BlockForm, BlockKernel, merge
+from bascule.attention.block_form import BlockForm, BlockKernel, Seen, merge
 from bascule.attention.blocks import KERNELS, select_block_kernel
 from bascule.attention.cuda_blocks import (
     AtenCudnnKernel,
@@ -44,16 +45,14 @@ def make_bias(kind: str, rows: int, columns: int) -> Tensor | None:
     return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -math.inf)
 
 
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
     """Softmax written out; 0 and -inf for a query without keys."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
+    if seen.bias is not None:
+        scores = scores + seen.bias
+    if seen.causal:
         place = torch.arange(scores.shape[-1])
         scores = scores.masked_fill(place[:, None] < place[None, :], -math.inf)
     empty = scores.isneginf().all(-1)
@@ -71,15 +70,15 @@ CASES = [(bias, False) for bias in BIASES] + [("none", True)]
 @pytest.mark.parametrize(("kind", "causal"), CASES)
 def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
     q, k, v = inputs(rows=7) if causal else inputs()
-    bias = make_bias(kind, q.shape[2], k.shape[2])
-    want, want_lse = dense(q, k, v, bias, causal, SCALE)
+    seen = Seen(causal, make_bias(kind, q.shape[2], k.shape[2]))
+    want, want_lse = dense(q, k, v, seen, SCALE)
     with torch.no_grad():
-        out, lse = KERNELS[name].forward(q, k, v, bias, causal, SCALE)
+        out, lse = KERNELS[name].forward(q, k, v, seen, SCALE)
     torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     with torch.no_grad():
-        found = KERNELS[name].backward(grad, q, k, v, out, lse, bias, causal, SCALE)
+        found = KERNELS[name].backward(grad, q, k, v, out, lse, seen, SCALE)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -89,21 +88,19 @@ def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
     """Forward and backward of keys in two blocks, with the LSE of all."""
     q, k, v = inputs()
     kernel, bias = KERNELS[name], make_bias(kind, 5, 7)
-    want, want_lse = dense(q, k, v, bias, False, SCALE)
+    want, want_lse = dense(q, k, v, Seen(bias=bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     blocks = [(slice(0, 3), bias), (slice(3, 7), bias)]
     parts = [
-        (k[:, :, at], v[:, :, at], None if b is None else b[..., at].contiguous())
+        (k[:, :, at], v[:, :, at], Seen(bias=None if b is None else b[..., at].contiguous()))
         for at, b in blocks
     ]
     with torch.no_grad():
-        first, second = (kernel.forward(q, *part, False, SCALE) for part in parts)
+        first, second = (kernel.forward(q, *part, SCALE) for part in parts)
         out, lse = merge(*first, *second)
         torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
-        grads = [
-            kernel.backward(grad, q, *part[:2], out, lse, part[2], False, SCALE) for part in parts
-        ]
+        grads = [kernel.backward(grad, q, *part[:2], out, lse, part[2], SCALE) for part in parts]
     (dq, dk, dv), (more, dk_more, dv_more) = grads
     found = dq + more, torch.cat((dk, dk_more), 2), torch.cat((dv, dv_more), 2)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -113,14 +110,15 @@ def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
 def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
     q, k, v = inputs()
     bias = make_bias(kind, 5, 7)
-    want, lse = dense(q, k, v, bias, False, SCALE)
+    want, lse = dense(q, k, v, Seen(bias=bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for at in (slice(0, 3), slice(3, 7)):
-        part = None if bias is None else bias[..., at]
-        rest = want.detach(), lse.detach(), part, False, SCALE
-        more = gradients_by_recomputation(dense, grad, q, k[:, :, at], v[:, :, at], *rest)
+        part = Seen(bias=None if bias is None else bias[..., at])
+        attend = partial(dense, seen=part, scale=SCALE)
+        whole = want.detach(), lse.detach()
+        more = gradients_by_recomputation(attend, grad, q, k[:, :, at], v[:, :, at], *whole)
         dq += more[0]
         dk[:, :, at] += more[1]
         dv[:, :, at] += more[2]
@@ -134,11 +132,9 @@ def test_flex_forward(kind: str, causal: bool) -> None:
 
     q, k, v = (x.detach().float() for x in (inputs(rows=7) if causal else inputs()))
     bias = make_bias(kind, q.shape[2], k.shape[2])
-    bias = None if bias is None else bias.float()
-    out, lse = flex(flex_attention, q, k, v, bias, causal, SCALE)
-    torch.testing.assert_close(
-        (out, lse), dense(q, k, v, bias, causal, SCALE), rtol=1e-5, atol=1e-5
-    )
+    seen = Seen(causal, None if bias is None else bias.float())
+    out, lse = flex(flex_attention, q, k, v, seen, SCALE)
+    torch.testing.assert_close((out, lse), dense(q, k, v, seen, SCALE), rtol=1e-5, atol=1e-5)
 
 
 FAKE: list[tuple[BlockKernel, torch.dtype, bool]] = [
@@ -162,10 +158,11 @@ def test_cuda_operators_take_these_arguments(
         takes_bias = kernel.unfit(BlockForm("cuda", dtype, 64, has_bias=True)) is None
         biases = [None, torch.empty(2, 1, 1, columns, dtype=dtype)]
         for bias in biases[: 1 + takes_bias]:
-            out, lse = kernel.forward(q, k, k, bias, causal, SCALE)
+            seen = Seen(causal, bias)
+            out, lse = kernel.forward(q, k, k, seen, SCALE)
             assert out.shape == q.shape and out.dtype == dtype
             assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
-            grads = kernel.backward(out, q, k, k, out, lse, bias, causal, SCALE)
+            grads = kernel.backward(out, q, k, k, out, lse, seen, SCALE)
             assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
             assert all(x.dtype == dtype for x in grads)
 

@@ -6,13 +6,23 @@ inputs and in float32 otherwise; -inf where a query has no key.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from bascule.attention.block_form import BlockForm as BlockForm
 from bascule.attention.block_form import BlockKernel as BlockKernel
-from bascule.attention.block_form import finite, repeated_heads, summed_heads, without_empty_rows
+from bascule.attention.block_form import (
+    Grads,
+    OutLse,
+    Seen,
+    finite,
+    no_blocks,
+    repeated_heads,
+    summed_heads,
+    without_empty_rows,
+)
 from bascule.attention.block_form import merge as merge
 from bascule.attention.block_form import wide_dtype as wide_dtype
 from bascule.attention.cuda_blocks import (
@@ -23,6 +33,12 @@ from bascule.attention.cuda_blocks import (
     FlashAttn3Kernel,
 )
 from bascule.attention.flex_blocks import FlexKernel
+from bascule.attention.sparse_blocks import (
+    CpuLoopKernel,
+    ParoKernel,
+    SpargeKernel,
+    TritonKernel,
+)
 from bascule.errors import ConfigError
 
 
@@ -31,13 +47,11 @@ class PlainKernel:
 
     def unfit(self, form: BlockForm) -> str | None:
         """As `BlockKernel`."""
-        return None
+        return no_blocks(form)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
-        scores = _scores(q, k, bias, causal, scale)
+        scores = _scores(q, k, seen, scale)
         lse = torch.logsumexp(scores, dim=-1)
         weights = _weights(scores, lse)
         return (weights @ repeated_heads(v, q).to(weights.dtype)).to(q.dtype), lse
@@ -50,14 +64,13 @@ class PlainKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Grads:
         """As `BlockKernel`."""
         wide = wide_dtype(q)
         grad, out = grad.to(wide), out.to(wide)
-        weights = _weights(_scores(q, k, bias, causal, scale), lse)
+        weights = _weights(_scores(q, k, seen, scale), lse)
         delta = (grad * out).sum(dim=-1, keepdim=True)
         dscores = weights * (grad @ repeated_heads(v, q).to(wide).mT - delta) * scale
         dq = dscores @ repeated_heads(k, q).to(wide)
@@ -71,16 +84,16 @@ class CpuFlashKernel:
 
     def unfit(self, form: BlockForm) -> str | None:
         """As `BlockKernel`."""
-        return f"runs on CPUs, not on {form.device_type}" if form.device_type != "cpu" else None
+        if form.device_type != "cpu":
+            return f"runs on CPUs, not on {form.device_type}"
+        return no_blocks(form)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=bias, scale=scale
+            q, k, v, 0.0, seen.causal, attn_mask=seen.bias, scale=scale
         )
-        return without_empty_rows(out, lse, bias)
+        return without_empty_rows(out, lse, seen.bias)
 
     def backward(
         self,
@@ -90,31 +103,37 @@ class CpuFlashKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Grads:
         """As `BlockKernel`."""
-        lse = lse if bias is None else finite(lse)
+        lse = lse if seen.bias is None else finite(lse)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale
+            *(grad, q, k, v, out, lse, 0.0, seen.causal),
+            attn_mask=seen.bias,
+            scale=scale,
         )
 
 
 # In the order of preference.
 KERNELS: dict[str, BlockKernel] = {
     "cpu_flash": CpuFlashKernel(),
+    "cpu_loop": CpuLoopKernel(),
     "flash_attn_3": FlashAttn3Kernel(),
     "flash_attn": FlashAttn2Kernel(),
     "aten_flash": AtenFlashKernel(),
     "cudnn": AtenCudnnKernel(),
     "efficient": AtenEfficientKernel(),
     "plain": PlainKernel(),
+    "triton": TritonKernel(),
     "flex": FlexKernel(),
 }
+QUANTIZED: dict[str, BlockKernel] = {"sparge": SpargeKernel(), "paro": ParoKernel()}
+"""Only taken by name: they round queries and keys to 8 bits."""
 _WITHOUT_LSE = ("sdpa", "math")
 
 
+@lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
 def select_block_kernel(
     name: str | None,
     device_type: str,
@@ -122,41 +141,53 @@ def select_block_kernel(
     dtype: torch.dtype | None = None,
     head_dim: int | None = None,
     has_bias: bool = False,
+    block: int | None = None,
+    needs_lse: bool = True,
 ) -> BlockKernel:
     """The kernel of that name, or (None) the first in `KERNELS` that fits.
 
     Args:
-        name: A key of `KERNELS`.
+        name: A key of `KERNELS` or `QUANTIZED`.
         device_type: Where the tensors are.
         dtype: Of q, k and v. Without it only kernels that take all dtypes fit.
         head_dim: D; the same.
         has_bias: Whether something is added to the scores.
+        block: Tokens of the longest block where queries see only some blocks of keys, else None.
+        needs_lse: Whether the LSE is used, as it is to merge parts.
 
     Raises:
         ConfigError: There is no such kernel, or it cannot compute that.
     """
-    form = BlockForm(device_type, dtype, head_dim, has_bias)
+    form = BlockForm(device_type, dtype, head_dim, has_bias, block, needs_lse)
+    fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
     if name is None:
-        return next(kernel for kernel in KERNELS.values() if kernel.unfit(form) is None)
+        if not fitting:
+            raise ConfigError(f"no kernel fits: {_reasons(form)}")
+        return KERNELS[fitting[0]]
     if name in _WITHOUT_LSE:
         raise ConfigError(
             f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
             f"merged: choose one of {', '.join(KERNELS)}"
         )
-    if name not in KERNELS:
-        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}")
-    reason = KERNELS[name].unfit(form)
+    kernel = {**KERNELS, **QUANTIZED}.get(name)
+    if kernel is None:
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join([*KERNELS, *QUANTIZED])}")
+    reason = kernel.unfit(form)
     if reason is not None:
-        fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
-        raise ConfigError(f"kernel {name!r} {reason}: use one of {', '.join(fitting)}")
-    return KERNELS[name]
+        advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_reasons(form)}"
+        raise ConfigError(f"kernel {name!r} {reason}: {advice}")
+    return kernel
 
 
-def _scores(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool, scale: float) -> Tensor:
+def _reasons(form: BlockForm) -> str:
+    return "; ".join(f"{name} {kernel.unfit(form)}" for name, kernel in KERNELS.items())
+
+
+def _scores(q: Tensor, k: Tensor, seen: Seen, scale: float) -> Tensor:
     scores = (q @ repeated_heads(k, q).mT).to(wide_dtype(q)) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
+    if seen.bias is not None:
+        scores = scores + seen.bias
+    if seen.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -math.inf)
     return scores

@@ -5,7 +5,6 @@ Shapes: as in `blocks`. The operators of torch give the LSE of scaled scores by 
 and (B, H, Sq, 1) from cuDNN.
 """
 
-import importlib.util
 import math
 from typing import Any
 
@@ -15,7 +14,12 @@ from torch.nn import functional
 
 from bascule.attention.block_form import (
     BlockForm,
+    Grads,
+    OutLse,
+    Seen,
     finite,
+    no_blocks,
+    no_module,
     repeated_heads,
     summed_heads,
     without_empty_rows,
@@ -26,8 +30,6 @@ _LSE_ALIGNMENT = 32
 _BIAS_ALIGNMENT = 16
 _aten: Any = torch.ops.aten
 
-Grads = tuple[Tensor, Tensor, Tensor]
-
 
 class AtenFlashKernel:
     """Torch's flash attention for CUDA devices: half precision, no bias."""
@@ -36,12 +38,10 @@ class AtenFlashKernel:
         """As `BlockKernel`."""
         return _no_flash(form, capability=8)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, causal, False, scale=scale
+            q, k, v, 0.0, seen.causal, False, scale=scale
         )
         return out, lse
 
@@ -53,8 +53,7 @@ class AtenFlashKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
     ) -> Grads:
         """As `BlockKernel`."""
@@ -63,7 +62,7 @@ class AtenFlashKernel:
             grad,
             *(q, k, v, out, lse.contiguous()),
             *(None, None, q.shape[2], k.shape[2]),
-            *(0.0, causal, state, state[0]),
+            *(0.0, seen.causal, state, state[0]),
             scale=scale,
         )
 
@@ -78,17 +77,15 @@ class AtenEfficientKernel:
         if form.dtype not in (*_HALVES, torch.float32):
             return f"takes bfloat16, float16 or float32, not {form.dtype}"
         alignment = 4 if form.dtype == torch.float32 else 8
-        return _no_head_dim(form, alignment, None)
+        return no_blocks(form) or _no_head_dim(form, alignment, None)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
         k, v = repeated_heads(k, q), repeated_heads(v, q)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, _aligned(bias, q, k), True, 0.0, causal, scale=scale
+            q, k, v, _aligned(seen.bias, q, k), True, 0.0, seen.causal, scale=scale
         )
-        return without_empty_rows(out, lse[..., : q.shape[2]], bias)
+        return without_empty_rows(out, lse[..., : q.shape[2]], seen.bias)
 
     def backward(
         self,
@@ -98,8 +95,7 @@ class AtenEfficientKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
     ) -> Grads:
         """As `BlockKernel`."""
@@ -107,8 +103,8 @@ class AtenEfficientKernel:
         padded = functional.pad(finite(lse), (0, -q.shape[2] % _LSE_ALIGNMENT), value=math.inf)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, not read
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            *(grad, q, wide_k, wide_v, _aligned(bias, q, wide_k), out, padded),
-            *(seed, seed, 0.0, [True, True, True, False], causal),
+            *(grad, q, wide_k, wide_v, _aligned(seen.bias, q, wide_k), out, padded),
+            *(seed, seed, 0.0, [True, True, True, False], seen.causal),
             scale=scale,
         )
         return dq, summed_heads(dk, k), summed_heads(dv, v)
@@ -121,12 +117,10 @@ class AtenCudnnKernel:
         """As `BlockKernel`."""
         return _no_flash(form, capability=8, largest=128)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            *(q, repeated_heads(k, q), repeated_heads(v, q), None, True, 0.0, causal, False),
+            *(q, repeated_heads(k, q), repeated_heads(v, q), None, True, 0.0, seen.causal, False),
             scale=scale,
         )
         return out, lse.reshape(q.shape[:3])
@@ -139,8 +133,7 @@ class AtenCudnnKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
     ) -> Grads:
         """As `BlockKernel`."""
@@ -154,7 +147,7 @@ class AtenCudnnKernel:
                 out,
                 lse[..., None].contiguous(),
             ),
-            *(seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, causal),
+            *(seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, seen.causal),
             scale=scale,
         )
         return dq, summed_heads(dk, k), summed_heads(dv, v)
@@ -168,18 +161,16 @@ class FlashAttn2Kernel:
 
     def unfit(self, form: BlockForm) -> str | None:
         """As `BlockKernel`."""
-        return _no_module("flash_attn") or _no_flash(form, capability=8)
+        return no_module("flash_attn") or _no_flash(form, capability=8)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
         from flash_attn import (  # pyright: ignore[reportMissingImports]
             flash_attn_interface as package,
         )
 
         out, lse, *_ = package._wrapped_flash_attn_forward(
-            *_as_rows(q, k, v), 0.0, scale, causal, -1, -1, 0.0, None, False
+            *_as_rows(q, k, v), 0.0, scale, seen.causal, -1, -1, 0.0, None, False
         )
         return out.transpose(1, 2), lse
 
@@ -191,8 +182,7 @@ class FlashAttn2Kernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
     ) -> Grads:
         """As `BlockKernel`."""
@@ -203,7 +193,7 @@ class FlashAttn2Kernel:
         grads = [torch.empty_like(x) for x in _as_rows(q, k, v)]
         package._wrapped_flash_attn_backward(
             *_as_rows(grad, q, k, v, out),
-            *(lse.contiguous(), *grads, 0.0, scale, causal, -1, -1, 0.0, None, False),
+            *(lse.contiguous(), *grads, 0.0, scale, seen.causal, -1, -1, 0.0, None, False),
         )
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
@@ -218,16 +208,14 @@ class FlashAttn3Kernel:
 
     def unfit(self, form: BlockForm) -> str | None:
         """As `BlockKernel`."""
-        return _no_module("flash_attn_interface") or _no_flash(form, capability=9)
+        return no_module("flash_attn_interface") or _no_flash(form, capability=9)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
         import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
 
         out, lse, *_ = package._flash_attn_forward(
-            *_as_rows(q, k, v), softmax_scale=scale, causal=causal
+            *_as_rows(q, k, v), softmax_scale=scale, causal=seen.causal
         )
         return out.transpose(1, 2), lse
 
@@ -239,8 +227,7 @@ class FlashAttn3Kernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
     ) -> Grads:
         """As `BlockKernel`."""
@@ -249,7 +236,7 @@ class FlashAttn3Kernel:
         grads = [torch.empty_like(x) for x in _as_rows(q, k, v)]
         no_lengths = (None,) * 6
         package._flash_attn_backward(
-            *_as_rows(grad, q, k, v, out), lse.contiguous(), *no_lengths, *grads, scale, causal
+            *_as_rows(grad, q, k, v, out), lse.contiguous(), *no_lengths, *grads, scale, seen.causal
         )
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
@@ -265,7 +252,7 @@ def _no_flash(form: BlockForm, capability: int, largest: int = 256) -> str | Non
         return "takes no mask"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < capability:
         return f"needs a device of compute capability {capability}.0"
-    return _no_head_dim(form, 8, largest)
+    return no_blocks(form) or _no_head_dim(form, 8, largest)
 
 
 def _no_head_dim(form: BlockForm, alignment: int, largest: int | None) -> str | None:
@@ -273,12 +260,6 @@ def _no_head_dim(form: BlockForm, alignment: int, largest: int | None) -> str | 
         return f"takes head widths that are multiples of {alignment}, not {form.head_dim}"
     if largest is not None and form.head_dim > largest:
         return f"takes head widths up to {largest}, not {form.head_dim}"
-    return None
-
-
-def _no_module(name: str) -> str | None:
-    if importlib.util.find_spec(name) is None:
-        return f"needs the module {name}, which is not installed"
     return None
 
 

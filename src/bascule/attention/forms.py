@@ -50,7 +50,7 @@ def agree_on(
         RemoteConfigError: A rank has another number of tokens than the layout gives it.
     """
     batch, num_heads, tokens = shape
-    wanted = num_tokens([run for runs in layout.own(*ranks.place) for run in runs])
+    wanted = num_tokens(layout.own_runs(*ranks.place))
     error = None
     if tokens != wanted:
         error = ConfigError(
@@ -60,7 +60,8 @@ def agree_on(
     group = ranks.whole
     if group is not None and "cpu" in dist.get_backend_config(group.process_group):
         text = (
-            f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, batch {batch}, "
+            f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, "
+            f"stripe={layout.stripe}, batch {batch}, "
             f"{num_heads} heads for {num_kv_heads}, {form}"
         )
         statement = Statement({"the call": text}, np.zeros(0, np.int64), error)

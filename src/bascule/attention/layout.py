@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
 
 Run = tuple[int, int]  # (start, stop)
@@ -34,6 +35,11 @@ class SequenceLayout:
         ulysses_degree: U.
         zigzag: Whether early and late pieces are paired.
         replicated: Indices of the segments of which every rank has all tokens.
+        stripe: Tokens of a block; blocks are dealt to the ranks in turns, as block-sparse attention
+            wants them. 0 cuts runs.
+
+    Raises:
+        ConfigError: Blocks are to be dealt, and paired or replicated, too.
     """
 
     segments: tuple[int, ...]
@@ -41,6 +47,14 @@ class SequenceLayout:
     ulysses_degree: int = 1
     zigzag: bool = False
     replicated: tuple[int, ...] = ()
+    stripe: int = 0
+
+    def __post_init__(self) -> None:
+        if self.stripe and (self.zigzag or self.replicated):
+            raise ConfigError(
+                f"a layout of blocks of {self.stripe} tokens in turns, zigzag={self.zigzag}, "
+                f"replicated={self.replicated}: give stripe alone"
+            )
 
     @property
     def seq_len(self) -> int:
@@ -58,6 +72,8 @@ class SequenceLayout:
 
     def pieces(self, ring: int) -> list[Run]:
         """The runs in the sequence of the tokens that a ring rank works on."""
+        if self.stripe:
+            return [run for u in range(self.ulysses_degree) for run in self.own_runs(ring, u)]
         num = 2 * self.ring_degree if self.zigzag else self.ring_degree
         mine = (ring, num - 1 - ring) if self.zigzag else (ring,)
         firsts = [start for start, _ in self.bounds()]
@@ -72,12 +88,19 @@ class SequenceLayout:
 
         Of all ranks together, every token of the sequence once.
         """
+        if self.stripe:
+            degrees = self.ring_degree, self.ulysses_degree
+            return striped_runs(self.segments, self.stripe, *degrees)[ring, ulysses]
         num, per_segment = self.ulysses_degree, 2 if self.zigzag else 1
         runs = [
             (start + cut(stop - start, num, ulysses), start + cut(stop - start, num, ulysses + 1))
             for start, stop in self.pieces(ring)
         ]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
+
+    def own_runs(self, ring: int, ulysses: int) -> list[Run]:
+        """The runs of `own`, of all segments."""
+        return [run for runs in self.own(ring, ulysses) for run in runs]
 
     def shares(self, ring: int, ulysses: int) -> list[Run]:
         """The runs in the sequence of the tokens of a rank, in the order in which they lie."""
@@ -91,9 +114,22 @@ class SequenceLayout:
         """T of a rank, with all replicated tokens."""
         return num_tokens(self.shares(ring, ulysses))
 
+    def exchanged_lens(self, ring: int) -> tuple[tuple[int, ...], ...]:
+        """(U, n) tokens that each Ulysses rank brings to an exchange, in n parts.
+
+        A ring rank then has the first parts of all its Ulysses ranks, then the second ones. With
+        `zigzag` each piece is a part, since kernels need it in order; else all tokens are one.
+        """
+        by_rank = [self.own_runs(ring, rank) for rank in range(self.ulysses_degree)]
+        if self.zigzag:
+            return tuple(tuple(stop - start for start, stop in runs) for runs in by_rank)
+        return tuple((num_tokens(runs),) for runs in by_rank)
+
     def positions(self, ring: int) -> Ints:
-        """Place in the sequence of each token that a ring rank works on."""
-        return np.concatenate([np.arange(start, stop) for start, stop in self.pieces(ring)])
+        """Place in the sequence of each token that a ring rank works on, as it has them."""
+        by_rank = [self.own_runs(ring, rank) for rank in range(self.ulysses_degree)]
+        runs = self.pieces(ring) if self.zigzag else [run for runs in by_rank for run in runs]
+        return np.concatenate([np.arange(start, stop) for start, stop in runs or [(0, 0)]])
 
     def bounds(self) -> list[Run]:
         """The run in the sequence of each segment."""
@@ -103,6 +139,30 @@ class SequenceLayout:
             found.append((first, first + length))
             first += length
         return found
+
+
+@lru_cache(maxsize=256)
+def striped_runs(
+    segments: tuple[int, ...], block: int, ring_degree: int, ulysses_degree: int
+) -> dict[tuple[int, int], list[list[Run]]]:
+    """By (ring rank, Ulysses rank) and segment, the runs of its blocks.
+
+    Block i of the sequence is on ring rank i mod R, and there on Ulysses rank (i // R) mod U, as in
+    `plan.sparse.BlockLayout.striped`. The last block of a segment may be short.
+    """
+    places = [(ring, one) for ring in range(ring_degree) for one in range(ulysses_degree)]
+    found = {place: [list[Run]() for _ in segments] for place in places}
+    number = first = 0
+    for segment, length in enumerate(segments):
+        for start in range(first, first + length, block):
+            place = number % ring_degree, number // ring_degree % ulysses_degree
+            runs, stop = found[place][segment], min(start + block, first + length)
+            if runs and runs[-1][1] == start:
+                start = runs.pop()[0]
+            runs.append((start, stop))
+            number += 1
+        first += length
+    return found
 
 
 def cut(length: int, num: int, place: int) -> int:
@@ -118,7 +178,7 @@ def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Ten
 
 def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:
     """The tokens of these runs, one run after another. Differentiable."""
-    parts = [x.narrow(dim, start, stop - start) for start, stop in runs]
+    parts = [x.narrow(dim, start, stop - start) for start, stop in runs or [(0, 0)]]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from bascule.attention.block_form import Seen
 from bascule.attention.layout import SequenceLayout, positions_on
 from bascule.attention.ring import Tile
 
@@ -27,19 +28,19 @@ def tiles_of(
     everything = slice(None)
     tiles: list[list[Tile]] = []
     for other in range(layout.ring_degree):
-        if mask is not None or (causal and len(layout.segments) > 1):
+        if mask is not None or (causal and (layout.stripe or len(layout.segments) > 1)):
             bias = _bias(layout, ring, other, mask, causal, q)
-            tiles.append([Tile(everything, everything, False, bias)])
+            tiles.append([Tile(everything, everything, Seen(bias=bias))])
         elif not causal:
-            tiles.append([Tile(everything, everything, False, None)])
+            tiles.append([Tile(everything, everything)])
         elif other == ring:
-            tiles.append([Tile(everything, everything, True, None)])
+            tiles.append([Tile(everything, everything, Seen(causal=True))])
         elif not layout.zigzag:
-            tiles.append([Tile(everything, everything, False, None)] if other < ring else [])
+            tiles.append([Tile(everything, everything)] if other < ring else [])
         elif other < ring:  # of its two pieces only the early one is before both of this rank's
-            tiles.append([Tile(everything, slice(0, _first_len(layout, other)), False, None)])
+            tiles.append([Tile(everything, slice(0, _first_len(layout, other)))])
         else:  # only the late piece of this rank is after both of the other's
-            tiles.append([Tile(slice(_first_len(layout, ring), None), everything, False, None)])
+            tiles.append([Tile(slice(_first_len(layout, ring), None), everything)])
     return tiles
 
 

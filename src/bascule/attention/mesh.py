@@ -22,6 +22,7 @@ from bascule.attention.layout import (
     take_runs,
     with_replicated,
 )
+from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.ranks import AttentionMesh as AttentionMesh
 from bascule.attention.ranks import Place, place_in
 from bascule.attention.ulysses import HeadShares
@@ -52,7 +53,9 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
     if mesh.whole is None:
         return x
     rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
-    whole = ops.gather_tokens(rows, list(layout.segments), layout.zigzag, mesh.name, False)
+    whole = ops.gather_tokens(
+        rows, list(layout.segments), layout.zigzag, layout.stripe, mesh.name, False
+    )
     return whole.movedim(0, dim)
 
 
@@ -68,6 +71,7 @@ def attention(
     scale: float | None = None,
     kernel: str | None = None,
     wire: Wire | None = None,
+    overlap: bool | None = None,
 ) -> Tensor:
     """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
 
@@ -89,6 +93,9 @@ def attention(
             the mask lets it see.
         scale: Factor of the scores. Default: D^-0.5.
         kernel: Name of the block kernel. Default: the fastest for the device.
+        overlap: Whether Ulysses exchanges while it computes, where it can: not together with a
+            ring, under a causal mask or with a wire. Default: on CPUs, where it measures faster; it
+            calls the kernel up to five times, with parts of queries and keys.
         wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
             values of other ranks. What it costs on your tensors: `quantize.measure_error`. The
             backward takes the transport for the identity; gradients, and replicated tokens when
@@ -103,7 +110,7 @@ def attention(
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, attn_mask)
     _check_centres(wire, k)
-    geometry = list(layout.segments), layout.zigzag, ranks.name
+    geometry = list(layout.segments), layout.zigzag, layout.stripe, ranks.name
     form = form_of(q.shape[-1], q.dtype, wire)
     q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
     num_kv_heads, mask = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), None
@@ -114,6 +121,19 @@ def attention(
         wire = _wire_of_call(wire, q.shape[1], k, v, ranks, rows)
     k, v = (_repeated(x, num_kv_heads) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    overlaps = q.device.type == "cpu" if overlap is None else overlap
+    if overlaps and _can_overlap(ranks, layout, is_causal, wire):
+        settings = (
+            scale,
+            kernel or "",
+            num_kv_heads,
+            list(layout.segments),
+            layout.stripe,
+            ranks.name,
+            form,
+        )
+        out, *_ = overlapped_attention(q, k, v, mask, *settings)
+        return _replicated(out, ranks, layout) if layout.replicated else out
     if ranks.degrees[1] > 1:
         q, k, v = wired.tokens_to_heads(q, k, v, wire, own, rows)
     travel = wired.ring_settings(wire, own)
@@ -123,6 +143,12 @@ def attention(
     if ranks.degrees[1] > 1:
         out = wired.heads_to_tokens(out, wire, own, rows)
     return _replicated(out, ranks, layout) if layout.replicated else out
+
+
+def _can_overlap(ranks: Place, layout: SequenceLayout, causal: bool, wire: Wire | None) -> bool:
+    """Whether tokens may be taken in any order, and as they are, over Ulysses ranks alone."""
+    is_ulysses = ranks.degrees[0] == 1 < ranks.degrees[1]
+    return is_ulysses and not layout.zigzag and not causal and wire is None
 
 
 def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
@@ -138,7 +164,7 @@ def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
         at += length
     segments = [layout.segments[segment] for segment in sorted(layout.replicated)]
     rows = take_runs(own, runs, 2).movedim(2, 0)
-    whole = ops.gather_tokens(rows, segments, layout.zigzag, ranks.name, True)
+    whole = ops.gather_tokens(rows, segments, layout.zigzag, layout.stripe, ranks.name, True)
     return with_replicated(own, whole.movedim(0, 2), layout, ranks.place, 2)
 
 

@@ -8,7 +8,7 @@ Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-val
 width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention import ulysses
-from bascule.attention.block_form import BlockKernel
+from bascule.attention.block_form import BlockKernel, Seen
 from bascule.attention.blocks import select_block_kernel
 from bascule.attention.kernels import PackedSequences, select_kernel
 from bascule.attention.ring import RingPlan, Tile, ring_attention
@@ -59,7 +59,7 @@ class PackedRing:
         here = slices[self.group.rank]
         return [
             [
-                Tile(rows, keys, causal=False, bias=None)
+                Tile(rows, keys)
                 for rows, keys in zip(here, there, strict=True)
                 if rows.start < rows.stop and keys.start < keys.stop
             ]
@@ -70,7 +70,7 @@ class PackedRing:
     def causal_tiles(self) -> list[list[Tile]]:
         """The same where a token sees none that comes later in its sequence."""
         own = self.group.rank
-        diagonal = [replace(tile, causal=True) for tile in self.tiles[own]]
+        diagonal = [Tile(tile.q, tile.k, Seen(causal=True)) for tile in self.tiles[own]]
         return [*self.tiles[:own], diagonal, *([] for _ in self.tiles[own + 1 :])]
 
     @property

@@ -109,12 +109,15 @@ def place_in(mesh: AttentionMesh | DeviceMesh | Place) -> Place:
     return Place(*facts_of(mesh))
 
 
+def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
+    """The same for the same DeviceMesh, while its groups exist."""
+    return mesh if isinstance(mesh, AttentionMesh) else _of_groups(mesh)
+
+
 @torch.compiler.assume_constant_result
 def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
     """The attributes of the place in a mesh: compilers take tuples for constants, not objects."""
-    mesh = real_mesh(mesh)
-    # Meshes of the same ranks are equal, also when the groups of one of them are gone.
-    ranks = _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
+    ranks = _of_groups(real_mesh(mesh))
     return ranks.degrees, ranks.place, ranks.name
 
 
@@ -134,6 +137,11 @@ def _reference_to(name: str) -> weakref.ref[dist.ProcessGroup] | None:
     if not name:
         return None
     return weakref.ref(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
+
+
+def _of_groups(mesh: DeviceMesh) -> AttentionMesh:
+    """Meshes of the same ranks are equal, also when the groups of one of them are gone."""
+    return _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
 
 
 @lru_cache(maxsize=16)

@@ -9,16 +9,15 @@ Shapes: as in `blocks`; R ranks of the ring. Round t works on the keys of ring r
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.blocks import BlockKernel, merge, wide_dtype
-from bascule.comm.groups import RankGroup, reporting
+from bascule.attention.block_form import EVERYTHING, BlockKernel, Seen, merge, wide_dtype
+from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Wire
+from bascule.comm.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,14 +27,17 @@ class Tile:
     Attributes:
         q: Which queries of this rank.
         k: Which keys of the shard.
-        causal: Whether query i sees only keys 0 to i of these.
-        bias: Added to the scaled scores; broadcasts to (B, H, queries, keys). None adds nothing.
+        seen: What those see of these.
     """
 
     q: slice
     k: slice
-    causal: bool
-    bias: Tensor | None
+    seen: Seen = EVERYTHING
+
+    @property
+    def bias(self) -> Tensor | None:
+        """That of `seen`."""
+        return self.seen.bias
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +104,7 @@ class _Ring(torch.autograd.Function):
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
     """Out and LSE of `ring_attention`, not recorded by autograd."""
-    merged = _Merged(q)
+    merged = Merged(q)
 
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
         for tile in plan.tiles[plan.owner(turn)]:
@@ -111,8 +113,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tenso
                     q[:, :, tile.q],
                     keys[:, :, tile.k],
                     values[:, :, tile.k],
-                    tile.bias,
-                    tile.causal,
+                    tile.seen,
                     plan.scale,
                 )
                 merged.add(tile.q, *part)
@@ -135,8 +136,7 @@ def ring_backward(
             values[:, :, tile.k],
             out[:, :, tile.q],
             lse[:, :, tile.q],
-            tile.bias,
-            tile.causal,
+            tile.seen,
             plan.scale,
         )
 
@@ -166,7 +166,7 @@ def _is_one_tile(plan: RingPlan) -> bool:
     return plan.size == 1 and [(tile.q, tile.k) for tile in tiles] == [(everything, everything)]
 
 
-class _Merged:
+class Merged:
     """Attention of all queries to the keys that came so far; wide from the second part on."""
 
     def __init__(self, q: Tensor) -> None:
@@ -180,6 +180,9 @@ class _Merged:
             self._out, self._lse = part, part_lse
             return
         out, lse = self._state()
+        if part.shape == out.shape:
+            self._out, self._lse = merge(out.to(wide_dtype(self._q)), lse, part, part_lse)
+            return
         out = out.to(wide_dtype(self._q))
         out[:, :, rows], lse[:, :, rows] = merge(
             out[:, :, rows], lse[:, :, rows], part.to(out.dtype), part_lse
@@ -261,41 +264,17 @@ class _Travelling:
 class _Shift:
     """A tensor on its way to the next rank of the ring, and one from the rank before.
 
-    The one place where the ring puts tensors on the wire; point-to-point, posted when it is made.
+    The one place where the ring puts tensors on the wire; posted when it is made.
     """
 
     def __init__(self, plan: RingPlan, sent: Tensor, shape: Sequence[int], name: str) -> None:
         assert plan.group is not None
-        self._group, self._name = plan.group, f"ring ({name})"
-        self._sent = sent.contiguous()  # alive until it is sent
         self._received = sent.new_empty(tuple(shape))
         after, before = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
-        with reporting(plan.group, self._name, 0):
-            self._works = self._post(plan.group.ranks[after], plan.group.ranks[before])
+        to, come = {after: sent.contiguous()}, {before: self._received}
+        self._transfers = Transfers(plan.group, f"ring ({name})", to, come)
 
     def wait(self) -> Tensor:
         """What arrived."""
-        with reporting(self._group, self._name, 0):
-            for work in self._works:
-                work.wait(_longest_wait(self._group, self._sent.device))
+        self._transfers.wait()
         return self._received
-
-    def _post(self, after: int, before: int) -> Sequence[dist.Work]:
-        group = self._group.process_group
-        return dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, after, group=group),
-                dist.P2POp(dist.irecv, self._received, before, group=group),
-            ]
-        )
-
-
-def _longest_wait(group: RankGroup, device: torch.device) -> timedelta:
-    """The group's timeout on the host; 0 leaves the wait to the device's stream.
-
-    Gloo's point-to-point knows only the timeout that its group was made with, not one set later.
-    """
-    if device.type != "cpu":
-        return timedelta(0)
-    backend = group.process_group._get_backend(device)
-    return getattr(getattr(backend, "options", None), "_timeout", timedelta(0))

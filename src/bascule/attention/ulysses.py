@@ -109,9 +109,18 @@ class HeadShares:
         ]
         return [run for run in both if run[1]]
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Of all ranks."""
+        return self.base * self.size + self.num_more
+
     def of(self, rank: int) -> int:
         """Key-value heads of one rank."""
         return self.base + (rank < self.num_more)
+
+    def first(self, rank: int) -> int:
+        """The first key-value head of one rank."""
+        return self.base * rank + min(rank, self.num_more)
 
 
 def attend(
@@ -245,7 +254,7 @@ def _heads_to_ranks(
     assert bag.group is not None
     num_tokens, _, head_dim = tensors[0].shape
     row = sum(factors) * head_dim
-    sent = tensors[0].new_empty(num_tokens * row * (shares.base * shares.size + shares.num_more))
+    sent = tensors[0].new_empty(num_tokens * row * shares.num_kv_heads)
     first_kv, end = 0, 0
     for _, num_ranks, num_kv in shares.runs():
         block = sent[end : end + num_ranks * num_tokens * num_kv * row]
@@ -284,8 +293,7 @@ def _ranks_to_heads(
         [tokens * row * own for tokens in bag.tokens],
         [num_tokens * row * shares.of(rank) for rank in range(shares.size)],
     )
-    num_kv = shares.base * shares.size + shares.num_more
-    outs = [rows.new_empty(num_tokens, num_kv * factor, head_dim) for factor in factors]
+    outs = [rows.new_empty(num_tokens, shares.num_kv_heads * f, head_dim) for f in factors]
     first_kv, end = 0, 0
     for _, num_ranks, run_kv in shares.runs():
         block = received[end : end + num_ranks * num_tokens * run_kv * row]

@@ -18,7 +18,8 @@ from bascule.attention import ops
 from bascule.comm.quantize import Format, Wire
 
 HeadRun = tuple[int, int]  # (first, number) key-value heads of this rank
-Geometry = tuple[int, list[int], bool, str, str]  # arguments of `ops.tokens_to_heads` after `xs`
+Geometry = tuple[int, list[int], bool, int, str, str]
+"""Arguments of `ops.tokens_to_heads` after `xs`."""
 
 
 def tokens_to_heads(

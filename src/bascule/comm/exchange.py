@@ -69,6 +69,12 @@ class BoundRoute:
         return self.num_sent - self.send_splits[self.group.rank]
 
     @cached_property
+    def back_to_copies(self) -> "BoundRoute":
+        """The exchange that brings every copy of a row back, in the order of `send_index`."""
+        back = Route(None, self.route.send_splits, self.route.recv_splits, self.route.recv_index)
+        return BoundRoute(back.inverse(), self.group, self.device, self.step, self.name + " back")
+
+    @cached_property
     def inverse(self) -> "BoundRoute":
         """The exchange that brings every row back; its inverse is this one again."""
         back = BoundRoute(
@@ -109,6 +115,31 @@ class _Exchange(torch.autograd.Function):
         sent = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
         received = iter(_move(ctx.route.inverse, sent))
         return (None, *(next(received) if is_needed else None for is_needed in needed))
+
+
+def spread(route: BoundRoute, rows: Tensor) -> Tensor:
+    """`exchange` of one tensor by a route that may send a row to several ranks.
+
+    The gradient of a row is the sum over its copies, in float32 at least.
+    """
+    return _Spread.apply(route, rows)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, route: BoundRoute, rows: Tensor) -> Tensor:
+        ctx.route, ctx.num_rows = route, rows.shape[0]
+        return _move(route, [rows])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), route = grads, ctx.route
+        (copies,) = _move(route.back_to_copies, [grad])
+        total = grad.new_zeros(
+            ctx.num_rows, *grad.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
+        )
+        total.index_add_(0, route.send_index, copies.to(total.dtype))
+        return None, total.to(grad.dtype)
 
 
 def _move(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
+from bascule.comm.staging import Staging
 from bascule.errors import CommError, ConfigError
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,14 @@ class RankGroup:
         rank: This rank in the group.
         ranks: Global rank of each member, in order.
         name: How errors call the group.
+        staging: Memory for its exchanges.
     """
 
     reference: Callable[[], dist.ProcessGroup | None]
     rank: int
     ranks: tuple[int, ...]
     name: str
+    staging: Staging = field(default_factory=Staging, compare=False, repr=False)
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -1,0 +1,380 @@
+"""Block-sparse attention over a mesh, by a plan: every rank computes what the plan gives it.
+
+One uneven all-to-all takes queries, keys and values from home to where they are used, whatever
+heads, blocks and orders that means; then the ring of `ring` passes keys and values on, with kernels
+that skip the blocks that are not seen; one all-to-all brings the output home. Masks stay where they
+are: a rank asks for the rows of the mask that it computes, and ranks exchange counts of blocks.
+Source: db-SP, here with one exchange for its three, and plans that need not be alike in all rings.
+
+Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; Q query
+blocks and C key blocks of the sequence; X (head, query block) rows that a rank computes; R ring
+ranks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from bascule.attention.block_form import BlockRows, Seen
+from bascule.attention.blocks import select_block_kernel
+from bascule.attention.op_parts import naming
+from bascule.attention.ranks import AttentionMesh, as_attention_mesh
+from bascule.attention.ring import RingPlan, Tile, ring_attention
+from bascule.attention.sparse_masks import pooled
+from bascule.comm.agree import Statement, agree
+from bascule.comm.exchange import BoundRoute, exchange, spread
+from bascule.comm.groups import RankGroup, all_gather_single, reporting
+from bascule.errors import ConfigError
+from bascule.plan.layout import Ints, Route, cumulative
+from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
+
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+RowsSeen = Callable[[PackedRows], Bools]
+"""From X rows to (X, C), or (B, X, C) where batch items differ: which key blocks each sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRule:
+    """Which blocks are seen, from the products of their mean queries and keys.
+
+    They are taken where they are computed: of keys only the means of a ring's own heads travel.
+
+    Attributes:
+        keep: From scaled scores (B, X, C) of these rows to bool, as `sparse_masks.keep_top_k`.
+    """
+
+    keep: Callable[[Tensor, PackedRows], Tensor]
+
+
+def rows_of(masks: Bools) -> RowsSeen:
+    """Rows of masks (H, Q, C) that every rank has, as those of a file."""
+    return lambda rows: masks[rows.heads, rows.blocks]
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AttentionMesh | DeviceMesh,
+    plan: SparsePlan,
+    seen: RowsSeen | PooledRule,
+    *,
+    scale: float | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Exact block-sparse attention of tokens that are at home as the plan says; as q.
+
+    Two all-to-alls over all ranks, R - 1 exchanges around the ring, and twice that backward. The
+    first call with a plan makes sure, by one all-gather, that all ranks have the same. A
+    `PooledRule` takes two all-gathers in the ring.
+
+    Args:
+        q: (B, H, T, D) queries of this rank's blocks, in the order of the sequence.
+        k: (B, K, T, D) keys; H is a multiple of K.
+        v: (B, K, T, D) values.
+        mesh: The ranks.
+        plan: Who computes what.
+        seen: Gives the rows of the mask that this rank computes. A token that sees nothing gives 0.
+        scale: Factor of the scores. Default: D^-0.5.
+        kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
+
+    Raises:
+        ConfigError: The shapes do not fit the plan, the plan not the mesh, or the mask is none.
+        CommError: The ranks disagree, or a rank did not come in time.
+    """
+    return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel)[0]
+
+
+def attend_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AttentionMesh | DeviceMesh,
+    plan: SparsePlan,
+    seen: RowsSeen | PooledRule,
+    *,
+    scale: float | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Bools]:
+    """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
+    ranks = as_attention_mesh(mesh)
+    form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
+    _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form)
+    tables = _tables_of(plan, ranks, q.shape[0], q.device)
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    with naming("sparse_attention", (q, k, v)):
+        home = torch.cat([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
+        here_q, here_k, here_v = tables.bring(home)[None, None].split(tables.arriving, dim=2)
+        if isinstance(seen, PooledRule):
+            masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
+        else:
+            masks = seen(tables.rows)
+        masks = _checked(tables, masks)
+        out, _ = ring_attention(here_q, here_k, here_v, tables.ring(q, masks, factor, kernel))
+        rows = tables.take_home(out[0, 0])
+    return rows.view(q.shape[0], q.shape[1], -1, q.shape[3]), masks
+
+
+def gather_counts(mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Bools) -> Ints:
+    """(H, Q, R) tokens that each query block sees, by ring rank where keys are at home.
+
+    What `SparsePlanner.plan` and `PlanReuse.after` take for the next step, the same on all ranks.
+    Two all-gathers, of a number and of the counts.
+
+    Args:
+        mesh: The ranks.
+        plan: That of the attention.
+        masks: What `attend_sparse` gives; of the first batch item where they differ.
+    """
+    ranks = as_attention_mesh(mesh)
+    home = plan.kv.home // plan.ulysses_degree
+    own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=plan.ring_degree)
+    every = _gathered(ranks.whole, torch.from_numpy(own[0].astype(np.int64)), "counts of blocks")
+    counts = np.zeros((*plan.ring_of.shape, plan.ring_degree), dtype=np.int64)
+    for rank, found in enumerate(every):
+        rows = plan.q_rows(rank)
+        counts[rows.heads, rows.blocks] = found.cpu().numpy()[: rows.heads.size]
+    return counts
+
+
+def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
+    """By rank, what each gives, with unused rows behind those of ranks that give fewer."""
+    if group is None:
+        return [own]
+    on_host = "cpu" in dist.get_backend_config(group.process_group)
+    device = own.device if on_host else torch.device("cuda", torch.cuda.current_device())
+    sizes = torch.tensor([own.shape[0]], device=device)
+    with reporting(group, f"all_gather ({what})", 0):
+        each = sizes.new_empty(group.size)
+        all_gather_single(each, sizes, group=group.process_group)
+        padded = own.new_zeros(int(each.max()), *own.shape[1:], device=device)
+        padded[: own.shape[0]] = own
+        every = padded.new_empty(group.size * padded.shape[0], *own.shape[1:])
+        all_gather_single(every, padded, group=group.process_group)
+    return list(every.unflatten(0, (group.size, padded.shape[0])))
+
+
+def _kept(rule: PooledRule, tables: "_Tables", q: Tensor, k: Tensor, scale: float) -> Bools:
+    """(B, X, C) what a rule keeps of the rows of this rank."""
+    plan, rows, batch = tables.plan, tables.rows, tables.batch
+    means_q, means_k = (
+        pooled(x, np.tile(lens, batch))[0, 0].unflatten(0, (batch, lens.size))
+        for x, lens in ((q, rows.lens), (k, plan.kv_rows(tables.rank).lens))
+    )
+    every = _gathered(tables.ranks.ring, means_k.transpose(0, 1).contiguous(), "mean keys")
+    keys = means_k.new_zeros(batch, plan.num_kv_heads, plan.kv.lens.size, q.shape[-1])
+    for ring, found in enumerate(every):
+        there = tables.kv_rows[ring]
+        keys[:, there.heads, there.blocks] = found[: there.heads.size].transpose(0, 1)
+    heads, head_of, counts = np.unique(rows.heads, return_inverse=True, return_counts=True)
+    place = np.arange(rows.heads.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    padded = means_q.new_zeros(batch, heads.size, counts.max(initial=0), q.shape[-1])
+    padded[:, head_of, place] = means_q
+    group = len(plan.ring_of) // plan.num_kv_heads
+    scores = (padded @ keys[:, heads // group].mT)[:, head_of, place] * scale
+    return rule.keep(scores, rows).cpu().numpy()
+
+
+def _rank_of(ranks: AttentionMesh) -> int:
+    return 0 if ranks.whole is None else ranks.whole.rank
+
+
+def _checked(tables: "_Tables", masks: Bools) -> Bools:
+    """(B or 1, X, C).
+
+    Raises:
+        ConfigError: They are of another shape or dtype.
+    """
+    wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
+    shapes = (wanted, (1, *wanted), (tables.batch, *wanted))
+    if masks.dtype != np.bool_ or masks.shape not in shapes:
+        raise ConfigError(
+            f"rows of a mask {masks.shape} of {masks.dtype}: give bool {wanted}, for the rows "
+            f"asked for, or {shapes[2]} where batch items differ"
+        )
+    return masks if masks.ndim == 3 else masks[None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """The index tables of a plan on this rank; made once for a plan."""
+
+    plan: SparsePlan
+    ranks: AttentionMesh
+    batch: int
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Of all ranks."""
+        return _rank_of(self.ranks)
+
+    @cached_property
+    def arriving(self) -> list[int]:
+        """Rows of q, k and v that come here."""
+        num_q, num_kv = (
+            int(rows.lens.sum()) * self.batch for rows in (self.rows, self.plan.kv_rows(self.rank))
+        )
+        return [num_q, num_kv, num_kv]
+
+    @cached_property
+    def _incoming(self) -> Route:
+        return self.plan.route(self.rank, batch=self.batch)
+
+    @cached_property
+    def _outgoing(self) -> Route:
+        return self.plan.output_route(self.rank, batch=self.batch)
+
+    @cached_property
+    def _bound(self) -> tuple[BoundRoute, BoundRoute]:
+        assert self.ranks.whole is not None
+        names = ("rows of heads", "rows of heads, home")
+        routes = zip((self._incoming, self._outgoing), names, strict=True)
+        into, back = (
+            BoundRoute(route, self.ranks.whole, self.device, 0, name) for route, name in routes
+        )
+        return into, back
+
+    @cached_property
+    def _local(self) -> tuple[Tensor, Tensor]:
+        into, back = (
+            torch.from_numpy(_composed(route)).to(self.device)
+            for route in (self._incoming, self._outgoing)
+        )
+        return into, back
+
+    def bring(self, rows: Tensor) -> Tensor:
+        """From home to where they are used."""
+        if self.ranks.whole is None:
+            return rows.index_select(0, self._local[0])
+        return spread(self._bound[0], rows)
+
+    def take_home(self, rows: Tensor) -> Tensor:
+        """Home from where they were computed."""
+        if self.ranks.whole is None:
+            return rows.index_select(0, self._local[1])
+        return exchange(self._bound[1], [rows])[0]
+
+    @cached_property
+    def rows(self) -> PackedRows:
+        """(head, query block) rows that this rank computes."""
+        return self.plan.q_rows(self.rank)
+
+    @cached_property
+    def kv_rows(self) -> list[PackedRows]:
+        """By ring rank, the keys that start their way there."""
+        degree = self.plan.ulysses_degree
+        return [
+            self.plan.kv_rows(owner)
+            for owner in range(self.rank % degree, self.plan.num_ranks, degree)
+        ]
+
+    def ring(self, q: Tensor, masks: Bools, scale: float, kernel: str | None) -> RingPlan:
+        """What this rank does in each round: tiles of blocks."""
+        plan, everything = self.plan, slice(None)
+        return RingPlan(
+            group=self.ranks.ring,
+            kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
+            tiles=[
+                [Tile(everything, everything, Seen(blocks=self._blocks(there, masks)))]
+                for there in self.kv_rows
+            ],
+            kernel=select_block_kernel(
+                kernel,
+                q.device.type,
+                dtype=q.dtype,
+                head_dim=q.shape[-1],
+                block=int(max(plan.q.lens.max(initial=1), plan.kv.lens.max(initial=1))),
+                needs_lse=plan.ring_degree > 1 or q.requires_grad,
+            ),
+            scale=scale,
+        )
+
+    def _blocks(self, keys: PackedRows, masks: Bools) -> BlockRows:
+        """What the queries of this rank see of keys that lie on one ring rank."""
+        plan, rows = self.plan, self.rows
+        group = len(plan.ring_of) // plan.num_kv_heads
+        place = np.full((plan.num_kv_heads, plan.kv.lens.size), -1)
+        place[keys.heads, keys.blocks] = np.arange(keys.heads.size)
+        here = place[rows.heads // group]
+        is_seen = np.broadcast_to(masks & (here >= 0), (self.batch, *here.shape))
+        item, row, block = np.nonzero(is_seen)
+        return BlockRows(
+            q_bounds=_bounds(rows.lens, self.batch),
+            k_bounds=_bounds(keys.lens, self.batch),
+            row_bounds=cumulative(is_seen.sum(axis=2).ravel()),
+            columns=here[row, block] + item * keys.heads.size,
+        )
+
+
+@lru_cache(maxsize=64)
+def _tables_of(plan: SparsePlan, ranks: AttentionMesh, batch: int, device: torch.device) -> _Tables:
+    """The same for the same plan."""
+    return _Tables(plan, ranks, batch, device)
+
+
+def _bounds(lens: Ints, batch: int) -> Ints:
+    return cumulative(np.tile(lens, batch))
+
+
+def _composed(route: Route) -> Ints:
+    """A route of one rank as one index."""
+    assert route.send_index is not None
+    assert route.recv_index is not None
+    return route.send_index[route.recv_index]
+
+
+@lru_cache(maxsize=1024)
+def _agree_on(
+    ranks: AttentionMesh,
+    plan: SparsePlan,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    form: str,
+) -> None:
+    """Before the first exchange with a plan, make sure that all ranks have it, and its tokens.
+
+    Raises:
+        CommError: They do not.
+        ConfigError: The shapes do not fit the plan; on all ranks alike.
+    """
+    error = _misfit(ranks, plan, q, k, v)
+    group = ranks.whole
+    if group is not None and "cpu" in dist.get_backend_config(group.process_group):
+        statement = Statement({"the plan": f"{plan.digest}, {form}"}, np.zeros(0, np.int64), error)
+        agree(group, statement, what="sparse attention", step=0, capacity=0)
+    elif error is not None:
+        raise error
+
+
+def _misfit(
+    ranks: AttentionMesh,
+    plan: SparsePlan,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+) -> ConfigError | None:
+    ring, ulysses = ranks.degrees
+    if (plan.ring_degree, plan.ulysses_degree) != (ring, ulysses):
+        return ConfigError(
+            f"sparse_attention: a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks "
+            f"(Ulysses x ring) on a mesh of {ulysses} x {ring}"
+        )
+    tokens = [
+        int(layout.lens[layout.home == _rank_of(ranks)].sum()) for layout in (plan.q, plan.kv)
+    ]
+    heads = len(plan.ring_of), plan.num_kv_heads
+    batch, width = q[0], q[-1]
+    wanted = [(batch, h, t, width) for h, t in zip(heads, tokens, strict=True)]
+    if [q, k, v] != [wanted[0], wanted[1], wanted[1]]:
+        return ConfigError(
+            f"sparse_attention: q {q}, k {k}, v {v}: the plan has {wanted[0]} and {wanted[1]} here"
+        )
+    return None

@@ -1,0 +1,31 @@
+"""Memory that exchanges between hosts use again."""
+
+import torch
+from torch import Tensor
+
+
+class Staging:
+    """What a group's exchanges send from and receive into, one buffer for each role.
+
+    On the host a fresh buffer costs page faults, more than the transport itself: measured, an
+    all-to-all of 1.8 MB a rank takes 3.3 ms with fresh buffers and 1.1 ms with used ones. The
+    allocators of other devices keep their memory, and know which stream still reads it.
+
+    What is taken is overwritten by the next of its role: copy out of it what is to stay.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, role: str, numel: int, like: Tensor) -> Tensor:
+        """(numel,) without values, of the dtype and device of `like`."""
+        if like.device.type != "cpu":
+            return like.new_empty(numel)
+        num_bytes = numel * like.element_size()
+        buffer = self._buffers.get(role)
+        if buffer is None or buffer.numel() < num_bytes:
+            # A plain tensor also where one is made in inference mode, to be written later outside.
+            with torch.inference_mode(False):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            self._buffers[role] = buffer
+        return buffer[:num_bytes].view(like.dtype)

@@ -1,0 +1,194 @@
+"""Block-sparse attention over meshes against dense masked attention in one process, float64."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bascule.attention.sparse import (
+    PooledRule,
+    attend_sparse,
+    gather_counts,
+    rows_of,
+    sparse_attention,
+)
+from bascule.attention.sparse_masks import block_scores, keep_top_k
+from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
+from tests.distributed.harness import raised_by, run_ranks
+from tests.distributed.test_mesh_attention import difference, make_mesh, reference
+
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
+MESHES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (4, 1), (1, 4)]
+LARGE_MESHES = [(2, 4), (4, 2), (8, 1), (1, 8)]
+
+CASES: dict[str, dict[str, Any]] = {
+    "random": {},
+    "clustered, several samples": {"kind": "clustered", "batch": 2},
+    "empty rows, keys of groups of heads": {"kind": "empty", "heads": 6, "kv_heads": 3},
+    "one head does nearly all": {"kind": "heavy", "heads": 5},
+    "a single head": {"heads": 1},
+    "stripe": {"method": "stripe", "kind": "clustered"},
+    "paper": {"method": "paper", "kind": "clustered", "heads": 8},
+    "contiguous": {"home": "contiguous", "kind": "clustered"},
+    "text that all see": {"kind": "text", "segments": (5, 30)},
+    "fewer blocks than ranks": {"segments": (7,)},
+    "nothing is seen": {"kind": "nothing"},
+}
+
+
+def make_masks(kind: str, heads: int, lens: Any) -> Bools:
+    generator, size = np.random.default_rng(3), len(lens)
+    masks = generator.random((heads, size, size)) < 0.3
+    place = np.arange(size)
+    near = np.abs(place[:, None] - place) < 2
+    if kind == "clustered":
+        masks[:, : size // 2] = near[: size // 2]
+        masks[0] = True
+    elif kind == "empty":
+        masks[:, ::2] = False
+        masks[1] = False
+    elif kind == "heavy":
+        masks[:] = near
+        masks[2] = True
+    elif kind == "text":
+        masks[:, :2], masks[:, :, :2] = True, True
+    elif kind == "nothing":
+        masks[:] = False
+    return masks
+
+
+def make_plan(ring: int, ulysses: int, case: dict[str, Any]) -> tuple[SparsePlan, Bools]:
+    lens = block_lens(case.get("segments", (33,)), 4)
+    heads = case.get("heads", 4)
+    masks = make_masks(case.get("kind", "random"), heads, lens)
+    make = BlockLayout.contiguous if "home" in case else BlockLayout.striped
+    planner = SparsePlanner(ulysses, ring, method=case.get("method", "minimal_move"))
+    layout = make(lens, ulysses, ring)
+    return planner.plan(masks, layout, num_kv_heads=case.get("kv_heads", heads)), masks
+
+
+def own_tokens(plan: SparsePlan, rank: int) -> Tensor:
+    """Place in the sequence of each token that a rank has."""
+    return torch.from_numpy(np.flatnonzero(np.repeat(plan.q.home, plan.q.lens) == rank))
+
+
+def compare(ring: int, ulysses: int, case: dict[str, Any]) -> dict[str, float]:
+    mesh = make_mesh(ring, ulysses)
+    rank = 0 if mesh.whole is None else mesh.whole.rank
+    plan, masks = make_plan(ring, ulysses, case)
+    batch, (heads, kv_heads) = case.get("batch", 1), (len(masks), plan.num_kv_heads)
+    generator = torch.Generator().manual_seed(0)
+    size = int(plan.q.lens.sum())
+
+    def normal(num_heads: int) -> Tensor:
+        shape = batch, num_heads, size, 8
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    q, k, v, grad = normal(heads), normal(kv_heads), normal(kv_heads), normal(heads).detach()
+    dense = torch.from_numpy(masks.repeat(plan.q.lens, axis=1).repeat(plan.kv.lens, axis=2))
+    expected = reference(q, k, v, dense, False)
+    wanted = torch.autograd.grad(expected, (q, k, v), grad)
+    own = own_tokens(plan, rank)
+    own_q, own_k, own_v = (x.detach()[:, :, own].requires_grad_() for x in (q, k, v))
+    out = sparse_attention(own_q, own_k, own_v, mesh, plan, rows_of(masks))
+    grads = torch.autograd.grad(out, (own_q, own_k, own_v), grad[:, :, own])
+    pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (expected, *wanted), strict=True)
+    found = {name: float((a - b[:, :, own]).norm() / (b.norm() + 1e-300)) for name, a, b in pairs}
+    counts = block_counts(
+        masks, kv_lens=plan.kv.lens, kv_of=plan.kv.home // ulysses, ring_degree=ring
+    )
+    gathered = gather_counts(mesh, plan, masks[None, *np.nonzero(plan.rank_of == rank)])
+    return found | {"counts": float((gathered != counts).sum())}
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses"),
+    [*MESHES, *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in LARGE_MESHES)],
+)
+def test_exact_in_float64(ring: int, ulysses: int) -> None:
+    cases = list(CASES.values())
+    for found in run_ranks(compare_all, ring * ulysses, ring, ulysses, cases):
+        for case, errors in zip(cases, found, strict=True):
+            assert max(errors.values()) < 1e-10, (case, errors)
+
+
+def compare_all(ring: int, ulysses: int, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
+    return [compare(ring, ulysses, case) for case in cases]
+
+
+def other_samples(ring: int, ulysses: int) -> float:
+    """Masks that differ between the samples of a batch."""
+    mesh = make_mesh(ring, ulysses)
+    assert mesh.whole is not None
+    plan, masks = make_plan(ring, ulysses, {})
+    both = np.stack([masks, ~masks])
+    x = torch.randn(2, 4, 33, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    own = own_tokens(plan, mesh.whole.rank)
+    mine = x[:, :, own]
+    out = sparse_attention(
+        mine, mine, mine, mesh, plan, lambda rows: both[:, rows.heads, rows.blocks]
+    )
+    dense = both.repeat(plan.q.lens, axis=2).repeat(plan.kv.lens, axis=3)
+    expected = reference(x, x, x, torch.from_numpy(dense), False)
+    return difference(out, expected[:, :, own])
+
+
+def test_masks_that_differ_in_a_batch() -> None:
+    assert max(run_ranks(other_samples, 4, 2, 2)) < 1e-10
+
+
+def by_rule(ring: int, ulysses: int) -> float:
+    """Masks from pooled queries and keys, with blocks of unequal lengths and fewer key heads."""
+    mesh = make_mesh(ring, ulysses)
+    rank = 0 if mesh.whole is None else mesh.whole.rank
+    case = {"heads": 6, "kv_heads": 3, "segments": (5, 30), "kind": "heavy"}
+    plan, _ = make_plan(ring, ulysses, case)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, h, 35, 8, generator=generator).double() for h in (6, 3, 3))
+    own = own_tokens(plan, rank)
+    rule = PooledRule(lambda scores, rows: keep_top_k(scores, 3))
+    mine = [x[:, :, own] for x in (q, k, v)]
+    out, masks = attend_sparse(mine[0], mine[1], mine[2], mesh, plan, rule)
+    seen = keep_top_k(block_scores(q, k, plan.q.lens, plan.kv.lens), 3).numpy()
+    heads, blocks = np.nonzero(plan.rank_of == rank)
+    assert np.array_equal(masks, seen[:, heads, blocks])
+    dense = seen.repeat(plan.q.lens, axis=2).repeat(plan.kv.lens, axis=3)
+    return difference(out, reference(q, k, v, torch.from_numpy(dense), False)[:, :, own])
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_masks_by_a_rule(ring: int, ulysses: int) -> None:
+    assert max(run_ranks(by_rule, ring * ulysses, ring, ulysses)) < 1e-10
+
+
+def refused() -> list[tuple[list[str], str]]:
+    mesh = make_mesh(2, 1)
+    assert mesh.whole is not None
+    rank = mesh.whole.rank
+    plan, masks = make_plan(2, 1, {})
+    other, _ = make_plan(2, 1, {"kind": "clustered"})
+    x = torch.zeros(1, 4, own_tokens(plan, rank).numel(), 8)
+    seen = rows_of(masks)
+    return [
+        raised_by(sparse_attention, x, x, x, mesh, other if rank else plan, seen),
+        raised_by(sparse_attention, x, x, x[:, :, 1:] if rank else x, mesh, plan, seen),
+        raised_by(sparse_attention, x, x, x, make_mesh(1, 2), plan, seen),
+        raised_by(sparse_attention, x, x, x, mesh, plan, lambda _: masks),
+        raised_by(sparse_attention, x, x, x, mesh, plan, seen, kernel="cpu_flash"),
+    ]
+
+
+def test_what_is_refused_alike_on_all_ranks() -> None:
+    parts = [
+        "disagree on the plan",
+        "the plan has",
+        "a plan for 1 x 2 ranks (Ulysses x ring) on a mesh of 2 x 1",
+        "rows of a mask",
+        "kernel 'cpu_flash'",
+    ]
+    for outcomes in run_ranks(refused, 2):
+        for part, (classes, text) in zip(parts, outcomes, strict=True):
+            assert part in text, text
+            assert "ConfigError" in classes or "CommError" in classes

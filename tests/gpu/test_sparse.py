@@ -1,0 +1,101 @@
+"""On one CUDA device: the kernels for block-sparse attention, against dense softmax in float64.
+
+Run with `pytest -m gpu tests/gpu`; without a device everything here is skipped.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from bascule.attention.block_form import Seen
+from bascule.attention.blocks import select_block_kernel
+from bascule.errors import ConfigError
+from tests.unit.test_blocks import SCALE
+from tests.unit.test_sparse_blocks import (
+    NAMES,
+    attend,
+    attend_in_halves,
+    heads_case,
+    make_case,
+    random_case,
+    reference,
+    relative,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="NO CUDA DEVICE: block-sparse kernels NOT TESTED"
+    ),
+]
+# Flex attention multiplies float32 in TF32.
+TOLERANCE = {
+    ("triton", torch.float32): 1e-5,
+    ("flex", torch.float32): 4e-3,
+    **{(name, torch.float16): 1e-2 for name in ("triton", "flex")},
+    **{(name, torch.bfloat16): 4e-2 for name in ("triton", "flex")},
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), TOLERANCE)
+@pytest.mark.parametrize("case_name", NAMES)
+@pytest.mark.parametrize(("block", "dim"), [(64, 64), (64, 128), (128, 64), (128, 128)])
+@pytest.mark.parametrize("call", [attend, attend_in_halves])
+def test_out_lse_and_gradients(
+    name: str,
+    dtype: torch.dtype,
+    case_name: str,
+    block: int,
+    dim: int,
+    call: Callable[..., list[Tensor]],
+) -> None:
+    if call is attend_in_halves and case_name == "single block":
+        pytest.skip("one block has no halves")
+    try:
+        kernel = select_block_kernel(name, "cuda", dtype=dtype, head_dim=dim, block=block)
+    except ConfigError as reason:
+        pytest.skip(str(reason))
+    case = make_case(case_name, block)
+    tensors = case.inputs(dtype, dim)
+    want, want_lse, wanted, grad = reference(case, tensors)
+    out, lse, *grads = call(kernel, case, [x.cuda() for x in tensors], grad.cuda())
+    is_seen = ~want_lse.isneginf()
+    assert torch.equal(~lse.isneginf().cpu(), is_seen)
+    torch.testing.assert_close(lse.double().cpu()[is_seen], want_lse[is_seen], rtol=1e-2, atol=2e-2)
+    errors = [relative(a, b) for a, b in zip((out, *grads), (want, *wanted), strict=True)]
+    assert all(error < TOLERANCE[name, dtype] for error in errors), errors
+
+
+@pytest.mark.parametrize(("block", "dim"), [(16, 16), (40, 32), (200, 64), (512, 128)])
+def test_triton_takes_blocks_of_any_length(block: int, dim: int) -> None:
+    kernel = select_block_kernel("triton", "cuda", dtype=torch.float16, head_dim=dim, block=block)
+    case = random_case(7, 5, 6, block, 0.6)
+    tensors = case.inputs(torch.float16, dim)
+    want, _, wanted, grad = reference(case, tensors)
+    out, _, *grads = attend(kernel, case, [x.cuda() for x in tensors], grad.cuda())
+    errors = [relative(a, b) for a, b in zip((out, *grads), (want, *wanted), strict=True)]
+    assert all(error < 1e-2 for error in errors), errors
+
+
+def test_triton_is_the_first_choice() -> None:
+    kernel = select_block_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, block=128)
+    assert type(kernel).__name__ == "TritonKernel"
+
+
+@pytest.mark.parametrize("name", ["sparge", "paro"])
+def test_kernels_of_8_bits(name: str) -> None:
+    """Near to the exact output; skipped where the package or its device is missing."""
+    form = {"dtype": torch.float16, "head_dim": 64, "block": 128, "needs_lse": name != "sparge"}
+    try:
+        kernel = select_block_kernel(name, "cuda", **form)
+    except ConfigError as reason:
+        pytest.skip(str(reason))
+    case = heads_case(2, 4, 4, 128)
+    tensors = case.inputs(torch.float16, 64)
+    want, want_lse, _, _ = reference(case, tensors)
+    q, k, v = (x.cuda() for x in tensors)
+    out, lse = kernel.forward(q, k, v, Seen(blocks=case.rows), SCALE)
+    assert torch.equal(lse.isneginf().cpu(), want_lse.isneginf())
+    assert relative(out, want) < 0.1
