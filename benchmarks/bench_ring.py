@@ -38,6 +38,7 @@ from _common import ratio, summary, write_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from bascule.attention.block_form import EVERYTHING, Grads, OutLse, Seen
 from bascule.attention.blocks import CpuFlashKernel
 from bascule.attention.ring import RingPlan, Tile, ring_backward, ring_forward
 from bascule.comm.groups import member_of, resolve
@@ -100,11 +101,9 @@ class SleepyKernel(CpuFlashKernel):
 
     seconds: float
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         end = time.perf_counter() + self.seconds
-        result = super().forward(q, k, v, bias, causal, scale)
+        result = super().forward(q, k, v, seen, scale)
         sleep_until(end)
         return result
 
@@ -116,12 +115,11 @@ class SleepyKernel(CpuFlashKernel):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        bias: Tensor | None,
-        causal: bool,
+        seen: Seen,
         scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Grads:
         end = time.perf_counter() + self.seconds
-        result = super().backward(grad, q, k, v, out, lse, bias, causal, scale)
+        result = super().backward(grad, q, k, v, out, lse, seen, scale)
         sleep_until(end)
         return result
 
@@ -204,8 +202,8 @@ def ring_calls(
     shape = (batch, heads, num_ranks * tokens, dim)
     q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     plain, scale = CpuFlashKernel(), dim**-0.5
-    out, lse = plain.forward(q, k, v, None, False, scale)
-    grads = plain.backward(grad, q, k, v, out, lse, None, False, scale)
+    out, lse = plain.forward(q, k, v, EVERYTHING, scale)
+    grads = plain.backward(grad, q, k, v, out, lse, EVERYTHING, scale)
 
     def own(x: Tensor) -> Tensor:
         return x.narrow(2, rank * tokens, tokens).contiguous()
@@ -214,7 +212,7 @@ def ring_calls(
     plan = RingPlan(
         group=member_of(resolve(None), "ring"),
         kv_lens=[tokens] * num_ranks,
-        tiles=[[Tile(everything, everything, False, None)]] * num_ranks,
+        tiles=[[Tile(everything, everything)]] * num_ranks,
         kernel=kernel,
         scale=scale,
     )

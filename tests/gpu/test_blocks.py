@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import BlockKernel, merge
+from bascule.attention.block_form import BlockKernel, Seen, merge
 from bascule.attention.blocks import KERNELS, select_block_kernel
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE, dense
@@ -20,7 +20,7 @@ pytestmark = [
         not torch.cuda.is_available(), reason="NO CUDA DEVICE: kernels for blocks NOT TESTED"
     ),
 ]
-ON_CUDA = [name for name in KERNELS if name != "cpu_flash"]
+ON_CUDA = [name for name in KERNELS if name not in ("cpu_flash", "cpu_loop", "triton")]
 # Of torch's operators these must run on any supported device: a skip of all would test nothing.
 ALWAYS = ["plain", "aten_flash", "efficient"]
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -77,15 +77,15 @@ def test_two_blocks_are_the_whole(
     bias = make_bias(kind, shape[2], shape[3], dtype)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide_bias = None if bias is None else bias.double()
-    want, want_lse = dense(exact[0], exact[1], exact[2], wide_bias, False, SCALE)
+    want, want_lse = dense(exact[0], exact[1], exact[2], Seen(bias=wide_bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), device="cuda").view(want.shape).to(dtype)
     wanted = torch.autograd.grad(want, exact, grad.double())
     tiles = [
-        (k[:, :, at], v[:, :, at], None if bias is None else bias[..., at])
+        (k[:, :, at], v[:, :, at], Seen(bias=None if bias is None else bias[..., at]))
         for at in cut_in_two(shape[3])
     ]
     with torch.no_grad():
-        parts = [kernel.forward(q, *tile, False, SCALE) for tile in tiles]
+        parts = [kernel.forward(q, *tile, SCALE) for tile in tiles]
         assert all(lse.shape == q.shape[:3] for _, lse in parts)
         (out, lse), (more, more_lse) = parts
         out, lse = merge(out.float(), lse, more.float(), more_lse)
@@ -97,9 +97,7 @@ def test_two_blocks_are_the_whole(
         torch.testing.assert_close(
             lse[seen].double(), want_lse[seen].detach(), rtol=1e-2, atol=2e-2
         )
-        grads = [
-            kernel.backward(grad, q, *tile[:2], out, lse, tile[2], False, SCALE) for tile in tiles
-        ]
+        grads = [kernel.backward(grad, q, *tile[:2], out, lse, tile[2], SCALE) for tile in tiles]
     found = [grads[0][0] + grads[1][0]]
     found += [torch.cat((grads[0][i], grads[1][i]), dim=2) for i in (1, 2)]
     assert all(close(a, b, 2 * tolerance) for a, b in zip(found, wanted, strict=True))
@@ -115,13 +113,13 @@ def test_a_causal_block(name: str, dtype: torch.dtype) -> None:
     hidden = place[:, None] < place[None, :]
     bias = torch.zeros(1, 1, 133, 133, dtype=torch.float64, device="cuda")
     bias = bias.masked_fill(hidden, -math.inf)
-    want, _ = dense(exact[0], exact[1], exact[2], bias, False, SCALE)
+    want, _ = dense(exact[0], exact[1], exact[2], Seen(bias=bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), device="cuda").view(want.shape).to(dtype)
     wanted = torch.autograd.grad(want, exact, grad.double())
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, None, True, SCALE)
+        out, lse = kernel.forward(q, k, v, Seen(causal=True), SCALE)
         assert close(out, want.detach(), TOLERANCE[dtype])
-        grads = kernel.backward(grad, q, k, v, out, lse, None, True, SCALE)
+        grads = kernel.backward(grad, q, k, v, out, lse, Seen(causal=True), SCALE)
     assert all(close(a, b, 2 * TOLERANCE[dtype]) for a, b in zip(grads, wanted, strict=True))
 
 

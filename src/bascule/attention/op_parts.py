@@ -56,7 +56,7 @@ def ring_plan(
             q.device.type,
             dtype=q.dtype,
             head_dim=q.shape[-1],
-            has_bias=any(tile.bias is not None for row in tiles for tile in row),
+            has_bias=any(tile.seen.bias is not None for row in tiles for tile in row),
         ),
         scale=scale,
         wire=wire,

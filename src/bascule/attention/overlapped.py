@@ -104,7 +104,7 @@ def _attend(
     if not q.numel() or not k.numel():
         return
     (tile,) = plan.tiles[0]
-    bias = tile.bias
+    bias = tile.seen.bias
     if bias is not None:
         bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
         bias = bias[:, :, :, columns] if bias.shape[3] > 1 else bias

@@ -34,11 +34,6 @@ class Tile:
     k: slice
     seen: Seen = EVERYTHING
 
-    @property
-    def bias(self) -> Tensor | None:
-        """That of `seen`."""
-        return self.seen.bias
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RingPlan:
