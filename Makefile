@@ -10,9 +10,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-TESTS := $(wildcard tests/unit tests/property tests/distributed tests/peers)
+# Tests that start ranks run one at a time: they need both cores of a small machine, and end in time.
+TESTS := tests/unit tests/property tests/peers
+RANKS := tests/distributed
 ifeq ($(GPU),yes)
-  TESTS += $(wildcard tests/gpu)
+  RANKS += tests/gpu
   SELECT := -m "not stress"
 else
   CONSTRAINTS := -c constraints-cpu.txt
@@ -44,7 +46,8 @@ contracts: $(VENV)/.dev ## import-linter: which package may import which
 	$(BIN)/lint-imports --no-logo
 
 pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, without GPU tests
-	$(BIN)/pytest $(SELECT) $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(SELECT) --numprocesses 2 $(TESTS)
+	$(BIN)/pytest $(SELECT) $(RANKS)
 
 stress: $(VENV)/.dev ## the tests that take minutes
 	$(BIN)/pytest -m stress --timeout 1800

@@ -191,7 +191,7 @@ Point = namedtuple("Point", "x y")
         ({"d": torch.float32}, ("sample['d']", "dtype")),
         ({"c": 1j}, ("sample['c']", "complex")),
     ],
-    ids=str,
+    ids=range(14),
 )
 def test_what_cannot_travel_is_refused_by_its_place(sample: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -7,6 +7,7 @@ import tyro
 from rich.console import Console
 
 from bascule.cli.plan import PlanOptions
+from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.training.options import BenchOptions
@@ -14,6 +15,7 @@ from bascule.training.options import BenchOptions
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]
     | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
+    | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
 )
 
@@ -31,6 +33,10 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.topology import topology
 
             topology(options)
+        elif isinstance(options, SparseOptions):
+            from bascule.cli.sparse import sparse
+
+            sparse(options)
         else:
             from bascule.cli.bench import bench
 

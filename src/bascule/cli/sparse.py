@@ -1,0 +1,242 @@
+"""`bascule sparse`: what balancing block-sparse attention is worth, for masks that you have or not.
+
+A mesh is (U, R): Ulysses and ring degree, shown as U4R2.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from bascule.cli.sparse_picture import check_picture, draw, write_picture
+from bascule.cli.sparse_study import Bools, Mesh, Setting, study
+from bascule.cli.sparse_tables import show
+from bascule.errors import ConfigError
+from bascule.plan.layout import Ints
+from bascule.plan.sparse_latency import AttentionLatency
+from bascule.plan.sparse_masks import COGVIDEOX15, WAN21, load_masks, synthetic_masks
+
+MODELS = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
+
+TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
+"""Of kept plans, in the picture."""
+
+REWARDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Of the paper's greedy, in the picture."""
+
+_FLOPS_PER_VALUE = 4
+"""Of a query-key pair, by value of the head: a product with the key, and one with the value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseOptions:
+    """Show how uneven block-sparse attention is on a mesh, and what each way of planning gains.
+
+    Masks come from a file or are drawn at random in the likeness of a video model; planning is real
+    either way. Predicted times are of a machine that the options describe, not measured.
+
+    Attributes:
+        masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz; layers, or steps and
+            layers, may stand before.
+        model: Synthetic masks instead: wan2.1 or cogvideox1.5.
+        density: Share of the blocks that synthetic masks compute; 0.41 by default.
+        layers: Layers to look at; all of a file, 1 of a model by default.
+        steps: Denoising steps to look at; all of a file, 1 of a model by default.
+        seed: Of synthetic masks.
+        block: Tokens of a block.
+        ulysses: Ulysses degree: ranks that share the heads.
+        ring: Ring degree: ranks that pass keys and values around.
+        ranks: Ranks; with neither degree given, all meshes of so many are compared.
+        head_dim: Values of a head.
+        itemsize: Bytes of a value, as it travels.
+        target: Imbalance that minimal_move is to reach.
+        reward: For staying at home, of the paper's greedy.
+        tolerance: A plan is kept while its imbalance is at most 1 + tolerance.
+        tflops: TFLOPs that a rank sustains in a second, on the blocks that are computed.
+        gbs: GB that a rank sends in a second.
+        latency_us: Time to launch a kernel or an exchange, in microseconds.
+        picture: Where to draw it all, .html or .png.
+        head: Head whose mask is drawn.
+    """
+
+    masks: Path | None = None
+    model: str | None = None
+    density: float | None = None
+    layers: int | None = None
+    steps: int | None = None
+    seed: int = 0
+    block: int = 64
+    ulysses: int | None = None
+    ring: int | None = None
+    ranks: int | None = None
+    head_dim: int = 128
+    itemsize: int = 2
+    target: float = 1.005
+    reward: float = 2.0
+    tolerance: float = 0.05
+    tflops: float = 544.0
+    gbs: float = 180.0
+    latency_us: float = 10.0
+    picture: Path | None = None
+    head: int = 0
+
+    def check(self) -> None:
+        """Refuse what nothing else would.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        for name in ("layers", "steps", "block", "ulysses", "ring", "ranks", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
+        for name in ("itemsize", "tflops", "gbs"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be above 0")
+        for name in ("target", "reward"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"--{name} {getattr(self, name)}: must be at least 0")
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """All that are to be compared, those with the largest Ulysses degree first.
+
+        Raises:
+            ConfigError: None is given, or the degrees do not make the ranks.
+        """
+        if self.ranks is None:
+            if self.ulysses is None and self.ring is None:
+                raise ConfigError(
+                    "give a mesh with --ulysses and --ring, or --ranks to compare all meshes"
+                )
+            return ((self.ulysses or 1, self.ring or 1),)
+        divisors = [size for size in range(self.ranks, 0, -1) if self.ranks % size == 0]
+        found = [(size, self.ranks // size) for size in divisors]
+        fitting = [x for x in found if self.ulysses in (None, x[0]) and self.ring in (None, x[1])]
+        if not fitting:
+            given = {"--ulysses": self.ulysses, "--ring": self.ring}
+            told = ", ".join(f"{name} {value}" for name, value in given.items() if value)
+            known = ", ".join(f"{ulysses} x {ring}" for ulysses, ring in found)
+            raise ConfigError(
+                f"{told} and --ranks {self.ranks}: the ranks are Ulysses x ring, one of {known}"
+            )
+        return tuple(fitting)
+
+    @property
+    def latency(self) -> AttentionLatency:
+        """Of the machine that the options describe."""
+        launch_s, s_per_byte = self.latency_us * 1e-6, 1.0 / (self.gbs * 1e9)
+        work_s = _FLOPS_PER_VALUE * self.head_dim / (self.tflops * 1e12)
+        return AttentionLatency(launch_s, s_per_byte, launch_s, s_per_byte, work_s, launch_s)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where masks come from.
+
+    Attributes:
+        name: For titles.
+        num_heads: Heads of a layer.
+        num_layers: Layers to look at.
+        num_steps: Steps to look at.
+        q_lens: Tokens of each query block.
+        kv_lens: Tokens of each key block.
+        masks: Those of a layer in a step.
+    """
+
+    name: str
+    num_heads: int
+    num_layers: int
+    num_steps: int
+    q_lens: Ints
+    kv_lens: Ints
+    masks: Callable[[int, int], Bools]
+
+    def layers(self) -> Iterator[Iterator[Bools]]:
+        """Masks of each step of each layer, read or drawn when they are looked at."""
+        for layer in range(self.num_layers):
+            yield (self.masks(layer, step) for step in range(self.num_steps))
+
+
+def sparse(options: SparseOptions) -> None:
+    """Plan, print and draw.
+
+    Raises:
+        ConfigError: The options are wrong, or do not fit the masks.
+    """
+    options.check()
+    meshes = options.meshes
+    if options.picture is not None:
+        check_picture(options.picture)
+    source = _source(options)
+    if not 0 <= options.head < source.num_heads:
+        raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
+    setting = Setting(
+        meshes,
+        source.q_lens,
+        source.kv_lens,
+        options.latency,
+        options.head_dim,
+        options.itemsize,
+        options.target,
+        options.reward,
+        options.tolerance,
+    )
+    errors = Console(stderr=True)
+    layers = track(source.layers(), "layers", source.num_layers, console=errors, transient=True)
+    swept = () if options.picture is None else (TOLERANCES, REWARDS)
+    found = study(source.name, layers, setting, *swept)
+    console = Console()
+    show(console, found)
+    console.print(
+        f"predicted for {options.tflops:g} TFLOP/s, {options.gbs:g} GB/s and "
+        f"{options.latency_us:g} us a launch: assumed, not measured"
+    )
+    if options.picture is not None:
+        write_picture(options.picture, draw(found, options.head))
+        console.print(f"written: {options.picture}")
+
+
+def _source(options: SparseOptions) -> _Source:
+    if (options.masks is None) == (options.model is None):
+        given = "neither" if options.masks is None else "both"
+        raise ConfigError(f"give one of --masks and --model, not {given}")
+    if options.masks is None:
+        return _synthetic(options)
+    if options.density is not None:
+        raise ConfigError(f"--density {options.density}: only --model has one, masks are as given")
+    masks = load_masks(options.masks)
+    num_steps, num_layers, num_heads = masks.shape[:3]
+    for name, size in (("steps", num_steps), ("layers", num_layers)):
+        if (getattr(options, name) or 0) > size:
+            raise ConfigError(f"--{name} {getattr(options, name)}: {options.masks} has {size}")
+    q_lens, kv_lens = (np.full(size, options.block) for size in masks.shape[3:])
+    return _Source(
+        options.masks.name,
+        num_heads,
+        options.layers or num_layers,
+        options.steps or num_steps,
+        q_lens,
+        kv_lens,
+        lambda layer, step: masks[step, layer],
+    )
+
+
+def _synthetic(options: SparseOptions) -> _Source:
+    model = MODELS.get(options.model or "")
+    if model is None:
+        raise ConfigError(f"--model {options.model!r}: there are {' and '.join(MODELS)}")
+    density = model.density if options.density is None else options.density
+    drawn = replace(model, density=density, block=options.block)
+    return _Source(
+        f"{options.model}, synthetic",
+        drawn.num_heads,
+        options.layers or 1,
+        options.steps or 1,
+        drawn.block_lens,
+        drawn.block_lens,
+        lambda layer, step: synthetic_masks(drawn, layer=layer, step=step, seed=options.seed),
+    )
