@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.layout import own_tokens
+from bascule.attention.layout import own_tokens, positions_on
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.comm.quantize import Format, Wire, measure_error
 from bascule.errors import ConfigError
@@ -71,7 +71,7 @@ def straight_through(
     total = [torch.zeros_like(q), *(torch.zeros_like(x) for x in whole)]
     for ring in range(layout.ring_degree):
         mine = torch.zeros(layout.seq_len, 1, dtype=torch.bool)
-        mine[torch.from_numpy(layout.positions(ring))] = True
+        mine[positions_on(layout, ring, mine.device)] = True
         met = [torch.where(mine, x, there) for x, there in zip(keys, far, strict=True)]
         leaves = three(x.clone().requires_grad_() for x in (q, *met))
         out = reference(*leaves, mask, causal) * mine

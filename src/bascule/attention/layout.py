@@ -8,12 +8,10 @@ and floor divisions, so that they stay symbolic where lengths are.
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bascule.errors import ConfigError
-from bascule.plan.layout import Ints
 
 Run = tuple[int, int]  # (start, stop)
 
@@ -73,7 +71,7 @@ class SequenceLayout:
     def pieces(self, ring: int) -> list[Run]:
         """The runs in the sequence of the tokens that a ring rank works on."""
         if self.stripe:
-            return [run for u in range(self.ulysses_degree) for run in self.own_runs(ring, u)]
+            return self.lying(ring)
         num = 2 * self.ring_degree if self.zigzag else self.ring_degree
         mine = (ring, num - 1 - ring) if self.zigzag else (ring,)
         firsts = [start for start, _ in self.bounds()]
@@ -125,11 +123,11 @@ class SequenceLayout:
             return tuple(tuple(stop - start for start, stop in runs) for runs in by_rank)
         return tuple((num_tokens(runs),) for runs in by_rank)
 
-    def positions(self, ring: int) -> Ints:
-        """Place in the sequence of each token that a ring rank works on, as it has them."""
-        by_rank = [self.own_runs(ring, rank) for rank in range(self.ulysses_degree)]
-        runs = self.pieces(ring) if self.zigzag else [run for runs in by_rank for run in runs]
-        return np.concatenate([np.arange(start, stop) for start, stop in runs or [(0, 0)]])
+    def lying(self, ring: int) -> list[Run]:
+        """The runs in the sequence of the tokens that a ring rank works on, as it has them."""
+        if self.zigzag:
+            return self.pieces(ring)
+        return [run for u in range(self.ulysses_degree) for run in self.own_runs(ring, u)]
 
     def bounds(self) -> list[Run]:
         """The run in the sequence of each segment."""
@@ -170,10 +168,13 @@ def cut(length: int, num: int, place: int) -> int:
     return (length * place + num - 1) // num
 
 
-@lru_cache(maxsize=256)
 def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Tensor:
-    """`layout.positions(ring)` on a device."""
-    return torch.from_numpy(layout.positions(ring)).to(device)
+    """Place in the sequence of each token that a ring rank works on, as it has them.
+
+    Made anew, on the device: what is kept would belong to the graph that a device records.
+    """
+    runs = layout.lying(ring) or [(0, 0)]
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in runs])
 
 
 def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:

@@ -6,14 +6,14 @@ Shapes: as in `ops`.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import product
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from bascule.attention.blocks import select_block_kernel
 from bascule.attention.head_exchange import HeadExchange
-from bascule.attention.layout import SequenceLayout
+from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.attention.masks import tiles_of
 from bascule.attention.ranks import AttentionMesh, mesh_named
 from bascule.attention.ring import RingPlan
@@ -72,19 +72,21 @@ def exchange_of(ranks: AttentionMesh, layout: SequenceLayout, num_kv_heads: int)
 
 
 @lru_cache(maxsize=256)
-def gather_index(layout: SequenceLayout, device: torch.device) -> tuple[Tensor, int]:
-    """(S,) row of each token where all ranks' tokens are padded to the same number; that number."""
-    num_ring, num_ulysses = layout.ring_degree, layout.ulysses_degree
-    places = [(ring, one) for ring in range(num_ring) for one in range(num_ulysses)]
-    owned = [
-        np.concatenate([np.arange(*run) for run in layout.own_runs(*place) or [(0, 0)]])
-        for place in places
-    ]
-    padded = max(1, *(tokens.size for tokens in owned))
-    index = np.empty(layout.seq_len, dtype=np.int64)
-    for number, tokens in enumerate(owned):
-        index[tokens] = number * padded + np.arange(tokens.size)
-    return torch.from_numpy(index).to(device), padded
+def gathered_runs(layout: SequenceLayout) -> tuple[list[tuple[int, int, int]], int]:
+    """(row, start in the sequence, tokens) of each run, in the order of the sequence.
+
+    Rows are those of all ranks' tokens, padded to the same number a rank, which is the second.
+    """
+    places = product(range(layout.ring_degree), range(layout.ulysses_degree))
+    owned = [layout.own_runs(*place) for place in places]
+    padded = max(1, *map(num_tokens, owned))
+    found: list[tuple[int, int, int]] = []
+    for number, runs in enumerate(owned):
+        row = number * padded
+        for start, stop in runs:
+            found.append((row, start, stop - start))
+            row += stop - start
+    return sorted(found, key=lambda run: run[1]), padded
 
 
 @contextmanager

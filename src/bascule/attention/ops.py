@@ -20,7 +20,7 @@ from bascule.attention.op_parts import (
     as_bytes,
     empty,
     exchange_of,
-    gather_index,
+    gathered_runs,
     laid_out,
     naming,
     own_kv_heads,
@@ -231,13 +231,13 @@ def gather_tokens(
     """
     ranks, layout = places(segments, zigzag, stripe, mesh)
     assert ranks.whole is not None
-    index, padded = gather_index(layout, x.device)
+    runs, padded = gathered_runs(layout)
     rows = x.new_zeros(padded, *x.shape[1:])
     rows[: x.shape[0]] = x
     gathered = x.new_empty(ranks.whole.size * padded, *x.shape[1:])
     with naming("gather_tokens", [x]), reporting(ranks.whole, "all_gather (tokens)", 0):
         all_gather_single(as_bytes(gathered), as_bytes(rows), group=ranks.whole.process_group)
-    return gathered.index_select(0, index)
+    return torch.cat([gathered[row : row + length] for row, _, length in runs])
 
 
 @gather_tokens.register_fake
@@ -255,10 +255,11 @@ def reduce_tokens(x: Tensor, segments: list[int], zigzag: bool, stripe: int, mes
     """
     ranks, layout = places(segments, zigzag, stripe, mesh)
     assert ranks.whole is not None
-    index, padded = gather_index(layout, x.device)
+    runs, padded = gathered_runs(layout)
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.new_zeros(ranks.whole.size * padded, *x.shape[1:], dtype=wide)
-    rows.index_copy_(0, index, x.to(wide))
+    for row, start, length in runs:
+        rows[row : row + length] = x[start : start + length]
     own = rows.new_empty(padded, *x.shape[1:])
     with naming("reduce_tokens", [x]), reporting(ranks.whole, "reduce_scatter (tokens)", 0):
         reduce_scatter_single(own, rows, group=ranks.whole.process_group)
