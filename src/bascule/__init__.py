@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bascule.errors import PlanError as PlanError
     from bascule.inference.handle import parallelize as parallelize
     from bascule.inference.mode import sequence_parallel as sequence_parallel
+    from bascule.inference.sparse_config import SparseConfig as SparseConfig
     from bascule.plan.cluster import Cluster as Cluster
     from bascule.plan.cost import PolynomialCost as PolynomialCost
     from bascule.plan.cost import TransformerCost as TransformerCost
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from bascule.plan.sequences import plan_batch as plan_batch
     from bascule.plan.solver import Assignment as Assignment
     from bascule.plan.solver import assign as assign
+    from bascule.plan.sparse import partition_blocks as partition_blocks
+    from bascule.plan.sparse import partition_heads as partition_heads
+    from bascule.plan.sparse import sparse_imbalance as sparse_imbalance
+    from bascule.plan.sparse_latency import fit_attention_latency as fit_attention_latency
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
@@ -52,17 +57,22 @@ _HOMES = {
     "PolynomialCost": "bascule.plan.cost",
     "ResumableSampler": "bascule.data.source",
     "SequenceParallel": "bascule.attention.parallel",
+    "SparseConfig": "bascule.inference.sparse_config",
     "Step": "bascule.attention.parallel",
     "Topology": "bascule.plan.topology",
     "TopologyRanking": "bascule.plan.search",
     "TransformerCost": "bascule.plan.cost",
     "assign": "bascule.plan.solver",
+    "fit_attention_latency": "bascule.plan.sparse_latency",
     "fit_iterations": "bascule.plan.fit_iterations",
     "fit_latency": "bascule.plan.fit",
     "parallelize": "bascule.inference.handle",
+    "partition_blocks": "bascule.plan.sparse",
+    "partition_heads": "bascule.plan.sparse",
     "plan_batch": "bascule.plan.sequences",
     "plan_step": "bascule.plan.step",
     "sequence_parallel": "bascule.inference.mode",
+    "sparse_imbalance": "bascule.plan.sparse",
     "step_makespan": "bascule.plan.step",
     "suggest_topology": "bascule.plan.search",
 }

@@ -45,6 +45,9 @@ CASES = [
     Case("wan", 5, 2, 7, (3, 5)),
     Case("wan", 5, 2, 9, (3, 3), ("token_times",)),
     Case("wan", 4, 1, 3, (1, 3), ("image",)),
+    Case("cogvideox", 4, 1, 8, (4, 4)),
+    Case("cogvideox", 5, 2, 7, (3, 5), ("1.5",)),
+    Case("cogvideox", 4, 2, 1, (1, 3), ("sincos",)),
 ]
 
 
@@ -126,6 +129,24 @@ def _wan(case: Case) -> nn.Module:
     )
 
 
+def _cogvideox(case: Case) -> nn.Module:
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+
+    return CogVideoXTransformer3DModel(
+        num_attention_heads=case.heads,
+        attention_head_dim=16,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        time_embed_dim=16,
+        ofs_embed_dim=16 if "1.5" in case.options else None,
+        text_embed_dim=TEXT_DIM,
+        num_layers=2,
+        patch_size_t=2 if "1.5" in case.options else None,
+        max_text_seq_length=case.text,
+        use_rotary_positional_embeddings="sincos" not in case.options,
+    )
+
+
 def _flux_inputs(case: Case, draw: Draw) -> Inputs:
     tokens = case.grid[0] * case.grid[1]
     ids = torch.zeros(tokens, 3)
@@ -182,11 +203,33 @@ def _wan_inputs(case: Case, draw: Draw) -> Inputs:
     return inputs
 
 
-_MODELS: dict[str, Callable[[Case], nn.Module]] = {"flux": _flux, "qwen": _qwen, "wan": _wan}
+def _cogvideox_inputs(case: Case, draw: Draw) -> Inputs:
+    rows, columns = case.grid
+    depth = 2 if "1.5" in case.options else 1  # frames of a token
+    inputs: Inputs = {
+        "hidden_states": draw(case.batch, 2 * depth, CHANNELS, 2 * rows, 2 * columns),
+        "encoder_hidden_states": draw(case.batch, case.text, TEXT_DIM),
+        "timestep": draw(case.batch).abs() * 100,
+    }
+    if "sincos" not in case.options:
+        angles = draw(2 * rows * columns, 16)
+        inputs["image_rotary_emb"] = (angles.cos(), angles.sin())
+    if "1.5" in case.options:
+        inputs["ofs"] = draw(1).abs()
+    return inputs
+
+
+_MODELS: dict[str, Callable[[Case], nn.Module]] = {
+    "flux": _flux,
+    "qwen": _qwen,
+    "wan": _wan,
+    "cogvideox": _cogvideox,
+}
 _INPUTS: dict[str, Callable[[Case, Draw], Inputs]] = {
     "flux": _flux_inputs,
     "qwen": _qwen_inputs,
     "wan": _wan_inputs,
+    "cogvideox": _cogvideox_inputs,
 }
 
 

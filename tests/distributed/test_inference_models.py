@@ -1,4 +1,4 @@
-"""Flux, Qwen-Image and Wan of diffusers on meshes against one process, forward and backward."""
+"""Flux, Qwen-Image, Wan and CogVideoX on meshes against one process, forward and backward."""
 
 from functools import cache
 from typing import Any

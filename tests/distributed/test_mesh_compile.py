@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.attention import ops
 from bascule.attention.forms import form_of
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, split
+from bascule.attention.overlapped import overlapped_attention
 from bascule.comm.quantize import Wire
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import Three, difference, make_mask, make_mesh, three
@@ -232,9 +233,12 @@ def check_operators(ring: int, ulysses: int) -> int:
     """Torch's own checks: schemas, aliasing, and that fake results are like real ones."""
     mesh, layout = make_mesh(ring, ulysses), SequenceLayout((5, 18), ring, ulysses)
     q, k, v = tensors(CASES[1], mesh, layout)
-    geometry, form = ([5, 18], False, mesh.name), form_of(4, torch.float32, None)
+    geometry, form = ([5, 18], False, 0, mesh.name), form_of(4, torch.float32, None)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     calls: list[tuple[Any, tuple[Any, ...]]] = []
+    if ring == 1 < ulysses:
+        arguments = q, k, v, None, 0.5, "", 7, [5, 18], 0, mesh.name, form
+        calls.append((overlapped_attention, arguments))
     if ulysses > 1:
         calls.append((ops.tokens_to_heads, ([q, k, v], 7, *geometry, form)))
         q, k, v = (x.detach() for x in ops.tokens_to_heads([q, k, v], 7, *geometry, form))

@@ -145,20 +145,20 @@ def striped_runs(
 ) -> dict[tuple[int, int], list[list[Run]]]:
     """By (ring rank, Ulysses rank) and segment, the runs of its blocks.
 
-    Block i of the sequence is on ring rank i mod R, and there on Ulysses rank (i // R) mod U, as in
-    `plan.sparse.BlockLayout.striped`. The last block of a segment may be short.
+    Block i of a segment is on ring rank i mod R, and there on Ulysses rank (i // R) mod U, as in
+    `plan.sparse.BlockLayout.striped`; each segment is dealt from the first rank on, since it is cut
+    where the lengths of others may not be known. Its last block may be short.
     """
     places = [(ring, one) for ring in range(ring_degree) for one in range(ulysses_degree)]
     found = {place: [list[Run]() for _ in segments] for place in places}
-    number = first = 0
+    first = 0
     for segment, length in enumerate(segments):
-        for start in range(first, first + length, block):
+        for number, start in enumerate(range(first, first + length, block)):
             place = number % ring_degree, number // ring_degree % ulysses_degree
             runs, stop = found[place][segment], min(start + block, first + length)
             if runs and runs[-1][1] == start:
                 start = runs.pop()[0]
             runs.append((start, stop))
-            number += 1
         first += length
     return found
 

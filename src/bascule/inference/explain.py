@@ -5,13 +5,15 @@ Ulysses ranks.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bascule.attention.mesh import SequenceLayout
 from bascule.attention.ulysses import HeadShares
 from bascule.errors import ConfigError
-from bascule.inference.forward import AttentionShape
+from bascule.inference.forward import Attended, AttentionShape
 from bascule.inference.hooks import SplitModel
+from bascule.inference.sparse import SparseLayer
+from bascule.plan.sparse import SparsePlan
 
 _MIB = 2**20
 
@@ -47,7 +49,9 @@ class Explanation:
         lengths: Tokens of each segment.
         num_attentions: Over the mesh, in the forward pass.
         chosen: The mesh in use.
-        others: The other meshes of as many ranks that the heads allow, fewest bytes first.
+        others: The other meshes of as many ranks that the heads allow, fewest bytes first; none for
+            block-sparse attention, whose bytes follow from plans.
+        sparse: The layers of block-sparse attention, in their order.
     """
 
     model: str
@@ -55,6 +59,7 @@ class Explanation:
     num_attentions: int
     chosen: MeshCost
     others: tuple[MeshCost, ...]
+    sparse: tuple[SparseLayer, ...] = ()
 
     def __str__(self) -> str:
         chosen, lengths = self.chosen, ", ".join(f"{n} of {k}" for k, n in self.lengths.items())
@@ -72,6 +77,8 @@ class Explanation:
             )
         if self.others and self.others[0].busiest_bytes < chosen.busiest_bytes:
             lines.append("fewer bytes are possible; a ring sends while it computes, Ulysses before")
+        if self.sparse:
+            lines.append(_sparse_line(self.sparse))
         return "\n".join(lines)
 
 
@@ -84,6 +91,8 @@ def explain(part: SplitModel) -> Explanation:
     if part.last is None:
         raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
     last, (ring, ulysses) = part.last, part.mesh.degrees
+    if last.sparse:
+        return _explain_sparse(part, last)
     num_ranks = ring * ulysses
     most = min(shape.num_heads for shape in last.shapes)
     costs = {
@@ -102,11 +111,44 @@ def explain(part: SplitModel) -> Explanation:
     )
 
 
+def _explain_sparse(part: SplitModel, last: Attended) -> Explanation:
+    assert part.sparse is not None
+    ring, ulysses = part.mesh.degrees
+    dense = mesh_cost(last.lengths, ring, ulysses, last.shapes, part.sparse.config.block)
+    sent = [
+        num_bytes + sum(layer.row_bytes * sent_rows(layer.used, rank) for layer in last.sparse)
+        for rank, num_bytes in enumerate(dense.sent_bytes)
+    ]
+    return Explanation(
+        model=type(part.model).__name__,
+        lengths=dict(zip(part.table.segments, last.lengths, strict=True)),
+        num_attentions=sum(last.shapes.values()) + len(last.sparse),
+        chosen=replace(dense, sent_bytes=tuple(sent)),
+        others=(),
+        sparse=last.sparse,
+    )
+
+
+def _sparse_line(layers: tuple[SparseLayer, ...]) -> str:
+    imbalances = [layer.imbalance for layer in layers]
+    density = sum(layer.density for layer in layers) / len(layers)
+    return (
+        f"sparse: {len(layers)} layers of density {density:.2f}; imbalance "
+        f"{sum(imbalances) / len(layers):.3f}, at most {max(imbalances):.3f}; "
+        f"{sum(layer.num_planned for layer in layers)} plans made, kept "
+        f"{sum(layer.num_kept for layer in layers)} times"
+    )
+
+
 def mesh_cost(
-    segments: tuple[int, ...], ring: int, ulysses: int, shapes: Mapping[AttentionShape, int]
+    segments: tuple[int, ...],
+    ring: int,
+    ulysses: int,
+    shapes: Mapping[AttentionShape, int],
+    stripe: int = 0,
 ) -> MeshCost:
     """Tokens and bytes of each rank, for attentions of these shapes, each so many times."""
-    layout = SequenceLayout(segments, ring, ulysses)
+    layout = SequenceLayout(segments, ring, ulysses, stripe=stripe)
     places = [(r, u) for r in range(ring) for u in range(ulysses)]
     return MeshCost(
         ring,
@@ -134,6 +176,20 @@ def sent_bytes(layout: SequenceLayout, place: tuple[int, int], shape: AttentionS
     passed = [(ring - turn) % layout.ring_degree for turn in range(layout.ring_degree - 1)]
     keys = sum(layout.ring_lens[one] for one in passed) * 2 * own
     return (heads + keys) * shape.batch * shape.row_bytes
+
+
+def sent_rows(plan: SparsePlan, rank: int) -> int:
+    """Rows of a head and a token that a rank sends to others, forward, by a plan.
+
+    Its queries, keys and values to where they are used, once for each ring that needs them; outputs
+    home; and R - 1 times the keys and values at hand.
+    """
+    computes, keeps = plan.rank_of == rank, plan.kv_rank_of == rank
+    at_home = plan.q.home == rank
+    q_rows = (plan.q.lens * (at_home != computes)).sum()
+    kv_away = (plan.kv.home == rank) & (plan.kv_rank_of >= 0) & ~keeps
+    passed = sum(plan.kv_rows(owner).lens.sum() for owner in plan.owners(rank)[:-1])
+    return int(q_rows + 2 * (plan.kv.lens * kv_away).sum() + 2 * passed)
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:

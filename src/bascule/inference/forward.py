@@ -15,6 +15,7 @@ from bascule.attention.mesh import AttentionMesh, SequenceLayout, gather, split
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.inference.mode import SequenceParallelMode
+from bascule.inference.sparse import SparseLayer, SparsePass
 from bascule.inference.tables import Cut, SplitTable
 
 
@@ -41,11 +42,13 @@ class Attended:
 
     Attributes:
         lengths: Tokens of each segment, in the order of the table.
-        shapes: How often each shape was attended.
+        shapes: How often each shape was attended, by dense attention.
+        sparse: Each layer of block-sparse attention.
     """
 
     lengths: tuple[int, ...]
     shapes: Mapping[AttentionShape, int]
+    sparse: tuple[SparseLayer, ...] = ()
 
 
 class Forward(SequenceParallelMode):
@@ -54,8 +57,15 @@ class Forward(SequenceParallelMode):
     Lengths are those of whole tensors, before they are cut, so they are the same on every rank.
     """
 
-    def __init__(self, mesh: AttentionMesh, table: SplitTable, wire: Wire | None = None) -> None:
+    def __init__(
+        self,
+        mesh: AttentionMesh,
+        table: SplitTable,
+        wire: Wire | None = None,
+        sparse: SparsePass | None = None,
+    ) -> None:
         super().__init__(mesh, wire=wire)
+        self._sparse = sparse
         # The first tensor of each segment, and its dim: a compiler takes the size of a tensor for
         # symbolic, and a number that one graph leaves to another for a constant.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
@@ -125,20 +135,51 @@ class Forward(SequenceParallelMode):
             self._key_mask = torch.cat(parts, dim=1)[:, None, None, :]
         return self._key_mask
 
-    def record(self, query: Tensor, key: Tensor) -> None:
-        """Count the shape."""
-        super().record(query, key)
-        if not torch.compiler.is_compiling():
-            (batch, num_heads, _, head_dim), num_kv_heads = query.shape, key.shape[1]
-            full = head_dim * query.element_size()
-            row_bytes = self.wire.row_bytes(head_dim) if self.wire else full
-            self._shapes[AttentionShape(batch, num_heads, num_kv_heads, row_bytes)] += 1
+    def begin_block(self, name: str) -> None:
+        """A block of the table runs."""
+        self.has_attended = False
+        if self._sparse is not None:
+            self._sparse.begin_block(name)
 
-    def attended(self) -> Attended | None:
-        """What was attended to; None for nothing, and in compiled graphs, which do not count."""
-        if not self._shapes:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SequenceLayout,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """Attention over the mesh, block-sparse where that was asked for."""
+        if self._sparse is not None:
+            _check_sparse(mask, is_causal)
+            layer = self._sparse.next_layer()
+            if layer is not None:
+                return self._sparse.attend(layer, (query, key, value), layout.segments, scale)
+        if not torch.compiler.is_compiling():
+            self._shapes[self._shape_of(query, key)] += 1
+        return super().attend(query, key, value, layout, mask, is_causal, scale)
+
+    def end(self) -> Attended | None:
+        """What was attended to; None for nothing, and in compiled graphs, which do not count.
+
+        Raises:
+            ConfigError: Block masks are of more layers.
+        """
+        sparse: tuple[SparseLayer, ...] = ()
+        if self._sparse is not None:
+            self._sparse.end()
+            sparse = tuple(self._sparse.done.values())
+        if not self._shapes and not sparse:
             return None
-        return Attended(tuple(map(self._length, self._table.segments)), dict(self._shapes))
+        return Attended(tuple(map(self._length, self._table.segments)), dict(self._shapes), sparse)
+
+    def _shape_of(self, query: Tensor, key: Tensor) -> AttentionShape:
+        (batch, num_heads, _, head_dim), num_kv_heads = query.shape, key.shape[1]
+        full = head_dim * query.element_size()
+        row_bytes = self.wire.row_bytes(head_dim) if self.wire else full
+        return AttentionShape(batch, num_heads, num_kv_heads, row_bytes)
 
     def _meet(self, segment: str, whole: Tensor, dim: int, name: str) -> None:
         self._wholes.setdefault(segment, (whole, dim))
@@ -153,7 +194,19 @@ class Forward(SequenceParallelMode):
         return whole.shape[dim]
 
     def _layout_of(self, *segments: str) -> SequenceLayout:
-        return SequenceLayout(tuple(map(self._length, segments)), *self.mesh.degrees)
+        stripe = 0 if self._sparse is None else self._sparse.layers.config.block
+        return SequenceLayout(tuple(map(self._length, segments)), *self.mesh.degrees, stripe=stripe)
+
+
+def _check_sparse(mask: Tensor | None, is_causal: bool) -> None:
+    if torch.compiler.is_compiling():
+        raise ConfigError("block-sparse attention is planned in every step: do not compile it")
+    if mask is not None or is_causal:
+        said = "is_causal=True" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+        raise ConfigError(
+            f"block-sparse attention, and the model gives it {said}: take it out of the model's "
+            "inputs, or leave out sparse"
+        )
 
 
 class _ScaleGradient(torch.autograd.Function):

@@ -15,8 +15,11 @@ from bascule.attention.ranks import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.groups import reporting
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
+from bascule.inference.compiling import Mode, check_mode, compile_in_place
 from bascule.inference.explain import Explanation, explain
 from bascule.inference.hooks import SplitModel
+from bascule.inference.sparse import agree_on
+from bascule.inference.sparse_config import SparseConfig
 from bascule.inference.tables import SplitTable, table_of
 from bascule.inference.verify import Verification, verify
 
@@ -31,6 +34,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     table: SplitTable | None = None,
     wire: Wire | None = None,
+    sparse: SparseConfig | None = None,
 ) -> "Parallelized":
     """Split the sequences of a model over ranks: same inputs, same outputs, on every rank.
 
@@ -48,28 +52,38 @@ def parallelize(
         wire: How queries, keys, values and attention's outputs travel: `Wire("int8",
             takes_centres=True)` halves the bytes of bfloat16 at an error that `verify` shows. None
             sends them as they are.
+        sparse: Which blocks of attention are computed, balanced over the ranks. None computes all.
 
     Returns:
         A handle, and a context manager: leaving it calls `undo()`.
 
     Raises:
-        ConfigError: No table fits, no model is there, or the degrees fit neither ranks nor heads.
+        ConfigError: No table fits, no model is there, the degrees fit neither ranks nor heads, or
+            both a wire and block-sparse attention are asked for.
+        CommError: Ranks were given other block-sparse attention.
     """
     if wire is not None and (wire.k_centre is not None or wire.v_centre is not None):
         raise ConfigError(
             "parallelize: a wire with given centres fits one shape of keys only: use "
             f"Wire({wire.format!r}, takes_centres=True)"
         )
+    if wire is not None and sparse is not None:
+        raise ConfigError(
+            "parallelize: rows of block-sparse attention travel as they are: leave out wire or "
+            "sparse"
+        )
     models = _models_of(model_or_pipeline)
     tables = [table or table_of(model) for model in models]
     place = _mesh_of(models[0], ulysses_degree, ring_degree, mesh)
     for model in models:
         _check_heads(model, place)
+    if sparse is not None:
+        agree_on(sparse, place)
     handle = Parallelized(place)
     with ExitStack() as undo:
         undo.callback(handle.undo)
         for model, one in zip(models, tables, strict=True):
-            handle.parts.append(SplitModel(model, one, place, wire))
+            handle.parts.append(SplitModel(model, one, place, wire, sparse))
         undo.pop_all()
     return handle
 
@@ -85,6 +99,7 @@ class Parallelized:
     def __init__(self, mesh: AttentionMesh) -> None:
         self.mesh = mesh
         self.parts: list[SplitModel] = []
+        self._compiled = ExitStack()
 
     def __enter__(self) -> "Parallelized":
         return self
@@ -104,11 +119,45 @@ class Parallelized:
 
     def undo(self) -> None:
         """Make the models what they were."""
+        self._compiled.close()
         for part in self.parts:
             part.remove()
 
+    def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
+        """Compile the models in place, each as one graph; replaces what was compiled before.
+
+        They compile when they are first called, and again for other shapes. A rank that is done
+        waits for the others in its first exchange, which has the timeout of its process group.
+
+        Args:
+            mode: As in torch.compile. "reduce-overhead" and "max-autotune" record CUDA graphs, one
+                for each shape of the inputs.
+            dynamic: As in torch.compile: whether graphs are for any lengths. Default: from the
+                second length on, and never with CUDA graphs.
+
+        Raises:
+            ConfigError: There is no such mode, or no CUDA graphs with this device, with the back
+                end of the mesh's process groups, or with `dynamic`; or attention is block-sparse.
+        """
+        if self.parts[0].sparse is not None:
+            raise ConfigError(
+                "compile: block-sparse attention is planned in every step: do not compile it"
+            )
+        check_mode(mode, dynamic, self.mesh, next(self.model.parameters()).device)
+        self._compiled.close()
+        for part in self.parts:
+            self._compiled.callback(compile_in_place(part.model, mode, dynamic))
+
+    def restart(self) -> None:
+        """Another image: the next forward pass is the first step of block-sparse attention."""
+        for part in self.parts:
+            if part.sparse is not None:
+                part.sparse.restart()
+
     def explain(self) -> Explanation:
         """Mesh, tokens and bytes of the last forward pass of `model`, and of other meshes.
+
+        Of block-sparse attention also what each layer's plan was worth.
 
         Raises:
             ConfigError: There was none.
@@ -120,7 +169,8 @@ class Parallelized:
 
         Every rank computes the whole sequence too, and the first rank's blocks and outputs count:
         ranks whose weights differ are found as well. Without gradients, and not compiled; the model
-        must be deterministic.
+        must be deterministic. Block-sparse attention sees the same blocks on the mesh, also where a
+        rule might choose others by rounding; it counts no step.
 
         Args:
             inputs: Arguments of the model, the same on every rank.

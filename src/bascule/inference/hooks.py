@@ -12,6 +12,8 @@ from bascule.attention.mesh import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.inference.forward import Attended, Forward
+from bascule.inference.sparse import SparseLayers, SparsePass
+from bascule.inference.sparse_config import SparseConfig
 from bascule.inference.tables import Cut, SplitTable, modules_of
 
 
@@ -22,19 +24,26 @@ class SplitModel:
         model: As it was given.
         table: What is cut and gathered.
         mesh: The ranks.
+        sparse: The plans of block-sparse attention; None for dense attention.
         blocks: By name, each block of the table, and the segments of what it returns.
         forward: The forward pass that runs, if any.
         last: What the last one that ended well attended to, unless compiled.
     """
 
     def __init__(
-        self, model: nn.Module, table: SplitTable, mesh: AttentionMesh, wire: Wire | None = None
+        self,
+        model: nn.Module,
+        table: SplitTable,
+        mesh: AttentionMesh,
+        wire: Wire | None = None,
+        sparse: SparseConfig | None = None,
     ) -> None:
         if any(isinstance(hook, _Begin) for hook in model._forward_pre_hooks.values()):
             raise ConfigError(
                 f"{type(model).__name__} is split over ranks already: call undo() of its handle"
             )
         self.model, self.table, self.mesh, self.wire = model, table, mesh, wire
+        self.sparse = None if sparse is None else SparseLayers(sparse, mesh, table.segments)
         self.blocks = {
             name: (module, segments)
             for pattern, segments in table.blocks.items()
@@ -86,6 +95,16 @@ class SplitModel:
         finally:
             self._is_paused = False
 
+    @contextmanager
+    def using(self, sparse: SparseLayers) -> Iterator[None]:
+        """Other plans, and their mesh."""
+        before = self.mesh, self.sparse
+        self.mesh, self.sparse = sparse.mesh, sparse
+        try:
+            yield
+        finally:
+            self.mesh, self.sparse = before
+
     @property
     def is_paused(self) -> bool:
         """Whether hooks do nothing."""
@@ -118,9 +137,11 @@ class SplitModel:
                 )
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if output is not None and self.forward is not None:
-            self.last = self.forward.attended() or self.last
-        self.leave()
+        try:
+            if output is not None and self.forward is not None:
+                self.last = self.forward.end() or self.last
+        finally:
+            self.leave()
 
     def _begin_block(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -132,7 +153,7 @@ class SplitModel:
                     "ranks: for gradient checkpointing use handle.checkpoint, as in "
                     "enable_gradient_checkpointing(handle.checkpoint)"
                 )
-            self.forward.has_attended = False
+            self.forward.begin_block(name)
 
         return hook
 
@@ -195,7 +216,8 @@ class _Begin:
         if of.is_paused:
             return None
         of.leave()  # of a forward pass that a KeyboardInterrupt ended, which calls no hooks
-        forward, cuts = Forward(of.mesh, table, of.wire), table.inputs.get("", {})
+        sparse = None if of.sparse is None else SparsePass(of.sparse)
+        forward, cuts = Forward(of.mesh, table, of.wire, sparse), table.inputs.get("", {})
         known = {*cuts, *table.whole, *table.masks}
 
         def change(name: str, value: Any) -> Any:

@@ -104,9 +104,28 @@ class SequenceParallelMode(TorchFunctionMode):
         """The mask of the whole sequence, from what the model gives."""
         return mask
 
-    def record(self, query: Tensor, key: Tensor) -> None:
-        """Called for each attention over the mesh."""
-        self.has_attended = True
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SequenceLayout,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """Attention over the mesh."""
+        return attention(
+            query,
+            key,
+            value,
+            self.mesh,
+            layout=layout,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            wire=self.wire,
+        )
 
     def _attend(
         self,
@@ -135,18 +154,8 @@ class SequenceParallelMode(TorchFunctionMode):
         mask = self.mask_of(query, attn_mask)
         if mask is not None:
             _check_mask(mask, layout)
-        self.record(query, key)
-        return attention(
-            query,
-            key,
-            value,
-            self.mesh,
-            layout=layout,
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            wire=self.wire,
-        )
+        self.has_attended = True
+        return self.attend(query, key, value, layout, mask, is_causal, scale)
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
         """Whether the keys are those of another sequence, which every rank has whole."""

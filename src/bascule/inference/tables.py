@@ -100,10 +100,25 @@ WAN = SplitTable(
     local=("blocks.*.attn2",),
 )
 
+COGVIDEOX = SplitTable(
+    segments=("text", "video"),
+    inputs={
+        "": {"image_rotary_emb": Cut("video", dim=0)},
+        "transformer_blocks.0": {
+            "hidden_states": Cut("video"),
+            "encoder_hidden_states": Cut("text"),
+        },
+    },
+    gathers={"proj_out": Cut("video")},
+    blocks={"transformer_blocks.*": ("video", "text")},
+    whole=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
+)
+
 TABLES: Mapping[str, SplitTable] = {
     "diffusers.models.transformers.transformer_flux.FluxTransformer2DModel": FLUX,
     "diffusers.models.transformers.transformer_qwenimage.QwenImageTransformer2DModel": QWEN_IMAGE,
     "diffusers.models.transformers.transformer_wan.WanTransformer3DModel": WAN,
+    "diffusers.models.transformers.cogvideox_transformer_3d.CogVideoXTransformer3DModel": COGVIDEOX,
 }
 
 

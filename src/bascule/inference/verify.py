@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bascule.attention.mesh import SequenceLayout, split
+from bascule.attention.mesh import AttentionMesh, SequenceLayout, split
+from bascule.attention.sparse import Bools
 from bascule.comm.groups import RankGroup, all_gather_single, reporting
 from bascule.errors import CommError
 from bascule.inference.hooks import SplitModel
@@ -60,7 +61,7 @@ class Verification:
 
 def verify(part: SplitModel, inputs: Mapping[str, Any]) -> Verification:
     """As `Parallelized.verify`."""
-    group = part.mesh.whole
+    mesh, group = part.mesh, part.mesh.whole
     if group is not None:
         _check_inputs(inputs, group, next(part.model.parameters()).device)
     wanted: dict[str, Tensor] = {}
@@ -68,20 +69,22 @@ def verify(part: SplitModel, inputs: Mapping[str, Any]) -> Verification:
 
     def keep(name: str, whole: Tensor) -> None:
         whole = _of_first_rank(whole, group)
-        layout = SequenceLayout((whole.shape[1],), *part.mesh.degrees)
-        wanted[name] = split(whole, part.mesh, layout, 1).clone()
+        stripe = 0 if part.sparse is None else part.sparse.config.block
+        layout = SequenceLayout((whole.shape[1],), *mesh.degrees, stripe=stripe)
+        wanted[name] = split(whole, mesh, layout, 1).clone()
 
     def compare(name: str, share: Tensor) -> None:
         sums[name] = _squares(share, wanted.pop(name))
 
     # What is watched would be traced, and broken graphs are errors with fullgraph=True.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        with part.paused(), _watched(part, keep):
+        one, several = _two_ways(part)
+        with one, _watched(part, keep):
             reference = [_of_first_rank(x, group) for x in _tensors(part.model(**inputs))]
-        with _watched(part, compare):
+        with several, _watched(part, compare):
             outputs = _tensors(part.model(**inputs))
-    for place, (output, one) in enumerate(zip(outputs, reference, strict=True)):
-        sums[f"output {place}"] = _squares(output, one)
+    for place, (output, whole) in enumerate(zip(outputs, reference, strict=True)):
+        sums[f"output {place}"] = _squares(output, whole)
     table = torch.stack(list(sums.values()))
     if group is not None:
         with reporting(group, "all_reduce (verify)", 0):
@@ -94,6 +97,20 @@ def verify(part: SplitModel, inputs: Mapping[str, Any]) -> Verification:
         outputs={name: error for name, error in found.items() if name not in blocks},
         tolerance=_TOLERANCES[outputs[0].dtype],
     )
+
+
+def _two_ways(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
+    """One process, and the mesh.
+
+    Block-sparse attention in one process is that of a mesh of one rank, and the mesh sees what it
+    saw. Neither counts as a step.
+    """
+    if part.sparse is None:
+        return part.paused(), nullcontext()
+    seen: dict[int, Bools] = {}
+    meshes = AttentionMesh(None, None, None), part.mesh
+    one, several = (part.using(part.sparse.noting(mesh, seen)) for mesh in meshes)
+    return one, several
 
 
 @contextmanager

@@ -1,0 +1,290 @@
+"""Block-sparse attention of a model over a mesh: a plan for every layer, kept from step to step.
+
+Tokens lie in blocks that are dealt to the ranks in turns, segment by segment, so that work is
+nearly even before anything is planned. Layers are counted by the attention calls of a forward pass,
+denoising steps by forward passes. After a layer's attention its next step is planned: from the
+masks of that step where there is a file of them, else from counts of what this step's rule saw.
+A plan is kept while it is even enough, as in db-SP.
+
+Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; N blocks of
+the sequence; R ring ranks.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+
+from bascule.attention.ranks import AttentionMesh
+from bascule.attention.sparse import Bools, PooledRule, RowsSeen, attend_sparse, gather_counts
+from bascule.comm.agree import Statement, agree
+from bascule.errors import ConfigError
+from bascule.inference.sparse_config import LayerMasks, SparseConfig
+from bascule.plan.layout import Ints
+from bascule.plan.sparse import (
+    BlockLayout,
+    PlanReuse,
+    SparsePlan,
+    SparsePlanner,
+    block_lens,
+    tiles_under,
+)
+
+TEXT = "text"  # the segment that sees all, and that all see
+
+
+@dataclass(frozen=True, slots=True)
+class SparseLayer:
+    """What a layer did in a forward pass, and what became of its plans.
+
+    Attributes:
+        layer: By the order of attention calls.
+        used: The plan of this pass; its tiles are the work of this pass, of the first batch item.
+        density: Share of the pairs of tokens that this was.
+        row_bytes: Of the rows of one token and head in all batch items.
+        num_planned: Plans made so far.
+        num_kept: How often a plan was kept for other masks.
+    """
+
+    layer: int
+    used: SparsePlan
+    density: float
+    row_bytes: int
+    num_planned: int
+    num_kept: int
+
+    @property
+    def imbalance(self) -> float:
+        """Rho of db-SP, equation 1, in this pass."""
+        return self.used.imbalance
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKey:
+    """What a plan is for.
+
+    Attributes:
+        layer: By the order of attention calls.
+        segments: Tokens of each.
+        num_heads: H.
+        num_kv_heads: K.
+    """
+
+    layer: int
+    segments: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A layer's plan for its next step; with the work of that step in its tiles, if it is known."""
+
+    reuse: PlanReuse
+    used: SparsePlan | None
+
+
+class SparseLayers:
+    """The plans of a model's layers.
+
+    Attributes:
+        config: What was asked for.
+        mesh: The ranks.
+        num_passes: Forward passes since the first step.
+    """
+
+    def __init__(
+        self,
+        config: SparseConfig,
+        mesh: AttentionMesh,
+        segments: tuple[str, ...],
+        noted: dict[int, Bools] | None = None,
+    ) -> None:
+        ring, ulysses = mesh.degrees
+        self.config, self.mesh, self.num_passes = config, mesh, 0
+        self._planner = SparsePlanner(ulysses, ring, method=config.method, target=config.target)
+        self._segments = segments
+        self._planned: dict[LayerKey, _Planned] = {}
+        self._noted = noted
+
+    def restart(self) -> None:
+        """The next forward pass is the first step of another image."""
+        self.num_passes = 0
+        self._planned.clear()
+
+    def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
+        """The same step on a mesh, where layers see these masks (B, H, N, N), or note them there.
+
+        So a mesh sees what one process saw; by rounding a rule might choose other blocks.
+        """
+        made = SparseLayers(self.config, mesh, self._segments, masks)
+        made.num_passes = self.num_passes
+        if mesh is self.mesh:
+            made._planned = dict(self._planned)
+        return made
+
+    def begin(self, key: LayerKey) -> tuple[SparsePlan, RowsSeen | PooledRule]:
+        """Plan and masks of a layer in this step.
+
+        Raises:
+            ConfigError: The masks are not for this model.
+        """
+        masks = self._masks(key, self.num_passes)
+        if key not in self._planned:
+            self._planned[key] = self._first(key, masks)
+        noted = None if self._noted is None else self._noted.get(key.layer)
+        if noted is not None:
+            return self._planned[key].reuse.plan, lambda rows: noted[:, rows.heads, rows.blocks]
+        return self._planned[key].reuse.plan, masks.seen
+
+    def end(self, key: LayerKey, masks: Bools, row_bytes: int) -> SparseLayer:
+        """Plan the next step of a layer. Collectives: of `gather_counts`, where a rule gave masks.
+
+        Args:
+            key: The layer.
+            masks: (B or 1, X, N) what this rank's rows saw.
+            row_bytes: As in what is returned.
+        """
+        reuse, used = self._planned[key].reuse, self._planned[key].used
+        if used is None:
+            counts = gather_counts(self.mesh, reuse.plan, masks)
+            used = _under(reuse.plan, counts)
+            self._planned[key] = _Planned(reuse.after(counts), None)
+        else:
+            work = self._next_masks(key)
+            if work is not None:
+                later = reuse.after(work)
+                self._planned[key] = _Planned(later, _under(later.plan, work))
+        if self._noted is not None and self.config.array is None and key.layer not in self._noted:
+            num_blocks = masks.shape[-1]
+            self._noted[key.layer] = masks.reshape(-1, key.num_heads, num_blocks, num_blocks)
+        reuse = self._planned[key].reuse
+        pairs = key.num_heads * sum(key.segments) ** 2
+        density = float(used.tiles.sum()) / max(pairs, 1)
+        return SparseLayer(key.layer, used, density, row_bytes, reuse.num_planned, reuse.num_kept)
+
+    def _first(self, key: LayerKey, masks: LayerMasks) -> _Planned:
+        """From the first step's masks; where a rule has yet to make them, as if all was seen."""
+        home, work = self._home(key.segments), masks.whole
+        is_known = work is not None
+        if work is None:
+            work = _everything(key.num_heads, home, *self.mesh.degrees)
+        plan = self._planner.plan(work, home, num_kv_heads=key.num_kv_heads)
+        reuse = PlanReuse(self._planner, plan, self.config.tolerance)
+        return _Planned(reuse, plan if is_known else None)
+
+    def _next_masks(self, key: LayerKey) -> Bools | None:
+        """(H, N, N) of the next forward pass, where it is a step with masks of its own."""
+        assert self.config.array is not None
+        now, later = (self._step(num) for num in (self.num_passes, self.num_passes + 1))
+        if now == later or later >= len(self.config.array):
+            return None
+        return self._masks(key, self.num_passes + 1).whole
+
+    def _masks(self, key: LayerKey, num_passes: int) -> LayerMasks:
+        counts = [block_lens([length], self.config.block).size for length in key.segments]
+        is_text = np.repeat([name == TEXT for name in self._segments], counts)
+        step, lens = self._step(num_passes), block_lens(key.segments, self.config.block)
+        return LayerMasks.of(self.config, step, key.layer, key.num_heads, lens, is_text)
+
+    def _step(self, num_passes: int) -> int:
+        return num_passes // self.config.passes_per_step
+
+    def _home(self, segments: tuple[int, ...]) -> BlockLayout:
+        """Blocks as a `SequenceLayout` with `stripe` cuts each segment.
+
+        Each is dealt from the first rank on: it is cut before the lengths of others are known.
+        """
+        ring, ulysses = self.mesh.degrees
+        lens = [block_lens([length], self.config.block) for length in segments]
+        home = [BlockLayout.striped(one, ulysses, ring).home for one in lens]
+        return BlockLayout(np.concatenate(lens), np.concatenate(home))
+
+
+class SparsePass:
+    """The attention of one forward pass, also where parts of it are computed again.
+
+    Attributes:
+        layers: The plans.
+        done: By layer, what was attended.
+    """
+
+    def __init__(self, layers: SparseLayers) -> None:
+        self.layers = layers
+        self.done: dict[int, SparseLayer] = {}
+        self._seen: dict[int, RowsSeen | PooledRule] = {}
+        self._first_of: dict[str, int] = {}
+        self._next = 0
+
+    def begin_block(self, name: str) -> None:
+        """A block runs; when it is computed again, its layers are those of the first time."""
+        self._next = self._first_of.setdefault(name, self._next)
+
+    def next_layer(self) -> int | None:
+        """Count an attention call: its layer, or None for one that attends to everything."""
+        layer = self._next
+        self._next += 1
+        return None if layer in self.layers.config.dense_layers else layer
+
+    def attend(
+        self,
+        layer: int,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        segments: tuple[int, ...],
+        scale: float | None,
+    ) -> Tensor:
+        """(B, H, T, D) by the plan of a layer, whose next step is planned the first time.
+
+        Collectives: of `attend_sparse` and `SparseLayers.end`.
+        """
+        mesh, kernel = self.layers.mesh, self.layers.config.kernel
+        q, k, _ = qkv
+        if layer in self.done:
+            plan, seen = self.done[layer].used, self._seen[layer]
+            return attend_sparse(*qkv, mesh, plan, seen, scale=scale, kernel=kernel)[0]
+        key = LayerKey(layer, segments, q.shape[1], k.shape[1])
+        plan, seen = self.layers.begin(key)
+        out, masks = attend_sparse(*qkv, mesh, plan, seen, scale=scale, kernel=kernel)
+        row_bytes = q.shape[0] * q.shape[3] * q.element_size()
+        self._seen[layer] = seen
+        self.done[layer] = self.layers.end(key, masks, row_bytes)
+        return out
+
+    def end(self) -> None:
+        """The forward pass is over.
+
+        Raises:
+            ConfigError: It had fewer layers than the masks.
+        """
+        masks = self.layers.config.array
+        if masks is not None and masks.shape[1] not in (1, self._next):
+            raise ConfigError(
+                f"sparse: masks of {masks.shape[1]} layers for a model with {self._next} attention "
+                "calls: give masks for each, or one for all"
+            )
+        self.layers.num_passes += 1
+
+
+def agree_on(config: SparseConfig, mesh: AttentionMesh) -> None:
+    """Make sure that all ranks of a mesh were given the same; one all-gather.
+
+    Raises:
+        CommError: They were not.
+    """
+    group = mesh.whole
+    if group is not None and "cpu" in dist.get_backend_config(group.process_group):
+        settings = {"the sparse configuration": config.settings}
+        statement = Statement(settings, np.zeros(0, np.int64))
+        agree(group, statement, what="parallelize", step=0, capacity=0)
+
+
+def _under(plan: SparsePlan, work: Bools | Ints) -> SparsePlan:
+    """The same plan, its tiles under other work."""
+    return replace(plan, tiles=tiles_under(plan, work))
+
+
+def _everything(num_heads: int, home: BlockLayout, ring_degree: int, ulysses_degree: int) -> Ints:
+    """(H, N, R) counts, as of `gather_counts`, where all is seen."""
+    keys = np.bincount(home.home // ulysses_degree, home.lens, ring_degree).astype(np.int64)
+    return np.tile(keys, (num_heads, home.lens.size, 1))

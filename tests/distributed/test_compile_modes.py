@@ -1,0 +1,231 @@
+"""handle.compile: one graph, the numbers of eager mode, taken back; modes that ranks cannot run."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from bascule.comm.quantize import Wire
+from bascule.errors import ConfigError
+from bascule.inference import Cut, SplitTable, parallelize
+from bascule.inference.compiling import check_mode
+from tests.distributed.harness import run_ranks
+from tests.distributed.inference_cases import difference
+from tests.distributed.inference_toy import (
+    TABLE,
+    grads_of,
+    make_toy,
+    toy_gradients,
+    toy_inputs,
+    worst,
+)
+
+GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 4)).permute(2, 0, 3, 1, 4)
+        return x + self.out(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Small(nn.Module):
+    """As little as takes a second or two to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Block()]), nn.Linear(12, 2)
+
+    def forward(self, image: Tensor) -> Tensor:
+        for block in self.blocks:
+            image = block(image)
+        return self.head(image)
+
+
+def make_small() -> tuple[nn.Module, SplitTable, dict[str, Tensor]]:
+    """With three heads and seven tokens for two ranks."""
+    torch.manual_seed(0)
+    image = Cut("image")
+    table = SplitTable(
+        ("image",), {"": {"image": image}}, {"head": image}, {"blocks.*": ("image",)}
+    )
+    return Small().double(), table, {"image": torch.randn(2, 7, 12, dtype=torch.float64)}
+
+
+def make_large() -> tuple[nn.Module, SplitTable, dict[str, Tensor]]:
+    """With masked text and cross attention."""
+    return make_toy(num_blocks=1), TABLE, toy_inputs(masked=True)
+
+
+# A model, settings of parallelize and of compile, and whether it trains.
+SETTINGS: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], bool]] = [
+    (make_small, {"ulysses_degree": 2}, {}, False),
+    (make_small, {"ring_degree": 2}, {"dynamic": True}, True),
+    (make_large, {"ulysses_degree": 2}, {}, True),
+    (make_large, {"ring_degree": 2}, {"mode": "max-autotune-no-cudagraphs"}, True),
+    (make_large, {"ulysses_degree": 2, "wire": Wire("int8", takes_centres=True)}, {}, False),
+]
+
+
+def compiled(
+    make: Callable[..., Any], split: dict[str, Any], settings: dict[str, Any], trains: bool
+) -> dict[str, Any]:
+    """Against eager mode and one process; how many graphs it took; what undo() leaves."""
+    model, table, inputs = make()
+    whole, whole_grads = toy_gradients(model, inputs)
+    counters = torch._dynamo.utils.counters
+    with parallelize(model, table=table, **split) as handle:
+        eager, eager_grads = toy_gradients(model, inputs)
+        counters.clear()
+        handle.compile(**settings)
+        found: dict[str, Any] = {"grads": 0.0, "averaged": 0.0}
+        if trains:
+            output, grads = toy_gradients(model, inputs)
+            handle.average_gradients()
+            found["grads"] = worst(grads, eager_grads)
+            found["averaged"] = worst(grads_of(model), whole_grads)
+        else:
+            with torch.no_grad():
+                output = model(**inputs)
+        found |= {
+            "eager": difference(output, eager),
+            "whole": difference(output, whole),
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": sum(counters["graph_break"].values()),
+            "verified": str(handle.verify(**inputs)),
+        }
+    counters.clear()
+    with torch.no_grad():
+        undone = torch.equal(model(**inputs), whole)
+    found["undone"] = undone and model._compiled_call_impl is None and not counters["stats"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "number",
+    [one if one < 2 else pytest.param(one, marks=pytest.mark.stress) for one in range(5)],
+)
+def test_one_graph_gives_what_eager_mode_gives(number: int) -> None:
+    for found in run_ranks(compiled, 2, *SETTINGS[number], timeout_s=220.0):
+        assert found["graphs"] == 1 and found["breaks"] == 0, found
+        assert max(found["eager"], found["grads"]) < 1e-12 and found["undone"], found
+        if "wire" not in SETTINGS[number][1]:
+            assert max(found["whole"], found["averaged"]) < 1e-12, found
+            assert found["verified"].startswith("the mesh agrees"), found
+
+
+class Pipeline:
+    """Two models, as a pipeline of diffusers with two experts has them."""
+
+    def __init__(self) -> None:
+        self.transformer, self.table, _ = make_small()
+        self.transformer_2, _, _ = make_small()
+
+
+def compiled_pipeline() -> list[tuple[float, int]]:
+    """Both models over two lengths, with no more graphs allowed than one model takes."""
+    pipeline, found = Pipeline(), list[tuple[float, int]]()
+    counters, limit = torch._dynamo.utils.counters, torch._dynamo.config.patch(recompile_limit=2)
+    with parallelize(pipeline, ulysses_degree=2, table=pipeline.table) as handle, limit:
+        handle.compile()
+        for model in (pipeline.transformer, pipeline.transformer_2):
+            for tokens in (7, 10):
+                image = torch.randn(1, tokens, 12, dtype=torch.float64)
+                dist.broadcast(image, 0)
+                counters.clear()
+                with torch.no_grad():
+                    output = model(image)
+                    graphs = counters["stats"]["unique_graphs"]
+                    with torch.compiler.set_stance("force_eager"):
+                        found.append((difference(output, model(image)), graphs))
+    return found
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(240)
+def test_all_models_of_a_pipeline_are_compiled_each_with_its_own_graphs() -> None:
+    for found in run_ranks(compiled_pipeline, 2, timeout_s=220.0):
+        assert max(error for error, _ in found) < 1e-12, found
+        assert [graphs for _, graphs in found] == [1, 1, 1, 1], found
+
+
+def taken_back() -> list[bool]:
+    """What is compiled, by identity: nothing is called, so nothing is traced."""
+    found: list[bool] = []
+    model = make_toy()
+    model.compile(backend="eager")
+    users_own = model._compiled_call_impl
+    handle = parallelize(model, table=TABLE, ring_degree=2)
+    assert model._compiled_call_impl is users_own
+    handle.compile()
+    first = model._compiled_call_impl
+    found.append(first is not None and first is not users_own)
+    refused(lambda: handle.compile("reduce-overhead"))
+    found.append(model._compiled_call_impl is first)
+    handle.compile("max-autotune-no-cudagraphs", dynamic=False)
+    found.append(model._compiled_call_impl not in (first, users_own, None))
+    handle.undo()
+    found.append(model._compiled_call_impl is users_own)
+    handle.undo()
+    found.append(model._compiled_call_impl is users_own)
+    return found
+
+
+def test_compiling_again_replaces_and_undo_restores_what_the_user_compiled() -> None:
+    for found in run_ranks(taken_back, 2):
+        assert all(found), found
+
+
+def refused(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except ConfigError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def refusals() -> dict[str, str]:
+    """By mode and device; what a mesh of NCCL gives is asked without one."""
+    cuda, said = torch.device("cuda"), dict[str, str]()
+    with parallelize(make_toy(), table=TABLE, ring_degree=2, ulysses_degree=1) as handle:
+        modes: list[Any] = [*GRAPH_MODES, "fast"]
+        for mode in modes:
+            said[f"{mode} cpu"] = refused(lambda mode=mode: handle.compile(mode))
+        assert handle.model._compiled_call_impl is None
+        for mode in GRAPH_MODES:
+            said[f"{mode} gloo"] = refused(lambda m=mode: check_mode(m, None, handle.mesh, cuda))
+            for config in ("cpu:gloo,cuda:nccl", "cuda:nccl", "cpu:gloo,cuda:ucc"):
+                with mock.patch.object(dist, "get_backend_config", lambda _, c=config: c):
+                    for dynamic in (None, True):
+                        said[f"{mode} {config} {dynamic}"] = refused(
+                            lambda m=mode, d=dynamic: check_mode(m, d, handle.mesh, cuda)
+                        )
+    return said
+
+
+def test_graph_modes_are_for_collectives_that_can_be_recorded() -> None:
+    for said in run_ranks(refusals, 2):
+        assert said["fast cpu"] == (
+            "compile: mode 'fast' is none of default, max-autotune-no-cudagraphs, "
+            "reduce-overhead, max-autotune"
+        )
+        for mode, nearest in GRAPH_MODES.items():
+            cpu, gloo = said[f"{mode} cpu"], said[f"{mode} gloo"]
+            assert "a model on cpu has none" in cpu and cpu.endswith(f"use mode={nearest!r}")
+            assert "gloo exchanges on the host, which a graph cannot record" in gloo
+            assert gloo.endswith(f"use mode={nearest!r}")
+            assert "not those of ucc" in said[f"{mode} cpu:gloo,cuda:ucc None"]
+            for config in ("cpu:gloo,cuda:nccl", "cuda:nccl"):
+                assert said[f"{mode} {config} None"] == "nothing was refused"
+                assert "dynamic=False" in said[f"{mode} {config} True"]
