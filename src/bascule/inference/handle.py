@@ -78,6 +78,8 @@ def parallelize(
     for model in models:
         _check_heads(model, place)
     if sparse is not None:
+        if not isinstance(sparse, SparseConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"parallelize: sparse is {sparse!r}: give a SparseConfig")
         agree_on(sparse, place)
     handle = Parallelized(place)
     with ExitStack() as undo:
@@ -137,12 +139,15 @@ class Parallelized:
 
         Raises:
             ConfigError: There is no such mode, or no CUDA graphs with this device, with the back
-                end of the mesh's process groups, or with `dynamic`; or attention is block-sparse.
+                end of the mesh's process groups, or with `dynamic`; attention is block-sparse; or
+                the models are not split any more.
         """
         if self.parts[0].sparse is not None:
             raise ConfigError(
                 "compile: block-sparse attention is planned in every step: do not compile it"
             )
+        if not all(part.is_split for part in self.parts):
+            raise ConfigError("compile: undo() was called: call parallelize again, then compile")
         check_mode(mode, dynamic, self.mesh, next(self.model.parameters()).device)
         self._compiled.close()
         for part in self.parts:

@@ -106,6 +106,11 @@ class SplitModel:
             self.mesh, self.sparse = before
 
     @property
+    def is_split(self) -> bool:
+        """Whether it has its hooks."""
+        return bool(self._hooks)
+
+    @property
     def is_paused(self) -> bool:
         """Whether hooks do nothing."""
         return self._is_paused

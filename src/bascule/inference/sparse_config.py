@@ -69,12 +69,18 @@ class SparseConfig:
             )
         for name in ("keep", "mass"):
             share = getattr(self, name)
-            if share is not None and not 0.0 <= share <= 1.0:
-                raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1")
+            if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+                raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
         for name, least in (("block", 1), ("passes_per_step", 1), ("target", 1), ("tolerance", 0)):
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"SparseConfig({name}={value!r}): must be at least {least}")
+        wrong = [x for x in (self.block, *self.dense_layers) if not isinstance(x, int) or x < 0]
+        if wrong:
+            raise ConfigError(
+                f"SparseConfig(block={self.block!r}, dense_layers={self.dense_layers!r}): "
+                f"{wrong[0]!r} is no integer from 0 on; layers are counted from the first"
+            )
         if self.method not in _METHODS:
             raise ConfigError(
                 f"SparseConfig(method={self.method!r}): must be one of {', '.join(_METHODS)}"
