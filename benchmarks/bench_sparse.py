@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.ranks import AttentionMesh
 from bascule.attention.sparse import rows_of, sparse_attention
-from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, tiles_under
+from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, in_order, tiles_under
 from bascule.plan.sparse_masks import WAN21, synthetic_masks
 
 DENSITIES = (0.41, 0.68)
@@ -108,20 +108,7 @@ def measure(rank: int, store: str, rounds: int, results: str) -> None:
 def unbalanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
     """Runs of blocks, heads in their order: what a library does that does not look at masks."""
     home = BlockLayout.contiguous(lens, ulysses, ring)
-    heads = np.arange(len(masks)) * ulysses // len(masks)
-    ring_of = np.tile(heads[:, None], (1, home.lens.size))
-    block_of = np.tile(home.home // ulysses, (ulysses, 1))
-    degrees = ulysses, ring
-    plan = SparsePlan(
-        *degrees,
-        len(masks),
-        home,
-        home,
-        ring_of,
-        block_of,
-        block_of.copy(),
-        np.zeros((*degrees, ring)),
-    )
+    plan = in_order(len(masks), home, home, ulysses, ring)
     return replace(plan, tiles=tiles_under(plan, masks))
 
 

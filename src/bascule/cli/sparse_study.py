@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.plan.layout import Ints
-from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, tiles_under
+from bascule.plan.sparse import (
+    BlockLayout,
+    PlanReuse,
+    SparsePlan,
+    SparsePlanner,
+    in_order,
+    tiles_under,
+)
 from bascule.plan.sparse_latency import (
     AttentionLatency,
     AttentionLoad,
@@ -73,7 +80,7 @@ class Setting:
         """A layer's plan."""
         layouts = self.layouts(way, mesh)
         if way == BEFORE:
-            return _in_order(masks, *layouts, mesh)
+            return _under(in_order(len(masks), *layouts, *mesh), masks)
         return self.planner(way, mesh).plan(masks, *layouts)
 
     def load(self, plan: SparsePlan) -> AttentionLoad:
@@ -270,13 +277,3 @@ def _first_plans(
 def _under(plan: SparsePlan, masks: Bools) -> SparsePlan:
     """The same decision under other masks."""
     return replace(plan, tiles=tiles_under(plan, masks))
-
-
-def _in_order(masks: Bools, q: BlockLayout, kv: BlockLayout, mesh: Mesh) -> SparsePlan:
-    """Heads in their order, and blocks where they are: as without a plan."""
-    ulysses_degree, ring_degree = mesh
-    heads = np.arange(len(masks))
-    ring_of = np.tile(heads * ulysses_degree // heads.size, (q.lens.size, 1)).T
-    q_of, kv_of = (np.tile(x.home // ulysses_degree, (ulysses_degree, 1)) for x in (q, kv))
-    tiles = np.zeros((ulysses_degree, ring_degree, ring_degree))
-    return _under(SparsePlan(*mesh, heads.size, q, kv, ring_of, q_of, kv_of, tiles), masks)

@@ -13,9 +13,8 @@ from bascule.comm.groups import RankGroup, reporting
 class Transfers:
     """Tensors on their way to and from other ranks; posted when this is made.
 
-    Gloo moves them while the host computes, without a thread of its own for each collective: on
-    two cores, attention that overlaps them is 3 % faster than with an asynchronous all-to-all.
-    With NCCL an all-to-all is the same group of sends and receives.
+    Gloo moves them while the host computes. With NCCL an all-to-all is the same group of sends and
+    receives.
 
     Args:
         group: The ranks.

@@ -232,6 +232,25 @@ def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
     return _tiles(matrices, plan.q_of, column_of, plan.ring_degree)
 
 
+def in_order(
+    num_heads: int, q: BlockLayout, kv: BlockLayout, ulysses_degree: int, ring_degree: int
+) -> SparsePlan:
+    """Heads in their order, and blocks where they are: as without a plan. Its tiles are empty."""
+    ring_of = np.arange(num_heads) * ulysses_degree // max(num_heads, 1)
+    q_of, kv_of = (np.tile(x.home // ulysses_degree, (ulysses_degree, 1)) for x in (q, kv))
+    return SparsePlan(
+        ulysses_degree,
+        ring_degree,
+        num_heads,
+        q,
+        kv,
+        np.tile(ring_of, (q.lens.size, 1)).T,
+        q_of,
+        kv_of,
+        np.zeros((ulysses_degree, ring_degree, ring_degree)),
+    )
+
+
 def check_degrees(ulysses_degree: int, ring_degree: int) -> None:
     """Refuse a mesh without ranks.
 

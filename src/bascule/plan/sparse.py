@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bascule.errors import ConfigError
 from bascule.plan._sparse_blocks import BlockPlan as BlockPlan
 from bascule.plan._sparse_blocks import partition_blocks as partition_blocks
-from bascule.plan._sparse_counts import Bools, Floats, check_masks
+from bascule.plan._sparse_counts import Floats, check_masks
 from bascule.plan._sparse_counts import block_counts as block_counts
 from bascule.plan._sparse_heads import HeadPlan as HeadPlan
 from bascule.plan._sparse_heads import partition_heads as partition_heads
@@ -26,6 +26,7 @@ from bascule.plan._sparse_plan import SparsePlan as SparsePlan
 from bascule.plan._sparse_planner import PlanReuse as PlanReuse
 from bascule.plan._sparse_planner import SparsePlanner as SparsePlanner
 from bascule.plan._sparse_planner import check_degrees
+from bascule.plan._sparse_planner import in_order as in_order
 from bascule.plan._sparse_planner import tiles_under as tiles_under
 from bascule.plan._sparse_route import PackedRows as PackedRows
 
@@ -66,21 +67,13 @@ def _tiles_of(
     checked = check_masks(masks)
     check_degrees(ulysses_degree, ring_degree)
     if plan is None:
-        plan = _unbalanced(checked, ulysses_degree, ring_degree)
+        degrees = ulysses_degree, ring_degree
+        ones = (np.ones(size, np.int64) for size in checked.shape[1:])
+        q, kv = (BlockLayout.contiguous(lens, *degrees) for lens in ones)
+        plan = in_order(len(checked), q, kv, *degrees)
     if (plan.ulysses_degree, plan.ring_degree) != (ulysses_degree, ring_degree):
         raise ConfigError(
             f"a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring) on a "
             f"mesh of {ulysses_degree} x {ring_degree}"
         )
     return tiles_under(plan, checked)
-
-
-def _unbalanced(masks: Bools, ulysses_degree: int, ring_degree: int) -> SparsePlan:
-    """Heads and blocks in their order; its tiles are left empty."""
-    degrees = ulysses_degree, ring_degree
-    q, kv = (BlockLayout.contiguous(np.ones(size, np.int64), *degrees) for size in masks.shape[1:])
-    q_of, kv_of = (np.tile(x.home // ulysses_degree, (ulysses_degree, 1)) for x in (q, kv))
-    heads = np.arange(len(masks))
-    ring_of = np.tile(heads * ulysses_degree // max(heads.size, 1), (q.lens.size, 1)).T
-    tiles = np.zeros((ulysses_degree, ring_degree, ring_degree))
-    return SparsePlan(*degrees, heads.size, q, kv, ring_of, q_of, kv_of, tiles)
