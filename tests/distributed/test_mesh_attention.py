@@ -98,8 +98,10 @@ def compare(
     mask = make_mask(kind, batch, heads, layout.seq_len, dtype)
     expected = reference(q, k, v, mask, kind == "causal")
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
-    local = [split(x.detach(), mesh, layout, 2).requires_grad_() for x in (q, k, v)]
-    q_local, k_local, v_local = local
+    shares = [split(x.detach(), mesh, layout, 2) for x in (q, k, v)]
+    if case.get("values_apart"):
+        shares = [x.mT.contiguous().mT for x in shares]
+    local = q_local, k_local, v_local = [x.requires_grad_() for x in shares]
     out = attention(
         q_local,
         k_local,
@@ -121,6 +123,7 @@ def compare(
 CASES: list[dict[str, Any]] = [
     {"shape": (2, 8, 8, 8), "segments": (24,), "mask": "none"},
     {"shape": (1, 9, 9, 4), "segments": (29,), "mask": "none"},
+    {"shape": (1, 8, 8, 4), "segments": (19,), "mask": "none", "values_apart": True},
     {"shape": (2, 16, 4, 4), "segments": (7, 22), "mask": "none"},
     {"shape": (1, 8, 1, 4), "segments": (3,), "mask": "none"},
     {"shape": (2, 8, 8, 4), "segments": (13,), "mask": "none", "kernel": "plain"},

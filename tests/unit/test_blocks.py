@@ -83,6 +83,21 @@ def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
+def test_values_of_a_head_may_lie_apart(name: str) -> None:
+    """Torch's operator for CPUs then reads what is not theirs."""
+    q, k, v = (x.detach() for x in inputs())
+    seen = Seen()
+    out, lse = KERNELS[name].forward(q, k, v, seen, SCALE)
+    grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    wanted = KERNELS[name].backward(grad, q, k, v, out, lse, seen, SCALE)
+    q, k, v, grad, result = (x.mT.contiguous().mT for x in (q, k, v, grad, out))
+    found = KERNELS[name].forward(q, k, v, seen, SCALE)
+    torch.testing.assert_close(found, (out, lse), rtol=1e-10, atol=1e-12)
+    grads = KERNELS[name].backward(grad, q, k, v, result, lse, seen, SCALE)
+    torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("kind", BIASES)
 def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
     """Forward and backward of keys in two blocks, with the LSE of all."""

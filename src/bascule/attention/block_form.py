@@ -255,6 +255,14 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     return torch.lerp(out, more.to(out.dtype), weight[..., None]), torch.logaddexp(lse, more_lse)
 
 
+def with_adjacent_values(x: Tensor) -> Tensor:
+    """The same tensor, with the values of a head next to each other.
+
+    Torch's operator for CPUs takes them to be (2.13), and reads what is not theirs if they are not.
+    """
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def without_empty_rows(out: Tensor, lse: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Out 0 and LSE -inf for queries that a bias hides all keys from: operators differ there."""
     if bias is None:

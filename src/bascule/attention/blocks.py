@@ -21,6 +21,7 @@ from bascule.attention.block_form import (
     no_blocks,
     repeated_heads,
     summed_heads,
+    with_adjacent_values,
     without_empty_rows,
 )
 from bascule.attention.block_form import merge as merge
@@ -90,6 +91,7 @@ class CpuFlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
+        q, k, v = map(with_adjacent_values, (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, seen.causal, attn_mask=seen.bias, scale=scale
         )
@@ -108,8 +110,9 @@ class CpuFlashKernel:
     ) -> Grads:
         """As `BlockKernel`."""
         lse = lse if seen.bias is None else finite(lse)
+        tensors = map(with_adjacent_values, (grad, q, k, v, out))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(grad, q, k, v, out, lse, 0.0, seen.causal),
+            *(*tensors, lse, 0.0, seen.causal),
             attn_mask=seen.bias,
             scale=scale,
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bascule.attention.block_form import with_adjacent_values
 from bascule.errors import ConfigError
 
 
@@ -305,7 +306,7 @@ def _of_no_tokens(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> tuple[Tensor, 
 
 
 def _batched(x_THD: Tensor) -> Tensor:
-    return x_THD.transpose(0, 1)[None]
+    return with_adjacent_values(x_THD).transpose(0, 1)[None]
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
