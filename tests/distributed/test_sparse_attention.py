@@ -1,5 +1,7 @@
 """Block-sparse attention over meshes against dense masked attention in one process, float64."""
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,11 @@ from bascule.attention.sparse import (
     sparse_attention,
 )
 from bascule.attention.sparse_masks import block_scores, keep_top_k
+from bascule.plan.layout import Ints
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import difference, make_mesh, reference
+from tests.property.sparse_simulation import dense_masks
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 MESHES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (4, 1), (1, 4)]
@@ -35,6 +39,17 @@ CASES: dict[str, dict[str, Any]] = {
     "text that all see": {"kind": "text", "segments": (5, 30)},
     "fewer blocks than ranks": {"segments": (7,)},
     "nothing is seen": {"kind": "nothing"},
+    "orders": {"order": "random"},
+    "orders of a grid after text, several samples": {
+        "order": "grid",
+        "segments": (5, 30),
+        "kind": "text",
+        "batch": 2,
+        "heads": 6,
+    },
+    "orders, keys of groups of heads": {"order": "random", "heads": 6, "kv_heads": 3, "batch": 2},
+    "orders, a head that is cut": {"order": "random", "heads": 3, "kind": "heavy"},
+    "orders, paper": {"order": "grid", "method": "paper", "heads": 8, "segments": (30,)},
 }
 
 
@@ -59,14 +74,34 @@ def make_masks(kind: str, heads: int, lens: Any) -> Bools:
     return masks
 
 
+def make_orders(kind: str, heads: int, segments: tuple[int, ...], seed: int) -> Ints:
+    """(heads, tokens): any, or the axes of a grid of 2 x 3 x 5 permuted, text staying in place."""
+    tokens, generator = np.arange(sum(segments)), np.random.default_rng(seed)
+    if kind == "random":
+        return generator.permuted(np.tile(tokens, (heads, 1)), axis=1)
+    text, grid = tokens[:-30], tokens[-30:].reshape(2, 3, 5)
+    axes = list(itertools.permutations(range(3)))
+    return np.stack(
+        [
+            np.concatenate([text, grid.transpose(axes[(head + seed) % 6]).ravel()])
+            for head in range(heads)
+        ]
+    )
+
+
 def make_plan(ring: int, ulysses: int, case: dict[str, Any]) -> tuple[SparsePlan, Bools]:
-    lens = block_lens(case.get("segments", (33,)), 4)
+    segments = case.get("segments", (33,))
+    lens = block_lens(segments, 4)
     heads = case.get("heads", 4)
+    kv_heads = case.get("kv_heads", heads)
     masks = make_masks(case.get("kind", "random"), heads, lens)
     make = BlockLayout.contiguous if "home" in case else BlockLayout.striped
     planner = SparsePlanner(ulysses, ring, method=case.get("method", "minimal_move"))
-    layout = make(lens, ulysses, ring)
-    return planner.plan(masks, layout, num_kv_heads=case.get("kv_heads", heads)), masks
+    q = kv = make(lens, ulysses, ring)
+    if "order" in case:  # queries and keys have different ones
+        q = replace(q, order=make_orders(case["order"], heads, segments, 1))
+        kv = replace(kv, order=make_orders(case["order"], kv_heads, segments, 2))
+    return planner.plan(masks, q, kv, num_kv_heads=kv_heads), masks
 
 
 def own_tokens(plan: SparsePlan, rank: int) -> Tensor:
@@ -87,8 +122,7 @@ def compare(ring: int, ulysses: int, case: dict[str, Any]) -> dict[str, float]:
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
     q, k, v, grad = normal(heads), normal(kv_heads), normal(kv_heads), normal(heads).detach()
-    dense = torch.from_numpy(masks.repeat(plan.q.lens, axis=1).repeat(plan.kv.lens, axis=2))
-    expected = reference(q, k, v, dense, False)
+    expected = reference(q, k, v, torch.from_numpy(dense_masks(plan, masks)), False)
     wanted = torch.autograd.grad(expected, (q, k, v), grad)
     own = own_tokens(plan, rank)
     own_q, own_k, own_v = (x.detach()[:, :, own].requires_grad_() for x in (q, k, v))
@@ -130,8 +164,7 @@ def other_samples(ring: int, ulysses: int) -> float:
     out = sparse_attention(
         mine, mine, mine, mesh, plan, lambda rows: both[:, rows.heads, rows.blocks]
     )
-    dense = both.repeat(plan.q.lens, axis=2).repeat(plan.kv.lens, axis=3)
-    expected = reference(x, x, x, torch.from_numpy(dense), False)
+    expected = reference(x, x, x, torch.from_numpy(dense_masks(plan, both)), False)
     return difference(out, expected[:, :, own])
 
 
@@ -139,11 +172,11 @@ def test_masks_that_differ_in_a_batch() -> None:
     assert max(run_ranks(other_samples, 4, 2, 2)) < 1e-10
 
 
-def by_rule(ring: int, ulysses: int) -> float:
+def by_rule(ring: int, ulysses: int, order: dict[str, str]) -> float:
     """Masks from pooled queries and keys, with blocks of unequal lengths and fewer key heads."""
     mesh = make_mesh(ring, ulysses)
     rank = 0 if mesh.whole is None else mesh.whole.rank
-    case = {"heads": 6, "kv_heads": 3, "segments": (5, 30), "kind": "heavy"}
+    case = {"heads": 6, "kv_heads": 3, "segments": (5, 30), "kind": "heavy", **order}
     plan, _ = make_plan(ring, ulysses, case)
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, h, 35, 8, generator=generator).double() for h in (6, 3, 3))
@@ -151,16 +184,29 @@ def by_rule(ring: int, ulysses: int) -> float:
     rule = PooledRule(lambda scores, rows: keep_top_k(scores, 3))
     mine = [x[:, :, own] for x in (q, k, v)]
     out, masks = attend_sparse(mine[0], mine[1], mine[2], mesh, plan, rule)
-    seen = keep_top_k(block_scores(q, k, plan.q.lens, plan.kv.lens), 3).numpy()
+    pooled_q, pooled_k = in_order(q, plan.q), in_order(k, plan.kv)
+    seen = keep_top_k(block_scores(pooled_q, pooled_k, plan.q.lens, plan.kv.lens), 3).numpy()
     heads, blocks = np.nonzero(plan.rank_of == rank)
     assert np.array_equal(masks, seen[:, heads, blocks])
-    dense = seen.repeat(plan.q.lens, axis=2).repeat(plan.kv.lens, axis=3)
-    return difference(out, reference(q, k, v, torch.from_numpy(dense), False)[:, :, own])
+    dense = torch.from_numpy(dense_masks(plan, seen))
+    return difference(out, reference(q, k, v, dense, False)[:, :, own])
+
+
+def in_order(x: Tensor, layout: BlockLayout) -> Tensor:
+    """Tokens as the heads have them."""
+    if layout.order is None:
+        return x
+    order = torch.from_numpy(layout.order)[None, :, :, None].expand_as(x)
+    return x.gather(2, order)
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
 def test_masks_by_a_rule(ring: int, ulysses: int) -> None:
-    assert max(run_ranks(by_rule, ring * ulysses, ring, ulysses)) < 1e-10
+    assert max(run_ranks(by_rule, ring * ulysses, ring, ulysses, {})) < 1e-10
+
+
+def test_masks_by_a_rule_of_reordered_tokens() -> None:
+    assert max(run_ranks(by_rule, 4, 2, 2, {"order": "random"})) < 1e-10
 
 
 def refused() -> list[tuple[list[str], str]]:

@@ -56,24 +56,18 @@ def at_home(values: npt.NDArray, layout: BlockLayout, rank: int) -> npt.NDArray:
     return own.reshape(-1, *values.shape[3:])
 
 
-def tokens_of(layout: BlockLayout, block: int) -> Ints:
-    """Places in the sequence of a block's tokens."""
+def tokens_of(layout: BlockLayout, head: int, block: int) -> Ints:
+    """Places in the sequence of the tokens of a head's block."""
     first = int(layout.lens[:block].sum())
-    return np.arange(first, first + int(layout.lens[block]))
+    places = np.arange(first, first + int(layout.lens[block]))
+    return places if layout.order is None else layout.order[head, places]
 
 
-def packed(
-    values: npt.NDArray,
-    rows: list[tuple[int, int]],
-    layout: BlockLayout,
-    order: Ints | None = None,
-) -> npt.NDArray:
+def packed(values: npt.NDArray, rows: list[tuple[int, int]], layout: BlockLayout) -> npt.NDArray:
     """(rows, ...) the tokens of (head, block) rows, for each batch item, one after another."""
     parts = [np.zeros((0, *values.shape[3:]), values.dtype)]
     for item in values:
-        for head, block in rows:
-            places = tokens_of(layout, block)
-            parts.append(item[head, places if order is None else order[head, places]])
+        parts += [item[head, tokens_of(layout, head, block)] for head, block in rows]
     return np.concatenate(parts)
 
 
@@ -138,7 +132,17 @@ def dense_attention(plan: SparsePlan, masks: Bools, q: Floats, k: Floats, v: Flo
     """The same without any plan."""
     group = q.shape[1] // k.shape[1]
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
-    seen = np.repeat(np.repeat(masks, plan.q.lens, axis=1), plan.kv.lens, axis=2)
-    weights = np.exp(q @ k.swapaxes(2, 3)) * seen
+    weights = np.exp(q @ k.swapaxes(2, 3)) * dense_masks(plan, masks)
     total = weights.sum(axis=3, keepdims=True)
     return weights @ v / np.where(total > 0.0, total, 1.0)
+
+
+def dense_masks(plan: SparsePlan, masks: Bools) -> Bools:
+    """(..., heads, tokens, tokens) of masks (..., heads, q_blocks, kv_blocks), block by block."""
+    group = len(plan.ring_of) // plan.num_kv_heads
+    size = int(plan.q.lens.sum()), int(plan.kv.lens.sum())
+    dense = np.zeros((*masks.shape[:-2], *size), np.bool_)
+    for head, i, j in np.ndindex(*masks.shape[-3:]):
+        rows, columns = tokens_of(plan.q, head, i), tokens_of(plan.kv, head // group, j)
+        dense[..., head, rows[:, None], columns] = masks[..., head, i, j, None, None]
+    return dense

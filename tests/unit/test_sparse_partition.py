@@ -151,6 +151,35 @@ def test_minimal_move_reaches_a_target_from_anywhere_with_few_moves(target: floa
     assert sum(plan.num_moved) < sum(partition_blocks(matrix, 4, method="paper").num_moved)
 
 
+@pytest.mark.parametrize("kind", ["toeplitz", "clustered"])
+@pytest.mark.parametrize("ring", [4, 8])
+def test_a_hard_target_is_reached_from_home(kind: str, ring: int) -> None:
+    """From runs of blocks: other placements would move 1 - 1 / ring of the blocks."""
+    matrix = mask_of(kind, (8, 600, 600), 1).sum(axis=0)
+    home = np.arange(600) * ring // 600
+    plan = partition_blocks(
+        matrix, ring, method="minimal_move", q_home=home, kv_home=home, target=1.005
+    )
+    assert plan.imbalance <= 1.005
+    assert sum(plan.num_moved) < 0.5 * 1200
+
+
+@pytest.mark.parametrize("price", [0.0, 1.0])
+def test_ranks_swap_where_no_single_move_helps(price: float) -> None:
+    """Rows of 5 and 3 on one rank, of 4 and 2 on the other."""
+    matrix = np.multiply.outer([5, 3, 4, 2], [1, 1])
+    plan = partition_blocks(
+        matrix,
+        2,
+        method="minimal_move",
+        q_home=[0, 0, 1, 1],
+        prices=(price * (1 - np.eye(2)), np.full((2, 2), np.inf)),
+        target=1.0,
+    )
+    assert plan.num_moved == (2, 0)
+    assert plan.loads.tolist() == [14, 14]
+
+
 @pytest.mark.parametrize("ring", [2, 4, 8])
 def test_from_a_stripe_a_few_moves_reach_the_target(ring: int) -> None:
     """Text first, all of it dense: the stripe has it on the first ranks."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -168,6 +169,21 @@ def test_wire_bytes_by_hand() -> None:
     assert plan.wire_bytes(head_dim=10, itemsize=4, batch=2) == 2 * 3 * 10 * 4 * 2  # and back
 
 
+def test_wire_bytes_with_token_orders_by_hand() -> None:
+    """Two blocks of two tokens on two ranks; the second head sees the tokens backwards."""
+    masks = np.ones((2, 2, 2), bool)
+    lens, home = np.array([2, 2]), np.array([0, 1])
+    layout = BlockLayout(lens, home, np.array([[0, 1, 2, 3], [3, 2, 1, 0]]))
+    plan = SparsePlanner(1, 2, method="stripe").plan(masks, layout)
+    q_rows, kv_rows = plan.rows_between
+    assert q_rows.tolist() == kv_rows.tolist() == [[2, 2], [2, 2]]
+    assert plan.moved == (0.5, 0.5)
+    assert plan.wire_bytes(head_dim=10, itemsize=4) == 4 * 4 * 10 * 4  # q, k, v, and out
+    whole = SparsePlanner(2, 1).plan(masks, layout)  # each rank has a head of each of two
+    assert whole.moved == (0.0, 0.0)
+    assert whole.wire_bytes(head_dim=10, itemsize=4) == 4 * 4 * 10 * 4
+
+
 def test_short_blocks_weigh_less() -> None:
     """A block of one token beside one of 64: blocks count alike without lengths."""
     lens = block_lens((65,), 64)
@@ -201,6 +217,12 @@ def test_any_change_has_another_digest() -> None:
         dataclasses.replace(plan, **{side: BlockLayout(lens, home)})
         for side in ("q", "kv")
         for lens, home in ((layout.lens + 1, layout.home), (layout.lens, 3 - layout.home))
+    ]
+    straight = np.tile(np.arange(18), (4, 1))
+    others += [
+        dataclasses.replace(plan, **{side: dataclasses.replace(layout, order=order)})
+        for side in ("q", "kv")
+        for order in (straight, np.roll(straight, 1, axis=1))
     ]
     assert len({plan, *others}) == 1 + len(others)
     tiles = plan.tiles + 1  # predicted work is no decision
@@ -266,6 +288,10 @@ def test_wrong_arguments_are_named() -> None:
     plan = planner.plan(masks, layout)
     away = moving.plan(masks, layout, BlockLayout.contiguous([1] * 4, 1, 2))
     counts = np.ones((2, 4, 2), np.int64)
+
+    def ordered(order: Any) -> BlockLayout:
+        return BlockLayout(np.ones(3, int), np.zeros(3, int), np.array(order))
+
     wrong = {
         "masks of shape .* bool": lambda: sparse_imbalance(masks.astype(int), 1, 2),
         "both must be at least 1": lambda: sparse_imbalance(masks, 0, 2),
@@ -278,7 +304,13 @@ def test_wrong_arguments_are_named() -> None:
         'use "minimal_move"': lambda: SparsePlanner(1, 2, method="paper").plan(counts, layout),
         "key-value heads": lambda: planner.plan(masks, layout, num_kv_heads=3),
         "ranks 0 to 1": lambda: plan.route(2),
-        "is not an order": lambda: plan.route(0, q_order=np.zeros((2, 4), int)),
+        r"order\[1\] is not an order of the 3": lambda: ordered([[0, 2, 1], [0, 1, 1]]),
+        "is not an order": lambda: ordered([[0, 2, 3]]),
+        r"integers \(heads, 3\)": lambda: ordered([[0, 1]]),
+        "dtype float64": lambda: ordered([[0.0, 1.0, 2.0]]),
+        "kv.order of 4 heads for 2": lambda: planner.plan(
+            np.ones((4, 3, 3), bool), ordered([[0, 1, 2]] * 4), num_kv_heads=2
+        ),
         "one of": lambda: partition_blocks(np.ones((2, 2)), 2, method="best"),
         "raise capacity": lambda: partition_blocks(
             np.ones((4, 4)), 2, method="paper", capacity=(1, 4)

@@ -4,6 +4,7 @@ Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head wi
 Ulysses ranks.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -114,7 +115,7 @@ def explain(part: SplitModel) -> Explanation:
 def _explain_sparse(part: SplitModel, last: Attended) -> Explanation:
     assert part.sparse is not None
     ring, ulysses = part.mesh.degrees
-    dense = mesh_cost(last.lengths, ring, ulysses, last.shapes, part.sparse.config.block)
+    dense = mesh_cost(last.lengths, ring, ulysses, last.shapes, part.sparse.config.dealt)
     sent = [
         num_bytes + sum(layer.row_bytes * sent_rows(layer.used, rank) for layer in last.sparse)
         for rank, num_bytes in enumerate(dense.sent_bytes)
@@ -136,8 +137,20 @@ def _sparse_line(layers: tuple[SparseLayer, ...]) -> str:
         f"sparse: {len(layers)} layers of density {density:.2f}; imbalance "
         f"{sum(imbalances) / len(layers):.3f}, at most {max(imbalances):.3f}; "
         f"{sum(layer.num_planned for layer in layers)} plans made, kept "
-        f"{sum(layer.num_kept for layer in layers)} times"
+        f"{sum(layer.num_kept for layer in layers)} times{_meshes_of(layers)}"
     )
+
+
+def _meshes_of(layers: tuple[SparseLayer, ...]) -> str:
+    """On which meshes layers attended, where they could choose."""
+    if all(layer.plans.choice is None for layer in layers):
+        return ""
+    used = Counter((layer.used.ring_degree, layer.used.ulysses_degree) for layer in layers)
+    counts = ", ".join(
+        f"{count} on ring {ring} x Ulysses {ulysses}"
+        for (ring, ulysses), count in sorted(used.items())
+    )
+    return f"; layers: {counts}; {sum(layer.num_switches for layer in layers)} switches so far"
 
 
 def mesh_cost(
@@ -184,12 +197,11 @@ def sent_rows(plan: SparsePlan, rank: int) -> int:
     Its queries, keys and values to where they are used, once for each ring that needs them; outputs
     home; and R - 1 times the keys and values at hand.
     """
-    computes, keeps = plan.rank_of == rank, plan.kv_rank_of == rank
-    at_home = plan.q.home == rank
-    q_rows = (plan.q.lens * (at_home != computes)).sum()
-    kv_away = (plan.kv.home == rank) & (plan.kv_rank_of >= 0) & ~keeps
+    q, kv = plan.rows_between
+    away = q[rank].sum() + q[:, rank].sum() - 2 * q[rank, rank]
+    away += 2 * (kv[rank].sum() - kv[rank, rank])
     passed = sum(plan.kv_rows(owner).lens.sum() for owner in plan.owners(rank)[:-1])
-    return int(q_rows + 2 * (plan.kv.lens * kv_away).sum() + 2 * passed)
+    return int(away + 2 * passed)
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:

@@ -1,6 +1,8 @@
-"""Where the blocks of a sequence are before attention."""
+"""Where the blocks of a sequence are before attention, and of which tokens they are."""
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -11,26 +13,39 @@ from bascule.plan._sparse_counts import check_ranks, check_vector
 from bascule.plan.layout import Ints, frozen
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class BlockLayout:
     """The blocks of a sequence at home: a rank has the tokens of a block for all heads.
 
     A rank holds its tokens in the order of the sequence. Ranks are numbered ring by Ulysses: rank =
     ring rank * U + Ulysses rank.
 
+    Heads may have token orders of their own, as in PAROAttention. Tokens are at home as without,
+    but the blocks of a head are cut from its order: their tokens come from many ranks, and `home`
+    is where such a block is computed if the plan leaves it.
+
     Attributes:
         lens: (n,) tokens of each block.
         home: (n,) rank that has them.
+        order: (heads, tokens) token of the sequence at each place of each head. None: all heads
+            have the order of the sequence.
+
+    Raises:
+        ConfigError: There are more homes than blocks or fewer, or an order is none.
     """
 
     lens: Ints
     home: Ints
+    order: Ints | None = None
 
     def __post_init__(self) -> None:
         if self.lens.shape != self.home.shape:
             raise ConfigError(f"{self.home.size} homes for {self.lens.size} blocks: give one each")
         frozen(self.lens)
         frozen(self.home)
+        if self.order is not None:
+            _check_order(self.order, int(self.lens.sum()))
+            frozen(self.order)
 
     @classmethod
     def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
@@ -60,6 +75,16 @@ class BlockLayout:
         first[order] = ends - (np.cumsum(tokens) - tokens)[self.home[order]]
         return first, tokens
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Of all its integers; equal on ranks that agree."""
+        parts = (self.lens, self.home) if self.order is None else (self.lens, self.home, self.order)
+        digest = hashlib.blake2b(digest_size=16)
+        for part in parts:
+            digest.update(np.array([*part.shape, -1], dtype="<i8").tobytes())
+            digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        return digest.digest()
+
 
 def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
     """(n,) tokens of each block of a sequence of segments, such as text and video.
@@ -81,3 +106,14 @@ def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
 
 def _lens(lens: npt.ArrayLike) -> Ints:
     return check_vector("lens", lens, np.size(lens))
+
+
+def _check_order(order: Ints, num_tokens: int) -> None:
+    if order.ndim != 2 or order.shape[1] != num_tokens or order.dtype.kind not in "iu":
+        raise ConfigError(
+            f"order of shape {order.shape} and dtype {order.dtype}: give integers (heads, "
+            f"{num_tokens}), the token at each place of each head"
+        )
+    wrong = np.flatnonzero((np.sort(order, axis=1) != np.arange(num_tokens)).any(axis=1))
+    if wrong.size:
+        raise ConfigError(f"order[{wrong[0]}] is not an order of the {num_tokens} tokens")

@@ -1,12 +1,15 @@
 """The fewest moves of blocks between the ranks of a ring that make its rounds even enough.
 
 Every query block sits in a row of the ring's matrix of work, every key block in a column. Moving
-one changes the tiles of two ranks. What all moves would gain is computed at once; the best are
-made, until the sum over rounds of the slowest ranks is within the budget. As a maximum hides all
-ranks but one, gains are measured on a mean with a high power in its place.
+one changes the tiles of two ranks. What all moves would gain is computed at once, and the best are
+made, until the sum over rounds of the slowest ranks is within the budget. Where a whole block is
+too much, two ranks swap blocks that differ by little.
 
-Every block moves at most once in a pass, as in the exchange of Fiduccia and Mattheyses (1982): so
-moves that lose a little can be made, and the best state seen is kept.
+As a maximum hides all ranks but one, gains are measured on the 16-norm of the ranks' work in its
+place, to second order, each rank for itself. So the gains of all moves are two matrix products.
+
+Every block moves at most once in a pass, as in the exchange of Fiduccia and Mattheyses (1982), and
+the best state seen is kept.
 
 Legend: n blocks of one kind, m of the other, R ranks of the ring.
 """
@@ -14,19 +17,21 @@ Legend: n blocks of one kind, m of the other, R ranks of the ring.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from bascule.plan._sparse_counts import Floats
 from bascule.plan._sparse_metrics import barrier_ends, rounds_of
 from bascule.plan.layout import Ints
 
-_STALL = 40
+_STALL = 200
 """Moves without a new best after which a pass ends."""
 
 _PASSES = 4
 
 _FREE = 1e-3
 """Price of a move that costs nothing, or brings a block home, over that of the dearest move."""
+
+_SWAPPED = 64
+"""Blocks of a rank, evenly spaced, that are tried in swaps with as many of another."""
 
 
 @dataclass(slots=True)
@@ -38,22 +43,21 @@ class _Side:
         profiles: (n, R) work of each block on those of each rank.
         tiles: (R, R) work between ranks; a view, shared by both sides.
         rank_of: (n,) where each block is.
-        home: (n,) where it comes from.
-        price: (R, R) cost of moving a block from rank to rank.
-        is_movable: (n,) bool.
+        price: (n, R) cost of moving each block to each rank; inf where it may not go.
     """
 
     matrix: Floats
     profiles: Floats
     tiles: Floats
     rank_of: Ints
-    home: Ints
     price: Floats
-    is_movable: npt.NDArray[np.bool_]
 
 
 Placement = tuple[Ints, Ints]
 """Ring rank of each query block and of each key block."""
+
+Move = tuple[int, int]
+"""A block, and the rank to which it goes."""
 
 
 def fewest_moves(
@@ -66,7 +70,7 @@ def fewest_moves(
     """Move blocks until the sum over rounds of the slowest ranks' work is within the budget.
 
     Returns the best placement that was found, within the budget or not, and that sum. O((n + m)
-    R^2) a move.
+    R^2) a step.
 
     Args:
         matrix: (n, m) work of each query block on each key block.
@@ -92,9 +96,7 @@ def _one_pass(sides: tuple[_Side, _Side], budget: float) -> tuple[Placement, flo
     q, kv = sides
     best, least, since = (q.rank_of.copy(), kv.rank_of.copy()), float(barrier_ends(q.tiles)), 0
     while least > budget and since < _STALL:
-        gains = [_gains(side) for side in sides]
-        chosen = int(gains[1].max(initial=-np.inf) > gains[0].max(initial=-np.inf))
-        moves = _disjoint(gains[chosen], sides[chosen].rank_of)
+        chosen, moves = _helpful(sides)
         if not moves:
             break
         for block, rank in moves:
@@ -108,6 +110,17 @@ def _one_pass(sides: tuple[_Side, _Side], budget: float) -> tuple[Placement, flo
     return best, least
 
 
+def _helpful(sides: tuple[_Side, _Side]) -> tuple[int, list[Move]]:
+    """Moves of blocks of one side that help, or else swaps; none if there are none."""
+    gains = [_gains(side) for side in sides]
+    chosen = int(gains[1].max(initial=0.0) > gains[0].max(initial=0.0))
+    moves = _disjoint(gains[chosen], sides[chosen].rank_of)
+    for other in (0, 1):
+        if not moves:
+            chosen, moves = other, _swaps(sides[other])
+    return chosen, moves
+
+
 def _sides(
     matrix: Floats, start: Placement, home: Placement, prices: tuple[Floats, Floats]
 ) -> tuple[_Side, _Side]:
@@ -115,68 +128,111 @@ def _sides(
     q_of, kv_of = start[0].copy(), start[1].copy()
     q_profiles, kv_profiles = matrix @ places[kv_of], matrix.T @ places[q_of]
     tiles = places[q_of].T @ q_profiles
-    movable = [
-        np.full(blocks.size, bool(np.isfinite(price).all()))
-        for blocks, price in zip(start, prices, strict=True)
-    ]
+    q_price, kv_price = (_extra(*x) for x in zip(start, home, prices, strict=True))
     return (
-        _Side(matrix, q_profiles, tiles, q_of, home[0], prices[0], movable[0]),
-        _Side(matrix.T, kv_profiles, tiles.T, kv_of, home[1], prices[1], movable[1]),
+        _Side(matrix, q_profiles, tiles, q_of, q_price),
+        _Side(matrix.T, kv_profiles, tiles.T, kv_of, kv_price),
     )
 
 
-def _gains(side: _Side) -> Floats:
-    """(n, R) by how much moving each block to each rank helps, over its price; -inf: not allowed.
+def _extra(rank_of: Ints, home: Ints, price: Floats) -> Floats:
+    """(n, R) what it costs more to have each block on each rank than where it is placed."""
+    if not np.isfinite(price).all():
+        return np.full((rank_of.size, len(price)), np.inf)
+    extra = price[home] - price[home, rank_of][:, None]
+    extra = np.maximum(extra, _FREE * (price.max() or 1.0))
+    extra[np.arange(rank_of.size), rank_of] = np.inf
+    return extra
+
+
+def _slopes(tiles: Floats) -> tuple[Floats, Floats]:
+    """(R, R) each: first derivative of the sum of the rounds' norms by a tile, and half the second.
 
     Rounds are taken in the order that suits the queries. For keys it is the reverse, which their
     sum does not see.
     """
-    work = rounds_of(side.tiles)
-    scale = 1.0 / work.max()
-    work = work * scale
-    blocks, turns = np.arange(side.rank_of.size), np.arange(len(work))
-    added = (side.profiles * scale)[:, (turns[:, None] - turns) % turns.size]
-    left = work[side.rank_of] - added[blocks, side.rank_of]
-    powers = _power(work)
-    total = powers.sum(axis=0)
-    others = total - powers[side.rank_of] + _power(left)
-    after = others[:, None] - powers + _power(work + added)
-    gains = _root(total).sum() - _root(np.maximum(after, 0.0)).sum(axis=2)
-    if not side.is_movable.any():
-        return np.full_like(gains, -np.inf)
-    price = side.price[side.home] - side.price[side.home, side.rank_of][:, None]
-    price = np.maximum(price, _FREE * side.price.max())
-    gains: Floats = np.where(gains > 0.0, gains / price, gains * price)
-    gains[blocks, side.rank_of] = -np.inf
-    gains[~side.is_movable] = -np.inf
-    return gains
+    rank = np.arange(len(tiles))
+    norm = _root(_power(rounds_of(tiles)).sum(axis=0))[(rank[:, None] - rank) % rank.size]
+    # The first work in a round counts in full.
+    share = np.divide(tiles, norm, out=np.ones_like(norm), where=norm > 0.0)
+    square = share * share
+    sixth = square * square * square
+    most = sixth * sixth * square
+    bend = 7.5 * most * (1.0 - most * square) / np.where(norm > 0.0, norm, 1.0)
+    return most * share, bend
 
 
-def _power(values: Floats) -> Floats:
-    """To the power of 8: by products, which are the same on every machine, and fast."""
-    values = values * values
-    values = values * values
-    return values * values
+def _gains(side: _Side) -> Floats:
+    """(n, R) by how much moving each block to each rank helps, over its price."""
+    slope, bend = _slopes(side.tiles)
+    first, second = side.profiles @ slope.T, (side.profiles * side.profiles) @ bend.T
+    here = np.arange(side.rank_of.size), side.rank_of
+    return ((first[here] - second[here])[:, None] - first - second) / side.price
 
 
-def _root(values: Floats) -> Floats:
-    return np.sqrt(np.sqrt(np.sqrt(values)))
-
-
-def _disjoint(gains: Floats, rank_of: Ints) -> list[tuple[int, int]]:
+def _disjoint(gains: Floats, rank_of: Ints) -> list[Move]:
     """The best move, and others that gain at least half as much, of which no two share a rank."""
-    gains, moves, least = gains.copy(), list[tuple[int, int]](), -np.inf
+    gains, moves, least = gains.copy(), list[Move](), 0.0
     while gains.size:
         block, rank = divmod(int(gains.argmax()), gains.shape[1])
         gain = float(gains[block, rank])
-        if gain == -np.inf or gain < least:
+        if gain <= least:
             break
         moves.append((block, rank))
-        least = max(gain / 2, 0.0)
+        least = least or gain / 2
         ranks = rank_of[block], rank
-        gains[np.isin(rank_of, ranks)] = -np.inf
-        gains[:, ranks] = -np.inf
+        gains[(rank_of == ranks[0]) | (rank_of == rank)] = 0.0
+        gains[:, ranks] = 0.0
     return moves
+
+
+def _swaps(side: _Side) -> list[Move]:
+    """Swaps that help, between ranks as unlike as there are, of which no two share a rank."""
+    slope, bend = _slopes(side.tiles)
+    unlike = ((slope[:, None] - slope) ** 2).sum(axis=2)
+    moves = list[Move]()
+    while unlike.max(initial=0.0) > 0.0:
+        a, b = divmod(int(unlike.argmax()), len(unlike))
+        moves += _swap(side, (a, b), slope[a] - slope[b], bend[a] + bend[b])
+        unlike[[a, b]] = unlike[:, [a, b]] = 0.0
+    return moves
+
+
+def _swap(side: _Side, pair: tuple[int, int], fall: Floats, bend: Floats) -> list[Move]:
+    """The best swap of blocks of two ranks, if one helps.
+
+    Moving x from a to b and y from b to a gains fall (x - y) - bend (x - y)^2.
+    """
+    a, b = pair
+    blocks = [_some(side, source, dest) for source, dest in (pair, pair[::-1])]
+    x, y = (side.profiles[some] for some in blocks)
+    gains = (2.0 * bend * x) @ y.T
+    gains += (x @ fall - (x * x) @ bend)[:, None]
+    gains -= y @ fall + (y * y) @ bend
+    gains /= side.price[blocks[0], b][:, None] + side.price[blocks[1], a]
+    if gains.max(initial=0.0) <= 0.0:
+        return []
+    i, j = divmod(int(gains.argmax()), len(y))
+    return [(int(blocks[0][i]), b), (int(blocks[1][j]), a)]
+
+
+def _some(side: _Side, source: int, dest: int) -> Ints:
+    """Blocks of a rank that may go to another, evenly spaced where there are many."""
+    blocks = np.flatnonzero((side.rank_of == source) & (side.price[:, dest] < np.inf))
+    return blocks[:: -(-blocks.size // _SWAPPED) or 1]
+
+
+def _power(values: Floats) -> Floats:
+    """To the power of 16: by products, which are the same on every machine, and fast."""
+    for _ in range(4):
+        values = values * values
+    return values
+
+
+def _root(values: Floats) -> Floats:
+    for _ in range(4):
+        values = np.sqrt(values)
+    return values
 
 
 def _move(side: _Side, other: _Side, block: int, rank: int) -> None:
@@ -186,4 +242,4 @@ def _move(side: _Side, other: _Side, block: int, rank: int) -> None:
     other.profiles[:, source] -= side.matrix[block]
     other.profiles[:, rank] += side.matrix[block]
     side.rank_of[block] = rank
-    side.is_movable[block] = False
+    side.price[block] = np.inf

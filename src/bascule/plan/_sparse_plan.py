@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan._sparse_counts import Floats
 from bascule.plan._sparse_layout import BlockLayout
 from bascule.plan._sparse_metrics import barrier_imbalance, coupled_imbalance
-from bascule.plan._sparse_route import PackedRows, Pieces, Travel, check_order
+from bascule.plan._sparse_route import PackedRows, Travel, route_of
 from bascule.plan.layout import Ints, Route, frozen
 
-_DIGEST_VERSION = 1
+_DIGEST_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +50,13 @@ class SparsePlan:
     def __post_init__(self) -> None:
         for array in (self.ring_of, self.q_of, self.kv_of, self.tiles):
             array.flags.writeable = False
+        heads = ("q", self.q, len(self.ring_of)), ("kv", self.kv, self.num_kv_heads)
+        for name, layout, num_heads in heads:
+            if layout.order is not None and len(layout.order) != num_heads:
+                raise ConfigError(
+                    f"{name}.order of {len(layout.order)} heads for {num_heads} heads of {name}: "
+                    "give each its order"
+                )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SparsePlan) and self.digest == other.digest
@@ -97,26 +103,33 @@ class SparsePlan:
         """The same where ranks of a ring wait for their neighbours alone."""
         return coupled_imbalance(self.tiles)
 
+    @cached_property
+    def rows_between(self) -> tuple[Ints, Ints]:
+        """(num_ranks, num_ranks) tokens of heads that go from rank to rank, of q and of k.
+
+        Those of v go as k, those of the output back as q came.
+        """
+        q, kv = (x.rows_between(self.num_ranks) for x in (self._q_travel, self._kv_travel))
+        return frozen(q), frozen(kv)
+
     @property
     def moved(self) -> tuple[float, float]:
-        """Share of (head, block) rows of queries, and of keys, on another ring rank than at home.
+        """Share of rows (tokens of heads) of queries, and of keys, on another ring rank than home.
 
-        What is computed on the home ring rank needs the exchange of Ulysses alone.
+        What is computed on the home ring rank needs the exchange of Ulysses alone. With token
+        orders of heads blocks are drawn together from all ranks: 1 - 1 / R of their rows or so are
+        from others, whatever the plan.
         """
-        degree = self.ulysses_degree
-        q_away = self.rank_of // degree != self.q.home // degree
-        kv_sent = self.kv_rank_of >= 0
-        kv_away = kv_sent & (self.kv_rank_of // degree != self.kv.home // degree)
-        return (
-            float(q_away.sum()) / max(q_away.size, 1),
-            float(kv_away.sum()) / max(int(kv_sent.sum()), 1),
-        )
+        ring, ulysses = self.ring_degree, self.ulysses_degree
+        shape = ring, ulysses, ring, ulysses
+        by_ring = [rows.reshape(shape).sum(axis=(1, 3)) for rows in self.rows_between]
+        q, kv = (float(rows.sum() - np.trace(rows)) / max(rows.sum(), 1) for rows in by_ring)
+        return q, kv
 
     def wire_bytes(self, head_dim: int, itemsize: int = 2, batch: int = 1) -> int:
         """Bytes that leave a rank of all ranks: q, k and v to where they are used, output back."""
-        q_rows = int((self.q.lens * (self.rank_of != self.q.home)).sum())
-        kv_away = (self.kv_rank_of >= 0) & (self.kv_rank_of != self.kv.home)
-        return 2 * (q_rows + int((self.kv.lens * kv_away).sum())) * batch * head_dim * itemsize
+        away = sum(int(rows.sum() - np.trace(rows)) for rows in self.rows_between)
+        return 2 * away * batch * head_dim * itemsize
 
     def q_rows(self, rank: int) -> PackedRows:
         """The queries that a rank computes.
@@ -145,14 +158,7 @@ class SparsePlan:
         ring_ranks = [(ring_rank - turn) % self.ring_degree for turn in range(self.ring_degree)]
         return [owner * self.ulysses_degree + ring for owner in ring_ranks]
 
-    def route(
-        self,
-        rank: int,
-        *,
-        batch: int = 1,
-        q_order: npt.ArrayLike | None = None,
-        kv_order: npt.ArrayLike | None = None,
-    ) -> Route:
+    def route(self, rank: int, *, batch: int = 1) -> Route:
         """One rank's part in the exchange of q, k and v from home to where they are used.
 
         Rows are those of q (batch, H, tokens, D), then of k and of v (batch, num_kv_heads, tokens,
@@ -163,42 +169,32 @@ class SparsePlan:
         Args:
             rank: The rank.
             batch: Sequences that are attended alike.
-            q_order: (H, tokens) token at each place of each head, if its blocks are cut from
-                another order than that of the sequence.
-            kv_order: (num_kv_heads, tokens) the same of keys and values.
 
         Raises:
-            ConfigError: There is no such rank, or an order is none.
+            ConfigError: There is no such rank.
         """
         self._check_rank(rank)
-        travel = self._kv_travel(kv_order)
-        travels = (self._q_travel(q_order), travel, travel)
-        return Pieces.of(travels, batch, self.num_ranks).route(rank, self.num_ranks)
+        travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
+        return route_of(travels, rank, self.num_ranks)
 
-    def output_route(
-        self, rank: int, *, batch: int = 1, q_order: npt.ArrayLike | None = None
-    ) -> Route:
+    def output_route(self, rank: int, *, batch: int = 1) -> Route:
         """One rank's part in the exchange of the output, rows as of q, back home.
 
         Raises:
-            ConfigError: There is no such rank, or the order is none.
+            ConfigError: There is no such rank.
         """
         self._check_rank(rank)
-        pieces = Pieces.of([self._q_travel(q_order)], batch, self.num_ranks)
-        return pieces.route(rank, self.num_ranks).inverse()
+        return route_of([(self._q_travel, batch)], rank, self.num_ranks).inverse()
 
-    def _q_travel(self, order: npt.ArrayLike | None) -> Travel:
+    @property
+    def _q_travel(self) -> Travel:
         num_heads = len(self.ring_of)
-        if order is not None:
-            order = check_order("q_order", order, num_heads, int(self.q.lens.sum()))
-        return Travel(self.q, num_heads, np.arange(num_heads), self.rank_of, order)
+        return Travel(self.q, num_heads, np.arange(num_heads), self.rank_of)
 
-    def _kv_travel(self, order: npt.ArrayLike | None) -> Travel:
-        if order is not None:
-            order = check_order("kv_order", order, self.num_kv_heads, int(self.kv.lens.sum()))
-        heads = np.tile(np.arange(self.num_kv_heads), self.ulysses_degree)
-        ranks = self.kv_rank_of.reshape(heads.size, self.kv.lens.size)
-        return Travel(self.kv, self.num_kv_heads, heads, ranks, order)
+    @property
+    def _kv_travel(self) -> Travel:
+        rings, heads = np.nonzero((self.kv_rank_of >= 0).any(axis=2))
+        return Travel(self.kv, self.num_kv_heads, heads, self.kv_rank_of[rings, heads])
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.num_ranks:
@@ -209,9 +205,8 @@ class SparsePlan:
         """Hex digest of the integers that decide who computes what; equal on ranks that agree."""
         sizes = (*self.ring_of.shape, self.kv.lens.size)
         degrees = (self.ulysses_degree, self.ring_degree, self.num_kv_heads)
-        digest = hashlib.blake2b(digest_size=16)
-        layouts = (self.q.lens, self.q.home, self.kv.lens, self.kv.home)
+        digest = hashlib.blake2b(self.q.digest + self.kv.digest, digest_size=16)
         head = np.array([_DIGEST_VERSION, *degrees, *sizes])
-        for part in (head, *layouts, self.ring_of, self.q_of, self.kv_of):
+        for part in (head, self.ring_of, self.q_of, self.kv_of):
             digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
         return digest.hexdigest()

@@ -22,7 +22,6 @@ from bascule.plan._sparse_counts import (
 )
 from bascule.plan._sparse_heads import partition_heads
 from bascule.plan._sparse_layout import BlockLayout
-from bascule.plan._sparse_metrics import barrier_imbalance
 from bascule.plan._sparse_plan import SparsePlan
 from bascule.plan.cluster import Cluster
 from bascule.plan.layout import Ints
@@ -36,7 +35,8 @@ class SparsePlanner:
         ulysses_degree: U.
         ring_degree: R.
         method: How blocks are placed, see `partition_blocks`. With "paper" heads are dealt by the
-            paper's greedy too, and all rings share one placement of blocks.
+            paper's greedy too, and all rings share one placement of blocks. "in_order" leaves heads
+            in their order and blocks where they are: what there is without a plan, to compare with.
         target: Imbalance that "minimal_move" is to reach, over the mean work of all ranks.
         reward: For "paper", see `partition_blocks`.
         cut_above: See `partition_heads`.
@@ -92,6 +92,10 @@ class SparsePlanner:
                 'home: give the masks, or use "minimal_move"'
             )
         num_kv_heads = _kv_heads(columns.work.shape[0], num_kv_heads)
+        if self.method == "in_order":
+            degrees = self.ulysses_degree, self.ring_degree
+            made = in_order(columns.work.shape[0], q, kv, *degrees, num_kv_heads=num_kv_heads)
+            return plan_under(made, work)
         ring_of = self._rings(columns)
         matrices = columns.matrices(ring_of, self.ulysses_degree)
         plans = self._place(columns, matrices, ring_of, num_kv_heads)
@@ -180,6 +184,7 @@ class PlanReuse:
             paper has 0.10.
         num_planned: Plans made so far.
         num_kept: How often the plan was kept.
+        ran: The plan of the last step, that step's work in its tiles; None before the first.
     """
 
     planner: SparsePlanner
@@ -187,10 +192,18 @@ class PlanReuse:
     tolerance: float = 0.05
     num_planned: int = 1
     num_kept: int = 0
+    ran: SparsePlan | None = None
 
     def __post_init__(self) -> None:
         if not self.tolerance >= 0.0:
             raise ConfigError(f"tolerance is {self.tolerance}: it must be at least 0, as in 0.05")
+
+    @property
+    def ahead(self) -> SparsePlan:
+        """The plan for the next step, the last known work in its tiles."""
+        if self.ran is None or self.ran.ring_of is not self.plan.ring_of:
+            return self.plan
+        return self.ran
 
     def after(self, work: npt.ArrayLike) -> "PlanReuse":
         """The state after a step with this work: masks, or counts, as for `SparsePlanner.plan`.
@@ -202,11 +215,16 @@ class PlanReuse:
             ConfigError: The work does not fit the plan.
         """
         plan = self.plan
-        imbalance = barrier_imbalance(tiles_under(plan, work))
-        if imbalance <= max(1.0 + self.tolerance, plan.imbalance):
-            return replace(self, num_kept=self.num_kept + 1)
+        ran = plan_under(plan, work)
+        if ran.imbalance <= max(1.0 + self.tolerance, plan.imbalance):
+            return replace(self, num_kept=self.num_kept + 1, ran=ran)
         made = self.planner.plan(work, plan.q, plan.kv, num_kv_heads=plan.num_kv_heads)
-        return replace(self, plan=made, num_planned=self.num_planned + 1)
+        return replace(self, plan=made, num_planned=self.num_planned + 1, ran=ran)
+
+
+def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
+    """The same decision, with other work in its tiles; errors as of `tiles_under`."""
+    return replace(plan, tiles=tiles_under(plan, work))
 
 
 def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
@@ -233,7 +251,13 @@ def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
 
 
 def in_order(
-    num_heads: int, q: BlockLayout, kv: BlockLayout, ulysses_degree: int, ring_degree: int
+    num_heads: int,
+    q: BlockLayout,
+    kv: BlockLayout,
+    ulysses_degree: int,
+    ring_degree: int,
+    *,
+    num_kv_heads: int | None = None,
 ) -> SparsePlan:
     """Heads in their order, and blocks where they are: as without a plan. Its tiles are empty."""
     ring_of = np.arange(num_heads) * ulysses_degree // max(num_heads, 1)
@@ -241,7 +265,7 @@ def in_order(
     return SparsePlan(
         ulysses_degree,
         ring_degree,
-        num_heads,
+        num_heads if num_kv_heads is None else num_kv_heads,
         q,
         kv,
         np.tile(ring_of, (q.lens.size, 1)).T,

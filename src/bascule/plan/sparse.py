@@ -27,6 +27,7 @@ from bascule.plan._sparse_planner import PlanReuse as PlanReuse
 from bascule.plan._sparse_planner import SparsePlanner as SparsePlanner
 from bascule.plan._sparse_planner import check_degrees
 from bascule.plan._sparse_planner import in_order as in_order
+from bascule.plan._sparse_planner import plan_under as plan_under
 from bascule.plan._sparse_planner import tiles_under as tiles_under
 from bascule.plan._sparse_route import PackedRows as PackedRows
 
