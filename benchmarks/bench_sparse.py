@@ -36,7 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.ranks import AttentionMesh
 from bascule.attention.sparse import rows_of, sparse_attention
-from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, in_order, tiles_under
+from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, in_order, plan_under
 from bascule.plan.sparse_masks import WAN21, synthetic_masks
 
 DENSITIES = (0.41, 0.68)
@@ -109,7 +109,7 @@ def unbalanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
     """Runs of blocks, heads in their order: what a library does that does not look at masks."""
     home = BlockLayout.contiguous(lens, ulysses, ring)
     plan = in_order(len(masks), home, home, ulysses, ring)
-    return replace(plan, tiles=tiles_under(plan, masks))
+    return plan_under(plan, masks)
 
 
 def balanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:

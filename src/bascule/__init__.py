@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bascule.attention.parallel import SequenceParallel as SequenceParallel
     from bascule.attention.parallel import Step as Step
+    from bascule.attention.sparse_timing import (
+        measure_attention_latency as measure_attention_latency,
+    )
     from bascule.data.loader import BalancedLoader as BalancedLoader
     from bascule.data.packs import Pack as Pack
     from bascule.data.source import ResumableSampler as ResumableSampler
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from bascule.plan.sparse import partition_heads as partition_heads
     from bascule.plan.sparse import sparse_imbalance as sparse_imbalance
     from bascule.plan.sparse_latency import fit_attention_latency as fit_attention_latency
+    from bascule.plan.sparse_strategy import Strategies as Strategies
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
@@ -59,6 +63,7 @@ _HOMES = {
     "SequenceParallel": "bascule.attention.parallel",
     "SparseConfig": "bascule.inference.sparse_config",
     "Step": "bascule.attention.parallel",
+    "Strategies": "bascule.plan.sparse_strategy",
     "Topology": "bascule.plan.topology",
     "TopologyRanking": "bascule.plan.search",
     "TransformerCost": "bascule.plan.cost",
@@ -66,6 +71,7 @@ _HOMES = {
     "fit_attention_latency": "bascule.plan.sparse_latency",
     "fit_iterations": "bascule.plan.fit_iterations",
     "fit_latency": "bascule.plan.fit",
+    "measure_attention_latency": "bascule.attention.sparse_timing",
     "parallelize": "bascule.inference.handle",
     "partition_blocks": "bascule.plan.sparse",
     "partition_heads": "bascule.plan.sparse",

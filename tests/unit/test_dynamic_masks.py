@@ -118,6 +118,18 @@ def test_mass_against_a_loop(mass: float) -> None:
         assert set(masks[b, h, i].nonzero().flatten().tolist()) == kept
 
 
+def test_a_row_of_nan_is_not_hidden() -> None:
+    """It keeps all, or else attention would give numbers where dense attention gives nan."""
+    scores = normal(2, 4, 5)
+    scores[0, 1, 3] = math.nan
+    masks = keep_mass(scores, 0.5, KV_LENS)
+    assert masks[0, 1].all() and not masks[1].all()
+    scores[0, 1, 3] = 0.0
+    others = torch.ones(2, 4, 1, dtype=torch.bool)
+    others[0, 1] = False
+    assert torch.equal(masks & others, keep_mass(scores, 0.5, KV_LENS) & others)
+
+
 def test_mass_keeps_the_fewest() -> None:
     scores = normal(4, 30, 40)
     masks = keep_mass(scores, 0.8, [1] * 40)
@@ -187,5 +199,12 @@ def test_illegal_input() -> None:
             keep_mass(x, bad, [1, 1, 1])
         with pytest.raises(ConfigError, match="density is"):
             keep_density(x, bad)
+    for lens in ([2], [1, 1], [1, 1, 1, 1], [[1, 1, 1]]):
+        with pytest.raises(ConfigError, match=r"keep_mass: \d lengths of .* for scores of 3"):
+            keep_mass(x, 0.5, lens)
+    with pytest.raises(ConfigError, match="frames is -1"):
+        spatial_mask((3, 2, 2), [4, 4, 4], frames=-1)
+    with pytest.raises(ConfigError, match="radius is -1"):
+        temporal_mask((3, 2, 2), [4, 4, 4], radius=-1)
     with pytest.raises(ConfigError, match="blocks have 10 tokens, and there are 12"):
         spatial_mask((3, 2, 2), [2, 5, 5], num_text=1)

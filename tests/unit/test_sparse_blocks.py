@@ -1,11 +1,8 @@
-"""Block-sparse attention: its kernels against dense masked attention, and what they refuse."""
+"""Block-sparse attention: its kernels against dense masked attention."""
 
 import itertools
 import math
-import sys
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import BlockForm, BlockKernel, BlockRows, Seen, merge
-from bascule.attention.blocks import KERNELS, QUANTIZED, select_block_kernel
+from bascule.attention.block_form import BlockKernel, BlockRows, Seen, merge
 from bascule.attention.flex_blocks import SPARSE_BLOCK, flex
 from bascule.attention.ring import RingPlan, Tile, ring_attention
-from bascule.attention.sparse_blocks import CpuLoopKernel, ParoKernel, SpargeKernel
-from bascule.errors import ConfigError
+from bascule.attention.sparse_blocks import CpuLoopKernel
 from tests.unit.test_blocks import SCALE, dense
 
 DIM = 16
@@ -94,6 +89,18 @@ def make_case(name: str, block: int) -> Case:
             mask[3 * head : 3 * head + 3, at : at + 3] = part
         return Case(np.tile(one.q_lens, 4), np.tile(one.k_lens, 2), mask)
     return Case(case.q_lens, case.k_lens, mask)
+
+
+def heads_case(num_heads: int, num_q: int, num_k: int, block: int) -> Case:
+    """Equal blocks of equal heads; one row sees nothing."""
+    rng = np.random.default_rng(5)
+    mask = np.zeros((num_heads * num_q, num_heads * num_k), dtype=np.bool_)
+    for head in range(num_heads):
+        at = slice(head * num_q, (head + 1) * num_q), slice(head * num_k, (head + 1) * num_k)
+        mask[at] = rng.random((num_q, num_k)) < 0.6
+        mask[at[0], at[1].start] = True  # so that no head falls apart into smaller ones
+    mask[1] = False
+    return Case(np.full(mask.shape[0], block), np.full(mask.shape[1], block), mask)
 
 
 NAMES = (
@@ -218,6 +225,51 @@ def test_blocks_that_are_not_seen_are_not_read() -> None:
     assert grads[1][:, :, ~hidden].any()
 
 
+@pytest.mark.parametrize("stride", [2, DIM])
+def test_values_of_a_head_that_are_not_next_to_each_other(stride: int) -> None:
+    """Every second value of a wider head, and heads that lie by value, not by token."""
+
+    def strided(x: Tensor) -> Tensor:
+        if stride == 2:
+            return torch.stack((x, x + 9.0), dim=-1).flatten(-2)[..., ::2]
+        return x.mT.contiguous().mT
+
+    case, kernel = make_case("random", 8), CpuLoopKernel()
+    tensors = [strided(x) for x in case.inputs(torch.float64)]
+    assert all(x.stride(-1) > 1 for x in tensors)
+    want, want_lse, wanted, grad = reference(case, tensors)
+    out, lse, *found = attend(kernel, case, tensors, strided(grad))
+    torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_nan_goes_where_it_is_seen(which: int) -> None:
+    """A token of queries, keys or values that is nan, in the output of CpuLoopKernel."""
+    case = make_case("random", 8)
+    q, k, v = tensors = case.inputs(torch.float64)
+    tensors[which][0, 0, 5] = math.nan
+    out, _ = CpuLoopKernel().forward(q, k, v, Seen(blocks=case.rows), SCALE)
+    sees = case.bias[0, 0] == 0
+    hit = sees[:, 5] if which else sees.any(dim=1) & (torch.arange(sees.shape[0]) == 5)
+    assert hit.any() and not hit.all()
+    assert torch.equal(out[0, 0].isnan().all(dim=1), hit)
+    assert torch.equal(out[0, 0].isnan().any(dim=1), hit)
+
+
+@pytest.mark.parametrize(("num_q", "num_k"), [(0, 0), (0, 3), (3, 0)])
+def test_no_queries_or_no_keys(num_q: int, num_k: int) -> None:
+    case = Case(np.full(num_q, 4), np.full(num_k, 4), np.zeros((num_q, num_k), dtype=np.bool_))
+    rows = BlockRows(bounds(case.q_lens), bounds(case.k_lens), bounds([0] * num_q), bounds([])[1:])
+    q, k, v = case.inputs(torch.float64)
+    seen, kernel = Seen(blocks=rows), CpuLoopKernel()
+    out, lse = kernel.forward(q, k, v, seen, SCALE)
+    assert out.shape == q.shape and not out.any() and lse.isneginf().all()
+    grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, seen, SCALE)
+    assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
+    assert not any(bool(x.any()) for x in grads)
+
+
 def test_a_tile_of_a_ring_may_have_blocks() -> None:
     case = make_case("empty rows", 8)
     q, k, v = (x.requires_grad_() for x in case.inputs(torch.float64))
@@ -269,186 +321,3 @@ def test_flex_attends_to_padded_blocks(name: str) -> None:
     want, want_lse, _, _ = reference(case, [q, k, v])
     out, lse = flex(eager, q, k, v, Seen(blocks=case.rows), SCALE)
     torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-5)
-
-
-def test_rows_by_key_and_runs() -> None:
-    case = make_case("grouped heads", 8)
-    rows = case.rows
-    turned = Case(case.k_lens, case.q_lens, case.mask.T)
-    for name in ("q_bounds", "k_bounds", "row_bounds", "columns"):
-        np.testing.assert_array_equal(getattr(rows.transposed, name), getattr(turned.rows, name))
-    assert rows.block == max(case.q_lens.max(), case.k_lens.max())
-    same = make_case("clustered", 4).rows
-    assert [(at.start, at.stop, columns.tolist()) for at, columns in same.runs] == [
-        *((0, 8, [0, 1]), (8, 12, [0, 1, 2]), (12, 20, [3, 4]), (20, 24, [3, 4, 5])),
-        *((24, 32, [6, 7]), (32, 36, [6, 7, 8])),
-    ]
-
-
-def rows_of(q: list[int], k: list[int], rows: list[int], columns: list[int]) -> BlockRows:
-    return BlockRows(*(np.array(x, dtype=np.int64) for x in (q, k, rows, columns)))
-
-
-MALFORMED = [
-    (([1, 2], [0, 2], [0, 1], [0]), r"bounds \[1, 2\] of query blocks: give 0"),
-    (([0, 2], [0, 2, 2], [0, 1], [0]), r"of key blocks: give 0, then the end of each"),
-    (([0, 2], [0, 2], [0, 1, 1], [0]), "3 row bounds up to 1 for 1 query blocks.*give 2"),
-    (([0, 2], [0, 2], [0, 2], [0]), "2 row bounds up to 2.*from 0 up to 1"),
-    (([0, 2, 3], [0, 2], [0, 1, 0], []), "3 row bounds up to 0"),
-    (([0, 2, 3, 4], [0, 2], [0, 1, 0, 1], [0]), "4 row bounds up to 1"),
-    (([0, 2], [0, 2], [0, 1], [1]), "key blocks 1 to 1 are seen, and there are 1"),
-    (([0, 2], [0, 2, 4], [0, 2], [1, 1]), "must be ascending, each of them once"),
-    (([0, 1, 2], [0, 2, 4], [0, 2, 3], [1, 0, 0]), "must be ascending"),
-]
-
-
-@pytest.mark.parametrize(("arrays", "text"), MALFORMED)
-def test_malformed_rows_are_refused(arrays: tuple[list[int], ...], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        rows_of(*arrays)
-
-
-def test_rows_that_do_not_fit_are_refused() -> None:
-    rows, q = rows_of([0, 2], [0, 3], [0, 1], [0]), torch.zeros(1, 1, 2, DIM)
-    k = torch.zeros(1, 1, 4, DIM)
-    with pytest.raises(ConfigError, match=r"keys \(1, 1, 4, 16\) for blocks of 2 .* and 3 keys"):
-        CpuLoopKernel().forward(q, k, k, Seen(blocks=rows), SCALE)
-    with pytest.raises(ConfigError, match=r"queries \(1, 2, 1, 16\)"):
-        CpuLoopKernel().forward(q.view(1, 2, 1, DIM), k, k, Seen(blocks=rows), SCALE)
-    with pytest.raises(ConfigError, match="needs blocks"):
-        CpuLoopKernel().forward(q, q, q, Seen(), SCALE)
-    with pytest.raises(ConfigError, match="give the blocks alone"):
-        Seen(causal=True, blocks=rows)
-    with pytest.raises(ConfigError, match="give the blocks alone"):
-        Seen(bias=torch.zeros(1, 1, 2, 3), blocks=rows)
-
-
-SPARSE = ("cpu_loop", "triton", "flex")
-
-
-def test_which_kernels_take_blocks() -> None:
-    for name, kernel in KERNELS.items():
-        forms = [
-            BlockForm(device, dtype, 64, block=128)
-            for device in ("cpu", "cuda")
-            for dtype in (torch.bfloat16, torch.float32)
-        ]
-        fits = [kernel.unfit(form) is None for form in forms]
-        assert any(fits) == (name in SPARSE) or name == "triton", name
-    for name in ("cpu_loop", "triton", "sparge", "paro"):
-        kernel = {**KERNELS, **QUANTIZED}[name]
-        device = "cpu" if name == "cpu_loop" else "cuda"
-        form = BlockForm(device, torch.bfloat16, 64, needs_lse=False)
-        assert kernel.unfit(form) == "computes the scores of given blocks, not all"
-    assert select_block_kernel(None, "cpu", block=128) is KERNELS["cpu_loop"]
-
-
-REFUSED = [
-    ("plain", "cpu", 128, {}, "'plain' computes all scores.*use one of cpu_loop"),
-    ("cpu_flash", "cpu", 128, {}, "'cpu_flash' computes all scores.*use one of cpu_loop"),
-    ("cpu_loop", "cpu", None, {}, "computes the scores of given blocks.*use one of cpu_flash"),
-    ("aten_flash", "cuda", 128, {}, "computes all scores"),
-    ("cudnn", "cuda", 128, {}, "computes all scores"),
-    ("efficient", "cuda", 128, {}, "computes all scores"),
-    ("flex", "cuda", 64, {}, "pads blocks to 128 tokens.*not 64"),
-    ("flex", "cuda", 129, {}, "not 129"),
-    ("triton", "cuda", 128, {"head_dim": 96}, "head widths 16, 32, 64 and 128, not 96"),
-    ("triton", "cuda", 128, {"dtype": torch.float64}, "not torch.float64"),
-    ("triton", "cpu", 128, {}, "runs on CUDA devices, not on cpu: use one of cpu_loop"),
-    ("sparge", "cuda", 128, {}, "gives no log-sum-exp.*ring"),
-    ("sparge", "cuda", 64, {"needs_lse": False}, "takes blocks of 128 tokens, not 64"),
-    ("paro", "cuda", 100, {}, "takes blocks of 64 or 128 tokens, not 100"),
-    ("paro", "cuda", 64, {"dtype": torch.float32}, "takes bfloat16 or float16"),
-    ("paro", "cuda", 64, {"head_dim": 32}, "takes head widths 64 and 128, not 32"),
-    (None, "cuda", 128, {"dtype": torch.float64}, "no kernel fits.*triton takes bfloat16"),
-    ("plain", "cuda", 128, {"dtype": torch.float64}, "none fits.*flex takes bfloat16"),
-]
-
-
-@pytest.mark.parametrize(("name", "device", "block", "other", "text"), REFUSED)
-def test_a_kernel_that_cannot_is_refused_with_the_reason(
-    name: str | None, device: str, block: int | None, other: dict[str, Any], text: str
-) -> None:
-    form: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, **other}
-    with pytest.raises(ConfigError, match=text):
-        select_block_kernel(name, device, block=block, **form)
-
-
-def heads_case(num_heads: int, num_q: int, num_k: int, block: int) -> Case:
-    """Equal blocks of equal heads; one row sees nothing."""
-    rng = np.random.default_rng(5)
-    mask = np.zeros((num_heads * num_q, num_heads * num_k), dtype=np.bool_)
-    for head in range(num_heads):
-        at = slice(head * num_q, (head + 1) * num_q), slice(head * num_k, (head + 1) * num_k)
-        mask[at] = rng.random((num_q, num_k)) < 0.6
-        mask[at[0], at[1].start] = True  # so that no head falls apart into smaller ones
-    mask[1] = False
-    return Case(np.full(mask.shape[0], block), np.full(mask.shape[1], block), mask)
-
-
-def stand_in(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, queries: int, keys: int
-) -> tuple[Tensor, Tensor]:
-    """What such a kernel gives, garbage where nothing is seen; checks what it would not."""
-    assert mask.dtype == torch.bool and mask.is_contiguous()
-    assert all(x.is_contiguous() and x.dtype == torch.bfloat16 for x in (q, k, v))
-    assert mask.shape[:2] == q.shape[:2] == k.shape[:2]
-    seen = mask.repeat_interleave(queries, dim=2).repeat_interleave(keys, dim=3)
-    scores = (q.float() @ k.float().mT * scale).masked_fill(~seen, -math.inf)
-    return (scores.softmax(-1) @ v.float()).to(q.dtype), scores.logsumexp(-1)
-
-
-def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
-    """A module that `import` and `find_spec` find."""
-    for part in itertools.accumulate(name.split("."), lambda a, b: f"{a}.{b}"):
-        module = ModuleType(part)
-        module.__spec__ = ModuleSpec(part, None)
-        module.__dict__.update(functions)
-        monkeypatch.setitem(sys.modules, part, module)
-
-
-@pytest.mark.parametrize(("num_q", "num_k"), [(3, 3), (2, 4)])
-def test_sparge(monkeypatch: pytest.MonkeyPatch, num_q: int, num_k: int) -> None:
-    def kernel(q: Any, k: Any, v: Any, mask_id: Any, scale: Any, tensor_layout: str) -> Tensor:
-        assert tensor_layout == "HND" and mask_id.shape[2:] == (num_q, 2 * num_k)
-        return stand_in(q, k, v, mask_id, scale, 128, 64)[0]
-
-    install(monkeypatch, "spas_sage_attn", block_sparse_sage2_attn_cuda=kernel)
-    case = heads_case(2, num_q, num_k, 128)
-    q, k, v = case.inputs(torch.bfloat16, 64)
-    want, want_lse, _, _ = reference(case, [q, k, v])
-    form = BlockForm("cuda", torch.bfloat16, 64, block=128, needs_lse=False)
-    assert SpargeKernel().unfit(form) is None
-    out, lse = SpargeKernel().forward(q, k, v, Seen(blocks=case.rows), SCALE)
-    assert out.dtype == q.dtype and relative(out, want) < 1e-2
-    assert torch.equal(lse.isneginf(), want_lse.isneginf())
-    assert lse[~want_lse.isneginf()].isnan().all()
-    with pytest.raises(ConfigError, match="SpargeKernel has no backward"):
-        SpargeKernel().backward(out, q, k, v, out, lse, Seen(blocks=case.rows), SCALE)
-
-
-@pytest.mark.parametrize("block", [64, 128])
-def test_paro(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    def kernel(
-        q: Any, k: Any, v: Any, tensor_layout: str, sm_scale: Any, sparse: Any, return_lse: bool
-    ) -> tuple[Tensor, Tensor]:
-        assert tensor_layout == "HND" and return_lse and sparse.shape[2] == sparse.shape[3]
-        return stand_in(q, k, v, sparse, sm_scale, 64, 64)
-
-    install(monkeypatch, "paroattention.core", paroattn_qk_int8_pv_fp16_cuda=kernel)
-    case = heads_case(3, 2, 2, block)
-    q, k, v = case.inputs(torch.bfloat16, 64)
-    want, want_lse, _, _ = reference(case, [q, k, v])
-    assert ParoKernel().unfit(BlockForm("cuda", torch.bfloat16, 64, block=block)) is None
-    out, lse = ParoKernel().forward(q, k, v, Seen(blocks=case.rows), SCALE)
-    assert relative(out, want) < 1e-2
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ConfigError, match="ParoKernel has no backward"):
-        ParoKernel().backward(out, q, k, v, out, lse, Seen(blocks=case.rows), SCALE)
-    wide = heads_case(2, 2, 3, block)
-    q, k, v = wide.inputs(torch.bfloat16, 64)
-    with pytest.raises(ConfigError, match=r"\d blocks of queries and \d of keys a head"):
-        ParoKernel().forward(q, k, v, Seen(blocks=wide.rows), SCALE)
-    q, k, v = (uneven := make_case("random", block)).inputs(torch.bfloat16, 64)
-    with pytest.raises(ConfigError, match="take equal ones, so use triton or flex"):
-        ParoKernel().forward(q, k, v, Seen(blocks=uneven.rows), SCALE)

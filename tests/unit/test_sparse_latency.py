@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,19 +14,18 @@ from bascule.errors import ConfigError
 from bascule.plan.sparse_latency import (
     AttentionLatency,
     AttentionLoad,
-    StrategyChoice,
-    choose_strategy,
     fit_attention_latency,
 )
+from bascule.plan.sparse_strategy import StrategyChoice, choose_strategy
 
-A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6)
-CPU = AttentionLatency(4e-4, 4e-10, 3e-4, 6e-10, 3e-9, 2e-4)
+A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6, 2e-12)
+CPU = AttentionLatency(4e-4, 4e-10, 3e-4, 6e-10, 3e-9, 2e-4, 5e-10)
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
 
 
 def written_out(model: AttentionLatency, load: AttentionLoad) -> float:
-    """Equation 4, a period at a time."""
-    seconds = 0.0
+    """Equation 4, a period at a time, after what a rank lays out."""
+    seconds = model.copy_s_per_byte * load.copied_bytes
     if load.all_to_all_bytes:
         for _ in ("to the ranks", "back"):
             seconds += model.all_to_all_latency_s
@@ -73,6 +74,7 @@ def test_a_load_written_out() -> None:
     assert load.work == pytest.approx(1.2 * 0.5 * pairs / 6)
     assert load.all_to_all_bytes == 4 * (rows // 2) * 5 * 4  # q, k, v and output; half stays
     assert load.p2p_bytes == 2 * (60 // 3) * (8 // 2) * 5 * 4  # k and v of a third, half the heads
+    assert load.copied_bytes == 4 * rows * 5 * 4  # q, k, v and output
     whole = AttentionLoad.even((1, 1), seq_len=60, num_heads=8, head_dim=5)
     assert (whole.work, whole.all_to_all_bytes, whole.p2p_bytes) == (pairs, 0.0, 0.0)
 
@@ -98,7 +100,7 @@ def test_exact_times_give_the_coefficients_back(model: AttentionLatency, scale: 
     fit = fit_attention_latency(loads, [model(load) for load in loads])
     assert fit.fit_error is not None
     assert fit.fit_error < 1e-6
-    np.testing.assert_allclose(dataclasses.astuple(fit)[:6], dataclasses.astuple(model)[:6], 1e-5)
+    np.testing.assert_allclose(dataclasses.astuple(fit)[:7], dataclasses.astuple(model)[:7], 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -142,7 +144,7 @@ def test_illegal_measurements() -> None:
     seconds = np.array([A800(load) for load in loads])
     with pytest.raises(ConfigError, match=r"40 loads and seconds of shape \(39,\)"):
         fit_attention_latency(loads, seconds[:-1])
-    with pytest.raises(ConfigError, match=r"5 loads.*at least 6"):
+    with pytest.raises(ConfigError, match=r"5 loads.*at least 7"):
         fit_attention_latency(loads[:5], seconds[:5])
     for bad in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="positive and finite"):
@@ -167,6 +169,7 @@ def test_illegal_measurements() -> None:
         ({"work": -1.0}, "work=-1.0"),
         ({"p2p_bytes": math.nan}, "p2p_bytes=nan"),
         ({"all_to_all_bytes": math.inf}, "all_to_all_bytes=inf"),
+        ({"copied_bytes": -1.0}, "copied_bytes=-1.0"),
     ],
 )
 def test_illegal_loads(changes: dict[str, float], message: str) -> None:
@@ -179,6 +182,66 @@ def test_illegal_coefficients() -> None:
         replace(A800, launch_s=-1.0)
     with pytest.raises(ConfigError, match="p2p_s_per_byte=nan"):
         replace(A800, p2p_s_per_byte=math.nan)
+    with pytest.raises(ConfigError, match=r"AttentionLatency\(fit_error=-0\.1\)"):
+        replace(A800, fit_error=-0.1)
+
+
+def test_a_saved_latency_is_loaded_exactly(tmp_path: Path) -> None:
+    exact = replace(A800, launch_s=math.pi / 3e5, fit_error=1 / 3)
+    for latency in (A800, CPU, exact):
+        latency.save(tmp_path / "latency.json")
+        assert AttentionLatency.load(tmp_path / "latency.json") == latency
+    saved = json.loads((tmp_path / "latency.json").read_text())
+    assert saved == dataclasses.asdict(exact)
+    # Another tool may write it: whole numbers, and keys in another order.
+    whole = dict.fromkeys(reversed(saved), 1)
+    (tmp_path / "whole.json").write_text(json.dumps(whole))
+    assert AttentionLatency.load(str(tmp_path / "whole.json")) == AttentionLatency(**whole)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"launch_s": -1.0}, r"launch_s=-1\.0\): must be finite"),
+        ({"launch_s": "1e-5"}, "launch_s='1e-5'"),
+        ({"launch_s": None}, "launch_s=None"),
+        ({"launch_s": [1.0]}, r"launch_s=\[1\.0\]"),
+        ({"launch_s": True}, "launch_s=True"),
+        ({"p2p_s_per_byte": math.nan}, "p2p_s_per_byte=nan"),
+        ({"p2p_s_per_byte": math.inf}, "p2p_s_per_byte=inf"),
+        ({"fit_error": "small"}, "fit_error='small'"),
+        ({"flops": 1.0}, "flops; it must hold all_to_all_latency_s, .*, fit_error, as"),
+    ],
+)
+def test_a_latency_file_with_other_fields(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "latency.json"
+    path.write_text(json.dumps(dataclasses.asdict(A800) | changes))
+    with pytest.raises(ConfigError, match=message) as error:
+        AttentionLatency.load(path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff", "cannot read"),
+        (b"[1, 2]", "holds no fields; it must hold all_to_all_latency_s"),
+        (b"{}", "holds no fields"),
+        (b'{"launch_s": 1}', "holds launch_s; it must hold"),
+    ],
+)
+def test_a_file_that_holds_no_latency(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "latency.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        AttentionLatency.load(path)
+    assert str(path) in str(error.value)
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
+        AttentionLatency.load(tmp_path / "missing.json")
 
 
 PER_WORK = AttentionLatency(0.0, 0.0, 0.0, 0.0, 1.0, 0.0)

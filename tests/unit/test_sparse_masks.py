@@ -214,6 +214,7 @@ def test_illegal_models(changes: dict[str, object], message: str) -> None:
 @pytest.mark.parametrize("form", ["npy", "npz", "packed"])
 def test_files(tmp_path: Path, shape: tuple[int, ...], form: str) -> None:
     masks = np.random.default_rng(0).random(shape) < 0.4
+    masks.flat[-1] = True
     path = tmp_path / f"masks.{'npy' if form == 'npy' else 'npz'}"
     if form == "npy":
         np.save(path, masks)
@@ -225,6 +226,13 @@ def test_files(tmp_path: Path, shape: tuple[int, ...], form: str) -> None:
     loaded = load_masks(path)
     assert loaded.dtype == np.bool_
     np.testing.assert_array_equal(loaded, masks.reshape((1,) * (5 - len(shape)) + shape))
+
+
+@pytest.mark.parametrize("name", ["masks.npy", "masks", "masks.npz.gz"])
+def test_packed_masks_are_saved_under_the_name_given(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}: packed masks are an \.npz file"):
+        save_masks(tmp_path / name, np.ones((1, 2, 2), np.bool_))
+    assert not list(tmp_path.iterdir())
 
 
 def test_npy_files_are_mapped(tmp_path: Path) -> None:
@@ -239,6 +247,8 @@ def test_npy_files_are_mapped(tmp_path: Path) -> None:
         ({"masks": np.ones((4, 4), np.bool_)}, r"shape \(4, 4\).*heads, q_blocks, kv_blocks"),
         ({"masks": np.ones((1,) * 6, np.bool_)}, "steps and layers"),
         ({"masks": np.ones((2, 0, 4), np.bool_)}, r"shape \(2, 0, 4\).*at least one"),
+        ({"masks": np.zeros((2, 4, 4), np.bool_)}, "no block .* is computed.*~masks"),
+        ({"packed": np.zeros(4, np.uint8), "shape": np.array([2, 4, 4])}, "no block of these"),
         ({"mask": np.ones((2, 4, 4), np.bool_)}, "holds mask; it must hold masks, or packed"),
         ({"packed": np.zeros(4, np.uint8)}, "holds packed; it must hold masks"),
         ({}, "holds nothing"),

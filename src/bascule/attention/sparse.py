@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from bascule.attention.block_form import BlockRows, Seen
 from bascule.attention.blocks import select_block_kernel
@@ -37,6 +38,9 @@ from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 RowsSeen = Callable[[PackedRows], Bools]
 """From X rows to (X, C), or (B, X, C) where batch items differ: which key blocks each sees."""
+
+EXCHANGE_SPAN, MASKS_SPAN = "bascule: rows exchanged", "bascule: masks to rows"
+"""How profiles call the two exchanges, and the making of masks and their index tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +114,25 @@ def attend_sparse(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     with naming("sparse_attention", (q, k, v)):
         home = torch.cat([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
-        here_q, here_k, here_v = tables.bring(home)[None, None].split(tables.arriving, dim=2)
-        if isinstance(seen, PooledRule):
-            masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
-        else:
-            masks = seen(tables.rows)
-        masks = _checked(tables, masks)
-        out, _ = ring_attention(here_q, here_k, here_v, tables.ring(q, masks, factor, kernel))
-        rows = tables.take_home(out[0, 0])
+        with record_function(EXCHANGE_SPAN):
+            arrived = tables.bring(home)[None, None]
+        here_q, here_k, here_v = arrived.split(tables.arriving, dim=2)
+        with record_function(MASKS_SPAN):
+            if isinstance(seen, PooledRule):
+                masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
+            else:
+                masks = seen(tables.rows)
+            masks = _checked(tables, masks)
+            ring = tables.ring(q, masks, factor, kernel)
+        out, _ = ring_attention(here_q, here_k, here_v, ring)
+        with record_function(EXCHANGE_SPAN):
+            rows = tables.take_home(out[0, 0])
     return rows.view(q.shape[0], q.shape[1], -1, q.shape[3]), masks
 
 
-def gather_counts(mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Bools) -> Ints:
+def gather_counts(
+    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Bools, *, by_rank: bool = False
+) -> Ints:
     """(H, Q, R) tokens that each query block sees, by ring rank where keys are at home.
 
     What `SparsePlanner.plan` and `PlanReuse.after` take for the next step, the same on all ranks.
@@ -131,12 +142,14 @@ def gather_counts(mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Boo
         mesh: The ranks.
         plan: That of the attention.
         masks: What `attend_sparse` gives; of the first batch item where they differ.
+        by_rank: Whether to give (H, Q, U R), by rank, as `LayerPlans.after` takes them.
     """
     ranks = as_attention_mesh(mesh)
-    home = plan.kv.home // plan.ulysses_degree
-    own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=plan.ring_degree)
+    degree = plan.num_ranks if by_rank else plan.ring_degree
+    home = plan.kv.home // (plan.num_ranks // degree)
+    own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
     every = _gathered(ranks.whole, torch.from_numpy(own[0].astype(np.int64)), "counts of blocks")
-    counts = np.zeros((*plan.ring_of.shape, plan.ring_degree), dtype=np.int64)
+    counts = np.zeros((*plan.ring_of.shape, degree), dtype=np.int64)
     for rank, found in enumerate(every):
         rows = plan.q_rows(rank)
         counts[rows.heads, rows.blocks] = found.cpu().numpy()[: rows.heads.size]

@@ -22,6 +22,7 @@ from bascule.attention.block_form import (
     nothing_seen,
     only_blocks,
     wide_dtype,
+    with_adjacent_values,
 )
 from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
@@ -44,6 +45,7 @@ class CpuLoopKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
         rows = blocks_of(seen, q, k)
+        q, k, v = map(with_adjacent_values, (q, k, v))
         keys, values = _Blocks(rows, k), _Blocks(rows, v)
         out, lse = nothing_seen(q)
         for at, columns in rows.runs:
@@ -66,6 +68,7 @@ class CpuLoopKernel:
     ) -> Grads:
         """As `BlockKernel`."""
         rows, wide = blocks_of(seen, q, k), wide_dtype(q)
+        grad, q, k, v, out = map(with_adjacent_values, (grad, q, k, v, out))
         keys, values = _Blocks(rows, k), _Blocks(rows, v)
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=wide) for _ in range(2))
@@ -261,15 +264,16 @@ def _head_mask(rows: BlockRows, device: torch.device, queries: int, keys: int) -
     The heads are the most parts of equal size that see nothing of each other.
 
     Raises:
-        ConfigError: Blocks are not equally long.
+        ConfigError: Blocks are not equally long, or do not consist of tiles.
     """
 
     def make() -> Tensor:
         lens = np.concatenate([np.diff(rows.q_bounds), np.diff(rows.k_bounds)])
-        if lens.min() != lens.max():
+        if lens.min() != lens.max() or rows.block % max(queries, keys):
             raise ConfigError(
                 f"blocks of {lens.min()} to {lens.max()} tokens: kernels with 8-bit queries and "
-                "keys take equal ones, so use triton or flex"
+                f"keys take equal ones of {max(queries, keys)} each, or a multiple, so use triton "
+                "or flex"
             )
         num_q, num_k = rows.q_bounds.size - 1, rows.k_bounds.size - 1
         row_of, columns = np.repeat(np.arange(num_q), rows.counts), rows.columns

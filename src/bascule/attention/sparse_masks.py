@@ -116,15 +116,21 @@ def keep_mass(
         always: (N, M) or the shape of the scores, bool; kept too, beyond the share.
 
     Raises:
-        ConfigError: `mass` is out of range.
+        ConfigError: `mass` is out of range, or there are other lengths than key blocks.
     """
     if not 0.0 <= mass <= 1.0:
         raise ConfigError(f"keep_mass: mass is {mass}, and must be between 0 and 1")
     tokens = torch.from_numpy(np.asarray(kv_lens, dtype=np.float64)).to(scores)
+    if tokens.shape != scores.shape[-1:]:
+        raise ConfigError(
+            f"keep_mass: {tokens.numel()} lengths of key blocks for scores of {scores.shape[-1]}: "
+            "give one each"
+        )
     shares = (scores + tokens.log()).softmax(dim=-1)
     highest = shares.sort(dim=-1, descending=True).values
     before = highest.cumsum(dim=-1) - highest
-    masks = _keep_first(shares, before < mass)
+    # Not `before < mass`: a row of NaN keeps all, so that attention shows it.
+    masks = _keep_first(shares, ~(before >= mass))
     return masks if always is None else masks | always
 
 
@@ -162,8 +168,11 @@ def spatial_mask(
         num_text: Text blocks, which see all and are seen by all.
 
     Raises:
-        ConfigError: The blocks do not add up to the grid, or straddle text and video.
+        ConfigError: The blocks do not add up to the grid, or straddle text and video; or the
+            distance is negative.
     """
+    if frames < 0:
+        raise ConfigError(f"spatial_mask: frames is {frames}, and must be at least 0")
     first_N, last_N = _video_spans(grid, lens, num_text)
     size = grid[1] * grid[2]
     first_N, last_N = first_N // size, last_N // size
@@ -183,8 +192,11 @@ def temporal_mask(
         num_text: Text blocks, which see all and are seen by all.
 
     Raises:
-        ConfigError: The blocks do not add up to the grid, or straddle text and video.
+        ConfigError: The blocks do not add up to the grid, or straddle text and video; or the
+            radius is negative.
     """
+    if radius < 0:
+        raise ConfigError(f"temporal_mask: radius is {radius}, and must be at least 0")
     first_N, last_N = _video_spans(grid, lens, num_text)
     size = grid[1] * grid[2]
     # Queries and keys of two blocks are least to most tokens apart, and all distances between them

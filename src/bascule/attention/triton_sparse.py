@@ -39,7 +39,9 @@ class Tiles:
         """For the output."""
         if dtype == torch.float32:
             return cls(32, 32, num_warps=4, num_stages=1)
-        return cls(128, 64, num_warps=8, num_stages=2) if block > 64 else cls(64, 64, 4, 2)
+        if block > 64:
+            return cls(128, 64, num_warps=8, num_stages=2)
+        return cls(64, 64, num_warps=4, num_stages=2)
 
     @classmethod
     def backward(cls, dtype: torch.dtype) -> "Tiles":
@@ -120,6 +122,7 @@ def _load(tokens, first, inside, SIZE: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _store(tokens, first, inside, values, SIZE: tl.constexpr, D: tl.constexpr):
+    """The inverse of `_load`, in the dtype of the tokens."""
     at = tl.arange(0, SIZE)[:, None] * D + tl.arange(0, D)[None, :]
     values = values.to(tokens.dtype.element_ty)
     tl.store(tokens + first * D + at, values, mask=inside[:, None])

@@ -3,6 +3,7 @@
 A mesh is (U, R): Ulysses and ring degree, shown as U4R2.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
 from bascule.plan.sparse_latency import AttentionLatency
 from bascule.plan.sparse_masks import COGVIDEOX15, WAN21, load_masks, synthetic_masks
+from bascule.plan.sparse_strategy import all_degrees
 
 MODELS = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
 
@@ -36,7 +38,7 @@ class SparseOptions:
     """Show how uneven block-sparse attention is on a mesh, and what each way of planning gains.
 
     Masks come from a file or are drawn at random in the likeness of a video model; planning is real
-    either way. Predicted times are of a machine that the options describe, not measured.
+    either way. Predicted times are of a machine that was measured, or that the options describe.
 
     Attributes:
         masks: File of bool masks (heads, q_blocks, kv_blocks), .npy or .npz; layers, or steps and
@@ -49,12 +51,15 @@ class SparseOptions:
         block: Tokens of a block.
         ulysses: Ulysses degree: ranks that share the heads.
         ring: Ring degree: ranks that pass keys and values around.
-        ranks: Ranks; with neither degree given, all meshes of so many are compared.
+        ranks: Ranks; with neither degree given, all meshes of so many are compared, but for those
+            with more Ulysses ranks than heads.
         head_dim: Values of a head.
         itemsize: Bytes of a value, as it travels.
         target: Imbalance that minimal_move is to reach.
         reward: For staying at home, of the paper's greedy.
         tolerance: A plan is kept while its imbalance is at most 1 + tolerance.
+        latency: File of a machine measured at this head_dim, as AttentionLatency.save writes it; in
+            place of the next three.
         tflops: TFLOPs that a rank sustains in a second, on the blocks that are computed.
         gbs: GB that a rank sends in a second.
         latency_us: Time to launch a kernel or an exchange, in microseconds.
@@ -77,6 +82,7 @@ class SparseOptions:
     target: float = 1.005
     reward: float = 2.0
     tolerance: float = 0.05
+    latency: Path | None = None
     tflops: float = 544.0
     gbs: float = 180.0
     latency_us: float = 10.0
@@ -96,9 +102,19 @@ class SparseOptions:
         for name in ("itemsize", "tflops", "gbs"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name} {getattr(self, name)}: must be above 0")
-        for name in ("target", "reward"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be at least 0")
+        for name in ("target", "reward", "latency_us"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {value}: must be finite and at least 0"
+                )
+        if self.latency is not None:
+            for name in ("tflops", "gbs", "latency_us"):
+                if getattr(self, name) != getattr(SparseOptions, name):
+                    raise ConfigError(
+                        f"--latency {self.latency} and --{name.replace('_', '-')}: a machine is "
+                        "measured or described, so give one of them"
+                    )
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -113,8 +129,7 @@ class SparseOptions:
                     "give a mesh with --ulysses and --ring, or --ranks to compare all meshes"
                 )
             return ((self.ulysses or 1, self.ring or 1),)
-        divisors = [size for size in range(self.ranks, 0, -1) if self.ranks % size == 0]
-        found = [(size, self.ranks // size) for size in divisors]
+        found = all_degrees(self.ranks)
         fitting = [x for x in found if self.ulysses in (None, x[0]) and self.ring in (None, x[1])]
         if not fitting:
             given = {"--ulysses": self.ulysses, "--ring": self.ring}
@@ -125,9 +140,14 @@ class SparseOptions:
             )
         return tuple(fitting)
 
-    @property
-    def latency(self) -> AttentionLatency:
-        """Of the machine that the options describe."""
+    def machine(self) -> AttentionLatency:
+        """That was measured, or that the options describe.
+
+        Raises:
+            ConfigError: The file holds none.
+        """
+        if self.latency is not None:
+            return AttentionLatency.load(self.latency)
         launch_s, s_per_byte = self.latency_us * 1e-6, 1.0 / (self.gbs * 1e9)
         work_s = _FLOPS_PER_VALUE * self.head_dim / (self.tflops * 1e12)
         return AttentionLatency(launch_s, s_per_byte, launch_s, s_per_byte, work_s, launch_s)
@@ -168,17 +188,17 @@ def sparse(options: SparseOptions) -> None:
         ConfigError: The options are wrong, or do not fit the masks.
     """
     options.check()
-    meshes = options.meshes
+    meshes, latency = options.meshes, options.machine()
     if options.picture is not None:
         check_picture(options.picture)
     source = _source(options)
     if not 0 <= options.head < source.num_heads:
         raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
     setting = Setting(
-        meshes,
+        _with_heads(meshes, source),
         source.q_lens,
         source.kv_lens,
-        options.latency,
+        latency,
         options.head_dim,
         options.itemsize,
         options.target,
@@ -191,37 +211,73 @@ def sparse(options: SparseOptions) -> None:
     found = study(source.name, layers, setting, *swept)
     console = Console()
     show(console, found)
-    console.print(
-        f"predicted for {options.tflops:g} TFLOP/s, {options.gbs:g} GB/s and "
-        f"{options.latency_us:g} us a launch: assumed, not measured"
-    )
+    console.print(_footer(options, latency))
     if options.picture is not None:
         write_picture(options.picture, draw(found, options.head))
         console.print(f"written: {options.picture}")
+
+
+def _with_heads(meshes: tuple[Mesh, ...], source: _Source) -> tuple[Mesh, ...]:
+    """Those whose Ulysses ranks can have a head each.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)
+    if not fitting:
+        raise ConfigError(
+            f"{source.name}: {source.num_heads} heads for {meshes[-1][0]} Ulysses ranks, which "
+            f"take one each at least: use --ulysses {source.num_heads} at most, and --ring"
+        )
+    return fitting
+
+
+def _footer(options: SparseOptions, latency: AttentionLatency) -> str:
+    """What the predictions rest on."""
+    if options.latency is None:
+        return (
+            f"predicted for {options.tflops:g} TFLOP/s, {options.gbs:g} GB/s and "
+            f"{options.latency_us:g} us a launch: assumed, not measured"
+        )
+    error = latency.fit_error
+    fit = "" if error is None else f", and fitted with an error of {error:.1%}"
+    return f"predicted by {options.latency.name}: measured{fit}"
 
 
 def _source(options: SparseOptions) -> _Source:
     if (options.masks is None) == (options.model is None):
         given = "neither" if options.masks is None else "both"
         raise ConfigError(f"give one of --masks and --model, not {given}")
-    if options.masks is None:
-        return _synthetic(options)
+    return _synthetic(options) if options.masks is None else _of_file(options, options.masks)
+
+
+def _of_file(options: SparseOptions, path: Path) -> _Source:
     if options.density is not None:
         raise ConfigError(f"--density {options.density}: only --model has one, masks are as given")
-    masks = load_masks(options.masks)
+    masks = load_masks(path)
     num_steps, num_layers, num_heads = masks.shape[:3]
     for name, size in (("steps", num_steps), ("layers", num_layers)):
         if (getattr(options, name) or 0) > size:
-            raise ConfigError(f"--{name} {getattr(options, name)}: {options.masks} has {size}")
+            raise ConfigError(f"--{name} {getattr(options, name)}: {path} has {size}")
+
+    def of_layer(layer: int, step: int) -> Bools:
+        found = masks[step, layer]
+        if not found.any():
+            raise ConfigError(
+                f"{path}: nothing is computed in step {step} of layer {layer}: look at fewer with "
+                "--steps or --layers, or save ~masks if they say what is hidden"
+            )
+        return found
+
     q_lens, kv_lens = (np.full(size, options.block) for size in masks.shape[3:])
     return _Source(
-        options.masks.name,
+        path.name,
         num_heads,
         options.layers or num_layers,
         options.steps or num_steps,
         q_lens,
         kv_lens,
-        lambda layer, step: masks[step, layer],
+        of_layer,
     )
 
 

@@ -158,7 +158,7 @@ def _draw_tolerances(figure: "Figure", study: Study) -> None:
         )
         rho = [sum(reuse.imbalances) / len(reuse.imbalances) for _, reuse in found]
         plans = [float(reuse.state.num_planned) for _, reuse in found]
-        _draw_lines(figure, [tolerance for tolerance, _ in found], (rho, plans), (place, mesh), 1)
+        _draw_lines(figure, [tolerance for tolerance, _ in found], (rho, plans), place, mesh, 1)
     figure.update_xaxes(title="tolerance of a kept plan", row=3, col=1)
     _title_axes(figure, 1, "rho, mean over the steps", "plans made (dotted)")
 
@@ -168,7 +168,7 @@ def _draw_rewards(figure: "Figure", study: Study) -> None:
         found = [(reward, x) for reward, x in study.rewards if x.mesh == mesh]
         rho = [x.imbalance for _, x in found]
         moved = [x.q_moved for _, x in found]
-        _draw_lines(figure, [reward for reward, _ in found], (rho, moved), (place, mesh), 2)
+        _draw_lines(figure, [reward for reward, _ in found], (rho, moved), place, mesh, 2)
     figure.update_xaxes(title="reward", row=3, col=2)
     _title_axes(figure, 2, "rho", "share of query rows moved (dotted)")
 
@@ -177,19 +177,20 @@ def _draw_lines(
     figure: "Figure",
     x: list[float],
     lines: tuple[list[float], list[float]],
-    mesh: tuple[int, Mesh],
+    place: int,
+    mesh: Mesh,
     col: int,
 ) -> None:
     """One mesh: rho, and dotted what it costs, on the axis to the right."""
     from plotly.colors import qualitative
 
-    color = qualitative.Plotly[mesh[0] % len(qualitative.Plotly)]
+    color = qualitative.Plotly[place % len(qualitative.Plotly)]
     for is_cost, y in enumerate(lines):
         figure.add_scatter(
             x=x,
             y=y,
-            name=mesh_name(mesh[1]),
-            legendgroup=mesh_name(mesh[1]),
+            name=mesh_name(mesh),
+            legendgroup=mesh_name(mesh),
             showlegend=col == 1 and not is_cost,
             line={"color": color, "dash": "dot" if is_cost else "solid"},
             row=3,

@@ -12,23 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.plan.layout import Ints
-from bascule.plan.sparse import (
-    BlockLayout,
-    PlanReuse,
-    SparsePlan,
-    SparsePlanner,
-    in_order,
-    tiles_under,
-)
-from bascule.plan.sparse_latency import (
-    AttentionLatency,
-    AttentionLoad,
-    StrategyChoice,
-    choose_strategy,
-)
+from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, plan_under
+from bascule.plan.sparse_latency import AttentionLatency, AttentionLoad
+from bascule.plan.sparse_strategy import Degrees as Mesh
+from bascule.plan.sparse_strategy import StrategyChoice, choose_strategy
 
 Bools = npt.NDArray[np.bool_]
-Mesh = tuple[int, int]
 
 BEFORE = "in order"
 WAYS = (BEFORE, "stripe", "minimal_move", "paper")
@@ -73,28 +62,17 @@ class Setting:
         return make(self.q_lens, *mesh), make(self.kv_lens, *mesh)
 
     def planner(self, way: str, mesh: Mesh) -> SparsePlanner:
-        """How plans are made; not for "in order"."""
-        return SparsePlanner(*mesh, method=way, target=self.target, reward=self.reward)
+        """How plans are made."""
+        method = way.replace(" ", "_")
+        return SparsePlanner(*mesh, method=method, target=self.target, reward=self.reward)
 
     def plan(self, way: str, masks: Bools, mesh: Mesh) -> SparsePlan:
         """A layer's plan."""
-        layouts = self.layouts(way, mesh)
-        if way == BEFORE:
-            return _under(in_order(len(masks), *layouts, *mesh), masks)
-        return self.planner(way, mesh).plan(masks, *layouts)
+        return self.planner(way, mesh).plan(masks, *self.layouts(way, mesh))
 
     def load(self, plan: SparsePlan) -> AttentionLoad:
-        """What a plan asks of the slowest rank; of exchanged bytes, the mean over the ranks."""
-        mean_work = float(plan.tiles.sum()) / plan.num_ranks
-        sent = plan.wire_bytes(self.head_dim, self.itemsize) / plan.num_ranks
-        row_bytes = self.head_dim * self.itemsize
-        used = plan.kv_rank_of >= 0
-        lens = np.broadcast_to(plan.kv.lens, used.shape)[used]
-        kv_tokens = np.bincount(plan.kv_rank_of[used], lens, plan.num_ranks)
-        p2p = 2.0 * float(kv_tokens.max()) * row_bytes if plan.ring_degree > 1 else 0.0
-        return AttentionLoad(
-            plan.ulysses_degree, plan.ring_degree, plan.imbalance * mean_work, sent, p2p
-        )
+        """What a plan asks of the slowest rank."""
+        return AttentionLoad.of_plan(plan, 1, self.head_dim * self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +227,7 @@ def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[flo
         is_first = not reuses
         if is_first:
             reuses = _first_plans(masks, setting, (setting.tolerance, *tolerances))
-        ran = {key: _under(reuse.state.plan, masks) for key, reuse in reuses.items()}
+        ran = {key: plan_under(reuse.state.plan, masks) for key, reuse in reuses.items()}
         loads = [setting.load(ran[mesh, setting.tolerance]) for mesh in setting.meshes]
         last = choices[-1] if choices else None
         choices = (*choices, choose_strategy(setting.latency, loads, last))
@@ -272,8 +250,3 @@ def _first_plans(
         for mesh, plan in planned.items()
         for tolerance in tolerances
     }
-
-
-def _under(plan: SparsePlan, masks: Bools) -> SparsePlan:
-    """The same decision under other masks."""
-    return replace(plan, tiles=tiles_under(plan, masks))

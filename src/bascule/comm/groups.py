@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
@@ -128,6 +129,15 @@ def member_of(group: dist.ProcessGroup, name: str) -> RankGroup:
     """This rank's view of an existing group."""
     ranks = tuple(dist.get_process_group_ranks(group))
     return RankGroup(weakref.ref(group), dist.get_rank(group), ranks, name)
+
+
+def timeout_of(group: RankGroup, device: torch.device) -> timedelta | None:
+    """With what timeout a group was made; None if its back end does not tell.
+
+    Gloo's point-to-point knows only that one, not one set later.
+    """
+    backend = group.process_group._get_backend(device)
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.groups import RankGroup, reporting
+from bascule.comm.groups import RankGroup, reporting, timeout_of
 
 
 class Transfers:
@@ -58,11 +58,7 @@ class Transfers:
 
 
 def _longest_wait(group: RankGroup, device: torch.device) -> timedelta:
-    """The group's timeout on the host; 0 leaves the wait to the device's stream.
-
-    Gloo's point-to-point knows only the timeout that its group was made with, not one set later.
-    """
+    """The group's timeout on the host; 0 leaves the wait to the device's stream."""
     if device.type != "cpu":
         return timedelta(0)
-    backend = group.process_group._get_backend(device)
-    return getattr(getattr(backend, "options", None), "_timeout", timedelta(0))
+    return timeout_of(group, device) or timedelta(0)

@@ -194,7 +194,7 @@ class Forward(SequenceParallelMode):
         return whole.shape[dim]
 
     def _layout_of(self, *segments: str) -> SequenceLayout:
-        stripe = 0 if self._sparse is None else self._sparse.layers.config.block
+        stripe = 0 if self._sparse is None else self._sparse.layers.config.dealt
         return SequenceLayout(tuple(map(self._length, segments)), *self.mesh.degrees, stripe=stripe)
 
 

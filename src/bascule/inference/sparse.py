@@ -4,34 +4,34 @@ Tokens lie in blocks that are dealt to the ranks in turns, segment by segment, s
 nearly even before anything is planned. Layers are counted by the attention calls of a forward pass,
 denoising steps by forward passes. After a layer's attention its next step is planned: from the
 masks of that step where there is a file of them, else from counts of what this step's rule saw.
-A plan is kept while it is even enough, as in db-SP.
+A plan is kept while it is even enough, as in db-SP; and where there is a choice of meshes, there is
+one for each, and the layer attends on the mesh that is predicted to be the fastest.
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; N blocks of
 the sequence; R ring ranks.
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from bascule.attention.ranks import AttentionMesh
 from bascule.attention.sparse import Bools, PooledRule, RowsSeen, attend_sparse, gather_counts
+from bascule.attention.strategies import meshes_over
 from bascule.comm.agree import Statement, agree
 from bascule.errors import ConfigError
 from bascule.inference.sparse_config import LayerMasks, SparseConfig
 from bascule.plan.layout import Ints
-from bascule.plan.sparse import (
-    BlockLayout,
-    PlanReuse,
-    SparsePlan,
-    SparsePlanner,
-    block_lens,
-    tiles_under,
-)
+from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, block_lens
+from bascule.plan.sparse_strategy import Degrees, LayerPlans, columns_of
 
 TEXT = "text"  # the segment that sees all, and that all see
+PLAN_SPAN = "bascule: sparse attention planned"
+"""How profiles call planning, with the counts that ranks tell each other for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +43,34 @@ class SparseLayer:
         used: The plan of this pass; its tiles are the work of this pass, of the first batch item.
         density: Share of the pairs of tokens that this was.
         row_bytes: Of the rows of one token and head in all batch items.
-        num_planned: Plans made so far.
-        num_kept: How often a plan was kept for other masks.
+        plans: For the next pass, with what it took to get there.
     """
 
     layer: int
     used: SparsePlan
     density: float
     row_bytes: int
-    num_planned: int
-    num_kept: int
+    plans: LayerPlans
 
     @property
     def imbalance(self) -> float:
         """Rho of db-SP, equation 1, in this pass."""
         return self.used.imbalance
+
+    @property
+    def num_planned(self) -> int:
+        """Plans made so far, on all meshes."""
+        return sum(reuse.num_planned for reuse in self.plans.reuses.values())
+
+    @property
+    def num_kept(self) -> int:
+        """How often a plan was kept for other masks."""
+        return sum(reuse.num_kept for reuse in self.plans.reuses.values())
+
+    @property
+    def num_switches(self) -> int:
+        """How often the layer left its mesh."""
+        return 0 if self.plans.choice is None else self.plans.choice.num_switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +80,26 @@ class LayerKey:
     Attributes:
         layer: By the order of attention calls.
         segments: Tokens of each.
+        batch: B.
         num_heads: H.
         num_kv_heads: K.
+        row_bytes: Of one token of one head of one batch item.
     """
 
     layer: int
     segments: tuple[int, ...]
+    batch: int
     num_heads: int
     num_kv_heads: int
+    row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """A layer's plan for its next step; with the work of that step in its tiles, if it is known."""
+    """A layer's plans for its next step; and whether they know the work of that step."""
 
-    reuse: PlanReuse
-    used: SparsePlan | None
+    plans: LayerPlans
+    is_known: bool
 
 
 class SparseLayers:
@@ -90,7 +107,8 @@ class SparseLayers:
 
     Attributes:
         config: What was asked for.
-        mesh: The ranks.
+        mesh: The ranks; where tokens are.
+        meshes: Those that layers may use, by (Ulysses, ring) degrees.
         num_passes: Forward passes since the first step.
     """
 
@@ -101,9 +119,10 @@ class SparseLayers:
         segments: tuple[str, ...],
         noted: dict[int, Bools] | None = None,
     ) -> None:
-        ring, ulysses = mesh.degrees
+        strategies = config.strategies if mesh.whole else None
         self.config, self.mesh, self.num_passes = config, mesh, 0
-        self._planner = SparsePlanner(ulysses, ring, method=config.method, target=config.target)
+        self.meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
+        self._strategies = strategies if len(self.meshes) > 1 else None
         self._segments = segments
         self._planned: dict[LayerKey, _Planned] = {}
         self._noted = noted
@@ -133,46 +152,66 @@ class SparseLayers:
         masks = self._masks(key, self.num_passes)
         if key not in self._planned:
             self._planned[key] = self._first(key, masks)
+        plan = self._planned[key].plans.chosen.plan
         noted = None if self._noted is None else self._noted.get(key.layer)
         if noted is not None:
-            return self._planned[key].reuse.plan, lambda rows: noted[:, rows.heads, rows.blocks]
-        return self._planned[key].reuse.plan, masks.seen
+            return plan, lambda rows: noted[:, rows.heads, rows.blocks]
+        return plan, masks.seen
 
-    def end(self, key: LayerKey, masks: Bools, row_bytes: int) -> SparseLayer:
+    def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
+        """The mesh that a plan is for."""
+        return self.meshes[plan.ulysses_degree, plan.ring_degree]
+
+    def end(self, key: LayerKey, masks: Bools) -> SparseLayer:
         """Plan the next step of a layer. Collectives: of `gather_counts`, where a rule gave masks.
 
         Args:
             key: The layer.
             masks: (B or 1, X, N) what this rank's rows saw.
-            row_bytes: As in what is returned.
         """
-        reuse, used = self._planned[key].reuse, self._planned[key].used
-        if used is None:
-            counts = gather_counts(self.mesh, reuse.plan, masks)
-            used = _under(reuse.plan, counts)
-            self._planned[key] = _Planned(reuse.after(counts), None)
-        else:
+        plans, is_known = self._planned[key].plans, self._planned[key].is_known
+        degrees, used = plans.degrees, plans.chosen.ahead
+        if is_known:
             work = self._next_masks(key)
-            if work is not None:
-                later = reuse.after(work)
-                self._planned[key] = _Planned(later, _under(later.plan, work))
+        else:
+            mesh, plan = self.meshes[degrees], plans.chosen.plan
+            work = gather_counts(mesh, plan, masks, by_rank=True)
+        if work is not None:
+            plans = plans.after(work, key.batch, key.row_bytes)
+            self._planned[key] = _Planned(plans, is_known)
+            used = used if is_known else plans.reuses[degrees].ran
+        assert used is not None
         if self._noted is not None and self.config.array is None and key.layer not in self._noted:
             num_blocks = masks.shape[-1]
             self._noted[key.layer] = masks.reshape(-1, key.num_heads, num_blocks, num_blocks)
-        reuse = self._planned[key].reuse
         pairs = key.num_heads * sum(key.segments) ** 2
         density = float(used.tiles.sum()) / max(pairs, 1)
-        return SparseLayer(key.layer, used, density, row_bytes, reuse.num_planned, reuse.num_kept)
+        return SparseLayer(key.layer, used, density, key.batch * key.row_bytes, plans)
 
     def _first(self, key: LayerKey, masks: LayerMasks) -> _Planned:
         """From the first step's masks; where a rule has yet to make them, as if all was seen."""
         home, work = self._home(key.segments), masks.whole
         is_known = work is not None
         if work is None:
-            work = _everything(key.num_heads, home, *self.mesh.degrees)
-        plan = self._planner.plan(work, home, num_kv_heads=key.num_kv_heads)
-        reuse = PlanReuse(self._planner, plan, self.config.tolerance)
-        return _Planned(reuse, plan if is_known else None)
+            work = _everything(key.num_heads, home, math.prod(self.mesh.degrees))
+        reuses: dict[Degrees, PlanReuse] = {}
+        for degrees, mesh in self.meshes.items():
+            if mesh is self.mesh or degrees[0] <= key.num_heads:
+                planner = SparsePlanner(
+                    *degrees, method=self.config.method, target=self.config.target
+                )
+                columns = columns_of(work, degrees)
+                plan = planner.plan(columns, home, num_kv_heads=key.num_kv_heads)
+                reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)
+        ring, ulysses = self.mesh.degrees
+        plans = LayerPlans.first(
+            reuses,
+            self._strategies,
+            start=None if is_known else (ulysses, ring),
+            batch=key.batch,
+            row_bytes=key.row_bytes,
+        )
+        return _Planned(plans, is_known)
 
     def _next_masks(self, key: LayerKey) -> Bools | None:
         """(H, N, N) of the next forward pass, where it is a step with masks of its own."""
@@ -198,7 +237,9 @@ class SparseLayers:
         """
         ring, ulysses = self.mesh.degrees
         lens = [block_lens([length], self.config.block) for length in segments]
-        home = [BlockLayout.striped(one, ulysses, ring).home for one in lens]
+        width = self.config.dealt // self.config.block
+        stripes = [BlockLayout.striped(one[::width], ulysses, ring).home for one in lens]
+        home = [x.repeat(width)[: one.size] for x, one in zip(stripes, lens, strict=True)]
         return BlockLayout(np.concatenate(lens), np.concatenate(home))
 
 
@@ -238,17 +279,21 @@ class SparsePass:
 
         Collectives: of `attend_sparse` and `SparseLayers.end`.
         """
-        mesh, kernel = self.layers.mesh, self.layers.config.kernel
+        layers, kernel = self.layers, self.layers.config.kernel
         q, k, _ = qkv
         if layer in self.done:
             plan, seen = self.done[layer].used, self._seen[layer]
+            mesh = layers.mesh_of(plan)
             return attend_sparse(*qkv, mesh, plan, seen, scale=scale, kernel=kernel)[0]
-        key = LayerKey(layer, segments, q.shape[1], k.shape[1])
-        plan, seen = self.layers.begin(key)
+        row_bytes = q.shape[3] * q.element_size()
+        key = LayerKey(layer, segments, q.shape[0], q.shape[1], k.shape[1], row_bytes)
+        with record_function(PLAN_SPAN):
+            plan, seen = layers.begin(key)
+        mesh = layers.mesh_of(plan)
         out, masks = attend_sparse(*qkv, mesh, plan, seen, scale=scale, kernel=kernel)
-        row_bytes = q.shape[0] * q.shape[3] * q.element_size()
         self._seen[layer] = seen
-        self.done[layer] = self.layers.end(key, masks, row_bytes)
+        with record_function(PLAN_SPAN):
+            self.done[layer] = layers.end(key, masks)
         return out
 
     def end(self) -> None:
@@ -279,12 +324,7 @@ def agree_on(config: SparseConfig, mesh: AttentionMesh) -> None:
         agree(group, statement, what="parallelize", step=0, capacity=0)
 
 
-def _under(plan: SparsePlan, work: Bools | Ints) -> SparsePlan:
-    """The same plan, its tiles under other work."""
-    return replace(plan, tiles=tiles_under(plan, work))
-
-
-def _everything(num_heads: int, home: BlockLayout, ring_degree: int, ulysses_degree: int) -> Ints:
-    """(H, N, R) counts, as of `gather_counts`, where all is seen."""
-    keys = np.bincount(home.home // ulysses_degree, home.lens, ring_degree).astype(np.int64)
+def _everything(num_heads: int, home: BlockLayout, num_ranks: int) -> Ints:
+    """(H, N, ranks) counts, as of `gather_counts` by rank, where all is seen."""
+    keys = np.bincount(home.home, home.lens, num_ranks).astype(np.int64)
     return np.tile(keys, (num_heads, home.lens.size, 1))

@@ -18,8 +18,9 @@ from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
 from bascule.plan.sparse import PackedRows
 from bascule.plan.sparse_masks import load_masks
+from bascule.plan.sparse_strategy import Strategies
 
-_METHODS = "minimal_move", "stripe", "paper"
+_METHODS = "minimal_move", "stripe", "paper", "in_order"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -37,13 +38,17 @@ class SparseConfig:
             mean queries and keys, its own block among them.
         mass: Share of the softmax of these products that it sees at least, as SpargeAttn has it.
         block: Tokens of a block.
-        method: How blocks are placed, as for `SparsePlanner`; "paper" needs masks, or no ring.
+        method: How blocks are placed, as for `SparsePlanner`; "paper" needs masks, or no ring;
+            "in_order" is without balance, to compare with.
+        stripe: Tokens that a rank gets at a time when a segment is dealt to the ranks in turns; a
+            multiple of `block`. Default: `block`, the most even.
         target: Imbalance that "minimal_move" is to reach.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
         dense_layers: Layers that attend to everything, by the order of attention calls.
         passes_per_step: Forward passes of a denoising step: 2 where guidance takes a pass of its
             own.
         kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
+        strategies: How layers choose their mesh, step by step. None: that of `parallelize`.
 
     Raises:
         ConfigError: A value is out of range, or the masks are none.
@@ -54,11 +59,13 @@ class SparseConfig:
     mass: float | None = None
     block: int = 64
     method: str = "minimal_move"
+    stripe: int | None = None
     target: float = 1.005
     tolerance: float = 0.05
     dense_layers: tuple[int, ...] = ()
     passes_per_step: int = 1
     kernel: str | None = None
+    strategies: Strategies | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in ("masks", "keep", "mass") if getattr(self, name) is not None]
@@ -85,6 +92,10 @@ class SparseConfig:
             raise ConfigError(
                 f"SparseConfig(method={self.method!r}): must be one of {', '.join(_METHODS)}"
             )
+        if not isinstance(self.dealt, int) or self.dealt < 1 or self.dealt % self.block:
+            raise ConfigError(
+                f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
+            )
         if self.masks is not None:
             object.__setattr__(self, "masks", _loaded(self.masks))
 
@@ -95,13 +106,19 @@ class SparseConfig:
         return self.masks
 
     @property
+    def dealt(self) -> int:
+        """Tokens that a rank gets at a time."""
+        return self.block if self.stripe is None else self.stripe
+
+    @property
     def settings(self) -> str:
         """What must be the same on every rank, apart from what is in the masks."""
         shape = None if self.array is None else self.array.shape
         return (
-            f"block {self.block}, masks {shape}, keep {self.keep}, mass {self.mass}, {self.method} "
-            f"to {self.target}, tolerance {self.tolerance}, dense layers {self.dense_layers}, "
-            f"{self.passes_per_step} passes a step, kernel {self.kernel}"
+            f"block {self.block}, stripe {self.dealt}, masks {shape}, keep {self.keep}, mass "
+            f"{self.mass}, {self.method} to {self.target}, tolerance {self.tolerance}, dense "
+            f"layers {self.dense_layers}, {self.passes_per_step} passes a step, kernel "
+            f"{self.kernel}, {self.strategies}"
         )
 
 

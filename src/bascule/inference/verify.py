@@ -69,7 +69,7 @@ def verify(part: SplitModel, inputs: Mapping[str, Any]) -> Verification:
 
     def keep(name: str, whole: Tensor) -> None:
         whole = _of_first_rank(whole, group)
-        stripe = 0 if part.sparse is None else part.sparse.config.block
+        stripe = 0 if part.sparse is None else part.sparse.config.dealt
         layout = SequenceLayout((whole.shape[1],), *mesh.degrees, stripe=stripe)
         wanted[name] = split(whole, mesh, layout, 1).clone()
 

@@ -1,22 +1,29 @@
-"""Which Ulysses and ring degrees compute an attention call the fastest, by a fitted latency model.
+"""What an attention call takes on a mesh of Ulysses and ring degrees: a fitted latency model.
 
 The model is db-SP's equation 4: the all-to-alls, then R periods of compute, of which all but the
 last hide an exchange of keys and values, or are hidden by it. There the imbalance multiplies
 compute and exchange alike; here only the work, since what is exchanged does not depend on the mask.
+What a rank lays out in its own memory, before and after, is ours: it is a good part of a call with
+little work.
 
-Legend: U Ulysses degree, R ring degree, O observed calls, K = 6 coefficients.
+Legend: U Ulysses degree, R ring degree, O observed calls, K = 7 coefficients.
 """
 
+import json
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from numbers import Real
+from pathlib import Path
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
 from bascule.errors import ConfigError
-from bascule.plan.workload import is_int
+from bascule.plan.sparse import SparsePlan
+from bascule.plan.workload import is_int, parse_json, read_lines
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -24,7 +31,7 @@ Bools = npt.NDArray[np.bool_]
 NUM_ALL_TO_ALLS = 2
 """All-to-alls of a call: queries, keys and values to their ranks, and the output back."""
 
-NUM_COEFFICIENTS = 6
+NUM_COEFFICIENTS = 7
 
 MIN_SHARE = 0.1
 """Of a measured time; a prediction below it counts as this when errors are made relative."""
@@ -44,6 +51,8 @@ class AttentionLoad:
             ranks, in query-key pairs or in blocks; in one unit for a fit and its predictions.
         all_to_all_bytes: What it sends to other ranks in both all-to-alls; 0 if there are none.
         p2p_bytes: Keys and values that it passes on in a period.
+        copied_bytes: Queries, keys, values and outputs of a rank, which it lays out for exchange
+            and compute.
 
     Raises:
         ConfigError: A value is out of range.
@@ -54,13 +63,14 @@ class AttentionLoad:
     work: float
     all_to_all_bytes: float
     p2p_bytes: float
+    copied_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("ulysses_degree", "ring_degree"):
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ConfigError(f"AttentionLoad({name}={value!r}): must be an integer >= 1")
-        _check_amounts(self, ("work", "all_to_all_bytes", "p2p_bytes"))
+        _check_amounts(self, ("work", "all_to_all_bytes", "p2p_bytes", "copied_bytes"))
 
     @classmethod
     def even(
@@ -94,6 +104,31 @@ class AttentionLoad:
             imbalance * density * share * seq_len,
             4.0 * share * row_bytes * (ulysses - 1) / ulysses,
             2.0 * share * row_bytes if ring > 1 else 0.0,
+            4.0 * share * row_bytes,
+        )
+
+    @classmethod
+    def of_plan(cls, plan: SparsePlan, batch: int, row_bytes: int) -> "AttentionLoad":
+        """The load of a plan, in query-key pairs; of bytes other than p2p the mean over the ranks.
+
+        Args:
+            plan: Its tiles are the work.
+            batch: Sequences that are attended alike.
+            row_bytes: Of one token of one head of one of them.
+        """
+        mean_work = float(plan.tiles.sum()) / plan.num_ranks
+        used = plan.kv_rank_of >= 0
+        lens = np.broadcast_to(plan.kv.lens, used.shape)[used]
+        kv_tokens = np.bincount(plan.kv_rank_of[used], lens, plan.num_ranks)
+        q_tokens = len(plan.ring_of) * int(plan.q.lens.sum())
+        copied = 2.0 * (q_tokens + float(kv_tokens.sum())) / plan.num_ranks
+        return cls(
+            plan.ulysses_degree,
+            plan.ring_degree,
+            batch * plan.imbalance * mean_work,
+            plan.wire_bytes(row_bytes, 1, batch) / plan.num_ranks,
+            2.0 * batch * float(kv_tokens.max()) * row_bytes if plan.ring_degree > 1 else 0.0,
+            batch * copied * row_bytes,
         )
 
     @property
@@ -104,11 +139,12 @@ class AttentionLoad:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLatency:
-    """Seconds of an attention call: `exchanges + (R - 1) max(compute, p2p) + compute`.
+    """Seconds of a call: `copies + exchanges + (R - 1) max(compute, p2p) + compute`.
 
-    With `compute = launch_s + compute_s_per_work work / R`, `p2p = p2p_latency_s + p2p_s_per_byte
-    p2p_bytes`, and `exchanges = 2 all_to_all_latency_s + all_to_all_s_per_byte all_to_all_bytes`,
-    or 0 where nothing is sent. Source: db-SP, equation 4; latencies and bytes are ours.
+    With `copies = copy_s_per_byte copied_bytes`, `exchanges = 2 all_to_all_latency_s +
+    all_to_all_s_per_byte all_to_all_bytes`, or 0 where nothing is sent, `compute = launch_s +
+    compute_s_per_work work / R`, and `p2p = p2p_latency_s + p2p_s_per_byte p2p_bytes`. Source:
+    db-SP, equation 4; latencies, bytes and copies are ours.
 
     Args:
         all_to_all_latency_s: Seconds to start an all-to-all.
@@ -117,10 +153,11 @@ class AttentionLatency:
         p2p_s_per_byte: Seconds per byte that a rank passes on.
         compute_s_per_work: Seconds per unit of work.
         launch_s: Seconds to start the kernel of a period.
+        copy_s_per_byte: Seconds per byte that a rank lays out.
         fit_error: Root mean square relative error of the fit that gave the above, if any.
 
     Raises:
-        ConfigError: A coefficient is negative or not finite.
+        ConfigError: A coefficient, or the error, is negative or not finite.
     """
 
     all_to_all_latency_s: float
@@ -129,11 +166,14 @@ class AttentionLatency:
     p2p_s_per_byte: float
     compute_s_per_work: float
     launch_s: float
+    copy_s_per_byte: float = 0.0
     _: KW_ONLY
     fit_error: float | None = None
 
     def __post_init__(self) -> None:
         _check_amounts(self, [field.name for field in fields(self)[:NUM_COEFFICIENTS]])
+        if self.fit_error is not None:
+            _check_amounts(self, ["fit_error"])
 
     def __call__(self, load: AttentionLoad) -> float:
         """Predicted seconds of a call."""
@@ -142,7 +182,32 @@ class AttentionLatency:
         exchange_s = self.all_to_all_s_per_byte * load.all_to_all_bytes
         if load.all_to_all_bytes > 0:
             exchange_s += NUM_ALL_TO_ALLS * self.all_to_all_latency_s
+        exchange_s += self.copy_s_per_byte * load.copied_bytes
         return exchange_s + (load.ring_degree - 1) * max(compute_s, p2p_s) + compute_s
+
+    def save(self, path: str | Path) -> None:
+        """Write the fields to a JSON file."""
+        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            ConfigError: The file cannot be read, or holds something else; says what.
+        """
+        found = parse_json("".join(read_lines(Path(path))), str(path))
+        values = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+        names = [field.name for field in fields(cls)]
+        if values.keys() != set(names):
+            raise ConfigError(
+                f"{path} holds {', '.join(values) or 'no fields'}; it must hold "
+                f"{', '.join(names)}, as AttentionLatency.save writes them"
+            )
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
 
 def fit_attention_latency(
@@ -163,7 +228,7 @@ def fit_attention_latency(
         seconds: (n,) of each; best the median of some repeats, since a stall counts in full.
 
     Raises:
-        ConfigError: Fewer than 6 calls, a time that is not positive, no call with all-to-alls or
+        ConfigError: Fewer than 7 calls, a time that is not positive, no call with all-to-alls or
             none with a ring, or none that waits for the exchange in the ring.
     """
     measured_O = np.asarray(seconds, dtype=np.float64)
@@ -185,73 +250,6 @@ def fit_attention_latency(
     return AttentionLatency(*coefs_K.tolist(), fit_error=error)
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyChoice:
-    """The mesh of one layer in one step, and what the next choice needs to know.
-
-    Attributes:
-        degrees: (U, R).
-        predicted_s: Seconds of the call.
-        foregone_s: Predicted seconds lost since the last switch, by not being on the fastest mesh.
-        num_choices: Choices so far, this one included.
-        num_switches: How many of them left the mesh of the one before.
-    """
-
-    degrees: tuple[int, int]
-    predicted_s: float
-    foregone_s: float = 0.0
-    num_choices: int = 1
-    num_switches: int = 0
-
-
-def choose_strategy(
-    latency: AttentionLatency,
-    loads: Sequence[AttentionLoad],
-    last: StrategyChoice | None = None,
-    *,
-    min_gain: float = 0.03,
-    switch_s: float = 0.0,
-) -> StrategyChoice:
-    """Choose the mesh with the lowest predicted latency, but do not switch for nothing.
-
-    A gain that is at most `min_gain` of the current prediction is less than the model can tell, and
-    does not count. Those that count are summed as long as the layer stays where it is; once the sum
-    pays for a switch, it switches to what is fastest then. Equal predictions: the first.
-
-    Args:
-        latency: The fitted model.
-        loads: Of this layer in this step on every allowed mesh, with the imbalance of each.
-        last: The choice for this layer in the step before; None in the first.
-        min_gain: Least relative gain that counts; the error of the model is a good value.
-        switch_s: Seconds that a switch costs: new plans and index tables, cold caches.
-
-    Raises:
-        ConfigError: No mesh, one of them twice, or the current one is not among them.
-    """
-    seconds_of: dict[tuple[int, int], float] = {load.degrees: latency(load) for load in loads}
-    if not loads or len(seconds_of) < len(loads):
-        raise ConfigError(
-            f"choose_strategy: loads of {[load.degrees for load in loads]} (Ulysses, ring); give "
-            "each allowed mesh once, and at least one"
-        )
-    best = min(seconds_of, key=lambda degrees: seconds_of[degrees])
-    if last is None:
-        return StrategyChoice(best, seconds_of[best])
-    if last.degrees not in seconds_of:
-        raise ConfigError(
-            f"choose_strategy: the last mesh {last.degrees} is not among {list(seconds_of)}: give "
-            "its load too, or last=None to start anew"
-        )
-    current_s = seconds_of[last.degrees]
-    gain_s = current_s - seconds_of[best]
-    counts = gain_s > min_gain * current_s
-    foregone_s = last.foregone_s + (gain_s if counts else 0.0)
-    num_choices = last.num_choices + 1
-    if counts and foregone_s >= switch_s:
-        return StrategyChoice(best, seconds_of[best], 0.0, num_choices, last.num_switches + 1)
-    return StrategyChoice(last.degrees, current_s, foregone_s, num_choices, last.num_switches)
-
-
 @dataclass(frozen=True)
 class _Observed:
     """The loads of O calls, as arrays (O,)."""
@@ -260,6 +258,7 @@ class _Observed:
     work: Floats
     all_to_all_bytes: Floats
     p2p_bytes: Floats
+    copied_bytes: Floats
 
     def rows(self, waits_O: Bools) -> Floats:
         """(O, K) factors of the coefficients, given the calls that wait for the exchange."""
@@ -272,12 +271,13 @@ class _Observed:
             waited_O * self.p2p_bytes,
             computed_O * self.work / self.ring_degree,
             computed_O,
+            self.copied_bytes,
         )
         return np.stack(columns, axis=1)
 
     def waits(self, coefs_K: Floats) -> Bools:
         """(O,) whether a call waits for the exchange by these coefficients."""
-        _, _, p2p_latency_s, p2p_s_per_byte, compute_s_per_work, launch_s = coefs_K.tolist()
+        _, _, p2p_latency_s, p2p_s_per_byte, compute_s_per_work, launch_s, _ = coefs_K.tolist()
         compute_O = launch_s + compute_s_per_work * self.work / self.ring_degree
         p2p_O = p2p_latency_s + p2p_s_per_byte * self.p2p_bytes
         # What is as long as the compute is not seen: rounding must not say that it is.
@@ -330,7 +330,8 @@ def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> N
 def _check_amounts(owner: object, names: Sequence[str]) -> None:
     for name in names:
         value = getattr(owner, name)
-        if isinstance(value, bool) or not 0.0 <= value < math.inf:
+        is_number = not isinstance(value, bool) and isinstance(value, Real)
+        if not is_number or not 0.0 <= float(value) < math.inf:
             raise ConfigError(
                 f"{type(owner).__name__}({name}={value!r}): must be finite and at least 0"
             )

@@ -82,6 +82,11 @@ def load_masks(path: str | Path) -> Bools:
             f"{MASK_DIMS[1]}, or {MASK_DIMS[0]} and {MASK_DIMS[1]}, before them, and at least one "
             "of each"
         )
+    if not masks.any():
+        raise ConfigError(
+            f"{path}: no block of these masks is computed: True is computed, so save ~masks if "
+            "they say what is hidden"
+        )
     return masks.reshape((1,) * (5 - masks.ndim) + masks.shape)
 
 
@@ -91,7 +96,12 @@ def save_masks(path: str | Path, masks: Bools) -> None:
     Args:
         path: The file, ending in `.npz`.
         masks: (..., heads, q_blocks, kv_blocks) bool.
+
+    Raises:
+        ConfigError: The name has another ending, which numpy would add to.
     """
+    if Path(path).suffix != ".npz":
+        raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
     np.savez_compressed(path, packed=np.packbits(masks), shape=np.array(masks.shape))
 
 

@@ -1,0 +1,253 @@
+"""A denoising step of a small Wan with block-sparse attention: without balance, and with it.
+
+Run: `python benchmarks/bench_sparse_model.py` (about four minutes; `--quick`: one minute, writes
+nothing); writes results/sparse_model.json.
+
+Two ranks of one thread over gloo; diffusers' WanTransformer3DModel with random weights, 6,144
+tokens, 8 heads of width 64, float32, without gradients; synthetic masks of Wan2.1 for each layer
+and step, blocks of 64, density 0.41. Five copies of the model take their steps in turns:
+
+- without, on Ulysses and on a ring: heads in their order, each rank a run of blocks;
+- with, on both: the defaults of `SparseConfig`, plans kept within the tolerance and made from the
+  step before;
+- strategies: each layer on the mesh that is predicted to be the fastest, by a latency model that
+  the library fits to its own timings right before.
+
+Every step of every copy is compared with one process: the same model, dense attention with the
+mask. How a step is spent is read from a profile of other steps, by the library's own spans. Rows
+exchanged are all of them, those that Ulysses needs without balance, too; the share of them that is
+due to balance is counted in bytes.
+
+Targets: exact to 1e-5; planning and exchange below 5 % of a step.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from _common import ratio, write_results
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.multiprocessing.spawn import spawn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from bascule import SparseConfig, Strategies, measure_attention_latency, parallelize
+from bascule.attention.sparse import EXCHANGE_SPAN, MASKS_SPAN
+from bascule.attention.sparse_timing import CallShape
+from bascule.inference import Parallelized
+from bascule.inference.sparse import PLAN_SPAN
+from bascule.plan.sparse_masks import WAN21, synthetic_masks
+
+GRID, NUM_HEADS, HEAD_DIM, NUM_LAYERS, NUM_STEPS, BLOCK = (8, 24, 32), 8, 64, 2, 8, 64
+NUM_TOKENS = math.prod(GRID)
+MODEL = replace(WAN21, grid=GRID, num_heads=NUM_HEADS, density=0.41, block=BLOCK)
+MESHES = {"Ulysses": (1, 2), "ring": (2, 1)}
+"""(ring degree, Ulysses degree)"""
+SPANS = {"planning": PLAN_SPAN, "masks": MASKS_SPAN, "exchange": EXCHANGE_SPAN}
+LARGEST_SHARE, LARGEST_ERROR = 0.05, 1e-5
+_attend = functional.scaled_dot_product_attention
+
+
+def main() -> None:
+    """Measure in spawned processes, print the verdicts, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer steps; writes nothing")
+    quick = parser.parse_args().quick
+    load_before = os.getloadavg()
+    with tempfile.TemporaryDirectory() as folder:
+        results = f"{folder}/results.pt"
+        spawn(measure, (f"file://{folder}/store", 1 if quick else 4, results), nprocs=2)
+        found: dict[str, Any] = torch.load(results)
+    report(found)
+    if not quick:
+        print("written:", write_results("sparse_model", {"load_before": load_before, **found}))
+
+
+def report(found: dict[str, Any]) -> None:
+    """The verdicts."""
+    for name, arm in found["arms"].items():
+        shares = ", ".join(f"{part} {share:.1%}" for part, share in arm["shares"].items())
+        print(
+            f"        {name}: {arm['step_s']:.3f} s a step; rho {arm['rho']:.3f}; {shares}; "
+            f"meshes {arm['meshes']}; error {arm['error']:.1e}"
+        )
+        assert arm["error"] < LARGEST_ERROR
+    for name in MESHES:
+        arm, faster = found["arms"][f"with, {name}"], found["speedup"][name]
+        share = arm["shares"]["planning"] + arm["shares"]["exchange"]
+        print(
+            f"{'met   ' if share < LARGEST_SHARE else 'MISSED'}  {name}: planning and exchange "
+            f"{share:.1%} of a step (target below {LARGEST_SHARE:.0%}), {arm['moved']:.1%} of the "
+            f"bytes exchanged due to balance; {faster['median']:.3f}x the steps without "
+            f"({faster['lower_quartile']:.3f} to {faster['upper_quartile']:.3f})"
+        )
+    print(f"        strategies over the faster mesh: {found['speedup']['strategies']}")
+
+
+def measure(rank: int, store: str, turns: int, results: str) -> None:
+    """All copies on this rank; rank 0 saves what it measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    names = ("ring", "ulysses")
+    meshes = {k: init_device_mesh("cpu", v, mesh_dim_names=names) for k, v in MESHES.items()}
+    shape = CallShape(NUM_TOKENS, NUM_HEADS, HEAD_DIM, BLOCK, torch.float32)
+    with torch.inference_mode():
+        latency = measure_attention_latency(meshes["ring"], shape, device="cpu")
+        masks = np.stack([masks_of(step) for step in range(NUM_STEPS)])
+        wanted = [in_one_process(masks[step], step) for step in range(NUM_STEPS)]
+        arms = make_arms(meshes, masks, Strategies(latency))
+        errors, times, seen = in_turns(arms, wanted, turns)
+        found = {name: summary(handle, errors[name], seen[name]) for name, handle in arms.items()}
+    for name, seconds in times.items():
+        found[name]["step_s"] = statistics.median(seconds)
+    best = [min(pair) for pair in zip(times["with, Ulysses"], times["with, ring"], strict=True)]
+    speedup = {name: ratio(times[f"without, {name}"], times[f"with, {name}"]) for name in MESHES}
+    speedup["strategies"] = ratio(best, times["strategies"])
+    if rank == 0:
+        torch.save({"arms": found, "speedup": speedup, "latency": asdict(latency)}, results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def masks_of(step: int) -> Any:
+    """(layers, heads, blocks, blocks)."""
+    return np.stack([synthetic_masks(MODEL, layer=x, step=step) for x in range(NUM_LAYERS)])
+
+
+def make_model() -> Any:
+    """The same weights in every copy and on every rank."""
+    torch.manual_seed(0)
+    return WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=NUM_HEADS,
+        attention_head_dim=HEAD_DIM,
+        in_channels=4,
+        out_channels=4,
+        text_dim=64,
+        freq_dim=64,
+        ffn_dim=2 * NUM_HEADS * HEAD_DIM,
+        num_layers=NUM_LAYERS,
+        rope_max_seq_len=64,
+    ).eval()
+
+
+def inputs_of(step: int) -> dict[str, Any]:
+    """Of one step."""
+    generator = torch.Generator().manual_seed(step)
+    frames, height, width = GRID
+    return {
+        "hidden_states": torch.randn(1, 4, frames, 2 * height, 2 * width, generator=generator),
+        "timestep": torch.tensor([1000.0 - step]),
+        "encoder_hidden_states": torch.randn(1, 32, 64, generator=generator),
+    }
+
+
+def in_one_process(masks: Any, step: int) -> Tensor:
+    """What a step must give: dense attention of the unsplit model with the masks, head by head."""
+    of_layers = iter(torch.from_numpy(masks))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if key.shape[2] != NUM_TOKENS:
+            return _attend(query, key, value, *args, **kwargs)
+        dense = (x.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1) for x in next(of_layers))
+        heads = zip(query[0], key[0], value[0], dense, strict=True)
+        return torch.stack([_attend(q, k, v, mask) for q, k, v, mask in heads])[None]
+
+    with mock.patch.object(functional, "scaled_dot_product_attention", attend):
+        return make_model()(**inputs_of(step), return_dict=False)[0]
+
+
+def make_arms(
+    meshes: dict[str, DeviceMesh], masks: Any, strategies: Strategies
+) -> dict[str, Parallelized]:
+    """The copies of the model."""
+    run = BLOCK * math.ceil(NUM_TOKENS / BLOCK / 2)
+    without = SparseConfig(masks=masks, block=BLOCK, method="in_order", stripe=run)
+    balanced = SparseConfig(masks=masks, block=BLOCK)
+    free = SparseConfig(masks=masks, block=BLOCK, strategies=strategies)
+    arms: dict[str, Parallelized] = {}
+    for name, mesh in meshes.items():
+        arms[f"without, {name}"] = parallelize(make_model(), mesh=mesh, sparse=without)
+        arms[f"with, {name}"] = parallelize(make_model(), mesh=mesh, sparse=balanced)
+    arms["strategies"] = parallelize(make_model(), mesh=meshes["ring"], sparse=free)
+    return arms
+
+
+def in_turns(
+    arms: dict[str, Parallelized], wanted: list[Tensor], turns: int
+) -> tuple[dict[str, float], dict[str, list[float]], dict[str, dict[str, Any]]]:
+    """Largest error, seconds of each step, and what a profiled turn and its layers show."""
+    errors, times = dict.fromkeys(arms, 0.0), {name: list[float]() for name in arms}
+    for turn in range(turns + 1):  # the first warms up
+        for handle in arms.values():
+            handle.restart()
+        for step, expected in enumerate(wanted):
+            for name in list(arms)[:: 1 if (turn + step) % 2 else -1]:
+                dist.barrier()
+                start = time.perf_counter()
+                out = arms[name].model(**inputs_of(step), return_dict=False)[0]
+                dist.barrier()
+                if turn > 0:
+                    times[name].append(time.perf_counter() - start)
+                errors[name] = max(errors[name], float((out - expected).norm() / expected.norm()))
+    return errors, times, {name: profiled(handle) for name, handle in arms.items()}
+
+
+def profiled(handle: Parallelized) -> dict[str, Any]:
+    """Shares of a turn by span, of the rank that spent most; and the layers of every step."""
+    handle.restart()
+    layers: list[Any] = []
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        dist.barrier()
+        start = time.perf_counter()
+        for step in range(NUM_STEPS):
+            handle.model(**inputs_of(step), return_dict=False)
+            layers += handle.explain().sparse
+        total = time.perf_counter() - start
+    spent = {event.key: event.cpu_time_total * 1e-6 for event in profiler.key_averages()}
+    shares = torch.tensor([spent[span] / total for span in SPANS.values()])
+    dist.all_reduce(shares, dist.ReduceOp.MAX)
+    return {"shares": dict(zip(SPANS, shares.tolist(), strict=True)), "layers": layers}
+
+
+def summary(handle: Parallelized, error: float, seen: dict[str, Any]) -> dict[str, Any]:
+    """What is reported of a copy."""
+    plans = [layer.used for layer in seen["layers"]]
+    sent = sum(plan.wire_bytes(HEAD_DIM, 4) for plan in plans)
+    needed = sum(ulysses_bytes(plan) for plan in plans)
+    last = handle.explain().sparse
+    return {
+        "error": error,
+        "rho": statistics.mean(plan.imbalance for plan in plans),
+        "shares": seen["shares"],
+        "moved": (sent - needed) / max(sent, 1),
+        "meshes": {
+            f"U{u}R{r}": sum((p.ulysses_degree, p.ring_degree) == (u, r) for p in plans)
+            for r, u in MESHES.values()
+        },
+        "plans_made": sum(layer.num_planned for layer in last),
+        "plans_kept": sum(layer.num_kept for layer in last),
+    }
+
+
+def ulysses_bytes(plan: Any) -> int:
+    """Bytes of its exchanges that are needed with heads in order, and nothing moved."""
+    if plan.ulysses_degree == 1:
+        return 0
+    rows = NUM_HEADS * NUM_TOKENS * (plan.ulysses_degree - 1) // plan.ulysses_degree
+    return 4 * rows * HEAD_DIM * 4
+
+
+if __name__ == "__main__":
+    main()
