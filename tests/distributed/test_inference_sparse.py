@@ -62,7 +62,7 @@ def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
 
 
 def make_config(case: dict[str, Any], masks: Bools, **settings: Any) -> SparseConfig:
-    settings = {"block": BLOCK, "tolerance": 0.0, **settings}
+    settings = {"block": BLOCK, "tolerance": 0.0, "move_cost": 0.0, **settings}
     if "method" in case:
         settings["method"] = case["method"]
     return SparseConfig(**(case.get("rule") or {"masks": masks}), **settings)
@@ -186,7 +186,7 @@ def test_wan_and_cogvideox_over_three_steps(meshes: list[tuple[int, int]]) -> No
 @contextmanager
 def split_toy(mesh: Any, **settings: Any) -> Iterator[tuple[Toy, Parallelized]]:
     model = make_toy(num_blocks=LAYERS)
-    config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0} | settings))
+    config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "move_cost": 0.0} | settings))
     with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:
         yield model, handle
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bascule.comm.exchange import _as_integers, _pack, _part, _row_format
+from bascule.comm.staging import Staging
 
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64),
@@ -27,7 +28,7 @@ def random_tensors(draw: random.Random, num_rows: int) -> list[Tensor]:
 def pack(tensors: list[Tensor], index: Tensor | None) -> tuple[Tensor, list[Tensor], list[int]]:
     rows = [_as_integers(tensor) for tensor in tensors]
     places, row_bytes = _row_format(rows)
-    buffer = _pack(rows, places, row_bytes, index)
+    buffer = _pack(rows, places, row_bytes, index, Staging())
     assert buffer.dtype == torch.uint8 and buffer.shape[1] == row_bytes
     return buffer, rows, places
 

@@ -1,6 +1,7 @@
 """Heads over ranks and blocks over rings: by hand, and against the text of the paper."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +199,35 @@ def test_a_ring_that_is_even_enough_does_not_move() -> None:
     home = np.repeat(np.arange(4), 3)
     plan = partition_blocks(matrix, 4, method="minimal_move", q_home=home, kv_home=home)
     assert plan.num_moved == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_moves_with_a_toll_are_worth_it(seed: int) -> None:
+    """What they gain is more than they cost, and no turn of the ring would cost less."""
+    random = np.random.default_rng(seed)
+    ring = int(random.integers(2, 5))
+    matrix = random.integers(0, 50, (18, 15)) * random.random((18, 1)).round(2)
+    homes = random.integers(0, ring, 18), random.integers(0, ring, 15)
+    prices = [random.integers(1, 4) * (1.0 - np.eye(ring)) for _ in range(2)]
+    place: dict[str, Any] = {"q_home": homes[0], "kv_home": homes[1], "prices": prices}
+    mean, ends = matrix.sum() / ring, []
+    at_home = partition_blocks(matrix, ring, method="minimal_move", target=99.0, **place)
+    assert at_home.num_moved == (0, 0)
+    for toll, first in ((0.0, 0.0), (2.0, 0.0), (20.0, 0.0), (2.0, 30.0), (2.0, 1e9), (1e9, 0.0)):
+        plan = partition_blocks(
+            matrix, ring, method="minimal_move", target=1.0, toll=toll, first_toll=first, **place
+        )
+
+        def cost(turn: int, plan: Any = plan) -> float:
+            q, kv = (plan.q_of + turn) % ring, (plan.kv_of + turn) % ring
+            return prices[0][homes[0], q].sum() + prices[1][homes[1], kv].sum()
+
+        assert cost(0) == min(cost(turn) for turn in range(ring))
+        gain = (at_home.imbalance - plan.imbalance) * mean
+        has_moved = sum(plan.num_moved) > 0
+        assert gain >= toll * cost(0) + first * has_moved - 1e-6
+        ends.append(plan.imbalance)
+    assert ends[0] < at_home.imbalance == ends[4] == ends[5]
 
 
 def test_keys_stay_where_they_must() -> None:

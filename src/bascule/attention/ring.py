@@ -201,23 +201,33 @@ def _rotate(
     plan: RingPlan, k: Tensor, v: Tensor, attend: Callable[[int, Tensor, Tensor], None]
 ) -> None:
     """Call `attend` with the keys and values of every ring rank, own ones first."""
-    at_hand = k if plan.size == 1 else _packed(k, v, plan.wire)
+    at_hand = k if plan.size == 1 else _packed(k, v, plan)
     for turn in range(plan.size):
         shift = None
         if turn < plan.size - 1:
             shape = (*at_hand.shape[:-2], plan.kv_lens[plan.owner(turn + 1)], at_hand.shape[-1])
-            shift = _Shift(plan, at_hand, shape, f"keys and values, round {turn + 1}")
+            coming = _staged(plan, turn + 1, shape, at_hand)
+            shift = _Shift(plan, at_hand, coming, f"keys and values, round {turn + 1}")
         keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, plan.wire)
         attend(turn, keys, values)
         if shift is not None:
             at_hand = shift.wait()
 
 
-def _packed(k: Tensor, v: Tensor, wire: Wire | None) -> Tensor:
+def _packed(k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:
     """(2, B, K, Sk, ...) what travels: packed once, and passed on as it came."""
-    if wire is None:
-        return torch.stack((k, v))
-    return torch.stack((wire.pack(k, wire.k_centre), wire.pack(v, wire.v_centre)))
+    if plan.wire is not None:
+        k, v = plan.wire.pack(k, plan.wire.k_centre), plan.wire.pack(v, plan.wire.v_centre)
+    packed = _staged(plan, 0, (2, *k.shape), k)
+    packed[0], packed[1] = k, v
+    return packed
+
+
+def _staged(plan: RingPlan, turn: int, shape: Sequence[int], like: Tensor) -> Tensor:
+    """Memory for the keys and values of a round; the next one's is another, the one's after not."""
+    assert plan.group is not None
+    role = f"keys and values, {'even' if turn % 2 == 0 else 'odd'} rounds"
+    return plan.group.staging.take(role, math.prod(shape), like).view(*shape)
 
 
 def _unpacked(rows: Tensor, dtype: torch.dtype, wire: Wire | None) -> tuple[Tensor, Tensor]:
@@ -248,7 +258,8 @@ class _Travelling:
         if plan.size == 1:
             return
         shape = (*self._shape[:-2], plan.kv_lens[plan.owner(turn + 1)], self._shape[-1])
-        self._shift = _Shift(plan, self._sum, shape, f"gradients, round {turn + 1}")
+        coming = self._sum.new_empty(shape)
+        self._shift = _Shift(plan, self._sum, coming, f"gradients, round {turn + 1}")
 
     def home(self) -> Tensor:
         """(2, B, K, Sk, D) gradients of this rank's own keys and values."""
@@ -262,9 +273,9 @@ class _Shift:
     The one place where the ring puts tensors on the wire; posted when it is made.
     """
 
-    def __init__(self, plan: RingPlan, sent: Tensor, shape: Sequence[int], name: str) -> None:
+    def __init__(self, plan: RingPlan, sent: Tensor, received: Tensor, name: str) -> None:
         assert plan.group is not None
-        self._received = sent.new_empty(tuple(shape))
+        self._received = received
         after, before = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
         to, come = {after: sent.contiguous()}, {before: self._received}
         self._transfers = Transfers(plan.group, f"ring ({name})", to, come)

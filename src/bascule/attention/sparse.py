@@ -13,7 +13,7 @@ ranks.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -22,20 +22,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from bascule.attention.block_form import BlockRows, Seen
-from bascule.attention.blocks import select_block_kernel
 from bascule.attention.op_parts import naming
 from bascule.attention.ranks import AttentionMesh, as_attention_mesh
-from bascule.attention.ring import RingPlan, Tile, ring_attention
+from bascule.attention.ring import ring_attention
 from bascule.attention.sparse_masks import pooled
+from bascule.attention.sparse_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.comm.agree import Statement, agree
-from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.groups import RankGroup, all_gather_single, reporting
 from bascule.errors import ConfigError
-from bascule.plan.layout import Ints, Route, cumulative
+from bascule.plan.layout import Ints
 from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
 
-Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 RowsSeen = Callable[[PackedRows], Bools]
 """From X rows to (X, C), or (B, X, C) where batch items differ: which key blocks each sees."""
 
@@ -74,9 +71,9 @@ def sparse_attention(
 ) -> Tensor:
     """Exact block-sparse attention of tokens that are at home as the plan says; as q.
 
-    Two all-to-alls over all ranks, R - 1 exchanges around the ring, and twice that backward. The
-    first call with a plan makes sure, by one all-gather, that all ranks have the same. A
-    `PooledRule` takes two all-gathers in the ring.
+    Two all-to-alls over all ranks, but none if the plan needs no row of another rank; R - 1
+    exchanges around the ring; and twice that backward. The first call with a plan makes sure, by
+    one all-gather, that all ranks have the same. A `PooledRule` takes two all-gathers in the ring.
 
     Args:
         q: (B, H, T, D) queries of this rank's blocks, in the order of the sequence.
@@ -110,13 +107,11 @@ def attend_sparse(
     ranks = as_attention_mesh(mesh)
     form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
     _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form)
-    tables = _tables_of(plan, ranks, q.shape[0], q.device)
+    tables = tables_of(plan, ranks, q.shape[0], q.device)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     with naming("sparse_attention", (q, k, v)):
-        home = torch.cat([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
         with record_function(EXCHANGE_SPAN):
-            arrived = tables.bring(home)[None, None]
-        here_q, here_k, here_v = arrived.split(tables.arriving, dim=2)
+            here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
         with record_function(MASKS_SPAN):
             if isinstance(seen, PooledRule):
                 masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
@@ -173,7 +168,7 @@ def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
     return list(every.unflatten(0, (group.size, padded.shape[0])))
 
 
-def _kept(rule: PooledRule, tables: "_Tables", q: Tensor, k: Tensor, scale: float) -> Bools:
+def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
     """(B, X, C) what a rule keeps of the rows of this rank."""
     plan, rows, batch = tables.plan, tables.rows, tables.batch
     means_q, means_k = (
@@ -194,11 +189,7 @@ def _kept(rule: PooledRule, tables: "_Tables", q: Tensor, k: Tensor, scale: floa
     return rule.keep(scores, rows).cpu().numpy()
 
 
-def _rank_of(ranks: AttentionMesh) -> int:
-    return 0 if ranks.whole is None else ranks.whole.rank
-
-
-def _checked(tables: "_Tables", masks: Bools) -> Bools:
+def _checked(tables: SparseTables, masks: Bools) -> Bools:
     """(B or 1, X, C).
 
     Raises:
@@ -212,135 +203,6 @@ def _checked(tables: "_Tables", masks: Bools) -> Bools:
             f"asked for, or {shapes[2]} where batch items differ"
         )
     return masks if masks.ndim == 3 else masks[None]
-
-
-@dataclass(frozen=True, eq=False)
-class _Tables:
-    """The index tables of a plan on this rank; made once for a plan."""
-
-    plan: SparsePlan
-    ranks: AttentionMesh
-    batch: int
-    device: torch.device
-
-    @property
-    def rank(self) -> int:
-        """Of all ranks."""
-        return _rank_of(self.ranks)
-
-    @cached_property
-    def arriving(self) -> list[int]:
-        """Rows of q, k and v that come here."""
-        num_q, num_kv = (
-            int(rows.lens.sum()) * self.batch for rows in (self.rows, self.plan.kv_rows(self.rank))
-        )
-        return [num_q, num_kv, num_kv]
-
-    @cached_property
-    def _incoming(self) -> Route:
-        return self.plan.route(self.rank, batch=self.batch)
-
-    @cached_property
-    def _outgoing(self) -> Route:
-        return self.plan.output_route(self.rank, batch=self.batch)
-
-    @cached_property
-    def _bound(self) -> tuple[BoundRoute, BoundRoute]:
-        assert self.ranks.whole is not None
-        names = ("rows of heads", "rows of heads, home")
-        routes = zip((self._incoming, self._outgoing), names, strict=True)
-        into, back = (
-            BoundRoute(route, self.ranks.whole, self.device, 0, name) for route, name in routes
-        )
-        return into, back
-
-    @cached_property
-    def _local(self) -> tuple[Tensor, Tensor]:
-        into, back = (
-            torch.from_numpy(_composed(route)).to(self.device)
-            for route in (self._incoming, self._outgoing)
-        )
-        return into, back
-
-    def bring(self, rows: Tensor) -> Tensor:
-        """From home to where they are used."""
-        if self.ranks.whole is None:
-            return rows.index_select(0, self._local[0])
-        return spread(self._bound[0], rows)
-
-    def take_home(self, rows: Tensor) -> Tensor:
-        """Home from where they were computed."""
-        if self.ranks.whole is None:
-            return rows.index_select(0, self._local[1])
-        return exchange(self._bound[1], [rows])[0]
-
-    @cached_property
-    def rows(self) -> PackedRows:
-        """(head, query block) rows that this rank computes."""
-        return self.plan.q_rows(self.rank)
-
-    @cached_property
-    def kv_rows(self) -> list[PackedRows]:
-        """By ring rank, the keys that start their way there."""
-        degree = self.plan.ulysses_degree
-        return [
-            self.plan.kv_rows(owner)
-            for owner in range(self.rank % degree, self.plan.num_ranks, degree)
-        ]
-
-    def ring(self, q: Tensor, masks: Bools, scale: float, kernel: str | None) -> RingPlan:
-        """What this rank does in each round: tiles of blocks."""
-        plan, everything = self.plan, slice(None)
-        return RingPlan(
-            group=self.ranks.ring,
-            kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
-            tiles=[
-                [Tile(everything, everything, Seen(blocks=self._blocks(there, masks)))]
-                for there in self.kv_rows
-            ],
-            kernel=select_block_kernel(
-                kernel,
-                q.device.type,
-                dtype=q.dtype,
-                head_dim=q.shape[-1],
-                block=int(max(plan.q.lens.max(initial=1), plan.kv.lens.max(initial=1))),
-                needs_lse=plan.ring_degree > 1 or q.requires_grad,
-            ),
-            scale=scale,
-        )
-
-    def _blocks(self, keys: PackedRows, masks: Bools) -> BlockRows:
-        """What the queries of this rank see of keys that lie on one ring rank."""
-        plan, rows = self.plan, self.rows
-        group = len(plan.ring_of) // plan.num_kv_heads
-        place = np.full((plan.num_kv_heads, plan.kv.lens.size), -1)
-        place[keys.heads, keys.blocks] = np.arange(keys.heads.size)
-        here = place[rows.heads // group]
-        is_seen = np.broadcast_to(masks & (here >= 0), (self.batch, *here.shape))
-        item, row, block = np.nonzero(is_seen)
-        return BlockRows(
-            q_bounds=_bounds(rows.lens, self.batch),
-            k_bounds=_bounds(keys.lens, self.batch),
-            row_bounds=cumulative(is_seen.sum(axis=2).ravel()),
-            columns=here[row, block] + item * keys.heads.size,
-        )
-
-
-@lru_cache(maxsize=64)
-def _tables_of(plan: SparsePlan, ranks: AttentionMesh, batch: int, device: torch.device) -> _Tables:
-    """The same for the same plan."""
-    return _Tables(plan, ranks, batch, device)
-
-
-def _bounds(lens: Ints, batch: int) -> Ints:
-    return cumulative(np.tile(lens, batch))
-
-
-def _composed(route: Route) -> Ints:
-    """A route of one rank as one index."""
-    assert route.send_index is not None
-    assert route.recv_index is not None
-    return route.send_index[route.recv_index]
 
 
 @lru_cache(maxsize=1024)
@@ -380,9 +242,7 @@ def _misfit(
             f"sparse_attention: a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks "
             f"(Ulysses x ring) on a mesh of {ulysses} x {ring}"
         )
-    tokens = [
-        int(layout.lens[layout.home == _rank_of(ranks)].sum()) for layout in (plan.q, plan.kv)
-    ]
+    tokens = [int(layout.lens[layout.home == rank_of(ranks)].sum()) for layout in (plan.q, plan.kv)]
     heads = len(plan.ring_of), plan.num_kv_heads
     batch, width = q[0], q[-1]
     wanted = [(batch, h, t, width) for h, t in zip(heads, tokens, strict=True)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.comm.groups import RankGroup, all_gather_single, reduce_scatter_single, reporting
+from bascule.comm.staging import Staging
 from bascule.plan.layout import Ints, Route
 
 # Bytes are moved as integers of the same width: every back end has kernels for these.
@@ -117,42 +118,69 @@ class _Exchange(torch.autograd.Function):
         return (None, *(next(received) if is_needed else None for is_needed in needed))
 
 
-def spread(route: BoundRoute, rows: Tensor) -> Tensor:
-    """`exchange` of one tensor by a route that may send a row to several ranks.
+def spread(route: BoundRoute, parts: Sequence[Tensor]) -> Tensor:
+    """`exchange` of rows by a route that may send a row to several ranks.
 
-    The gradient of a row is the sum over its copies, in float32 at least.
+    The gradient of a row is the sum over its copies, in float32 at least. Without gradients what
+    arrives lies in memory that the next `spread` over the group overwrites.
+
+    Args:
+        route: Where each of the T rows goes.
+        parts: Tensors (T_i, D) that lie one after another, of T rows together.
+
+    Returns:
+        (S, D).
     """
-    return _Spread.apply(route, rows)
+    return _Spread.apply(route, *parts)
 
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, route: BoundRoute, rows: Tensor) -> Tensor:
-        ctx.route, ctx.num_rows = route, rows.shape[0]
-        return _move(route, [rows])[0]
+    def forward(ctx: Any, route: BoundRoute, *parts: Tensor) -> Tensor:
+        ctx.route, ctx.sizes = route, [part.shape[0] for part in parts]
+        rows = _staged(route.group.staging, "rows at home", sum(ctx.sizes), parts[0])
+        torch.cat(parts, out=rows)
+        is_kept = any(ctx.needs_input_grad)
+        num_received = sum(route.recv_splits)
+        out = (
+            None if is_kept else _staged(route.group.staging, "rows spread", num_received, parts[0])
+        )
+        return _move(route, [rows], out)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), route = grads, ctx.route
         (copies,) = _move(route.back_to_copies, [grad])
-        total = grad.new_zeros(
-            ctx.num_rows, *grad.shape[1:], dtype=torch.promote_types(grad.dtype, torch.float32)
-        )
-        total.index_add_(0, route.send_index, copies.to(total.dtype))
-        return None, total.to(grad.dtype)
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = grad.new_zeros(sum(ctx.sizes), *grad.shape[1:], dtype=wide)
+        total.index_add_(0, route.send_index, copies.to(wide))
+        return None, *total.to(grad.dtype).split(ctx.sizes)
 
 
-def _move(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _staged(staging: Staging, role: str, num_rows: int, like: Tensor) -> Tensor:
+    """(num_rows, ...) in memory that is used again."""
+    numel = num_rows * like.shape[1:].numel()
+    return staging.take(role, numel, like).view(num_rows, *like.shape[1:])
+
+
+def _move(
+    route: BoundRoute, tensors: Sequence[Tensor], out: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """The rows that arrive; of one tensor in `out`, if it is given."""
     rows = [_as_integers(tensor) for tensor in tensors]
     places, row_bytes = _row_format(rows)
-    sent = _pack(rows, places, row_bytes, route.send_index)
+    sent = _pack(rows, places, row_bytes, route.send_index, route.group.staging)
     num_received = sum(route.recv_splits)
-    outs = tuple(tensor.new_empty(num_received, *tensor.shape[1:]) for tensor in tensors)
+    outs = (
+        tuple(tensor.new_empty(num_received, *tensor.shape[1:]) for tensor in tensors)
+        if out is None
+        else (out,)
+    )
     arrives_in_place = len(outs) == 1 and route.recv_index is None
     received = (
         _as_integers(outs[0]).view(torch.uint8)
         if arrives_in_place
-        else sent.new_empty(num_received, row_bytes)
+        else _staged(route.group.staging, "rows received", num_received, sent)
     )
     with reporting(route.group, f"all_to_all ({route.name})", route.step):
         dist.all_to_all_single(
@@ -187,14 +215,18 @@ def _row_format(rows: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _pack(
-    rows: Sequence[Tensor], places: Sequence[int], row_bytes: int, index: Tensor | None
+    rows: Sequence[Tensor],
+    places: Sequence[int],
+    row_bytes: int,
+    index: Tensor | None,
+    staging: Staging,
 ) -> Tensor:
     """(T, row_bytes) uint8: the tensors side by side, rows in the order in which they are sent."""
-    if len(rows) == 1:
-        only = rows[0].contiguous() if index is None else rows[0].index_select(0, index)
-        return only.view(torch.uint8)
+    if len(rows) == 1 and index is None:
+        return rows[0].contiguous().view(torch.uint8)
     num_rows = rows[0].shape[0] if index is None else index.shape[0]
-    buffer = rows[0].new_empty(num_rows, row_bytes, dtype=torch.uint8)
+    like = rows[0].new_empty(0, row_bytes, dtype=torch.uint8)
+    buffer = _staged(staging, "rows sent", num_rows, like)
     for row, place in zip(rows, places, strict=True):
         _select(row, index, _part(buffer, row, place))
     return buffer

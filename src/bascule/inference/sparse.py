@@ -198,7 +198,10 @@ class SparseLayers:
         for degrees, mesh in self.meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
                 planner = SparsePlanner(
-                    *degrees, method=self.config.method, target=self.config.target
+                    *degrees,
+                    method=self.config.method,
+                    target=self.config.target,
+                    move_cost=self.config.move_cost,
                 )
                 columns = columns_of(work, degrees)
                 plan = planner.plan(columns, home, num_kv_heads=key.num_kv_heads)

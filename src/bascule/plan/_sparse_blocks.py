@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan._sparse_counts import Floats, check_ranks, check_vector, tile_work
-from bascule.plan._sparse_metrics import barrier_imbalance, coupled_imbalance
+from bascule.plan._sparse_metrics import barrier_ends, barrier_imbalance, coupled_imbalance
 from bascule.plan._sparse_moves import Placement, fewest_moves
 from bascule.plan._sparse_paper import greedy
 from bascule.plan.layout import Ints
@@ -73,6 +73,8 @@ def partition_blocks(
     capacity: tuple[int, int] | None = None,
     target: float = 1.005,
     prices: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
+    toll: float = 0.0,
+    first_toll: float = 0.0,
 ) -> BlockPlan:
     """Choose the ring rank of every query block and every key block.
 
@@ -94,6 +96,9 @@ def partition_blocks(
         target: For "minimal_move": imbalance to reach.
         prices: For "minimal_move": (R, R) each, cost of moving a query block and a key block from
             rank to rank. Default: 1. Infinite prices for key blocks: they stay.
+        toll: For "minimal_move": work that a price of 1 is worth to the slowest rank; moves that
+            gain less are not made, even if the target is missed. Default: they cost nothing.
+        first_toll: The same for moving anything at all.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -118,7 +123,8 @@ def partition_blocks(
     elif method == "paper":
         q_of, kv_of = _by_paper(matrix, homes, ring_degree, reward, capacity)
     elif method == "minimal_move":
-        q_of, kv_of = _moved(matrix, homes, target, _prices(prices, ring_degree))
+        tolls = toll, first_toll
+        q_of, kv_of = _moved(matrix, homes, target, _prices(prices, ring_degree), tolls)
     else:
         raise ConfigError(f"method {method!r}: blocks are partitioned by one of {METHODS}")
     return BlockPlan(q_of, kv_of, *homes, tile_work(matrix, q_of, kv_of, ring_degree))
@@ -171,23 +177,49 @@ def _prices(
 
 
 def _moved(
-    matrix: Floats, homes: Placement, target: float, prices: tuple[Floats, Floats]
+    matrix: Floats,
+    homes: Placement,
+    target: float,
+    prices: tuple[Floats, Floats],
+    tolls: tuple[float, float],
 ) -> Placement:
-    """The first start from which moves reach the target, or else where they came closest."""
-    ring_degree = len(prices[0])
-    if ring_degree == 1:
-        return homes
+    """The first start from which moves reach the target, or else where they came closest.
+
+    Where moves have a toll it counts like work.
+    """
+    (toll, first_toll), ring_degree = tolls, len(prices[0])
     budget = target * float(matrix.sum()) / ring_degree
-    best, least = homes, np.inf
+    best, least = homes, float(barrier_ends(tile_work(matrix, *homes, ring_degree)))
+    if ring_degree == 1 or least <= budget:
+        return homes
     for start in _starts(matrix, homes, ring_degree):
         if not np.isfinite(prices[1]).all():
             start = start[0], homes[1]
-        found, end = fewest_moves(matrix, start, homes, budget, prices)
-        if end < least:
-            best, least = found, end
-        if least <= budget:
+        found, end = fewest_moves(matrix, start, homes, budget, prices, toll)
+        found, price = _turned(found, homes, prices)
+        total = end + toll * price + first_toll
+        if total < least:
+            best, least = found, total
+        if end <= budget:
             break
     return best
+
+
+def _turned(
+    placed: Placement, homes: Placement, prices: tuple[Floats, Floats]
+) -> tuple[Placement, float]:
+    """The same rounds on other ranks of the ring, so that the price of it is the least.
+
+    All ranks may be another's number further: who is how far from whom stays.
+    """
+    (q_of, kv_of), (q_home, kv_home), (q_price, kv_price) = placed, homes, prices
+    if not np.isfinite(kv_price).all():
+        return placed, float(q_price[q_home, q_of].sum())
+    size = len(q_price)
+    turned = [((q_of + turn) % size, (kv_of + turn) % size) for turn in range(size)]
+    costs = [float(q_price[q_home, q].sum() + kv_price[kv_home, kv].sum()) for q, kv in turned]
+    best = int(np.argmin(costs))
+    return turned[best], costs[best]
 
 
 def _starts(matrix: Floats, homes: Placement, ring_degree: int) -> Iterator[Placement]:

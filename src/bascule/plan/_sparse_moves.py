@@ -44,6 +44,7 @@ class _Side:
         tiles: (R, R) work between ranks; a view, shared by both sides.
         rank_of: (n,) where each block is.
         price: (n, R) cost of moving each block to each rank; inf where it may not go.
+        toll: (n, R) work that it costs to have each block on each rank; 0 at home.
     """
 
     matrix: Floats
@@ -51,6 +52,7 @@ class _Side:
     tiles: Floats
     rank_of: Ints
     price: Floats
+    toll: Floats
 
 
 Placement = tuple[Ints, Ints]
@@ -66,11 +68,12 @@ def fewest_moves(
     home: Placement,
     budget: float,
     prices: tuple[Floats, Floats],
+    toll: float,
 ) -> tuple[Placement, float]:
     """Move blocks until the sum over rounds of the slowest ranks' work is within the budget.
 
-    Returns the best placement that was found, within the budget or not, and that sum. O((n + m)
-    R^2) a step.
+    Returns the best placement that was found, within the budget or not, and that sum; the best has
+    the least of that sum and of its toll. O((n + m) R^2) a step.
 
     Args:
         matrix: (n, m) work of each query block on each key block.
@@ -79,35 +82,42 @@ def fewest_moves(
         budget: Work.
         prices: (R, R) each: cost of moving a query block and a key block from rank to rank; if one
             is infinite, blocks of that kind stay.
+        toll: Work that a price of 1 is worth.
     """
-    best, least = start, np.inf
+    best, least, end = start, np.inf, np.inf
     for _ in range(_PASSES):
-        found, end = _one_pass(_sides(matrix, best, home, prices), budget)
-        if end >= least:
+        found, total, found_end = _one_pass(_sides(matrix, best, home, prices, toll), budget)
+        if total >= least:
             break
-        best, least = found, end
-        if least <= budget:
+        best, least, end = found, total, found_end
+        if end <= budget:
             break
-    return best, least
+    return best, end
 
 
-def _one_pass(sides: tuple[_Side, _Side], budget: float) -> tuple[Placement, float]:
-    """The best placement on the way when each block moves at most once, and its end."""
+def _one_pass(sides: tuple[_Side, _Side], budget: float) -> tuple[Placement, float, float]:
+    """The best placement on the way when each block moves at most once; with its toll, and without.
+
+    It is that where the sum of both is the least.
+    """
     q, kv = sides
-    best, least, since = (q.rank_of.copy(), kv.rank_of.copy()), float(barrier_ends(q.tiles)), 0
-    while least > budget and since < _STALL:
+    end = float(barrier_ends(q.tiles))
+    paid = sum(float(x.toll[np.arange(x.rank_of.size), x.rank_of].sum()) for x in sides)
+    best, least, best_end, since = (q.rank_of.copy(), kv.rank_of.copy()), end + paid, end, 0
+    while end > budget and since < _STALL:
         chosen, moves = _helpful(sides)
         if not moves:
             break
         for block, rank in moves:
-            _move(sides[chosen], sides[1 - chosen], block, rank)
+            paid += _move(sides[chosen], sides[1 - chosen], block, rank)
             end = float(barrier_ends(q.tiles))
             since += 1
-            if end < least:
-                best, least, since = (q.rank_of.copy(), kv.rank_of.copy()), end, 0
+            if end + paid < least:
+                best, since = (q.rank_of.copy(), kv.rank_of.copy()), 0
+                least, best_end = end + paid, end
             if end <= budget:
                 break
-    return best, least
+    return best, least, best_end
 
 
 def _helpful(sides: tuple[_Side, _Side]) -> tuple[int, list[Move]]:
@@ -122,16 +132,24 @@ def _helpful(sides: tuple[_Side, _Side]) -> tuple[int, list[Move]]:
 
 
 def _sides(
-    matrix: Floats, start: Placement, home: Placement, prices: tuple[Floats, Floats]
+    matrix: Floats,
+    start: Placement,
+    home: Placement,
+    prices: tuple[Floats, Floats],
+    toll: float,
 ) -> tuple[_Side, _Side]:
     places = np.eye(len(prices[0]))
     q_of, kv_of = start[0].copy(), start[1].copy()
     q_profiles, kv_profiles = matrix @ places[kv_of], matrix.T @ places[q_of]
     tiles = places[q_of].T @ q_profiles
     q_price, kv_price = (_extra(*x) for x in zip(start, home, prices, strict=True))
+    q_toll, kv_toll = (
+        toll * np.where(np.isfinite(price), price, 0.0)[one]
+        for one, price in zip(home, prices, strict=True)
+    )
     return (
-        _Side(matrix, q_profiles, tiles, q_of, q_price),
-        _Side(matrix.T, kv_profiles, tiles.T, kv_of, kv_price),
+        _Side(matrix, q_profiles, tiles, q_of, q_price, q_toll),
+        _Side(matrix.T, kv_profiles, tiles.T, kv_of, kv_price, kv_toll),
     )
 
 
@@ -235,7 +253,8 @@ def _root(values: Floats) -> Floats:
     return values
 
 
-def _move(side: _Side, other: _Side, block: int, rank: int) -> None:
+def _move(side: _Side, other: _Side, block: int, rank: int) -> float:
+    """Returns what it adds to the toll."""
     source = int(side.rank_of[block])
     side.tiles[source] -= side.profiles[block]
     side.tiles[rank] += side.profiles[block]
@@ -243,3 +262,4 @@ def _move(side: _Side, other: _Side, block: int, rank: int) -> None:
     other.profiles[:, rank] += side.matrix[block]
     side.rank_of[block] = rank
     side.price[block] = np.inf
+    return float(side.toll[block, rank] - side.toll[block, source])

@@ -112,6 +112,11 @@ class SparsePlan:
         q, kv = (x.rows_between(self.num_ranks) for x in (self._q_travel, self._kv_travel))
         return frozen(q), frozen(kv)
 
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether every rank computes on the rows that it has, and no others."""
+        return all(int(rows.sum()) == int(rows.trace()) for rows in self.rows_between)
+
     @property
     def moved(self) -> tuple[float, float]:
         """Share of rows (tokens of heads) of queries, and of keys, on another ring rank than home.

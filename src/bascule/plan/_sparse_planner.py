@@ -26,6 +26,12 @@ from bascule.plan._sparse_plan import SparsePlan
 from bascule.plan.cluster import Cluster
 from bascule.plan.layout import Ints
 
+_COPIED = 1 / 3
+"""What it costs to lay out a row for exchange and compute, over sending it.
+
+Three copies at 3.3 TB/s against 180 GB/s; assumed.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SparsePlanner:
@@ -41,6 +47,11 @@ class SparsePlanner:
         reward: For "paper", see `partition_blocks`.
         cut_above: See `partition_heads`.
         shared: Whether all rings place blocks alike, from the sum of their work.
+        move_cost: Work, in pairs of tokens, that takes as long as to send two rows of a head: the
+            query and its output, or the key and its value. That is bytes of a value x FLOP/s / (2 x
+            bytes/s): 3,000 on an H100 with NVLink (544 TFLOP/s, 180 GB/s; assumed). Moves that gain
+            less are not made by "minimal_move", even if the target is missed. Default: moves cost
+            nothing.
         cluster: With one, moves between nodes are dearer than within them. Default: all are alike.
 
     Raises:
@@ -53,6 +64,7 @@ class SparsePlanner:
     target: float = 1.005
     reward: float = 2.0
     cut_above: float = 0.01
+    move_cost: float = 0.0
     shared: bool = False
     cluster: Cluster | None = None
 
@@ -135,6 +147,7 @@ class SparsePlanner:
         # Rings with less work than others need not be as even.
         mean = max(float(matrices.sum()) / len(matrices), 1.0)
         least = (1.0 + self.target) / 2
+        tolls = self._tolls(columns, num_kv_heads)
         plans = [
             partition_blocks(
                 matrix,
@@ -145,10 +158,22 @@ class SparsePlanner:
                 reward=self.reward,
                 target=max(self.target * mean / max(float(matrix.sum()), 1.0), least),
                 prices=self._prices(columns, ring_of, num_kv_heads, ring),
+                toll=tolls[0],
+                first_toll=tolls[1],
             )
             for ring, matrix in enumerate(matrices)
         ]
         return plans * self.ulysses_degree if self._is_shared else plans
+
+    def _tolls(self, columns: "_Columns", num_kv_heads: int) -> tuple[float, float]:
+        """Work of a rank for a block of one head that moves, and for moving anything at all.
+
+        Without Ulysses ranks nothing is laid out anew as long as nothing moves.
+        """
+        tokens = float(columns.q_lens.mean()) if columns.q_lens.size else 0.0
+        toll = self.move_cost * tokens / self.ring_degree
+        rows = (len(columns.work) + num_kv_heads) * columns.q_lens.size
+        return toll, _COPIED * rows * toll if self.ulysses_degree == 1 else 0.0
 
     def _prices(
         self, columns: "_Columns", ring_of: Ints, num_kv_heads: int, ring: int
