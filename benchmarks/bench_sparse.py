@@ -8,7 +8,7 @@ db-SP's table, blocks of 64 tokens, 8 heads of width 64, float32. Both sides do 
 and call the same kernel; they differ in the plan alone:
 
 - without: a run of blocks on each rank, heads in their order, as even as their numbers allow;
-- with: blocks dealt in turns at home, heads through the solver, the fewest moves.
+- with: blocks dealt in turns at home, heads through the solver, and moves that are worth it.
 
 They take turns within a round. What is predicted is the ratio of their imbalances (work of the
 slowest rank over the mean). On two ranks a ring has two rounds; both definitions of its imbalance,
@@ -36,6 +36,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.ranks import AttentionMesh
 from bascule.attention.sparse import rows_of, sparse_attention
+from bascule.inference import SparseConfig
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, in_order, plan_under
 from bascule.plan.sparse_masks import WAN21, synthetic_masks
 
@@ -113,8 +114,9 @@ def unbalanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
 
 
 def balanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
-    """What bascule does."""
-    return SparsePlanner(ulysses, ring).plan(masks, BlockLayout.striped(lens, ulysses, ring))
+    """What `parallelize` does: nothing moves that gains less than it costs."""
+    planner = SparsePlanner(ulysses, ring, move_cost=SparseConfig(keep=1.0).move_cost)
+    return planner.plan(masks, BlockLayout.striped(lens, ulysses, ring))
 
 
 def make_arm(plan: SparsePlan, masks: Any, rank: int) -> Arm:

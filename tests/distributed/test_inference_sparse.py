@@ -306,6 +306,7 @@ def refused() -> list[tuple[list[str], str]]:
         {"masks": masks[:, [0, 0, 1]]},
         {"keep": 0.5, "method": "paper"},
         {"keep": 0.5, "kernel": "cpu_flash"},
+        {"keep": 0.5, "dense_layers": (0, 2)},
     ):
         with split_toy(mesh, **settings) as (model, _):
             said.append(raised_by(model, **inputs))
@@ -324,6 +325,9 @@ def refused() -> list[tuple[list[str], str]]:
     said.append(raised_by(parallelize, make_toy(), wire=Wire("int8"), sparse=config, **give))
     other = SparseConfig(keep=0.5 + 0.1 * dist.get_rank())
     said.append(raised_by(parallelize, make_toy(), sparse=other, **give))
+    masks[-1, -1, -1, -1, -1] ^= dist.get_rank() == 1
+    other = SparseConfig(masks=masks)
+    said.append(raised_by(parallelize, make_toy(), sparse=other, **give))
     assert not _get_current_function_mode_stack()
     return said
 
@@ -335,13 +339,14 @@ def test_what_is_refused_on_all_ranks() -> None:
         "masks of 3 layers for a model with 2 attention calls",
         'method "paper" moves keys',
         "kernel 'cpu_flash'",
+        "layer 2 is to be dense, and the model has the attention calls 0 to 1",
         "step 2 of masks for steps 0 to 1: call handle.restart()",
         "step 2 of masks",
         "compile: block-sparse attention is planned in every step",
         "gives it a mask of shape (2, 1, 1, 24)",
         "gives it is_causal=True",
         "leave out wire or sparse",
-        "disagree on the sparse configuration",
+        *["disagree on the sparse configuration"] * 2,
     ]
     for said in run_ranks(refused, 2):
         for part, (classes, text) in zip(parts, said, strict=True):
@@ -364,6 +369,9 @@ def test_what_is_refused_on_all_ranks() -> None:
         ({"keep": 0.5, "passes_per_step": 0}, "passes_per_step=0): must be at least 1"),
         ({"keep": 0.5, "tolerance": -0.1}, "tolerance=-0.1): must be at least 0"),
         ({"keep": 0.5, "target": 0.9}, "target=0.9): must be at least 1"),
+        ({"keep": 0.5, "move_cost": -1}, "move_cost=-1): must be at least 0"),
+        ({"keep": 0.5, "stripe": 96}, "stripe=96): must be a multiple of block, 64"),
+        ({"masks": np.zeros((2, 3, 3), np.bool_)}, "in which nothing is seen"),
         ({"keep": 0.5, "method": "best"}, "must be one of minimal_move, stripe, paper"),
         ({"masks": np.ones((2, 3, 3))}, "masks of shape (2, 3, 3) and dtype float64"),
         ({"masks": np.ones((3, 3), np.bool_)}, "masks of shape (3, 3) and dtype bool"),

@@ -69,7 +69,7 @@ def load_by_loops(plan: SparsePlan, masks: Masks) -> AttentionLoad:
         for _, block in blocks:
             kv_tokens[rank] += int(LENS[block])
             sent += 2 * int(LENS[block]) * (rank != plan.kv.home[block])
-    copied += 2 * sum(kv_tokens.values())
+    copied = copied + 2 * sum(kv_tokens.values()) if sent else 0
     slowest = max(rounds.max(axis=0).sum() for rounds in work)
     p2p = 2 * max(kv_tokens.values()) if ring > 1 else 0
     ranks, scale = ulysses * ring, BATCH * ROW_BYTES

@@ -223,7 +223,10 @@ def _agree_on(
     error = _misfit(ranks, plan, q, k, v)
     group = ranks.whole
     if group is not None and "cpu" in dist.get_backend_config(group.process_group):
-        statement = Statement({"the plan": f"{plan.digest}, {form}"}, np.zeros(0, np.int64), error)
+        heads, blocks = plan.ring_of.shape
+        tokens = int(plan.q.lens.sum())
+        said = f"{heads} heads x {blocks} blocks of {tokens} tokens, {form}, digest {plan.digest}"
+        statement = Statement({"the plan": said}, np.zeros(0, np.int64), error)
         agree(group, statement, what="sparse attention", step=0, capacity=0)
     elif error is not None:
         raise error

@@ -11,6 +11,7 @@ Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head
 the sequence; R ring ranks.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ from bascule.inference.sparse_config import LayerMasks, SparseConfig
 from bascule.plan.layout import Ints
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, block_lens
 from bascule.plan.sparse_strategy import Degrees, LayerPlans, columns_of
+
+logger = logging.getLogger(__name__)
 
 TEXT = "text"  # the segment that sees all, and that all see
 PLAN_SPAN = "bascule: sparse attention planned"
@@ -192,6 +195,12 @@ class SparseLayers:
         """From the first step's masks; where a rule has yet to make them, as if all was seen."""
         home, work = self._home(key.segments), masks.whole
         is_known = work is not None
+        if home.lens.size < math.prod(self.mesh.degrees):
+            logger.warning(
+                "sparse: %d blocks of at most %d tokens for %d ranks leave some without tokens: "
+                "use smaller blocks",
+                *(home.lens.size, self.config.block, math.prod(self.mesh.degrees)),
+            )
         if work is None:
             work = _everything(key.num_heads, home, math.prod(self.mesh.degrees))
         reuses: dict[Degrees, PlanReuse] = {}
@@ -303,8 +312,14 @@ class SparsePass:
         """The forward pass is over.
 
         Raises:
-            ConfigError: It had fewer layers than the masks.
+            ConfigError: It had fewer layers than the masks, or than the dense ones.
         """
+        dense = max(self.layers.config.dense_layers, default=-1)
+        if dense >= self._next:
+            raise ConfigError(
+                f"sparse: layer {dense} is to be dense, and the model has the attention calls 0 to "
+                f"{self._next - 1}"
+            )
         masks = self.layers.config.array
         if masks is not None and masks.shape[1] not in (1, self._next):
             raise ConfigError(

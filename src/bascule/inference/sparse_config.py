@@ -5,6 +5,7 @@ computes.
 """
 
 import math
+import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -121,10 +122,10 @@ class SparseConfig:
 
     @property
     def settings(self) -> str:
-        """What must be the same on every rank, apart from what is in the masks."""
-        shape = None if self.array is None else self.array.shape
+        """What must be the same on every rank; of masks their shape, and the first and last."""
         others = [field.name for field in fields(self) if field.name != "masks"]
-        return f"masks {shape}, " + ", ".join(f"{x} {getattr(self, x)}" for x in others)
+        said = ", ".join(f"{name} {getattr(self, name)}" for name in others)
+        return said if self.array is None else f"{said}, masks {_fingerprint(self.array)}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,6 +204,12 @@ class LayerMasks:
         return keep_top_k(scores, math.ceil(self.config.keep * self.is_text.size), always)
 
 
+def _fingerprint(masks: Bools) -> str:
+    """Shape, and a checksum of the first and the last layer: all may be more than memory holds."""
+    ends = (np.packbits(masks[at, at]).tobytes() for at in (0, -1))
+    return f"{masks.shape} {zlib.crc32(b''.join(ends)):08x}"
+
+
 def _loaded(masks: Bools | str | Path) -> Bools:
     """(steps, layers, H, N, N)."""
     if isinstance(masks, str | Path):
@@ -212,5 +219,9 @@ def _loaded(masks: Bools | str | Path) -> Bools:
         raise ConfigError(
             f"SparseConfig: masks of shape {array.shape} and dtype {array.dtype}: give bool "
             "(steps, layers, heads, blocks, blocks), of which steps and layers may be missing"
+        )
+    if not array.any():
+        raise ConfigError(
+            f"SparseConfig: masks of shape {array.shape} in which nothing is seen: True is computed"
         )
     return array.reshape((1,) * (5 - array.ndim) + array.shape)

@@ -52,7 +52,7 @@ class AttentionLoad:
         all_to_all_bytes: What it sends to other ranks in both all-to-alls; 0 if there are none.
         p2p_bytes: Keys and values that it passes on in a period.
         copied_bytes: Queries, keys, values and outputs of a rank, which it lays out for exchange
-            and compute.
+            and compute; 0 where all rows are used by the rank that has them.
 
     Raises:
         ConfigError: A value is out of range.
@@ -128,7 +128,7 @@ class AttentionLoad:
             batch * plan.imbalance * mean_work,
             plan.wire_bytes(row_bytes, 1, batch) / plan.num_ranks,
             2.0 * batch * float(kv_tokens.max()) * row_bytes if plan.ring_degree > 1 else 0.0,
-            batch * copied * row_bytes,
+            0.0 if plan.is_local else batch * copied * row_bytes,
         )
 
     @property
