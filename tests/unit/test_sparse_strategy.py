@@ -1,6 +1,7 @@
 """The choice of a mesh, with plans on all that are allowed, against loops and the formula."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +149,11 @@ def test_a_layer_starts_where_it_is_told_to_and_has_to_be_paid_for_a_switch() ->
     at_once = LayerPlans.first(reuses, Strategies(LATENCY), **given)
     assert at_once.degrees == (1, 4)
     assert at_once.after(masks, BATCH, ROW_BYTES).degrees == (4, 1)
+    unsure = Strategies(replace(LATENCY, fit_error=0.9))
+    assert LayerPlans.first(reuses, unsure, **given).after(masks, BATCH, ROW_BYTES).degrees == (
+        1,
+        4,
+    )
     dear = LayerPlans.first(reuses, Strategies(LATENCY, switch_s=1e6), **given)
     assert dear.after(masks, BATCH, ROW_BYTES).degrees == (1, 4)
 

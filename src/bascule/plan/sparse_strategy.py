@@ -39,7 +39,7 @@ class StrategyChoice:
         num_switches: How many of them left the mesh of the one before.
     """
 
-    degrees: tuple[int, int]
+    degrees: Degrees
     predicted_s: float
     foregone_s: float = 0.0
     num_choices: int = 1
@@ -70,7 +70,7 @@ def choose_strategy(
     Raises:
         ConfigError: No mesh, one of them twice, or the current one is not among them.
     """
-    seconds_of: dict[tuple[int, int], float] = {load.degrees: latency(load) for load in loads}
+    seconds_of: dict[Degrees, float] = {load.degrees: latency(load) for load in loads}
     if not loads or len(seconds_of) < len(loads):
         raise ConfigError(
             f"choose_strategy: loads of {[load.degrees for load in loads]} (Ulysses, ring); give "
@@ -102,7 +102,8 @@ class Strategies:
         latency: What a call takes, the same on every rank: `measure_attention_latency` fits it.
         meshes: (Ulysses, ring) degrees to choose from, besides the mesh on which layers start.
             Default: all of as many ranks.
-        min_gain: Least relative gain that is worth a switch, see `choose_strategy`.
+        min_gain: Least relative gain that is worth a switch, see `choose_strategy`. Default: the
+            error of the latency's fit, and 0.03 at least.
         switch_s: Seconds that a switch costs.
 
     Raises:
@@ -111,13 +112,13 @@ class Strategies:
 
     latency: AttentionLatency
     meshes: tuple[Degrees, ...] | None = None
-    min_gain: float = 0.03
+    min_gain: float | None = None
     switch_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("min_gain", "switch_s"):
             value = getattr(self, name)
-            if not value >= 0.0:
+            if value is not None and not value >= 0.0:
                 raise ConfigError(f"Strategies({name}={value!r}): must be at least 0")
         if not isinstance(self.latency, AttentionLatency):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
@@ -127,9 +128,10 @@ class Strategies:
 
     def choose(self, loads: list[AttentionLoad], last: StrategyChoice | None) -> StrategyChoice:
         """The mesh of a layer in its next step, see `choose_strategy`."""
-        return choose_strategy(
-            self.latency, loads, last, min_gain=self.min_gain, switch_s=self.switch_s
-        )
+        least = self.min_gain
+        if least is None:
+            least = max(self.latency.fit_error or 0.0, 0.03)
+        return choose_strategy(self.latency, loads, last, min_gain=least, switch_s=self.switch_s)
 
 
 @dataclass(frozen=True, slots=True)
