@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from bascule.plan.sparse import partition_blocks as partition_blocks
     from bascule.plan.sparse import partition_heads as partition_heads
     from bascule.plan.sparse import sparse_imbalance as sparse_imbalance
+    from bascule.plan.sparse_latency import AttentionLatency as AttentionLatency
     from bascule.plan.sparse_latency import fit_attention_latency as fit_attention_latency
     from bascule.plan.sparse_strategy import Strategies as Strategies
     from bascule.plan.step import plan_step as plan_step
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Assignment": "bascule.plan.solver",
+    "AttentionLatency": "bascule.plan.sparse_latency",
     "BalancedLoader": "bascule.data.loader",
     "Cluster": "bascule.plan.cluster",
     "CommError": "bascule.errors",

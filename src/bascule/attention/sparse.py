@@ -53,9 +53,10 @@ class PooledRule:
     keep: Callable[[Tensor, PackedRows], Tensor]
 
 
-def rows_of(masks: Bools) -> RowsSeen:
-    """Rows of masks (H, Q, C) that every rank has, as those of a file."""
-    return lambda rows: masks[rows.heads, rows.blocks]
+def rows_of(masks: Bools | Tensor) -> RowsSeen:
+    """Rows of masks (H, Q, C) that every rank has, as those of a file; of a tensor, on the host."""
+    array = masks.cpu().numpy() if isinstance(masks, Tensor) else masks
+    return lambda rows: array[rows.heads, rows.blocks]
 
 
 def sparse_attention(
@@ -104,6 +105,10 @@ def attend_sparse(
     kernel: str | None = None,
 ) -> tuple[Tensor, Bools]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
+    if not isinstance(seen, PooledRule) and not callable(seen):
+        raise ConfigError(
+            f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
+        )
     ranks = as_attention_mesh(mesh)
     form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
     _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form)

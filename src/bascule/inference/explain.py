@@ -150,7 +150,8 @@ def _meshes_of(layers: tuple[SparseLayer, ...]) -> str:
         f"{count} on ring {ring} x Ulysses {ulysses}"
         for (ring, ulysses), count in sorted(used.items())
     )
-    return f"; layers: {counts}; {sum(layer.num_switches for layer in layers)} switches so far"
+    switches = sum(layer.num_switches for layer in layers)
+    return f"; layers: {counts}; {switches} switches, those to the next step among them"
 
 
 def mesh_cost(

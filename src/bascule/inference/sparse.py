@@ -195,14 +195,15 @@ class SparseLayers:
         """From the first step's masks; where a rule has yet to make them, as if all was seen."""
         home, work = self._home(key.segments), masks.whole
         is_known = work is not None
-        if home.lens.size < math.prod(self.mesh.degrees):
+        num_ranks = math.prod(self.mesh.degrees)
+        if np.bincount(home.home, minlength=num_ranks).min() == 0:
             logger.warning(
-                "sparse: %d blocks of at most %d tokens for %d ranks leave some without tokens: "
-                "use smaller blocks",
-                *(home.lens.size, self.config.block, math.prod(self.mesh.degrees)),
+                "sparse: %d blocks, %d tokens to a rank at a time, leave some of %d ranks without "
+                "tokens: use smaller blocks or stripes",
+                *(home.lens.size, self.config.dealt, num_ranks),
             )
         if work is None:
-            work = _everything(key.num_heads, home, math.prod(self.mesh.degrees))
+            work = _everything(key.num_heads, home, num_ranks)
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self.meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
@@ -337,8 +338,7 @@ def agree_on(config: SparseConfig, mesh: AttentionMesh) -> None:
     """
     group = mesh.whole
     if group is not None and "cpu" in dist.get_backend_config(group.process_group):
-        settings = {"the sparse configuration": config.settings}
-        statement = Statement(settings, np.zeros(0, np.int64))
+        statement = Statement(config.settings, np.zeros(0, np.int64))
         agree(group, statement, what="parallelize", step=0, capacity=0)
 
 

@@ -23,6 +23,9 @@ from bascule.plan.sparse_strategy import Strategies
 
 _METHODS = "minimal_move", "stripe", "paper", "in_order"
 
+_SAMPLED = 32
+"""Masks of a layer in a step that are compared between ranks."""
+
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SparseConfig:
@@ -92,6 +95,14 @@ class SparseConfig:
             value = getattr(self, name)
             if not value >= least:
                 raise ConfigError(f"SparseConfig({name}={value!r}): must be at least {least}")
+        if not isinstance(self.dense_layers, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"SparseConfig(dense_layers={self.dense_layers!r}): give numbers, as in (0, 1)"
+            )
+        if not isinstance(self.strategies, Strategies | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"SparseConfig(strategies={self.strategies!r}): give Strategies(latency)"
+            )
         wrong = [x for x in (self.block, *self.dense_layers) if not isinstance(x, int) or x < 0]
         if wrong:
             raise ConfigError(
@@ -121,11 +132,14 @@ class SparseConfig:
         return self.block if self.stripe is None else self.stripe
 
     @property
-    def settings(self) -> str:
-        """What must be the same on every rank; of masks their shape, and the first and last."""
-        others = [field.name for field in fields(self) if field.name != "masks"]
-        said = ", ".join(f"{name} {getattr(self, name)}" for name in others)
-        return said if self.array is None else f"{said}, masks {_fingerprint(self.array)}"
+    def settings(self) -> dict[str, str]:
+        """What must be the same on every rank, by name; of many masks, a sample."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["masks"] = None if self.array is None else _fingerprint(self.array)
+        strategies = values.pop("strategies")
+        for field in fields(Strategies):
+            values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
+        return {f"sparse: {name}": str(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,9 +219,12 @@ class LayerMasks:
 
 
 def _fingerprint(masks: Bools) -> str:
-    """Shape, and a checksum of the first and the last layer: all may be more than memory holds."""
-    ends = (np.packbits(masks[at, at]).tobytes() for at in (0, -1))
-    return f"{masks.shape} {zlib.crc32(b''.join(ends)):08x}"
+    """Shape, and a checksum of some steps of layers: all may be more than memory holds."""
+    steps, layers = masks.shape[:2]
+    checksum, count = 0, min(steps * layers, _SAMPLED)
+    for place in np.linspace(0, steps * layers - 1, count).round().astype(int).tolist():
+        checksum = zlib.crc32(np.packbits(masks[divmod(place, layers)]).tobytes(), checksum)
+    return f"{masks.shape}, checksum {checksum:08x}"
 
 
 def _loaded(masks: Bools | str | Path) -> Bools:

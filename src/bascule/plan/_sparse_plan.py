@@ -128,7 +128,9 @@ class SparsePlan:
         ring, ulysses = self.ring_degree, self.ulysses_degree
         shape = ring, ulysses, ring, ulysses
         by_ring = [rows.reshape(shape).sum(axis=(1, 3)) for rows in self.rows_between]
-        q, kv = (float(rows.sum() - np.trace(rows)) / max(rows.sum(), 1) for rows in by_ring)
+        q, kv = (
+            float(rows.sum() - np.trace(rows)) / max(float(rows.sum()), 1.0) for rows in by_ring
+        )
         return q, kv
 
     def wire_bytes(self, head_dim: int, itemsize: int = 2, batch: int = 1) -> int:

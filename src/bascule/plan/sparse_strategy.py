@@ -17,6 +17,7 @@ from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
 from bascule.plan.sparse import PlanReuse
 from bascule.plan.sparse_latency import AttentionLatency, AttentionLoad
+from bascule.plan.workload import is_int
 
 Degrees = tuple[int, int]
 """(U, R)"""
@@ -116,10 +117,18 @@ class Strategies:
     switch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("min_gain", "switch_s"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0.0:
-                raise ConfigError(f"Strategies({name}={value!r}): must be at least 0")
+        if self.min_gain is not None and not 0.0 <= self.min_gain < 1.0:
+            raise ConfigError(
+                f"Strategies(min_gain={self.min_gain!r}): must be at least 0 and below 1"
+            )
+        if not self.switch_s >= 0.0:
+            raise ConfigError(f"Strategies(switch_s={self.switch_s!r}): must be at least 0")
+        for mesh in self.meshes or ():
+            if len(mesh) != 2 or not all(is_int(degree) and degree > 0 for degree in mesh):
+                raise ConfigError(
+                    f"Strategies(meshes=..): {mesh!r} is none: give (Ulysses, ring) degrees, as in "
+                    "((4, 2), (8, 1))"
+                )
         if not isinstance(self.latency, AttentionLatency):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"Strategies: latency is {self.latency!r}: give an AttentionLatency, as "
