@@ -5,7 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
@@ -135,6 +135,7 @@ def test_the_unit_of_the_cost_does_not_matter(
 
 
 @few
+@example(("g5n3", [[], [3], [3], [5], [6], [6]] + [[]] * 9), "lpt")
 @given(batches(), PLANNERS)
 def test_empty_ranks_and_empty_sequences_change_no_load(
     batch: tuple[str, list[list[int]]], planner: str

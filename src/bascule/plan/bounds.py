@@ -77,17 +77,18 @@ def surplus_bound(problem: Problem) -> float:
 
     With n items in m bins, at least ``x = m - floor(n / (k + 1))`` bins have at most k items. Any x
     of them hold at most the k x longest items, and the other m - x bins the rest. It beats the
-    mean where bins hold two or three items; only k near n / m can. O(n).
+    mean where bins hold two or three items; only k near n / m can. Items that cost nothing do not
+    count. O(n).
     """
     total, bound = float(problem.costs.sum()), 0.0
-    longest = np.cumsum(problem.costs[problem.order])
+    longest = np.cumsum(_costly(problem))
     carried = np.cumsum(np.sort(problem.carried))
     speed = float(problem.speeds[0])
-    mean_count = problem.num_items // problem.num_bins
+    mean_count = longest.size // problem.num_bins
     for most in range(max(mean_count, 1), mean_count + 3):
-        others = problem.num_items // (most + 1)
+        others = longest.size // (most + 1)
         few = problem.num_bins - others
-        if few > 0 and 0 < others and most * few <= problem.num_items:
+        if few > 0 and 0 < others and most * few <= longest.size:
             rest = total * (1.0 - _ROUNDING) - float(longest[most * few - 1])
             bound = max(bound, (rest / speed + float(carried[others - 1])) / others)
     return bound
@@ -98,15 +99,21 @@ def crowding_bound(problem: Problem) -> float:
 
     With k = n // m and e = n - k m, the z bins with more than k items hold k z + e items or more,
     and for z > e even (k + 1) z, which is no better. So some bin holds at least S(k z + e) / z for
-    a z from 1 to e, where S(i) is the sum of the i shortest items. O(n).
+    a z from 1 to e, where S(i) is the sum of the i shortest items. Items that cost nothing do not
+    count. O(n).
     """
-    each, extra = divmod(problem.num_items, problem.num_bins)
+    shortest = np.cumsum(_costly(problem)[::-1])
+    each, extra = divmod(shortest.size, problem.num_bins)
     if extra == 0:
         return 0.0
-    shortest = np.cumsum(problem.costs[problem.order[::-1]])
     crowded = np.arange(1, extra + 1)
     work = float((shortest[each * crowded + extra - 1] / crowded).min())
     return float(problem.carried.min()) + work * (1.0 - _ROUNDING) / float(problem.speeds[0])
+
+
+def _costly(problem: Problem) -> Floats:
+    """Costs that are not 0, longest first: what is bound without the others holds with them."""
+    return problem.costs[problem.order[: np.count_nonzero(problem.costs)]]
 
 
 def on_grid(problem: Problem, bound: float) -> float:
