@@ -175,16 +175,6 @@ class AttentionLatency:
         if self.fit_error is not None:
             _check_amounts(self, ["fit_error"])
 
-    def move_cost(self, row_bytes: int) -> float:
-        """Work that takes as long as to send two rows of a head, as `SparsePlanner` takes it.
-
-        Args:
-            row_bytes: Of one token of one head.
-        """
-        if self.compute_s_per_work == 0.0:
-            return 0.0
-        return 2.0 * row_bytes * self.all_to_all_s_per_byte / self.compute_s_per_work
-
     def __call__(self, load: AttentionLoad) -> float:
         """Predicted seconds of a call."""
         compute_s = self.launch_s + self.compute_s_per_work * load.work / load.ring_degree
