@@ -1,6 +1,5 @@
 """How many collectives and how many torch operations a step costs: counted below the library."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bascule.attention.parallel import SequenceParallel, Step
+from tests.distributed.calls_made import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    calls_made,
+)
 from tests.distributed.cases import (
     COST,
     averaged,
@@ -27,32 +33,24 @@ Counts = dict[str, int]
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts every operation that reaches torch's dispatcher; collectives are such operations."""
+    """Counts every operation that reaches torch's dispatcher, but those that send and receive."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.collectives: Counter[str] = Counter()
         self.num_ops = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.collectives[func._schema.name.split("::")[1].strip("_")] += 1
-        else:
-            self.num_ops += 1
+        self.num_ops += func.namespace not in ("c10d", "_c10d_functional")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def counted(log: dict[str, Counts], name: str) -> Iterator[None]:
-    with OpCounter() as counter:
+    with calls_made() as made:
         yield
-    log[name] = dict(counter.collectives)
-
-
-ALL_TO_ALL, ALL_GATHER = "alltoall_base", "allgather_base"
-REDUCE_SCATTER, ALL_REDUCE = "reduce_scatter_base", "allreduce"
+    log[name] = dict(made.counts)
 
 
 def count_by_hand(topology: str) -> list[dict[str, Counts]]:

@@ -128,6 +128,8 @@ CASES: list[dict[str, Any]] = [
     {"shape": (1, 8, 1, 4), "segments": (3,), "mask": "none"},
     {"shape": (2, 8, 8, 4), "segments": (13,), "mask": "none", "kernel": "plain"},
     *({"shape": (2, 11, 11, 4), "segments": (5, 18), "mask": mask} for mask in MASKS[1:6]),
+    {"shape": (2, 16, 8, 4), "segments": (13,), "mask": "by head"},
+    {"shape": (1, 10, 5, 4), "segments": (13,), "mask": "by head", "overlap": False},
     {"shape": (2, 8, 4, 4), "segments": (13,), "mask": "bool", "kernel": "plain"},
     {"shape": (2, 9, 9, 4), "segments": (4, 13), "mask": "bool", "overlap": False},
     {"shape": (1, 8, 8, 4), "segments": (7, 22), "mask": "bool", "stripe": 4},

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention.parallel import SequenceParallel
 from bascule.errors import CommError
+from bascule.plan.cluster import Cluster
 from bascule.plan.cost import TransformerCost
 from bascule.plan.limits import Limits
 from tests.distributed.cases import COST
@@ -57,6 +58,10 @@ def test_whole_numbers_of_any_kind_are_lengths() -> None:
     run_ranks(whole_numbers, 2)
 
 
+def cluster_of(flops_per_s: float) -> Cluster:
+    return Cluster(1, 3, flops_per_s, 1 << 34, 1e11, 1e10, 1e-5)
+
+
 def differing_settings() -> list[Error]:
     odd = dist.get_rank() == 2
     both: list[tuple[Any, Any, dict[str, Any], dict[str, Any]]] = [
@@ -65,10 +70,13 @@ def differing_settings() -> list[Error]:
         ("g1n1", "g1n1", {"planner": "lpt"}, {"planner": "knapsack"}),
         ("g1n1", "g1n1", {"limits": None}, {"limits": Limits(tokens=100)}),
         ("g1n1", "g1n1", {"cost": COST}, {"cost": lambda lens: np.asarray(lens) * 1.0}),
+        ("g1n1", "g1n1", {"cluster": cluster_of(1e12)}, {"cluster": cluster_of(2e12)}),
     ]
     errors: list[Error] = []
     for most_spec, odd_spec, most, other in both:
-        options = {"cost": COST} | (other if odd else most)
+        in_seconds = TransformerCost(64, seconds_per_unit=1e-3)
+        usual = in_seconds if "cluster" in most else COST
+        options = {"cost": usual} | (other if odd else most)
         cost = options.pop("cost")
         errors.append(
             raised_by(SequenceParallel, None, odd_spec if odd else most_spec, cost, **options)
@@ -83,7 +91,7 @@ def differing_settings() -> list[Error]:
 def test_ranks_with_different_settings() -> None:
     of_rank = run_ranks(differing_settings, 3)
     errors = [same_on_all(list(errors)) for errors in zip(*of_rank, strict=True)]
-    wanted = ["topology", "cost", "planner", "limits", "cost", "cost"]
+    wanted = ["topology", "cost", "planner", "limits", "cost", "cluster", "cost"]
     for (classes, text), what in zip(errors, wanted, strict=True):
         assert "CommError" in classes and "ConfigError" not in classes
         assert f"disagree on {what}" in text, text

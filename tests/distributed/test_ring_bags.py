@@ -4,7 +4,6 @@ import os
 import random
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from bascule.attention.kernels import PackedSequences, reference
 from bascule.attention.parallel import SequenceParallel, Step
 from bascule.plan.topology import Topology
+from tests.distributed.calls_made import ALL_GATHER, ALL_TO_ALL, RING, calls_made
 from tests.distributed.cases import COST, LENGTHS, all_batches
 from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
 from tests.distributed.test_bench import bench, summary
-from tests.distributed.test_collectives import ALL_GATHER, ALL_TO_ALL, OpCounter
 from tests.distributed.test_equality import Layouts, errors_in_bf16, train_everywhere
 from tests.distributed.test_training import checkpointed, sharded, two_plans_alive
 
@@ -138,27 +137,7 @@ def test_attention_equals_one_process(spec: str, num_heads: int, num_kv_heads: i
 # Collectives, and bytes.
 
 
-class ByteCounter(OpCounter):
-    """Counts what leaves this rank, too; a rank's part to itself does not."""
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        self.place = place
-        self.sent_bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name = func._schema.name
-        if name == "c10d::send":
-            self.sent_bytes += sum(x.numel() * x.element_size() for x in args[0])
-        elif name == "c10d::alltoall_base_":
-            rows = sum(args[4]) - args[4][self.place]
-            self.sent_bytes += rows * args[1][:1].numel() * args[1].element_size()
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def count_collectives(spec: str, ulysses: int) -> list[tuple[dict[str, int], ...]]:
+def count_collectives(spec: str) -> list[tuple[dict[str, int], ...]]:
     """Forward and backward of the first and the second attention; bytes counted and told."""
     parallel = SequenceParallel(None, spec, COST)
     counts: list[tuple[dict[str, int], ...]] = []
@@ -167,12 +146,13 @@ def count_collectives(spec: str, ulysses: int) -> list[tuple[dict[str, int], ...
         step = parallel.plan(lens)
         num_tokens = step.local.positions.size
         q, k, v = (torch.randn(num_tokens, heads, 2, requires_grad=True) for heads in (6, 3, 3))
-        with ByteCounter(dist.get_rank() % ulysses) as forward:
+        with calls_made() as forward:
             out = step.attend(q, k, v)
-        with OpCounter() as backward:
+        with calls_made() as backward:
             out.sum().backward()
-        told = {"counted": forward.sent_bytes, "told": step.sent_bytes}
-        counts.append((dict(forward.collectives), dict(backward.collectives), told))
+        counted = forward.sent_bytes[ALL_TO_ALL] + forward.sent_bytes[RING]
+        told = {"counted": counted, "told": step.sent_bytes}
+        counts.append((dict(forward.counts), dict(backward.counts), told))
     return counts
 
 
@@ -180,10 +160,9 @@ def count_collectives(spec: str, ulysses: int) -> list[tuple[dict[str, int], ...
     ("spec", "ulysses", "ring"), [("g1r2n1", 1, 2), ("g2r2n1", 2, 2), ("g1r3n1", 1, 3)]
 )
 def test_collectives_do_not_depend_on_the_batch(spec: str, ulysses: int, ring: int) -> None:
-    around = {"send": ring - 1, "recv": ring - 1}
-    back = {"send": 2 * ring - 1, "recv": 2 * ring - 1}
+    around, back = {RING: ring - 1}, {RING: 2 * ring - 1}
     heads = {ALL_TO_ALL: 2} if ulysses > 1 else {}
-    for first, second in run_ranks(count_collectives, ulysses * ring, spec, ulysses):
+    for first, second in run_ranks(count_collectives, ulysses * ring, spec):
         assert first[0] == {ALL_GATHER: 1} | heads | around  # agreed on when it is new
         assert second[0] == heads | around
         assert first[1] == second[1] == heads | back
@@ -193,12 +172,12 @@ def test_collectives_do_not_depend_on_the_batch(spec: str, ulysses: int, ring: i
 
 
 def count_in_mixed_bags() -> list[tuple[dict[str, int], ...]]:
-    return count_collectives("g2r2n1+g1n2", 2)
+    return count_collectives("g2r2n1+g1n2")
 
 
 def test_ranks_outside_the_ring_exchange_nothing() -> None:
     for rank, (_, second) in enumerate(run_ranks(count_in_mixed_bags, 6)):
-        expected = {ALL_TO_ALL: 2, "send": 1, "recv": 1} if rank < 4 else {}
+        expected = {ALL_TO_ALL: 2, RING: 1} if rank < 4 else {}
         assert second[0] == expected
 
 

@@ -1,6 +1,7 @@
 """Attention on an 8-bit wire: its error, its gradients, its bytes, and what ranks must agree on."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from bascule.attention.layout import own_tokens, positions_on
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.comm import quantize
+from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Format, Wire, measure_error
 from bascule.errors import ConfigError
 from tests.distributed.harness import raised_by, run_ranks
@@ -42,16 +45,17 @@ CENTRES = ("none", "given", "taken")
 
 
 def rounded(x: Tensor, fmt: Format, centre: Tensor | None) -> Tensor:
-    """What arrives of rows that are sent at 8 bits; rows of zeros as they are."""
-    largest = 127.0 if fmt == "int8" else 448.0
-    offset = torch.zeros(()) if centre is None else centre
-    wide = x.float()
+    """What arrives of rows that are sent at 8 bits: as differences where those are smaller."""
+    largest, order = (127.0, math.inf) if fmt == "int8" else (448.0, 2.0)
+    wide, offset = x.float(), torch.zeros(())
+    if centre is not None:
+        sizes = [y.norm(order, dim=-1, keepdim=True) for y in (wide - centre, wide)]
+        offset = torch.where(sizes[0] < sizes[1], centre, 0.0)
     codes = wide - offset
     peak = codes.abs().amax(-1, keepdim=True)
     codes = codes / peak.clamp(min=1e-30) * largest
     codes = codes.round() if fmt == "int8" else codes.to(torch.float8_e4m3fn).float()
-    there = codes / largest * peak + offset
-    return torch.where((wide == 0).all(-1, keepdim=True), 0.0, there).to(x.dtype)
+    return (codes / largest * peak + offset).to(x.dtype)
 
 
 def straight_through(
@@ -83,15 +87,15 @@ def straight_through(
 
 
 def normal(case: dict[str, Any], length: int, dtype: torch.dtype) -> Three:
-    """Queries, keys and values, with a large offset in one channel of the last two."""
+    """Queries, keys and values, with a large offset in one channel of the last two but a token."""
     batch, heads, kv_heads, dim = case["shape"]
     generator = torch.Generator().manual_seed(length)
     q, k, v = (
         torch.randn(batch, num, length, dim, generator=generator, dtype=torch.float64)
         for num in (heads, kv_heads, kv_heads)
     )
-    k[..., 3] += 8.0
-    v[..., 5] -= 8.0
+    k[:, :, 1:, 3] += 8.0
+    v[:, :, 1:, 5] -= 8.0
     return three(x.to(dtype) for x in (q, k, v))
 
 
@@ -158,7 +162,7 @@ def test_forward_rounds_and_backward_does_not(ring: int, ulysses: int) -> None:
             # Values that arrive are float32; what ranks compute themselves is float64.
             assert max(errors[name] for name in ("out", "dq", "dk", "dv")) < 1e-6, where
             if fmt == "int8" and centres != "none":
-                assert errors["exact"] < (0.015 if ulysses == 1 else 0.02), where
+                assert errors["exact"] < (0.015 if ulysses == 1 else 0.025), where
 
 
 def error_at(
@@ -202,7 +206,7 @@ def test_the_error_is_the_one_that_is_measured(ring: int, ulysses: int, dtype: t
 def counted(mesh: AttentionMesh) -> Iterator[dict[str, int]]:
     """Bytes that this rank sends to others along each axis, and gives to all-reduces."""
     sent = {"ulysses": 0, "ring": 0, "all_reduce": 0}
-    send, reduce = dist.batch_isend_irecv, dist.all_reduce
+    send, reduce = dist.batch_isend_irecv, quantize.all_reduce
     ring = mesh.ring and mesh.ring.process_group
 
     def count_sends(posted: list[dist.P2POp]) -> Any:
@@ -211,13 +215,15 @@ def counted(mesh: AttentionMesh) -> Iterator[dict[str, int]]:
                 sent["ring" if one.group is ring else "ulysses"] += one.tensor.nbytes
         return send(posted)
 
-    def all_reduce(given: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent["all_reduce"] += given.nbytes
-        return reduce(given, *args, **kwargs)
+    def all_reduce(group: RankGroup, what: Any, x: Tensor) -> Tensor:
+        before = sent["all_reduce"] + x.nbytes, sent["ring"], sent["ulysses"]
+        total = reduce(group, what, x)
+        sent["all_reduce"], sent["ring"], sent["ulysses"] = before
+        return total
 
     with (
         mock.patch.object(dist, "batch_isend_irecv", count_sends),
-        mock.patch.object(dist, "all_reduce", all_reduce),
+        mock.patch.object(quantize, "all_reduce", all_reduce),
     ):
         yield sent
 
@@ -232,6 +238,7 @@ def bytes_sent(ring: int, ulysses: int) -> list[dict[str, int]]:
     found: list[dict[str, int]] = []
     outs: list[Tensor] = []
     for wire in (None, Wire("e4m3"), Wire("int8", takes_centres=True)):
+        attention(*leaves, mesh, layout=layout, wire=wire)  # the first call agrees on the form
         with counted(mesh) as sent:
             outs.append(attention(*leaves, mesh, layout=layout, wire=wire))
         found.append(sent)
@@ -252,7 +259,7 @@ def test_half_the_bytes(ring: int, ulysses: int) -> None:
             assert packed[name] * 256 == centred[name] * 256 == plain[name] * 132
         assert sum(packed.values()) <= 0.52 * sum(plain.values())
         assert (plain["all_reduce"], packed["all_reduce"]) == (0, 0)
-        assert centred["all_reduce"] == 4 * (2 * 2 * 7 * 128 + 1)
+        assert centred["all_reduce"] == 4 * 2 * 2 * 7 * (128 + 1)
         # Gradients as they are; in a ring the keys and values come once more.
         assert packed_back["ulysses"] == plain_back["ulysses"]
         assert plain["ring"] - packed["ring"] == plain_back["ring"] - packed_back["ring"]
@@ -286,7 +293,7 @@ DISAGREEING: list[tuple[Call, Call, str]] = [
     ({"wire": "int8"}, {"wire": "int8", "centres": "zero"}, "with k_centre, with v_centre"),
     ({"wire": "int8", "centres": "taken"}, {"wire": "int8", "centres": "zero"}, "takes_centres"),
     ({}, {"wire": "int8", "centres": "taken"}, "takes_centres"),
-    ({"wire": "int8"}, {"wire": "int8", "dtype": torch.bfloat16}, "torch.bfloat16 as int8"),
+    ({"wire": "int8"}, {"wire": "int8", "dtype": torch.bfloat16}, "torch.bfloat16"),
 ]
 
 

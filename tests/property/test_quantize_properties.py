@@ -87,23 +87,24 @@ def test_rows_do_not_depend_on_each_other(rows: Tensor, fmt: Format) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(any_rows(), FORMATS, st.integers(0, 2**31), st.sampled_from([1e-6, 1.0, 1e6]))
-def test_any_centre_costs_only_codes(
-    rows: Tensor, fmt: Format, seed: int, magnitude: float
-) -> None:
+def test_no_centre_costs_codes(rows: Tensor, fmt: Format, seed: int, magnitude: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     centre = torch.randn(rows.shape[1], generator=generator) * magnitude
     wire = Wire(fmt)
     found = wire.unpack(wire.pack(rows, centre), torch.float64, centre)
     exact = rows.float().double()
-    is_zero = (exact == 0.0).all(-1)
-    assert not found[is_zero].any()
-    difference = exact - centre.double()
-    is_finite = difference.float().isfinite().all(-1) & exact.isfinite().all(-1)
+    assert not found[(exact == 0.0).all(-1)].any()
+    is_finite = exact.isfinite().all(-1)
     assert found[~is_finite].isnan().all()
-    keep = is_finite & ~is_zero
-    found, exact, difference = found[keep], exact[keep], difference[keep]
-    peak = difference.abs().amax(-1, keepdim=True)
-    unit = torch.where(peak > 0.0, difference / peak, 0.0)
-    rounding = 2.0**-22 * (exact.abs() + centre.abs().double() + peak)
-    allowed = peak * bound(unit, fmt) + rounding + 2.0**-148
-    assert ((found - exact).abs() <= allowed).all()
+    found, exact = found[is_finite], exact[is_finite]
+    order = math.inf if fmt == "int8" else 2.0
+    allowed: list[Tensor] = []
+    for rows in (exact, exact - centre.double()):
+        peak = rows.abs().amax(-1, keepdim=True)
+        unit = torch.where(peak > 0.0, rows / peak, 0.0)
+        rounding = 2.0**-22 * (exact.abs() + (exact - rows).abs() + peak) + 2.0**-148
+        allowed.append((peak * bound(unit, fmt) + rounding).norm(order, dim=-1))
+    # Where the sum of a row's squares leaves float32, it is not known which is smaller.
+    is_known = exact.square().sum(-1).float().isfinite() | (order == math.inf)
+    most = torch.where(is_known, torch.minimum(*allowed), torch.maximum(*allowed))
+    assert ((found - exact).norm(order, dim=-1) <= most).all()

@@ -3,12 +3,20 @@
 import itertools
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from bascule.attention.block_form import BlockForm, BlockKernel, Seen, merge
+from bascule.attention.block_form import (
+    BlockForm,
+    BlockKernel,
+    Seen,
+    merge,
+    without_empty_rows,
+)
 from bascule.attention.blocks import KERNELS, select_block_kernel
 from bascule.attention.cuda_blocks import (
     AtenCudnnKernel,
@@ -97,6 +105,32 @@ def test_values_of_a_head_may_lie_apart(name: str) -> None:
     torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [1, 2, 13])
+def test_scores_that_are_no_numbers_are_not_those_of_hidden_keys(
+    dtype: torch.dtype, columns: int
+) -> None:
+    """Torch's operator takes few keys of nan for none, and the LSE of no key for 0."""
+    q, k, v = (x.detach().to(dtype) for x in inputs(rows=columns, columns=columns))
+    some_q, some_k, no_k = q.clone(), k.clone(), k.clone()
+    some_q[0, 1, 0, 2] = some_k[1, 0, columns // 2, 3] = math.nan
+    no_k[0, 1] = -math.inf
+    hidden = torch.zeros(1, 1, columns, columns, dtype=dtype)
+    hidden[:, :, columns // 2] = -math.inf
+    for keys, queries in ((k, some_q), (some_k, q), (no_k, q.abs())):
+        for seen in (Seen(), Seen(causal=True), Seen(bias=hidden)):
+            found = KERNELS["cpu_flash"].forward(queries, keys, v, seen, SCALE)
+            wide_q, wide_k, wide_v = (x.double() for x in (queries, keys, v))
+            bias = None if seen.bias is None else seen.bias.double()
+            out, lse = KERNELS["plain"].forward(
+                wide_q, wide_k, wide_v, Seen(seen.causal, bias), SCALE
+            )
+            want = without_empty_rows(out, lse, seen.bias)
+            tolerance = 1e-5 if dtype != torch.bfloat16 else 2e-2
+            close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+            torch.testing.assert_close([x.double() for x in found], [*want], **close)
+
+
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("kind", BIASES)
 def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
@@ -180,6 +214,33 @@ def test_cuda_operators_take_these_arguments(
             grads = kernel.backward(out, q, k, k, out, lse, seen, SCALE)
             assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
             assert all(x.dtype == dtype for x in grads)
+
+
+class BiasDtypes(TorchDispatchMode):
+    """Notes the dtype of the bias that the memory-efficient operators of CUDA are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, torch.dtype] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """As `TorchDispatchMode`."""
+        if "efficient_attention" in str(func):
+            self.found[str(func)] = args[4 if "backward" in str(func) else 3].dtype
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_float32_bias_of_16_bit_queries_is_cast_for_cuda() -> None:
+    """Its operators take none of another dtype than the queries; those for meta tensors do."""
+    kernel = AtenEfficientKernel()
+    with torch.device("meta"), BiasDtypes() as noted:
+        q = torch.empty(1, 2, 5, 64, dtype=torch.bfloat16)
+        seen = Seen(bias=torch.empty(1, 1, 5, 5))
+        out, lse = kernel.forward(q, q, q, seen, SCALE)
+        kernel.backward(out, q, q, q, out, lse, seen, SCALE)
+    assert len(noted.found) == 2 and set(noted.found.values()) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "aten_flash", "cudnn"])

@@ -19,7 +19,7 @@ from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
 
 Grads = tuple[Tensor, Tensor, Tensor]
-"""Of q, k and v."""
+"""Of q, k and v, in their dtype or a wider one."""
 OutLse = tuple[Tensor, Tensor]
 """Output (B, H, Sq, D) and LSE (B, H, Sq)."""
 Made = TypeVar("Made")
@@ -132,7 +132,8 @@ class Seen:
 
     Attributes:
         causal: Whether query i sees only keys 0 to i. Needs as many queries as keys.
-        bias: Added to the scaled scores; broadcasts to (B, H, Sq, Sk). None adds nothing.
+        bias: Added to the scaled scores; broadcasts to (B, H, Sq, Sk); of the dtype of the queries
+            or, for queries of 16 bits, float32. None adds nothing.
         blocks: Which blocks of keys are seen, by blocks of queries; with neither of the others.
 
     Raises:
@@ -251,8 +252,10 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
 
     Source: FastUSP, the online softmax of ring attention, in the form that adds no large numbers.
     """
-    weight = torch.sigmoid(more_lse - lse).nan_to_num_(nan=0.0)  # nan if neither has a key
-    return torch.lerp(out, more.to(out.dtype), weight[..., None]), torch.logaddexp(lse, more_lse)
+    apart = more_lse - lse  # nan if neither has a key
+    left, added = (torch.sigmoid(x).nan_to_num_(nan=0.0)[..., None] for x in (-apart, apart))
+    # A sum of products, as one process forms it: a difference would make nan of an inf in a value.
+    return (out * left).addcmul_(more.to(out.dtype), added), torch.logaddexp(lse, more_lse)
 
 
 def with_adjacent_values(x: Tensor) -> Tensor:

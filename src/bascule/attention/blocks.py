@@ -76,8 +76,7 @@ class PlainKernel:
         dscores = weights * (grad @ repeated_heads(v, q).to(wide).mT - delta) * scale
         dq = dscores @ repeated_heads(k, q).to(wide)
         dk, dv = dscores.mT @ q.to(wide), weights.mT @ grad
-        dk, dv = summed_heads(dk, k), summed_heads(dv, v)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return dq, summed_heads(dk, k), summed_heads(dv, v)
 
 
 class CpuFlashKernel:
@@ -95,6 +94,9 @@ class CpuFlashKernel:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, seen.causal, attn_mask=seen.bias, scale=scale
         )
+        if k.shape[2] < _FEW_KEYS:
+            wide_q, wide_k = q.to(lse.dtype), k.to(lse.dtype)
+            out, lse = _by_highest(out, lse, _scores(wide_q, wide_k, seen, scale))
         return without_empty_rows(out, lse, seen.bias)
 
     def backward(
@@ -108,12 +110,12 @@ class CpuFlashKernel:
         seen: Seen,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
-        lse = lse if seen.bias is None else finite(lse)
-        tensors = map(with_adjacent_values, (grad, q, k, v, out))
+        """As `BlockKernel`, in float32 at least: torch is slow in float16, and rounds each part."""
+        wide, bias = wide_dtype(q), seen.bias
+        tensors = (with_adjacent_values(x.to(wide)) for x in (grad, q, k, v, out))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(*tensors, lse, 0.0, seen.causal),
-            attn_mask=seen.bias,
+            *(*tensors, lse if bias is None else finite(lse), 0.0, seen.causal),
+            attn_mask=None if bias is None else bias.to(wide),
             scale=scale,
         )
 
@@ -134,6 +136,7 @@ KERNELS: dict[str, BlockKernel] = {
 QUANTIZED: dict[str, BlockKernel] = {"sparge": SpargeKernel(), "paro": ParoKernel()}
 """Only taken by name: they round queries and keys to 8 bits."""
 _WITHOUT_LSE = ("sdpa", "math")
+_FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan for a hidden key
 
 
 @lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
@@ -194,6 +197,14 @@ def _scores(q: Tensor, k: Tensor, seen: Seen, scale: float) -> Tensor:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -math.inf)
     return scores
+
+
+def _by_highest(out: Tensor, lse: Tensor, scores: Tensor) -> OutLse:
+    """Out 0 and LSE -inf where no score is one, and nan where one is none."""
+    highest = scores.amax(dim=-1)
+    is_empty, is_none = torch.isneginf(highest), highest.isnan()
+    out = out.masked_fill(is_empty[..., None], 0.0).masked_fill(is_none[..., None], math.nan)
+    return out, lse.masked_fill(is_empty, -math.inf).masked_fill(is_none, math.nan)
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

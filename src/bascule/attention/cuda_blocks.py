@@ -81,11 +81,11 @@ class AtenEfficientKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
         """As `BlockKernel`."""
-        k, v = repeated_heads(k, q), repeated_heads(v, q)
+        k, v, bias = repeated_heads(k, q), repeated_heads(v, q), _aligned(seen.bias, q, k)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, _aligned(seen.bias, q, k), True, 0.0, seen.causal, scale=scale
+            q, k, v, bias, True, 0.0, seen.causal, scale=scale
         )
-        return without_empty_rows(out, lse[..., : q.shape[2]], seen.bias)
+        return without_empty_rows(out, lse[..., : q.shape[2]], bias)
 
     def backward(
         self,
@@ -264,10 +264,10 @@ def _no_head_dim(form: BlockForm, alignment: int, largest: int | None) -> str | 
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """(B, H, Sq, Sk) the bias, its rows in memory at multiples of 16 elements."""
+    """(B, H, Sq, Sk) the bias as q, its rows in memory at multiples of 16 elements."""
     if bias is None:
         return None
-    whole = bias.expand(*bias.shape[:3], k.shape[2])
+    whole = bias.to(q.dtype).expand(*bias.shape[:3], k.shape[2])
     padded = functional.pad(whole, (0, -k.shape[2] % _BIAS_ALIGNMENT))
     return padded[..., : k.shape[2]].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 

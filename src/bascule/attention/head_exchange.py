@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.ulysses import HeadShares
+from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
 from bascule.comm.transfers import Transfers
 
@@ -42,10 +43,11 @@ class HeadExchange:
         """(B, share of the heads, T, D) this rank's heads of its own tokens."""
         return self._heads_of(x, self.group.rank)
 
-    def start_to_heads(self, xs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def start_to_heads(self, xs: Sequence[Tensor], form: str) -> Callable[[], list[Tensor]]:
         """Send (B, heads, T, D) each; what is returned waits for (B, share of the heads, S, D).
 
-        What arrives is in memory of its own, as (B, S, share of the heads, D).
+        `form` says what else must be the same on all ranks. What arrives is in memory of its own,
+        as (B, S, share of the heads, D).
         """
         rank, (batch, _, num_tokens, width) = self.group.rank, xs[0].shape
         each = sum(x.shape[1] for x in xs) // self.shares.num_kv_heads * width
@@ -58,7 +60,8 @@ class HeadExchange:
             torch.cat(parts, dim=2, out=place.view(batch, num_tokens, heads, width))
         own = self.shares.of(rank)
         received = self._take("received", xs[0], [batch * sum(n) * each * own for n in self.lens])
-        transfers = Transfers(self.group, "all_to_all (tokens to heads)", sent, received)
+        call = self._call("tokens to heads", form, xs)
+        transfers = Transfers(self.group, call, sent, received)
 
         def finish() -> list[Tensor]:
             transfers.wait()
@@ -73,7 +76,7 @@ class HeadExchange:
 
         return finish
 
-    def start_to_tokens(self, xs: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def start_to_tokens(self, xs: Sequence[Tensor], form: str) -> Callable[[], list[Tensor]]:
         """The inverse: send (B, share of the heads, S, D) each, wait for (B, heads, T, D).
 
         What `xs` hold of this rank's own tokens is read by what waits, and may be written later.
@@ -93,7 +96,8 @@ class HeadExchange:
         received = self._take(
             "received", xs[0], [batch * num_tokens * each * self.shares.of(r) for r in self._ranks]
         )
-        transfers = Transfers(self.group, "all_to_all (heads to tokens)", sent, received)
+        call = self._call("heads to tokens", form, xs)
+        transfers = Transfers(self.group, call, sent, received)
 
         def finish() -> list[Tensor]:
             transfers.wait()
@@ -106,6 +110,10 @@ class HeadExchange:
             return [whole.transpose(1, 2) for whole in wholes]
 
         return finish
+
+    def _call(self, direction: str, form: str, xs: Sequence[Tensor]) -> Call:
+        alike = xs[0].shape[0], xs[0].shape[3], len(xs), xs[0].dtype, self.shares, self.lens
+        return Call(f"all_to_all ({direction})", form=f"{alike} {form}")
 
     @property
     def _ranks(self) -> range:

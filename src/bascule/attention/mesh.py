@@ -9,6 +9,7 @@ rank, D head width; R ring ranks, U Ulysses ranks.
 
 import math
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,10 +23,13 @@ from bascule.attention.layout import (
     take_runs,
     with_replicated,
 )
+from bascule.attention.masks import without_lost_scores
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.ranks import AttentionMesh as AttentionMesh
 from bascule.attention.ranks import Place, place_in
 from bascule.attention.ulysses import HeadShares
+from bascule.comm.derivatives import refuse_derivatives
+from bascule.comm.failures import told
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 
@@ -44,6 +48,7 @@ def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> T
     return take_runs(x, layout.shares(*mesh.place), dim)
 
 
+@told("gather over a mesh")
 def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
     """The tokens of all ranks in the order of the sequence, on every rank. One all-gather.
 
@@ -59,6 +64,7 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
     return whole.movedim(0, dim)
 
 
+@told("attention over a mesh")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -87,8 +93,9 @@ def attention(
         mesh: The ranks, or this rank's place among them.
         layout: Which tokens each rank has. Default: one segment, the same number on every rank.
         attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
-            or added to the scores; broadcasts to (B, H, S, S), as (B, 1, 1, S) for key padding. A
-            token that sees nothing gives 0.
+            or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
+            key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
+            finite number gives what it gives in one process.
         is_causal: Whether a token sees only itself and those before it in the sequence, of what
             the mask lets it see.
         scale: Factor of the scores. Default: D^-0.5.
@@ -106,17 +113,17 @@ def attention(
         CommError: The ranks disagree, or a rank did not come in time.
     """
     ranks = place_in(mesh)
+    refuse_derivatives("attention", q, k, v, attn_mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, attn_mask)
     _check_centres(wire, k)
     geometry = list(layout.segments), layout.zigzag, layout.stripe, ranks.name
-    form = form_of(q.shape[-1], q.dtype, wire)
+    form = form_of(q.shape[-1], q.dtype, wire, is_causal=is_causal, scale=scale, mask=attn_mask)
     q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
-    num_kv_heads, mask = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), None
+    q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), attn_mask, is_causal)
+    num_kv_heads, mask = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), attn_mask
     own, rows = _own_kv_heads(num_kv_heads, ranks), (num_kv_heads, *geometry, form)
-    if attn_mask is not None:
-        mask = _own_heads(attn_mask, q.shape[1] // num_kv_heads, own)
     if wire is not None:
         wire = _wire_of_call(wire, q.shape[1], k, v, ranks, rows)
     k, v = (_repeated(x, num_kv_heads) for x in (k, v))
@@ -188,14 +195,6 @@ def _own_kv_heads(num_kv_heads: int, ranks: Place) -> wired.HeadRun:
     return shares.base * rank + min(rank, shares.num_more), shares.of(rank)
 
 
-def _own_heads(mask: Tensor, queries: int, own: wired.HeadRun) -> Tensor:
-    """(B or 1, heads of this rank or 1, S or 1, S or 1) the mask of the heads of this rank."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    if mask.shape[1] == 1:
-        return mask
-    return mask.narrow(1, own[0] * queries, own[1] * queries)
-
-
 def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     """Key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
     repeat = num_heads // num_kv_heads
@@ -231,6 +230,11 @@ def _check(
             f"attention: {shapes}: give (batch, heads, tokens, head_dim) each, k and v alike, and "
             "as many keys as queries"
         )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ConfigError(
+            f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: give one floating-point dtype, "
+            "under autocast too, as by k.to(q.dtype)"
+        )
     if q.shape[1] % k.shape[1] or q.shape[1] < mesh.degrees[1]:
         raise ConfigError(
             f"attention: {shapes} on {mesh.degrees[1]} Ulysses ranks: query heads must be a "
@@ -242,6 +246,12 @@ def _check(
             f"mesh of {mesh.degrees[0]} x {mesh.degrees[1]}"
         )
     if mask is not None:
+        if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+            raise ConfigError(
+                f"attention: a mask of {mask.dtype} for q of {q.dtype}: give bool (True is seen; "
+                "of a tokenizer's mask, mask.bool()), or what is added to the scores, as "
+                f"{q.dtype} or torch.float32"
+            )
         if mask.requires_grad:
             raise ConfigError(
                 "attention: attn_mask requires a gradient, and mesh attention gives it none: "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.blocks import select_block_kernel
+from bascule.attention.forms import digest_of
 from bascule.attention.head_exchange import HeadExchange
 from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.attention.masks import tiles_of
@@ -39,14 +40,22 @@ def ring_plan(
     ranks: AttentionMesh,
     layout: SequenceLayout,
     q: Tensor,
+    k: Tensor,
     mask: Tensor | None,
     causal: bool,
     scale: float,
     kernel: str,
     wire: Wire | None,
 ) -> RingPlan:
-    """What this rank does in each round, of a call with these settings."""
-    tiles = tiles_of(layout, ranks.place[0], mask, causal, q)
+    """What this rank does in each round, of a call with these settings.
+
+    They mark the next calls of the ring and of the Ulysses ranks: all must be given the same.
+    """
+    settings = f"{layout}, causal={causal}, {scale=}, {kernel=}, mask {digest_of(mask)}"
+    for group in (ranks.ring, ranks.ulysses):
+        if group is not None:
+            group.calls.mean(settings)
+    tiles = tiles_of(layout, ranks.place[0], _of_own_heads(mask, q, k, ranks), causal, q)
     return RingPlan(
         group=ranks.ring,
         kv_lens=layout.ring_lens,
@@ -61,6 +70,22 @@ def ring_plan(
         scale=scale,
         wire=wire,
     )
+
+
+def _of_own_heads(mask: Tensor | None, q: Tensor, k: Tensor, ranks: AttentionMesh) -> Tensor | None:
+    """(B or 1, heads of `q` or 1, S or 1, S or 1) of a mask of all heads.
+
+    `k` has the key-value heads of this rank, and every one of them as many query heads.
+    """
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    if mask.shape[1] == 1:
+        return mask
+    queries = q.shape[1] // k.shape[1]
+    num_kv_heads = mask.shape[1] // queries
+    first = HeadShares.split(num_kv_heads, num_kv_heads, ranks.degrees[1]).first(ranks.place[1])
+    return mask.narrow(1, first * queries, q.shape[1])
 
 
 @lru_cache(maxsize=256)
@@ -119,8 +144,3 @@ def own_memory(x: Tensor) -> Tensor:
 def empty(x: Tensor, num_heads: int, tokens: int) -> Tensor:
     """(B, `num_heads`, `tokens`, D) as `laid_out` gives it, without values."""
     return x.new_empty(x.shape[0], tokens, num_heads, x.shape[3]).transpose(1, 2)
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """The same memory."""
-    return x.view(-1).view(torch.uint8)

@@ -17,7 +17,6 @@ from torch import Tensor
 from bascule.attention.forms import agree_on
 from bascule.attention.layout import num_tokens, take_runs
 from bascule.attention.op_parts import (
-    as_bytes,
     empty,
     exchange_of,
     gathered_runs,
@@ -31,7 +30,8 @@ from bascule.attention.op_parts import (
 )
 from bascule.attention.ring import ring_backward, ring_forward
 from bascule.comm import quantize
-from bascule.comm.groups import all_gather_single, reduce_scatter_single, reporting
+from bascule.comm.calls import Call
+from bascule.comm.transfers import all_gather, reduce_scatter
 
 
 @torch.library.custom_op("bascule::tokens_to_heads", mutates_args=())
@@ -52,7 +52,7 @@ def tokens_to_heads(
     ranks, layout = places(segments, zigzag, stripe, mesh)
     agree_on(ranks, layout, tuple(xs[0].shape[:3]), num_kv_heads, form)
     with naming("tokens_to_heads", xs):
-        return exchange_of(ranks, layout, num_kv_heads).start_to_heads(xs)()
+        return exchange_of(ranks, layout, num_kv_heads).start_to_heads(xs, form)()
 
 
 @tokens_to_heads.register_fake
@@ -83,7 +83,7 @@ def heads_to_tokens(
     """The inverse of `tokens_to_heads`, and its gradient. One all-to-all over the Ulysses ranks."""
     ranks, layout = places(segments, zigzag, stripe, mesh)
     with naming("heads_to_tokens", xs):
-        return exchange_of(ranks, layout, num_kv_heads).start_to_tokens(xs)()
+        return exchange_of(ranks, layout, num_kv_heads).start_to_tokens(xs, form)()
 
 
 @heads_to_tokens.register_fake
@@ -129,7 +129,7 @@ def ring_attention(
     if ranks.ulysses is None:  # else said before the all-to-all
         agree_on(ranks, layout, tuple(q.shape[:3]), k.shape[1], form)
     travel = wire_of(wire, k_centre, v_centre)
-    plan = ring_plan(ranks, layout, q, mask, causal, scale, kernel, travel)
+    plan = ring_plan(ranks, layout, q, k, mask, causal, scale, kernel, travel)
     with naming("ring_attention", (q, k, v)):
         out, lse = ring_forward(q, k, v, plan)
     return laid_out(out), lse.contiguous()
@@ -181,7 +181,7 @@ def ring_attention_backward(
     """Gradients of q, k and v of `ring_attention`."""
     ranks, layout = places(segments, zigzag, stripe, mesh)
     travel = wire_of(wire, k_centre, v_centre)
-    plan = ring_plan(ranks, layout, q, mask, causal, scale, kernel, travel)
+    plan = ring_plan(ranks, layout, q, k, mask, causal, scale, kernel, travel)
     with naming("ring_attention_backward", (q, k, v)):
         dq, dk, dv = ring_backward(grad, q, k, v, out, lse, plan)
     return laid_out(dq), laid_out(dk), laid_out(dv)
@@ -234,10 +234,10 @@ def gather_tokens(
     runs, padded = gathered_runs(layout)
     rows = x.new_zeros(padded, *x.shape[1:])
     rows[: x.shape[0]] = x
-    gathered = x.new_empty(ranks.whole.size * padded, *x.shape[1:])
-    with naming("gather_tokens", [x]), reporting(ranks.whole, "all_gather (tokens)", 0):
-        all_gather_single(as_bytes(gathered), as_bytes(rows), group=ranks.whole.process_group)
-    return torch.cat([gathered[row : row + length] for row, _, length in runs])
+    call = Call("all_gather (tokens)", form=f"{rows.shape} {x.dtype} {layout}")
+    with naming("gather_tokens", [x]):
+        gathered = all_gather(ranks.whole, call, rows).flatten(0, 1)
+    return torch.cat([gathered[:0], *(gathered[row : row + length] for row, _, length in runs)])
 
 
 @gather_tokens.register_fake
@@ -260,9 +260,9 @@ def reduce_tokens(x: Tensor, segments: list[int], zigzag: bool, stripe: int, mes
     rows = x.new_zeros(ranks.whole.size * padded, *x.shape[1:], dtype=wide)
     for row, start, length in runs:
         rows[row : row + length] = x[start : start + length]
-    own = rows.new_empty(padded, *x.shape[1:])
-    with naming("reduce_tokens", [x]), reporting(ranks.whole, "reduce_scatter (tokens)", 0):
-        reduce_scatter_single(own, rows, group=ranks.whole.process_group)
+    call = Call("reduce_scatter (tokens)", form=f"{rows.shape} {x.dtype} {layout}")
+    with naming("reduce_tokens", [x]):
+        own = reduce_scatter(ranks.whole, call, rows.unflatten(0, (ranks.whole.size, padded)))
     return own[: num_tokens(layout.own_runs(*ranks.place))].to(x.dtype).clone()
 
 

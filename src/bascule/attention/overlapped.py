@@ -54,13 +54,13 @@ def overlapped_attention(
     """
     ranks, layout = places(segments, False, stripe, mesh)
     agree_on(ranks, layout, tuple(q.shape[:3]), num_kv_heads, form)
-    plan = ring_plan(ranks, layout, q, mask, False, scale, kernel, None)
     exchange = exchange_of(ranks, layout, num_kv_heads)
     own_q, own_k, own_v = (exchange.own_heads(x) for x in (q, k, v))
+    plan = ring_plan(ranks, layout, own_q, own_k, mask, False, scale, kernel, None)
     own, everyone = exchange.own_tokens, slice(None)
     others = slice(0, own.start), slice(own.stop, layout.seq_len)
     with naming("overlapped_attention", (q, k, v)):
-        arrive = exchange.start_to_heads((q, k, v))
+        arrive = exchange.start_to_heads((q, k, v), form)
         mine = Merged(own_q)
         _attend(mine, plan, own_q, own_k, own_v, own, own)
         wq, wk, wv = arrive()
@@ -69,7 +69,7 @@ def overlapped_attention(
             theirs = Merged(wq[:, :, rows])
             _attend(theirs, plan, wq[:, :, rows], wk, wv, rows, everyone)
             out[:, :, rows], lse[:, :, rows] = theirs.result()
-        leave = exchange.start_to_tokens([out])
+        leave = exchange.start_to_tokens([out], form)
         for columns in others:
             _attend(mine, plan, own_q, wk[:, :, columns], wv[:, :, columns], own, columns)
         out[:, :, own], lse[:, :, own] = mine.result()

@@ -42,10 +42,12 @@ class PackedRing:
     Attributes:
         piece_lens: (R, n) tokens of each sequence on each ring rank.
         group: The ring.
+        step: Step number in errors.
     """
 
     piece_lens: layout.Ints
     group: RankGroup
+    step: int
 
     @cached_property
     def kv_lens(self) -> list[int]:
@@ -101,7 +103,7 @@ class Bag:
         place = (rank - int(topology.first_ranks[bag])) // degree
         by_group = lens.reshape(ring_degree, degree, num_seqs)
         sharing, around = groups.of(topology)
-        ring = None if around is None else PackedRing(by_group.sum(axis=1), around)
+        ring = None if around is None else PackedRing(by_group.sum(axis=1), around, step)
         return cls(BagLayout(by_group[place], device, sharing, step), ring)
 
 
@@ -188,6 +190,8 @@ def _around(
         tiles=ring.causal_tiles if causal else ring.tiles,
         kernel=block,
         scale=q_THD.shape[2] ** -0.5 if scale is None else scale,
+        step=ring.step,
+        form=f"causal={causal}",
     )
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
     out, lse = ring_attention(q, k, v, plan)

@@ -1,35 +1,26 @@
-"""SequenceParallel: decide, move and attend, bound to process groups that are built once.
-
-Shapes: T tokens as loaded on this rank, C tokens that it computes on, H heads, D head width, n
-    samples
-as loaded on this rank, N samples of all ranks.
-"""
+"""SequenceParallel: decide, move and attend, bound to process groups that are built once."""
 
 import re
 from collections.abc import Hashable, Sequence
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention import packed
+from bascule.attention.step import Step as Step
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.bags import make_bag_groups
-from bascule.comm.exchange import BoundRoute, exchange, gather_samples
 from bascule.comm.groups import RankGroup
-from bascule.comm.mean import global_mean
+from bascule.comm.making import new_group
 from bascule.errors import ConfigError
-from bascule.plan import layout, metrics
+from bascule.plan import layout
 from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost, describe_cost
 from bascule.plan.limits import Limits
-from bascule.plan.sequences import Plan, check_lengths, plan_batch
+from bascule.plan.sequences import check_lengths, plan_batch
 from bascule.plan.topology import Topology
 
 _FIRST_CAPACITY = 64  # sequences a rank that the first gather of lengths has room for
@@ -94,11 +85,10 @@ class SequenceParallel:
         self._num_plans = 0
         self._capacity = _FIRST_CAPACITY
         self._agreed: set[Hashable] = set()
+        self._used: set[str] = set()
         self.topology = self._agree_on_settings(topology, len(ranks))
         self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
-        self._data_group = (
-            self.group if data_group is None else groups.member_of(data_group, "data")
-        )
+        self.data_group = self.group if data_group is None else groups.member_of(data_group, "data")
         self.bag_groups = make_bag_groups(self.group, self.topology, cluster, timeout_s)
         self.device = (
             torch.device(device) if device is not None else _default_device(mesh_or_group, given)
@@ -129,6 +119,8 @@ class SequenceParallel:
         except ConfigError as met:
             # The agreement says which rank; here it is the only one, hence 0.
             error = ConfigError(re.sub("^rank 0[,:] ", "", str(met)))
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
         return self._plan(values, error)
 
     def fail(self, error: Exception) -> None:
@@ -165,16 +157,20 @@ class SequenceParallel:
     def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
         """Let all ranks agree on the form of an exchange, the first time that this form is used.
 
+        Where exchanges of that name were used before, the others may not come to agree: then an
+        error is raised here, and they are told of it (see `failures.tell`).
+
         Raises:
             CommError: Ranks use different forms, or (RemoteConfigError) one of them an illegal one.
         """
+        if error is not None and what in self._used:
+            raise error
         if not self.has_agreed(what, form):
             settings = {f"the form of {what}": str(form)}
             statement = Statement(settings, np.zeros(0, np.int64), error)
             agree(self._plan_group, statement, what=what, step=step, capacity=0)
             self._agreed.add((what, form))
-        elif error is not None:
-            raise error
+            self._used.add(what)
 
     def has_agreed(self, what: str, form: Hashable) -> bool:
         """Whether all ranks have agreed on this form of an exchange."""
@@ -200,7 +196,7 @@ class SequenceParallel:
             if self.cluster is not None:
                 self.cluster.check_world(world_size)
             settings = self._settings(topology)
-        except ConfigError as met:
+        except Exception as met:  # whatever it is, the others must not wait
             error = met
             settings = dict.fromkeys(_SETTINGS, "")
         agree(
@@ -218,190 +214,10 @@ class SequenceParallel:
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
-        return groups.new_group(ranks, name, self._timeout_s, backend=backend)
+        return new_group(ranks, name, self._timeout_s, backend=backend)
 
 
 _SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits", "cluster")
-
-
-class Step:
-    """A plan bound to its groups and device: moves and attends for one step. Made by `plan`.
-
-    Forward, recomputation under checkpointing and backward of a step all use this object, however
-    many steps are alive. All ranks call its methods in the same order.
-
-    Attributes:
-        plan: The frozen plan.
-        number: Which plan of the SequenceParallel it is, from 1.
-        local: What this rank computes on, as numpy arrays.
-        local_seq_ids: Global ids of the sequences of this rank's bag, ascending.
-        token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
-        sent_bytes: What this rank sent to other ranks so far, forward passes only.
-    """
-
-    def __init__(self, parallel: SequenceParallel, plan: Plan, number: int) -> None:
-        self._parallel = parallel
-        self.plan = plan
-        self.number = number
-        self.sent_bytes = 0
-        self.local = plan.local(parallel.rank)
-        self.local_seq_ids = self._tensor(self.local.seq_ids)
-        self.token_slot = self._tensor(self.local.slots)
-
-    def route(self, **tensors: Tensor) -> dict[str, Tensor]:
-        """Bring tokens from where they were loaded to where they are computed.
-
-        Differentiable; one all-to-all forward and one backward, which sends only what needs
-        gradients.
-
-        Args:
-            tensors: Each (T, ...) in the order of this rank's sequences, of any dtype.
-
-        Returns:
-            Each (C, ...), by its name.
-
-        Raises:
-            ConfigError: A tensor has another number of rows. CommError: an exchange failed.
-        """
-        return dict(zip(tensors, self._exchange("route", self._route, tensors), strict=True))
-
-    def restore(self, tensor: Tensor) -> Tensor:
-        """Bring tokens back to their source rank and order: (C, ...) to (T, ...).
-
-        Differentiable; one all-to-all a direction.
-        """
-        return self._exchange("restore", self._route.inverse, {"tensor": tensor})[0]
-
-    def attend(
-        self,
-        q_CHD: Tensor,
-        k_CKD: Tensor,
-        v_CKD: Tensor,
-        *,
-        causal: bool = False,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
-        bag, kernel = self._bag, self._parallel.kernel
-        if self.plan.topology.bag_sizes.max() > 1:
-            self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
-        out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
-        self.sent_bytes += packed.sent_bytes(bag, q_CHD, k_CKD)
-        return out
-
-    def gather_samples(self, tensor: Tensor) -> Tensor:
-        """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
-
-        Differentiable; one all-gather forward, one reduce-scatter backward.
-        """
-        counts = self.plan.source_counts.tolist()
-        own = counts[self._parallel.rank]
-        self._agree_on_form("gather_samples", {"tensor": tensor}, own)
-        return gather_samples(
-            tensor, counts, self._valid_samples, self._parallel.group, self.number
-        )
-
-    def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """Mean over the tokens of all ranks, right under FSDP's and DDP's gradient averaging.
-
-        One all-reduce of two numbers.
-
-        Args:
-            per_token: (any number, ...) values of this rank; no rows are legal, a scalar is not.
-            weights: Weight of each; None counts each once.
-
-        Returns:
-            The global mean, the same on every rank.
-        """
-        error = None
-        if per_token.dim() == 0:
-            error = ConfigError(
-                "mean: give the values of the tokens, not their mean or sum (a scalar)"
-            )
-        form = (per_token.shape[1:], per_token.dtype, weights is not None)
-        self._parallel.agree_once("mean", form, error, self.number)
-        return global_mean(per_token, weights, self._parallel._data_group, self.number)
-
-    def metrics(self) -> dict[str, Any]:
-        """What the plan predicts and what was moved so far, as plain values."""
-        before = self.plan.unbalanced_loads(self._parallel.cost, self._parallel.cluster)
-        return {
-            "step": self.number,
-            "makespan": self.plan.makespan,
-            "makespan_unbalanced": float(before.max()),
-            "lower_bound": self.plan.lower_bound,
-            "gap": self.plan.gap,
-            "imbalance": self.plan.imbalance,
-            "imbalance_unbalanced": metrics.imbalance(before),
-            "wir": self.plan.wir,
-            "wir_unbalanced": metrics.wir(before),
-            "tokens": self.plan.tokens.tolist(),
-            "moved_tokens": self.plan.moved_tokens,
-            "sent_bytes": self.sent_bytes,
-        }
-
-    @cached_property
-    def _route(self) -> BoundRoute:
-        parallel = self._parallel
-        route = self.plan.route(parallel.rank)
-        return BoundRoute(route, parallel.group, parallel.device, self.number, "route")
-
-    @cached_property
-    def _bag(self) -> packed.Bag:
-        parallel = self._parallel
-        groups, device = parallel.bag_groups, parallel.device
-        return packed.Bag.of(self.plan, parallel.rank, groups, device, self.number)
-
-    @cached_property
-    def _valid_samples(self) -> Tensor:
-        counts = self.plan.source_counts
-        starts = np.arange(counts.size) * counts.max()
-        return self._tensor(layout.ranges(starts, counts))
-
-    def _exchange(
-        self, what: str, route: BoundRoute, tensors: dict[str, Tensor]
-    ) -> tuple[Tensor, ...]:
-        self._agree_on_form(what, tensors, route.num_sent)
-        rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
-        self.sent_bytes += rows * route.num_moved
-        return exchange(route, list(tensors.values()))
-
-    def _agree_on_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
-    ) -> None:
-        """Heads and dtype decide the sizes, and must do for the bags of all ranks."""
-        topology, parallel = self.plan.topology, self._parallel
-        degree = int(topology.ulysses_groups.bag_sizes.max())  # of "auto", another every step
-        form = (degree, q.shape[1:], k.shape[1:], v.shape[1:], q.dtype, causal, scale)
-        if not parallel.has_agreed("attend", form):
-            error = None
-            try:
-                packed.check(topology, self._bag, parallel.kernel, q, k, v)
-            except ConfigError as met:
-                error = met
-            parallel.agree_once("attend", form, error, self.number)
-
-    def _agree_on_form(self, what: str, tensors: dict[str, Tensor], num_rows: int) -> None:
-        """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""
-        error = None if tensors else ConfigError(f"{what}: give at least one tensor")
-        for name, x in tensors.items():
-            if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
-            if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != self._parallel.device.type:
-                error = ConfigError(
-                    f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}, but this rank's "
-                    f"part of the plan has {num_rows} rows on {self._parallel.device}"
-                )
-        needs_grad = torch.is_grad_enabled()
-        form = ", ".join(
-            f"{name} {str(x.dtype).removeprefix('torch.')}{list(x.shape[1:])}"
-            f"{' with gradient' if needs_grad and x.requires_grad else ''}"
-            for name, x in tensors.items()
-        )
-        self._parallel.agree_once(what, f"{what}({form})", error, self.number)
-
-    def _tensor(self, array: layout.Ints) -> Tensor:
-        return torch.from_numpy(array).to(self._parallel.device, non_blocking=True)
 
 
 def _default_device(

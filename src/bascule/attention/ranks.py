@@ -1,19 +1,20 @@
 """This rank's place among the ranks that attend together."""
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
     _set_pg_timeout,
 )
 
-from bascule.comm.groups import RankGroup, member_of
+from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.errors import ConfigError
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
@@ -28,7 +29,7 @@ class AttentionMesh:
         ring: The ranks that pass keys and values to each other; None if R is 1.
         ulysses: The ranks that share heads; None if U is 1.
         whole: All ranks, by ring rank, then by Ulysses rank; None for one rank.
-        name: The names of the three process groups, by which operators find them.
+        name: The process groups and the order of their ranks, by which operators find them.
     """
 
     ring: RankGroup | None
@@ -38,12 +39,13 @@ class AttentionMesh:
 
     def __post_init__(self) -> None:
         groups = (self.ring, self.ulysses, self.whole)
-        names = [group.process_group.group_name if group else "" for group in groups]
-        object.__setattr__(self, "name", _SEPARATOR.join(names))
+        object.__setattr__(self, "name", _SEPARATOR.join(map(_name_of, groups)))
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
         """From a DeviceMesh whose axes are called "ring" and "ulysses"; one may be missing.
+
+        Its ranks may be in any order, as in a transposed mesh that puts rings inside nodes.
 
         Args:
             mesh: The ranks.
@@ -51,23 +53,34 @@ class AttentionMesh:
                 process groups. None leaves them as they are.
 
         Raises:
-            ConfigError: It has other axes, or they are in the other order.
+            ConfigError: It has other axes, or they are in the other order, or this rank is not in
+                it.
         """
         names = mesh.mesh_dim_names or ()
         allowed = (RING_AXIS, ULYSSES_AXIS)
         if not names or tuple(name for name in allowed if name in names) != tuple(names):
             raise ConfigError(
                 f"a mesh with the axes {names}: attention takes ('ring', 'ulysses'), in this "
-                "order, or one of them; choose them with mesh['ring', 'ulysses']"
+                "order, or one of them; transpose its tensor of ranks, or choose an axis"
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ConfigError(
+                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}: make "
+                "the call on its ranks only"
             )
         parts: dict[str, RankGroup | None] = dict.fromkeys(allowed)
-        for name in names:
-            if mesh[name].size() > 1:
-                parts[name] = member_of(mesh.get_group(name), name)
+        for axis, name in enumerate(names):
+            if mesh.mesh.shape[axis] > 1:
+                along = mesh.mesh.movedim(axis, -1)
+                others = [place for at, place in enumerate(coordinate) if at != axis]
+                ranks = along[tuple(others)].tolist()
+                parts[name] = member_of(mesh.get_group(name), name, ranks=ranks)
         several = [part for part in parts.values() if part is not None]
         whole = several[0] if several else None
         if len(several) == 2:
-            whole = member_of(mesh._flatten().get_group(), "attention")
+            group = mesh._flatten().get_group()
+            whole = member_of(group, "attention", ranks=mesh.mesh.flatten().tolist())
         made = cls(parts[RING_AXIS], parts[ULYSSES_AXIS], whole)
         for group in (made.ring, made.ulysses, made.whole):
             if group is not None and timeout_s is not None:
@@ -114,6 +127,31 @@ def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
     return mesh if isinstance(mesh, AttentionMesh) else _of_groups(mesh)
 
 
+def mesh_of_degrees(device_type: str, ring: int, ulysses: int) -> AttentionMesh:
+    """All ranks as a mesh: the same one, and the same process groups, for the same degrees.
+
+    Args:
+        device_type: Of the tensors: "cpu", "cuda".
+        ring: R.
+        ulysses: U; R x U must be the number of ranks.
+    """
+    world = resolve(None)
+    mesh = _mesh_of_degrees(weakref.ref(world), device_type, ring, ulysses)
+    groups = (mesh.ring, mesh.ulysses, mesh.whole)
+    if any(group is not None and group.calls.ended is not None for group in groups):
+        _mesh_of_degrees.cache_clear()  # a failure ended them
+        mesh = _mesh_of_degrees(weakref.ref(world), device_type, ring, ulysses)
+    return mesh
+
+
+@lru_cache(maxsize=64)
+def _mesh_of_degrees(
+    world: weakref.ref[dist.ProcessGroup], device_type: str, ring: int, ulysses: int
+) -> AttentionMesh:
+    names = RING_AXIS, ULYSSES_AXIS
+    return AttentionMesh.of(init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=names))
+
+
 @torch.compiler.assume_constant_result
 def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
     """The attributes of the place in a mesh: compilers take tuples for constants, not objects."""
@@ -128,14 +166,28 @@ def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def mesh_named(name: str) -> AttentionMesh:
     """The mesh of that name."""
-    ring, ulysses, whole = (_reference_to(part) for part in name.split(_SEPARATOR))
-    return _mesh_with(ring, ulysses, whole)
+    parts = name.split(_SEPARATOR)
+    return _mesh_with(name, tuple(map(_reference_to, parts)))
 
 
-def _reference_to(name: str) -> weakref.ref[dist.ProcessGroup] | None:
+def _name_of(group: RankGroup | None) -> str:
+    """The name of a group, and the order of its ranks where that is not its own."""
+    if group is None:
+        return ""
+    in_order = tuple(dist.get_process_group_ranks(group.process_group)) == group.ranks
+    return f"{group.process_group.group_name}:{'' if in_order else group.ranks}"
+
+
+def _ranks_in(part: str) -> Sequence[int] | None:
+    order = part.rpartition(":")[2]
+    return [int(rank) for rank in order.strip("()").split(",")] if order else None
+
+
+def _reference_to(part: str) -> weakref.ref[dist.ProcessGroup] | None:
     """The group of that name; weak, since what is kept here would outlive its destruction."""
-    if not name:
+    if not part:
         return None
+    name = part.rpartition(":")[0]
     return weakref.ref(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
 
 
@@ -151,10 +203,12 @@ def _mesh_of(mesh: DeviceMesh, groups: tuple[weakref.ref[dist.ProcessGroup], ...
 
 @lru_cache(maxsize=16)
 def _mesh_with(
-    ring: weakref.ref[dist.ProcessGroup] | None,
-    ulysses: weakref.ref[dist.ProcessGroup] | None,
-    whole: weakref.ref[dist.ProcessGroup] | None,
+    name: str, groups: tuple[weakref.ref[dist.ProcessGroup] | None, ...]
 ) -> AttentionMesh:
-    groups = (reference and reference() for reference in (ring, ulysses, whole))
-    named = zip(groups, (RING_AXIS, ULYSSES_AXIS, "attention"), strict=True)
-    return AttentionMesh(*(member_of(group, name) if group else None for group, name in named))
+    """`name` says the order of the ranks of each of the `groups`."""
+    found: list[RankGroup | None] = []
+    axes = (RING_AXIS, ULYSSES_AXIS, "attention")
+    for part, reference, axis in zip(name.split(_SEPARATOR), groups, axes, strict=True):
+        group = reference and reference()
+        found.append(member_of(group, axis, ranks=_ranks_in(part)) if group else None)
+    return AttentionMesh(*found)

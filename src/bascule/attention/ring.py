@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.block_form import EVERYTHING, BlockKernel, Seen, merge, wide_dtype
+from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import Transfers
@@ -47,6 +48,8 @@ class RingPlan:
         scale: Factor of the scores.
         wire: How keys and values of other ranks come, with centres of these heads; None: as they
             are. Gradients always travel as they are.
+        step: Step number in errors; 0 where there are none.
+        form: What else must be the same on all ranks of the ring, as text.
     """
 
     group: RankGroup | None
@@ -55,6 +58,8 @@ class RingPlan:
     kernel: BlockKernel
     scale: float
     wire: Wire | None = None
+    step: int = 0
+    form: str = ""
 
     @property
     def size(self) -> int:
@@ -113,7 +118,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tenso
                 )
                 merged.add(tile.q, *part)
 
-    _rotate(plan, k, v, attend)
+    _rotate(plan, k, v, attend, "forward")
     return merged.result()
 
 
@@ -136,7 +141,8 @@ def ring_backward(
         )
 
     if _is_one_tile(plan) and q.numel() and k.numel():
-        return gradients(plan.tiles[0][0], k, v)
+        dq, dk, dv = gradients(plan.tiles[0][0], k, v)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     travelling = _Travelling(plan, k, wide)
 
@@ -150,7 +156,7 @@ def ring_backward(
                 dkv[1, :, :, tile.k] += grads[2]
         travelling.add(turn, dkv)
 
-    _rotate(plan, k, v, attend)
+    _rotate(plan, k, v, attend, "backward")
     dk, dv = travelling.home().unbind(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -198,7 +204,11 @@ class Merged:
 
 
 def _rotate(
-    plan: RingPlan, k: Tensor, v: Tensor, attend: Callable[[int, Tensor, Tensor], None]
+    plan: RingPlan,
+    k: Tensor,
+    v: Tensor,
+    attend: Callable[[int, Tensor, Tensor], None],
+    direction: str,
 ) -> None:
     """Call `attend` with the keys and values of every ring rank, own ones first."""
     at_hand = k if plan.size == 1 else _packed(k, v, plan)
@@ -207,7 +217,8 @@ def _rotate(
         if turn < plan.size - 1:
             shape = (*at_hand.shape[:-2], plan.kv_lens[plan.owner(turn + 1)], at_hand.shape[-1])
             coming = _staged(plan, turn + 1, shape, at_hand)
-            shift = _Shift(plan, at_hand, coming, f"keys and values, round {turn + 1}")
+            name = f"keys and values, round {turn + 1}"
+            shift = _Shift(plan, at_hand, coming, name, direction)
         keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, plan.wire)
         attend(turn, keys, values)
         if shift is not None:
@@ -259,7 +270,7 @@ class _Travelling:
             return
         shape = (*self._shape[:-2], plan.kv_lens[plan.owner(turn + 1)], self._shape[-1])
         coming = self._sum.new_empty(shape)
-        self._shift = _Shift(plan, self._sum, coming, f"gradients, round {turn + 1}")
+        self._shift = _Shift(plan, self._sum, coming, f"gradients, round {turn + 1}", "backward")
 
     def home(self) -> Tensor:
         """(2, B, K, Sk, D) gradients of this rank's own keys and values."""
@@ -273,12 +284,16 @@ class _Shift:
     The one place where the ring puts tensors on the wire; posted when it is made.
     """
 
-    def __init__(self, plan: RingPlan, sent: Tensor, received: Tensor, name: str) -> None:
+    def __init__(
+        self, plan: RingPlan, sent: Tensor, received: Tensor, name: str, direction: str
+    ) -> None:
         assert plan.group is not None
         self._received = received
         after, before = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
         to, come = {after: sent.contiguous()}, {before: self._received}
-        self._transfers = Transfers(plan.group, f"ring ({name})", to, come)
+        alike = *sent.shape[:3], sent.shape[-1], sent.dtype, list(plan.kv_lens), plan.scale
+        form = f"{alike} {direction} {plan.form}"
+        self._transfers = Transfers(plan.group, Call(f"ring ({name})", plan.step, form), to, come)
 
     def wait(self) -> Tensor:
         """What arrived."""

@@ -11,13 +11,12 @@ blocks and C key blocks of the sequence; X (head, query block) rows that a rank 
 ranks.
 """
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
@@ -28,7 +27,11 @@ from bascule.attention.ring import ring_attention
 from bascule.attention.sparse_masks import pooled
 from bascule.attention.sparse_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup, all_gather_single, reporting
+from bascule.comm.calls import Call
+from bascule.comm.derivatives import refuse_derivatives
+from bascule.comm.failures import told
+from bascule.comm.groups import RankGroup
+from bascule.comm.transfers import all_gather, device_of
 from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
 from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
@@ -53,10 +56,27 @@ class PooledRule:
     keep: Callable[[Tensor, PackedRows], Tensor]
 
 
-def rows_of(masks: Bools | Tensor) -> RowsSeen:
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeMasks:
+    """Masks (H, Q, C) that every rank has; called, it gives the rows asked for.
+
+    Attributes:
+        array: The masks.
+        digest: Tells others apart.
+    """
+
+    array: Bools
+    digest: int
+
+    def __call__(self, rows: PackedRows) -> Bools:
+        """(X, C)."""
+        return self.array[rows.heads, rows.blocks]
+
+
+def rows_of(masks: Bools | Tensor) -> WholeMasks:
     """Rows of masks (H, Q, C) that every rank has, as those of a file; of a tensor, on the host."""
     array = masks.cpu().numpy() if isinstance(masks, Tensor) else masks
-    return lambda rows: array[rows.heads, rows.blocks]
+    return WholeMasks(array, zlib.crc32(np.packbits(array != 0).tobytes()))
 
 
 def sparse_attention(
@@ -83,6 +103,7 @@ def sparse_attention(
         mesh: The ranks.
         plan: Who computes what.
         seen: Gives the rows of the mask that this rank computes. A token that sees nothing gives 0.
+            Whole masks (`rows_of`) are compared between ranks; rows that a function makes are not.
         scale: Factor of the scores. Default: D^-0.5.
         kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
 
@@ -93,6 +114,7 @@ def sparse_attention(
     return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel)[0]
 
 
+@told("sparse attention")
 def attend_sparse(
     q: Tensor,
     k: Tensor,
@@ -111,8 +133,13 @@ def attend_sparse(
         )
     ranks = as_attention_mesh(mesh)
     form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
+    refuse_derivatives("sparse_attention", q, k, v)
     _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form)
     tables = tables_of(plan, ranks, q.shape[0], q.device)
+    digest = seen.digest if isinstance(seen, WholeMasks) else type(seen).__name__
+    for group in (ranks.ring, ranks.whole):
+        if group is not None:
+            group.calls.mean(f"{plan.digest} scale={scale}, kernel={kernel}, masks {digest}")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     with naming("sparse_attention", (q, k, v)):
         with record_function(EXCHANGE_SPAN):
@@ -160,17 +187,13 @@ def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
     """By rank, what each gives, with unused rows behind those of ranks that give fewer."""
     if group is None:
         return [own]
-    on_host = "cpu" in dist.get_backend_config(group.process_group)
-    device = own.device if on_host else torch.device("cuda", torch.cuda.current_device())
+    device = own.device if own.is_cuda else device_of(group)
     sizes = torch.tensor([own.shape[0]], device=device)
-    with reporting(group, f"all_gather ({what})", 0):
-        each = sizes.new_empty(group.size)
-        all_gather_single(each, sizes, group=group.process_group)
-        padded = own.new_zeros(int(each.max()), *own.shape[1:], device=device)
-        padded[: own.shape[0]] = own
-        every = padded.new_empty(group.size * padded.shape[0], *own.shape[1:])
-        all_gather_single(every, padded, group=group.process_group)
-    return list(every.unflatten(0, (group.size, padded.shape[0])))
+    longest = int(all_gather(group, Call(f"all_gather (size of {what})"), sizes).max())
+    padded = own.new_zeros(longest, *own.shape[1:], device=device)
+    padded[: own.shape[0]] = own
+    call = Call(f"all_gather ({what})", form=f"{padded.shape} {padded.dtype}")
+    return list(all_gather(group, call, padded))
 
 
 def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
@@ -210,7 +233,6 @@ def _checked(tables: SparseTables, masks: Bools) -> Bools:
     return masks if masks.ndim == 3 else masks[None]
 
 
-@lru_cache(maxsize=1024)
 def _agree_on(
     ranks: AttentionMesh,
     plan: SparsePlan,
@@ -225,14 +247,17 @@ def _agree_on(
         CommError: They do not.
         ConfigError: The shapes do not fit the plan; on all ranks alike.
     """
+    key, group = (plan.digest, q, k, v, form), ranks.whole
+    if group is not None and group.calls.has_agreed(key):
+        return
     error = _misfit(ranks, plan, q, k, v)
-    group = ranks.whole
-    if group is not None and "cpu" in dist.get_backend_config(group.process_group):
+    if group is not None:
         heads, blocks = plan.ring_of.shape
         tokens = int(plan.q.lens.sum())
         said = f"{heads} heads x {blocks} blocks of {tokens} tokens, {form}, digest {plan.digest}"
         statement = Statement({"the plan": said}, np.zeros(0, np.int64), error)
         agree(group, statement, what="sparse attention", step=0, capacity=0)
+        group.calls.agree(key)
     elif error is not None:
         raise error
 

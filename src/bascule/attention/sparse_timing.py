@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.attention.ranks import AttentionMesh, as_attention_mesh
 from bascule.attention.sparse import rows_of, sparse_attention
 from bascule.attention.strategies import meshes_over
-from bascule.comm.groups import reporting
+from bascule.comm.failures import reporting
 from bascule.errors import ConfigError
 from bascule.plan.sparse import BlockLayout, SparsePlan, block_lens, in_order, plan_under
 from bascule.plan.sparse_latency import AttentionLatency, AttentionLoad, fit_attention_latency

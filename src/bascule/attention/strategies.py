@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from bascule.attention.ranks import RING_AXIS, ULYSSES_AXIS, AttentionMesh
-from bascule.comm.groups import RankGroup, new_group, timeout_of
+from bascule.comm.groups import RankGroup, timeout_of
+from bascule.comm.making import new_group
 from bascule.errors import ConfigError
 from bascule.plan.sparse_strategy import Degrees, all_degrees
 

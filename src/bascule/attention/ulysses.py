@@ -15,11 +15,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bascule.attention.kernels import Kernel, PackedSequences
-from bascule.comm.groups import RankGroup, reporting
+from bascule.comm.calls import Call
+from bascule.comm.groups import RankGroup
+from bascule.comm.transfers import all_to_all
 from bascule.errors import ConfigError
 from bascule.plan import layout
 
@@ -147,9 +148,10 @@ def attend(
     if bag.group is None:
         return kernel(q_THD, k_TKD, v_TKD, bag.seqs, causal=causal, scale=scale)[0]
     shares = HeadShares.split(num_heads, num_kv_heads, bag.group.size)
-    q, k, v = heads_to_ranks(bag, shares, num_kv_heads, q_THD, k_TKD, v_TKD)
+    form = f"causal={causal}, scale={scale}"
+    q, k, v = heads_to_ranks(bag, shares, form, q_THD, k_TKD, v_TKD)
     out = kernel(q, k, v, bag.seqs, causal=causal, scale=scale)[0]
-    return ranks_to_heads(bag, shares, num_kv_heads, out)
+    return ranks_to_heads(bag, shares, form, out)
 
 
 def sent_bytes(bag: BagLayout, q_THD: Tensor, k_TKD: Tensor) -> int:
@@ -182,6 +184,11 @@ def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
             "heads, head_dim) each, k and v alike"
         )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ConfigError(
+            f"attend: q is {q.dtype}, k {k.dtype} and v {v.dtype}: give all three in one "
+            "floating-point dtype"
+        )
     if q.shape[0] != tokens or k.shape[0] != tokens:
         raise ConfigError(
             f"attend: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives "
@@ -194,18 +201,18 @@ def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def heads_to_ranks(
-    bag: BagLayout, shares: HeadShares, num_kv_heads: int, *tensors: Tensor
+    bag: BagLayout, shares: HeadShares, form: str, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
     """From (T, heads, D) each to (S, share of the heads, D) each, sequences whole.
 
-    One all-to-all, differentiable.
+    One all-to-all, differentiable. `form` says what else must be the same on all ranks.
     """
-    return _HeadsToRanks.apply(bag, shares, num_kv_heads, *tensors)
+    return _HeadsToRanks.apply(bag, shares, form, *tensors)
 
 
-def ranks_to_heads(bag: BagLayout, shares: HeadShares, num_kv_heads: int, out: Tensor) -> Tensor:
+def ranks_to_heads(bag: BagLayout, shares: HeadShares, form: str, out: Tensor) -> Tensor:
     """The inverse: from (S, share of the heads, D) to (T, heads, D). One all-to-all."""
-    return _RanksToHeads.apply(bag, shares, num_kv_heads, out)
+    return _RanksToHeads.apply(bag, shares, form, out)
 
 
 class _HeadsToRanks(torch.autograd.Function):
@@ -213,38 +220,40 @@ class _HeadsToRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, bag: BagLayout, shares: HeadShares, num_kv_heads: int, *tensors: Tensor
+        ctx: Any, bag: BagLayout, shares: HeadShares, form: str, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.args = bag, shares, num_kv_heads
-        ctx.factors = [x.shape[1] // num_kv_heads for x in tensors]
-        return _heads_to_ranks(bag, shares, ctx.factors, tensors)
+        ctx.args = bag, shares, form
+        ctx.factors = [x.shape[1] // shares.num_kv_heads for x in tensors]
+        return _heads_to_ranks(bag, shares, form, ctx.factors, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        bag, shares, _ = ctx.args
-        return None, None, None, *_ranks_to_heads(bag, shares, ctx.factors, grads)
+        bag, shares, form = ctx.args
+        return None, None, None, *_ranks_to_heads(bag, shares, form, ctx.factors, grads)
 
 
 class _RanksToHeads(torch.autograd.Function):
     """The inverse: send each rank its tokens with this rank's heads; receive all heads."""
 
     @staticmethod
-    def forward(
-        ctx: Any, bag: BagLayout, shares: HeadShares, num_kv_heads: int, out: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, bag: BagLayout, shares: HeadShares, form: str, out: Tensor) -> Tensor:
         assert bag.group is not None
-        ctx.args = bag, shares, num_kv_heads
+        ctx.args = bag, shares, form
         ctx.factors = [out.shape[1] // shares.of(bag.group.rank)]
-        return _ranks_to_heads(bag, shares, ctx.factors, [out])[0]
+        return _ranks_to_heads(bag, shares, form, ctx.factors, [out])[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        bag, shares, _ = ctx.args
-        return None, None, None, *_heads_to_ranks(bag, shares, ctx.factors, grad_outputs)
+        bag, shares, form = ctx.args
+        return None, None, None, *_heads_to_ranks(bag, shares, form, ctx.factors, grad_outputs)
 
 
 def _heads_to_ranks(
-    bag: BagLayout, shares: HeadShares, factors: Sequence[int], tensors: Sequence[Tensor]
+    bag: BagLayout,
+    shares: HeadShares,
+    form: str,
+    factors: Sequence[int],
+    tensors: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
     """From (T, heads, D) each to (S, share of the heads, D) each, sequences whole; one all-to-all.
 
@@ -269,6 +278,7 @@ def _heads_to_ranks(
     own = shares.of(bag.group.rank)
     received = _all_to_all(
         bag,
+        f"heads {factors} of {shares.num_kv_heads}, {head_dim} {sent.dtype}, {form}",
         sent,
         [num_tokens * row * shares.of(rank) for rank in range(shares.size)],
         [tokens * row * own for tokens in bag.tokens],
@@ -279,7 +289,11 @@ def _heads_to_ranks(
 
 
 def _ranks_to_heads(
-    bag: BagLayout, shares: HeadShares, factors: Sequence[int], tensors: Sequence[Tensor]
+    bag: BagLayout,
+    shares: HeadShares,
+    form: str,
+    factors: Sequence[int],
+    tensors: Sequence[Tensor],
 ) -> list[Tensor]:
     """From (S, share of the heads, D) each to (T, heads, D) each; one all-to-all."""
     assert bag.group is not None
@@ -289,6 +303,7 @@ def _ranks_to_heads(
     row, num_tokens = sum(factors) * head_dim, bag.tokens[bag.group.rank]
     received = _all_to_all(
         bag,
+        f"tokens {factors} of {shares.num_kv_heads}, {head_dim} {rows.dtype}, {form}",
         rows.view(-1),
         [tokens * row * own for tokens in bag.tokens],
         [num_tokens * row * shares.of(rank) for rank in range(shares.size)],
@@ -313,12 +328,10 @@ def _per_rank(x_THD: Tensor, first: int, num_ranks: int, num_heads: int) -> Tens
 
 
 def _all_to_all(
-    bag: BagLayout, sent: Tensor, send_splits: list[int], recv_splits: list[int]
+    bag: BagLayout, form: str, sent: Tensor, send_splits: list[int], recv_splits: list[int]
 ) -> Tensor:
     assert bag.group is not None
     received = sent.new_empty(sum(recv_splits))
-    with reporting(bag.group, "all_to_all (attention)", bag.step):
-        dist.all_to_all_single(
-            received, sent, recv_splits, send_splits, group=bag.group.process_group
-        )
+    call = Call("all_to_all (attention)", bag.step, form)
+    all_to_all(bag.group, call, received, sent, recv_splits, send_splits)
     return received

@@ -6,14 +6,16 @@ hold the same facts afterwards, or raise the same error.
 """
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from bascule.comm.groups import RankGroup, all_gather_single, reporting
+from bascule.comm.calls import Call
+from bascule.comm.groups import RankGroup
+from bascule.comm.transfers import all_gather, device_of
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 Ints = npt.NDArray[np.int64]
@@ -21,6 +23,7 @@ Ints = npt.NDArray[np.int64]
 _TEXT_WORDS = 48  # 384 bytes: one sentence
 _OK, _INPUT_ERROR, _OTHER_ERROR = 0, 1, 2
 _STATUS, _COUNT, _NUM_DIGESTS, _FIXED = 0, 1, 2, 3
+_CALL = "the call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +61,12 @@ def agree(
         RemoteConfigError: A rank met bad input.
         CommError: A rank met another error, the settings differ, or the gather failed.
     """
+    settings = {_CALL: f"{what}, step {step}", **statement.settings}
+    statement = replace(statement, settings=settings)
     table = _gather(group, _message(statement, capacity), what, step)
+    _raise_differences(table, group, settings, [_CALL], what, step)
     _raise_reported(table, group, what, step)
-    _raise_differences(table, group, statement, what, step)
+    _raise_differences(table, group, settings, sorted(settings), what, step)
     most = int(table[:, _COUNT].max())
     if most > capacity:
         table = _gather(group, _message(statement, most), what, step)
@@ -89,10 +95,10 @@ def _message(statement: Statement, capacity: int) -> Ints:
 
 def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
     """(size, words) the messages of all ranks."""
-    gathered = torch.empty(group.size * message.size, dtype=torch.int64)
-    with reporting(group, f"all_gather ({what})", step):
-        all_gather_single(gathered, torch.from_numpy(message), group=group.process_group)
-    return gathered.numpy().reshape(group.size, message.size)
+    # What and step are compared below, so that an error can name both.
+    call = Call(f"all_gather ({what})", step, kind=f"agreement of {message.size} words")
+    own = torch.from_numpy(message).to(device_of(group))
+    return all_gather(group, call, own).cpu().numpy()
 
 
 def _raise_reported(table: Ints, group: RankGroup, what: str, step: int) -> None:
@@ -108,15 +114,20 @@ def _raise_reported(table: Ints, group: RankGroup, what: str, step: int) -> None
 
 
 def _raise_differences(
-    table: Ints, group: RankGroup, statement: Statement, what: str, step: int
+    table: Ints,
+    group: RankGroup,
+    settings: Mapping[str, str],
+    names: Sequence[str],
+    what: str,
+    step: int,
 ) -> None:
-    names = sorted(statement.settings)
-    digests = table[:, _FIXED : _FIXED + len(names)]
+    places = [_FIXED + sorted(settings).index(name) for name in names]
+    digests = table[:, places]
     differing = np.flatnonzero((digests != digests[0]).any(axis=0))
     if differing.size == 0:
         return
-    name = names[differing[0]]
-    texts = _gather(group, _to_words(statement.settings[name], _TEXT_WORDS), what, step)
+    name = names[int(differing[0])]
+    texts = _gather(group, _to_words(settings[name], _TEXT_WORDS), what, step)
     said: dict[str, list[int]] = {}
     for rank, words in enumerate(texts):
         said.setdefault(_from_words(words), []).append(rank)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from bascule.comm.groups import RankGroup, new_group
+from bascule.comm.groups import RankGroup
+from bascule.comm.making import new_group
 from bascule.plan.cluster import Cluster
 from bascule.plan.topology import Topology
 

@@ -10,11 +10,12 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.groups import RankGroup, all_gather_single, reduce_scatter_single, reporting
+from bascule.comm.calls import Call
+from bascule.comm.groups import RankGroup
 from bascule.comm.staging import Staging
+from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
 from bascule.plan.layout import Ints, Route
 
 # Bytes are moved as integers of the same width: every back end has kernels for these.
@@ -31,6 +32,7 @@ class BoundRoute:
         device: Where the tensors are.
         step: Step number in errors.
         name: Its name in errors.
+        form: What else must be the same on all ranks, as text.
     """
 
     route: Route
@@ -38,6 +40,7 @@ class BoundRoute:
     device: torch.device
     step: int
     name: str
+    form: str = ""
 
     @cached_property
     def send_index(self) -> Tensor | None:
@@ -73,16 +76,17 @@ class BoundRoute:
     def back_to_copies(self) -> "BoundRoute":
         """The exchange that brings every copy of a row back, in the order of `send_index`."""
         back = Route(None, self.route.send_splits, self.route.recv_splits, self.route.recv_index)
-        return BoundRoute(back.inverse(), self.group, self.device, self.step, self.name + " back")
+        return self._along(back.inverse(), self.name + " back")
 
     @cached_property
     def inverse(self) -> "BoundRoute":
         """The exchange that brings every row back; its inverse is this one again."""
-        back = BoundRoute(
-            self.route.inverse(), self.group, self.device, self.step, self.name + " back"
-        )
+        back = self._along(self.route.inverse(), self.name + " back")
         back.__dict__["inverse"] = self
         return back
+
+    def _along(self, route: Route, name: str) -> "BoundRoute":
+        return BoundRoute(route, self.group, self.device, self.step, name, self.form)
 
 
 def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -178,14 +182,13 @@ def _move(
     )
     arrives_in_place = len(outs) == 1 and route.recv_index is None
     received = (
-        _as_integers(outs[0]).view(torch.uint8)
+        as_bytes(outs[0]).view(num_received, row_bytes)
         if arrives_in_place
         else _staged(route.group.staging, "rows received", num_received, sent)
     )
-    with reporting(route.group, f"all_to_all ({route.name})", route.step):
-        dist.all_to_all_single(
-            received, sent, route.recv_splits, route.send_splits, group=route.group.process_group
-        )
+    form = f"{route.form} {[(str(x.dtype), *x.shape[1:]) for x in tensors]}"
+    call = Call(f"all_to_all ({route.name})", route.step, form)
+    all_to_all(route.group, call, received, sent, route.recv_splits, route.send_splits)
     if not arrives_in_place:
         for out, place in zip(map(_as_integers, outs), places, strict=True):
             _select(_part(received, out, place), route.recv_index, out)
@@ -223,7 +226,7 @@ def _pack(
 ) -> Tensor:
     """(T, row_bytes) uint8: the tensors side by side, rows in the order in which they are sent."""
     if len(rows) == 1 and index is None:
-        return rows[0].contiguous().view(torch.uint8)
+        return as_bytes(rows[0].contiguous()).view(rows[0].shape[0], row_bytes)
     num_rows = rows[0].shape[0] if index is None else index.shape[0]
     like = rows[0].new_empty(0, row_bytes, dtype=torch.uint8)
     buffer = _staged(staging, "rows sent", num_rows, like)
@@ -277,10 +280,8 @@ class _GatherSamples(torch.autograd.Function):
         ctx.num_samples, ctx.valid = tensor.shape[0], valid
         rows = tensor.new_zeros(padded, *tensor.shape[1:])
         rows[: tensor.shape[0]] = tensor
-        gathered = tensor.new_empty(group.size * padded, *tensor.shape[1:])
-        with reporting(group, "all_gather (samples)", step):
-            all_gather_single(_as_bytes(gathered), _as_bytes(rows), group=group.process_group)
-        samples = gathered.index_select(0, valid)
+        call = Call("all_gather (samples)", step, f"{tensor.dtype} {list(rows.shape)}")
+        samples = all_gather(group, call, rows).flatten(0, 1).index_select(0, valid)
         if not _has_gradient(samples):
             ctx.mark_non_differentiable(samples)
         return samples
@@ -291,18 +292,15 @@ class _GatherSamples(torch.autograd.Function):
         wide = torch.promote_types(grad.dtype, torch.float32)
         padded = grad.new_zeros(ctx.group.size * ctx.padded, *grad.shape[1:], dtype=wide)
         padded.index_copy_(0, ctx.valid, grad.to(wide))
-        own = padded.new_empty(ctx.padded, *grad.shape[1:])
-        with reporting(ctx.group, "reduce_scatter (samples' gradients)", ctx.step):
-            reduce_scatter_single(own, padded, group=ctx.group.process_group)
+        call = Call(
+            "reduce_scatter (samples' gradients)", ctx.step, f"{grad.dtype} {list(padded.shape)}"
+        )
+        own = reduce_scatter(ctx.group, call, padded.unflatten(0, (ctx.group.size, ctx.padded)))
         return own[: ctx.num_samples].to(grad.dtype), None, None, None, None
 
 
 def _has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _to_device(index: Ints | None, device: torch.device) -> Tensor | None:

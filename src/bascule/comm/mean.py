@@ -3,42 +3,83 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.groups import RankGroup, reporting
+from bascule.comm.calls import Call
+from bascule.comm.groups import RankGroup
+from bascule.comm.transfers import all_reduce
+from bascule.errors import ConfigError
+
+
+def check(values: Tensor, weights: Tensor | None) -> None:
+    """Refuse what has no mean.
+
+    Raises:
+        ConfigError: Values are one number, or not real floating point; weights do not broadcast to
+            them, are complex, or want a gradient.
+    """
+    if values.dim() == 0 or not values.is_floating_point():
+        raise ConfigError(
+            f"mean: values of shape {tuple(values.shape)} and {values.dtype}: give a real "
+            "floating-point value for each token, not their mean or sum (a scalar)"
+        )
+    if weights is None:
+        return
+    given = (1,) * (values.dim() - weights.dim()) + tuple(weights.shape)
+    fits = len(given) == values.dim() and all(
+        a in (1, b) for a, b in zip(given, values.shape, strict=True)
+    )
+    if not fits or weights.is_complex() or weights.device != values.device:
+        raise ConfigError(
+            f"mean: weights of shape {tuple(weights.shape)} and {weights.dtype} on "
+            f"{weights.device} for values of shape {tuple(values.shape)} on {values.device}: give "
+            "real numbers that broadcast to the values, on their device"
+        )
+    if weights.requires_grad:
+        raise ConfigError(
+            "mean: weights want a gradient, and the mean gives them none: pass weights.detach()"
+        )
 
 
 def global_mean(values: Tensor, weights: Tensor | None, group: RankGroup, step: int) -> Tensor:
     """Weighted mean of the values of all ranks; one all-reduce of two numbers, none backward.
 
     FSDP and DDP divide the sum of the ranks' gradients by their number N, so each rank's part
-    carries a gradient of N / (sum of weights). A rank without values takes part; without any the
-    mean is 0.
+    carries a gradient of N / (sum of weights). A rank without values takes part; where weights add
+    up to nothing the mean is 0.
 
     Args:
-        values: This rank's values, any shape and number.
-        weights: As `values`; None counts each once.
+        values: This rank's values, any shape and number, as `check` allows.
+        weights: What each value counts; broadcasts to them. None counts each once.
         group: The ranks whose gradients are averaged.
         step: Step number in errors.
     """
-    counted = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-    return _GlobalMean.apply(values, counted.detach(), group, step)
+    return _GlobalMean.apply(values, weights, group, step)
 
 
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weights: Tensor, group: RankGroup, step: int) -> Tensor:
-        wide = torch.float64
-        sums = torch.stack([(values.to(wide) * weights.to(wide)).sum(), weights.to(wide).sum()])
-        with reporting(group, "all_reduce (mean)", step):
-            dist.all_reduce(sums, group=group.process_group)
-        inverse = sums[1].clamp(min=torch.finfo(wide).tiny).reciprocal()
-        ctx.save_for_backward(weights, inverse * group.size)
+    def forward(
+        ctx: Any, values: Tensor, weights: Tensor | None, group: RankGroup, step: int
+    ) -> Tensor:
+        wide = values.double()
+        counted = torch.ones((), dtype=wide.dtype, device=wide.device)
+        if weights is not None:
+            counted = weights.double()
+        counted = counted.expand_as(values)
+        sums = torch.stack([(wide * counted).sum(), counted.sum()])
+        sums = all_reduce(group, Call("all_reduce (mean)", step), sums)
+        inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
+        ctx.save_for_backward(values.new_empty(0), weights, inverse * group.size)
+        ctx.shape = values.shape
         return (sums[0] * inverse).to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
-        weights, scale = ctx.saved_tensors
-        return (grad.to(scale.dtype) * scale).to(weights.dtype) * weights, None, None, None
+        like, weights, scale = ctx.saved_tensors
+        wide = torch.promote_types(like.dtype, torch.float32)
+        each = (grad.double() * scale).to(wide)
+        if weights is not None:
+            each = each * weights.to(wide)
+        return each.to(like.dtype).expand(ctx.shape), None, None, None

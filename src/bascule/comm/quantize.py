@@ -14,7 +14,9 @@ head often have a few channels with a large constant offset, which would take th
 others. The receiver adds the centre again, so attention is the same with any centre, whatever the
 mask, and a rank can mix rows that travelled with its own. (Subtracted from all keys a constant
 cancels in the softmax and need not be added; but then no key may stay as it is, and values need it
-anyway.) Rows of zeros, such as the output of a query without keys, arrive as zeros with any centre.
+anyway.) A row travels as a difference only where that is smaller: the sign of its peak says so. So
+no centre costs a row codes, and rows of zeros, such as the output of a query without keys, arrive
+as zeros with any.
 
 Nothing here is recorded by autograd. For training, the rule is: the forward uses the values as they
 were received, the backward treats the transport as the identity, and gradients travel in full.
@@ -27,11 +29,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from bascule.comm.groups import RankGroup, reporting
+from bascule.comm.calls import Call
+from bascule.comm.groups import RankGroup
+from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 
 Format = Literal["int8", "e4m3"]
@@ -39,7 +42,7 @@ Format = Literal["int8", "e4m3"]
 _CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "e4m3": 448.0}  # codes are symmetric: -128 is not used
 _PEAK_BYTES = torch.float32.itemsize
-_ZERO_ROW = -1.0  # instead of a peak: the row is 0 itself, not at its centre
+_OUTLIER = 4.0  # times the median size of the rows of a head
 _SCORES_AT_ONCE = 2**25
 
 
@@ -79,27 +82,34 @@ class Wire:
 
         Args:
             x: Any strides.
-            centre: Broadcasts to `x`. Codes are of the difference.
+            centre: Broadcasts to `x`. Codes are of the difference, where it is smaller.
 
         Raises:
             ConfigError: `x` is not floating-point or has rows of no values, or the centre does not
                 broadcast to it.
         """
         _check_rows(x, centre)
-        wide = x.detach().to(torch.float32)
-        if centre is None:
-            peak = wide.abs().amax(-1)
-        else:
-            is_zero = (wide == 0.0).all(-1)
-            wide = torch.where(is_zero[..., None], 0.0, wide - centre)
-            peak = wide.abs().amax(-1).masked_fill(is_zero, _ZERO_ROW)
+        wide, is_apart = x.detach().to(torch.float32), None
+        peak = wide.abs().amax(-1)
+        if centre is not None:
+            apart = wide - centre
+            peak_apart = apart.abs().amax(-1)
+            # What codes are off by grows with a row's peak where they are evenly spaced, else with
+            # all its values.
+            is_apart = peak_apart < peak
+            if self.format == "e4m3":
+                is_apart = apart.square().sum(-1) < wide.square().sum(-1)
+            wide = torch.where(is_apart[..., None], apart, wide)
+            peak = torch.where(is_apart, peak_apart, peak)
         # Zeros over a peak of 0 are nan, and so are inf and nan over theirs: codes of 0 for all.
         units = (wide / peak[..., None]).nan_to_num_(0.0).mul_(_LARGEST[self.format])
         codes = units.round_() if self.format == "int8" else units
         codes = codes.to(_CODES[self.format]).view(torch.uint8)
         # One nan for all, so that the bytes do not depend on who computed them.
-        peak = torch.where(peak < math.inf, peak, math.nan).contiguous()[..., None]
-        return torch.cat((codes, peak.view(torch.uint8)), dim=-1)
+        peak = torch.where(peak < math.inf, peak, math.nan)
+        if is_apart is not None:
+            peak = torch.where(is_apart, -peak, peak)
+        return torch.cat((codes, peak.contiguous()[..., None].view(torch.uint8)), dim=-1)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, centre: Tensor | None = None) -> Tensor:
         """What `pack` was given, (..., D), from its (..., D + 4) bytes and the same centre.
@@ -117,17 +127,17 @@ class Wire:
         peak = peak.clone(memory_format=torch.contiguous_format).view(torch.float32)
         # The quotient first: peak / 127 would lose the digits of a subnormal peak.
         values = codes.view(_CODES[self.format]).to(torch.float32).div_(_LARGEST[self.format])
-        values = values.mul_(peak)
+        values = values.mul_(peak.abs())
         if centre is not None:
             _check_centre(values, centre)
-            values = (values + centre).masked_fill(peak < 0.0, 0.0)
+            values = torch.where(peak.signbit(), values + centre, values)
         return values.to(dtype)
 
     def centred(self, k: Tensor, v: Tensor, group: RankGroup | None) -> "Wire":
         """The same with the centres of these tensors, see `take_centres`. One all-reduce.
 
         Centres may be kept for later tensors of the same heads, such as those of the next denoising
-        step: a centre that is off by a costs codes for a more, never exactness.
+        step: a centre that is off helps less, and never costs exactness.
 
         Args:
             k: (B, K, T, D) keys of this rank's tokens, of any number.
@@ -155,23 +165,34 @@ class Wire:
 def take_centres(k: Tensor, v: Tensor, group: RankGroup | None) -> Tensor:
     """The mean key and value of every head, (2, B, K, 1, D) float32, the same on all ranks.
 
-    One all-reduce of B K (2 D) + 1 float32 numbers.
+    Rows of zeros do not count, nor those that are not finite, nor outliers, such as the tokens that
+    attention sinks into: those of more than four times the median size of their head's on a rank.
+    One all-reduce of 2 B K (D + 1) float32 numbers.
 
     Args:
         k: (B, K, T, D) keys of this rank's tokens, of any number.
         v: (B, K, T, D) values.
         group: The ranks that share the tokens; None for one rank.
     """
-    sums = [x.detach().sum(dim=-2, dtype=torch.float32).flatten() for x in (k, v)]
-    count = sums[0].new_full((1,), k.shape[-2])
-    sums = torch.cat((*sums, count))
+    sums = torch.stack([_sum_of_usual(x.detach()) for x in (k, v)])
     if group is not None:
-        with reporting(group, "all_reduce (centres)", 0):
-            dist.all_reduce(sums, group=group.process_group)
-    means = sums[:-1] / sums[-1:].clamp(min=1.0)
-    # Sums that overflow, or one nan, must not make nan of every row.
-    means = torch.where(means.isfinite(), means, 0.0)
-    return means.view(2, *k.shape[:-2], 1, k.shape[-1])
+        sums = all_reduce(group, Call("all_reduce (centres)", form=str(k.shape[-1])), sums)
+    means = sums[..., :-1] / sums[..., -1:].clamp(min=1.0)
+    # Sums that overflow must not make nan of every row.
+    return torch.where(means.isfinite(), means, 0.0)[..., None, :]
+
+
+def _sum_of_usual(x: Tensor) -> Tensor:
+    """(B, K, D + 1) the sum of a head's rows that are no outliers, and their number."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    sizes = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
+    is_known = (sizes > 0.0) & sizes.isfinite()
+    # By sorting, which is deterministic on all devices; the others come last, and one at least.
+    ordered = functional.pad(sizes.masked_fill(~is_known, math.inf), (0, 1), value=math.inf).sort()
+    middle = (is_known.sum(-1, keepdim=True) - 1).clamp(min=0) // 2
+    is_usual = is_known & (sizes <= _OUTLIER * ordered.values.gather(-1, middle))
+    total = x.masked_fill(~is_usual[..., None], 0.0).sum(-2, dtype=torch.float32)
+    return torch.cat((total, is_usual.sum(-1, keepdim=True)), dim=-1)
 
 
 def _check_rows(x: Tensor, centre: Tensor | None) -> None:

@@ -1,13 +1,28 @@
-"""Point-to-point transfers between the ranks of a group, posted together and waited for later."""
+"""Every collective of bascule: rows and numbers between the ranks of a group.
 
-from collections.abc import Mapping
+On the host each is a set of messages from rank to rank, tagged with the mark of its call (`calls`),
+so that ranks that make unlike calls never get each other's rows. On other devices they are the
+collectives of the back end, or its point-to-point, whose messages have no tags.
+
+All take the places of `RankGroup.ranks`, whatever order the process group itself has.
+"""
+
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.groups import RankGroup, reporting, timeout_of
+from bascule.comm.calls import Call
+from bascule.comm.failures import begin, call, failure, waiting
+from bascule.comm.groups import RankGroup, timeout_of
+
+# torch 2.13 renamed these two; both names exist in some versions.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_SMALL = 4096  # elements that an all-reduce on the host gathers whole
 
 
 class Transfers:
@@ -18,7 +33,8 @@ class Transfers:
 
     Args:
         group: The ranks.
-        name: What errors call it.
+        what: The call that this is, the same on all ranks of the group; those that neither send nor
+            receive make it, too.
         sent: By place in the group, what that rank gets: contiguous, and alive until the wait.
         received: By place in the group, what is written with what that rank sent.
 
@@ -29,21 +45,24 @@ class Transfers:
     def __init__(
         self,
         group: RankGroup,
-        name: str,
+        what: Call,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
     ) -> None:
-        self._group, self._name = group, name
+        self._group = group
         self._kept = sent, received
-        process_group = group.process_group
-        operations = [
-            dist.P2POp(operation, x, group.ranks[place], group=process_group)
-            for operation, xs in ((dist.isend, sent), (dist.irecv, received))
+        self._begun = begin(group, what)
+        process_group, mark = group.process_group, self._begun.mark
+        self._operations = [  # kept: what is written to must live until the wait
+            dist.P2POp(operation, _not_empty(x), group.ranks[place], group=process_group, tag=mark)
+            for operation, xs in ((dist.irecv, received), (dist.isend, sent))
             for place, x in xs.items()
-            if x.numel()
         ]
-        with reporting(group, name, 0):
-            self._works = dist.batch_isend_irecv(operations) if operations else []
+        try:
+            self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
+        except RuntimeError as error:
+            group.calls.finish()
+            raise failure(group, what, error) from error
 
     def wait(self) -> None:
         """Until everything arrived, and was sent; on a device, its stream waits. Call it once.
@@ -52,9 +71,18 @@ class Transfers:
             CommError: A rank did not come in time.
         """
         devices = {x.device for xs in self._kept for x in xs.values()}
-        with reporting(self._group, self._name, 0):
-            for work in self._works:
-                work.wait(*(_longest_wait(self._group, device) for device in devices))
+        try:
+            if self._works:
+                with waiting(self._group, self._begun):
+                    for work in self._works:
+                        work.wait(*(_longest_wait(self._group, device) for device in devices))
+        finally:
+            self._group.calls.finish()
+
+
+def _not_empty(x: Tensor) -> Tensor:
+    """The tensor, or a byte in its place: ranks that exchange nothing still meet."""
+    return x if x.numel() else x.new_zeros(1, dtype=torch.uint8)
 
 
 def _longest_wait(group: RankGroup, device: torch.device) -> timedelta:
@@ -62,3 +90,149 @@ def _longest_wait(group: RankGroup, device: torch.device) -> timedelta:
     if device.type != "cpu":
         return timedelta(0)
     return timeout_of(group, device) or timedelta(0)
+
+
+def all_to_all(
+    group: RankGroup,
+    what: Call,
+    received: Tensor,
+    sent: Tensor,
+    recv_splits: Sequence[int],
+    send_splits: Sequence[int],
+) -> None:
+    """Send rows to each rank and receive from each, in the order of places.
+
+    Args:
+        group: The ranks.
+        what: The call that this is, the same on all of them.
+        received: Written with what arrives; contiguous.
+        sent: Contiguous.
+        recv_splits: Rows of `received` from each rank.
+        send_splits: Rows of `sent` to each rank.
+    """
+    if not _is_tagged(group, sent):
+        with call(group, what):
+            _all_to_all_of_backend(group, received, sent, recv_splits, send_splits)
+        return
+    to = dict(enumerate(sent.split(list(send_splits))))
+    come = dict(enumerate(received.split(list(recv_splits))))
+    own_to, own_come = to.pop(group.rank), come.pop(group.rank)
+    transfers = Transfers(group, what, to, come)
+    own_come.copy_(own_to)
+    transfers.wait()
+
+
+def _all_to_all_of_backend(
+    group: RankGroup,
+    received: Tensor,
+    sent: Tensor,
+    recv_splits: Sequence[int],
+    send_splits: Sequence[int],
+) -> None:
+    process_group = group.process_group
+    if tuple(dist.get_process_group_ranks(process_group)) == group.ranks:
+        dist.all_to_all_single(
+            received, sent, list(recv_splits), list(send_splits), group=process_group
+        )
+        return
+    order = _places_in_backend_order(group)
+    parts = received.split(list(recv_splits)), sent.split(list(send_splits))
+    dist.all_to_all(*([part[place] for place in order] for part in parts), group=process_group)
+
+
+def _places_in_backend_order(group: RankGroup) -> list[int]:
+    """For each rank of the process group, in its own order, the place in `group.ranks`."""
+    return [group.ranks.index(r) for r in dist.get_process_group_ranks(group.process_group)]
+
+
+def all_gather(group: RankGroup, what: Call, own: Tensor) -> Tensor:
+    """(N, ...) what each rank gives, in the order of places.
+
+    Args:
+        group: N ranks.
+        what: The call that this is, the same on all of them.
+        own: Of the same shape and dtype on all ranks; any dtype.
+    """
+    own = own.contiguous()
+    gathered = own.new_empty(group.size, *own.shape)
+    into, given = as_bytes(gathered), as_bytes(own)
+    if not _is_tagged(group, own):
+        with call(group, what):
+            all_gather_single(into, given, group=group.process_group)
+        order = _places_in_backend_order(group)
+        return gathered if order == sorted(order) else gathered[torch.tensor(order).argsort()]
+    parts = into.view(group.size, -1).unbind(0)
+    come = {place: parts[place] for place in group.others}
+    transfers = Transfers(group, what, dict.fromkeys(group.others, given), come)
+    gathered[group.rank] = own
+    transfers.wait()
+    return gathered
+
+
+def reduce_scatter(group: RankGroup, what: Call, parts: Tensor) -> Tensor:
+    """The sum over the ranks of their part for this one: (N, ...) to (...).
+
+    In the dtype of `parts`, and on the host in the order of places.
+    """
+    if not _is_tagged(group, parts):
+        order = torch.tensor(_places_in_backend_order(group), device=parts.device)
+        own = parts.new_empty(parts.shape[1:])
+        with call(group, what):
+            reduce_scatter_single(own, parts[order], group=group.process_group)
+        return own
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    all_to_all(group, what, received, parts, [1] * group.size, [1] * group.size)
+    return received.sum(dim=0)
+
+
+def all_reduce(group: RankGroup, what: Call, x: Tensor) -> Tensor:
+    """The sum of a tensor over the ranks, the same on all of them.
+
+    On the host every rank adds up what all gave, in the order of places; of a large tensor each
+    adds up a part, and gives it to the others.
+    """
+    if _is_tagged(group, x):
+        if x.numel() <= _SMALL:
+            return all_gather(group, what, x).sum(dim=0)
+        padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % group.size))
+        own = reduce_scatter(group, what, padded.view(group.size, -1))
+        return all_gather(group, what, own).flatten()[: x.numel()].view(x.shape)
+    total = x.clone()
+    with call(group, what):
+        dist.all_reduce(total, group=group.process_group)
+    return total
+
+
+def broadcast(group: RankGroup, what: Call, x: Tensor) -> Tensor:
+    """The tensor of the first rank, on every rank."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    if not _is_tagged(group, x):
+        with call(group, what):
+            dist.broadcast(x, group.ranks[0], group=group.process_group)
+        return x
+    is_first = group.rank == 0
+    to = dict.fromkeys(group.others, x) if is_first else {}
+    Transfers(group, what, to, {} if is_first else {0: x}).wait()
+    return x
+
+
+def device_of(group: RankGroup) -> torch.device:
+    """A device whose tensors the group carries: the host, if it carries those."""
+    carries = dist.get_backend_config(group.process_group)
+    if "cpu" in carries:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _is_tagged(group: RankGroup, x: Tensor) -> bool:
+    """Whether messages with tensors such as this carry the marks of their calls."""
+    return group.calls.has_tags and x.device.type == "cpu"
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, flat.
+
+    A tensor of one element counts as contiguous with any strides, and cannot be viewed with most.
+    """
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)

@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from bascule.comm.exchange import BoundRoute, exchange
+from bascule.comm.failures import told
 from bascule.comm.groups import RankGroup
 from bascule.data.redistribute import StepData, Verdict
 from bascule.errors import ConfigError
@@ -46,6 +47,7 @@ class Batch:
     verdict: Verdict
     _group: RankGroup
 
+    @told("restore of a batch")
     def restore(self, values: Tensor) -> Tensor:
         """Bring per-sample results back to the ranks that loaded the samples.
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
-from bascule.comm.groups import RankGroup, reporting
+from bascule.comm.calls import Call
+from bascule.comm.groups import RankGroup
+from bascule.comm.transfers import all_gather, all_to_all
 from bascule.data.loaded import DataRanks, Ints, Loaded, Sample
 from bascule.data.wire import Parcel, read
 from bascule.plan.layout import ranges
@@ -119,8 +120,8 @@ def exchange(
         parcel = parcels[sample_id]
         parcel.write(sent[end : end + parcel.num_bytes])
         end += parcel.num_bytes
-    with reporting(group, "all_to_all (samples)", step):
-        dist.all_to_all_single(received, sent, recv_splits, send_splits, group=group.process_group)
+    call = Call("all_to_all (samples)", step)
+    all_to_all(group, call, received, sent, recv_splits, send_splits)
     own = np.flatnonzero(transfer.receiver == group.rank)
     own = own[np.argsort(transfer.sender[own], kind="stable")]
     ends = np.cumsum(transfer.num_bytes[own])
@@ -143,11 +144,10 @@ def measure_exchange(group: RankGroup) -> float:
     buffers = torch.zeros(2, share * group.size, dtype=torch.uint8)
     best = torch.full((1,), np.inf, dtype=torch.float64)
     for _ in range(_NUM_PROBES):
-        with reporting(group, "all_to_all (measuring)", 0):
-            dist.barrier(group=group.process_group)
-            start = time.perf_counter()
-            dist.all_to_all_single(buffers[0], buffers[1], group=group.process_group)
+        all_gather(group, Call("all_gather (measuring)"), best)  # to begin together
+        start = time.perf_counter()
+        splits = [share] * group.size
+        all_to_all(group, Call("all_to_all (measuring)"), buffers[0], buffers[1], splits, splits)
         best[0] = min(float(best), time.perf_counter() - start)
-    with reporting(group, "all_reduce (measuring)", 0):
-        dist.all_reduce(best, op=dist.ReduceOp.MAX, group=group.process_group)
-    return float(2.0 ** np.ceil(np.log2(float(best) / (share * group.size))))
+    slowest = float(all_gather(group, Call("all_gather (measured)"), best).max())
+    return float(2.0 ** np.ceil(np.log2(slowest / (share * group.size))))

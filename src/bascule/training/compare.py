@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from bascule.attention.parallel import SequenceParallel, Step
-from bascule.comm.groups import RankGroup, member_of, reporting, resolve
+from bascule.comm.failures import reporting
+from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.data.photos import PhotoStream
 from bascule.data.streams import SampleBatch, SampleStream, SyntheticStream
 from bascule.errors import ConfigError

@@ -11,8 +11,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from bascule.comm.groups import all_gather_single, new_group, reporting
+from bascule.comm.failures import reporting
+from bascule.comm.transfers import all_gather_single
 from bascule.data.batch import Batch
+from bascule.data.leases import set_timeout
 from bascule.data.loader import BalancedLoader
 from bascule.errors import ConfigError
 from bascule.plan.cost import PolynomialCost
@@ -97,7 +99,7 @@ class CostTracker:
         self._on_cuda = torch.device(default if device is None else device).type == "cuda"
         self._loader = loader
         self._ranks = loader.ranks
-        self._group = new_group(self._ranks.group.ranks, "costs", timeout_s, backend="gloo")
+        self._group, self._timeout_s = self._ranks.group, timeout_s
         self._window, self._max_drift = window, max_drift
         self._left_out, self._wanted = discard, warmup
         self._units: list[_Unit] = []
@@ -172,6 +174,7 @@ class CostTracker:
         An all-gather and a broadcast. All ranks hold the same times, but their processors may round
         a fit differently, so the coefficients are those of the first.
         """
+        set_timeout(self._group, self._timeout_s)
         seconds = self._gather()
         lens = [unit.seq_lens for unit in self._units]
         self.drift = None if self.cost is None else _drift(self.cost, lens, seconds)

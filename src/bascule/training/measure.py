@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bascule.attention.kernels import PackedSequences, select_kernel
-from bascule.comm.groups import member_of, reporting, resolve
+from bascule.comm.failures import reporting
+from bascule.comm.groups import member_of, resolve
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig
 from bascule.plan.cost import TransformerCost
 from bascule.plan.fit import fit_latency

@@ -142,6 +142,16 @@ class BalancedTrainerMixin(_Base):
         self.balanced_loader = balanced
         return _TrainLoader(loader, balanced, ignore_padding=counts_labels)  # pyright: ignore[reportReturnType]
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's. The other processes hear of an error of this one."""
+        try:
+            return super().train(*args, **kwargs)
+        except BaseException as error:
+            # The error keeps the Trainer's loop alive, and in it the iteration.
+            if self.balanced_loader is not None:
+                self.balanced_loader.leave(error)
+            raise
+
     def training_step(
         self,
         model: nn.Module,

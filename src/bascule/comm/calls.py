@@ -1,0 +1,128 @@
+"""The calls that the ranks of a process group make together, numbered and marked.
+
+Ranks must make the same calls in the same order. A call's mark says which one it is, and which came
+before; on the host a message carries it as its tag, so that the messages of unlike calls never
+meet: no wrong rows, and no buffer that is too small for what arrives. That costs no byte and no
+message.
+"""
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from bascule.comm.staging import Staging
+from bascule.errors import CommError, ConfigError
+
+_NUM_REMEMBERED, _NUM_AGREED = 32, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one call of all ranks of a group is; alike on all of them.
+
+    Attributes:
+        what: The collective, as errors name it.
+        step: The step that it belongs to; 0 where there are none.
+        form: Whatever else must be the same on all ranks, as text: dtypes, widths, settings.
+        kind: What alone must be the same, where the ranks compare the rest themselves.
+    """
+
+    what: str
+    step: int = 0
+    form: str = ""
+    kind: str = ""
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A call that this rank has begun.
+
+    Attributes:
+        call: What it is.
+        number: How many calls of the group came before it on this rank.
+        mark: 31 bits of it and of all calls before; what its messages are tagged with.
+    """
+
+    call: Call
+    number: int
+    mark: int
+
+
+class Calls:
+    """The calls of one process group on this rank, and the memory that they use again.
+
+    Args:
+        has_tags: Whether messages between hosts carry tags, as those of gloo do.
+
+    Attributes:
+        has_tags: As given.
+        staging: Memory for its exchanges.
+        recent: The last calls begun.
+        ended: Why there can be no more; None while there can.
+        thread: The thread that made the last call.
+    """
+
+    def __init__(self, *, has_tags: bool = False) -> None:
+        self.has_tags = has_tags
+        self.staging = Staging()
+        self.recent: deque[Begun] = deque(maxlen=_NUM_REMEMBERED)
+        self.ended: str | None = None
+        self.thread: int | None = None
+        self._agreed: dict[Hashable, None] = {}
+        self._num_open = 0
+        self._meant = 0
+        self._lock = threading.Lock()
+
+    @property
+    def number(self) -> int:
+        """How many calls were begun."""
+        return self.recent[-1].number + 1 if self.recent else 0
+
+    def has_agreed(self, form: Hashable) -> bool:
+        """Whether all ranks have agreed on a form of call; the last few thousand are known."""
+        return form in self._agreed
+
+    def agree(self, form: Hashable) -> None:
+        """Note that all ranks have agreed on a form of call."""
+        self._agreed[form] = None
+        if len(self._agreed) > _NUM_AGREED:  # the oldest, which is the same on all ranks
+            del self._agreed[next(iter(self._agreed))]
+
+    def mean(self, settings: str) -> None:
+        """Mark all calls from here on with what this rank does besides, as all must."""
+        self._meant = zlib.crc32(settings.encode(), self._meant)
+
+    def begin(self, call: Call) -> Begun:
+        """Number and mark the next call; `finish` ends it.
+
+        Raises:
+            CommError: An earlier failure ended the group.
+            ConfigError: Another thread is in a call of this group: their rows would be mixed.
+        """
+        if self.ended is not None:
+            raise CommError(f"{call}: its process group was ended before: {self.ended}")
+        own = threading.get_ident()
+        with self._lock:
+            if self._num_open and self.thread != own:
+                raise ConfigError(
+                    f"{call}: another thread is in a call of the same process group: let one "
+                    "thread at a time use it, or give each thread a group of its own"
+                )
+            number = self.number
+            meant = call.kind or f"{call}|{call.form}"
+            self._meant = zlib.crc32(f"{number}|{meant}".encode(), self._meant)
+            begun = Begun(call, number, self._meant & 0x7FFFFFFF)
+            self.recent.append(begun)
+            self.thread = own
+            self._num_open += 1
+        return begun
+
+    def finish(self) -> None:
+        """Say that a call is over."""
+        with self._lock:
+            self._num_open -= 1

@@ -1,0 +1,35 @@
+"""Which derivatives pass through exchanges between ranks: gradients of reverse mode, once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import (
+    TransformType,
+    peek_interpreter_stack,
+)
+from torch.autograd import forward_ad
+
+from bascule.errors import ConfigError
+
+
+def refuse_derivatives(what: str, *tensors: Any) -> None:
+    """Refuse forward-mode derivatives and vmap, which torch's operators would drop without a word.
+
+    Raises:
+        ConfigError: A tensor carries a tangent, or this is called within torch.func.jvp or vmap.
+    """
+    kind = None
+    if not torch.compiler.is_compiling():
+        transform = peek_interpreter_stack()
+        kind = None if transform is None else transform.key()
+    if kind == TransformType.Vmap:
+        raise ConfigError(f"{what} under torch.vmap: give the batch as a dim of the tensors")
+    has_tangent = kind == TransformType.Jvp or any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    )
+    if has_tangent:
+        raise ConfigError(
+            f"{what} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
+            "mode, or compute this part in one process"
+        )

@@ -1,0 +1,152 @@
+"""What ranks in trouble tell each other through the store: where they wait, how they failed.
+
+Nothing is written while all goes well. A rank that waits for long, or fails, writes one note, and
+those that wait for it, or fail as well, read it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
+
+WAITING, FAILED = "waiting", "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A wait of one rank.
+
+    Attributes:
+        id: Tells the waits of a rank apart.
+        thread: The thread that waits.
+        group: Name of the process group.
+        needs: Global ranks whose part has not come yet.
+        number: Of the call, as in `calls.Begun`.
+        mark: Of the call.
+        text: What errors call it.
+    """
+
+    id: int
+    thread: int
+    group: str
+    needs: tuple[int, ...]
+    number: int
+    mark: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the threads of a rank are.
+
+    Attributes:
+        main: The main thread.
+        threads: By process group, the thread that makes its calls.
+        begun: By process group, (number, mark, text) of its last calls.
+        waits: Those that take long.
+    """
+
+    main: int
+    threads: dict[str, int]
+    begun: dict[str, tuple[tuple[int, int, str], ...]]
+    waits: tuple[Waiting, ...]
+
+    @classmethod
+    def from_json(cls, text: str) -> "Position":
+        """What `to_json` wrote."""
+        given = json.loads(text)
+        waits = [Waiting(**{**one, "needs": tuple(one["needs"])}) for one in given["waits"]]
+        begun = {name: tuple(map(tuple, calls)) for name, calls in given["begun"].items()}
+        return cls(given["main"], given["threads"], begun, tuple(waits))
+
+    def to_json(self) -> str:
+        """As text for the store."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a rank failed.
+
+    Attributes:
+        where: The call in which it noticed.
+        ranks: Global ranks of that call.
+        cause: Its own error; "" where it only noticed that others were gone.
+        is_input: Whether that was bad input.
+        begun: By process group, how many calls it had made.
+    """
+
+    where: str
+    ranks: tuple[int, ...] = ()
+    cause: str = ""
+    is_input: bool = False
+    begun: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def told_of(self, rank: int) -> str:
+        """Its own error, as that of this rank, or what it found out about others."""
+        return self.cause if self.ranks else f"rank {rank} failed in {self.where}: {self.cause}"
+
+
+def write(kind: str, rank: int, text: str) -> None:
+    """Leave a note; the last one of a kind and rank counts."""
+    _get_default_store().set(_key(kind, rank), text)
+
+
+def erase(kind: str, rank: int) -> None:
+    """Take a note back."""
+    _get_default_store().delete_key(_key(kind, rank))
+
+
+def read(kind: str, rank: int) -> str | None:
+    """The note of a rank, or None. Never waits."""
+    store, key = _get_default_store(), _key(kind, rank)
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def read_position(rank: int) -> Position | None:
+    """Where a rank waits; None if it does not."""
+    text = read(WAITING, rank)
+    return None if text is None else Position.from_json(text)
+
+
+def read_failure(rank: int) -> Failure | None:
+    """How a rank failed; None if it did not say so."""
+    text = read(FAILED, rank)
+    if text is None:
+        return None
+    given: dict[str, Any] = json.loads(text)
+    return Failure(**{**given, "ranks": tuple(given["ranks"])})
+
+
+def write_failure(rank: int, failure: Failure) -> None:
+    """Say how this rank failed."""
+    write(FAILED, rank, json.dumps(asdict(failure)))
+
+
+def without_failure(ranks: Sequence[int]) -> list[int]:
+    """Those of the ranks that did not say that they failed; few requests where all did."""
+    store = _get_default_store()
+    if not ranks or store.check([_key(FAILED, rank) for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    half = len(ranks) // 2
+    return without_failure(ranks[:half]) + without_failure(ranks[half:])
+
+
+def arrive(meeting: str) -> None:
+    """Count this rank at a meeting."""
+    _get_default_store().add(_key("meeting", meeting), 1)
+
+
+def num_arrived(meeting: str) -> int:
+    """How many ranks are at a meeting."""
+    return _get_default_store().add(_key("meeting", meeting), 0)
+
+
+def _key(kind: str, rank: int | str) -> str:
+    return f"bascule/{kind}/{rank}"
