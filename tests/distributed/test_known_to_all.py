@@ -298,3 +298,24 @@ def makes_and_drops(rounds: int) -> None:
 
 def test_failures_that_all_ranks_agree_on_end_nothing() -> None:
     assert all(one.error is None for one in run_to_the_end(makes_and_drops, 2, 5))
+
+
+def all_fail_alike() -> list[str]:
+    """And go on: one at once, the other after a while."""
+    parallel, step, x = used_step("g2n1")
+    texts = []
+    for _ in range(2):
+        try:
+            step.attend(torch.ones(3), torch.ones(3), torch.ones(3))
+        except Exception as error:
+            texts.append(type(error).__name__)
+        if dist.get_rank() == 1:
+            time.sleep(4.0)
+        step = parallel.plan(LENS[dist.get_rank()])
+    step.mean(torch.ones(3))
+    return texts
+
+
+def test_all_ranks_that_fail_alike_can_go_on() -> None:
+    for texts in run_ranks(all_fail_alike, 2):
+        assert texts == ["ConfigError", "ConfigError"]

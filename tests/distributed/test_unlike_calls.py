@@ -457,9 +457,12 @@ def test_a_rank_that_failed_does_not_come() -> None:
     found = judged(wait, {}, rank2=Failure("here", cause="oops", is_input=True, begun={"all": 5}))
     assert found is not None and found.text == "rank 2 failed in here: oops" and found.is_input
     assert found.evidence == ((0, 0), (2, None))
-    between = {1: position(waiting("pair", (3,), 2, id=8), pair=[2])}
-    found = judged(wait, between, rank3=Failure("there", cause="oops"))
-    assert found is not None and found.evidence == ((0, 0), (1, 8), (3, None))
+    # One that waits for it, too, is freed by that; no circle goes through there.
+    chain = {1: position(waiting("pair", (0, 3), 2, id=8), pair=[2])}
+    assert judged(wait, chain, rank3=Failure("there", cause="oops")) is None
+    # All failed alike, in the same place, and this one was the first to go on.
+    alike = Failure("here", cause="oops", begun={"all": 5})
+    assert judged(wait, {}, rank0=alike, rank2=alike) is None
 
 
 def test_another_call_in_its_place_is_certain_at_once() -> None:

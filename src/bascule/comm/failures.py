@@ -37,8 +37,9 @@ _CLOSING_MARK = 0x7FFFFFFF
 
 def begin(group: RankGroup, what: Call) -> Begun:
     """Number and mark the next call of a group, see `Calls.begin`."""
+    begun = group.calls.begin(what)
     watch_of_world(end_all).go_on()
-    return group.calls.begin(what)
+    return begun
 
 
 @contextmanager

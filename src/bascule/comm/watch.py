@@ -78,7 +78,8 @@ class Watch:
         self._waits: dict[int, Wait] = {}
         self._ids = itertools.count()
         self._told = ""
-        self._failed_in: set[int] = set()
+        self._failures: dict[int, Failure] = {}  # by thread, until it goes on
+        self._last_failure: Failure | None = None
         self._meetings: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -107,6 +108,9 @@ class Watch:
             del self._waits[wait.note.id]
             if wait.is_told:  # at once: others must not take this rank for one that waits
                 self._tell()
+        if own in self._failures:  # it went on, and the others with it
+            del self._failures[own]
+            notes.erase(notes.FAILED, self._rank)
 
     def meeting(self, name: str) -> int:
         """How many meetings of that name this rank has been at; counts this one."""
@@ -115,14 +119,15 @@ class Watch:
 
     def tell_failure(self, failure: Failure) -> None:
         """Tell those that will wait for this rank that this thread failed, until it goes on."""
-        notes.write_failure(self._rank, replace(failure, begun=calls_begun()))
-        self._failed_in.add(threading.get_ident())
+        failure = replace(failure, begun=calls_begun())
+        self._failures[threading.get_ident()] = self._last_failure = failure
+        notes.write_failure(self._rank, failure)
 
     def go_on(self) -> None:
-        """This thread makes another call: if it failed before, that concerns nobody any more."""
-        if self._failed_in and threading.get_ident() in self._failed_in:
-            self._failed_in.discard(threading.get_ident())
-            notes.erase(notes.FAILED, self._rank)
+        """This thread begins a call: that it failed before concerns those in it no more."""
+        failure = self._failures.get(threading.get_ident()) if self._failures else None
+        if failure is not None:
+            notes.write_failure(self._rank, replace(failure, begun=calls_begun()))
 
     def close(self) -> None:
         """End the thread, and join it."""
@@ -161,8 +166,11 @@ class Watch:
                 found[rank] = notes.read_position(rank) if len(found) < _MOST_READ else None
             return found[rank]
 
+        def failure_of(rank: int) -> Failure | None:
+            return self._last_failure if rank == self._rank else notes.read_failure(rank)
+
         for wait in late:
-            verdict = judge(self._rank, wait.note, position_of, notes.read_failure)
+            verdict = judge(self._rank, wait.note, position_of, failure_of)
             # Twice the same: all waits on the way were going on at one moment between.
             if verdict is not None and (not verdict.evidence or verdict == wait.suspicion):
                 wait.verdict = verdict
@@ -203,34 +211,44 @@ def judge(
 ) -> Verdict | None:
     """Why a wait can never end, or None if it may.
 
-    Certain at once if a rank that is needed made another call in place of this one. Otherwise a way
-    from rank to rank, each waiting in a call that the next has not made, that comes back to this
-    one or ends at a rank that failed; certain if it is found twice.
+    Certain at once if a rank that is needed made another call in place of this one. Otherwise a
+    rank that is needed failed before this call, and has not made it since; or a way from rank to
+    rank, each waiting in a call that the next has not made, comes back to this one. These are
+    certain if they are found twice. A rank that fails where this one failed, too, met what all did;
+    and one that waits for a rank that failed will not wait for ever.
 
     Args:
         rank: Whose wait it is.
         wait: The wait.
         position_of: Where a rank is, this one included; None for another that does not wait.
-        failure_of: How a rank failed; None for one that did not.
+        failure_of: How a rank failed last, this one included; None for one that did not.
     """
     seen: set[tuple[int, int]] = set()
+
+    def failure_before(at: Waiting, other: int) -> Failure | None:
+        failed, own = failure_of(other), failure_of(rank)
+        if failed is None or not failed.cause or failed.begun.get(at.group, 0) > at.number:
+            return None
+        is_alike = own is not None and own.begun.get(at.group) == failed.begun.get(at.group)
+        return None if is_alike else failed
 
     def follow(of: int, at: Waiting, way: list[tuple[int, Waiting]]) -> Verdict | None:
         way = [*way, (of, at)]
         evidence = tuple((who, where.id) for who, where in way)
         for other in at.needs:
             position = position_of(other)
-            failed = failure_of(other) if position is None else None
-            if failed is not None and failed.cause and failed.begun.get(at.group, 0) <= at.number:
-                text = failed.told_of(other)
-                return Verdict(text, (*evidence, (other, None)), failed.is_input)
-            if position is None:
-                continue
-            begun = {one[0]: one[1:] for one in position.begun.get(at.group, ())}
+            begun = (
+                {one[0]: one[1:] for one in position.begun.get(at.group, ())} if position else {}
+            )
             if at.number in begun and begun[at.number][0] != at.mark:
                 return Verdict(_unlike(of, at, other, begun, position_of(of)))
             if begun and max(begun) >= at.number:
                 continue  # it came; its part is on the way
+            failed = failure_before(at, other)
+            if failed is not None and of == rank:
+                return Verdict(failed.told_of(other), (*evidence, (other, None)), failed.is_input)
+            if failed is not None or position is None:
+                continue
             thread = position.threads.get(at.group, position.main)
             for after in (one for one in position.waits if one.thread == thread):
                 if (other, after.id) == (rank, wait.id):
