@@ -92,9 +92,10 @@ def train(device: torch.device, topology: str) -> None:
         lens, *tensors = load_batch(dist.get_rank(), number)
         tokens, pos, time, velocity = (x.to(device) for x in tensors)
         step = sp.plan(lens)  # every step; one small gather, then pure planning
-        out = model(tokens, pos, time, step)
-        loss = step.mean((out - velocity).square().mean(-1))  # global mean, right under FSDP
-        loss.backward()
+        with step:  # an error of this rank soon ends all, with its text
+            out = model(tokens, pos, time, step)
+            loss = step.mean((out - velocity).square().mean(-1))  # global mean, right under FSDP
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         plan = step.metrics()

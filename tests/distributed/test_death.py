@@ -11,9 +11,13 @@ import torch
 import torch.distributed as dist
 
 from bascule.attention.parallel import SequenceParallel, Step
-from bascule.comm.failures import ROLL_CALL_S
+from bascule.comm import notes
+from bascule.comm.calls import Call
+from bascule.comm.failures import ROLL_CALL_S, roll_call
+from bascule.comm.groups import RankGroup
+from bascule.comm.notes import Failure
 from tests.distributed.cases import COST, config_of, make_model, random_batch, rank_loss
-from tests.distributed.harness import raised_by, run_to_the_end
+from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
 
 TIMEOUT_S = 8.0
 SHORT_TIMEOUT_S = 3.0
@@ -193,5 +197,20 @@ def test_a_rank_killed_before_construction() -> None:
     outcomes = run_to_the_end(die_at_construction, 2)
     classes, text, seconds = outcomes[0].value
     assert "CommError" in classes and "new_group" in text and "'plan'" in text
+    assert "not all of ranks [0, 1] came within 3 s" in text
     assert f"missing: no report from ranks [{VICTIM}]" in text
     assert seconds < TIMEOUT_S + ROLL_CALL_S + 2.0
+
+
+def called() -> str:
+    """Of two ranks, one of which noticed in a group with a third."""
+    notes.write_failure(1, Failure("step 4: elsewhere", ranks=(1, 2)))
+    notes.write_failure(0, Failure("step 4: here", ranks=(0, 1)))
+    pair = RankGroup(lambda: dist.group.WORLD, 0, (0, 1), "pair")
+    return roll_call(pair, Call("here", 4))
+
+
+def test_who_is_missing_is_asked_among_all_ranks_concerned() -> None:
+    (text,) = run_ranks(called, 1)
+    assert "missing: no report from ranks [2]" in text
+    assert "rank 1 last failed in step 4: elsewhere" in text and "rank 0" not in text

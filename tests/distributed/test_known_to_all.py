@@ -199,6 +199,84 @@ def test_topologies_of_any_kind_are_refused_on_all_ranks() -> None:
         assert first == second and "CommError" in first[0] and "rank 1" in first[1], first
 
 
+WRONG: list[dict[str, Any]] = [
+    {"timeout_s": "x"},
+    {"timeout_s": float("nan")},
+    {"timeout_s": 0},
+    {"timeout_s": 1e300},
+    {"device": "xyz"},
+    {"device": 1.5},
+    {"data_group": 3},
+    {"plan_group": "plan"},
+    {"mesh_or_group": [0, 1]},
+    {"planner": "magic", "cost": None},
+]
+
+
+def one_constructs_wrongly(wrong: dict[str, Any]) -> Heard:
+    options: dict[str, Any] = {"mesh_or_group": None, "cost": COST, "timeout_s": 60}
+    if dist.get_rank() == 1:
+        options |= wrong
+    start = time.monotonic()
+    try:
+        parallel = SequenceParallel(topology="g2n1", **options)
+        parallel.plan([3])
+    except Exception as error:
+        return [c.__name__ for c in type(error).__mro__], str(error), time.monotonic() - start
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_one_rank_constructs_wrongly(wrong: dict[str, Any]) -> None:
+    (classes, text, seconds), (own, _, _) = run_ranks(one_constructs_wrongly, 2, wrong)
+    assert "CommError" in classes and "rank 1" in text, text
+    assert {"ConfigError", "CommError"} & set(own)
+    assert seconds < KNOWN_WITHIN_S
+
+
+def own_plan_group_on_one_rank() -> Heard:
+    group = dist.group.WORLD if dist.get_rank() else None
+    start = time.monotonic()
+    classes, text = raised_by(SequenceParallel, None, "g2n1", COST, timeout_s=60, plan_group=group)
+    return classes, text, time.monotonic() - start
+
+
+def test_a_plan_group_on_one_rank_only() -> None:
+    for classes, text, seconds in run_ranks(own_plan_group_on_one_rank, 2):
+        assert "CommError" in classes and "wait for each other" in text
+        assert seconds < KNOWN_WITHIN_S
+
+
+def wrong_alike() -> None:
+    """And right afterwards, on the same groups."""
+    _, step, x = used_step("g2n1" if dist.get_world_size() == 2 else "g1r3n1")
+    moved = step.route(x=x)["x"]
+    q = moved[:, None].expand(-1, 6, -1).detach()
+    want = step.attend(q, q, q, scale=0.3)
+    wrong: list[Callable[[], Any]] = [
+        lambda: step.attend(q, q, None),  # pyright: ignore[reportArgumentType]
+        lambda: step.attend(q.to("meta"), q.to("meta"), q.to("meta")),
+        lambda: step.attend(q, q, q, scale="x"),  # pyright: ignore[reportArgumentType]
+        lambda: step.attend(q, q, q, scale=torch.tensor(1.0)),  # pyright: ignore[reportArgumentType]
+        lambda: step.attend(q, q, q, scale=float("nan")),
+        lambda: step.attend(q, q, q, causal="no"),  # pyright: ignore[reportArgumentType]
+        lambda: step.mean([1.0]),  # pyright: ignore[reportArgumentType]
+        lambda: step.mean(torch.ones(3), weights="x"),  # pyright: ignore[reportArgumentType]
+        lambda: step.mean(torch.ones(3, device="meta")),
+    ]
+    for call in wrong:
+        classes, text = raised_by(call)
+        assert "ConfigError" in classes, text
+        assert torch.equal(step.attend(q, q, q, scale=0.3), want)
+    name = "\udc80"
+    assert torch.equal(step.route(**{name: x})[name], moved)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_wrong_calls_on_all_ranks_alike_end_nothing(world_size: int) -> None:
+    run_ranks(wrong_alike, world_size)
+
+
 def mixed_dtypes() -> tuple[list[str], str]:
     """On bags of unlike sizes: one rank needs nobody."""
     step = SequenceParallel(None, "g1n1+g2n1", COST, timeout_s=60).plan([6])
@@ -302,7 +380,7 @@ def test_failures_that_all_ranks_agree_on_end_nothing() -> None:
 
 def all_fail_alike() -> list[str]:
     """And go on: one at once, the other after a while."""
-    parallel, step, x = used_step("g2n1")
+    parallel, step, _ = used_step("g2n1")
     texts = []
     for _ in range(2):
         try:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bascule.comm.groups import RankGroup
 from bascule.data.loaded import DataRanks, Ends, Loaded, Offer
-from bascule.data.redistribute import Redistributor, Rules
-from bascule.data.transfer import Transfer, deliver
+from bascule.data.redistribute import Redistributor, Rules, check_received
+from bascule.data.transfer import Deliveries, Transfer, deliver
 from bascule.data.wire import Parcel
 from bascule.errors import PlanError
 from bascule.plan.cost import Cost, PolynomialCost, TransformerCost
@@ -215,3 +215,33 @@ def test_a_version_of_the_cost_that_all_ranks_know() -> None:
         for n, version in ((4, 3), (5, 2), (6, 3))
     ]
     assert Loaded.of(values, ranks, 1).cost_version == 2
+
+
+def test_a_rank_without_a_sample_that_counts_gets_the_shortest_of_the_richest() -> None:
+    lens: Lens = [[[800, 400, 200, 250]], [[]]]
+    ranks = ranks_of(2)
+    # The long sample fills a rank and counts nothing in the mean.
+    loaded = dataclasses.replace(loaded_of(lens, ranks, 1), weights=np.array([0, 1, 1, 1]))
+    redistributor = Redistributor(ranks, dataclasses.replace(RULES, min_gain=0.0), SECONDS, 0.0)
+    (plan,), verdict = redistributor.decide(loaded)
+    assert verdict.applied
+    assert plan.bag_of.tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
+
+
+def test_what_is_received_is_bounded_not_what_is_sent() -> None:
+    """One rank sends to all, or all to one: 16 * 11 bytes a sample."""
+    ranks, num_bytes = ranks_of(3), 16 * 11
+
+    def transfer_of(lens: Lens, dest: list[int]) -> Transfer:
+        loaded = loaded_of(lens, ranks, 1)
+        ids, micro = np.arange(3), np.zeros(3, dtype=np.int64)
+        return Transfer.of(loaded, Deliveries(ids, np.array(dest), micro, 0), ranks)
+
+    spread = transfer_of([[[10, 10, 10]], [[]], [[]]], [0, 1, 2])
+    assert spread.bytes_to[:, 0].sum() == 2 * num_bytes
+    check_received(spread, num_bytes)
+    gathered = transfer_of([[[10]], [[10]], [[10]]], [2, 2, 2])
+    check_received(gathered, 2 * num_bytes)
+    check_received(gathered, None)
+    with pytest.raises(PlanError, match="rank 2 would receive 352 bytes .* by 1:"):
+        check_received(gathered, 2 * num_bytes - 1)

@@ -5,6 +5,10 @@ from pathlib import Path
 import pytest
 
 from bascule import Plan
+from bascule.cli.reading import InputOptions
+from bascule.plan.cost import TransformerCost
+from bascule.plan.sequences import plan_batch
+from bascule.plan.workload import parse_data_codes, sample_lengths, seq_lens
 from tests.unit.test_cli import run
 from tests.unit.test_imports import modules_imported_by
 
@@ -87,3 +91,44 @@ def test_planning_on_the_command_line_needs_no_torch(command: str) -> None:
     modules = modules_imported_by("-m", "bascule.cli", command, "--lengths", "50/60")
     assert "bascule.plan.search" in modules
     assert "torch" not in modules
+
+
+def test_the_speed_up_is_that_of_the_plan_not_of_its_bound(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lens = [[369, 382, 420], [], [465, 810, 542]]
+    plan = plan_batch(lens, "g1n3", TransformerCost(3072))
+    as_loaded = TransformerCost(3072)([465, 810, 542]).sum()
+    assert plan.gap > 0.1
+    code, out, _ = run(capsys, "plan", "--lengths", "369,382,420//465,810,542")
+    assert code == 0
+    assert f"over the batch as loaded: {as_loaded / plan.makespan:.2f}x" in out
+    assert f"at most {plan.gap:.3%} from optimal" in out
+
+
+def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks: each computes half, and sends half of 8 d bytes a token to the other."""
+    width, tokens, flops, speed, launch = 512, 1000, 1e12, 1e9, 50e-6
+    compute = (24 * tokens * width**2 + 4 * 2 * (tokens / 2) ** 2 * width) / flops / 2
+    wires = 8 * width * tokens / 2 / 2 / speed + 2 * launch
+    arguments = ("--d-model", "512", "--tflops", "1", "--intra-gbs", "1", "--latency-us", "50")
+    lens = ("--lengths", "500,500/", "--topology", "g2n1", "--wires")
+    code, out, _ = run(capsys, "plan", *lens, *arguments)
+    assert code == 0
+    assert f"wires: {wires / (wires + compute):.0%} of the time" in out
+    assert f"makespan {wires + compute:.6g} s" in out
+
+
+def test_later_steps_of_data_codes_are_other_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    options = InputOptions(data="g2b3i256f1s0", seed=5, step=3)
+    for after in (0, 1, 4):
+        codes = parse_data_codes("g2b3i256f1s0")
+        expected = seq_lens(sample_lengths(codes, seed=5, step=3 + after))
+        assert options.read(steps_after=after) == expected
+    ranked = [
+        run(capsys, "topology", "--data", "g2b3i256f1s0", "--step", step, "--steps", steps)[1]
+        for step, steps in (("0", "1"), ("1", "1"), ("0", "2"))
+    ]
+    seconds = [float(out.split("g1n2")[1].split("│")[1]) for out in ranked]
+    assert seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2, rel=1e-3)
+    assert seconds[0] != seconds[1]

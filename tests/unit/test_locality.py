@@ -8,7 +8,7 @@ import pytest
 from bascule.errors import ConfigError
 from bascule.plan import locality
 from bascule.plan.cluster import Cluster
-from bascule.plan.cost import TransformerCost
+from bascule.plan.cost import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.pricing import price
 from bascule.plan.sequences import Plan, plan_batch
@@ -157,3 +157,13 @@ def test_limits_hold_at_home_too() -> None:
 def test_an_illegal_tolerance_is_refused(tolerance: float) -> None:
     with pytest.raises(ConfigError, match="home_tolerance"):
         plan_batch([[1], [2]], "g1n2", COST, home_tolerance=tolerance)
+
+
+def test_a_batch_does_not_stay_as_loaded_above_a_limit_of_items() -> None:
+    """Rank 0 has three short sequences, which take as long as the one of rank 1."""
+    cost, batch = PolynomialCost(0.0, 1.0, 0.0), [[2, 2, 2], [6]]
+    assert plan_batch(batch, "g1n2", cost).moved_tokens == 0
+    assert plan_batch(batch, "g1n2", cost, limits=Limits(items=3)).moved_tokens == 0
+    for tolerance in (None, 0.5):
+        plan = plan_batch(batch, "g1n2", cost, limits=Limits(items=2), home_tolerance=tolerance)
+        assert np.bincount(plan.bag_of).tolist() == [2, 2]

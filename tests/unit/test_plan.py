@@ -14,6 +14,7 @@ from bascule.plan.cost import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.search import suggest_topology
 from bascule.plan.sequences import Plan, plan_batch
+from bascule.plan.step import plan_step
 from bascule.plan.topology import Topology
 from tests.property.simulation import assert_certificate, assert_chunks, assert_sound, squares
 
@@ -155,12 +156,16 @@ def test_remainders_go_round_the_ranks_of_a_bag() -> None:
     assert plan.local(1).slots.tolist() == [0, 1, 1, 2, 3]
 
 
-def test_a_rank_that_holds_more_tokens_than_cu_seqlens_can_count() -> None:
-    plan = plan_batch([[2**31], [1]], "g1n2", COST)
-    heavy = int(np.argmax(plan.tokens))
-    with pytest.raises(PlanError, match=rf"rank {heavy} .* 2147483648 tokens.*2147483647"):
-        plan.local(heavy)
-    assert plan.local(1 - heavy).cu_seqlens.tolist() == [0, 1]
+@both_planners
+def test_a_rank_that_holds_more_tokens_than_cu_seqlens_can_count(planner: str) -> None:
+    for lens in ([[2**31], [1]], [[1], [2**31]], [[2**30] * 4, []]):
+        with pytest.raises(PlanError, match=r"rank \d would hold 2147483648 tokens.*2147483647"):
+            plan_batch(lens, "g1n2", COST, planner=planner)
+    assert plan_batch([[2**31 - 1], [1]], "g1n2", COST, planner=planner).local(1).seq_ids.size == 1
+    shared = plan_batch([[2**31], [1]], "g2n1", COST, planner=planner)
+    assert shared.tokens.tolist() == [2**30 + 1, 2**30]
+    with pytest.raises(PlanError, match="microbatch 1: rank 0 would hold 2147483648 tokens"):
+        plan_step([[[1], [1]], [[2**31], [1]]], "g1n2", COST, planner=planner)
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 100])
@@ -184,7 +189,7 @@ def test_a_rank_that_is_not_there(rank: int) -> None:
         (-math.inf, "-inf"),
         (2**40 + 1, "1099511627777"),
         (2**70, "1.18"),
-        ("8", "8"),
+        ("8", "'8'"),
         (True, "True"),
         (np.True_, "True"),
         (None, "None"),

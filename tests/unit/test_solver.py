@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
+from bascule.plan._constrained import Homes
+from bascule.plan._homes import _pull
 from bascule.plan._problem import build_problem
+from bascule.plan._refine import refine
 from bascule.plan._starts import by_speed, longest_first, topped_up
 from bascule.plan.bounds import (
     counting_bound,
@@ -340,3 +343,28 @@ def test_wrong_arguments_are_refused(arguments: dict[str, object], message: str)
 def test_gap_of_an_empty_assignment_is_zero():
     empty = np.empty(0)
     assert Assignment(empty.astype(np.int64), empty, 0.0, 0.0).gap == 0.0
+
+
+def test_groups_of_two_are_exchanged_where_single_items_do_not_help():
+    """26 against 24: no item alone is 1 more than another, but 3 + 3 is 1 more than 5."""
+    problem = problem_of([20.0, 3.0, 3.0, 5.0, 14.0, 5.0], [1.0, 1.0])
+    start = np.array([0, 0, 0, 1, 1, 1])
+    refined = refine(problem, start, problem.work.sum() / 2)
+    assert np.bincount(refined, problem.costs).tolist() == [25.0, 25.0]
+
+
+def test_an_item_that_comes_home_sends_back_what_gains_most():
+    """Two items a bin: 0 wants to bin 1, where 2 and 3 want to bin 0."""
+    problem = build_problem(
+        [1.0] * 4,
+        2,
+        speeds=None,
+        limits=Limits(items=2),
+        sizes=None,
+        ranks_per_bin=None,
+        carried_loads=None,
+    )
+    homes = Homes(np.array([1, 0, 0, 0]), np.array([9.0, 1.0, 1.0, 5.0]), np.inf)
+    pulled = _pull(problem, np.array([0, 0, 1, 1]), homes)
+    assert pulled.tolist() == [1, 0, 1, 0]
+    assert homes.away(pulled) == 1.0

@@ -1,5 +1,6 @@
 """What one rank loads: grouped, dealt over ranks, and taken up where a run stopped."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -70,6 +71,14 @@ def test_a_share_that_does_not_exist_is_refused(size: int, rank: int, num_ranks:
         ResumableSampler(size, rank=rank, num_ranks=num_ranks)
 
 
+def test_more_than_there_is_was_not_delivered() -> None:
+    sampler = ResumableSampler(5, rank=0, num_ranks=2)
+    sampler.resume([[1, 1], [2, 1]])
+    assert len(sampler) == 0
+    with pytest.raises(ConfigError, match=r"6 samples were delivered .* there are 5"):
+        sampler.resume([[1, 1], [2, 2]])
+
+
 def read(source: Source, history: History = (), saved: Any = None) -> list[list[Any]]:
     return list(source.begin(history, 0, 1, saved))
 
@@ -85,6 +94,14 @@ def test_samples_are_grouped_by_number_whatever_lists_they_come_in() -> None:
     assert read(Source([], by_number(2))) == [] == read(Source(None, None))
     # A tuple is a sample, not a list of samples.
     assert read(Source([(1, 2), (3, 4)], by_number(1))) == [[(1, 2)], [(3, 4)]]
+
+
+@pytest.mark.parametrize("length", [float("nan"), -1, 0.5, True])
+def test_lengths_by_which_nothing_can_be_grouped_are_refused(length: float) -> None:
+    endless = itertools.count()
+    reading = Source(endless, Microbatches(None, 10, lambda _: length)).begin((), 0, 1, None)
+    with pytest.raises(ConfigError, match="length_fn gave"):
+        next(reading)
 
 
 def test_samples_are_grouped_by_tokens() -> None:
@@ -169,6 +186,8 @@ def test_a_plain_loader_goes_on_after_what_was_delivered(grouping: int | None) -
             assert all(len(group) == grouping for group in left[:-1])
     with pytest.raises(ConfigError, match=r"3 loaders .* this one has 1: .* ResumableSampler"):
         read(Source(lists, groups), [[1, 1, 1]])
+    with pytest.raises(ConfigError, match=r"11 samples were delivered .* there are 10"):
+        read(Source(lists, groups), [[4], [7]])
 
 
 class WithState:
@@ -191,9 +210,17 @@ class WithState:
         self.place = state["place"]
 
 
-@pytest.mark.parametrize("grouping", [None, 1, 2, 3, 5])
-def test_a_loader_with_a_state_goes_on_from_it(grouping: int | None) -> None:
-    groups = None if grouping is None else by_number(grouping)
+def by_tokens(num_tokens: int) -> Microbatches:
+    """Samples of one token; the sample that does not fit any more was loaded, too."""
+    return Microbatches(None, num_tokens, lambda _: 1)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [None, *map(by_number, (1, 2, 3, 5)), *map(by_tokens, (1, 2, 3, 4))],
+    ids=lambda one: "lists" if one is None else f"{one.num_samples} {one.num_tokens}",
+)
+def test_a_loader_with_a_state_goes_on_from_it(groups: Microbatches | None) -> None:
     lists = [[0, 1], [2], [3, 4, 5], [6, 7, 8, 9]]
     reading = Source(WithState(lists), groups).begin((), 0, 1, None)
     points: list[tuple[list[int], Any]] = []

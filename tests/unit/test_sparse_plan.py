@@ -255,6 +255,20 @@ def test_a_plan_is_kept_until_the_mask_has_changed() -> None:
     assert (kept.num_planned, state.num_kept) == (1, 0)  # states do not change
 
 
+@pytest.mark.parametrize(("tolerance", "is_kept"), [(0.06, False), (0.07, True)])
+def test_a_plan_is_kept_up_to_its_tolerance(tolerance: float, is_kept: bool) -> None:
+    """Two heads on two ranks with 15 blocks each; then one has 17: 1.0625 of the mean."""
+    masks = np.zeros((2, 1, 17), bool)
+    masks[:, :, :15] = True
+    planner = SparsePlanner(2, 1, cut_above=math.inf)
+    q, kv = BlockLayout.striped([1], 2, 1), BlockLayout.striped([1] * 17, 2, 1)
+    state = PlanReuse(planner, planner.plan(masks, q, kv), tolerance)
+    assert state.plan.imbalance == 1.0
+    masks[0] = True
+    assert sparse_imbalance(masks, 2, 1, state.plan) == 1.0625
+    assert (state.after(masks).num_kept == 1) == is_kept
+
+
 def test_a_plan_that_cannot_be_even_is_not_made_again_and_again() -> None:
     masks = np.zeros((1, 4, 4), bool)
     masks[0, 0, 0] = True

@@ -24,9 +24,10 @@ def test_memory_is_used_again_and_grows() -> None:
 def test_memory_taken_in_inference_mode_can_be_written_outside() -> None:
     staging = Staging()
     with torch.inference_mode():
-        staging.take("sent", 8, torch.empty(0)).fill_(0.0)
-    kept = staging.take("sent", 8, torch.empty(0)).copy_(torch.ones(8))
-    assert bool((kept == 1.0).all())
+        staging.take("sent", 8, torch.empty(0, dtype=torch.uint8)).fill_(0)
+    kept = staging.take("sent", 8, torch.empty(0, dtype=torch.uint8))
+    assert not kept.is_inference()
+    assert bool((kept.copy_(torch.ones(8)) == 1).all())
 
 
 def test_each_thread_has_memory_of_its_own() -> None:

@@ -15,6 +15,7 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
+from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan.layout import Ints
 
@@ -116,7 +117,7 @@ class BlockRows:
         arrays = (self.q_bounds, self.k_bounds, self.row_bounds, self.columns)
         return self.keep(
             device,
-            lambda: BlockTables(*(torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays)),
+            lambda: BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays)),
         )
 
     def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:

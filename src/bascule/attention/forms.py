@@ -22,9 +22,12 @@ def form_of(
     is_causal: bool = False,
     scale: float | None = None,
     mask: Tensor | None = None,
+    replicated: tuple[int, ...] = (),
 ) -> str:
     """What rows are and see, and how they travel, as text."""
     text = f"head_dim {head_dim}, {dtype}, causal={is_causal}, scale={scale}"
+    if replicated:
+        text = f"{text}, replicated segments {replicated}"
     if mask is not None:
         text = f"{text}, mask of {mask.dim()} dims, {mask.dtype}"
     if wire is None:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from bascule.attention.block_form import with_adjacent_values
+from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 
 
@@ -35,13 +37,27 @@ class PackedSequences:
     def build(cls, seq_lens: Sequence[int], device: torch.device) -> "PackedSequences":
         """From lengths; empty sequences are left out, since kernels disagree about them."""
         kept = tuple(length for length in seq_lens if length)
-        bounds = torch.tensor((0, *kept), dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(bounds.to(device, non_blocking=True), kept)
+        bounds = np.cumsum((0, *kept), dtype=np.int32)
+        return cls(table_on(bounds, device), kept)
 
     @property
     def max_len(self) -> int:
         """Tokens of the longest, 0 if there is none."""
         return max(self.seq_lens, default=0)
+
+
+def check_settings(what: str, causal: Any, scale: Any) -> None:
+    """Refuse what is no setting of attention.
+
+    Raises:
+        ConfigError: Causal is no bool, or the scale no finite number.
+    """
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not isinstance(causal, bool) or not (scale is None or (is_number and math.isfinite(scale))):
+        raise ConfigError(
+            f"{what}: causal={causal!r} and scale={scale!r}: give True or False, and a finite "
+            "number or None"
+        )
 
 
 class Kernel(Protocol):

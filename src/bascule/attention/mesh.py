@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import ops, wired
 from bascule.attention.forms import form_of
+from bascule.attention.kernels import check_settings
 from bascule.attention.layout import (
     Run,
     SequenceLayout,
@@ -116,10 +117,20 @@ def attention(
     refuse_derivatives("attention", q, k, v, attn_mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
+    if not torch.compiler.is_compiling():
+        check_settings("attention", is_causal, scale)
     _check(q, k, v, ranks, layout, attn_mask)
     _check_centres(wire, k)
     geometry = list(layout.segments), layout.zigzag, layout.stripe, ranks.name
-    form = form_of(q.shape[-1], q.dtype, wire, is_causal=is_causal, scale=scale, mask=attn_mask)
+    form = form_of(
+        q.shape[-1],
+        q.dtype,
+        wire,
+        is_causal=is_causal,
+        scale=scale,
+        mask=attn_mask,
+        replicated=layout.replicated,
+    )
     q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
     q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), attn_mask, is_causal)
     num_kv_heads, mask = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), attn_mask
@@ -234,6 +245,12 @@ def _check(
         raise ConfigError(
             f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: give one floating-point dtype, "
             "under autocast too, as by k.to(q.dtype)"
+        )
+    devices = {x.device for x in (q, k, v, mask) if x is not None}
+    if len(devices) > 1 or q.is_meta:
+        raise ConfigError(
+            f"attention: q, k, v and the mask are on {sorted(map(str, devices))}: give all of them "
+            "on one device with data"
         )
     if q.shape[1] % k.shape[1] or q.shape[1] < mesh.degrees[1]:
         raise ConfigError(

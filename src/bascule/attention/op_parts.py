@@ -46,12 +46,13 @@ def ring_plan(
     scale: float,
     kernel: str,
     wire: Wire | None,
+    form: str,
 ) -> RingPlan:
     """What this rank does in each round, of a call with these settings.
 
     They mark the next calls of the ring and of the Ulysses ranks: all must be given the same.
     """
-    settings = f"{layout}, causal={causal}, {scale=}, {kernel=}, mask {digest_of(mask)}"
+    settings = f"{layout}, {causal=}, {scale=}, {kernel=}, {form}, mask {digest_of(mask)}"
     for group in (ranks.ring, ranks.ulysses):
         if group is not None:
             group.calls.mean(settings)

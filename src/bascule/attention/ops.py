@@ -129,7 +129,7 @@ def ring_attention(
     if ranks.ulysses is None:  # else said before the all-to-all
         agree_on(ranks, layout, tuple(q.shape[:3]), k.shape[1], form)
     travel = wire_of(wire, k_centre, v_centre)
-    plan = ring_plan(ranks, layout, q, k, mask, causal, scale, kernel, travel)
+    plan = ring_plan(ranks, layout, q, k, mask, causal, scale, kernel, travel, form)
     with naming("ring_attention", (q, k, v)):
         out, lse = ring_forward(q, k, v, plan)
     return laid_out(out), lse.contiguous()
@@ -181,7 +181,7 @@ def ring_attention_backward(
     """Gradients of q, k and v of `ring_attention`."""
     ranks, layout = places(segments, zigzag, stripe, mesh)
     travel = wire_of(wire, k_centre, v_centre)
-    plan = ring_plan(ranks, layout, q, k, mask, causal, scale, kernel, travel)
+    plan = ring_plan(ranks, layout, q, k, mask, causal, scale, kernel, travel, form)
     with naming("ring_attention_backward", (q, k, v)):
         dq, dk, dv = ring_backward(grad, q, k, v, out, lse, plan)
     return laid_out(dq), laid_out(dk), laid_out(dv)

@@ -56,24 +56,28 @@ def overlapped_attention(
     agree_on(ranks, layout, tuple(q.shape[:3]), num_kv_heads, form)
     exchange = exchange_of(ranks, layout, num_kv_heads)
     own_q, own_k, own_v = (exchange.own_heads(x) for x in (q, k, v))
-    plan = ring_plan(ranks, layout, own_q, own_k, mask, False, scale, kernel, None)
+    plan = ring_plan(ranks, layout, own_q, own_k, mask, False, scale, kernel, None, form)
     own, everyone = exchange.own_tokens, slice(None)
     others = slice(0, own.start), slice(own.stop, layout.seq_len)
     with naming("overlapped_attention", (q, k, v)):
         arrive = exchange.start_to_heads((q, k, v), form)
         mine = Merged(own_q)
-        _attend(mine, plan, own_q, own_k, own_v, own, own)
-        wq, wk, wv = arrive()
+        try:
+            _attend(mine, plan, own_q, own_k, own_v, own, own)
+        finally:  # also after an error: memory that is written to must not be left
+            wq, wk, wv = arrive()
         out, lse = empty(wq, wq.shape[1], wq.shape[2]), _empty_lse(wq)
         for rows in others:
             theirs = Merged(wq[:, :, rows])
             _attend(theirs, plan, wq[:, :, rows], wk, wv, rows, everyone)
             out[:, :, rows], lse[:, :, rows] = theirs.result()
         leave = exchange.start_to_tokens([out], form)
-        for columns in others:
-            _attend(mine, plan, own_q, wk[:, :, columns], wv[:, :, columns], own, columns)
-        out[:, :, own], lse[:, :, own] = mine.result()
-        (own_out,) = leave()
+        try:
+            for columns in others:
+                _attend(mine, plan, own_q, wk[:, :, columns], wv[:, :, columns], own, columns)
+            out[:, :, own], lse[:, :, own] = mine.result()
+        finally:
+            (own_out,) = leave()
     return own_out, wq, wk, wv, out, lse
 
 

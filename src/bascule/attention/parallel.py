@@ -13,6 +13,7 @@ from bascule.attention.step import Step as Step
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.bags import make_bag_groups
+from bascule.comm.failures import tell, told
 from bascule.comm.groups import RankGroup
 from bascule.comm.making import new_group
 from bascule.errors import ConfigError
@@ -54,6 +55,7 @@ class SequenceParallel:
         CommError: Ranks disagree, or one is gone.
     """
 
+    @told("construction of a SequenceParallel")
     def __init__(
         self,
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
@@ -75,7 +77,7 @@ class SequenceParallel:
         self._plan_group = (
             self._make(ranks, "plan", backend="gloo")
             if plan_group is None
-            else groups.member_of(plan_group, "plan")
+            else groups.member_of(groups.resolve(plan_group), "plan")
         )
         self.cost = cost
         self.planner = planner
@@ -88,11 +90,11 @@ class SequenceParallel:
         self._used: set[str] = set()
         self.topology = self._agree_on_settings(topology, len(ranks))
         self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
-        self.data_group = self.group if data_group is None else groups.member_of(data_group, "data")
+        self.data_group = self.group
+        if data_group is not None:
+            self.data_group = groups.member_of(groups.resolve(data_group), "data")
         self.bag_groups = make_bag_groups(self.group, self.topology, cluster, timeout_s)
-        self.device = (
-            torch.device(device) if device is not None else _default_device(mesh_or_group, given)
-        )
+        self.device = _device(device, mesh_or_group, given)
 
     @property
     def rank(self) -> int:
@@ -121,6 +123,9 @@ class SequenceParallel:
             error = ConfigError(re.sub("^rank 0[,:] ", "", str(met)))
         except Exception as met:  # whatever it is, the others must not wait
             error = met
+        except BaseException as met:  # as that of a user who interrupts
+            tell(met, f"step {self._num_plans + 1}: plan")
+            raise
         return self._plan(values, error)
 
     def fail(self, error: Exception) -> None:
@@ -220,9 +225,16 @@ class SequenceParallel:
 _SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits", "cluster")
 
 
-def _default_device(
-    mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", group: dist.ProcessGroup
+def _device(
+    device: torch.device | str | None,
+    mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
+    group: dist.ProcessGroup,
 ) -> torch.device:
+    if device is not None:
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device={device!r} is none of torch's: {error}") from error
     on_cuda = "nccl" in dist.get_backend(group)
     if isinstance(mesh_or_group, DeviceMesh):
         on_cuda = mesh_or_group.device_type == "cuda"

@@ -156,8 +156,11 @@ def ring_backward(
                 dkv[1, :, :, tile.k] += grads[2]
         travelling.add(turn, dkv)
 
-    _rotate(plan, k, v, attend, "backward")
-    dk, dv = travelling.home().unbind(0)
+    try:
+        _rotate(plan, k, v, attend, "backward")
+    finally:
+        arrived = travelling.home()
+    dk, dv = arrived.unbind(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -220,9 +223,11 @@ def _rotate(
             name = f"keys and values, round {turn + 1}"
             shift = _Shift(plan, at_hand, coming, name, direction)
         keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, plan.wire)
-        attend(turn, keys, values)
-        if shift is not None:
-            at_hand = shift.wait()
+        try:
+            attend(turn, keys, values)
+        finally:  # also after an error: memory that is written to must not be left
+            if shift is not None:
+                at_hand = shift.wait()
 
 
 def _packed(k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:
@@ -274,8 +279,9 @@ class _Travelling:
 
     def home(self) -> Tensor:
         """(2, B, K, Sk, D) gradients of this rank's own keys and values."""
-        assert self._sum is not None
-        return self._sum if self._shift is None else self._shift.wait()
+        if self._shift is not None:
+            return self._shift.wait()
+        return torch.empty(self._shape) if self._sum is None else self._sum
 
 
 class _Shift:

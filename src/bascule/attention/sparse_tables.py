@@ -16,6 +16,7 @@ from bascule.attention.blocks import select_block_kernel
 from bascule.attention.ranks import AttentionMesh
 from bascule.attention.ring import RingPlan, Tile
 from bascule.comm.exchange import BoundRoute, exchange, spread
+from bascule.comm.staging import table_on
 from bascule.plan.layout import Ints, Route, cumulative
 from bascule.plan.sparse import PackedRows, SparsePlan
 
@@ -74,9 +75,7 @@ class SparseTables:
         firsts = np.cumsum([0, *self._arriving])
         parts = [into[a:b] - a for a, b in itertools.pairwise(firsts.tolist())]
         return [
-            None
-            if np.array_equal(part, np.arange(part.size))
-            else torch.from_numpy(part).to(self.device)
+            None if np.array_equal(part, np.arange(part.size)) else table_on(part, self.device)
             for part in (*parts, back)
         ]
 

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from bascule.attention import packed
+from bascule.attention.kernels import check_settings
 from bascule.comm import mean
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples
 from bascule.comm.failures import tell, telling
+from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan import layout, metrics
 from bascule.plan.sequences import Plan
@@ -99,6 +101,7 @@ class Step:
         """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
         bag, kernel = self._bag, self._parallel.kernel
         with telling(f"step {self.number}: attend"):
+            check_settings("attend", causal, scale)
             if self.plan.topology.bag_sizes.max() > 1:
                 self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
@@ -231,4 +234,4 @@ class Step:
         return None
 
     def _tensor(self, array: layout.Ints) -> Tensor:
-        return torch.from_numpy(array).to(self._parallel.device, non_blocking=True)
+        return table_on(array, self._parallel.device)

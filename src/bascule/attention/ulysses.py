@@ -20,6 +20,7 @@ from torch import Tensor
 from bascule.attention.kernels import Kernel, PackedSequences
 from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
+from bascule.comm.staging import table_on
 from bascule.comm.transfers import all_to_all
 from bascule.errors import ConfigError
 from bascule.plan import layout
@@ -68,7 +69,7 @@ class BagLayout:
         lying_lens = wanted_lens.T
         first = layout.cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
         index = layout.ranges(first.T.ravel(), wanted_lens.ravel())
-        return torch.from_numpy(index).to(self.device, non_blocking=True)
+        return table_on(index, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,10 @@ def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
         ConfigError: The shapes do not fit the plan or each other.
     """
     tokens = bag.tokens[bag.group.rank if bag.group else 0]
+    for x in (q, k, v):
+        if not isinstance(x, Tensor) or x.device.type != bag.device.type:  # pyright: ignore[reportUnnecessaryIsInstance]
+            of = x.device if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"attend: q, k or v is on {of}: give tensors on {bag.device}")
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
         raise ConfigError(
             f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "

@@ -50,6 +50,13 @@ def main(arguments: list[str] | None = None) -> None:
 _DESCRIPTION = "Give every GPU the same work: plan batches, and measure what balancing is worth."
 
 
+_LONGEST = 1200
+
+
 def _fail(message: str, code: int) -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"bascule: {message}", markup=False)
+    """One sentence on one line, whatever of the input it quotes."""
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
+    if len(text) > _LONGEST:  # what is wrong stands first, the advice last
+        text = f"{text[: _LONGEST // 2]} .. {text[-_LONGEST // 2 :]}"
+    Console(stderr=True, soft_wrap=True, highlight=False).print(f"bascule: {text}", markup=False)
     sys.exit(code)

@@ -12,10 +12,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_NUMBER, number, shown
+from bascule.plan.workload import parse_data_codes
 from bascule.training.options import BenchOptions
 
 if TYPE_CHECKING:
     from bascule.training.compare import Paired
+
+_MAX_TOKENS = 2**22
+_MOST = {
+    "ranks": 256,
+    "steps": 10**6,
+    "warmup": 10**6,
+    "accumulate": 10**4,
+    "batch_size": 10**4,
+    "max_tokens": _MAX_TOKENS,
+    "d_model": 2**16,
+    "num_heads": 2**12,
+    "num_double": 10**3,
+    "num_single": 10**3,
+    "seed": 2**63 - 1,
+}
+"""Largest values of options."""
 
 _Record = TypeVar("_Record")
 
@@ -29,12 +47,34 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
     """
     from bascule.training.launch import default_num_ranks, in_a_job, launch
 
+    _check_numbers(options)
     if in_a_job():
         _run_rank(options)
         return
     num_ranks = options.ranks or default_num_ranks()
     _check(options, num_ranks)
     launch(num_ranks, arguments)
+
+
+def _check_numbers(options: BenchOptions) -> None:
+    """Refuse numbers that no run survives, before a rank meets them.
+
+    Raises:
+        ConfigError: Names the option and its range.
+    """
+    for name, most in _MOST.items():
+        value = getattr(options, name)
+        if value is not None and value > most:
+            raise ConfigError(f"--{name.replace('_', '-')} {shown(value)}: must be at most {most}")
+    for name, most in (("gamma", MAX_NUMBER), ("lr", 1e6), ("timeout_s", 1e7)):
+        if (value := getattr(options, name)) is not None:
+            number(f"--{name.replace('_', '-')}", value, most=most)
+    for code in () if options.data is None else parse_data_codes(options.data):
+        if (tokens := code.batch_size * code.image_tokens) > _MAX_TOKENS:
+            raise ConfigError(
+                f"--data {code}: a rank has {tokens:,} visual tokens, and no rank trains on more "
+                f"than {_MAX_TOKENS:,}: use fewer samples, pixels or frames"
+            )
 
 
 def _check(options: BenchOptions, num_ranks: int) -> None:

@@ -91,10 +91,9 @@ def plan(options: PlanOptions) -> None:
     if options.json is not None:
         try:
             options.json.write_text(made.to_json() + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"--json {options.json}: cannot be written: {error.strerror}"
-            ) from error
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"--json {options.json}: cannot be written: {reason}") from error
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:

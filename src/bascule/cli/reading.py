@@ -1,15 +1,28 @@
 """Where the lengths of a batch come from, for every command that plans."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, number, shown, whole
 from bascule.plan.cluster import Cluster
 from bascule.plan.cost import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.manifest import read_manifest
 from bascule.plan.topology import Topology
-from bascule.plan.workload import deal, parse_data_codes, read_lengths, sample_lengths, seq_lens
+from bascule.plan.workload import (
+    MAX_SEQUENCES,
+    deal,
+    parse_data_codes,
+    read_lengths,
+    sample_lengths,
+    seq_lens,
+)
+
+_MOST_GB = 1e6
+
+_WHOLE = re.compile("-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +74,8 @@ class InputOptions:
             raise ConfigError(
                 f"give one of --lengths, --file, --manifest and --data, not {len(given)} of them"
             )
+        if self.ranks is not None:
+            whole("--ranks", self.ranks, 1, MAX_RANKS)
         num_ranks = default_ranks if self.ranks is None else self.ranks
         if self.lengths is not None:
             return _pad(_parse_lengths(self.lengths), self.ranks)
@@ -71,7 +86,8 @@ class InputOptions:
                 raise ConfigError(
                     "--manifest needs --ranks or --topology: a list of samples has no ranks"
                 )
-            return deal([shape.seq_len for shape in read_manifest(self.manifest)], num_ranks)
+            shapes = read_manifest(self.manifest, max_samples=MAX_SEQUENCES)
+            return deal([shape.seq_len for shape in shapes], num_ranks)
         assert self.data is not None
         codes, step = parse_data_codes(self.data), self.step + steps_after
         return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
@@ -112,7 +128,7 @@ class ClusterOptions:
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
             return limits
-        num_bytes = max(int(self.memory_gb * 1e9), 1)
+        num_bytes = max(int(number("--memory-gb", self.memory_gb, most=_MOST_GB) * 1e9), 1)
         cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
         return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
 
@@ -144,12 +160,14 @@ def topology_ranks(spec: str | None) -> int | None:
 
 
 def _parse_lengths(text: str) -> list[list[int]]:
-    try:
-        return [[int(term) for term in rank.split(",") if term.strip()] for rank in text.split("/")]
-    except ValueError as error:
+    ranks = [[term.strip() for term in rank.split(",")] for rank in text.split("/")]
+    wrong = [term for terms in ranks for term in terms if term and not _WHOLE.fullmatch(term)]
+    if wrong:
         raise ConfigError(
-            f"--lengths {text!r}: write whole numbers, commas between sequences and / between ranks"
-        ) from error
+            f"--lengths {shown(text)}: {shown(wrong[0])} is no length; write whole numbers, commas "
+            "between sequences and / between ranks"
+        )
+    return [[int(term) for term in terms if term] for terms in ranks]
 
 
 def _pad(lens: list[list[int]], num_ranks: int | None) -> list[list[int]]:

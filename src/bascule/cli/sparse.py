@@ -3,7 +3,6 @@
 A mesh is (U, R): Ulysses and ring degree, shown as U4R2.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from bascule.cli.sparse_picture import check_picture, draw, write_picture
 from bascule.cli.sparse_study import Bools, Mesh, Setting, study
 from bascule.cli.sparse_tables import show
 from bascule.errors import ConfigError
+from bascule.plan.checks import number, rate, whole
 from bascule.plan.layout import Ints
 from bascule.plan.sparse_latency import AttentionLatency
 from bascule.plan.sparse_masks import COGVIDEOX15, WAN21, load_masks, synthetic_masks
@@ -28,6 +28,18 @@ TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 REWARDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Of the paper's greedy, in the picture."""
+
+_MOST = {
+    "layers": 1000,
+    "steps": 1000,
+    "block": 2**31 - 1,
+    "ulysses": 2**15,
+    "ring": 2**9,
+    "ranks": 2**15,
+    "head_dim": 2**16,
+    "itemsize": 16,
+}
+"""Largest values of options: of masks, what is planned within hours."""
 
 _FLOPS_PER_VALUE = 4
 """Of a query-key pair, by value of the head: a product with the key, and one with the value."""
@@ -95,19 +107,13 @@ class SparseOptions:
         Raises:
             ConfigError: A value is out of range.
         """
-        for name in ("layers", "steps", "block", "ulysses", "ring", "ranks", "head_dim"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
-        for name in ("itemsize", "tflops", "gbs"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be above 0")
+        for name, most in _MOST.items():
+            if (value := getattr(self, name)) is not None:
+                whole(_flag(name), value, 1, most)
+        for name in ("tflops", "gbs"):
+            rate(_flag(name), getattr(self, name))
         for name in ("target", "reward", "latency_us"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {value}: must be finite and at least 0"
-                )
+            number(_flag(name), getattr(self, name))
         if self.latency is not None:
             for name in ("tflops", "gbs", "latency_us"):
                 if getattr(self, name) != getattr(SparseOptions, name):
@@ -151,6 +157,10 @@ class SparseOptions:
         launch_s, s_per_byte = self.latency_us * 1e-6, 1.0 / (self.gbs * 1e9)
         work_s = _FLOPS_PER_VALUE * self.head_dim / (self.tflops * 1e12)
         return AttentionLatency(launch_s, s_per_byte, launch_s, s_per_byte, work_s, launch_s)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,12 @@ from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions
 from bascule.errors import ConfigError
+from bascule.plan.checks import whole
 from bascule.plan.search import suggest_topology
+
+_DEFAULT_STEPS = 20
+_DEFAULT_SEQUENCES = 20_000
+_MAX_SEQUENCES = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +20,8 @@ class TopologyOptions(InputOptions, ClusterOptions):
     """Rank the topologies of a cluster for a stream of batches.
 
     Attributes:
-        steps: Batches to look at; more than one only with --data.
+        steps: Batches to look at; more than one only with --data. By default 20 of --data, or fewer
+            where they have many sequences.
         rows: Topologies to print.
     """
 
@@ -30,14 +36,16 @@ def topology(options: TopologyOptions) -> None:
         ConfigError: The input is malformed or does not fit.
         PlanError: No topology keeps the limit.
     """
-    steps = (20 if options.data is not None else 1) if options.steps is None else options.steps
-    if steps < 1 or options.rows < 1:
-        raise ConfigError(f"--steps {steps}, --rows {options.rows}: both must be at least 1")
-    if steps > 1 and options.data is None:
-        raise ConfigError(f"--steps {steps}: only --data has more than one batch")
-    batches = [options.read(steps_after=step) for step in range(steps)]
+    for name in ("steps", "rows"):
+        if (value := getattr(options, name)) is not None:
+            whole(f"--{name}", value, 1)
+    if options.steps is not None and options.steps > 1 and options.data is None:
+        raise ConfigError(f"--steps {options.steps}: only --data has more than one batch")
+    batches = _batches(options)
+    steps = len(batches)
     cluster = options.machines(len(batches[0]))
-    ranking = suggest_topology(batches, options.cost, cluster, limits=options.limits)
+    with Console(stderr=True).status("solving topologies"):
+        ranking = suggest_topology(batches, options.cost, cluster, limits=options.limits)
     console = Console()
     table = Table(
         title=f"{cluster.num_nodes} nodes of {cluster.ranks_per_node} ranks, {steps} batches, "
@@ -60,3 +68,18 @@ def topology(options: TopologyOptions) -> None:
         console.print(f"best: {first.spec}, {ratio:.2f}x as fast as {last.spec}")
     else:
         console.print("best: any, the batches are idle")
+
+
+def _batches(options: TopologyOptions) -> list[list[list[int]]]:
+    """As many as are asked for; by default as many as are ranked in some seconds."""
+    first = options.read()
+    each = max(sum(map(len, first)), 1)
+    steps = options.steps
+    if steps is None:
+        steps = min(_DEFAULT_STEPS, max(_DEFAULT_SEQUENCES // each, 1)) if options.data else 1
+    if steps * each > _MAX_SEQUENCES:
+        raise ConfigError(
+            f"{steps} steps of {each} sequences: at most {_MAX_SEQUENCES} in all can be ranked, so "
+            "use fewer --steps, or smaller batches"
+        )
+    return [first, *(options.read(steps_after=step) for step in range(1, steps))]

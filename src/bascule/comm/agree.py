@@ -139,13 +139,12 @@ def _raise_differences(
 
 
 def _digest(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True
-    )
+    digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def _to_words(text: str, num_words: int) -> Ints:
-    kept = text.encode()[: num_words * 8].ljust(num_words * 8, b"\0")
+    kept = text.encode(errors="replace")[: num_words * 8].ljust(num_words * 8, b"\0")
     return np.frombuffer(kept, dtype="<i8").astype(np.int64)
 
 

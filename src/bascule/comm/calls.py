@@ -65,6 +65,7 @@ class Calls:
         recent: The last calls begun.
         ended: Why there can be no more; None while there can.
         thread: The thread that made the last call.
+        num_done: Calls that this rank has done its part of.
     """
 
     def __init__(self, *, has_tags: bool = False) -> None:
@@ -74,6 +75,7 @@ class Calls:
         self.ended: str | None = None
         self.thread: int | None = None
         self._agreed: dict[Hashable, None] = {}
+        self.num_done = 0
         self._num_open = 0
         self._meant = 0
         self._lock = threading.Lock()
@@ -95,7 +97,7 @@ class Calls:
 
     def mean(self, settings: str) -> None:
         """Mark all calls from here on with what this rank does besides, as all must."""
-        self._meant = zlib.crc32(settings.encode(), self._meant)
+        self._meant = zlib.crc32(settings.encode(errors="replace"), self._meant)
 
     def begin(self, call: Call) -> Begun:
         """Number and mark the next call; `finish` ends it.
@@ -115,14 +117,15 @@ class Calls:
                 )
             number = self.number
             meant = call.kind or f"{call}|{call.form}"
-            self._meant = zlib.crc32(f"{number}|{meant}".encode(), self._meant)
+            self._meant = zlib.crc32(meant.encode(errors="replace"), self._meant)
             begun = Begun(call, number, self._meant & 0x7FFFFFFF)
             self.recent.append(begun)
             self.thread = own
             self._num_open += 1
         return begun
 
-    def finish(self) -> None:
-        """Say that a call is over."""
+    def finish(self, *, is_done: bool = True) -> None:
+        """Say that a call is over; done, if this rank gave all that others need of it."""
         with self._lock:
             self._num_open -= 1
+            self.num_done += is_done

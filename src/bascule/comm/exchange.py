@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
-from bascule.comm.staging import Staging
+from bascule.comm.staging import Staging, table_on
 from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
 from bascule.plan.layout import Ints, Route
 
@@ -304,4 +304,4 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 
 def _to_device(index: Ints | None, device: torch.device) -> Tensor | None:
-    return None if index is None else torch.from_numpy(index).to(device, non_blocking=True)
+    return None if index is None else table_on(index, device)

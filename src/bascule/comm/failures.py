@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bascule.comm import notes
 from bascule.comm.calls import Begun, Call
-from bascule.comm.groups import RankGroup, calls_begun, groups_in_use
+from bascule.comm.groups import RankGroup, calls_done, groups_in_use
 from bascule.comm.notes import Failure
 from bascule.comm.watch import Verdict, watch_of_world
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
@@ -50,12 +50,13 @@ def call(group: RankGroup, what: Call) -> Iterator[Begun]:
         CommError: The call failed, or can never end. RemoteConfigError: by a rank's bad input.
         ConfigError: Another thread is in a call of the group.
     """
-    begun = begin(group, what)
+    begun, is_done = begin(group, what), False
     try:
         with waiting(group, begun):
             yield begun
+        is_done = True
     finally:
-        group.calls.finish()
+        group.calls.finish(is_done=is_done)
 
 
 @contextmanager
@@ -173,7 +174,7 @@ def failure(
         verdict: Why the call could not end, if that is known.
     """
     found = verdict or Verdict("")
-    _sign(Failure(str(what), group.ranks, found.text, found.is_input, calls_begun()))
+    _sign(Failure(str(what), group.ranks, found.text, found.is_input, calls_done()))
     if verdict is None:
         end_all(f"{what} failed on group {group.name!r}")
         is_input, who = _cause(group) or (False, roll_call(group, what))
@@ -188,11 +189,9 @@ def failure(
 
 
 def _sign(own: Failure) -> None:
-    """Say in the store how this rank failed; its own error stays, whatever follows from it."""
+    """Say in the store how this rank failed."""
     try:
-        before = notes.read_failure(dist.get_rank())
-        if before is None or not before.cause:
-            notes.write_failure(dist.get_rank(), own)
+        notes.write_failure(dist.get_rank(), own)
     except (RuntimeError, ValueError):  # the store is gone with its host
         return
 

@@ -121,9 +121,9 @@ def groups_in_use() -> list[tuple[dist.ProcessGroup, Calls]]:
     return list(_calls.items())
 
 
-def calls_begun() -> dict[str, int]:
-    """By name of the process group, how many calls this rank has begun on it."""
-    return {group.group_name: calls.number for group, calls in groups_in_use()}
+def calls_done() -> dict[str, int]:
+    """By name of the process group, how many calls this rank has done its part of."""
+    return {group.group_name: calls.num_done for group, calls in groups_in_use()}
 
 
 def timeout_of(group: RankGroup, device: torch.device) -> timedelta | None:

@@ -12,7 +12,9 @@ from bascule.comm.calls import Begun, Call
 from bascule.comm.failures import end_all, failure
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.watch import Verdict, watch_of_world
+from bascule.errors import ConfigError
 
+_LONGEST_S = 1e7
 _GLANCE_S = 0.01  # between looks at who has come
 
 
@@ -28,8 +30,13 @@ def new_group(
         backend: None takes the default group's.
 
     Raises:
+        ConfigError: The timeout is none.
         CommError: A member did not come in time, or never can.
     """
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < _LONGEST_S:
+        raise ConfigError(
+            f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
+        )
     world, what, verdict = resolve(None), Call("new_group"), None
     place = list(ranks).index(dist.get_rank())
     try:

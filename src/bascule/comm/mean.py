@@ -11,17 +11,22 @@ from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 
 
-def check(values: Tensor, weights: Tensor | None) -> None:
+def check(values: Any, weights: Any) -> None:
     """Refuse what has no mean.
 
     Raises:
-        ConfigError: Values are one number, or not real floating point; weights do not broadcast to
-            them, are complex, or want a gradient.
+        ConfigError: Values are one number, or not real floating point, or without data; weights do
+            not broadcast to them, are complex, or want a gradient.
     """
-    if values.dim() == 0 or not values.is_floating_point():
+    if not isinstance(values, Tensor) or not isinstance(weights, Tensor | None):
         raise ConfigError(
-            f"mean: values of shape {tuple(values.shape)} and {values.dtype}: give a real "
-            "floating-point value for each token, not their mean or sum (a scalar)"
+            f"mean: values are a {type(values).__name__} and weights a {type(weights).__name__}: "
+            "give tensors"
+        )
+    if values.dim() == 0 or not values.is_floating_point() or values.is_meta:
+        raise ConfigError(
+            f"mean: values of shape {tuple(values.shape)} and {values.dtype} on {values.device}: "
+            "give a real floating-point value for each token, not their mean or sum (a scalar)"
         )
     if weights is None:
         return

@@ -77,14 +77,14 @@ class Failure:
         ranks: Global ranks of that call.
         cause: Its own error; "" where it only noticed that others were gone.
         is_input: Whether that was bad input.
-        begun: By process group, how many calls it had made.
+        done: By process group, how many calls it had done its part of.
     """
 
     where: str
     ranks: tuple[int, ...] = ()
     cause: str = ""
     is_input: bool = False
-    begun: Mapping[str, int] = field(default_factory=dict[str, int])
+    done: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def told_of(self, rank: int) -> str:
         """Its own error, as that of this rank, or what it found out about others."""

@@ -1,9 +1,17 @@
-"""Memory that exchanges between hosts use again."""
+"""Memory that is used again: that of exchanges between hosts, and the tables of plans."""
 
 import threading
+from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+
+def table_on(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A table of a plan on a device; one made in inference mode may be used in training."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 class Staging(threading.local):

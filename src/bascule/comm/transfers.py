@@ -54,14 +54,15 @@ class Transfers:
         self._begun = begin(group, what)
         process_group, mark = group.process_group, self._begun.mark
         self._operations = [  # kept: what is written to must live until the wait
-            dist.P2POp(operation, _not_empty(x), group.ranks[place], group=process_group, tag=mark)
+            dist.P2POp(operation, x, group.ranks[place], group=process_group, tag=mark)
             for operation, xs in ((dist.irecv, received), (dist.isend, sent))
             for place, x in xs.items()
+            if x.numel() or group.calls.has_tags  # with nothing to send, ranks still meet
         ]
         try:
             self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
         except RuntimeError as error:
-            group.calls.finish()
+            group.calls.finish(is_done=False)
             raise failure(group, what, error) from error
 
     def wait(self) -> None:
@@ -78,11 +79,6 @@ class Transfers:
                         work.wait(*(_longest_wait(self._group, device) for device in devices))
         finally:
             self._group.calls.finish()
-
-
-def _not_empty(x: Tensor) -> Tensor:
-    """The tensor, or a byte in its place: ranks that exchange nothing still meet."""
-    return x if x.numel() else x.new_zeros(1, dtype=torch.uint8)
 
 
 def _longest_wait(group: RankGroup, device: torch.device) -> timedelta:
@@ -178,7 +174,8 @@ def reduce_scatter(group: RankGroup, what: Call, parts: Tensor) -> Tensor:
         order = torch.tensor(_places_in_backend_order(group), device=parts.device)
         own = parts.new_empty(parts.shape[1:])
         with call(group, what):
-            reduce_scatter_single(own, parts[order], group=group.process_group)
+            into, given = own.view(-1), parts[order].view(-1)
+            reduce_scatter_single(into, given, group=group.process_group)
         return own
     parts = parts.contiguous()
     received = torch.empty_like(parts)

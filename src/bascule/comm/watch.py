@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from bascule.comm import notes
 from bascule.comm.calls import Begun
-from bascule.comm.groups import calls_begun, groups_in_use, resolve
+from bascule.comm.groups import calls_done, groups_in_use, resolve
 from bascule.comm.notes import Failure, Position, Waiting
 
 PATIENCE_S = 1.0
@@ -119,7 +119,7 @@ class Watch:
 
     def tell_failure(self, failure: Failure) -> None:
         """Tell those that will wait for this rank that this thread failed, until it goes on."""
-        failure = replace(failure, begun=calls_begun())
+        failure = replace(failure, done=calls_done())
         self._failures[threading.get_ident()] = self._last_failure = failure
         notes.write_failure(self._rank, failure)
 
@@ -127,7 +127,7 @@ class Watch:
         """This thread begins a call: that it failed before concerns those in it no more."""
         failure = self._failures.get(threading.get_ident()) if self._failures else None
         if failure is not None:
-            notes.write_failure(self._rank, replace(failure, begun=calls_begun()))
+            notes.write_failure(self._rank, replace(failure, done=calls_done()))
 
     def close(self) -> None:
         """End the thread, and join it."""
@@ -227,9 +227,9 @@ def judge(
 
     def failure_before(at: Waiting, other: int) -> Failure | None:
         failed, own = failure_of(other), failure_of(rank)
-        if failed is None or not failed.cause or failed.begun.get(at.group, 0) > at.number:
+        if failed is None or not failed.cause or failed.done.get(at.group, 0) > at.number:
             return None
-        is_alike = own is not None and own.begun.get(at.group) == failed.begun.get(at.group)
+        is_alike = own is not None and own.done.get(at.group) == failed.done.get(at.group)
         return None if is_alike else failed
 
     def follow(of: int, at: Waiting, way: list[tuple[int, Waiting]]) -> Verdict | None:

@@ -59,7 +59,7 @@ def _relabel(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
 def _pull(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
     """Move items home, heaviest first, where they fit or can swap with an item that gains too.
 
-    An item swaps with one in its home bin whose weight at home it outweighs.
+    An item swaps with one that is away in its home bin, best with one that comes home, too.
     """
     bin_of = bin_of.copy()
     room = _Room(problem, bin_of, homes.ceiling)
@@ -78,7 +78,8 @@ def _pull(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
                 continue
             partner = max(swaps, key=lambda g: float(homes.weights[g]) * (homes.bins[g] == source))
             guests[home].remove(partner)
-            guests[source].append(partner)
+            if homes.bins[partner] != source:  # one that came home stays
+                guests[source].append(partner)
             bin_of[partner] = source
         room.move(item, source, home, partner)
         guests[source].remove(item)

@@ -8,18 +8,21 @@ adding, for dividing by speeds and for searching. Integer costs (blocks, tokens)
 
 from dataclasses import dataclass
 from math import frexp
-from operator import index
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from bascule.errors import ConfigError, PlanError
+from bascule.plan.checks import MAX_NUMBER, amounts, of_type, whole
 from bascule.plan.limits import Limits
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 _WORK_BITS = 50
+
+MAX_BINS = 2**20
+"""Most bins of a problem: their tables and heaps stay small."""
 
 _MAX_SHIFT = 1000
 """Keeps the unit a normal number; costs so small that this rounds them count as nothing."""
@@ -104,6 +107,8 @@ def build_problem(
         ConfigError: An argument has a wrong shape or value; says which, the limit and the fix.
         PlanError: An item fits nowhere, or the items together exceed the limits.
     """
+    if limits is not None:
+        of_type("limits", limits, Limits, "Limits(tokens=..), or None")
     cost = _numbers("costs", costs)
     speed = _bin_speeds(num_bins, speeds)
     num = speed.size
@@ -138,19 +143,9 @@ def build_problem(
 
 def _numbers(name: str, values: ArrayLike, *, length: int | None = None) -> Floats:
     """A read-only vector of finite numbers that are not negative."""
-    try:
-        vector = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{name} must be a flat sequence of real numbers: {error}") from error
-    if vector.ndim != 1:
-        raise ConfigError(f"{name} must have one dimension, got shape {vector.shape}; flatten it")
+    vector = amounts(name, values)
     if length is not None and vector.size != length:
         raise ConfigError(f"{name} has {vector.size} entries; {length} are needed, one each")
-    # One reduction a side: a NaN fails both comparisons.
-    if vector.size and not (vector.min() >= 0.0 and vector.max() < np.inf):
-        bad = int(np.flatnonzero(~((vector >= 0.0) & (vector < np.inf)))[0])
-        raise ConfigError(f"{name}[{bad}] is {vector[bad]}; it must be finite and >= 0")
-    vector.flags.writeable = False
     return vector
 
 
@@ -158,25 +153,20 @@ def _bin_speeds(num_bins: int | None, speeds: ArrayLike | None) -> Floats:
     if speeds is None:
         if num_bins is None:
             raise ConfigError("num_bins and speeds are both missing; give one of them")
-        return np.ones(_bin_count(num_bins))
+        return np.ones(whole("num_bins", num_bins, 1, MAX_BINS))
     speed = _numbers("speeds", speeds)
-    if num_bins is not None and _bin_count(num_bins) != speed.size:
+    if num_bins is not None and whole("num_bins", num_bins, 1, MAX_BINS) != speed.size:
         raise ConfigError(f"num_bins is {num_bins}, but speeds has {speed.size} entries; drop one")
     if speed.size == 0:
         raise ConfigError("speeds is empty; at least one bin is needed")
     if speed.min() == 0.0:
         raise ConfigError(f"speeds[{int(speed.argmin())}] is 0; leave out bins that do no work")
+    if not 1.0 / MAX_NUMBER <= speed.min() <= speed.max() <= MAX_NUMBER:
+        raise ConfigError(
+            f"speeds from {speed.min()} to {speed.max()}: use a unit in which they are at least "
+            f"{1.0 / MAX_NUMBER:g} and at most {MAX_NUMBER:g}"
+        )
     return speed
-
-
-def _bin_count(num_bins: int) -> int:
-    try:
-        count = index(num_bins)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ConfigError(f"num_bins is {num_bins!r}; it must be an integer >= 1")
-    return count
 
 
 def _capacity(

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
-from bascule.plan._sparse_counts import Floats, check_ranks, check_vector, tile_work
+from bascule.plan._sparse_counts import Floats, check_ranks, check_ring, tile_work
 from bascule.plan._sparse_metrics import barrier_ends, barrier_imbalance, coupled_imbalance
 from bascule.plan._sparse_moves import Placement, fewest_moves
 from bascule.plan._sparse_paper import greedy
+from bascule.plan.checks import MAX_WHOLE, amounts, floats, listed, number, of_type, shown, whole
 from bascule.plan.layout import Ints
 
 METHODS = ("stripe", "minimal_move", "paper")
@@ -103,16 +104,13 @@ def partition_blocks(
     Raises:
         ConfigError: An argument is wrong.
     """
-    matrix = np.asarray(block_matrix, dtype=np.float64)
-    if matrix.ndim != 2 or not (
-        matrix.min(initial=0.0) >= 0.0 and matrix.max(initial=0.0) < np.inf
-    ):
-        raise ConfigError(
-            f"block_matrix of shape {matrix.shape}: give the work (q_blocks, kv_blocks), finite "
-            "and at least 0"
-        )
-    if ring_degree < 1:
-        raise ConfigError(f"ring_degree is {ring_degree}: a ring has at least one rank")
+    matrix = amounts("block_matrix", block_matrix, (2,))
+    if float(matrix.sum()) > MAX_WHOLE:
+        raise ConfigError(f"block_matrix has work of {matrix.sum():g} in all: at most 2^53")
+    ring_degree = check_ring(ring_degree)
+    reward, target = number("reward", reward), number("target", target)
+    toll, first_toll = number("toll", toll), number("first_toll", first_toll)
+    of_type("method", method, str, f"one of {METHODS}")
     is_striped = method != "paper"
     homes = (
         _home("q_home", q_home, matrix.shape[0], ring_degree, striped=is_striped),
@@ -126,7 +124,7 @@ def partition_blocks(
         tolls = toll, first_toll
         q_of, kv_of = _moved(matrix, homes, target, _prices(prices, ring_degree), tolls)
     else:
-        raise ConfigError(f"method {method!r}: blocks are partitioned by one of {METHODS}")
+        raise ConfigError(f"method {shown(method)}: blocks are partitioned by one of {METHODS}")
     return BlockPlan(q_of, kv_of, *homes, tile_work(matrix, q_of, kv_of, ring_degree))
 
 
@@ -134,7 +132,7 @@ def _home(
     name: str, home: npt.ArrayLike | None, size: int, ring_degree: int, *, striped: bool
 ) -> Ints:
     if home is not None:
-        return check_vector(name, check_ranks(name, home, ring_degree), size)
+        return check_ranks(name, home, ring_degree, size)
     if striped:
         return _striped(size, ring_degree)
     return np.arange(size, dtype=np.int64) * ring_degree // max(size, 1)
@@ -149,8 +147,10 @@ def _by_paper(
 ) -> Placement:
     if capacity is None:
         capacity = -(-matrix.shape[0] // ring_degree), -(-matrix.shape[1] // ring_degree)
+    if len(listed("capacity", capacity)) != 2:
+        raise ConfigError(f"capacity is {shown(capacity)}: give (query blocks, key blocks)")
     for most, size in zip(capacity, matrix.shape, strict=True):
-        if most * ring_degree < size:
+        if whole("capacity", most) * ring_degree < size:
             raise ConfigError(
                 f"{size} blocks on {ring_degree} ranks of at most {most} blocks: raise capacity"
             )
@@ -166,8 +166,13 @@ def _prices(
 ) -> tuple[Floats, Floats]:
     if prices is None:
         return 1.0 - np.eye(ring_degree), 1.0 - np.eye(ring_degree)
-    q, kv = (np.asarray(price, dtype=np.float64) for price in prices)
-    for price in (q, kv):
+    found = [floats("prices", price) for price in listed("prices", prices)]
+    if len(found) != 2:
+        raise ConfigError(
+            f"prices of {len(found)} kinds: give those of query blocks and of key blocks"
+        )
+    q, kv = found
+    for price in found:
         if price.shape != (ring_degree, ring_degree) or not (price >= 0.0).all():
             raise ConfigError(
                 f"a price of shape {price.shape}: give ({ring_degree}, {ring_degree}) numbers of "

@@ -10,18 +10,24 @@ Legend: H heads, Q query blocks, K key blocks, C columns (key blocks, or ring ra
 ranks of a ring.
 """
 
+import math
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import array, whole, wholes
 from bascule.plan.layout import Ints
+from bascule.plan.lengths import MAX_LENGTH
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Work = npt.NDArray[Any]
 """(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""
+
+MAX_RING = 2**9
+"""Most ranks of a ring: placing its blocks takes time by the cube of them."""
 
 _BITS_PER_WORD = 64
 
@@ -50,10 +56,11 @@ def block_counts(
         ConfigError: The masks are not bool with three dims, or another argument does not fit them.
     """
     masks = check_masks(masks)
+    ring_degree = check_ring(ring_degree)
     num_blocks = masks.shape[2]
-    lens = check_vector("kv_lens", kv_lens, num_blocks, default=1)
-    ranks = check_ranks("kv_of", np.zeros(num_blocks) if kv_of is None else kv_of, ring_degree)
-    check_vector("kv_of", ranks, num_blocks)
+    ones = np.ones(num_blocks, np.int64)
+    lens = ones if kv_lens is None else check_lens("kv_lens", kv_lens, num_blocks)
+    ranks = 0 * ones if kv_of is None else check_ranks("kv_of", kv_of, ring_degree, num_blocks)
     longest = int(lens.max(initial=0))
     words, counts = _words(masks), np.empty((ring_degree, *masks.shape[:2]), np.int64)
     small = np.min_scalar_type(num_blocks)
@@ -68,7 +75,7 @@ def block_counts(
 
 def _words(masks: Bools) -> npt.NDArray[np.uint64]:
     """(words, ...) the last dim as bits, words first: sums over words then run over long rows."""
-    rows = np.packbits(masks.reshape(-1, masks.shape[-1]), axis=-1)
+    rows = np.packbits(masks.reshape(math.prod(masks.shape[:-1]), masks.shape[-1]), axis=-1)
     words = -(-masks.shape[-1] // _BITS_PER_WORD)
     padded = np.zeros((rows.shape[0], words * 8), np.uint8)
     padded[:, : rows.shape[1]] = rows
@@ -117,13 +124,13 @@ def check_masks(masks: npt.ArrayLike) -> Bools:
     Raises:
         ConfigError: They are not bool with three dims.
     """
-    array = np.asarray(masks)
-    if array.dtype != np.bool_ or array.ndim != 3:
+    given = array("masks", masks)
+    if given.dtype != np.bool_ or given.ndim != 3:
         raise ConfigError(
-            f"masks of shape {array.shape} and dtype {array.dtype}: give bool (heads, q_blocks, "
+            f"masks of shape {given.shape} and dtype {given.dtype}: give bool (heads, q_blocks, "
             "kv_blocks), True where a block is computed"
         )
-    return array
+    return given
 
 
 def check_work(work: npt.ArrayLike, ring_degree: int, num_kv_blocks: int) -> Work:
@@ -132,46 +139,52 @@ def check_work(work: npt.ArrayLike, ring_degree: int, num_kv_blocks: int) -> Wor
     Raises:
         ConfigError: It is neither; says both shapes.
     """
-    array = np.asarray(work)
-    columns = num_kv_blocks if array.dtype == np.bool_ else ring_degree
-    if array.ndim != 3 or array.dtype.kind not in "biu" or array.shape[2] != columns:
+    given = array("work", work)
+    columns = num_kv_blocks if given.dtype == np.bool_ else ring_degree
+    if given.ndim != 3 or given.dtype.kind not in "biu" or given.shape[2] != columns:
         raise ConfigError(
-            f"work of shape {array.shape} and dtype {array.dtype}: give bool masks (heads, "
+            f"work of shape {given.shape} and dtype {given.dtype}: give bool masks (heads, "
             f"q_blocks, {num_kv_blocks}), or counts (heads, q_blocks, {ring_degree}) of "
             "block_counts"
         )
-    if array.dtype.kind == "i" and array.size and array.min() < 0:
-        raise ConfigError(f"work of {array.min()}: counts must be at least 0")
-    return array
+    if given.dtype == np.bool_:
+        return given
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= MAX_LENGTH:
+        wrong = given.min() if given.min() < 0 else given.max()
+        raise ConfigError(f"work of {wrong}: counts must be at least 0, and at most 2^40")
+    return given.astype(np.int64)
 
 
-def check_vector(
-    name: str, values: npt.ArrayLike | None, size: int, default: int | None = None
-) -> Ints:
-    """One non-negative integer a block.
-
-    Raises:
-        ConfigError: It has another shape, or other values.
-    """
-    array = np.full(size, default) if values is None else np.asarray(values)
-    if array.shape != (size,) or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(
-            f"{name} of shape {array.shape} and dtype {array.dtype}: give {size} integers, one a "
-            "block"
-        )
-    if array.size and array.min() < 0:
-        raise ConfigError(f"{name} has {array.min()}: it must be at least 0")
-    return array.astype(np.int64)
-
-
-def check_ranks(name: str, ranks: npt.ArrayLike, num_ranks: int) -> Ints:
-    """Ranks of a group of this size, as integers.
+def check_lens(name: str, lens: npt.ArrayLike, size: int | None = None) -> Ints:
+    """Tokens of each block, as an array of its own.
 
     Raises:
-        ConfigError: One is outside.
+        ConfigError: They are no integers of at least 0, their number is another than `size`, or
+            together they are more than the longest sequence.
     """
-    array = np.asarray(ranks).astype(np.int64)
-    if array.size and not 0 <= array.min() <= array.max() < num_ranks:
-        wrong = array.min() if array.min() < 0 else array.max()
+    found = wholes(name, lens, size, MAX_LENGTH)
+    if found.sum(dtype=np.float64) > MAX_LENGTH:
+        raise ConfigError(f"{name}: blocks of {found.sum(dtype=np.float64):g} tokens; at most 2^40")
+    return found
+
+
+def check_ranks(name: str, ranks: npt.ArrayLike, num_ranks: int, size: int | None = None) -> Ints:
+    """Ranks of a group of this size, as an array of its own.
+
+    Raises:
+        ConfigError: One is outside, or their number is another than `size`.
+    """
+    given = array(name, ranks)
+    if given.dtype.kind in "iu" and given.size and not 0 <= given.min() <= given.max() < num_ranks:
+        wrong = given.min() if given.min() < 0 else given.max()
         raise ConfigError(f"{name} names rank {wrong}: there are ranks 0 to {num_ranks - 1}")
-    return array
+    return wholes(name, given, size)
+
+
+def check_ring(ring_degree: int) -> int:
+    """A number of ranks in a ring.
+
+    Raises:
+        ConfigError: It is none, or more than can be planned for.
+    """
+    return whole("ring_degree", ring_degree, 1, MAX_RING)

@@ -8,6 +8,7 @@ import numpy.typing as npt
 from bascule.errors import ConfigError
 from bascule.plan._sparse_counts import Floats
 from bascule.plan._sparse_paper import greedy
+from bascule.plan.checks import amounts, number, of_type, shown
 from bascule.plan.layout import Ints
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver import Assignment, assign
@@ -58,15 +59,10 @@ def partition_heads(
     Raises:
         ConfigError: An argument is wrong.
     """
-    counts = np.asarray(block_counts, dtype=np.float64)
-    if counts.ndim not in (1, 2):
-        raise ConfigError(
-            f"block_counts of shape {counts.shape}: give (heads,) or (heads, q_blocks)"
-        )
-    if not cut_above >= 0.0:
-        raise ConfigError(f"cut_above is {cut_above}: it must be at least 0, for example 0.01")
-    if method not in ("assign", "paper"):
-        raise ConfigError(f'method {method!r}: heads are partitioned by "assign" or "paper"')
+    counts = amounts("block_counts", block_counts, (1, 2))
+    cut_above = number("cut_above", cut_above, most=np.inf)
+    if of_type("method", method, str, '"assign" or "paper"') not in ("assign", "paper"):
+        raise ConfigError(f'method {shown(method)}: heads are partitioned by "assign" or "paper"')
     can_cut = counts.ndim == 2
     counts = counts if can_cut else counts[:, None]
     whole = assign(counts.sum(axis=1), num_ranks)

@@ -3,14 +3,21 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
-from bascule.plan._sparse_counts import check_ranks, check_vector
+from bascule.plan._sparse_counts import MAX_RING, check_lens, check_ranks
+from bascule.plan.checks import array, integer, put, wholes
 from bascule.plan.layout import Ints, frozen
+
+MAX_BLOCKS = 2**20
+"""Most blocks of a sequence."""
+
+MAX_MESH_RANKS = 2**15
+"""Most ranks of a mesh: their numbers are 16 bits wide where they are sorted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +46,14 @@ class BlockLayout:
     order: Ints | None = None
 
     def __post_init__(self) -> None:
-        if self.lens.shape != self.home.shape:
-            raise ConfigError(f"{self.home.size} homes for {self.lens.size} blocks: give one each")
-        frozen(self.lens)
-        frozen(self.home)
+        lens, home = check_lens("lens", self.lens), wholes("home", self.home)
+        if lens.shape != home.shape:
+            raise ConfigError(f"{home.size} homes for {lens.size} blocks: give one each")
+        put(self, "lens", frozen(lens))
+        put(self, "home", frozen(home))
         if self.order is not None:
-            _check_order(self.order, int(self.lens.sum()))
-            frozen(self.order)
+            order = _order_of(array("order", self.order), int(lens.sum()))
+            put(self, "order", frozen(order))
 
     @classmethod
     def striped(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
@@ -54,7 +62,8 @@ class BlockLayout:
         Neighbouring blocks see about as much as each other, so that ring ranks have about the same
         work before anything is known of the masks.
         """
-        lens = _lens(lens)
+        check_degrees(ulysses_degree, ring_degree)
+        lens = check_lens("lens", lens)
         place = np.arange(lens.size)
         ulysses = place // ring_degree % ulysses_degree
         return cls(lens, place % ring_degree * ulysses_degree + ulysses)
@@ -62,7 +71,8 @@ class BlockLayout:
     @classmethod
     def contiguous(cls, lens: npt.ArrayLike, ulysses_degree: int, ring_degree: int) -> Self:
         """A run of blocks on each rank; runs differ by one block at most."""
-        lens = _lens(lens)
+        check_degrees(ulysses_degree, ring_degree)
+        lens = check_lens("lens", lens)
         return cls(lens, np.arange(lens.size) * (ulysses_degree * ring_degree) // max(lens.size, 1))
 
     def offsets(self, num_ranks: int) -> tuple[Ints, Ints]:
@@ -94,21 +104,36 @@ def block_lens(segments: npt.ArrayLike, block: int) -> Ints:
     Raises:
         ConfigError: A segment is negative, or a block has no token.
     """
-    tokens = check_vector("segments", segments, np.size(segments))
-    if block < 1:
+    tokens = check_lens("segments", segments)
+    if integer("block", block) < 1:
         raise ConfigError(f"block is {block}: a block has at least one token")
     counts = -(-tokens // block)
-    lens = np.full(counts.sum(), block)
+    if int(counts.sum()) > MAX_BLOCKS:
+        raise ConfigError(
+            f"block is {block}: {int(tokens.sum())} tokens make {int(counts.sum())} blocks, and "
+            f"at most {MAX_BLOCKS} can be planned for: use larger blocks"
+        )
+    lens = np.full(counts.sum(), block, np.int64)
     last, used = np.cumsum(counts) - 1, tokens > 0
     lens[last[used]] -= (counts * block - tokens)[used]
     return lens
 
 
-def _lens(lens: npt.ArrayLike) -> Ints:
-    return check_vector("lens", lens, np.size(lens))
+def check_degrees(ulysses_degree: int, ring_degree: int) -> None:
+    """Refuse a mesh without ranks, or with more than can be planned for.
+
+    Raises:
+        ConfigError: Says both degrees.
+    """
+    degrees = [integer("ulysses_degree", ulysses_degree), integer("ring_degree", ring_degree)]
+    if min(degrees) < 1 or degrees[0] * degrees[1] > MAX_MESH_RANKS or degrees[1] > MAX_RING:
+        raise ConfigError(
+            f"Ulysses degree {ulysses_degree}, ring degree {ring_degree}: both must be at least 1, "
+            f"a ring at most {MAX_RING}, and their product at most {MAX_MESH_RANKS}"
+        )
 
 
-def _check_order(order: Ints, num_tokens: int) -> None:
+def _order_of(order: npt.NDArray[Any], num_tokens: int) -> Ints:
     if order.ndim != 2 or order.shape[1] != num_tokens or order.dtype.kind not in "iu":
         raise ConfigError(
             f"order of shape {order.shape} and dtype {order.dtype}: give integers (heads, "
@@ -117,3 +142,4 @@ def _check_order(order: Ints, num_tokens: int) -> None:
     wrong = np.flatnonzero((np.sort(order, axis=1) != np.arange(num_tokens)).any(axis=1))
     if wrong.size:
         raise ConfigError(f"order[{wrong[0]}] is not an order of the {num_tokens} tokens")
+    return order.astype(np.int64)

@@ -39,10 +39,12 @@ def coupled_ends(tiles: Floats) -> Floats:
 
 
 def barrier_imbalance(tiles: Floats) -> float:
-    """Rho of db-SP, equation 1 with equations 2 and 3 as cases: (U, R, R) tiles.
+    """Rho of db-SP on a mesh, as its public code has it: (U, R, R) tiles.
 
     Max over rings of the sum over rounds of the slowest rank's work, over the mean work of a rank.
-    With R = 1 it is equation 2, with U = 1 equation 3; 1 where nothing is to do.
+    With R = 1 it is equation 2, with U = 1 equation 3; 1 where nothing is to do. With both above 1
+    it is not equation 1 taken literally, by which all ranks would wait for each other after every
+    round: here those of a ring do, and rings wait for each other at the end only.
     """
     return _over_mean(barrier_ends(tiles), tiles)
 

@@ -207,7 +207,7 @@ def _disjoint(gains: Floats, rank_of: Ints) -> list[Move]:
 def _swaps(side: _Side) -> list[Move]:
     """Swaps that help, between ranks as unlike as there are, of which no two share a rank."""
     slope, bend = _slopes(side.tiles)
-    unlike = ((slope[:, None] - slope) ** 2).sum(axis=2)
+    unlike = np.stack([((row - slope) ** 2).sum(axis=1) for row in slope])
     moves = list[Move]()
     while unlike.max(initial=0.0) > 0.0:
         a, b = divmod(int(unlike.argmax()), len(unlike))

@@ -15,7 +15,11 @@ from bascule.plan._sparse_counts import Floats
 from bascule.plan._sparse_layout import BlockLayout
 from bascule.plan._sparse_metrics import barrier_imbalance, coupled_imbalance
 from bascule.plan._sparse_route import PackedRows, Travel, route_of
+from bascule.plan.checks import check_rank, whole
 from bascule.plan.layout import Ints, Route, frozen
+
+MAX_BATCH = 2**16
+"""Most sequences that are attended alike in one exchange."""
 
 _DIGEST_VERSION = 2
 
@@ -95,7 +99,10 @@ class SparsePlan:
 
     @property
     def imbalance(self) -> float:
-        """Rho of db-SP, equation 1: ranks of a ring wait for each other in every round."""
+        """Rho of db-SP: ranks of a ring wait for each other in every round, rings at the end only.
+
+        As its public code has it, not equation 1 taken literally: see `barrier_imbalance`.
+        """
         return barrier_imbalance(self.tiles)
 
     @property
@@ -135,6 +142,8 @@ class SparsePlan:
 
     def wire_bytes(self, head_dim: int, itemsize: int = 2, batch: int = 1) -> int:
         """Bytes that leave a rank of all ranks: q, k and v to where they are used, output back."""
+        for name, value in (("head_dim", head_dim), ("itemsize", itemsize), ("batch", batch)):
+            whole(name, value, 1)
         away = sum(int(rows.sum() - np.trace(rows)) for rows in self.rows_between)
         return 2 * away * batch * head_dim * itemsize
 
@@ -144,7 +153,7 @@ class SparsePlan:
         Raises:
             ConfigError: There is no such rank.
         """
-        self._check_rank(rank)
+        rank = check_rank(rank, self.num_ranks)
         heads, blocks = np.nonzero(self.rank_of == rank)
         return PackedRows(heads, blocks, self.q.lens[blocks])
 
@@ -154,13 +163,13 @@ class SparsePlan:
         Raises:
             ConfigError: There is no such rank.
         """
-        self._check_rank(rank)
+        rank = check_rank(rank, self.num_ranks)
         heads, blocks = np.nonzero(self.kv_rank_of[rank % self.ulysses_degree] == rank)
         return PackedRows(heads, blocks, self.kv.lens[blocks])
 
     def owners(self, rank: int) -> list[int]:
         """(R,) rank whose keys and values a rank works on in each round; its own ones first."""
-        self._check_rank(rank)
+        rank = check_rank(rank, self.num_ranks)
         ring_rank, ring = divmod(rank, self.ulysses_degree)
         ring_ranks = [(ring_rank - turn) % self.ring_degree for turn in range(self.ring_degree)]
         return [owner * self.ulysses_degree + ring for owner in ring_ranks]
@@ -180,7 +189,8 @@ class SparsePlan:
         Raises:
             ConfigError: There is no such rank.
         """
-        self._check_rank(rank)
+        rank = check_rank(rank, self.num_ranks)
+        batch = whole("batch", batch, 1, MAX_BATCH)
         travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
         return route_of(travels, rank, self.num_ranks)
 
@@ -190,7 +200,8 @@ class SparsePlan:
         Raises:
             ConfigError: There is no such rank.
         """
-        self._check_rank(rank)
+        rank = check_rank(rank, self.num_ranks)
+        batch = whole("batch", batch, 1, MAX_BATCH)
         return route_of([(self._q_travel, batch)], rank, self.num_ranks).inverse()
 
     @property
@@ -202,10 +213,6 @@ class SparsePlan:
     def _kv_travel(self) -> Travel:
         rings, heads = np.nonzero((self.kv_rank_of >= 0).any(axis=2))
         return Travel(self.kv, self.num_kv_heads, heads, self.kv_rank_of[rings, heads])
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigError(f"rank {rank}: this plan is for ranks 0 to {self.num_ranks - 1}")
 
     @cached_property
     def digest(self) -> str:

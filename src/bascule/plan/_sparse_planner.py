@@ -10,19 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
-from bascule.plan._sparse_blocks import BlockPlan, partition_blocks
-from bascule.plan._sparse_counts import (
-    Floats,
-    Work,
-    block_counts,
-    check_ranks,
-    check_work,
-    ring_work,
-    tile_work,
-)
+from bascule.plan._sparse_blocks import METHODS, BlockPlan, partition_blocks
+from bascule.plan._sparse_columns import Columns
+from bascule.plan._sparse_counts import Floats, tile_work
 from bascule.plan._sparse_heads import partition_heads
-from bascule.plan._sparse_layout import BlockLayout
+from bascule.plan._sparse_layout import BlockLayout, check_degrees
 from bascule.plan._sparse_plan import SparsePlan
+from bascule.plan.checks import integer, number, of_type, shown
 from bascule.plan.cluster import Cluster
 from bascule.plan.layout import Ints
 
@@ -70,7 +64,17 @@ class SparsePlanner:
 
     def __post_init__(self) -> None:
         check_degrees(self.ulysses_degree, self.ring_degree)
+        of_type("method", self.method, str, f"one of {METHODS}, or in_order")
+        if self.method not in (*METHODS, "in_order"):
+            raise ConfigError(
+                f"method {shown(self.method)}: blocks are placed by one of {METHODS}, or in_order"
+            )
+        of_type("shared", self.shared, bool, "True or False")
+        for name in ("target", "reward", "move_cost"):
+            number(f"SparsePlanner({name}", getattr(self, name))
+        number("SparsePlanner(cut_above", self.cut_above, most=np.inf)
         if self.cluster is not None:
+            of_type("cluster", self.cluster, Cluster, "a Cluster, or None")
             self.cluster.check_world(self.ulysses_degree * self.ring_degree)
 
     def plan(
@@ -97,7 +101,7 @@ class SparsePlanner:
             ConfigError: The arguments do not fit each other.
         """
         kv = q if kv is None else kv
-        columns = _columns(work, q, kv, self.ulysses_degree, self.ring_degree)
+        columns = Columns.of(work, q, kv, self.ulysses_degree, self.ring_degree)
         if self.method == "paper" and self.ring_degree > 1 and not columns.are_blocks:
             raise ConfigError(
                 'method "paper" moves keys, and counts are by the ring rank where keys are at '
@@ -124,7 +128,7 @@ class SparsePlanner:
     def _is_shared(self) -> bool:
         return self.shared or self.method == "paper"
 
-    def _rings(self, columns: "_Columns") -> Ints:
+    def _rings(self, columns: Columns) -> Ints:
         """(H, Q) ring of every query block of every head."""
         # In turns from the ring ranks, so that every rank of a ring gets its share of a cut head.
         order = _dealt(columns.q_home)
@@ -139,7 +143,7 @@ class SparsePlanner:
         return ring_of
 
     def _place(
-        self, columns: "_Columns", matrices: Floats, ring_of: Ints, num_kv_heads: int
+        self, columns: Columns, matrices: Floats, ring_of: Ints, num_kv_heads: int
     ) -> list[BlockPlan]:
         """(U,) where query blocks and columns are in each ring."""
         if self._is_shared:
@@ -165,7 +169,7 @@ class SparsePlanner:
         ]
         return plans * self.ulysses_degree if self._is_shared else plans
 
-    def _tolls(self, columns: "_Columns", num_kv_heads: int) -> tuple[float, float]:
+    def _tolls(self, columns: Columns, num_kv_heads: int) -> tuple[float, float]:
         """Work of a rank for a block of one head that moves, and for moving anything at all.
 
         Without Ulysses ranks nothing is laid out anew as long as nothing moves.
@@ -176,7 +180,7 @@ class SparsePlanner:
         return toll, _COPIED * rows * toll if self.ulysses_degree == 1 else 0.0
 
     def _prices(
-        self, columns: "_Columns", ring_of: Ints, num_kv_heads: int, ring: int
+        self, columns: Columns, ring_of: Ints, num_kv_heads: int, ring: int
     ) -> tuple[Floats, Floats]:
         """(R, R) each: what moving a query block and a key block of a ring costs.
 
@@ -220,8 +224,9 @@ class PlanReuse:
     ran: SparsePlan | None = None
 
     def __post_init__(self) -> None:
-        if not self.tolerance >= 0.0:
-            raise ConfigError(f"tolerance is {self.tolerance}: it must be at least 0, as in 0.05")
+        of_type("planner", self.planner, SparsePlanner, "a SparsePlanner")
+        of_type("plan", self.plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+        number("tolerance", self.tolerance, most=np.inf)
 
     @property
     def ahead(self) -> SparsePlan:
@@ -258,7 +263,8 @@ def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
     Raises:
         ConfigError: The work does not fit the plan; or it is counts, and the plan moves keys.
     """
-    columns = _columns(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
+    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    columns = Columns.of(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
     if columns.work.shape[0] != plan.ring_of.shape[0]:
         raise ConfigError(
             f"work of {columns.work.shape[0]} heads for a plan of {plan.ring_of.shape[0]}"
@@ -300,68 +306,6 @@ def in_order(
     )
 
 
-def check_degrees(ulysses_degree: int, ring_degree: int) -> None:
-    """Refuse a mesh without ranks.
-
-    Raises:
-        ConfigError: A degree is less than 1.
-    """
-    if ulysses_degree < 1 or ring_degree < 1:
-        raise ConfigError(
-            f"Ulysses degree {ulysses_degree}, ring degree {ring_degree}: both must be at least 1"
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Columns:
-    """Work by query block and column: key blocks, or the keys of each ring rank.
-
-    Attributes:
-        work: (H, Q, C) masks or counts.
-        lens: (C,) tokens that a count of one stands for.
-        home: (C,) ring rank of each column at home.
-        q_lens: (Q,) tokens of each query block.
-        q_home: (Q,) ring rank of each query block at home.
-        are_blocks: Whether columns are key blocks, which may be moved.
-    """
-
-    work: Work
-    lens: Ints
-    home: Ints
-    q_lens: Ints
-    q_home: Ints
-    are_blocks: bool
-
-    def per_block(self) -> Ints:
-        """(H, Q) work of each query block of each head."""
-        if self.are_blocks:
-            return block_counts(self.work, kv_lens=self.lens)[:, :, 0] * self.q_lens
-        return self.work.sum(axis=2) * self.q_lens
-
-    def matrices(self, ring_of: Ints, ulysses_degree: int) -> Floats:
-        """(U, Q, C) work of each ring."""
-        sums = ring_work(self.work, ring_of, ulysses_degree)
-        sums *= np.multiply.outer(self.q_lens, self.lens)
-        return sums
-
-
-def _columns(
-    work: npt.ArrayLike, q: BlockLayout, kv: BlockLayout, ulysses_degree: int, ring_degree: int
-) -> _Columns:
-    for name, layout in (("q", q), ("kv", kv)):
-        check_ranks(f"{name}.home", layout.home, ulysses_degree * ring_degree)
-    work = check_work(work, ring_degree, kv.lens.size)
-    if work.shape[1] != q.lens.size:
-        raise ConfigError(f"work of {work.shape[1]} query blocks for a layout of {q.lens.size}")
-    q_home, kv_home = q.home // ulysses_degree, kv.home // ulysses_degree
-    if work.dtype == np.bool_:
-        if ring_degree > 1:
-            return _Columns(work, kv.lens, kv_home, q.lens, q_home, True)
-        work = block_counts(work, kv_lens=kv.lens)
-    ranks = np.arange(ring_degree)
-    return _Columns(work, np.ones_like(ranks), ranks, q.lens, q_home, False)
-
-
 def _tiles(matrices: Floats, q_of: Ints, column_of: Ints, ring_degree: int) -> Floats:
     """(U, R, R) from (U, Q, C), (U, Q) and (U, C)."""
     rings = zip(matrices, q_of, column_of, strict=True)
@@ -382,10 +326,10 @@ def _dealt(ranks: Ints) -> Ints:
 
 
 def _kv_heads(num_heads: int, num_kv_heads: int | None) -> int:
-    number = num_heads if num_kv_heads is None else num_kv_heads
-    if number < 1 or num_heads % number:
+    found = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
+    if found < 1 or num_heads % found:
         raise ConfigError(
-            f"{num_heads} heads and {number} key-value heads: the former must be a multiple of the "
+            f"{num_heads} heads and {found} key-value heads: the former must be a multiple of the "
             "latter"
         )
-    return number
+    return found

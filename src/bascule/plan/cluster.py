@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
-from bascule.plan.cost import FLOPS_PER_UNIT, Cost, TransformerCost
+from bascule.plan.checks import MAX_RANKS, number, put, rate, whole
+from bascule.plan.cost import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate
 from bascule.plan.layout import Ints
 from bascule.plan.topology import Topology
 
@@ -64,17 +65,15 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"Cluster({name}={value!r}): must be an integer of at least 1")
+            put(self, name, whole(f"Cluster({name}", getattr(self, name), 1, MAX_RANKS))
         for field in fields(self)[2:]:
-            value = getattr(self, field.name)
-            least = "at least" if field.name == "latency_s" else "above"
-            legal = value >= 0 if field.name == "latency_s" else value > 0
-            if isinstance(value, bool) or not (legal and np.isfinite(value)):
-                raise ConfigError(
-                    f"Cluster({field.name}={value!r}): must be finite and {least} zero"
-                )
+            check = number if field.name == "latency_s" else rate
+            put(self, field.name, check(f"Cluster({field.name}", getattr(self, field.name)))
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}): "
+                f"{self.num_ranks} ranks, at most {MAX_RANKS} can be planned for"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -96,7 +95,7 @@ class Cluster:
     def compute_seconds(self, cost: Cost, seq_lens: npt.ArrayLike) -> Floats:
         """Forward seconds of sequences of these many tokens on one rank."""
         if not isinstance(cost, TransformerCost):
-            return np.asarray(cost(seq_lens), dtype=np.float64)
+            return evaluate(cost, seq_lens)
         if cost.seconds_per_unit is not None:
             return cost.seconds(seq_lens)
         return cost(seq_lens) * (FLOPS_PER_UNIT / self.flops_per_s)

@@ -1,14 +1,21 @@
 """What a sequence costs: FLOPs from its length, and seconds once a device was measured."""
 
 from dataclasses import KW_ONLY, dataclass, is_dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import called, floats, number, put, rate, whole
 
 FLOPS_PER_UNIT = 1e12
+
+MAX_SIZE = 2**31
+"""Largest width, and most layers, of a model."""
+
+_REALS = {"gamma": number, "seconds_per_unit": rate, "fit_error": number, "bytes_per_token": rate}
+"""How a `TransformerCost` checks its real numbers."""
 
 _PROBE_LENGTHS = (1, 1_000, 100_000)
 
@@ -21,11 +28,29 @@ class Cost(Protocol):
         ...
 
 
+def evaluate(cost: Cost, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """What a cost model gives for these lengths, as float64 of their shape; any numbers.
+
+    Raises:
+        ConfigError: It is no function, it raised, or gave something else than one number a length.
+    """
+    lens = np.asarray(seq_lens).view()
+    lens.flags.writeable = False  # a function that works in place would change the batch
+    costs = floats("what the cost model gives", called("the cost model", cost, lens))
+    if costs.shape != lens.shape:
+        raise ConfigError(f"the cost model gave {costs.shape} costs for {lens.shape} lengths")
+    return costs
+
+
 def describe_cost(cost: Cost) -> str:
-    """Name and predictions of a cost model: equal where plans would be, also for a function."""
+    """Name and predictions of a cost model: equal where plans would be, also for a function.
+
+    Raises:
+        ConfigError: It is none, see `evaluate`.
+    """
     name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__
     probes = list(_PROBE_LENGTHS)
-    return f"{name} costs {cost(np.array(probes)).tolist()} at {probes} tokens"
+    return f"{name} costs {evaluate(cost, probes).tolist()} at {probes} tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +82,16 @@ class TransformerCost:
     bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("d_model", self.d_model), ("num_layers", self.num_layers)):
-            is_int = isinstance(value, int)  # pyright: ignore[reportUnnecessaryIsInstance]
-            if isinstance(value, bool) or not is_int or value < 1:
-                raise ConfigError(
-                    f"TransformerCost({name}={value!r}): must be an integer of at least 1"
-                )
-        if not (np.isfinite(self.gamma) and self.gamma >= 0):
-            raise ConfigError(
-                f"TransformerCost(gamma={self.gamma!r}): must be finite and at least 0"
-            )
-        for name in ("seconds_per_unit", "bytes_per_token"):
-            rate = getattr(self, name)
-            if rate is not None and not (np.isfinite(rate) and rate > 0):
-                raise ConfigError(f"TransformerCost({name}={rate!r}): must be positive and finite")
+        for name in ("d_model", "num_layers"):
+            put(self, name, whole(f"TransformerCost({name}", getattr(self, name), 1, MAX_SIZE))
+        for name, check in _REALS.items():
+            value = getattr(self, name)
+            if value is not None or name == "gamma":
+                put(self, name, check(f"TransformerCost({name}", value))
 
     def __call__(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Forward TFLOPs of sequences of these many tokens, attention scaled by gamma."""
-        tokens = np.asarray(seq_lens, dtype=np.float64)
+        tokens = floats("seq_lens", seq_lens)
         linear = 24.0 * self.d_model**2 * self.num_layers / FLOPS_PER_UNIT
         quadratic = 4.0 * self.gamma * self.d_model * self.num_layers / FLOPS_PER_UNIT
         return tokens * (linear + quadratic * tokens)
@@ -143,16 +160,12 @@ class PolynomialCost:
 
     def __post_init__(self) -> None:
         for name in ("quadratic", "linear", "constant", "overhead"):
-            value = getattr(self, name)
-            is_number = isinstance(value, int | float | np.integer | np.floating)
-            if isinstance(value, bool) or not is_number or not 0 <= value < np.inf:
-                raise ConfigError(f"PolynomialCost({name}={value!r}): must be finite and >= 0")
-            object.__setattr__(self, name, float(cast(float, value)))
+            put(self, name, number(f"PolynomialCost({name}", getattr(self, name)))
 
     def __call__(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Seconds of sequences of these many tokens, without `overhead`; same shape as the input.
 
         In float64 from the start: the square of 46,341 tokens no longer fits an int32.
         """
-        tokens = np.asarray(seq_lens, dtype=np.float64)
+        tokens = floats("seq_lens", seq_lens)
         return tokens * (self.linear + self.quadratic * tokens) + self.constant

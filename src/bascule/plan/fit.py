@@ -5,6 +5,7 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_NUMBER, floats
 from bascule.plan.cost import TransformerCost
 
 
@@ -27,16 +28,19 @@ def fit_latency(
         ConfigError: Too few points, a value that is not positive, or a latency that does not grow
             with the length.
     """
-    tokens = np.asarray(seq_lens, dtype=np.float64)
-    latency = np.asarray(seconds, dtype=np.float64)
+    tokens = floats("fit_latency: seq_lens", seq_lens)
+    latency = floats("fit_latency: seconds", seconds)
     if tokens.ndim != 1 or tokens.shape != latency.shape or np.unique(tokens).size < 2:
         raise ConfigError(
             f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency "
             "for each length, and at least two different lengths"
         )
     given = np.concatenate([tokens, latency])
-    if not np.all(np.isfinite(given) & (given > 0)):
-        raise ConfigError("fit_latency: lengths and seconds must be positive and finite")
+    if not np.all((given >= 1.0 / MAX_NUMBER) & (given <= MAX_NUMBER)):
+        raise ConfigError(
+            "fit_latency: lengths and seconds must be positive and finite, at most "
+            f"{MAX_NUMBER:g}: leave the measurement out"
+        )
     attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
     attention = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)(tokens) - attention_free
     design = np.stack([attention_free, attention], axis=1) / latency[:, None]

@@ -15,13 +15,14 @@ the time of the slowest ranks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_NUMBER, by_rank, floats, listed
 from bascule.plan.cost import IterationFit, PolynomialCost
 from bascule.plan.lengths import check_lengths
 
@@ -313,12 +314,15 @@ def _observe(seq_lens: Sequence[Sequence[npt.ArrayLike]], seconds: npt.ArrayLike
 
 def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
     """(iterations, ranks, K) sum of L^2, sum of L, number of sequences, and 1."""
+    seq_lens = listed("fit_iterations: seq_lens", seq_lens)
     if len(seq_lens) == 0:
         raise ConfigError(
             f"fit_iterations: no iterations, at least {MIN_OBSERVATIONS} are needed: give the "
             "lengths of each rank in each iteration"
         )
-    num_ranks = len(seq_lens[0])
+    num_ranks = len(by_rank("fit_iterations: iteration 0: sequence lengths", seq_lens[0]))
+    if num_ranks == 0:
+        raise ConfigError("fit_iterations: iteration 0 has no ranks: give a list a rank")
     work = np.ones((len(seq_lens), num_ranks, len(TERMS)))
     for iteration, per_rank in enumerate(seq_lens):
         try:
@@ -335,11 +339,11 @@ def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
 def _times(seconds: npt.ArrayLike, num_iterations: int, num_ranks: int) -> Floats:
     """(iterations,) or (iterations, ranks) seconds, finite and >= 0, or NaN in the second form."""
     try:
-        times = np.asarray(cast(Any, seconds), dtype=np.float64)
-    except (TypeError, ValueError) as error:
+        times = floats("seconds", seconds)
+    except ConfigError as error:
         raise ConfigError(
             "fit_iterations: seconds are not numbers of equal rows; give one time an iteration, or "
-            "one a rank in each iteration with NaN where it is missing"
+            f"one a rank in each iteration with NaN where it is missing: {error}"
         ) from error
     if times.shape not in ((num_iterations,), (num_iterations, num_ranks)):
         raise ConfigError(
@@ -347,7 +351,7 @@ def _times(seconds: npt.ArrayLike, num_iterations: int, num_ranks: int) -> Float
             f"{num_iterations} iterations on {num_ranks} ranks; give seconds of shape "
             f"({num_iterations},) or ({num_iterations}, {num_ranks})"
         )
-    legal = (times >= 0) & (times < np.inf)
+    legal = (times == 0) | ((times >= 1.0 / MAX_NUMBER) & (times <= MAX_NUMBER))
     if times.ndim == 2:
         legal |= np.isnan(times)
     if not legal.all():

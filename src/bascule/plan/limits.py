@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_WHOLE, of_type, put, whole
 from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost, TransformerCost
 
@@ -31,12 +32,8 @@ class Limits:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(
-                    f"Limits({field.name}={value!r}): a limit is a positive integer, or None"
-                )
+            if value is not None:
+                put(self, field.name, whole(f"Limits({field.name}", value, 1))
 
 
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
@@ -50,6 +47,8 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
         ConfigError: Bytes are limited, but the cost model does not know what a token takes; or not
             one token fits.
     """
+    if limits is not None:
+        of_type("limits", limits, Limits, "Limits(tokens=..), or None")
     given = None if limits is None else limits.num_bytes
     per_token = cost.bytes_per_token if isinstance(cost, TransformerCost) else None
     if per_token is None:
@@ -63,7 +62,7 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     memory = given if given is not None else None if cluster is None else cluster.memory_bytes
     if memory is None:
         return limits
-    fitting = int(memory / per_token)
+    fitting = min(int(memory / per_token), MAX_WHOLE)
     if fitting < 1:
         raise ConfigError(
             f"a rank's {memory:,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "

@@ -129,7 +129,7 @@ def _legal(prices: Prices, bag_of: Ints, limits: Limits | None, ceiling: float) 
         return False
     if limits is not None and limits.tokens is not None:
         held = np.bincount(bag_of, prices.lens, prices.sizes.size)
-        if (held > limits.tokens * prices.sizes).any():
+        if (held > float(limits.tokens) * prices.sizes).any():
             return False
     if limits is not None and limits.items is not None:
         return int(np.bincount(bag_of).max()) <= limits.items

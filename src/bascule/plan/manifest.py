@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import cast
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import index_of, real, shown
+from bascule.plan.files import parse_json, read_lines, to_path
 from bascule.plan.workload import (
     MAX_LENGTH,
     PATCH_PIXELS,
     SampleShape,
     is_int,
     latent_frames,
-    parse_json,
-    read_lines,
 )
 
 _WHOLE = re.compile("[0-9]{1,18}")
@@ -27,6 +27,7 @@ def read_manifest(
     patch: int = PATCH_PIXELS,
     compress_frames: bool = False,
     bytes_per_token: float = 4.0,
+    max_samples: int | None = None,
 ) -> list[SampleShape]:
     """Read the samples of a dataset from a ``.jsonl`` or ``.csv`` manifest.
 
@@ -40,6 +41,7 @@ def read_manifest(
         compress_frames: Whether frames are compressed in time as in data codes with ``s1``.
         bytes_per_token: UTF-8 bytes of caption that make a token: about 4 for English under the
             usual tokenizers, 1 for byte tokens.
+        max_samples: Refuse a manifest of more; None reads any number.
 
     Returns:
         Samples in the file's order; see ``deal`` for ranks.
@@ -47,18 +49,26 @@ def read_manifest(
     Raises:
         ConfigError: Names the file, the line and the bad value.
     """
-    if patch < 1 or not 0 < bytes_per_token < math.inf:
-        raise ConfigError(f"patch and bytes_per_token must be > 0: {patch}, {bytes_per_token}")
-    path = Path(path)
+    side, ratio = index_of(patch), real(bytes_per_token)
+    if side is None or side < 1 or ratio is None or not 0 < ratio < math.inf:
+        raise ConfigError(
+            f"patch and bytes_per_token must be > 0: {shown(patch)}, {shown(bytes_per_token)}"
+        )
+    path = to_path(path)
     readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
     if path.suffix.lower() not in readers:
         raise ConfigError(f"{path} is not a manifest; use a .jsonl or a .csv file")
     shapes: list[SampleShape] = []
     for line, row in readers[path.suffix.lower()](path):
         try:
-            shapes.append(_row_shape(row, patch, compress_frames, bytes_per_token))
+            shapes.append(_row_shape(row, side, compress_frames, ratio))
         except ConfigError as error:
             raise ConfigError(f"{path}, line {line}: {error}") from None
+        if max_samples is not None and len(shapes) > max_samples:
+            raise ConfigError(
+                f"{path} has more than {max_samples} samples, the most that can be planned for at "
+                "once: give a part of it"
+            )
     if not shapes:
         raise ConfigError(f"{path} holds no samples")
     return shapes
@@ -71,7 +81,7 @@ def _row_shape(
     num_frames = _whole(row, "frames", default=1, least=1)
     caption = row.get("caption") or ""
     if not isinstance(caption, str):
-        raise ConfigError(f"caption must be text, got {caption!r}")
+        raise ConfigError(f"caption must be text, got {shown(caption)}")
     caption_bytes = len(caption.encode("utf-8", "replace"))
     text_tokens = _whole(row, "text_tokens", default=math.ceil(caption_bytes / bytes_per_token))
     if min(width, height) < patch and max(width, height) > 0:
@@ -94,7 +104,7 @@ def _whole(row: Mapping[str, object], name: str, *, default: int = -1, least: in
             return default
         raise ConfigError(f"{name} is missing")
     if not is_int(value) or value < least:
-        raise ConfigError(f"{name} must be a whole number >= {least}, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
     return value
 
 
@@ -103,7 +113,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
         if line.strip():
             row = parse_json(line, f"{path}, line {number}")
             if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number}: not a JSON object: {row!r}")
+                raise ConfigError(f"{path}, line {number}: not a JSON object: {shown(row)}")
             yield number, cast(dict[str, object], row)
 
 

@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan._exchange import exchange
+from bascule.plan.checks import amounts, of_type, shown
 from bascule.plan.cluster import BYTES_PER_VALUE, Cluster
-from bascule.plan.cost import Cost, TransformerCost
+from bascule.plan.cost import Cost, TransformerCost, evaluate
 from bascule.plan.layout import Ints
 from bascule.plan.lengths import source_of
 from bascule.plan.limits import Limits
@@ -39,6 +40,9 @@ Floats = npt.NDArray[np.float64]
 _ROUNDS = 2
 _HALVINGS = 40
 _CLOSE = 1.0 + 1e-4
+_MOST_WORK = 1e300
+"""Largest sum of costs: what follows stays finite."""
+
 _MAX_PAIRS = 1_000_000
 """Pairs of sequences that the final search looks at."""
 
@@ -99,7 +103,7 @@ def price(
     """
     sizes = topology.bag_sizes
     if cluster is None:
-        work = checked(cost(lens), lens, counts)[None]
+        work = checked(evaluate(cost, lens), lens, counts)[None]
         return Prices(lens, sizes, np.zeros_like(sizes), work, carried)
     cluster.check_world(topology.num_ranks)
     compute = checked(cluster.compute_seconds(cost, lens), lens, counts)
@@ -168,24 +172,24 @@ def _transformer(cost: Cost) -> TransformerCost:
     return cost
 
 
-def checked(costs: npt.ArrayLike, lens: Ints, counts: Ints) -> Floats:
-    """The costs as floats, if there is a finite one of at least 0 for each length.
+def checked(costs: Floats, lens: Ints, counts: Ints) -> Floats:
+    """The costs, if all are finite and at least 0.
 
     Raises:
         ConfigError: Names the rank and the sequence.
     """
-    given = np.asarray(costs, dtype=np.float64)
-    if given.shape != lens.shape:
-        raise ConfigError(f"the cost model gave {given.shape} costs for {lens.shape} lengths")
-    legal = np.isfinite(given) & (given >= 0)
+    legal = np.isfinite(costs) & (costs >= 0)
     if not legal.all():
         bad = int(np.argmin(legal))
         rank, place = source_of(bad, counts)
         raise ConfigError(
-            f"rank {rank}, sequence {place}: the cost model gave {given[bad]} for {lens[bad]} "
+            f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for {lens[bad]} "
             "tokens; a cost is finite and at least 0"
         )
-    return given
+    with np.errstate(over="ignore"):
+        if costs.sum() > _MOST_WORK:
+            raise ConfigError(f"costs up to {costs.max()} overflow in a sum; use a larger unit")
+    return costs
 
 
 def decide(planner: str, prices: Prices, limits: Limits | None) -> Decision:
@@ -195,12 +199,13 @@ def decide(planner: str, prices: Prices, limits: Limits | None) -> Decision:
         ConfigError: There is no such planner, or it keeps no limits.
         PlanError: The limits cannot be kept.
     """
+    of_type("planner", planner, str, '"lpt" or "knapsack"')
     if planner == "lpt":
         if prices.work.shape[0] == 1:
             return _solve(prices, prices.work[0], limits)
         return _decide_by_kind(prices, limits)
     if planner != "knapsack":
-        raise ConfigError(f'planner {planner!r}: choose "lpt" or "knapsack"')
+        raise ConfigError(f'planner {shown(planner)}: choose "lpt" or "knapsack"')
     if limits is not None and limits != Limits():
         raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
     # The paper's greedy knows one cost a sequence: the least that it can have.
@@ -361,8 +366,8 @@ def bag_carried(carried_loads: npt.ArrayLike | None, topology: Topology) -> Floa
     """
     if carried_loads is None:
         return np.zeros(topology.num_bags)
-    carried = np.asarray(carried_loads, dtype=np.float64)
-    if carried.shape != (topology.num_ranks,) or not np.all(np.isfinite(carried) & (carried >= 0)):
+    carried = amounts("carried_loads", carried_loads)
+    if carried.size != topology.num_ranks:
         raise ConfigError(
             f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 "
             f"for each of the {topology.num_ranks} ranks"

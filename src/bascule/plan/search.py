@@ -15,12 +15,13 @@ from scipy.optimize import linear_sum_assignment
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
+from bascule.plan.checks import by_rank, listed, of_type
 from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost
 from bascule.plan.layout import Ints
 from bascule.plan.lengths import check_lengths
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.pricing import Decision, Floats, bag_carried, decide, price
+from bascule.plan.pricing import Decision, Floats, bag_carried, checked, decide, price
 from bascule.plan.topology import Topology
 
 _UNIT_RANKS = 32
@@ -92,15 +93,17 @@ def suggest_topology(
         ConfigError: There is no batch, or one does not fit the cluster.
         PlanError: No topology keeps the limits.
     """
+    of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..)")
+    limits = in_tokens(limits, cost, cluster)
+    batches = listed("batches", batches)
     if not batches:
         raise ConfigError("no batches to rank topologies for: give at least one")
-    limits = in_tokens(limits, cost, cluster)
-    checked: list[tuple[Ints, Ints]] = []
+    given: list[tuple[Ints, Ints]] = []
     for batch in batches:
-        cluster.check_world(len(batch))
-        checked.append(check_lengths(batch, len(batch)))
+        cluster.check_world(len(by_rank("sequence lengths", batch)))
+        given.append(check_lengths(batch, cluster.num_ranks))
     sizes, units = _candidates(cluster)
-    bounds = np.mean([_bounds(lens, cost, cluster, units, 0.0) for _, lens in checked], axis=0)
+    bounds = np.mean([_bounds(*batch, cost, cluster, units, 0.0) for batch in given], axis=0)
     order = np.argsort(bounds, kind="stable")
     even = np.flatnonzero((units > 0).sum(axis=1) == 1)
     rows: list[RankedTopology] = []
@@ -108,7 +111,7 @@ def suggest_topology(
     for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
         unit = _topology(sizes, units[candidate])
         try:
-            rows.append(_rank(unit, checked, cost, cluster, limits))
+            rows.append(_rank(unit, given, cost, cluster, limits))
         except PlanError as met:
             error = met
     if not rows:
@@ -193,7 +196,7 @@ def choose_topology(
     single = Topology(((1, 1),), cluster.num_ranks)
     carried = bag_carried(carried_loads, single)
     counts = np.bincount(ranks, minlength=cluster.num_ranks)
-    bounds = _bounds(lens, cost, cluster, units, float(carried.mean()))
+    bounds = _bounds(counts, lens, cost, cluster, units, float(carried.mean()))
     best: tuple[float, Topology, Decision] | None = None
     error: PlanError | None = None
     solved: list[int] = []
@@ -259,7 +262,9 @@ def _topology(sizes: Ints, counts: Ints) -> Topology:
     return Topology(tuple((size, count) for size, count in reversed(list(pairs)) if count))
 
 
-def _bounds(lens: Ints, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
+def _bounds(
+    counts: Ints, lens: Ints, cost: Cost, cluster: Cluster, units: Ints, carried: float
+) -> Floats:
     """(num_candidates,) bound of each candidate's makespan, all bisected at once.
 
     A makespan is too short if a fluid does not fit (the longest sequences on the largest bags,
@@ -267,9 +272,13 @@ def _bounds(lens: Ints, cost: Cost, cluster: Cluster, units: Ints, carried: floa
     """
     sizes = np.left_shift(np.int64(1), np.arange(units.shape[1], dtype=np.int64))
     num_units = cluster.num_ranks // int((units[0] * sizes).sum())
-    ordered = np.sort(lens)[::-1]
+    order = np.argsort(-lens, kind="stable")
+    ordered, compute = (
+        lens[order],
+        checked(cluster.compute_seconds(cost, lens), lens, counts)[order],
+    )
     wires = [size * cluster.wire_seconds(cost, size) for size in sizes.tolist()]
-    work = cluster.compute_seconds(cost, ordered) + np.array(wires)[:, None] * ordered
+    work = compute + np.array(wires)[:, None] * ordered
     before = carried + np.array([cluster.launch_seconds(cost, size) for size in sizes.tolist()])
     sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
     bags = units * num_units

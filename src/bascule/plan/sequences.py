@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +13,9 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import layout, metrics
+from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, shown, wholes
 from bascule.plan.cluster import Cluster
-from bascule.plan.cost import Cost
+from bascule.plan.cost import Cost, evaluate
 from bascule.plan.layout import Ints, LocalLayout, Route
 from bascule.plan.lengths import check_lengths
 from bascule.plan.limits import Limits, in_tokens
@@ -112,7 +114,7 @@ class Plan:
         In the unit of `loads`, if cost and cluster are those that the plan was made with.
         """
         lens = self.seq_lens
-        costs = cost(lens) if cluster is None else cluster.compute_seconds(cost, lens)
+        costs = evaluate(cost, lens) if cluster is None else cluster.compute_seconds(cost, lens)
         loads = np.zeros(self.num_ranks)
         np.add.at(loads, self.source_ranks, costs)
         return loads
@@ -139,7 +141,7 @@ class Plan:
             ConfigError: There is no such rank.
             PlanError: It holds more tokens than the int32 of `cu_seqlens` can count.
         """
-        self._check_rank(rank)
+        rank = check_rank(rank, self.num_ranks)
         bag = self.topology.bag_of_rank[rank]
         place = rank - self.topology.first_ranks[bag]
         seq_ids = np.flatnonzero(self.bag_of == bag)
@@ -147,11 +149,7 @@ class Plan:
         size = self.topology.bag_sizes[bag]
         starts = layout.chunk_starts(seq_lens, size, turns, place)
         lens = layout.chunk_starts(seq_lens, size, turns, place + 1) - starts
-        if (num_tokens := int(lens.sum())) > MAX_TOKENS:
-            raise PlanError(
-                f"rank {rank} would hold {num_tokens} tokens, but cu_seqlens counts at most "
-                f"{MAX_TOKENS}: use larger bags"
-            )
+        _check_countable(rank, int(lens.sum()))
         return LocalLayout(
             seq_ids=seq_ids,
             seq_lens=seq_lens,
@@ -164,7 +162,7 @@ class Plan:
 
     def bag_lens(self, rank: int) -> Ints:
         """(bag size, n) tokens of each sequence of `rank`'s bag on each rank of that bag."""
-        self._check_rank(rank)
+        rank = check_rank(rank, self.num_ranks)
         bag = self.topology.bag_of_rank[rank]
         seq_ids = np.flatnonzero(self.bag_of == bag)
         size = self.topology.bag_sizes[bag]
@@ -205,10 +203,6 @@ class Plan:
         rows = (layout.cumulative(seq_lens)[piece_seq] + starts)[order]
         return layout.ranges(rows, lens[order]), layout.sums_by(dest, lens, self.num_ranks)
 
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise ConfigError(f"rank {rank}: this plan is for ranks 0 to {self.num_ranks - 1}")
-
     @cached_property
     def digest(self) -> str:
         """Hex digest of the integers that decide who computes what; equal on ranks that agree."""
@@ -246,31 +240,34 @@ class Plan:
         """
         try:
             data: dict[str, Any] = json.loads(text)
-            if data["version"] != JSON_VERSION:
+            version = data["version"]
+            if type(version) is not int or version != JSON_VERSION:
                 raise ConfigError(
-                    f"plan of version {data['version']!r}: this bascule reads {JSON_VERSION}"
+                    f"plan of version {shown(version)}: this bascule reads {JSON_VERSION}"
                 )
             unit = Topology.parse(data["topology"])
             topology = replace(unit, num_replicas=data["num_replicas"])
             counts, lens = check_lengths(data["seq_lens"], topology.num_ranks)
-            bag_of = np.array(data["bag_of"], dtype=np.int64)
-            loads = np.array(data["loads"], dtype=np.float64)
-            fields = str(data["planner"]), float(data["lower_bound"])
+            bag_of = wholes("bag_of", data["bag_of"], lens.size)
+            loads = amounts("loads", data["loads"])
+            bound = number("lower_bound", data["lower_bound"], most=sys.float_info.max)
+            planner = of_type("planner", data["planner"], str, "the name of one")
             digest = data["digest"]
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise ConfigError(f"this plan is damaged, or none: {error}") from error
         except _DAMAGE as error:
-            raise ConfigError(f"this is not a plan written by Plan.to_json: {error!r}") from error
-        if bag_of.shape != lens.shape or loads.shape != counts.shape:
             raise ConfigError(
-                f"plan with {lens.size} sequences on {counts.size} ranks has {bag_of.size} "
-                f"bags assigned and {loads.size} loads: the file is damaged"
+                f"this is not a plan written by Plan.to_json: {shown(error)}"
+            ) from error
+        if loads.shape != counts.shape:
+            raise ConfigError(
+                f"plan on {counts.size} ranks has {loads.size} loads: the file is damaged"
             )
-        if bag_of.size and not 0 <= bag_of.min() <= bag_of.max() < topology.num_bags:
+        if bag_of.size and bag_of.max() >= topology.num_bags:
             raise ConfigError(
                 f"plan names a bag outside 0..{topology.num_bags - 1}: the file is damaged"
             )
-        plan = cls(topology, counts, lens, bag_of, loads, fields[1], fields[0])
+        plan = cls(topology, counts, lens, bag_of, loads, bound, planner)
         if plan.digest != digest or not 0 <= plan.lower_bound <= plan.makespan < np.inf:
             raise ConfigError("the plan does not match its digest, or its bound: it is damaged")
         return plan
@@ -318,11 +315,15 @@ def plan_batch(
 
     Raises:
         ConfigError: A length, the topology, the planner, the cluster or a limit is illegal.
-        PlanError: The limits cannot be kept; says what misses by how much.
+        PlanError: The limits cannot be kept, or a rank would hold more than 2^31 - 1 tokens; says
+            what misses by how much.
     """
+    if cluster is not None:
+        of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None")
     tolerance = _tolerance(home_tolerance, cluster)
     limits = in_tokens(limits, cost, cluster)
-    if topology == "auto":
+    seq_lens = by_rank("sequence lengths", seq_lens)
+    if isinstance(topology, str) and topology == "auto":
         topology = _choose(seq_lens, cost, cluster, limits, carried_loads)
     topology = Topology.parse(topology, world_size=len(seq_lens))
     counts, lens = check_lengths(seq_lens, topology.num_ranks)
@@ -334,7 +335,7 @@ def plan_batch(
     if planner != "knapsack":
         source = Source(ranks, lens, topology, cluster)
         found = bring_home(found, prices, source, limits, tolerance)
-    return Plan(
+    plan = Plan(
         topology=topology,
         source_counts=counts,
         seq_lens=lens,
@@ -343,6 +344,18 @@ def plan_batch(
         lower_bound=found.lower_bound,
         planner=planner,
     )
+    fullest = int(plan.tokens.argmax())
+    _check_countable(fullest, int(plan.tokens[fullest]))
+    return plan
+
+
+def _check_countable(rank: int, num_tokens: int) -> None:
+    """Refuse a rank with more tokens than the int32 of `cu_seqlens` can count."""
+    if num_tokens > MAX_TOKENS:
+        raise PlanError(
+            f"rank {rank} would hold {num_tokens} tokens, but cu_seqlens counts at most "
+            f"{MAX_TOKENS}: use larger bags, or shorter sequences"
+        )
 
 
 def _choose(
@@ -363,6 +376,4 @@ def _choose(
 def _tolerance(given: float | None, cluster: Cluster | None) -> float | None:
     if given is None:
         return _NODE_TOLERANCE if cluster is not None and cluster.num_nodes > 1 else None
-    if not 0.0 <= given < np.inf:
-        raise ConfigError(f"home_tolerance is {given}; it must be finite and >= 0, as in 0.01")
-    return float(given)
+    return number("home_tolerance", given)

@@ -19,6 +19,7 @@ from bascule.plan._problem import Ints, Problem, build_problem
 from bascule.plan._refine import refine
 from bascule.plan._starts import by_speed, longest_first, topped_up
 from bascule.plan.bounds import lower_bound
+from bascule.plan.checks import array, number
 from bascule.plan.limits import Limits
 
 _TOLERANCE = 1e-4
@@ -96,7 +97,7 @@ def assign(
         >>> plan.bin_of.tolist(), plan.makespan, plan.gap
         ([0, 1, 1, 0, 1], 10.0, 0.0)
     """
-    home_tolerance = _fraction("home_tolerance", home_tolerance)
+    home_tolerance = number("home_tolerance", home_tolerance)
     problem = build_problem(
         costs,
         num_bins,
@@ -108,7 +109,7 @@ def assign(
     )
     if tolerance is None:
         tolerance = _TOLERANCE if problem.identical else _MIXED_TOLERANCE
-    tolerance = _fraction("tolerance", tolerance)
+    tolerance = number("tolerance", tolerance)
     bins = None if home is None else _home_bins(home, problem)
     bound = lower_bound(problem)
     bin_of = _solve(problem, bound / problem.unit * (1.0 + tolerance) if bound else np.inf)
@@ -147,14 +148,8 @@ def knapsack(
     return _certified(problem, by_speed(problem, fill_first=True), lower_bound(problem))
 
 
-def _fraction(name: str, value: float) -> float:
-    if not 0.0 <= value < np.inf:
-        raise ConfigError(f"{name} is {value}; it must be finite and >= 0, for example 0.01")
-    return float(value)
-
-
 def _home_bins(home: ArrayLike, problem: Problem) -> Ints:
-    bins = np.asarray(home)
+    bins = array("home", home)
     if bins.size == 0:
         bins = bins.astype(np.int64)
     if bins.shape != (problem.num_items,) or bins.dtype.kind not in "iu":

@@ -21,23 +21,26 @@ from bascule.plan._sparse_heads import HeadPlan as HeadPlan
 from bascule.plan._sparse_heads import partition_heads as partition_heads
 from bascule.plan._sparse_layout import BlockLayout as BlockLayout
 from bascule.plan._sparse_layout import block_lens as block_lens
+from bascule.plan._sparse_layout import check_degrees
 from bascule.plan._sparse_metrics import barrier_imbalance, coupled_imbalance
 from bascule.plan._sparse_plan import SparsePlan as SparsePlan
 from bascule.plan._sparse_planner import PlanReuse as PlanReuse
 from bascule.plan._sparse_planner import SparsePlanner as SparsePlanner
-from bascule.plan._sparse_planner import check_degrees
 from bascule.plan._sparse_planner import in_order as in_order
 from bascule.plan._sparse_planner import plan_under as plan_under
 from bascule.plan._sparse_planner import tiles_under as tiles_under
 from bascule.plan._sparse_route import PackedRows as PackedRows
+from bascule.plan.checks import of_type
 
 
 def sparse_imbalance(
     masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
 ) -> float:
-    """Rho of db-SP, equations 1 to 3: the slowest rank's work over the mean, summed over rounds.
+    """Rho of db-SP: the slowest rank's work over the mean, summed over rounds.
 
-    Ranks of a ring wait for each other after each of its R rounds, rings only at the end.
+    Ranks of a ring wait for each other after each of its R rounds, rings only at the end: equation
+    2 with R = 1, equation 3 with U = 1, and else the reading of the paper's public code. Equation 1
+    taken literally would have all ranks wait for each other after every round.
 
     Args:
         masks: (H, Q, K) bool.
@@ -72,6 +75,7 @@ def _tiles_of(
         ones = (np.ones(size, np.int64) for size in checked.shape[1:])
         q, kv = (BlockLayout.contiguous(lens, *degrees) for lens in ones)
         plan = in_order(len(checked), q, kv, *degrees)
+    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
     if (plan.ulysses_degree, plan.ring_degree) != (ulysses_degree, ring_degree):
         raise ConfigError(
             f"a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring) on a "

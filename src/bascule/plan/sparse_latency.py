@@ -10,10 +10,8 @@ Legend: U Ulysses degree, R ring degree, O observed calls, K = 7 coefficients.
 """
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, fields
-from numbers import Real
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -22,8 +20,9 @@ import numpy.typing as npt
 from scipy.optimize import nnls
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_NUMBER, floats, listed, number, of_type, put, whole
+from bascule.plan.files import parse_json, read_lines, to_path
 from bascule.plan.sparse import SparsePlan
-from bascule.plan.workload import is_int, parse_json, read_lines
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
@@ -67,10 +66,9 @@ class AttentionLoad:
 
     def __post_init__(self) -> None:
         for name in ("ulysses_degree", "ring_degree"):
-            value = getattr(self, name)
-            if not is_int(value) or value < 1:
-                raise ConfigError(f"AttentionLoad({name}={value!r}): must be an integer >= 1")
-        _check_amounts(self, ("work", "all_to_all_bytes", "p2p_bytes", "copied_bytes"))
+            put(self, name, whole(f"AttentionLoad({name}", getattr(self, name), 1))
+        for name in ("work", "all_to_all_bytes", "p2p_bytes", "copied_bytes"):
+            put(self, name, number(f"AttentionLoad({name}", getattr(self, name)))
 
     @classmethod
     def even(
@@ -171,9 +169,10 @@ class AttentionLatency:
     fit_error: float | None = None
 
     def __post_init__(self) -> None:
-        _check_amounts(self, [field.name for field in fields(self)[:NUM_COEFFICIENTS]])
-        if self.fit_error is not None:
-            _check_amounts(self, ["fit_error"])
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None or field.name != "fit_error":
+                put(self, field.name, number(f"AttentionLatency({field.name}", value))
 
     def __call__(self, load: AttentionLoad) -> float:
         """Predicted seconds of a call."""
@@ -186,8 +185,16 @@ class AttentionLatency:
         return exchange_s + (load.ring_degree - 1) * max(compute_s, p2p_s) + compute_s
 
     def save(self, path: str | Path) -> None:
-        """Write the fields to a JSON file."""
-        Path(path).write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        """Write the fields to a JSON file.
+
+        Raises:
+            ConfigError: The file cannot be written; says why.
+        """
+        text = json.dumps(asdict(self), indent=2) + "\n"
+        try:
+            to_path(path).write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot write {path}: {error}") from error
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -196,7 +203,7 @@ class AttentionLatency:
         Raises:
             ConfigError: The file cannot be read, or holds something else; says what.
         """
-        found = parse_json("".join(read_lines(Path(path))), str(path))
+        found = parse_json("".join(read_lines(path)), str(path))
         values = cast(dict[str, Any], found) if isinstance(found, dict) else {}
         names = [field.name for field in fields(cls)]
         if values.keys() != set(names):
@@ -231,7 +238,8 @@ def fit_attention_latency(
         ConfigError: Fewer than 7 calls, a time that is not positive, no call with all-to-alls or
             none with a ring, or none that waits for the exchange in the ring.
     """
-    measured_O = np.asarray(seconds, dtype=np.float64)
+    loads = listed("fit_attention_latency: loads", loads)
+    measured_O = floats("fit_attention_latency: seconds", seconds)
     _check_observations(loads, measured_O)
     observed = _Observed(
         *(
@@ -317,7 +325,9 @@ def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> N
             f"fit_attention_latency: {len(loads)} loads and seconds of shape {measured_O.shape}; "
             f"give one time for each load, and at least {NUM_COEFFICIENTS}"
         )
-    if not np.all(np.isfinite(measured_O) & (measured_O > 0)):
+    for load in loads:
+        of_type("fit_attention_latency: a load", load, AttentionLoad, "an AttentionLoad")
+    if not np.all((measured_O >= 1.0 / MAX_NUMBER) & (measured_O <= MAX_NUMBER)):
         raise ConfigError("fit_attention_latency: seconds must be positive and finite")
     rings = any(load.ring_degree > 1 for load in loads)
     if not rings or not any(load.all_to_all_bytes > 0 for load in loads):
@@ -325,13 +335,3 @@ def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> N
             f"fit_attention_latency: no call with {'all-to-alls' if rings else 'a ring'}; measure "
             "some, such as all ranks in one Ulysses group, and all in one ring"
         )
-
-
-def _check_amounts(owner: object, names: Sequence[str]) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        is_number = not isinstance(value, bool) and isinstance(value, Real)
-        if not is_number or not 0.0 <= float(value) < math.inf:
-            raise ConfigError(
-                f"{type(owner).__name__}({name}={value!r}): must be finite and at least 0"
-            )

@@ -7,8 +7,6 @@ Legend: H heads, N blocks of the sequence, V of them video, P points, W waves.
 """
 
 import math
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,13 +19,14 @@ from scipy.special import expit
 from bascule.errors import ConfigError
 from bascule.plan._sparse_counts import Bools, Floats
 from bascule.plan._sparse_layout import block_lens
+from bascule.plan.checks import array, number, shown, whole
+from bascule.plan.files import check_regular, to_path
 from bascule.plan.layout import Ints
 from bascule.plan.workload import is_int, keyed_generator
 
 Singles = npt.NDArray[np.float32]
 
 MASK_DIMS = ("steps", "layers", "heads", "q_blocks", "kv_blocks")
-_UNREADABLE = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)
 
 WIDTH, WIDTH_SPREAD = 0.15, 0.7
 """Median width of a head's locality along an axis of the grid, as a share of the axis, and the
@@ -43,6 +42,17 @@ NOISE = 0.5
 """Standard deviation of a block's noise."""
 
 NUM_WAVES = 32
+MAX_TOKENS = 2**24
+"""Longest sequence that masks are drawn for."""
+
+MAX_CELLS = 2**29
+"""Of masks that are drawn: half a gigabyte, and minutes."""
+
+MAX_ARCHIVE = 2**33
+"""Most bytes that are unpacked."""
+
+_RAREST = 1e-9
+"""Least share of blocks that are computed, or not, of synthetic masks."""
 MAX_SPREAD = 8.0
 """Of the logits of the densities: then most heads are empty or full."""
 
@@ -61,16 +71,19 @@ def load_masks(path: str | Path) -> Bools:
     Raises:
         ConfigError: The file cannot be read, or holds something else; says what.
     """
-    path = Path(path)
+    path = to_path(path)
     readers = {".npy": _from_array, ".npz": _from_archive}
     if path.suffix not in readers:
         raise ConfigError(f"{path} is no masks: give an .npy or an .npz file")
     try:
-        masks = readers[path.suffix](path)
+        check_regular(path)
+        with np.errstate(over="ignore"):  # sizes that a damaged file claims
+            masks = readers[path.suffix](path)
     except ConfigError:
         raise
-    except _UNREADABLE as error:
-        raise ConfigError(f"cannot read masks from {path}: {error}") from error
+    except Exception as error:  # numpy raises what it likes where a file is damaged
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"cannot read masks from {path}: {told}") from error
     if masks.dtype != np.bool_:
         raise ConfigError(
             f"{path}: masks are {masks.dtype}, and must be bool, True where a block is computed: "
@@ -98,11 +111,20 @@ def save_masks(path: str | Path, masks: Bools) -> None:
         masks: (..., heads, q_blocks, kv_blocks) bool.
 
     Raises:
-        ConfigError: The name has another ending, which numpy would add to.
+        ConfigError: The name has another ending, which numpy would add to; the masks are not bool,
+            or the file cannot be written.
     """
-    if Path(path).suffix != ".npz":
+    if to_path(path).suffix != ".npz":
         raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
-    np.savez_compressed(path, packed=np.packbits(masks), shape=np.array(masks.shape))
+    given = array("masks", masks)
+    if given.dtype != np.bool_:
+        raise ConfigError(
+            f"{path}: masks are {given.dtype}, and must be bool, True where a block is computed"
+        )
+    try:
+        np.savez_compressed(path, packed=np.packbits(given), shape=np.array(given.shape))
+    except OSError as error:
+        raise ConfigError(f"cannot write masks to {path}: {error}") from error
 
 
 def _from_array(path: Path) -> npt.NDArray[Any]:
@@ -112,7 +134,16 @@ def _from_array(path: Path) -> npt.NDArray[Any]:
 def _from_archive(path: Path) -> npt.NDArray[Any]:
     with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
         names = sorted(archive)
-        arrays = {name: archive[name] for name in names if name in ("masks", "packed", "shape")}
+        size = sum(info.file_size for info in archive.zip.infolist()) if archive.zip else 0
+        if size > MAX_ARCHIVE:
+            raise ConfigError(
+                f"{path} holds {size:,} bytes, at most {MAX_ARCHIVE:,} are unpacked: save an .npy "
+                "file, of which only what is looked at is read"
+            )
+        wanted = [name for name in names if name in ("masks", "packed", "shape")]
+        arrays: dict[str, Any] = {name: archive[name] for name in wanted}
+    if any(not isinstance(found, np.ndarray) for found in arrays.values()):  # no .npy inside
+        raise ConfigError(f"{path}: {', '.join(arrays)} in it are no arrays: write it with numpy")
     if "masks" in arrays:
         return arrays["masks"]
     if not {"packed", "shape"} <= arrays.keys():
@@ -191,21 +222,34 @@ class MaskModel:
     block: int = 64
 
     def __post_init__(self) -> None:
-        if len(self.grid) != 3 or not all(is_int(size) and size >= 1 for size in self.grid):
+        grid = cast(tuple[object, ...], self.grid if type(self.grid) is tuple else ())
+        if len(grid) != 3 or not all(is_int(x) and x >= 1 for x in grid):
             raise ConfigError(
-                f"MaskModel(grid={self.grid!r}): give (frames, height, width), integers >= 1"
+                f"MaskModel(grid={shown(self.grid)}): give (frames, height, width), integers >= 1"
             )
         for name, least in (("num_heads", 1), ("text_tokens", 0), ("block", 1)):
-            value = getattr(self, name)
-            if not is_int(value) or value < least:
-                raise ConfigError(f"MaskModel({name}={value!r}): must be an integer >= {least}")
-        if not 0 < self.density < 1:
-            raise ConfigError(f"MaskModel(density={self.density!r}): must be between 0 and 1")
-        if not 1 <= self.head_imbalance < math.inf:
-            raise ConfigError(f"MaskModel(head_imbalance={self.head_imbalance!r}): must be >= 1")
+            whole(f"MaskModel({name}", getattr(self, name), least)
+        if not _RAREST <= number("MaskModel(density", self.density) <= 1 - _RAREST:
+            raise ConfigError(
+                f"MaskModel(density={self.density!r}): must be between 0 and 1, by {_RAREST} or "
+                "more"
+            )
+        number("MaskModel(head_imbalance", self.head_imbalance, 1.0)
         for name in ("head_contrast", "field_spread", "first_frame", "step_drift", "layer_drift"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"MaskModel({name}={getattr(self, name)!r}): must be >= 0")
+            number(f"MaskModel({name}", getattr(self, name), most=1e3)
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """Refuse masks that no memory holds."""
+        tokens = sum(self.segments)
+        num_blocks = sum(-(-segment // self.block) for segment in self.segments)
+        if tokens > MAX_TOKENS or self.num_heads * num_blocks**2 > MAX_CELLS:
+            raise ConfigError(
+                f"MaskModel: {tokens:,} tokens in blocks of {self.block} are {num_blocks:,} "
+                f"blocks, masks of {self.num_heads} heads {self.num_heads * num_blocks**2:,} "
+                f"cells; at most {MAX_TOKENS:,} tokens and {MAX_CELLS:,} cells can be drawn: use "
+                "larger blocks"
+            )
 
     @property
     def segments(self) -> tuple[int, ...]:
@@ -262,8 +306,9 @@ def synthetic_masks(model: MaskModel, *, layer: int = 0, step: int = 0, seed: in
         (H, N, N) bool.
 
     Raises:
-        ConfigError: The layer or the seed is negative.
+        ConfigError: The layer, the step or the seed is negative, or no whole number.
     """
+    layer, step = (whole(*given, most=2**32) for given in (("layer", layer), ("step", step)))
     generator = keyed_generator(seed, "masks")
     when = np.array([[layer * model.layer_drift, step * model.step_drift]])
     normal = _waves(generator, 4 * model.num_heads, when).reshape(4, model.num_heads)

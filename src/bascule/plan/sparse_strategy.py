@@ -9,11 +9,14 @@ Legend: U Ulysses degree, R ring degree, N = U R ranks; H heads, Q query blocks,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
+from bascule.plan._sparse_layout import MAX_MESH_RANKS
+from bascule.plan.checks import listed, number, of_type, shown, whole
 from bascule.plan.layout import Ints
 from bascule.plan.sparse import PlanReuse
 from bascule.plan.sparse_latency import AttentionLatency, AttentionLoad
@@ -22,9 +25,16 @@ from bascule.plan.workload import is_int
 Degrees = tuple[int, int]
 """(U, R)"""
 
+_FITTED = "an AttentionLatency, as measure_attention_latency fits it"
+
 
 def all_degrees(num_ranks: int) -> list[Degrees]:
-    """The meshes of a number of ranks, most Ulysses ranks first."""
+    """The meshes of a number of ranks, most Ulysses ranks first.
+
+    Raises:
+        ConfigError: It is no number of ranks, or more than a mesh can have.
+    """
+    num_ranks = whole("num_ranks", num_ranks, 1, MAX_MESH_RANKS)
     return [(num_ranks // ring, ring) for ring in range(1, num_ranks + 1) if num_ranks % ring == 0]
 
 
@@ -71,6 +81,14 @@ def choose_strategy(
     Raises:
         ConfigError: No mesh, one of them twice, or the current one is not among them.
     """
+    of_type("choose_strategy: latency", latency, AttentionLatency, "an AttentionLatency")
+    loads = [
+        of_type("choose_strategy: a load", load, AttentionLoad, "an AttentionLoad")
+        for load in listed("choose_strategy: loads", loads)
+    ]
+    if last is not None:
+        of_type("choose_strategy: last", last, StrategyChoice, "the last choice, or None")
+    min_gain, switch_s = number("min_gain", min_gain), number("switch_s", switch_s, most=np.inf)
     seconds_of: dict[Degrees, float] = {load.degrees: latency(load) for load in loads}
     if not loads or len(seconds_of) < len(loads):
         raise ConfigError(
@@ -117,23 +135,19 @@ class Strategies:
     switch_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.min_gain is not None and not 0.0 <= self.min_gain < 1.0:
+        of_type("Strategies: latency", self.latency, AttentionLatency, _FITTED)
+        if self.min_gain is not None and number("Strategies(min_gain", self.min_gain) >= 1.0:
             raise ConfigError(
                 f"Strategies(min_gain={self.min_gain!r}): must be at least 0 and below 1"
             )
-        if not self.switch_s >= 0.0:
-            raise ConfigError(f"Strategies(switch_s={self.switch_s!r}): must be at least 0")
-        for mesh in self.meshes or ():
-            if len(mesh) != 2 or not all(is_int(degree) and degree > 0 for degree in mesh):
+        number("Strategies(switch_s", self.switch_s, most=np.inf)
+        for mesh in () if self.meshes is None else listed("Strategies: meshes", self.meshes):
+            degrees = cast(list[object], mesh) if isinstance(mesh, list | tuple) else []
+            if len(degrees) != 2 or not all(is_int(degree) and degree > 0 for degree in degrees):
                 raise ConfigError(
-                    f"Strategies(meshes=..): {mesh!r} is none: give (Ulysses, ring) degrees, as in "
-                    "((4, 2), (8, 1))"
+                    f"Strategies(meshes=..): {shown(cast(object, mesh))} is none: give (Ulysses, "
+                    "ring) degrees, as in ((4, 2), (8, 1))"
                 )
-        if not isinstance(self.latency, AttentionLatency):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"Strategies: latency is {self.latency!r}: give an AttentionLatency, as "
-                "measure_attention_latency fits it"
-            )
 
     def choose(self, loads: list[AttentionLoad], last: StrategyChoice | None) -> StrategyChoice:
         """The mesh of a layer in its next step, see `choose_strategy`."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
+from bascule.plan.checks import listed, of_type, shown
 from bascule.plan.cluster import Cluster
 from bascule.plan.cost import Cost
 from bascule.plan.limits import Limits
@@ -59,10 +60,9 @@ def plan_step(
         ConfigError: An argument is wrong; an illegal length names its microbatch.
         PlanError: The limits cannot be kept; names the microbatch.
     """
-    if sync not in ("microbatch", "step"):
-        raise ConfigError(f'sync {sync!r}: choose "microbatch" or "step"')
+    _check_sync(sync)
     alone: list[Plan] = []
-    for number, seq_lens in enumerate(microbatches):
+    for number, seq_lens in enumerate(listed("microbatches", microbatches)):
         try:
             alone.append(
                 plan_batch(
@@ -87,10 +87,22 @@ def plan_step(
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
-    """What a step takes: the sum of the makespans, or the largest sum of a rank's loads."""
+    """What a step takes: the sum of the makespans, or the largest sum of a rank's loads.
+
+    Raises:
+        ConfigError: `sync` is neither.
+    """
+    _check_sync(sync)
+    for plan in listed("plans", plans):
+        of_type("a plan", plan, Plan, "the plans of plan_step")
     if sync == "microbatch":
         return sum(plan.makespan for plan in plans)
     return _largest_sum(plans)
+
+
+def _check_sync(sync: str) -> None:
+    if of_type("sync", sync, str, '"microbatch" or "step"') not in ("microbatch", "step"):
+        raise ConfigError(f'sync {shown(sync)}: choose "microbatch" or "step"')
 
 
 def _largest_sum(plans: Sequence[Plan]) -> float:

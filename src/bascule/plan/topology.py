@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, check_rank, integer, of_type, put, shown, whole
 from bascule.plan.layout import frozen
 
 _NUMBER = "([1-9][0-9]{0,8})"
@@ -38,27 +39,33 @@ class Topology:
     rings: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        in_terms = (number for term in self.terms for number in term)
-        numbers = (*in_terms, *self.rings, self.num_replicas)
-        if not all(type(number) is int for number in numbers):
-            raise ConfigError(f"topology {self.terms!r} x {self.num_replicas!r}: not whole numbers")
-        if not self.terms or any(size < 1 or count < 1 for size, count in self.terms):
+        try:
+            terms = tuple((_size(size), _size(count)) for size, count in self.terms)
+            rings = tuple(_size(ring) for ring in self.rings)
+            put(self, "num_replicas", _size(self.num_replicas))
+        except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"topology {self.terms!r}: needs at least one bag, each of at least one rank"
+                f"topology {shown(self.terms)} x {shown(self.num_replicas)}, rings "
+                f"{shown(self.rings)}: give (ranks in a bag, number of such bags) of each term, "
+                "and one ring degree a term, all integers of at least 1"
+            ) from error
+        if not terms:
+            raise ConfigError("topology without terms: needs at least one bag")
+        if rings and (
+            len(rings) != len(terms)
+            or any(size % ring for (size, _), ring in zip(terms, rings, strict=True))
+        ):
+            raise ConfigError(
+                f"topology {shown(terms)} with rings {shown(rings)}: needs one ring degree a "
+                "term, a divisor of the ranks of its bags"
             )
-        if self.num_replicas < 1:
-            raise ConfigError(f"topology with {self.num_replicas} replicas: needs at least one")
-        if self.rings:
-            sizes = [size for size, _ in self.terms]
-            if len(self.rings) != len(sizes) or any(
-                ring < 1 or size % ring for size, ring in zip(sizes, self.rings, strict=True)
-            ):
-                raise ConfigError(
-                    f"topology {self.terms!r} with rings {self.rings!r}: needs one ring degree a "
-                    "term, a divisor of the ranks of its bags"
-                )
-            if max(self.rings) == 1:
-                object.__setattr__(self, "rings", ())
+        put(self, "terms", terms)
+        put(self, "rings", rings if max(rings, default=1) > 1 else ())
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"topology {self} has {shown(self.num_ranks)} ranks; at most {MAX_RANKS} can be "
+                "planned for: use fewer bags, or smaller ones"
+            )
 
     @classmethod
     def parse(cls, spec: "str | Topology", *, world_size: int | None = None) -> Self:
@@ -78,14 +85,16 @@ class Topology:
             unit = cls(spec.terms, rings=spec.rings)
             world_size = spec.num_ranks if world_size is None else world_size
         else:
+            of_type("topology", spec, str, 'a spec such as "g1n8+g4r2n3", or a Topology')
             parsed = [_parse_term(term, spec) for term in spec.split("+")]
             terms = tuple((degree * ring, count) for degree, ring, count in parsed)
             unit = cls(terms, rings=tuple(ring for _, ring, _ in parsed))
         if world_size is None:
             return unit
         size = unit.unit_size
+        world_size = integer("world_size", world_size)
         if world_size < 1 or world_size % size:
-            legal = size * max(1, round(world_size / size))
+            legal = size * max(1, (2 * world_size + size) // (2 * size))
             raise ConfigError(
                 f"topology {unit} has units of {size} ranks, which do not fill a world of "
                 f"{world_size}: use {legal} ranks, or bags that add up to a divisor of {world_size}"
@@ -152,6 +161,7 @@ class Topology:
 
     def ring(self, rank: int) -> range:
         """The ranks of the ring that `rank` is in, in ring order: one of each Ulysses group."""
+        rank = check_rank(rank, self.num_ranks)
         bag = self.bag_of_rank[rank]
         first, size = int(self.first_ranks[bag]), int(self.bag_sizes[bag])
         degree = size // int(self.ring_degrees[bag])
@@ -159,6 +169,7 @@ class Topology:
 
     def for_heads(self, num_heads: int) -> "Topology":
         """The same bags, with longer rings where there are too few heads for a Ulysses group."""
+        whole("num_heads", num_heads, 1)
         rings: list[int] = []
         for size, _, ring in self._terms_with_rings:
             degrees = (degree for degree in range(1, num_heads + 1) if size % degree == 0)
@@ -172,13 +183,20 @@ class Topology:
         return [(*term, ring) for term, ring in zip(self.terms, rings, strict=True)]
 
 
+def _size(value: object) -> int:
+    """An integer of at least 1; anything else is a ValueError."""
+    if type(value) is not int or value < 1:
+        raise ValueError(value)
+    return value
+
+
 def _parse_term(term: str, spec: str) -> tuple[int, int, int]:
     """Ulysses degree, ring degree, number of bags."""
     match = _TERM.fullmatch(term)
     if match is None:
         raise ConfigError(
-            f"topology {spec!r}: {term!r} is not a term; write gGnN (N bags of G ranks) or gGrRnN "
-            '(N bags of G * R ranks, R the ring degree), all at least one, joined by "+", for '
-            "example g1n8+g4r2n3"
+            f"topology {shown(spec)}: {shown(term)} is not a term; write gGnN (N bags of G ranks) "
+            "or gGrRnN (N bags of G * R ranks, R the ring degree), all at least one, joined by "
+            '"+", for example g1n8+g4r2n3'
         )
     return int(match[1]), int(match[2] or 1), int(match[3])

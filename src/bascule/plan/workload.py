@@ -6,16 +6,20 @@ a world larger than the mix holds whole replicas of it. Source of the format and
 counts: KnapFormer, section 4.1.
 """
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeGuard, TypeVar, cast
 
 import numpy as np
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, index_of, integer, of_type, shown, whole
+from bascule.plan.files import parse_json as parse_json
+from bascule.plan.files import read_lines as read_lines
+from bascule.plan.files import to_path
 
 PATCH_PIXELS = 16
 """Pixels along one side of a visual token: VAE stride 8 times DiT patch 2."""
@@ -28,6 +32,9 @@ ASPECT_RANGE = (0.96, 1.04)
 
 MAX_LENGTH = 2**31 - 1
 """Longest sequence in tokens: cumulative lengths are int32."""
+
+MAX_SEQUENCES = 2**20
+"""Most sequences of a batch that is drawn or read."""
 
 _CODE_FORM = "g{ranks}b{samples per rank}i{pixels}f{frames}s{0 or 1}, for example g4b5i512f1s0"
 _NUMBER = "(0|[1-9][0-9]{0,8})"
@@ -57,6 +64,8 @@ class SampleShape:
     grid_width: int = 1
 
     def __post_init__(self) -> None:
+        for name in ("text_tokens", "image_tokens", "frames", "grid_width"):
+            integer(f"SampleShape({name}", getattr(self, name))
         if min(self.text_tokens, self.image_tokens) < 0 or min(self.frames, self.grid_width) < 1:
             raise ConfigError(f"token counts must be >= 0, frames and grid_width >= 1: {self}")
         if self.image_tokens % self.frames:
@@ -87,6 +96,8 @@ class DataCode:
     compressed: bool
 
     def __post_init__(self) -> None:
+        for name in ("num_ranks", "batch_size", "resolution", "num_frames"):
+            integer(f"DataCode({name}", getattr(self, name))
         if self.num_ranks < 1:
             raise ConfigError(f"data code {self}: g must be at least 1 rank")
         if self.batch_size < 0:
@@ -95,6 +106,17 @@ class DataCode:
             raise ConfigError(f"data code {self}: i must be at least {PATCH_PIXELS} pixels")
         if self.num_frames < 1:
             raise ConfigError(f"data code {self}: f must be at least 1 frame")
+        if self.num_ranks > MAX_RANKS or self.num_ranks * self.batch_size > MAX_SEQUENCES:
+            raise ConfigError(
+                f"data code {self}: g is at most {MAX_RANKS} ranks, and g times b at most "
+                f"{MAX_SEQUENCES} samples a step"
+            )
+        # The factor for aspect ratios adds up to 4 %, text a little.
+        if self.image_tokens > MAX_LENGTH * 0.96 - MAX_TEXT_TOKENS:
+            raise ConfigError(
+                f"data code {self}: a sample has {self.image_tokens} visual tokens and more, at "
+                f"most {MAX_LENGTH} are legal: use fewer pixels or frames"
+            )
 
     def __str__(self) -> str:
         return (
@@ -133,13 +155,15 @@ def keyed_generator(seed: int, stream: str, *key: int) -> np.random.Generator:
         stream: What the numbers are for, at most 8 ASCII characters.
         key: At most two numbers, 0 to 2^64 - 1, for example step and rank.
     """
-    words = (seed, *key)
-    if not all(0 <= word < 2**64 for word in words):
-        raise ConfigError(f"seed, step and rank must be in 0..2^64-1, got {words}")
+    words = [index_of(word) for word in (seed, *key)]
+    if not all(word is not None and 0 <= word < 2**64 for word in words):
+        raise ConfigError(
+            f"seed, step and rank must be integers in 0..2^64-1, got {shown((seed, *key))}"
+        )
     purpose = int.from_bytes(stream.encode("ascii"), "little")
     philox = np.random.Philox(
-        key=np.array([seed, purpose], dtype=np.uint64),
-        counter=np.array([0, 0, *key, *[0] * (2 - len(key))], dtype=np.uint64),
+        key=np.array([words[0], purpose], dtype=np.uint64),
+        counter=np.array([0, 0, *words[1:], *[0] * (2 - len(key))], dtype=np.uint64),
     )
     return np.random.Generator(philox)
 
@@ -151,11 +175,13 @@ def parse_data_codes(spec: str) -> tuple[DataCode, ...]:
         ConfigError: A term does not have the form (names the term) or a value is out of range.
     """
     codes: list[DataCode] = []
+    of_type("data codes", spec, str, f"text, {_CODE_FORM}")
     for position, term in enumerate(spec.split(","), start=1):
         match = _CODE.fullmatch(term.strip())
         if match is None:
             raise ConfigError(
-                f"data codes {spec!r}: term {position} {term.strip()!r} is not {_CODE_FORM}"
+                f"data codes {shown(spec)}: term {position} {shown(term.strip())} is not "
+                f"{_CODE_FORM}"
             )
         ranks, samples, pixels, frames, compressed = map(int, match.groups())
         codes.append(DataCode(ranks, samples, pixels, frames, bool(compressed)))
@@ -171,11 +197,15 @@ def check_world(codes: Sequence[DataCode], world_size: int) -> None:
     unit = sum(code.num_ranks for code in codes)
     if unit == 0:
         raise ConfigError("a data mix needs at least one data code")
+    if integer("world_size", world_size) > MAX_RANKS:
+        raise ConfigError(
+            f"a world of {world_size} ranks: at most {MAX_RANKS} can be planned for, so use fewer"
+        )
     if world_size < unit or world_size % unit:
         below, above = world_size // unit * unit, -(-world_size // unit) * unit
         nearest = f"{below} or {above}" if below > 0 else str(unit)
         raise ConfigError(
-            f"data codes {','.join(map(str, codes))} describe {unit} ranks, which does not fit a "
+            f"data codes {_joined(codes)} describe {unit} ranks, which does not fit a "
             f"world of {world_size}; nearest legal world size: {nearest}"
         )
 
@@ -198,7 +228,7 @@ def rank_lengths(
     Returns:
         The rank's samples, a pure function of (codes, seed, step, rank).
     """
-    offset = rank % sum(code.num_ranks for code in codes)
+    offset = integer("rank", rank) % sum(code.num_ranks for code in codes)
     for code in codes:
         if offset < code.num_ranks:
             break
@@ -235,6 +265,13 @@ def sample_lengths(
     if world_size is None:
         world_size = sum(code.num_ranks for code in codes)
     check_world(codes, world_size)
+    unit = sum(code.num_ranks for code in codes)
+    num_samples = world_size // unit * sum(code.num_ranks * code.batch_size for code in codes)
+    if num_samples > MAX_SEQUENCES:
+        raise ConfigError(
+            f"data codes {_joined(codes)} on {world_size} ranks: {num_samples} samples a step, at "
+            f"most {MAX_SEQUENCES} can be drawn: use fewer ranks, or samples a rank"
+        )
     return [rank_lengths(codes, rank, seed=seed, step=step) for rank in range(world_size)]
 
 
@@ -245,8 +282,11 @@ def seq_lens(shapes: Sequence[Sequence[SampleShape]]) -> list[list[int]]:
 
 def deal(items: Sequence[_Item], num_ranks: int) -> list[list[_Item]]:
     """Deal items over ranks round robin: item ``k`` goes to rank ``k % num_ranks``."""
-    if num_ranks < 1:
-        raise ConfigError(f"num_ranks must be at least 1, got {num_ranks}")
+    found = index_of(num_ranks)
+    if found is None or not 1 <= found <= MAX_RANKS:
+        raise ConfigError(
+            f"num_ranks must be at least 1 and at most {MAX_RANKS}, got {shown(num_ranks)}"
+        )
     return [list(items[rank::num_ranks]) for rank in range(num_ranks)]
 
 
@@ -268,12 +308,19 @@ def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list
     Raises:
         ConfigError: Names the file, the line (JSON: the rank and item) and the bad token.
     """
-    path = Path(path)
-    lines = list(read_lines(path))
+    if num_ranks is not None:
+        num_ranks = whole("num_ranks", num_ranks, 1, MAX_RANKS)
+    path = to_path(path)
+    lines = list(islice(read_lines(path), MAX_SEQUENCES + 1))
     text = "".join(lines)
     rows = _json_rows(text, path) if text.lstrip().startswith("[") else _text_rows(lines, path)
     if not rows:
         raise ConfigError(f"{path} holds no lengths; write one line per source rank")
+    if max(len(rows), len(lines)) > MAX_RANKS or sum(map(len, rows)) > MAX_SEQUENCES:
+        raise ConfigError(
+            f"{path} lists {sum(map(len, rows))} lengths in {max(len(rows), len(lines))} lines; at "
+            f"most {MAX_SEQUENCES} lengths and {MAX_RANKS} ranks can be planned for"
+        )
     if num_ranks is None or len(rows) == num_ranks:
         return rows
     if len(rows) == 1:
@@ -289,21 +336,9 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def read_lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, their ends as they are; ConfigError names the file."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            yield from file
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-
-
-def parse_json(text: str, where: str) -> object:
-    """Parse JSON; ConfigError says where the text is from and what is wrong with it."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from error
+def _joined(codes: Sequence[DataCode]) -> str:
+    """A mix as it is written, if that is short."""
+    return shown(",".join(map(str, codes))).strip("'")
 
 
 def _text_rows(lines: Sequence[str], path: Path) -> list[list[int]]:
@@ -324,7 +359,7 @@ def _json_rows(text: str, path: Path) -> list[list[int]]:
     result: list[list[int]] = []
     for rank, row in enumerate(rows):
         if not isinstance(row, list):
-            raise ConfigError(f"{path}: rank {rank} is {row!r}, but other ranks are lists")
+            raise ConfigError(f"{path}: rank {rank} is {shown(row)}, but other ranks are lists")
         items = cast(list[object], row)
         result.append([_length(n, f"{path}, rank {rank}, item {i}") for i, n in enumerate(items)])
     return result
@@ -332,5 +367,7 @@ def _json_rows(text: str, path: Path) -> list[list[int]]:
 
 def _length(value: object, where: str) -> int:
     if not is_int(value) or not 0 <= value <= MAX_LENGTH:
-        raise ConfigError(f"{where}: {value!r} is not a length, a whole number 0..{MAX_LENGTH}")
+        raise ConfigError(
+            f"{where}: {shown(value)} is not a length, a whole number 0..{MAX_LENGTH}"
+        )
     return value

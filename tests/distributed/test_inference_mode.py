@@ -1,0 +1,52 @@
+"""Steps and meshes that are first used in inference mode, and then in training."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from bascule.attention.mesh import AttentionMesh, attention
+from bascule.attention.parallel import SequenceParallel, Step
+from tests.distributed.cases import COST
+from tests.distributed.harness import run_ranks
+
+LENS = [[30, 9, 2], [4], [7]]
+
+
+def evaluate_then_train() -> None:
+    lens = LENS[dist.get_rank()]
+    for topology in ("g1n3", "g3n1", "g1r3n1", "g1n1+g2n1"):
+        with torch.inference_mode():
+            step = SequenceParallel(None, topology, COST).plan(lens)
+            _ = step_of(step, torch.ones(sum(lens), 6))
+        x = torch.ones(sum(lens), 6, requires_grad=True)
+        step_of(step, x).backward()
+        assert x.grad is not None and bool((x.grad != 0).all()), topology
+
+
+def step_of(step: Step, x: torch.Tensor) -> torch.Tensor:
+    moved = step.route(x=x)["x"]
+    samples = step.gather_samples(torch.ones(len(LENS[dist.get_rank()]), 6) * x[0, 0])
+    moved = moved * samples[step.local_seq_ids][step.token_slot]
+    heads = moved[:, None].expand(-1, 6, -1)
+    return step.mean(step.restore(step.attend(heads, heads, heads)[:, 0] + moved))
+
+
+def test_a_plan_made_in_inference_mode_serves_training() -> None:
+    run_ranks(evaluate_then_train, 3)
+
+
+def mesh_then_train() -> None:
+    for degrees in ((2, 1), (1, 2)):
+        names = ("ring", "ulysses")
+        mesh = AttentionMesh.of(init_device_mesh("cpu", degrees, mesh_dim_names=names))
+        mask = torch.ones(8, 8).tril().bool()
+        q = torch.randn(1, 2, 4, 8)
+        with torch.inference_mode():
+            attention(q, q, q, mesh, attn_mask=mask)
+        q.requires_grad_()
+        attention(q, q, q, mesh, attn_mask=mask).sum().backward()
+        assert q.grad is not None
+
+
+def test_a_mesh_used_in_inference_mode_serves_training() -> None:
+    run_ranks(mesh_then_train, 2)
