@@ -467,6 +467,9 @@ def test_a_rank_that_failed_does_not_come() -> None:
     # One that waits for it, too, is freed by that; no circle goes through there.
     chain = {1: position(waiting("pair", (0, 3), 2, id=8), pair=[2])}
     assert judged(wait, chain, rank3=Failure("there", cause="oops")) is None
+    # Nor through this one, if it is what failed there.
+    circle = {1: position(waiting("pair", (0,), 2, id=8), pair=[2])}
+    assert judged(wait, circle, rank0=Failure("here", cause="oops")) is None
     # All failed alike, in the same place, and this one was the first to go on.
     alike = Failure("here", cause="oops", done={"all": 5})
     assert judged(wait, {}, rank0=alike, rank2=alike) is None

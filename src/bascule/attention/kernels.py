@@ -46,12 +46,16 @@ class PackedSequences:
         return max(self.seq_lens, default=0)
 
 
-def check_settings(what: str, causal: Any, scale: Any) -> None:
-    """Refuse what is no setting of attention.
+def check_call(what: str, tensors: Sequence[Any], causal: Any, scale: Any) -> None:
+    """Refuse what attention cannot be called with, whatever its shapes.
 
     Raises:
-        ConfigError: Causal is no bool, or the scale no finite number.
+        ConfigError: What should be a tensor is none, causal is no bool, or the scale no finite
+            number.
     """
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{what}: q, k or v is a {type(x).__name__}: give tensors")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not isinstance(causal, bool) or not (scale is None or (is_number and math.isfinite(scale))):
         raise ConfigError(

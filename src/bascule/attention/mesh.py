@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import ops, wired
 from bascule.attention.forms import form_of
-from bascule.attention.kernels import check_settings
+from bascule.attention.kernels import check_call
 from bascule.attention.layout import (
     Run,
     SequenceLayout,
@@ -118,7 +118,7 @@ def attention(
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     if not torch.compiler.is_compiling():
-        check_settings("attention", is_causal, scale)
+        check_call("attention", (q, k, v), is_causal, scale)
     _check(q, k, v, ranks, layout, attn_mask)
     _check_centres(wire, k)
     geometry = list(layout.segments), layout.zigzag, layout.stripe, ranks.name

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention import packed
-from bascule.attention.kernels import check_settings
+from bascule.attention.kernels import check_call
 from bascule.comm import mean
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples
 from bascule.comm.failures import tell, telling
@@ -101,7 +101,7 @@ class Step:
         """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
         bag, kernel = self._bag, self._parallel.kernel
         with telling(f"step {self.number}: attend"):
-            check_settings("attend", causal, scale)
+            check_call("attend", (q_CHD, k_CKD, v_CKD), causal, scale)
             if self.plan.topology.bag_sizes.max() > 1:
                 self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)

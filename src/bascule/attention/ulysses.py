@@ -181,9 +181,8 @@ def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
     """
     tokens = bag.tokens[bag.group.rank if bag.group else 0]
     for x in (q, k, v):
-        if not isinstance(x, Tensor) or x.device.type != bag.device.type:  # pyright: ignore[reportUnnecessaryIsInstance]
-            of = x.device if isinstance(x, Tensor) else type(x).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"attend: q, k or v is on {of}: give tensors on {bag.device}")
+        if x.device.type != bag.device.type:
+            raise ConfigError(f"attend: q, k or v is on {x.device}: give tensors on {bag.device}")
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
         raise ConfigError(
             f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "

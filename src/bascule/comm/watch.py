@@ -79,7 +79,6 @@ class Watch:
         self._ids = itertools.count()
         self._told = ""
         self._failures: dict[int, Failure] = {}  # by thread, until it goes on
-        self._last_failure: Failure | None = None
         self._meetings: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -120,7 +119,7 @@ class Watch:
     def tell_failure(self, failure: Failure) -> None:
         """Tell those that will wait for this rank that this thread failed, until it goes on."""
         failure = replace(failure, done=calls_done())
-        self._failures[threading.get_ident()] = self._last_failure = failure
+        self._failures[threading.get_ident()] = failure
         notes.write_failure(self._rank, failure)
 
     def go_on(self) -> None:
@@ -167,7 +166,8 @@ class Watch:
             return found[rank]
 
         def failure_of(rank: int) -> Failure | None:
-            return self._last_failure if rank == self._rank else notes.read_failure(rank)
+            own = next(iter(list(self._failures.values())), None)
+            return own if rank == self._rank else notes.read_failure(rank)
 
         for wait in late:
             verdict = judge(self._rank, wait.note, position_of, failure_of)
@@ -221,7 +221,7 @@ def judge(
         rank: Whose wait it is.
         wait: The wait.
         position_of: Where a rank is, this one included; None for another that does not wait.
-        failure_of: How a rank failed last, this one included; None for one that did not.
+        failure_of: How a rank failed, this one included; None for one that did not, or went on.
     """
     seen: set[tuple[int, int]] = set()
 
@@ -229,7 +229,11 @@ def judge(
         failed, own = failure_of(other), failure_of(rank)
         if failed is None or not failed.cause or failed.done.get(at.group, 0) > at.number:
             return None
-        is_alike = own is not None and own.done.get(at.group) == failed.done.get(at.group)
+        is_alike = (
+            other != rank
+            and own is not None
+            and own.done.get(at.group) == failed.done.get(at.group)
+        )
         return None if is_alike else failed
 
     def follow(of: int, at: Waiting, way: list[tuple[int, Waiting]]) -> Verdict | None:
@@ -252,7 +256,9 @@ def judge(
             thread = position.threads.get(at.group, position.main)
             for after in (one for one in position.waits if one.thread == thread):
                 if (other, after.id) == (rank, wait.id):
-                    return Verdict(_circle(way), evidence)
+                    others = ((at, who) for _, at in way[1:] for who in at.needs[:_MOST_READ])
+                    is_broken = any(failure_before(at, who) is not None for at, who in others)
+                    return None if is_broken else Verdict(_circle(way), evidence)
                 if (other, after.id) not in seen:
                     seen.add((other, after.id))
                     found = follow(other, after, way)
