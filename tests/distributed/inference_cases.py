@@ -36,6 +36,8 @@ CASES = [
     Case("flux", 5, 1, 1, (5, 7), ("guidance", "controlnet")),
     Case("flux", 4, 2, 3, (1, 1)),
     Case("flux", 4, 1, 1, (1, 2)),
+    Case("flux", 4, 1, 7, (3, 5), ("no single",)),
+    Case("flux", 4, 1, 7, (3, 5), ("no double",)),
     Case("qwen", 4, 2, 16, (4, 4), ("mask",)),
     Case("qwen", 5, 2, 7, (3, 5), ("mask",)),
     Case("qwen", 5, 1, 13, (5, 3)),
@@ -44,6 +46,7 @@ CASES = [
     Case("wan", 4, 1, 8, (4, 4)),
     Case("wan", 5, 2, 7, (3, 5)),
     Case("wan", 5, 2, 9, (3, 3), ("token_times",)),
+    Case("wan", 4, 2, 3, (1, 1), ("token_times",)),
     Case("wan", 4, 1, 3, (1, 3), ("image",)),
     Case("cogvideox", 4, 1, 8, (4, 4)),
     Case("cogvideox", 5, 2, 7, (3, 5), ("1.5",)),
@@ -82,8 +85,8 @@ def _flux(case: Case) -> nn.Module:
 
     return FluxTransformer2DModel(
         in_channels=CHANNELS,
-        num_layers=2,
-        num_single_layers=2,
+        num_layers=0 if "no double" in case.options else 2,
+        num_single_layers=0 if "no single" in case.options else 2,
         attention_head_dim=16,
         num_attention_heads=case.heads,
         joint_attention_dim=TEXT_DIM,

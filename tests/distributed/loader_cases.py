@@ -58,29 +58,32 @@ def sample_of(sample_id: int, length: int) -> dict[str, Any]:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Equal in type, dtype, shape and every bit."""
-    if isinstance(first, Tensor):
-        return (
-            isinstance(second, Tensor)
-            and (first.dtype, first.shape) == (second.dtype, second.shape)
-            and first.contiguous()
-            .view(-1)
-            .view(torch.uint8)
-            .equal(second.contiguous().view(-1).view(torch.uint8))
-        )
-    if isinstance(first, np.ndarray | np.generic):
-        return (
-            type(first) is type(second)
-            and (first.dtype, first.shape) == (second.dtype, second.shape)
-            and first.tobytes() == second.tobytes()
-        )
+    """Equal in type, dtype, shape and every bit, at every depth."""
     if type(first) is not type(second):
         return False
+    if isinstance(first, Tensor):
+        return (first.dtype, first.shape, first.requires_grad) == (
+            second.dtype,
+            second.shape,
+            second.requires_grad,
+        ) and bits_of(first).equal(bits_of(second))
+    if isinstance(first, np.ndarray | np.generic):
+        return (
+            (first.dtype, first.dtype.char, first.shape)
+            == (second.dtype, second.dtype.char, second.shape)
+            and first.tobytes() == second.tobytes()
+            and str(first) == str(second)  # zeros at the end of a string are in no byte of it
+        )
     if isinstance(first, dict):
         return list(first) == list(second) and all(same(first[k], second[k]) for k in first)
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return repr(first) == repr(second)
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Its values as bytes."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +314,13 @@ def check_mean(schedule: Schedule, of_rank: Sequence[list[Record]]) -> None:
 
 def loss_of(sample_id: int) -> float:
     return float(np.sin(sample_id))
+
+
+def endless(rank: int) -> Iterator[list[dict[str, Any]]]:
+    k = 0
+    while True:
+        yield [sample_of(PER_RANK * rank + k, 3 + 5 * rank + k % 7)]
+        k += 1
 
 
 def loader_threads() -> list[str]:

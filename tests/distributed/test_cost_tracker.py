@@ -133,11 +133,34 @@ def test_the_model_travels_with_the_checkpoint() -> None:
         assert "version 7" in wrong[1]
 
 
-def refuse() -> tuple[list[str], str]:
-    return raised_by(CostTracker, make_loader(6), warmup=2)
+def refuse() -> list[tuple[list[str], str]]:
+    rank, loader = dist.get_rank(), make_loader(6)
+    wrong: list[dict[str, Any]] = [
+        {"warmup": 2},
+        {"warmup": "10"},
+        {"window": 1},
+        {"window": 10.5},
+        {"discard": -1},
+        {"max_drift": float("nan")},
+        {"max_drift": 0},
+        {"timeout_s": -1},
+        {"timeout_s": None},
+    ]
+    heard = [raised_by(CostTracker, loader, **(one if rank else {})) for one in wrong]
+    heard.append(raised_by(CostTracker, loader, warmup=10 + rank))
+    tracker = CostTracker(loader)
+    states: list[Any] = [None, {}, [1], {"version": 1}, {"version": 1, "cost": 5}]
+    states += [{"version": 1, "cost": ["a"]}, {"version": 1, "cost": [-1.0, 0.0, 0.0, 0.0]}]
+    return heard + [raised_by(tracker.load_state_dict, state) for state in states]
 
 
-def test_too_few_measurements_are_refused() -> None:
-    names, text = run_ranks(refuse, 1)[0]
-    assert ConfigError.__name__ in names
-    assert "warmup=2" in text
+def test_wrong_or_unlike_numbers_are_refused_on_all_ranks() -> None:
+    one, other = run_ranks(refuse, 2)
+    assert one == other
+    wrong, (unlike,), states = one[:9], one[9:10], one[10:]
+    for names, text in wrong:
+        assert ConfigError.__name__ in names and "rank 1 of group 'loader': CostTracker(" in text
+    assert "warmup=2" in wrong[0][1]
+    assert "disagree on the tracker" in unlike[1] and "warmup=11" in unlike[1]
+    for names, text in states:
+        assert names[0] == "ConfigError" and "not a tracker's state" in text, text

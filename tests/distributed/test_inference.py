@@ -1,8 +1,10 @@
 """sequence_parallel for any model: exact, and refused where it cannot be."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, gather, split
+from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.errors import ConfigError
 from bascule.inference import sequence_parallel
 from tests.distributed.harness import run_ranks
@@ -107,6 +109,78 @@ def without_layout() -> list[float]:
 def test_even_shares_need_no_layout_and_local_attention_stays() -> None:
     for errors in run_ranks(without_layout, 2):
         assert max(errors) < 1e-6, errors
+
+
+@contextmanager
+def watched(seen: list[bool]) -> Iterator[None]:
+    """Note whether torch casts what mesh attention is made of."""
+
+    def attend(*args: Any, **options: Any) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return attention(*args, **options)
+
+    with mock.patch("bascule.inference.mode.attention", attend):
+        yield
+
+
+def under_autocast(ring: int, ulysses: int) -> dict[str, Any]:
+    """What torch's attention does with dtypes, and what it does over a mesh."""
+    mesh = AttentionMesh.of(make_mesh(ring, ulysses))
+    layout = SequenceLayout((9,), ring, ulysses)
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    q, k, v, bias = draw(1, 4, 9, 8), draw(1, 4, 9, 8), draw(1, 4, 9, 8), draw(1, 1, 9, 9)
+    weights = draw(1, 4, 9, 8)
+    found: dict[str, Any] = {"errors": {}, "dtypes": [], "cast within": []}
+
+    def both(name: str, *qkv: Tensor, **options: Any) -> None:
+        results: list[list[Tensor]] = []
+        for is_split in (False, True):
+            mine = [split(x, mesh, layout, 2) if is_split else x for x in qkv]
+            mine = [x.detach().requires_grad_() for x in mine]
+            grad = split(weights, mesh, layout, 2) if is_split else weights
+            with torch.autocast("cpu", torch.bfloat16):
+                if is_split:
+                    with sequence_parallel(mesh, layout), watched(found["cast within"]):
+                        out = sdpa(*mine, **options)
+                else:
+                    out = sdpa(*mine, **options)
+            parts = [out, *torch.autograd.grad(out, mine, grad.to(out.dtype))]
+            parts = [gather(x.detach(), mesh, layout, 2) for x in parts] if is_split else parts
+            results.append(parts)
+        found["dtypes"].append([x.dtype for x in results[0]] == [x.dtype for x in results[1]])
+        pairs = zip(*results, strict=True)
+        found["errors"][name] = max(difference(a.float(), b.float()) for a, b in pairs)
+
+    half = torch.bfloat16
+    both("float32", q, k, v)
+    both("float32, bias", q, k, v, attn_mask=bias)
+    both("rotated in float32", q, k, v.to(half), attn_mask=bias > 0)
+    both("float16", q.half(), k.half(), v.half(), attn_mask=bias.half())
+    both("float64", q.double(), k.double(), v.double(), attn_mask=bias.double())
+    mine = [split(x, mesh, layout, 2) for x in (q, k, v)]
+
+    def act(*qkv: Tensor) -> None:
+        with sequence_parallel(mesh, layout):
+            sdpa(*qkv)
+
+    found["mixed"] = refused(lambda: act(mine[0], mine[1], mine[2].to(half)))
+    with torch.autocast("cpu", half):
+        found["mixed under autocast"] = refused(lambda: act(mine[0].double(), mine[1], mine[2]))
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), MESHES[:2])
+def test_dtypes_under_autocast(ring: int, ulysses: int) -> None:
+    for found in run_ranks(under_autocast, 2, ring, ulysses):
+        assert all(found["dtypes"]) and found["cast within"] == [False] * 5
+        assert found["errors"].pop("float64") < 1e-12
+        assert all(0 < error < 1e-2 for error in found["errors"].values()), found
+        assert "q is torch.float32, k torch.float32 and v torch.bfloat16" in found["mixed"]
+        assert "q is torch.float64, k torch.bfloat16 and v" in found["mixed under autocast"]
 
 
 def refused(act: Callable[[], object]) -> str:

@@ -20,6 +20,7 @@ from bascule.errors import ConfigError
 from bascule.inference import Cut, Parallelized, SparseConfig, SplitTable, parallelize
 from bascule.plan.sparse_masks import save_masks
 from tests.distributed.harness import raised_by, run_ranks
+from tests.distributed.inference_bytes import counted
 from tests.distributed.inference_cases import Case, difference, make_inputs, make_mesh, make_model
 from tests.distributed.inference_toy import (
     CHANNELS,
@@ -249,27 +250,6 @@ def options(ring: int, ulysses: int) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Bytes that this rank sends to others, without all-gathers."""
-    sent, send, exchange = [0], dist.batch_isend_irecv, dist.all_to_all_single
-
-    def count_sends(operations: list[Any]) -> Any:
-        sent[0] += sum(one.tensor.nbytes for one in operations if one.op is dist.isend)
-        return send(operations)
-
-    def count_rows(output: Tensor, rows: Tensor, out: Any, into: list[int], **kwargs: Any) -> Any:
-        row_bytes = rows[0].nbytes if len(rows) else 0
-        sent[0] += row_bytes * (sum(into) - into[dist.get_rank()])
-        return exchange(output, rows, out, into, **kwargs)
-
-    with (
-        mock.patch.object(dist, "batch_isend_irecv", count_sends),
-        mock.patch.object(dist, "all_to_all_single", count_rows),
-    ):
-        yield sent
-
-
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_layers_steps_recomputation_and_bytes(ring: int, ulysses: int) -> None:
     for found in run_ranks(options, ring * ulysses, ring, ulysses):
@@ -364,13 +344,23 @@ def test_what_is_refused_on_all_ranks() -> None:
         ({"mass": float("nan")}, "must be between 0 and 1"),
         ({"keep": 0.0}, "keep=0.0): must be between 0 and 1, not 0"),
         ({"keep": "half"}, "keep='half'): must be between 0 and 1"),
-        ({"keep": 0.5, "dense_layers": (0, -1)}, "-1 is no integer from 0 on"),
-        ({"keep": 0.5, "block": 16.5}, "16.5 is no integer from 0 on"),
-        ({"keep": 0.5, "block": 0}, "block=0): must be at least 1"),
-        ({"keep": 0.5, "passes_per_step": 0}, "passes_per_step=0): must be at least 1"),
-        ({"keep": 0.5, "tolerance": -0.1}, "tolerance=-0.1): must be at least 0"),
-        ({"keep": 0.5, "target": 0.9}, "target=0.9): must be at least 1"),
-        ({"keep": 0.5, "move_cost": -1}, "move_cost=-1): must be at least 0"),
+        (
+            {"keep": 0.5, "dense_layers": (0, -1)},
+            "dense_layers=-1): must be an integer, 0 at least",
+        ),
+        ({"keep": 0.5, "block": 16.5}, "block=16.5): must be an integer, 1 at least"),
+        ({"keep": 0.5, "block": 0}, "block=0): must be an integer, 1 at least"),
+        ({"keep": 0.5, "passes_per_step": 0}, "passes_per_step=0): must be an integer, 1 at least"),
+        ({"keep": 0.5, "tolerance": -0.1}, "tolerance=-0.1): must be a number, 0 at least"),
+        ({"keep": 0.5, "target": 0.9}, "target=0.9): must be a number, 1 at least"),
+        ({"keep": 0.5, "move_cost": -1}, "move_cost=-1): must be a number, 0 at least"),
+        ({"keep": 0.5, "block": "4"}, "block='4'): must be an integer, 1 at least"),
+        ({"keep": 0.5, "block": True}, "block=True): must be an integer"),
+        ({"keep": 0.5, "passes_per_step": 1.5}, "passes_per_step=1.5): must be an integer"),
+        ({"keep": 0.5, "passes_per_step": None}, "passes_per_step=None): must be an integer"),
+        ({"keep": 0.5, "tolerance": "5 %"}, "tolerance='5 %'): must be a number"),
+        ({"keep": 0.5, "target": float("nan")}, "target=nan): must be a number"),
+        ({"keep": 0.5, "stripe": 64.0}, "stripe=64.0): must be a multiple of block, 64"),
         ({"keep": 0.5, "stripe": 96}, "stripe=96): must be a multiple of block, 64"),
         ({"masks": np.zeros((2, 3, 3), np.bool_)}, "in which nothing is seen"),
         ({"keep": 0.5, "method": "best"}, "must be one of minimal_move, stripe, paper"),

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bascule.comm.quantize import Wire
-from bascule.errors import CommError
+from bascule.errors import CommError, ConfigError
 from bascule.inference import Parallelized, parallelize
 from tests.distributed.harness import raised_by, run_ranks
+from tests.distributed.inference_bytes import counted
 from tests.distributed.inference_cases import make_mesh
 from tests.distributed.inference_toy import TABLE, Toy, make_toy, toy_inputs
 
@@ -92,6 +92,67 @@ def test_verify_names_the_first_block_that_differs(ring: int, ulysses: int) -> N
         }
 
 
+def in_low_precision() -> dict[str, Any]:
+    """A model of 16 bits: sums in another order pass, an error of a tenth does not."""
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        inputs: dict[str, Any] = {name: x.to(dtype) for name, x in toy_inputs().items()}
+        with split_toy(1, 2) as (model, handle):
+            model.to(dtype)
+            found[f"{dtype}"] = handle.verify(**inputs)
+            factor = 1.1 if dtype == torch.bfloat16 else 1.01
+
+            def change(module: nn.Module, args: Any, output: Any, factor: float = factor) -> Any:
+                return output[0], output[1] * factor
+
+            with hooked(model, 1, change, dist.get_rank() == 1):
+                found[f"{dtype} changed"] = handle.verify(**inputs)
+    return found
+
+
+def test_low_precision_is_told_from_errors() -> None:
+    for found in run_ranks(in_low_precision, 2):
+        for name, verdict in found.items():
+            assert verdict.ok != ("changed" in name), (name, str(verdict))
+            worst = max(verdict.blocks.values())
+            assert verdict.tolerance / 30 < worst or "float32" in name, (name, str(verdict))
+
+
+@dataclasses.dataclass
+class Several:
+    """What some models return."""
+
+    image: Tensor
+    others: tuple[Tensor, dict[str, Tensor]]
+    name: str = "several"
+
+
+def of_any_output() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    inputs = toy_inputs()
+    returned: dict[str, Callable[[Tensor], Any]] = {
+        "nested": lambda y: Several(y, (y * 2, {"three": y * 3})),
+        "integers": lambda y: (y * 100).long(),
+        "nothing": lambda y: "no tensor",
+    }
+    for name, change in returned.items():
+        with split_toy(1, 2) as (model, handle):
+            hook = model.register_forward_hook(lambda *args, change=change: change(args[2]))
+            try:
+                found[name] = list(handle.verify(**inputs).outputs)
+            except ConfigError as error:
+                found[name] = str(error)
+            hook.remove()
+    return found
+
+
+def test_outputs_of_any_form() -> None:
+    for found in run_ranks(of_any_output, 2):
+        assert found["nested"] == ["output 0", "output 1", "output 2"]
+        assert "returns torch.int64" in found["integers"]
+        assert "returns no tensors" in found["nothing"]
+
+
 def different_inputs() -> list[str]:
     said = list[str]()
     rank = dist.get_rank()
@@ -114,21 +175,8 @@ def test_inputs_that_differ_between_ranks_are_an_error_on_all_of_them() -> None:
     for said in run_ranks(different_inputs, 2):
         assert len(said) == 4
         assert "the values of context differ between ranks" in said[0]
-        assert all("differ in names, shapes, dtypes or numbers" in one for one in said[1:])
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Bytes that this rank sends to others, point to point."""
-    sent = [0]
-    send = dist.batch_isend_irecv
-
-    def count_sends(ops: list[Any]) -> Any:
-        sent[0] += sum(one.tensor.nbytes for one in ops if one.op is dist.isend)
-        return send(ops)
-
-    with mock.patch.object(dist, "batch_isend_irecv", count_sends):
-        yield sent
+        assert "image (2, 9, 4) torch.float64" in said[1] and "image (2, 10, 4)" in said[1]
+        assert all("disagree on names, shapes, dtypes and numbers" in one for one in said[1:])
 
 
 def explained(ring: int, ulysses: int) -> dict[str, Any]:

@@ -92,6 +92,11 @@ def own_hook(parallel: SequenceParallel, step: Step, x: torch.Tensor) -> Any:
         step.mean(home).backward()
 
 
+def without_text(parallel: SequenceParallel, step: Step, x: torch.Tensor) -> Any:
+    with step:
+        raise NoTextError
+
+
 def interrupted(parallel: SequenceParallel, step: Step, x: torch.Tensor) -> Any:
     with step:
         raise KeyboardInterrupt
@@ -119,6 +124,7 @@ CASES: dict[Callable[..., Any], str] = {
     own_code: "ZeroDivisionError: the loss of this rank",
     own_hook: "ZeroDivisionError: the hook of this rank",
     interrupted: "KeyboardInterrupt",
+    without_text: "NoTextError: its text cannot be had",
 }
 
 
@@ -129,6 +135,8 @@ def one_fails(topology: str, case: Callable[..., Any]) -> Heard:
         (case if dist.get_rank() == 1 else goes_on)(*given)
     except BaseException as error:
         names = [cls.__name__ for cls in type(error).__mro__]
+        if isinstance(error, NoTextError):
+            return names, "", time.monotonic() - start
         # As a user's handler would: the process goes on, so that no closed connection tells.
         return names, str(error), time.monotonic() - start
     raise AssertionError("nothing was raised")
@@ -207,6 +215,7 @@ WRONG: list[dict[str, Any]] = [
     {"device": "xyz"},
     {"device": 1.5},
     {"data_group": 3},
+    *([] if torch.cuda.is_available() else [{"device": "cuda"}]),
     {"plan_group": "plan"},
     {"mesh_or_group": [0, 1]},
     {"planner": "magic", "cost": None},
@@ -232,6 +241,22 @@ def test_one_rank_constructs_wrongly(wrong: dict[str, Any]) -> None:
     assert "CommError" in classes and "rank 1" in text, text
     assert {"ConfigError", "CommError"} & set(own)
     assert seconds < KNOWN_WITHIN_S
+
+
+def small_data_group() -> tuple[list[str], str]:
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    own = alone[dist.get_rank()]
+    return raised_by(SequenceParallel, None, "g1n2", COST, timeout_s=15, data_group=own)
+
+
+def test_a_data_group_without_all_ranks_is_refused() -> None:
+    for classes, text in run_ranks(small_data_group, 2):
+        assert "ConfigError" in classes and "data_group" in text and "without" in text
+
+
+class NoTextError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
 
 
 def own_plan_group_on_one_rank() -> Heard:

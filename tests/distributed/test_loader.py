@@ -1,8 +1,11 @@
 """The balanced loader delivers every sample once, on one rank, bit for bit, and keeps the mean."""
 
+import itertools
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
+from bascule.data import transfer
 from bascule.data.loader import BalancedLoader
 from bascule.plan.cost import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
@@ -357,6 +361,24 @@ def test_samples_move_only_where_it_pays_decided_alike() -> None:
             for name in ("sent_bytes", "received_bytes")
         )
         assert sent == received and (sent > 0) == (reason == "balanced")
+
+
+def measured() -> float:
+    """On a clock that ticks once a look: a thousandth of a second, on one rank a whole one."""
+    tick = (0.001, 1.0, 0.001)[dist.get_rank()]
+    ticks = itertools.count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) * tick)
+    with mock.patch.object(transfer, "time", clock):
+        return transfer.measure_exchange(loader_of_none().ranks.group)
+
+
+def loader_of_none() -> BalancedLoader:
+    return BalancedLoader(None, cost=COST, bytes_per_s=FAST, timeout_s=TIMEOUT_S)
+
+
+def test_the_slowest_rank_says_how_fast_an_exchange_is() -> None:
+    rates = run_ranks(measured, 3)
+    assert rates[0] == rates[1] == rates[2] == 2.0**-20  # a second for a mebibyte
 
 
 def no_plan_within_limits() -> tuple[list[str], dict[str, Any], list[int]]:

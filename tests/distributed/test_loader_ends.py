@@ -220,6 +220,32 @@ def test_bytes_in_flight_are_bounded_without_a_deadlock() -> None:
     assert sorted(of_rank[0] + of_rank[1]) == list(range(8)) and of_rank[1]
 
 
+def made_ahead() -> list[int]:
+    """How many steps were loaded while the first one is used, at 1 to 3 steps ahead."""
+    counts: list[int] = []
+    for ahead in (1, 2, 3):
+        loaded: list[int] = []
+
+        def load(loaded: list[int] = loaded) -> Iterator[list[dict[str, Any]]]:
+            for k in range(20):
+                loaded.append(k)
+                yield [sample_of(k, 3)]
+
+        with loader_of(load(), prefetch=ahead) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            deadline = time.monotonic() + 20.0
+            while len(loaded) < 1 + ahead and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.2)  # one more would come at once
+            counts.append(len(loaded))
+    return counts
+
+
+def test_as_many_steps_are_made_ahead_as_were_asked_for() -> None:
+    assert run_ranks(made_ahead, 1) == [[2, 3, 4]]
+
+
 def no_images(with_images: bool) -> list[bool]:
     """Text-only samples on a rank, or on all: the fields are there or not, sample by sample."""
     rank = dist.get_rank()

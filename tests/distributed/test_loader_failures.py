@@ -1,5 +1,6 @@
 """What fails on one rank is the same error on every rank, naming where; and no thread stays."""
 
+import multiprocessing
 import os
 import random
 import re
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from bascule.comm.groups import ROLL_CALL_S
+from bascule.comm.failures import ROLL_CALL_S
 from bascule.data.loader import BalancedLoader
 from bascule.plan.limits import Limits
 from tests.distributed.harness import run_ranks, run_to_the_end
@@ -23,6 +24,7 @@ from tests.distributed.loader_cases import (
     FAST,
     PER_RANK,
     allow_workers,
+    endless,
     heard_by,
     loader_threads,
     sample_of,
@@ -127,15 +129,15 @@ WORDS: dict[str, tuple[str, ...]] = {
     "length_fn raises": (PLACE, "IndexError", "no length"),
     "length -1": (PLACE, "length_fn gave -1"),
     "length 1.5": (PLACE, "length_fn gave 1.5"),
-    "length nan": (PLACE, "NaN"),
+    "length nan": (PLACE, "length_fn gave nan"),
     "length True": (PLACE, "length_fn gave True"),
     "length None": (PLACE, "None"),
     "length 2^41": (PLACE, "2199023255552"),
     "weight_fn": (PLACE, "weight_fn gave 0.5"),
     "cannot travel": (PLACE, "sample['odd'] is a set"),
-    "collate_fn": ("collating", "collate_fn", "ZeroDivisionError", "cannot collate"),
+    "collate_fn": ("making batches", "collate_fn", "ZeroDivisionError", "cannot collate"),
 }
-INPUT_ERRORS = {"length -1", "length 1.5", "length True", "length 2^41", "weight_fn"}
+INPUT_ERRORS = {*LENGTHS, "weight_fn", "cannot travel"}
 
 
 def hear_all(kinds: list[str]) -> list[tuple[Heard, list[tuple[int, int]], float]]:
@@ -145,6 +147,7 @@ def hear_all(kinds: list[str]) -> list[tuple[Heard, list[tuple[int, int]], float
         seen: list[tuple[int, int]] = []
         start = time.monotonic()
         heard.append((heard_by(failing, kind, seen), seen, time.monotonic() - start))
+        assert not multiprocessing.active_children()  # workers end with the thread that used them
     return heard
 
 
@@ -180,13 +183,6 @@ def test_what_no_plan_can_keep_is_the_same_error_on_all() -> None:
 def test_what_no_plan_can_keep_names_the_step() -> None:
     ((_, text), _, _) = run_ranks(hear_all, 2, ["limits"])[0][0]
     assert f"step {BAD_STEP}" in text, text
-
-
-def endless(rank: int) -> Iterator[list[dict[str, Any]]]:
-    k = 0
-    while True:
-        yield [sample_of(PER_RANK * rank + k, 3 + 5 * rank + k % 7)]
-        k += 1
 
 
 def loader_of(samples: Any, **settings: Any) -> BalancedLoader:

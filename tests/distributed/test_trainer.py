@@ -25,7 +25,7 @@ from bascule.data.collators import collate_padded
 from bascule.data.loader import BalancedLoader
 from bascule.data.source import ResumableSampler
 from bascule.errors import ConfigError
-from tests.distributed.harness import raised_by, run_ranks
+from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
 
 pytest.importorskip("transformers")
 
@@ -305,6 +305,29 @@ def test_what_does_not_go_with_balancing_is_refused() -> None:
         assert "Own.compute_loss" in said["own"] and "self.loss_scale" in said["own"]
         ours, expected = said["scaled"]
         assert ours == expected
+
+
+def fails_alone() -> None:
+    join_world()
+    from transformers import Trainer
+
+    class Failing(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            if dist.get_rank() == 1 and self.state.global_step == 1:
+                raise ZeroDivisionError("in the training step")
+            return super().training_step(*args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_trainer(folder, "qwen2", balanced=True, base=Failing).train()
+
+
+def test_other_processes_learn_why_one_fails() -> None:
+    """They wait for it in the gradients; the Trainer's loop, with its iterator, stays alive."""
+    other, one = run_to_the_end(fails_alone, 2)
+    said = "ZeroDivisionError: in the training step"
+    assert one.error is not None and one.error.rstrip().endswith(said), one.error
+    assert other.error is not None and "Timed out" not in other.error, other.error
+    assert f"rank 1 of group 'loader' left the iteration with {said}" in other.error, other.error
 
 
 def test_one_process_trains_as_before(tmp_path: Path) -> None:

@@ -285,8 +285,26 @@ def backward_elsewhere(degrees: tuple[int, int]) -> Heard:
     return heard(lambda: attention(q, q, q, mesh))
 
 
+def two_backwards_of_equal_calls(degrees: tuple[int, int]) -> Heard:
+    mesh = mesh_of(*degrees)
+    leaves = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(2)]
+    outs = [attention(q, q, q, mesh) for q in leaves]
+    for out in outs:  # in the same order on all ranks: fine
+        out.square().sum().backward(retain_graph=True)
+    order = outs[:: -1 if dist.get_rank() else 1]
+    return heard(lambda: [out.square().sum().backward() for out in order])
+
+
+MESH_CASES = [
+    known_forms_of_equal_size,
+    backward_elsewhere,
+    one_call_less,
+    two_backwards_of_equal_calls,
+]
+
+
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
-@pytest.mark.parametrize("case", [known_forms_of_equal_size, backward_elsewhere, one_call_less])
+@pytest.mark.parametrize("case", MESH_CASES)
 def test_unlike_calls_on_meshes_end_all_ranks(
     case: Callable[[tuple[int, int]], Heard], degrees: tuple[int, int]
 ) -> None:
@@ -354,6 +372,23 @@ def collectives_in_any_order(order: list[list[int]]) -> None:
 @pytest.mark.parametrize("order", [[[0, 2], [1, 3]], [[3, 1], [0, 2]], [[3, 2], [1, 0]]])
 def test_the_ranks_of_a_mesh_may_be_in_any_order(order: list[list[int]]) -> None:
     run_ranks(collectives_in_any_order, 4, order)
+
+
+def meshes_of_unlike_orders() -> None:
+    """One after the other on the same ranks, each with forms of its own."""
+    q = torch.randn(1, 4, 8, 4, generator=torch.Generator().manual_seed(0))
+    whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    for order in ([[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]):
+        names = ("ring", "ulysses")
+        mesh = AttentionMesh.of(DeviceMesh("cpu", torch.tensor(order), mesh_dim_names=names))
+        layout = SequenceLayout((8,), *mesh.degrees)
+        local = split(q, mesh, layout, 2)
+        out = gather(attention(local, local, local, mesh), mesh, layout, 2)
+        assert float((out - whole).abs().max()) < 1e-6
+
+
+def test_meshes_of_unlike_orders_on_the_same_ranks() -> None:
+    run_ranks(meshes_of_unlike_orders, 4)
 
 
 # --- threads --------------------------------------------------------------------------------------

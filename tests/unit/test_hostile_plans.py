@@ -3,6 +3,9 @@
 Other exceptions of one rank would leave the other ranks waiting for it.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# What the types forbid is what is tried here.
+
 import json
 import math
 from collections.abc import Callable
@@ -122,7 +125,7 @@ def test_a_batch_that_is_no_list_of_lists(batch: Any) -> None:
         lambda: suggest_topology([batch], COST, NODE),
         lambda: fit_iterations([batch] * 4, [1.0, 2.0, 3.0, 4.0]),
     )
-    refused(lambda: plan_batch((x for x in BATCH), "g1n2", COST))  # type: ignore[arg-type]
+    refused(lambda: plan_batch((x for x in BATCH), "g1n2", COST))
 
 
 @pytest.mark.parametrize("batches", [None, 5, "ab", {0: BATCH}, [None], np.array(5)])
@@ -175,13 +178,13 @@ def test_worlds_beyond_what_can_be_planned_for() -> None:
         assert "131072" in refusal(lambda spec=spec: Topology.parse(spec))
     assert Topology.parse("g131072n1").num_ranks == 2**17
     for world in (2.0, "2", True, math.nan, 10**400, 10**5000, -(10**400)):
-        refused(lambda world=world: Topology.parse("g1n1", world_size=world))  # type: ignore[arg-type]
+        refused(lambda world=world: Topology.parse("g1n1", world_size=world))
     for replicas in (10**12, 0, -1, True, 1.0, None):
         refused(lambda replicas=replicas: Topology(((1, 1),), replicas))
     for terms in ((), ((1, 2, 3),), 5, None, ((np.int64(1), 2),), ((True, 1),), "g1", ((1, 0),)):
-        refused(lambda terms=terms: Topology(terms))  # type: ignore[arg-type]
+        refused(lambda terms=terms: Topology(terms))
     for rings in (None, 2, (0,), (3,), (1, 1), (True,)):
-        refused(lambda rings=rings: Topology(((2, 1),), 1, rings))  # type: ignore[arg-type]
+        refused(lambda rings=rings: Topology(((2, 1),), 1, rings))
     listed: Any = [[1, 2]]
     assert Topology(listed).terms == ((1, 2),)  # a value, whatever it was made from
     refused(
@@ -314,7 +317,7 @@ def test_vectors_that_are_none(values: Any) -> None:
         lambda: fit_latency([100, 200], values, 64),
         lambda: fit_iterations(ITERATIONS, values),
     )
-    if values is not None:
+    if shown(values) != "None":
         refused(
             lambda: assign([1, 2], speeds=values),
             lambda: assign([1, 2], 2, carried_loads=values),

@@ -305,3 +305,23 @@ def test_samples_without_a_batch_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         collate_padded([{"input_ids": ids(1, 2)}, sample], **options)
+
+
+@pytest.mark.parametrize("sample", [None, [1, 2], "abc", 5])
+def test_what_has_no_fields_is_refused(sample: Any) -> None:
+    for use in (lambda: make_pack([two()[0], sample], Pack(8)), lambda: collate_padded([sample])):
+        with pytest.raises(ConfigError, match=r"sample \d is a \w+; give dicts of fields"):
+            use()
+    with pytest.raises(ConfigError, match="give dicts of fields"):
+        unpack(sample)
+
+
+def test_samples_may_come_one_by_one() -> None:
+    made = make_pack((sample for sample in two()), Pack(8))
+    assert made["input_ids"].tolist() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("bounds", ["ab", [0, "2"], [0, None], 5, {}])
+def test_bounds_that_are_no_numbers_are_refused(bounds: Any) -> None:
+    with pytest.raises(ConfigError, match="cu_seqlens must be whole numbers that begin with 0"):
+        unpack({"cu_seqlens": bounds, "input_ids": ids(1, 2)})

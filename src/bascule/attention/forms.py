@@ -61,7 +61,8 @@ def agree_on(
         CommError: They do not.
         RemoteConfigError: A rank has another number of tokens than the layout gives it.
     """
-    key, group = (layout, shape, num_kv_heads, form), ranks.whole
+    group = ranks.whole
+    key = None if group is None else (group.ranks, layout, shape, num_kv_heads, form)
     if group is not None and group.calls.has_agreed(key):
         return
     batch, num_heads, tokens = shape

@@ -10,6 +10,7 @@ from itertools import product
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from bascule.attention.blocks import select_block_kernel
 from bascule.attention.forms import digest_of
@@ -71,6 +72,25 @@ def ring_plan(
         scale=scale,
         wire=wire,
     )
+
+
+def numbers_of(mesh: str) -> str:
+    """How many calls the groups of a mesh have made, as text."""
+    ranks = mesh_named(mesh)
+    return str([group.calls.number for group in (ranks.ring, ranks.ulysses) if group is not None])
+
+
+def going_back(mesh: str, numbers: str, grad: Tensor) -> None:
+    """Mark what follows as the backward of the call of these numbers: ranks must take the same.
+
+    Compilers, which trace with fake tensors, do not see it.
+    """
+    if is_fake(grad):
+        return
+    ranks = mesh_named(mesh)
+    for group in (ranks.ring, ranks.ulysses):
+        if group is not None:
+            group.calls.mean(f"gradients of {numbers}")
 
 
 def _of_own_heads(mask: Tensor | None, q: Tensor, k: Tensor, ranks: AttentionMesh) -> Tensor | None:

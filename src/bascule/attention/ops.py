@@ -9,6 +9,8 @@ Shapes: as in `mesh`; T here without a rank's copies of what other ranks answer 
 in memory as (B, T, H, D).
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from bascule.attention.op_parts import (
     empty,
     exchange_of,
     gathered_runs,
+    going_back,
     laid_out,
     naming,
+    numbers_of,
     own_kv_heads,
     own_memory,
     places,
@@ -276,14 +280,27 @@ def _keep_geometry(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.geometry = inputs[1:]
 
 
+def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.geometry, ctx.numbers = inputs[1:], numbers_of(inputs[5])
+
+
+def _exchange_back(
+    exchange: Callable[..., list[Tensor]], ctx: Any, grads: list[Tensor]
+) -> tuple[Any, ...]:
+    going_back(ctx.geometry[4], ctx.numbers, grads[0])
+    return exchange(grads, *ctx.geometry), *(None,) * 6
+
+
 def _keep_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, *ctx.settings, k_centre, v_centre = inputs
     ctx.save_for_backward(q, k, v, *output, mask, k_centre, v_centre)
     ctx.mark_non_differentiable(output[1])
+    ctx.numbers = numbers_of(inputs[10])
 
 
 def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     *tensors, k_centre, v_centre = ctx.saved_tensors
+    going_back(ctx.settings[6], ctx.numbers, grad)
     grads = ring_attention_backward(grad, *tensors, *ctx.settings, k_centre, v_centre)
     return *grads, *(None,) * (3 + len(ctx.settings))
 
@@ -297,12 +314,10 @@ def _token_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 tokens_to_heads.register_autograd(
-    lambda ctx, grads: (heads_to_tokens(grads, *ctx.geometry), *(None,) * 6),
-    setup_context=_keep_geometry,
+    partial(_exchange_back, heads_to_tokens), setup_context=_keep_exchange
 )
 heads_to_tokens.register_autograd(
-    lambda ctx, grads: (tokens_to_heads(grads, *ctx.geometry), *(None,) * 6),
-    setup_context=_keep_geometry,
+    partial(_exchange_back, tokens_to_heads), setup_context=_keep_exchange
 )
 ring_attention.register_autograd(_ring_gradients, setup_context=_keep_ring)
 gather_tokens.register_autograd(_token_gradients, setup_context=_keep_geometry)

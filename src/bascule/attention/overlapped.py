@@ -23,7 +23,9 @@ from bascule.attention.forms import agree_on
 from bascule.attention.op_parts import (
     empty,
     exchange_of,
+    going_back,
     naming,
+    numbers_of,
     own_kv_heads,
     places,
     ring_plan,
@@ -123,12 +125,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, _, _, mask, *ctx.settings = inputs
     ctx.save_for_backward(*output[1:], mask)
     ctx.mark_non_differentiable(*output[1:])
+    ctx.numbers = numbers_of(inputs[9])
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     scale, kernel, num_kv_heads, segments, stripe, mesh, form = ctx.settings
     geometry = segments, False, stripe, mesh, form
     *tensors, mask = ctx.saved_tensors
+    going_back(mesh, ctx.numbers, grad)
     (grad,) = tokens_to_heads([grad], num_kv_heads, *geometry)
     grads = ring_attention_backward(grad, *tensors, mask, False, scale, kernel, *geometry)
     return *heads_to_tokens([*grads], num_kv_heads, *geometry), *(None,) * 8

@@ -88,13 +88,16 @@ class SequenceParallel:
         self._capacity = _FIRST_CAPACITY
         self._agreed: set[Hashable] = set()
         self._used: set[str] = set()
-        self.topology = self._agree_on_settings(topology, len(ranks))
+        error, data = None, None
+        try:
+            self.device = _device(device, mesh_or_group, given)
+            data = None if data_group is None else _data_group(data_group, ranks)
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        self.topology = self._agree_on_settings(topology, len(ranks), error)
         self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
-        self.data_group = self.group
-        if data_group is not None:
-            self.data_group = groups.member_of(groups.resolve(data_group), "data")
+        self.data_group = self.group if data is None else data
         self.bag_groups = make_bag_groups(self.group, self.topology, cluster, timeout_s)
-        self.device = _device(device, mesh_or_group, given)
 
     @property
     def rank(self) -> int:
@@ -134,7 +137,7 @@ class SequenceParallel:
         Raises:
             CommError: Always, on all ranks, with this error's text.
         """
-        self._plan(np.zeros(0, np.int64), error)
+        self._plan(np.zeros(0, np.int64), error or RuntimeError("it said so without an error"))
 
     def _plan(self, values: layout.Ints, error: Exception | None) -> "Step":
         self._num_plans += 1
@@ -190,9 +193,11 @@ class SequenceParallel:
         statement = Statement({}, np.zeros(0, np.int64), error)
         agree(self._plan_group, statement, what=what, step=step, capacity=0)
 
-    def _agree_on_settings(self, spec: Topology | str, world_size: int) -> Topology | str:
-        """The bags, or "auto"; the same settings on all ranks."""
-        topology, settings, error = spec, {}, None
+    def _agree_on_settings(
+        self, spec: Topology | str, world_size: int, error: Exception | None
+    ) -> Topology | str:
+        """The bags, or "auto"; the same settings on all ranks, and no error on any."""
+        topology, settings = spec, dict.fromkeys(_SETTINGS, "")
         try:
             if spec != "auto":
                 topology = Topology.parse(spec, world_size=world_size)
@@ -225,6 +230,17 @@ class SequenceParallel:
 _SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits", "cluster")
 
 
+def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:
+    data = groups.member_of(groups.resolve(group), "data")
+    missing = sorted(set(ranks) - set(data.ranks))
+    if missing:
+        raise ConfigError(
+            f"data_group has the ranks {list(data.ranks)}, without {missing} of the group: a mean "
+            "is taken over all ranks whose gradients are averaged, those of the group included"
+        )
+    return data
+
+
 def _device(
     device: torch.device | str | None,
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
@@ -232,7 +248,10 @@ def _device(
 ) -> torch.device:
     if device is not None:
         try:
-            return torch.device(device)
+            given = torch.device(device)
+            if given.type == "cuda" and not torch.cuda.is_available():
+                raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
+            return given
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device={device!r} is none of torch's: {error}") from error
     on_cuda = "nccl" in dist.get_backend(group)

@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from bascule.comm.groups import RankGroup, member_of, resolve
+from bascule.comm.making import check_timeout
 from bascule.errors import ConfigError
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
@@ -56,6 +57,10 @@ class AttentionMesh:
             ConfigError: It has other axes, or they are in the other order, or this rank is not in
                 it.
         """
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+        if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"a mesh is a {type(mesh).__name__}: give a DeviceMesh")
         names = mesh.mesh_dim_names or ()
         allowed = (RING_AXIS, ULYSSES_AXIS)
         if not names or tuple(name for name in allowed if name in names) != tuple(names):
@@ -119,6 +124,8 @@ def place_in(mesh: AttentionMesh | DeviceMesh | Place) -> Place:
         return mesh
     if isinstance(mesh, AttentionMesh):
         return Place(mesh.degrees, mesh.place, mesh.name)
+    if mesh is None or isinstance(mesh, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"mesh={mesh!r}: give an AttentionMesh or a DeviceMesh")
     return Place(*facts_of(mesh))
 
 

@@ -8,7 +8,7 @@ Shapes: as in `blocks`; R ranks of the ring. Round t works on the keys of ring r
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,7 +92,8 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
         out, lse = ring_forward(q, k, v, plan)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
+        number = 0 if plan.group is None else plan.group.calls.number
+        ctx.plan = replace(plan, form=f"{plan.form}, gradients of {number}")
         ctx.mark_non_differentiable(lse)
         return out, lse
 

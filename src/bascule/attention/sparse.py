@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
+from bascule.attention.kernels import check_call
 from bascule.attention.op_parts import naming
 from bascule.attention.ranks import AttentionMesh, as_attention_mesh
 from bascule.attention.ring import ring_attention
@@ -127,6 +128,19 @@ def attend_sparse(
     kernel: str | None = None,
 ) -> tuple[Tensor, Bools]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
+    check_call("sparse_attention", (q, k, v), False, scale)
+    if q.is_meta or len({x.dtype for x in (q, k, v)} | {x.device for x in (q, k, v)}) > 2:
+        raise ConfigError(
+            f"sparse_attention: q, k and v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, "
+            f"{k.device}, {v.device}: give one dtype, on one device with data"
+        )
+    if isinstance(seen, WholeMasks):
+        wanted = (len(plan.ring_of), plan.q.lens.size, plan.kv.lens.size)
+        if seen.array.shape != wanted:
+            raise ConfigError(
+                f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted} "
+                "(heads, query blocks, key blocks): give those that the plan was made for"
+            )
     if not isinstance(seen, PooledRule) and not callable(seen):
         raise ConfigError(
             f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
@@ -247,7 +261,8 @@ def _agree_on(
         CommError: They do not.
         ConfigError: The shapes do not fit the plan; on all ranks alike.
     """
-    key, group = (plan.digest, q, k, v, form), ranks.whole
+    group = ranks.whole
+    key = None if group is None else (group.ranks, plan.digest, q, k, v, form)
     if group is not None and group.calls.has_agreed(key):
         return
     error = _misfit(ranks, plan, q, k, v)

@@ -228,12 +228,14 @@ class _HeadsToRanks(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.args = bag, shares, form
         ctx.factors = [x.shape[1] // shares.num_kv_heads for x in tensors]
-        return _heads_to_ranks(bag, shares, form, ctx.factors, tensors)
+        found = _heads_to_ranks(bag, shares, form, ctx.factors, tensors)
+        ctx.form = _backward_form(bag, form)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        bag, shares, form = ctx.args
-        return None, None, None, *_ranks_to_heads(bag, shares, form, ctx.factors, grads)
+        bag, shares, _ = ctx.args
+        return None, None, None, *_ranks_to_heads(bag, shares, ctx.form, ctx.factors, grads)
 
 
 class _RanksToHeads(torch.autograd.Function):
@@ -244,12 +246,20 @@ class _RanksToHeads(torch.autograd.Function):
         assert bag.group is not None
         ctx.args = bag, shares, form
         ctx.factors = [out.shape[1] // shares.of(bag.group.rank)]
-        return _ranks_to_heads(bag, shares, form, ctx.factors, [out])[0]
+        found = _ranks_to_heads(bag, shares, form, ctx.factors, [out])[0]
+        ctx.form = _backward_form(bag, form)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        bag, shares, form = ctx.args
-        return None, None, None, *_heads_to_ranks(bag, shares, form, ctx.factors, grad_outputs)
+        bag, shares, _ = ctx.args
+        return None, None, None, *_heads_to_ranks(bag, shares, ctx.form, ctx.factors, grad_outputs)
+
+
+def _backward_form(bag: BagLayout, form: str) -> str:
+    """Of the gradients of the call that was just made: ranks must go back through the same one."""
+    assert bag.group is not None
+    return f"{form}, gradients of {bag.group.calls.number}"
 
 
 def _heads_to_ranks(

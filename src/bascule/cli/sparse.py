@@ -17,6 +17,7 @@ from bascule.cli.sparse_tables import show
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, rate, whole
 from bascule.plan.layout import Ints
+from bascule.plan.sparse import check_degrees
 from bascule.plan.sparse_latency import AttentionLatency
 from bascule.plan.sparse_masks import COGVIDEOX15, WAN21, load_masks, synthetic_masks
 from bascule.plan.sparse_strategy import all_degrees
@@ -231,7 +232,7 @@ def _with_heads(meshes: tuple[Mesh, ...], source: _Source) -> tuple[Mesh, ...]:
     """Those whose Ulysses ranks can have a head each.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or one is too large.
     """
     fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)
     if not fitting:
@@ -239,6 +240,8 @@ def _with_heads(meshes: tuple[Mesh, ...], source: _Source) -> tuple[Mesh, ...]:
             f"{source.name}: {source.num_heads} heads for {meshes[-1][0]} Ulysses ranks, which "
             f"take one each at least: use --ulysses {source.num_heads} at most, and --ring"
         )
+    for mesh in fitting:
+        check_degrees(*mesh)
     return fitting
 
 

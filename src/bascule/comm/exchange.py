@@ -108,6 +108,7 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, route: BoundRoute, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route = route
         received = _move(route, tensors)
+        ctx.number = route.group.calls.number
         # What needs no gradient here needs none there either: positions stay out of the graph.
         needed = ctx.needs_input_grad[1:]
         pairs = zip(received, needed, strict=True)
@@ -118,7 +119,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         sent = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
-        received = iter(_move(ctx.route.inverse, sent))
+        received = iter(_move(ctx.route.inverse, sent, of=ctx.number))
         return (None, *(next(received) if is_needed else None for is_needed in needed))
 
 
@@ -149,12 +150,14 @@ class _Spread(torch.autograd.Function):
         out = (
             None if is_kept else _staged(route.group.staging, "rows spread", num_received, parts[0])
         )
-        return _move(route, [rows], out)[0]
+        moved = _move(route, [rows], out)[0]
+        ctx.number = route.group.calls.number
+        return moved
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), route = grads, ctx.route
-        (copies,) = _move(route.back_to_copies, [grad])
+        (copies,) = _move(route.back_to_copies, [grad], of=ctx.number)
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(sum(ctx.sizes), *grad.shape[1:], dtype=wide)
         total.index_add_(0, route.send_index, copies.to(wide))
@@ -168,9 +171,12 @@ def _staged(staging: Staging, role: str, num_rows: int, like: Tensor) -> Tensor:
 
 
 def _move(
-    route: BoundRoute, tensors: Sequence[Tensor], out: Tensor | None = None
+    route: BoundRoute, tensors: Sequence[Tensor], out: Tensor | None = None, of: int = -1
 ) -> tuple[Tensor, ...]:
-    """The rows that arrive; of one tensor in `out`, if it is given."""
+    """The rows that arrive; of one tensor in `out`, if it is given.
+
+    `of` is the call whose gradients these are: ranks must go back through the same one.
+    """
     rows = [_as_integers(tensor) for tensor in tensors]
     places, row_bytes = _row_format(rows)
     sent = _pack(rows, places, row_bytes, route.send_index, route.group.staging)
@@ -186,7 +192,7 @@ def _move(
         if arrives_in_place
         else _staged(route.group.staging, "rows received", num_received, sent)
     )
-    form = f"{route.form} {[(str(x.dtype), *x.shape[1:]) for x in tensors]}"
+    form = f"{route.form} {[(str(x.dtype), *x.shape[1:]) for x in tensors]} of {of}"
     call = Call(f"all_to_all ({route.name})", route.step, form)
     all_to_all(route.group, call, received, sent, route.recv_splits, route.send_splits)
     if not arrives_in_place:

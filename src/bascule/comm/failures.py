@@ -37,8 +37,11 @@ _CLOSING_MARK = 0x7FFFFFFF
 
 def begin(group: RankGroup, what: Call) -> Begun:
     """Number and mark the next call of a group, see `Calls.begin`."""
+    watch = watch_of_world(end_all)
+    if group.calls.ended is not None:  # others may have groups that have not ended
+        watch.tell_failure(Failure(str(what), (), f"its groups were ended: {group.calls.ended}"))
     begun = group.calls.begin(what)
-    watch_of_world(end_all).go_on()
+    watch.go_on()
     return begun
 
 
@@ -123,12 +126,20 @@ def tell(error: BaseException, where: str) -> None:
     if isinstance(error, CommError) or not dist.is_initialized():
         return
     is_input = isinstance(error, ConfigError | PlanError)
-    lines = str(error).strip().splitlines() or [""]
-    cause = lines[0] if is_input else f"{type(error).__name__}: {lines[0]}"
+    cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"
     try:
         watch_of_world(end_all).tell_failure(Failure(where, (), cause, is_input))
     except RuntimeError:  # the store is gone with its host, and so are the others
         return
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the text of an error, which may be none, or fail itself."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = ["its text cannot be had"]
+    return lines[0] if lines else ""
 
 
 def end_all(reason: str) -> None:

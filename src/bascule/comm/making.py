@@ -4,6 +4,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,10 +34,7 @@ def new_group(
         ConfigError: The timeout is none.
         CommError: A member did not come in time, or never can.
     """
-    if not isinstance(timeout_s, int | float) or not 0 < timeout_s < _LONGEST_S:
-        raise ConfigError(
-            f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
-        )
+    check_timeout(timeout_s)
     world, what, verdict = resolve(None), Call("new_group"), None
     place = list(ranks).index(dist.get_rank())
     try:
@@ -56,6 +54,19 @@ def new_group(
     assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
     notes.erase(notes.FAILED, dist.get_rank())  # what ended before does not concern this one
     return member_of(group, name, ranks=dist.get_process_group_ranks(group))
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        ConfigError: Names the value and the range.
+    """
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not is_number or not 0 < timeout_s < _LONGEST_S:
+        raise ConfigError(
+            f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
+        )
 
 
 def _meet(ranks: Sequence[int], name: str, timeout_s: float) -> Verdict | None:

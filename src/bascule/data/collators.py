@@ -3,7 +3,7 @@
 Legend of shapes: B samples; l tokens of one sample, L of the longest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ Sample = Mapping[str, Any]
 
 
 def collate_padded(
-    samples: Sequence[Sample], *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
+    samples: Iterable[Sample], *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
 ) -> dict[str, Any]:
     """The batch that Qwen-VL, InternVL and other models of transformers take, padded at the right.
 
@@ -54,6 +54,7 @@ def collate_padded(
     check_int("pad_id", pad_id, 0)
     check_int("ignore_index", ignore_index)
     check_int("multiple_of", multiple_of, 1)
+    samples = mappings(samples)
     if not samples:
         nothing = torch.empty(0, 0, dtype=torch.int64)
         return {name: nothing.clone() for name in ("input_ids", "labels", "attention_mask")}
@@ -82,6 +83,16 @@ def collate_padded(
         elif value.shape[:1].numel():
             batch[name] = value
     return batch
+
+
+def mappings(samples: Iterable[object]) -> list[Sample]:
+    """The samples, or packs, as a list; ConfigError if one has no fields by name."""
+    listed: list[Sample] = []
+    for i, sample in enumerate(samples):
+        if not isinstance(sample, Mapping):
+            raise ConfigError(f"sample {i} is a {type(sample).__name__}; give dicts of fields")
+        listed.append(sample)
+    return listed
 
 
 def check_int(name: str, value: int, least: int | None = None, most: int | None = None) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from bascule.comm.groups import RankGroup
 from bascule.data.wire import Parcel
+from bascule.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
 Sample = Any
@@ -22,6 +23,28 @@ Ends = Literal["drop_last", "pad_empty", "finish"]
 FLAGS, _VERSION, _NUM_FIXED = 0, 1, 2  # places in what a rank says; then the counts
 _SHORT, CLOSING, _SOME = 1, 2, 4
 _NUM_NUMBERS = 3  # of a sample: tokens, weight, bytes
+_MOST = 2**40  # sums of many stay below 2^63
+
+
+def whole_number(value: Any, what: str) -> int:
+    """A length or weight as an integer.
+
+    Raises:
+        ConfigError: It is none from 0 to 2^40.
+    """
+    try:
+        number = int(value)
+        is_whole = bool(number == value) and 0 <= number <= _MOST
+    except Exception:
+        number, is_whole = 0, False
+    if not is_whole or _is_truth(value) or isinstance(value, str | bytes):
+        raise ConfigError(f"{what} gave {value!r}: it must be a whole number from 0 to 2^40")
+    return number
+
+
+def _is_truth(value: Any) -> bool:
+    """Whether it is True or False, of Python, numpy or torch: a comparison, not a length."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,52 +10,38 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.data.batch import Batch, LoaderMetrics
-from bascule.data.loaded import DataRanks, Ends, Sample
+from bascule.data.loaded import DataRanks, Ends, Sample, whole_number
+from bascule.data.offers import Handlers, collate_and_pin, named, num_input_ids, one
 from bascule.data.packs import Pack, make_pack
-from bascule.data.prefetch import Handlers, Prefetcher, ReadyStep
+from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
+from bascule.data.progress import Progress
 from bascule.data.redistribute import Redistributor, Rules, StepKey
-from bascule.data.setup import agree_on_settings, check_options, join
+from bascule.data.setup import DEFAULT_TIMEOUT_S, Options, agree_on_settings, is_timeout, join
 from bascule.data.source import Microbatches, Source
 from bascule.data.transfer import measure_exchange
 from bascule.errors import ConfigError
-from bascule.plan.cost import Cost
+from bascule.plan.cost import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
-
-STATE_VERSION = 1
-
-_PATIENCE_S = 5.0
-"""How long a rank that failed waits for the loaders of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Progress:
-    """What was delivered of an epoch, alike on all ranks except `saved`.
-
-    Attributes:
-        epoch: From 0.
-        step: Next step.
-        history: Items that each source rank had delivered, one entry for each earlier run.
-        counts: Items that each source rank delivered in this run.
-        saved: Where this rank's loader goes on, if it has a state of its own.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    history: tuple[tuple[int, ...], ...] = ()
-    counts: tuple[int, ...] = ()
-    saved: dict[str, Any] | None = None
 
 
 class BalancedLoader:
     """Balances the samples of any loader over data-parallel ranks, some steps ahead.
 
-    A thread of its own, with a gloo group of its own, gathers what all ranks loaded, plans, moves
-    the samples in one all-to-all of bytes, and collates. Each sample is delivered once, on one
-    rank. Who gets it depends on the samples, the cost model and the step alone, not on who is fast.
+    A thread, in a gloo group that no other uses meanwhile, gathers what all ranks loaded, plans,
+    moves the samples in one all-to-all of bytes, and collates. Each sample is delivered once, on
+    one rank. Who gets it depends on the samples, the cost model and the step alone, not on who is
+    fast.
 
-    Every rank of the group constructs it, with the same settings, and iterates alike. The group
-    lives until `destroy_process_group`; the thread ends with the iteration, `close`, or `with`.
+    Every rank of the group constructs it, with the same settings, and iterates alike. Loaders are
+    made, and iterations begun, in one thread, in the same order on all ranks. The loader's thread
+    ends with the iteration, `close`, `with`, or the interpreter; groups are used again (`leases`).
+
+    A rank that leaves an iteration is heard by the others within about a second. They may go on to
+    where it left, and then raise a CommError that names it; at once, and with its error, if an
+    error left a `with` of the loader. An iteration counts as left when nothing refers to it any
+    more, as when an error leaves a `for`. One that is kept, in a variable or by the traceback of an
+    error that was caught, counts as paused: the others hear at `close`, or when the process ends.
 
     Args:
         loader: This rank's samples: a DataLoader (they are taken before it collates them, and its
@@ -93,7 +78,7 @@ class BalancedLoader:
         collate_fn: A microbatch from a list of samples. Default: the DataLoader's, or
             `default_collate`. Not called for an empty microbatch, whose data are None.
         pin_memory: Whether tensors are put into pinned memory.
-        timeout_s: Longest wait for other ranks, their loaders included.
+        timeout_s: Longest wait for other ranks, their loaders included; the same on all.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -127,43 +112,47 @@ class BalancedLoader:
         prefetch: int = 2,
         collate_fn: Callable[[list[Sample]], Any] | None = None,
         pin_memory: bool = False,
-        timeout_s: float = 600.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        length_fn = _num_input_ids if length_fn is None else length_fn
-        ranks, self._group = join(mesh_or_group, axis, timeout_s)
+        length_fn = num_input_ids if length_fn is None else length_fn
+        # A wrong argument is told to the other ranks, so first of all this rank must meet them.
+        meeting_s = timeout_s if is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
+        self._ranks, self._pool, self._group = join(mesh_or_group, axis, meeting_s)
         error: Exception | None = None
         source, rules = Source(None, None), Rules(1, "step", None, "finish", 0.0, None)
+        functions = {"length_fn": length_fn, "weight_fn": weight_fn, "unpack": unpack}
+        functions["collate_fn"] = collate_fn
+        options = Options(batch_size, None, prefetch, bytes_per_s, timeout_s, cost, functions)
         try:
             pack = Pack(tokens=pack) if isinstance(pack, int) else pack
-            if pack is not None and limits is None:
+            if isinstance(pack, Pack) and limits is None:
                 limits = Limits(tokens=pack.tokens)
             rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes_in_flight)
-            check_options(rules, batch_size, pack, unpack, prefetch, bytes_per_s)
-            grouping = None
-            if unpack is None and (pack is not None or batch_size is not None):
-                budget = None if pack is None else pack.tokens
-                grouping = Microbatches(batch_size, budget, length_fn)
-            source = Source(loader if ranks.is_leader else None, grouping)
-        except ConfigError as met:
+            options = dataclasses.replace(options, pack=pack)
+            options.check(rules)
+            source = _source_of(loader if self._ranks.is_leader else None, options, length_fn)
+        except Exception as met:
             error = met
-        functions = {"length_fn": length_fn, "weight_fn": weight_fn, "unpack": unpack}
-        sources = agree_on_settings(ranks, rules, cost, bytes_per_s, functions, source, error)
+        sources = agree_on_settings(self._ranks, rules, options, source, error)
         self._source_places, self._deal = sources.places, sources.deal
         self._num_microbatches = sources.epoch_length(rules)
-        per_byte = measure_exchange(ranks.group) if bytes_per_s is None else 1.0 / bytes_per_s
-        self._redistributor = Redistributor(ranks, rules, cost, per_byte)
+        group = self._ranks.group
+        per_byte = measure_exchange(group) if bytes_per_s is None else 1.0 / bytes_per_s
+        self._redistributor = Redistributor(self._ranks, rules, cost, per_byte)
         self._source = source
         collate = source.collate_fn if collate_fn is None else collate_fn
         if isinstance(pack, Pack):
             collate = partial(make_pack, pack=pack)
         self._handlers = Handlers(
             length_fn=length_fn,
-            weight_fn=_one if weight_fn is None else weight_fn,
+            weight_fn=one if weight_fn is None else weight_fn,
             unpack=unpack,
-            collate=_collate(collate, takes_none=pack is not None, pin=pin_memory),
+            collate=collate_and_pin(collate, takes_none=pack is not None, pin=pin_memory),
         )
-        self._depth = prefetch
-        self._first = self._progress = _Progress()
+        self._depth, self._timeout_s = prefetch, float(timeout_s)
+        self._name = self._pool.next_name()
+        self._first = self._progress = Progress()
+        self._num_entered = 0
         self._prefetcher: Prefetcher | None = None
         self._metrics = LoaderMetrics()
 
@@ -178,6 +167,7 @@ class BalancedLoader:
             PlanError: The limits cannot be kept (on all ranks).
         """
         self.close()
+        begun = self._first
         prefetcher = self._start()
         try:
             while True:
@@ -185,11 +175,22 @@ class BalancedLoader:
                 if step is None:
                     break
                 self._metrics.count(step.data, step.exchange, waited)
-                yield from self._deliver(step)
+                yield from self._deliver(step, prefetcher)
                 prefetcher.release(step)
-        finally:
-            self._end(prefetcher)
-        self._first = self._progress = _Progress(epoch=self._first.epoch + 1)
+        except GeneratorExit:  # nothing refers to the iteration: `break`, or an error in the loop
+            # In a `with` the error follows, if there is one.
+            prefetcher.leave(is_final=not self._num_entered)
+            if not self._num_entered:
+                self._end(prefetcher, PATIENCE_S)
+            raise
+        except BaseException as error:
+            prefetcher.leave(text_of(error))
+            self._end(prefetcher, PATIENCE_S)
+            raise
+        self._end(prefetcher)
+        if self._first is begun:
+            self._first = Progress(epoch=begun.epoch + 1)
+        self._progress = self._first
 
     def __len__(self) -> int:
         """Microbatches of a whole epoch, the same on all ranks.
@@ -202,40 +203,72 @@ class BalancedLoader:
         return self._num_microbatches
 
     def __enter__(self) -> "BalancedLoader":
+        self._num_entered += 1
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # After an error on this rank the others may wait for it in the model's collectives.
-        if self._prefetcher is not None:
-            self._end(self._prefetcher, None if kind is None else _PATIENCE_S)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        self._num_entered -= 1
+        if error is None:
+            self.close()
+        else:
+            self.leave(error)
+
+    def leave(self, error: BaseException) -> None:
+        """End an iteration because of an error of this rank, and let the other ranks know of it.
+
+        As a `with` does that an error leaves. If another rank was the first to leave, a note with
+        its error is added to this one.
+        """
+        prefetcher = self._prefetcher
+        if prefetcher is None:
+            return
+        prefetcher.leave(text_of(error))
+        # The others may wait for this rank in the model's collectives, which end with its process.
+        self._end(prefetcher, PATIENCE_S)
+        first = prefetcher.left_by_another
+        if first is not None and first is not error:
+            error.add_note(str(first))
 
     def close(self) -> None:
         """End the thread of an iteration that was left early; all ranks do so at the same step."""
         if self._prefetcher is not None:
+            self._prefetcher.leave()
             self._end(self._prefetcher)
 
     def _end(self, prefetcher: Prefetcher, patience_s: float | None = None) -> None:
-        prefetcher.close(patience_s)
-        if self._prefetcher is prefetcher:
+        if prefetcher.join(patience_s) and self._prefetcher is prefetcher:
             self._metrics.dropped_samples += prefetcher.num_dropped
             self._prefetcher = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it."""
+        """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it.
+
+        Raises:
+            ConfigError: It is no whole number from 0.
+        """
+        epoch = whole_number(epoch, "the caller of set_epoch")
         if epoch != self._first.epoch:
-            self._first = self._progress = _Progress(epoch=epoch)
+            self._first = Progress(epoch=epoch)
+            if self._prefetcher is None:
+                self._progress = self._first
 
     def set_cost(self, cost: Cost) -> None:
         """Plan with another cost model, as soon as all ranks have been given it.
 
         Ranks that were given unlike ones end with a CommError.
+
+        Raises:
+            ConfigError: It is no function that gives costs of token counts.
         """
+        describe_cost(cost)
         self._redistributor.costs.append(cost)
 
     @property
     def ranks(self) -> DataRanks:
-        """The ranks that share the samples."""
-        return self._redistributor.ranks
+        """The ranks that share the samples, with a group for the thread that trains."""
+        return self._ranks
 
     @property
     def rules(self) -> Rules:
@@ -257,8 +290,7 @@ class BalancedLoader:
         The same on every rank, unless the loader has a state of its own (`StatefulDataLoader`):
         then each rank keeps its own.
         """
-        progress = dataclasses.asdict(self._progress)
-        return {"version": STATE_VERSION, "deal": self._deal, **progress}
+        return self._progress.to_state(self._deal)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the samples that were not delivered; all ranks load the same state.
@@ -271,51 +303,50 @@ class BalancedLoader:
         """
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: close the loader first")
-        try:
-            version, deal = state["version"], tuple(state["deal"])
-            history = [tuple(counts) for counts in state["history"]]
-            if any(state["counts"]):
-                history.append(tuple(state["counts"]))
-            epoch, step, saved = int(state["epoch"]), int(state["step"]), state["saved"]
-        except (LookupError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"this is not a loader state written by state_dict: {error!r}"
-            ) from error
-        if version != STATE_VERSION:
-            raise ConfigError(
-                f"a loader state of version {version!r}: this bascule reads {STATE_VERSION}"
-            )
-        if deal != self._deal:
-            raise ConfigError(
-                f"a state of samplers with (num_samples, shuffle, seed) = {deal}, and these have "
-                f"{self._deal} (zeros: no ResumableSampler): samples would be lost or repeated"
-            )
-        self._first = self._progress = _Progress(epoch, step, tuple(history), saved=saved)
+        self._first = self._progress = Progress.from_state(state, self._deal)
 
     def _start(self) -> Prefetcher:
-        progress = self._progress = self._first
-        self._source.set_epoch(progress.epoch)
-        self._redistributor.begin()
-        index = int(np.searchsorted(self._source_places, self.ranks.index))
-        num_sources = self._source_places.size
-        reading = self._source.begin(progress.history, index, num_sources, progress.saved)
+        """Borrow a group with all ranks that begin the same, and start the thread."""
+        first = self._first
+
+        def key_of(step: int) -> StepKey:
+            return StepKey(first.epoch, step, str(first.history))
+
+        error: Exception | None = None
+        reading = Source(None, None).begin((), 0, 0, None)
+        try:
+            self._source.set_epoch(first.epoch)
+            index = int(np.searchsorted(self._source_places, self.ranks.index))
+            num_sources = self._source_places.size
+            reading = self._source.begin(first.history, index, num_sources, first.saved)
+        except Exception as met:
+            error = named(met, "its loader")
+        settings = {"step": str(key_of(first.step)), "loader": self._name}
+        try:
+            lease = self._pool.borrow(settings, error, self._timeout_s)
+        except BaseException:
+            reading.close()
+            raise
+        self._redistributor.begin(lease.group)
+        self._progress = first
         self._prefetcher = Prefetcher(
             reading,
             self._handlers,
             self._redistributor,
-            lambda step: StepKey(progress.epoch, step, str(progress.history)),
-            first_step=progress.step,
+            lease,
+            key_of,
+            first_step=first.step,
             depth=self._depth,
-            max_bytes=self.rules.max_bytes,
             loads=not self._source.is_empty,
         )
         return self._prefetcher
 
-    def _deliver(self, step: ReadyStep) -> Iterator[Batch]:
+    def _deliver(self, step: ReadyStep, prefetcher: Prefetcher) -> Iterator[Batch]:
         """The microbatches of a step; each counts as delivered when it is handed out."""
         done = np.array(self._progress.counts or (0,) * self._source_places.size)
         parts = zip(step.data.microbatches, step.collated, step.saved, strict=True)
         for micro, (part, collated, saved) in enumerate(parts):
+            prefetcher.hand_out((step.key.step, micro))
             done = done + step.data.loaded.num_items[micro][self._source_places]
             self._progress = dataclasses.replace(
                 self._progress,
@@ -337,38 +368,12 @@ class BalancedLoader:
             )
 
 
-def _num_input_ids(sample: Sample) -> int:
-    try:
-        return len(sample["input_ids"])
-    except (LookupError, TypeError) as error:
-        raise ConfigError(
-            f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
-        ) from error
-
-
-def _one(sample: Sample) -> int:
-    del sample
-    return 1
-
-
-def _collate(
-    collate: Callable[[list[Sample]], Any], *, takes_none: bool, pin: bool
-) -> Callable[[list[Sample]], Any]:
-    """Collate and pin; an empty microbatch is None, unless `collate` takes one."""
-
-    def collate_and_pin(samples: list[Sample]) -> Any:
-        data = collate(samples) if samples or takes_none else None
-        return _pinned(data) if pin else data
-
-    return collate_and_pin
-
-
-def _pinned(data: Any) -> Any:
-    """The same with its tensors in pinned memory."""
-    if hasattr(data, "pin_memory"):
-        return data.pin_memory()
-    if isinstance(data, Mapping):
-        return {key: _pinned(part) for key, part in data.items()}
-    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
-        return type(data)(_pinned(part) for part in data)
-    return data
+def _source_of(
+    loader: Iterable[Any] | None, options: Options, length_fn: Callable[[Sample], int]
+) -> Source:
+    """The microbatches of this rank, grouped anew where they are packs or come one by one."""
+    grouping = None
+    pack, batch_size = options.pack, options.batch_size
+    if options.functions["unpack"] is None and (pack is not None or batch_size is not None):
+        grouping = Microbatches(batch_size, None if pack is None else pack.tokens, length_fn)
+    return Source(loader, grouping)

@@ -4,7 +4,7 @@ Legend of shapes: n samples; L tokens of one sample; T tokens of a pack; S segme
 is n, and one more where padding follows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from bascule.data.collators import (
     check_int,
     field_names,
     join,
+    mappings,
     padding,
     token_lengths,
     token_rows,
@@ -78,7 +79,7 @@ class Pack:
         _refuse_made(names)
 
 
-def make_pack(samples: Sequence[Sample], pack: Pack) -> dict[str, Any]:
+def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
     """Put samples side by side.
 
     Token fields and other tensors with a dim are concatenated along dim 0, 0-dim tensors are
@@ -114,6 +115,7 @@ def make_pack(samples: Sequence[Sample], pack: Pack) -> dict[str, Any]:
             dtype, shape or kind differs between samples, one that some samples lack and that has
             no neutral value, or one that has a name of those above.
     """
+    samples = mappings(samples)
     lens = token_lengths(samples, pack.token_fields)
     total = sum(lens)
     if total > pack.tokens:
@@ -186,6 +188,7 @@ def unpack(
             image tokens that do not match the grids; names the field.
     """
     check_int("merge_size", merge_size, 1)
+    (pack,) = mappings([pack])
     is_ours = _MARK in pack
     bounds = _checked("cu_seqlens", pack.get("cu_seqlens"))
     num_samples = pack["num_samples"] if is_ours else len(bounds) - 1
@@ -269,7 +272,10 @@ def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
     """Cumulative counts as a list; ConfigError if they are none."""
     if numbers is None:
         raise ConfigError(f"the pack has no {what}, which says where its samples begin and end")
-    values = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
+    try:
+        values = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers)
+    except (TypeError, ValueError, RuntimeError):
+        values = torch.empty(0)
     is_whole = not (values.dtype.is_floating_point or values.dtype.is_complex)
     if values.dim() != 1 or not is_whole or not len(values) or values[0] != 0:
         raise ConfigError(f"{what} must be whole numbers that begin with 0, got {numbers}")

@@ -1,39 +1,33 @@
 """The thread that makes a balanced loader's steps behind the compute, some of them ahead."""
 
+import atexit
 import itertools
 import logging
+import sys
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bascule.comm.failures import tell
 from bascule.data.batch import Interval
-from bascule.data.loaded import Offer, Sample
-from bascule.data.redistribute import Redistributor, StepData, StepKey
+from bascule.data.departures import NOWHERE, Departure, Departures, Position
+from bascule.data.leases import Lease
+from bascule.data.loaded import Offer
+from bascule.data.offers import Handlers, Saved, load, named
+from bascule.data.redistribute import ClosedError, Redistributor, StepData, StepKey
 from bascule.data.source import Reading
-from bascule.data.wire import parcel
 from bascule.errors import CommError, ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
 
+PATIENCE_S = 5.0
+"""How long a rank that has an error of its own waits for the loaders of the others."""
 
-@dataclass(frozen=True, slots=True)
-class Handlers:
-    """What the user, or the loader for them, does with samples.
-
-    Attributes:
-        length_fn: Tokens of a sample.
-        weight_fn: What a sample counts in the global mean: a whole number.
-        unpack: Samples of an item of the loader.
-        collate: A microbatch from its samples; called with none for an empty one.
-    """
-
-    length_fn: Callable[[Sample], int]
-    weight_fn: Callable[[Sample], int]
-    unpack: Callable[[Any], list[Sample]] | None
-    collate: Callable[[list[Sample]], Any]
+_LOOK_S = 1.0  # between looks for ranks that left, while there is nothing to do
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,20 +45,20 @@ class ReadyStep:
     key: StepKey
     data: StepData
     collated: list[Any]
-    saved: list[dict[str, Any] | None]
+    saved: Saved
     exchange: Interval
 
 
 class Prefetcher:
-    """Makes steps in a thread of its own until the data end, an error, or `close`.
+    """Makes steps in a thread of its own until the data end, an error, or a rank leaves.
 
     Args:
         reading: This rank's microbatches.
         handlers: What is done with samples.
-        redistributor: Makes steps of what all ranks loaded.
+        redistributor: Makes steps of what all ranks loaded, in the group of the lease.
+        lease: The thread's process group; given back when the thread ends.
         keys: Of the steps, in their order.
         depth: Steps that may be ready before one is taken.
-        max_bytes: Most bytes received in steps that were not taken yet; None if unlimited.
         loads: Whether this rank loads samples; otherwise it only computes.
     """
 
@@ -73,45 +67,65 @@ class Prefetcher:
         reading: Reading,
         handlers: Handlers,
         redistributor: Redistributor,
+        lease: Lease,
         keys: Callable[[int], StepKey],
         *,
         first_step: int,
         depth: int,
-        max_bytes: int | None,
         loads: bool,
     ) -> None:
         self._reading = reading
         self._handlers = handlers
         self._redistributor = redistributor
+        self._lease = lease
+        self._departures = Departures(lease.group, lease.use)
         self._keys = keys
         self._first_step = first_step
         self._depth = depth
-        self._max_bytes = max_bytes
         self._loads = loads
         self._changed = threading.Condition()
         self._ready: deque[ReadyStep] = deque()
         self._bytes = 0
         self._end: BaseException | None = None
-        self._ended = self._closing = False
+        self._left: Departure | None = None
+        self._ended = self._closing = self._heard = False
+        self._is_settled = True
+        self._handed = NOWHERE
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="bascule loader", daemon=True)
+        atexit.register(self._close_at_exit)
         self._thread.start()
 
     def take(self) -> tuple[ReadyStep | None, Interval]:
         """The next step, None at the end; and when this thread waited for it.
 
         Raises:
+            ConfigError: The iteration was closed.
             Whatever ended the thread: the same on all ranks.
         """
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended)
             waited = start, time.perf_counter()
+            self._check_open()
             if self._ready:
                 return self._ready.popleft(), waited
         if self._end is not None:
             raise self._end
         return None, waited
+
+    def hand_out(self, position: Position) -> None:
+        """Say that a microbatch of the step that was taken is about to be used.
+
+        Raises:
+            ConfigError: The iteration was closed.
+            CommError: Another rank left before it.
+        """
+        with self._changed:
+            self._check_open()
+            if self._left is not None and position > self._left.after and self._end is not None:
+                raise self._end
+            self._handed = position
 
     def release(self, step: ReadyStep) -> None:
         """Say that a step that was taken is no longer needed, so that another may be made."""
@@ -119,39 +133,101 @@ class Prefetcher:
             self._bytes -= step.data.received_bytes
             self._changed.notify_all()
 
-    def close(self, patience_s: float | None = None) -> None:
-        """End the thread with those of the other ranks, and join it.
+    def leave(self, reason: str = "", *, is_final: bool = True) -> None:
+        """Want no further step, and let the other ranks know; waits for nothing.
 
         Args:
-            patience_s: How long to wait for the other ranks. None: as long as their collectives do.
+            reason: The error with which this rank leaves.
+            is_final: Whether no reason is to follow.
         """
+        if not self._ended or not self._is_settled:
+            self._is_settled = is_final
+            own = self._lease.group.rank
+            departure = Departure(self._lease.use, own, self._handed, reason, is_final)
+            self._departures.announce(departure)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(patience_s)
-        if self._thread.is_alive():
-            logger.warning(
-                "the other ranks did not end their loaders within %g s; the thread of this one "
-                "ends with its process",
-                patience_s,
+
+    def join(self, patience_s: float | None = None) -> bool:
+        """Wait for the thread, which ends with those of the other ranks; whether it did.
+
+        Args:
+            patience_s: How long to wait. None: as long as its collectives do.
+        """
+        if self._thread is threading.current_thread():  # the garbage of an iteration is found there
+            return False
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended, patience_s):
+                logger.warning("the loaders of the other ranks did not end within %g s", patience_s)
+                return False
+        self._thread.join()  # what is left to do is this rank's own
+        return True
+
+    @property
+    def left_by_another(self) -> BaseException | None:
+        """The error of a rank that left first, if that is how the thread ended."""
+        is_other = self._left is not None and self._left.rank != self._lease.group.rank
+        return self._end if is_other else None
+
+    def _check_open(self) -> None:
+        """Raise what must not wait for what is ready."""
+        if self._closing:
+            raise ConfigError(
+                "this iteration was ended by close(), or by another iteration of the same loader: "
+                "leave the loop first, or make a loader for each"
             )
+        if self._left is not None and self._left.reason and self._end is not None:
+            raise self._end
+
+    def _close_at_exit(self) -> None:
+        """At the end of the interpreter, for an iteration that was left nowhere."""
+        error = getattr(sys, "last_value", None)
+        self.leave("" if error is None else text_of(error))
+        self.join(PATIENCE_S)
 
     def _run(self) -> None:
+        is_alike = True
         try:
             for step in itertools.count(self._first_step):
                 if not self._make(self._keys(step)):
                     break
-        except BaseException as error:
+        except ClosedError as error:
+            self._end = self._named(error)
+        except (CommError, PlanError) as error:
             self._end = error
+        except BaseException as error:
+            # The others wait in a call that it never makes. So nobody uses the group again.
+            is_alike = False
+            self._end = error
+            tell(error, "the thread of the loader")
+        if is_alike:
+            self._lease.give_back()
+        _forget_locals(self._end)
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+        # Iterators with workers end here: as garbage they would end in any thread, for seconds.
+        self._reading.close()
+        atexit.unregister(self._close_at_exit)
+
+    def _named(self, error: ClosedError) -> CommError:
+        """The error with who left first, where, and why."""
+        left = self._departures.read() if self._closing else self._departures.settle()
+        if left is None:
+            return error
+        self._left = left
+        group = self._lease.group
+        named = CommError(f"step {error.step}: rank {left.rank} of group {group.name!r} {left}")
+        if left.reason and left.rank != group.rank:
+            # The training may end in a collective of its own, which does not say why.
+            logger.error("%s", named)
+        return named
 
     def _make(self, key: StepKey) -> bool:
         """One step; whether there was one."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing or len(self._ready) < self._depth)
-        offer, saved = self._load(key)
+        self._wait_until(lambda: len(self._ready) < self._depth)
+        offer, saved = self._load()
         start = time.perf_counter()
         try:
             data = self._redistributor.step(key, offer, self._reserve)
@@ -167,95 +243,52 @@ class Prefetcher:
         failed: Exception | None = None
         try:
             collated = [self._handlers.collate(part.samples) for part in data.microbatches]
-        except Exception as error:
-            failed = _named(error, "collate_fn")
+        except BaseException as error:
+            failed = named(error, "collate_fn")
         self._redistributor.confirm(key, failed)
         with self._changed:
             self._ready.append(ReadyStep(key, data, collated, saved, exchange))
             self._changed.notify_all()
         return True
 
-    def _reserve(self, num_bytes: int) -> None:
-        """Wait until so many bytes may arrive. The first step always finds room."""
-        limit = self._max_bytes
-        with self._changed:
-            if limit is not None:
-                self._changed.wait_for(
-                    lambda: self._closing or self._bytes == 0 or self._bytes + num_bytes <= limit
-                )
-            self._bytes += num_bytes
-
-    def _load(self, key: StepKey) -> tuple[Offer, list[dict[str, Any] | None]]:
-        """This rank's samples of a step; what fails becomes part of the offer."""
-        accumulate = self._redistributor.rules.accumulate
+    def _load(self) -> tuple[Offer, Saved]:
         version = len(self._redistributor.costs) - 1
-        if self._closing:
+        if self._closing or self._heard:
             return Offer(is_closing=True, cost_version=version), []
-        items: list[list[Any]] = []
-        saved: list[dict[str, Any] | None] = []
-        place = f"microbatch {len(items)}"
-        try:
-            for micro in range(accumulate):
-                place = f"microbatch {micro}"
-                taken = next(self._reading, None)
-                if taken is not None:
-                    items.append(taken)
-                saved.append(self._reading.saved())
-        except Exception as error:
-            return Offer(error=_named(error, place)), saved
-        try:
-            return self._offer(items), saved
-        except Exception as error:
-            return Offer(error=error), saved
-
-    def _offer(self, items: Sequence[list[Any]]) -> Offer:
-        handlers, unpack = self._handlers, self._handlers.unpack
-        samples: list[list[Sample]] = []
-        flat: list[tuple[int, int, Any]] = []
-        for micro, taken in enumerate(items):
-            try:
-                group = taken if unpack is None else [one for item in taken for one in unpack(item)]
-            except Exception as error:
-                raise _named(error, f"microbatch {micro}, unpack") from error
-            samples.append(group)
-            flat += [(micro, place, sample) for place, sample in enumerate(group)]
-        lens, weights, parcels = [], [], []
-        for micro, place, sample in flat:
-            try:
-                lens.append(_whole(handlers.length_fn(sample), "length_fn"))
-                weights.append(_whole(handlers.weight_fn(sample), "weight_fn"))
-                parcels.append(parcel(sample))
-            except Exception as error:
-                raise _named(error, f"microbatch {micro}, sample {place}") from error
-        return Offer(
-            samples=samples,
-            lens=lens,
-            weights=weights,
-            parcels=parcels,
-            num_items=[len(taken) for taken in items],
-            is_short=self._loads and len(items) < self._redistributor.rules.accumulate,
-            is_closing=self._closing,
-            cost_version=len(self._redistributor.costs) - 1,
+        accumulate = self._redistributor.rules.accumulate
+        return load(
+            self._reading, self._handlers, accumulate, loads=self._loads, cost_version=version
         )
 
+    def _reserve(self, num_bytes: int) -> None:
+        """Wait until so many bytes may arrive. The first step always finds room."""
+        limit = self._redistributor.rules.max_bytes
+        if limit is not None:
+            self._wait_until(lambda: self._bytes == 0 or self._bytes + num_bytes <= limit)
+        with self._changed:
+            self._bytes += num_bytes
 
-def _whole(value: Any, what: str) -> int:
-    """A length or weight as an integer.
+    def _wait_until(self, is_possible: Callable[[], bool]) -> None:
+        """Wait for the training to use what is ready, or for a rank to leave."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._closing or self._heard or is_possible(), _LOOK_S
+                ):
+                    return
+            self._heard = self._departures.read() is not None
 
-    Raises:
-        ConfigError: It is none from 0 to 2^40.
-    """
-    if isinstance(value, bool) or int(value) != value or not 0 <= value <= 2**40:
-        raise ConfigError(f"{what} gave {value!r}: it must be a whole number from 0 to 2^40")
-    return int(value)
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Let an error, and those it came from, keep no objects of the functions that they left."""
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        traceback.clear_frames(error.__traceback__)
+        seen.append(error)
+        error = error.__cause__ or error.__context__
 
 
-def _named(error: Exception, place: str) -> Exception:
-    """The error with its place; one line, since it travels to all ranks."""
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0] if len(lines) == 1 else f"{lines[0]} .. {lines[-1]}"
-    if isinstance(error, ConfigError | PlanError):
-        return ConfigError(f"{place}: {text}")
-    named = RuntimeError(f"{place}: {type(error).__name__}: {text}")
-    named.__cause__ = error
-    return named
+def text_of(error: BaseException) -> str:
+    """An error as one line."""
+    lines = str(error).strip().splitlines()
+    return type(error).__name__ + (f": {lines[0]}" if lines else "")

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import RankGroup
 from bascule.data.loaded import CLOSING, FLAGS, DataRanks, Ends, Ints, Loaded, Offer, Sample
 from bascule.data.transfer import Deliveries, Transfer, deliver, exchange
 from bascule.errors import CommError, PlanError
@@ -105,6 +106,27 @@ class StepData:
     received_bytes: int
 
 
+class ClosedError(CommError):
+    """Ranks want no further step. The same on all ranks, after an agreement.
+
+    Args:
+        ranks: Those that said so.
+        step: The step that there is not.
+        group: Name of the group.
+
+    Attributes:
+        step: The same.
+    """
+
+    def __init__(self, ranks: Sequence[int], step: int, group: str) -> None:
+        self.step = step
+        names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        super().__init__(
+            f"step {step}: {names} of group {group!r} closed the loader: all ranks must leave an "
+            "iteration at the same step"
+        )
+
+
 class Redistributor:
     """Makes the steps of one rank. All ranks of the group call `step` in the same order.
 
@@ -124,11 +146,16 @@ class Redistributor:
         self._capacity = _FIRST_CAPACITY
         self._topology = Topology(((1, 1),), ranks.num)
 
-    def begin(self) -> None:
-        """Use the newest cost model: where an iteration begins, all ranks have been given the same.
+    def begin(self, group: RankGroup) -> None:
+        """Make the steps of another iteration, with the newest cost model.
 
-        The next agreement makes sure of it.
+        Where an iteration begins, all ranks have been given the same cost models. The next
+        agreement makes sure of it.
+
+        Args:
+            group: Of the same ranks, for this iteration alone.
         """
+        self.ranks = dataclasses.replace(self.ranks, group=group)
         self._version = len(self.costs) - 1
 
     def step(self, key: StepKey, offer: Offer, reserve: Callable[[int], None]) -> StepData | None:
@@ -141,7 +168,8 @@ class Redistributor:
 
         Raises:
             RemoteConfigError: A rank offered an illegal sample.
-            CommError: A rank failed or closed, or the ranks disagree.
+            ClosedError: A rank wants no further step.
+            CommError: A rank failed, or the ranks disagree.
             PlanError: The limits cannot be kept (on all ranks alike).
         """
         loaded = self._agree(key, offer)
@@ -151,9 +179,12 @@ class Redistributor:
             plans, verdict = self.decide(loaded)
             deliveries = deliver(loaded, plans, pad=self.rules.ends != "finish")
             transfer = Transfer.of(loaded, deliveries, self.ranks)
-            self._check_bytes(transfer)
+            check_received(transfer, self.rules.max_bytes)
         except PlanError as error:
             raise PlanError(f"step {key.step}, epoch {key.epoch}: {error}") from error
+        except Exception as error:  # of the cost model; another rank may not have it
+            self.confirm(key, error)
+            raise
         # Used from the next step on, whose agreement makes sure that it is the same on all ranks.
         self._version = loaded.cost_version
         rank, index = self.ranks.group.rank, self.ranks.index
@@ -171,9 +202,14 @@ class Redistributor:
         )
 
     def confirm(self, key: StepKey, error: Exception | None) -> None:
-        """Make sure that no rank failed to make something of what it received. One collective."""
+        """Make sure that no rank failed to plan or to collate. One collective.
+
+        Raises:
+            RemoteConfigError: A rank met bad input.
+            CommError: A rank failed.
+        """
         none = np.zeros(0, dtype=np.int64)
-        what = f"epoch {key.epoch}, collating"
+        what = f"epoch {key.epoch}, making batches"
         agree(self.ranks.group, Statement({}, none, error), what=what, step=key.step, capacity=0)
 
     @property
@@ -194,11 +230,7 @@ class Redistributor:
         self._capacity = max(self._capacity, *(part.size for part in gathered))
         closing = [rank for rank, part in enumerate(gathered) if part[FLAGS] & CLOSING]
         if closing:
-            raise CommError(
-                f"step {key.step}: rank{'s' if len(closing) > 1 else ''} "
-                f"{', '.join(map(str, closing))} of group {self.ranks.group.name!r} closed the "
-                "loader: all ranks must stop at the same step"
-            )
+            raise ClosedError(closing, key.step, self.ranks.group.name)
         return Loaded.of(gathered, self.ranks, self.rules.accumulate)
 
     def decide(self, loaded: Loaded) -> tuple[tuple[Plan, ...], Verdict]:
@@ -245,17 +277,21 @@ class Redistributor:
         exposed = max(exchange_s - after, 0.0)
         return "exchange" if gain <= exposed else "balanced"
 
-    def _check_bytes(self, transfer: Transfer) -> None:
-        if self.rules.max_bytes is None:
-            return
-        held = transfer.bytes_to.sum(axis=1)
-        worst = int(held.argmax())
-        if held[worst] > self.rules.max_bytes:
-            raise PlanError(
-                f"rank {worst} would receive {held[worst]:,} bytes of samples in a step, above "
-                f"max_bytes_in_flight={self.rules.max_bytes:,} by "
-                f"{held[worst] - self.rules.max_bytes:,}: raise it, or load fewer samples a step"
-            )
+
+def check_received(transfer: Transfer, most: int | None) -> None:
+    """Refuse a step in which a rank would receive more bytes than it may hold; None: any number.
+
+    Raises:
+        PlanError: Names the rank, the bytes and the limit.
+    """
+    held = transfer.bytes_to.sum(axis=1)
+    worst = int(held.argmax())
+    if most is not None and held[worst] > most:
+        raise PlanError(
+            f"rank {worst} would receive {held[worst]:,} bytes of samples in a step, above "
+            f"max_bytes_in_flight={most:,} by {held[worst] - most:,}: raise it, or load fewer "
+            "samples a step"
+        )
 
 
 def _as_loaded(loaded: Loaded, micro: int, topology: Topology, cost: Cost) -> Plan:

@@ -1,9 +1,9 @@
 """What happens once: the ranks of a balanced loader meet and agree on how steps are made."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, TypeGuard, get_args
 
 import numpy as np
 import torch
@@ -13,61 +13,100 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
+from bascule.data.leases import Pool, pool_of
 from bascule.data.loaded import DataRanks, Ends, Ints
 from bascule.data.packs import Pack
 from bascule.data.redistribute import Rules
 from bascule.data.source import Source
 from bascule.errors import ConfigError
 from bascule.plan.cost import Cost, describe_cost
+from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 
+DEFAULT_TIMEOUT_S = 600.0
+_LONGEST_TIMEOUT_S = 1e8  # three years; a little more does not fit into gloo's nanoseconds
 
-def check_options(
-    rules: Rules,
-    batch_size: int | None,
-    pack: Pack | None,
-    unpack: object,
-    prefetch: int,
-    bytes_per_s: float | None,
-) -> None:
-    """Refuse what is out of range.
 
-    Raises:
-        ConfigError: Names the argument, its value and the range.
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Arguments of a `BalancedLoader` that are no rules of its steps; see there.
+
+    Attributes:
+        functions: `length_fn`, `weight_fn`, `unpack` and `collate_fn`, by name.
     """
-    counts = {
-        "accumulate": rules.accumulate,
-        "prefetch": prefetch,
-        "batch_size": batch_size,
-        "max_bytes_in_flight": rules.max_bytes,
-    }
-    for name, value in counts.items():
-        is_int = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_int and value >= 1):
-            raise ConfigError(f"BalancedLoader({name}={value!r}): must be an integer of at least 1")
-    if not 0.0 <= rules.min_gain < 1.0:
-        raise ConfigError(
-            f"BalancedLoader(min_gain={rules.min_gain!r}): a share of the step, from 0 to below 1"
-        )
-    if bytes_per_s is not None and not 0.0 < bytes_per_s:
-        raise ConfigError(f"BalancedLoader(bytes_per_s={bytes_per_s!r}): must be above zero")
-    for name, value, allowed in (
-        ("sync", rules.sync, get_args(Sync)),
-        ("ends", rules.ends, get_args(Ends)),
-    ):
-        if value not in allowed:
-            raise ConfigError(f"BalancedLoader({name}={value!r}): choose one of {allowed}")
-    if batch_size is not None and (pack is not None or unpack is not None):
-        raise ConfigError(
-            f"BalancedLoader(batch_size={batch_size}): a pack holds samples up to its tokens, and "
-            "ready-made packs come in the loader's lists; leave batch_size out"
-        )
+
+    batch_size: int | None
+    pack: Pack | None
+    prefetch: int
+    bytes_per_s: float | None
+    timeout_s: float
+    cost: Cost
+    functions: Mapping[str, Callable[..., Any] | None]
+
+    def check(self, rules: Rules) -> None:
+        """Refuse what is out of range.
+
+        Raises:
+            ConfigError: Names the argument, its value and the range.
+        """
+        counts = {
+            "accumulate": rules.accumulate,
+            "prefetch": self.prefetch,
+            "batch_size": self.batch_size,
+            "max_bytes_in_flight": rules.max_bytes,
+        }
+        for name, value in counts.items():
+            is_int = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_int and value >= 1) and (value is not None or name in _NEEDED):
+                raise _wrong(name, value, "must be an integer of at least 1")
+        if not (is_number(rules.min_gain) and 0.0 <= rules.min_gain < 1.0):
+            raise _wrong("min_gain", rules.min_gain, "a share of the step, from 0 to below 1")
+        rate = self.bytes_per_s
+        if rate is not None and not (is_number(rate) and 0.0 < rate):
+            raise _wrong("bytes_per_s", rate, "must be above zero")
+        if not is_timeout(self.timeout_s):
+            raise _wrong("timeout_s", self.timeout_s, "must be seconds, above zero")
+        for name, value, allowed in (
+            ("sync", rules.sync, get_args(Sync)),
+            ("ends", rules.ends, get_args(Ends)),
+        ):
+            if value not in allowed:
+                raise _wrong(name, value, f"choose one of {allowed}")
+        if not isinstance(rules.limits, Limits | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong("limits", rules.limits, "must be Limits(..) or None")
+        if not isinstance(self.pack, Pack | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _wrong("pack", self.pack, "must be Pack(..), its tokens, or None")
+        for name, value in {"cost": self.cost, **self.functions}.items():
+            if not callable(value) and (value is not None or name in _NEEDED):
+                raise _wrong(name, value, "must be a function")
+        if self.batch_size is not None and (self.pack or self.functions["unpack"]):
+            raise ConfigError(
+                f"BalancedLoader(batch_size={self.batch_size}): a pack holds samples up to its "
+                "tokens, and ready-made packs come in the loader's lists; leave batch_size out"
+            )
+
+
+_NEEDED = ("accumulate", "prefetch", "cost", "length_fn")
+
+
+def is_timeout(value: object) -> bool:
+    """Whether it is a number of seconds that ranks can wait."""
+    return is_number(value) and 0.0 < value <= _LONGEST_TIMEOUT_S
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether it can be compared with numbers; nan can, and is neither below nor above."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def _wrong(name: str, value: object, limit: str) -> ConfigError:
+    return ConfigError(f"BalancedLoader({name}={value!r}): {limit}")
 
 
 def join(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", axis: str | None, timeout_s: float
-) -> tuple[DataRanks, RankGroup]:
-    """All ranks with a group of the loader's own; and the data-parallel group of this rank.
+) -> tuple[DataRanks, Pool, RankGroup]:
+    """All ranks, the groups that their loaders share, and the data-parallel group of this rank.
 
     Raises:
         ConfigError: The mesh has no such axis.
@@ -87,8 +126,8 @@ def join(
     order = by_place.flatten().argsort()
     members = by_place.flatten()[order].tolist()
     places = torch.arange(by_place.shape[0]).repeat_interleave(by_place.shape[1])[order]
-    group = groups.new_group(members, "loader", timeout_s, backend="gloo")
-    return DataRanks(group, places.numpy()), along
+    pool = pool_of(members, timeout_s)
+    return DataRanks(pool.control, places.numpy()), pool, along
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,13 +155,7 @@ class Sources:
 
 
 def agree_on_settings(
-    ranks: DataRanks,
-    rules: Rules,
-    cost: Cost,
-    bytes_per_s: float | None,
-    functions: Mapping[str, object],
-    source: Source,
-    error: Exception | None,
+    ranks: DataRanks, rules: Rules, options: Options, source: Source, error: Exception | None
 ) -> Sources:
     """Make sure that all ranks were given the same, and find out who loads.
 
@@ -133,14 +166,16 @@ def agree_on_settings(
             ranks alike).
     """
     settings = {field.name: str(getattr(rules, field.name)) for field in dataclasses.fields(rules)}
-    settings |= {"cost": describe_cost(cost), "bytes_per_s": str(bytes_per_s)}
-    for name, one in functions.items():
+    settings |= {name: str(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
+    for name, one in options.functions.items():
         settings[name] = getattr(one, "__qualname__", type(one).__qualname__)
+    settings["cost"], values = "unknown", np.zeros(7, dtype=np.int64)
     try:
-        number = len(source)
-    except TypeError:
-        number = -1
-    values = np.array([source.is_empty, number, *source.deal], dtype=np.int64)
+        if error is None:  # else there may be no cost and no source to ask
+            settings["cost"] = describe_cost(options.cost)
+            values = np.array([source.is_empty, _length_of(source), *source.deal], dtype=np.int64)
+    except Exception as met:
+        error = met
     statement = Statement(settings, values, error)
     said = agree(ranks.group, statement, what="construction", step=0, capacity=values.size)
     of_rank = np.stack(said)[ranks.leaders]
@@ -149,6 +184,14 @@ def agree_on_settings(
     _check_deals(places, deals)
     deal = tuple(deals[0, 2:].tolist()) if places.size else (0, 0, 0)
     return Sources(places, of_rank[places, 1], deal)
+
+
+def _length_of(source: Source) -> int:
+    """Its microbatches, or -1 where it does not know."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return -1
 
 
 def _check_deals(places: Ints, deals: Ints) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Sampler, default_collate
 
+from bascule.data.loaded import whole_number
 from bascule.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]
@@ -59,7 +60,14 @@ class ResumableSampler(Sampler[int]):
         self._epoch = epoch
 
     def resume(self, history: History) -> None:
-        """Deal only what is left after these runs of the epoch."""
+        """Deal only what is left after these runs of the epoch.
+
+        Raises:
+            ConfigError: They delivered more than there is.
+        """
+        delivered = sum(map(sum, history))
+        if delivered > self._num_samples:
+            raise _too_many(delivered, self._num_samples)
         self._history = history
 
     def __len__(self) -> int:
@@ -93,7 +101,7 @@ class Microbatches:
     num_tokens: int | None
     length_fn: Callable[[Sample], int]
 
-    def split(self, samples: Iterator[Sample]) -> Iterator[list[Sample]]:
+    def split(self, samples: Iterator[Sample]) -> Generator[list[Sample], None, None]:
         """Group them in the order in which they come."""
         if self.num_tokens is None:
             while group := list(itertools.islice(samples, self.num_samples)):
@@ -102,7 +110,7 @@ class Microbatches:
         group: list[Sample] = []
         total = 0
         for sample in samples:
-            length = self.length_fn(sample)
+            length = whole_number(self.length_fn(sample), "length_fn")
             if group and total + length > self.num_tokens:
                 yield group
                 group, total = [], 0
@@ -213,10 +221,10 @@ class Reading:
         self._items = items
         self._stateful = stateful
         self._skip = skip
-        self._states: list[tuple[int, Any]] = []
+        self._newest: tuple[int, Any] = (0, None)
         self._taken = 0
         lists = self._lists()
-        self._groups = (
+        self._groups: Generator[list[Sample], None, None] = (
             lists if grouping is None else grouping.split(itertools.chain.from_iterable(lists))
         )
 
@@ -228,16 +236,19 @@ class Reading:
         self._taken += len(samples)
         return samples
 
+    def close(self) -> None:
+        """Refer to the loader's iterator no longer, so that its workers end here and now."""
+        self._groups.close()
+        self._items = iter(())
+
     def saved(self) -> dict[str, Any] | None:
         """Where a loader with a state would go on after the microbatches taken so far."""
         if self._stateful is None:
             return None
-        while len(self._states) > 1 and self._states[1][0] <= self._taken:
-            del self._states[0]
-        first, state = self._states[0]
+        first, state = self._newest
         return {"loader": state, "offset": self._taken - first}
 
-    def _lists(self) -> Iterator[list[Sample]]:
+    def _lists(self) -> Generator[list[Sample], None, None]:
         """The loader's lists from where to start; a sample that comes alone is a list of one."""
         first, skip = -self._skip, self._skip
         self._keep(first)
@@ -248,11 +259,24 @@ class Reading:
                 yield samples[max(len(samples) - first, 0) :] if skip else samples
                 skip = 0
             self._keep(first)
+        if first < 0:
+            raise _too_many(self._skip, self._skip + first)
 
     def _keep(self, first: int) -> None:
-        """Note the loader's state before its batch that begins with sample `first`."""
+        """Note the loader's state before its batch that begins with sample `first`.
+
+        That is never beyond the samples taken: whoever groups them asks for one at a time, and at
+        most for the one after the last of a group. So the newest state is one to go on from.
+        """
         if self._stateful is not None:
-            self._states.append((first, self._stateful.state_dict()))
+            self._newest = first, self._stateful.state_dict()
+
+
+def _too_many(num_delivered: int, num_samples: int) -> ConfigError:
+    return ConfigError(
+        f"{num_delivered} samples were delivered when the state was saved, and there are "
+        f"{num_samples}: resume with the samples that the state was saved with"
+    )
 
 
 def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -1,14 +1,30 @@
-"""Samples as bytes: a typed header, then the tensors as they lie in memory. No pickle.
+"""Samples as bytes: a typed header, then the arrays as they lie in memory. No pickle.
 
 A sample is a dict, tuple or list of tensors, numpy arrays and plain values (strings, numbers,
 booleans, None), nested at will. Its header is JSON: the shape of the nest, the plain values, and
 type and shape of each array. So what arrives can be read without running any code of the sender.
+
+A sample that moves must not differ from one that stays, or a batch would depend on who loaded what.
+So each type either arrives as what it was, or is refused on every rank, also where nothing moves:
+`parcel` is made of every sample that is loaded. Exactly these types travel; what is derived from
+them is refused, with the plain value to give in its place. What arrives is equal in
+
+* types, at every depth, the order of keys included;
+* dtypes (byte order included), shapes, and every bit of the values;
+* strides, as `clone()` and `copy(order="K")` keep them: images that are views with their channels
+  first or last stay so. What has gaps or overlaps (a slice, an expanded tensor) is dense then.
+
+Not part of a sample are: whether two of its tensors share memory, whether memory is pinned, shared
+or read-only, attributes that somebody hung on a tensor, and whether complex numbers wait to be
+conjugated. Tensors that require a gradient are refused: it would be that of a copy on another rank.
 """
 
 import json
 import struct
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
@@ -20,6 +36,9 @@ from bascule.errors import ConfigError
 ALIGNMENT = 16
 """Bytes to whose multiples samples and arrays are padded: the widest element, complex128."""
 
+MAX_DEPTH = 64
+"""Of nested values; deeper ones could end the interpreter's stack on the rank that reads them."""
+
 _LENGTH = struct.Struct("<I")
 _PLAIN = (str, int, float, bool, type(None))
 _DTYPES = {
@@ -27,6 +46,7 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
+_MAPPINGS: dict[str, type[dict[str, Any]]] = {"d": dict, "o": OrderedDict}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +73,15 @@ def parcel(sample: object) -> Parcel:
     """What a sample looks like on the wire. Copies nothing but arrays that are not contiguous.
 
     Raises:
-        ConfigError: A value has no form on the wire; names its place in the sample.
+        ConfigError: A value would not arrive as what it is; names its place in the sample.
     """
     arrays: list[Tensor] = []
-    text = json.dumps(_describe(sample, "sample", arrays), separators=(",", ":")).encode()
-    header = torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
-    parts = (header, *arrays)
+    described = _describe(sample, "sample", arrays, 0)
+    # Not ASCII: its escapes of two lone surrogates would arrive as one character.
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False)
+    header = bytearray(text.encode(errors="surrogatepass"))
+    header[:0] = _LENGTH.pack(len(header))
+    parts = (torch.frombuffer(header, dtype=torch.uint8), *arrays)
     return Parcel(parts, sum(_padded(part.numel()) for part in parts))
 
 
@@ -71,46 +94,98 @@ def read(buffer: Tensor) -> Any:
     (length,) = _LENGTH.unpack(buffer[: _LENGTH.size].numpy().tobytes())
     text = buffer[_LENGTH.size : _LENGTH.size + length].numpy().tobytes()
     reader = _Reader(buffer, _padded(_LENGTH.size + length))
-    return reader.build(json.loads(text))
+    return reader.build(json.loads(text.decode(errors="surrogatepass")))
 
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _describe(value: object, place: str, arrays: list[Tensor]) -> list[Any]:
+def _describe(value: object, place: str, arrays: list[Tensor], depth: int) -> list[Any]:
     """One letter that says what a value is, and what is needed to build it again."""
+    kind = type(value)
     if isinstance(value, Tensor):
-        arrays.append(_tensor_bytes(value, place))
-        return ["t", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if isinstance(value, np.ndarray | np.generic):
-        if isinstance(value, np.ma.MaskedArray):
-            raise ConfigError(f"{place}: a masked array cannot travel; give data and mask apart")
-        if value.dtype.hasobject or value.dtype.names is not None:
-            raise ConfigError(f"{place}: an array of {value.dtype} cannot travel; use numbers")
-        flat = np.frombuffer(bytearray(np.ascontiguousarray(value).tobytes()), dtype=np.uint8)
-        arrays.append(torch.from_numpy(flat))
-        kind = "a" if isinstance(value, np.ndarray) else "g"
-        return [kind, value.dtype.str, list(value.shape)]
-    if isinstance(value, bytes):
-        arrays.append(torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else _NONE)
-        return ["b", len(value)]
-    if type(value) in _PLAIN:
+        return _describe_tensor(value, place, arrays)
+    if kind is np.ndarray:
+        assert isinstance(value, np.ndarray)
+        return _describe_array(value, place, arrays)
+    if isinstance(value, np.generic):
+        return _describe_scalar(value, place, arrays)
+    if kind is bytes:
+        assert isinstance(value, bytes)
+        return ["b", _add_bytes(value, arrays)]
+    if kind in _PLAIN:
         return ["v", value]
-    if isinstance(value, Mapping):
-        return ["d", _describe_items(value, place, arrays)]
-    if type(value) in (list, tuple):
+    if depth == MAX_DEPTH:
+        raise ConfigError(f"{place} is nested deeper than {MAX_DEPTH} levels: give it flat")
+    if kind in (dict, OrderedDict):
+        assert isinstance(value, dict)
+        _check_keys(value, place)
+        items = value.items()
+        parts = {k: _describe(v, f"{place}[{k!r}]", arrays, depth + 1) for k, v in items}
+        return ["d" if kind is dict else "o", parts]
+    if kind in (list, tuple):
         assert isinstance(value, list | tuple)
         numbers = _as_numbers(value)
         if numbers is not None:
             arrays.append(torch.from_numpy(numbers.view(np.uint8)))
-            return ["n", numbers.dtype.str, len(value), isinstance(value, list)]
-        parts = [_describe(part, f"{place}[{i}]", arrays) for i, part in enumerate(value)]
-        return ["l" if isinstance(value, list) else "u", parts]
-    raise ConfigError(
-        f"{place} is a {type(value).__name__}, which cannot travel: give tensors, arrays, strings, "
-        "numbers, booleans or None, in dicts, lists or tuples"
-    )
+            return ["n", numbers.dtype.str, len(value), kind is list]
+        parts = [_describe(v, f"{place}[{i}]", arrays, depth + 1) for i, v in enumerate(value)]
+        return ["l" if kind is list else "u", parts]
+    raise _refusal(value, place)
+
+
+def _describe_tensor(tensor: Tensor, place: str, arrays: list[Tensor]) -> list[Any]:
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if tensor.device.type != "cpu" or not is_dense:
+        form = "nested" if tensor.is_nested else str(tensor.layout)
+        raise ConfigError(
+            f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on the "
+            "CPU; move them to a device after the loader"
+        )
+    if type(tensor) is not Tensor:
+        raise _refusal(tensor, place)
+    if tensor.requires_grad:
+        raise ConfigError(
+            f"{place} requires a gradient, which would be that of a copy where the sample moves: "
+            "give detach() of it"
+        )
+    dense = tensor.resolve_conj().resolve_neg()
+    dense = dense if dense.is_contiguous() else dense.clone()
+    strides = None if dense.is_contiguous() else list(dense.stride())
+    if dense.numel():
+        arrays.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
+    return ["t", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
+
+
+def _describe_array(array: np.ndarray, place: str, arrays: list[Tensor]) -> list[Any]:
+    _check_dtype(array.dtype, place)
+    dense = array if array.flags.c_contiguous else array.copy(order="K")
+    strides = None if dense.flags.c_contiguous else list(dense.strides)
+    if array.nbytes:
+        flat = dense.ravel(order="K").view(np.uint8)
+        arrays.append(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+    return ["a", array.dtype.str, list(array.shape), strides]
+
+
+def _describe_scalar(value: np.generic, place: str, arrays: list[Tensor]) -> list[Any]:
+    # Arrays of strings do not keep the zeros at their ends, nor does numpy's own str().
+    if type(value) is np.str_:
+        return ["s", str.__str__(value)]
+    if type(value) is np.bytes_:
+        return ["z", _add_bytes(bytes(value), arrays)]
+    if type(value) is not value.dtype.type:
+        raise _refusal(value, place)
+    _check_dtype(value.dtype, place)
+    _add_bytes(value.tobytes(), arrays)
+    return ["g", value.dtype.str]
+
+
+def _add_bytes(value: bytes, arrays: list[Tensor]) -> int:
+    """Send these bytes; their number."""
+    if value:
+        arrays.append(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+    return len(value)
 
 
 def _as_numbers(values: Sequence[object]) -> np.ndarray | None:
@@ -124,29 +199,52 @@ def _as_numbers(values: Sequence[object]) -> np.ndarray | None:
         return None
 
 
-def _describe_items(
-    value: Mapping[Any, object], place: str, arrays: list[Tensor]
-) -> dict[str, Any]:
+def _check_keys(value: Mapping[Any, object], place: str) -> None:
     for key in value:
         if type(key) is not str:
             raise ConfigError(f"{place} has the key {key!r}: keys of samples are strings")
-    return {key: _describe(part, f"{place}[{key!r}]", arrays) for key, part in value.items()}
 
 
-def _tensor_bytes(tensor: Tensor, place: str) -> Tensor:
-    """(n,) uint8, the tensor's memory."""
-    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-    if tensor.device.type != "cpu" or not is_dense:
-        form = "nested" if tensor.is_nested else str(tensor.layout)
+def _check_dtype(dtype: np.dtype[Any], place: str) -> None:
+    """Refuse dtypes that their name does not say: objects, fields, those of other packages."""
+    try:
+        named = np.dtype(dtype.str)
+    except TypeError:
+        named = None
+    is_named = named == dtype and named is not None and named.char == dtype.char
+    if dtype.hasobject or dtype.names is not None or not is_named:
         raise ConfigError(
-            f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on the "
-            "CPU; move them to a device after the loader"
+            f"{place}: an array of {dtype} cannot travel; use a plain dtype of numbers"
         )
-    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return dense.view(-1).view(torch.uint8) if dense.numel() else _NONE
 
 
-_NONE = torch.empty(0, dtype=torch.uint8)
+def _refusal(value: object, place: str) -> ConfigError:
+    """Why a value cannot travel, and what to give in its place."""
+    name = type(value).__name__
+    return ConfigError(f"{place} is a {name}, which would not arrive as one: {_advice(value)}")
+
+
+def _advice(value: object) -> str:
+    plain = next((k for k in (bool, int, float, str, bytes, list) if isinstance(value, k)), None)
+    if isinstance(value, torch.nn.Parameter):
+        return "give detach() of it"
+    if isinstance(value, Tensor):
+        return "give as_subclass(torch.Tensor) of it"
+    if isinstance(value, np.ma.MaskedArray):
+        return "give data and mask apart"
+    if isinstance(value, np.ndarray):
+        return "give numpy.asarray of it"
+    if isinstance(value, np.generic):
+        return "give item() of it"
+    if isinstance(value, Mapping):
+        return "give dict(..) of it"
+    if isinstance(value, Enum):
+        return "give its name or value"
+    if isinstance(value, tuple):
+        return "give tuple(..) of it, or a dict"
+    if plain is not None:
+        return f"give {plain.__name__}(..) of it"
+    return "give tensors, arrays, strings, numbers, booleans or None, in dicts, lists or tuples"
 
 
 class _Reader:
@@ -160,24 +258,37 @@ class _Reader:
         kind = described[0]
         if kind == "v":
             return described[1]
-        if kind == "d":
-            return {key: self.build(part) for key, part in described[1].items()}
+        if kind in _MAPPINGS:
+            parts = ((key, self.build(part)) for key, part in described[1].items())
+            return _MAPPINGS[kind](parts)
         if kind in "lu":
             parts = [self.build(part) for part in described[1]]
             return parts if kind == "l" else tuple(parts)
         if kind == "t":
-            dtype, shape = _DTYPES[described[1]], described[2]
-            count = torch.Size(shape).numel()
-            return self._take(count * dtype.itemsize).view(dtype).view(shape)
-        if kind == "b":
-            return self._take(described[1]).numpy().tobytes()
+            return self._tensor(_DTYPES[described[1]], *described[2:])
+        if kind == "a":
+            return self._array(np.dtype(described[1]), *described[2:])
+        if kind == "g":
+            return self._array(np.dtype(described[1]), [], None)[()]
         if kind == "n":
-            numbers = self._take(8 * described[2]).numpy().view(described[1]).tolist()
+            numbers = self._array(np.dtype(described[1]), [described[2]], None).tolist()
             return numbers if described[3] else tuple(numbers)
-        dtype, shape = np.dtype(described[1]), described[2]
+        if kind == "s":
+            return np.str_(described[1])
+        taken = self._take(described[1]).numpy().tobytes()
+        return taken if kind == "b" else np.bytes_(taken)
+
+    def _tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None
+    ) -> Tensor:
+        taken = self._take(torch.Size(shape).numel() * dtype.itemsize).view(dtype)
+        return taken.view(shape) if strides is None else taken.as_strided(shape, strides)
+
+    def _array(
+        self, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int] | None
+    ) -> np.ndarray:
         taken = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-        array = taken.numpy().view(dtype).reshape(shape)
-        return array if kind == "a" else array[()]
+        return np.ndarray(shape, dtype, taken.numpy().data, strides=strides)
 
     def _take(self, num_bytes: int) -> Tensor:
         taken = self._buffer[self._next : self._next + num_bytes]

@@ -21,6 +21,14 @@ Mode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-
 _WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes; the host for what has no parameters, or loads them as needed."""
+    first = next(model.parameters(), None)
+    if first is None or first.device.type == "meta":
+        return torch.device("cpu")
+    return first.device
+
+
 def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: torch.device) -> None:
     """Refuse modes of torch.compile that the ranks of a mesh cannot run.
 
@@ -48,11 +56,19 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
         )
 
 
-def compile_in_place(model: nn.Module, mode: Mode, dynamic: bool | None) -> Callable[[], None]:
+def compile_in_place(
+    model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[[], None]
+) -> Callable[[], None]:
     """Compile a model with its hooks, `fullgraph=True`; what is returned makes it what it was.
 
     In contrast to `model.compile()`, the hooks that cut its inputs are in the same graph. Its
     inputs are whole, the same on every rank, so graphs of fixed shapes are made at the same call.
+
+    Args:
+        model: With its hooks.
+        mode: As in torch.compile.
+        dynamic: As in torch.compile.
+        prepare: What is called before each forward pass, not compiled.
     """
     before = model._compiled_call_impl
 
@@ -68,7 +84,13 @@ def compile_in_place(model: nn.Module, mode: Mode, dynamic: bool | None) -> Call
     # A rank whose share is of one token has a graph of its own for it, so a graph for any shape
     # would not be recorded on all ranks at once.
     dynamic = False if mode in _WITHOUT_GRAPHS else dynamic
-    model._compiled_call_impl = torch.compile(call, fullgraph=True, mode=mode, dynamic=dynamic)
+    compiled = torch.compile(call, fullgraph=True, mode=mode, dynamic=dynamic)
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = prepared
     return undo
 
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, gather, split
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
+from bascule.inference.call_mode import num_calls
 from bascule.inference.mode import SequenceParallelMode
 from bascule.inference.sparse import SparseLayer, SparsePass
 from bascule.inference.tables import Cut, SplitTable
@@ -55,16 +56,25 @@ class Forward(SequenceParallelMode):
     """The lengths that a forward pass has met; while entered, its attention is over the mesh.
 
     Lengths are those of whole tensors, before they are cut, so they are the same on every rank.
+
+    Attributes:
+        depth: How many calls of the model were running when it began, itself among them; 0 if it
+            was not begun by a call, and -1 where a compiler does not tell.
+        thread: That of the call; None where a compiler does not tell.
     """
 
     def __init__(
         self,
+        model: nn.Module,
         mesh: AttentionMesh,
         table: SplitTable,
         wire: Wire | None = None,
         sparse: SparsePass | None = None,
     ) -> None:
         super().__init__(mesh, wire=wire)
+        self.depth = 0
+        self.thread: int | None = None
+        self._model = model
         self._sparse = sparse
         # The first tensor of each segment, and its dim: a compiler takes the size of a tensor for
         # symbolic, and a number that one graph leaves to another for a constant.
@@ -73,6 +83,13 @@ class Forward(SequenceParallelMode):
         self._table = table
         self._masks: dict[str, Tensor] = {}
         self._key_mask: Tensor | None = None
+
+    def is_running(self) -> bool:
+        """Whether the call that began it has not ended, also not by an interrupt."""
+        if torch.compiler.is_compiling() or self.depth == 0:
+            return True
+        wanted = max(self.depth, 1)
+        return num_calls(self._model, self.thread, wanted) == wanted
 
     def split(self, value: Any, cut: Cut, name: str) -> Any:
         """This rank's share of a tensor, or of each tensor of a list."""
@@ -139,7 +156,7 @@ class Forward(SequenceParallelMode):
         """A block of the table runs."""
         self.has_attended = False
         if self._sparse is not None:
-            self._sparse.begin_block(name)
+            self._sparse.begin_block(name, is_again=self.depth == 0)
 
     def attend(
         self,

@@ -5,18 +5,19 @@ Shapes: as in `attention.mesh`; T tokens of this rank, S of the whole sequence.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
+from bascule.inference.call_mode import CallMode
+from bascule.inference.empty import RESHAPES, reshape_empty
 
 # They call scaled_dot_product_attention where no mode sees it.
 _HIDING = (
@@ -24,10 +25,9 @@ _HIDING = (
     torch._native_multi_head_attention,  # pyright: ignore[reportPrivateImportUsage]
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
 )
-_RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view)
 
 
-class SequenceParallelMode(TorchFunctionMode):
+class SequenceParallelMode(CallMode):
     """While entered, scaled_dot_product_attention is attention over a mesh.
 
     Attributes:
@@ -62,10 +62,13 @@ class SequenceParallelMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.unflatten:  # compilers cannot trace the method from here
             func = torch.unflatten
-        if func in _RESHAPES and args[0].numel() == 0:
-            return func(args[0], _sized(args[0].shape, args[1:], kwargs))
+        if func in RESHAPES:
+            x = args[0] if args else kwargs["input"]
+            if x.numel() == 0 and self.is_running():
+                return reshape_empty(func, x, args[1:], kwargs)
+            return func(*args, **kwargs)
         attends = func is functional.scaled_dot_product_attention
-        if not attends and func not in _HIDING:
+        if (not attends and func not in _HIDING) or not self.is_running():
             return func(*args, **kwargs)
         if self._num_local:
             return _as_it_is(func, *args, **kwargs)
@@ -150,12 +153,16 @@ class SequenceParallelMode(TorchFunctionMode):
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
+        device = query.device.type
+        query, key, value, attn_mask = _autocast(device, query, key, value, attn_mask)
+        _check_dtypes(query, key, value)
         layout = self.layout_of(query.shape[2])
         mask = self.mask_of(query, attn_mask)
         if mask is not None:
             _check_mask(mask, layout)
         self.has_attended = True
-        return self.attend(query, key, value, layout, mask, is_causal, scale)
+        with _without_autocast(device):
+            return self.attend(query, key, value, layout, mask, is_causal, scale)
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
         """Whether the keys are those of another sequence, which every rank has whole."""
@@ -212,8 +219,12 @@ def sequence_parallel(
         places = [(r, u) for r in range(place.degrees[0]) for u in range(place.degrees[1])]
         for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
             raise ConfigError(_AMBIGUOUS.format(both))
-    with SequenceParallelMode(place, layout, replicated, wire) as mode:
+    mode = SequenceParallelMode(place, layout, replicated, wire)
+    mode.enter()
+    try:
         yield mode
+    finally:
+        mode.leave()
     if not mode.has_attended:
         raise ConfigError(
             "sequence_parallel: nothing within called F.scaled_dot_product_attention, so nothing "
@@ -225,6 +236,27 @@ def _as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call without any mode: also not that of another model, which may run this one."""
     with torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
+
+
+def _autocast(device: str, *tensors: Any) -> tuple[Any, ...]:
+    """As torch casts the arguments of scaled_dot_product_attention: what is not float64."""
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple([_cast(x, dtype) for x in tensors])
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if x is None or x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    return x.to(dtype)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Of what attention is made of, torch casts nothing either."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _check(query: Tensor, key: Tensor, dropout_p: float, enable_gqa: bool) -> None:
@@ -243,6 +275,14 @@ def _check(query: Tensor, key: Tensor, dropout_p: float, enable_gqa: bool) -> No
         )
 
 
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise ConfigError(
+            f"attention over a mesh: q is {query.dtype}, k {key.dtype} and v {value.dtype}: give "
+            "one dtype, as with q.to(v.dtype), or call the model within torch.autocast"
+        )
+
+
 def _check_mask(mask: Tensor, layout: SequenceLayout) -> None:
     if mask.dim() < 1 or mask.shape[-1] != layout.seq_len:
         raise ConfigError(
@@ -250,20 +290,3 @@ def _check_mask(mask: Tensor, layout: SequenceLayout) -> None:
             "tokens: give the mask of the whole sequence, the same on every rank, not this rank's "
             "part"
         )
-
-
-def _sized(shape: torch.Size, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a tensor without elements is reshaped to, with the -1 that torch cannot infer.
-
-    Models split heads and channels by (..., tokens, -1, 2); a rank without tokens does so, too.
-    """
-    given = args[0] if len(args) == 1 else args or kwargs["shape"]
-    if isinstance(given, torch.dtype) or -1 not in given or 0 not in given:
-        return given
-    first = shape.index(0) + 1
-    before, after = tuple(given[:first]), given[first:]
-    if before != tuple(shape[:first]):
-        return given
-    known = math.prod([size for size in after if size != -1])
-    inferred = math.prod(shape[first:]) // known if known else -1
-    return (*before, *[inferred if size == -1 else size for size in after])

@@ -16,14 +16,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
 from bascule.attention.ranks import AttentionMesh
 from bascule.attention.sparse import Bools, PooledRule, RowsSeen, attend_sparse, gather_counts
 from bascule.attention.strategies import meshes_over
-from bascule.comm.agree import Statement, agree
 from bascule.errors import ConfigError
 from bascule.inference.sparse_config import LayerMasks, SparseConfig
 from bascule.plan.layout import Ints
@@ -76,6 +74,10 @@ class SparseLayer:
         return 0 if self.plans.choice is None else self.plans.choice.num_switches
 
 
+Form = tuple[tuple[int, ...], int]  # tokens of each segment, and B
+NUM_FORMS = 4
+
+
 @dataclass(frozen=True, slots=True)
 class LayerKey:
     """What a plan is for.
@@ -96,6 +98,11 @@ class LayerKey:
     num_kv_heads: int
     row_bytes: int
 
+    @property
+    def form(self) -> Form:
+        """What the layers of a forward pass have in common."""
+        return self.segments, self.batch
+
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
@@ -103,6 +110,43 @@ class _Planned:
 
     plans: LayerPlans
     is_known: bool
+
+
+class _Plans:
+    """Plans by what they are for, of the lengths and batches that were met last.
+
+    As many as guidance with two prompts takes at two resolutions.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Form, dict[LayerKey, _Planned]] = {}
+
+    def get(self, key: LayerKey) -> _Planned | None:
+        """The plans for a layer, if there are any."""
+        return self._of_form(key).get(key)
+
+    def put(self, key: LayerKey, planned: _Planned) -> None:
+        """Keep the plans for a layer; forget those of what was met longest ago."""
+        self._of_form(key)[key] = planned
+        while len(self._kept) > NUM_FORMS:
+            del self._kept[next(iter(self._kept))]
+
+    def _of_form(self, key: LayerKey) -> dict[LayerKey, _Planned]:
+        plans = self._kept[key.form] = self._kept.pop(key.form, {})
+        return plans
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._kept.clear()
+
+    def copy(self) -> "_Plans":
+        """Another one with the same plans."""
+        made = _Plans()
+        made._kept = {form: dict(plans) for form, plans in self._kept.items()}
+        return made
+
+    def __len__(self) -> int:
+        return sum(map(len, self._kept.values()))
 
 
 class SparseLayers:
@@ -127,7 +171,7 @@ class SparseLayers:
         self.meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
         self._strategies = strategies if len(self.meshes) > 1 else None
         self._segments = segments
-        self._planned: dict[LayerKey, _Planned] = {}
+        self._planned = _Plans()
         self._noted = noted
 
     def restart(self) -> None:
@@ -143,7 +187,7 @@ class SparseLayers:
         made = SparseLayers(self.config, mesh, self._segments, masks)
         made.num_passes = self.num_passes
         if mesh is self.mesh:
-            made._planned = dict(self._planned)
+            made._planned = self._planned.copy()
         return made
 
     def begin(self, key: LayerKey) -> tuple[SparsePlan, RowsSeen | PooledRule]:
@@ -153,9 +197,11 @@ class SparseLayers:
             ConfigError: The masks are not for this model.
         """
         masks = self._masks(key, self.num_passes)
-        if key not in self._planned:
-            self._planned[key] = self._first(key, masks)
-        plan = self._planned[key].plans.chosen.plan
+        planned = self._planned.get(key)
+        if planned is None:
+            planned = self._first(key, masks)
+            self._planned.put(key, planned)
+        plan = planned.plans.chosen.plan
         noted = None if self._noted is None else self._noted.get(key.layer)
         if noted is not None:
             return plan, lambda rows: noted[:, rows.heads, rows.blocks]
@@ -172,7 +218,9 @@ class SparseLayers:
             key: The layer.
             masks: (B or 1, X, N) what this rank's rows saw.
         """
-        plans, is_known = self._planned[key].plans, self._planned[key].is_known
+        planned = self._planned.get(key)
+        assert planned is not None
+        plans, is_known = planned.plans, planned.is_known
         degrees, used = plans.degrees, plans.chosen.ahead
         if is_known:
             work = self._next_masks(key)
@@ -181,7 +229,7 @@ class SparseLayers:
             work = gather_counts(mesh, plan, masks, by_rank=True)
         if work is not None:
             plans = plans.after(work, key.batch, key.row_bytes)
-            self._planned[key] = _Planned(plans, is_known)
+            self._planned.put(key, _Planned(plans, is_known))
             used = used if is_known else plans.reuses[degrees].ran
         assert used is not None
         if self._noted is not None and self.config.array is None and key.layer not in self._noted:
@@ -271,9 +319,10 @@ class SparsePass:
         self._first_of: dict[str, int] = {}
         self._next = 0
 
-    def begin_block(self, name: str) -> None:
+    def begin_block(self, name: str, is_again: bool) -> None:
         """A block runs; when it is computed again, its layers are those of the first time."""
-        self._next = self._first_of.setdefault(name, self._next)
+        first = self._first_of.setdefault(name, self._next)
+        self._next = first if is_again else self._next
 
     def next_layer(self) -> int | None:
         """Count an attention call: its layer, or None for one that attends to everything."""
@@ -328,18 +377,6 @@ class SparsePass:
                 "calls: give masks for each, or one for all"
             )
         self.layers.num_passes += 1
-
-
-def agree_on(config: SparseConfig, mesh: AttentionMesh) -> None:
-    """Make sure that all ranks of a mesh were given the same; one all-gather.
-
-    Raises:
-        CommError: They were not.
-    """
-    group = mesh.whole
-    if group is not None and "cpu" in dist.get_backend_config(group.process_group):
-        statement = Statement(config.settings, np.zeros(0, np.int64))
-        agree(group, statement, what="parallelize", step=0, capacity=0)
 
 
 def _everything(num_heads: int, home: BlockLayout, num_ranks: int) -> Ints:

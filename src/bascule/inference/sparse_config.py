@@ -8,6 +8,7 @@ import math
 import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from bascule.plan.layout import Ints
 from bascule.plan.sparse import PackedRows
 from bascule.plan.sparse_masks import load_masks
 from bascule.plan.sparse_strategy import Strategies
+from bascule.plan.workload import is_int
 
 _METHODS = "minimal_move", "stripe", "paper", "in_order"
 
@@ -83,18 +85,16 @@ class SparseConfig:
             )
         for name in ("keep", "mass"):
             share = getattr(self, name)
-            if share is not None and not (isinstance(share, int | float) and 0 < share <= 1):
+            if share is not None and not (_is_number(share) and 0 < share <= 1):
                 raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
-        for name, least in (
-            ("block", 1),
-            ("passes_per_step", 1),
-            ("target", 1),
-            ("tolerance", 0),
-            ("move_cost", 0),
-        ):
+        for name, least in (("target", 1), ("tolerance", 0), ("move_cost", 0)):
             value = getattr(self, name)
-            if not value >= least:
-                raise ConfigError(f"SparseConfig({name}={value!r}): must be at least {least}")
+            if not (_is_number(value) and value >= least):
+                raise ConfigError(
+                    f"SparseConfig({name}={value!r}): must be a number, {least} at least"
+                )
+        for name in ("block", "passes_per_step"):
+            _check_integer(name, getattr(self, name), 1)
         if not isinstance(self.dense_layers, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(
                 f"SparseConfig(dense_layers={self.dense_layers!r}): give numbers, as in (0, 1)"
@@ -103,17 +103,13 @@ class SparseConfig:
             raise ConfigError(
                 f"SparseConfig(strategies={self.strategies!r}): give Strategies(latency)"
             )
-        wrong = [x for x in (self.block, *self.dense_layers) if not isinstance(x, int) or x < 0]
-        if wrong:
-            raise ConfigError(
-                f"SparseConfig(block={self.block!r}, dense_layers={self.dense_layers!r}): "
-                f"{wrong[0]!r} is no integer from 0 on; layers are counted from the first"
-            )
+        for layer in self.dense_layers:
+            _check_integer("dense_layers", layer, 0)
         if self.method not in _METHODS:
             raise ConfigError(
                 f"SparseConfig(method={self.method!r}): must be one of {', '.join(_METHODS)}"
             )
-        if not isinstance(self.dealt, int) or self.dealt < 1 or self.dealt % self.block:
+        if not is_int(self.dealt) or self.dealt < 1 or self.dealt % self.block:
             raise ConfigError(
                 f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
             )
@@ -131,15 +127,17 @@ class SparseConfig:
         """Tokens that a rank gets at a time."""
         return self.block if self.stripe is None else self.stripe
 
-    @property
-    def settings(self) -> dict[str, str]:
-        """What must be the same on every rank, by name; of many masks, a sample."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["masks"] = None if self.array is None else _fingerprint(self.array)
-        strategies = values.pop("strategies")
-        for field in fields(Strategies):
-            values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
-        return {f"sparse: {name}": str(value) for name, value in values.items()}
+
+def settings_of(config: SparseConfig | None) -> dict[str, str]:
+    """What must be the same on every rank, by the same names for any; of many masks, a sample."""
+    values = {field.name: getattr(config, field.name, None) for field in fields(SparseConfig)}
+    if config is not None and config.array is not None:
+        values["masks"] = _fingerprint(config.array)
+    strategies = values.pop("strategies")
+    for field in fields(Strategies):
+        values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
+    given = "none" if config is None else "given"
+    return {"sparse": given} | {f"sparse: {name}": str(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -216,6 +214,15 @@ class LayerMasks:
             return keep_mass(scores, self.config.mass, self.lens, always)
         assert self.config.keep is not None
         return keep_top_k(scores, math.ceil(self.config.keep * self.is_text.size), always)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if not is_int(value) or value < least:
+        raise ConfigError(f"SparseConfig({name}={value!r}): must be an integer, {least} at least")
 
 
 def _fingerprint(masks: Bools) -> str:

@@ -5,7 +5,7 @@ the model itself. Tensors keep their other dims: only the tokens of a segment (t
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -53,6 +53,8 @@ class SplitTable:
     masks: Mapping[str, str] = field(default_factory=dict)
     local: tuple[str, ...] = ()
 
+
+Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and what has this name
 
 _TEXT_IMAGE = "text", "image"
 
@@ -142,13 +144,35 @@ def table_of(model: nn.Module) -> SplitTable:
 def modules_of(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """The modules that a pattern of a table names, in the order of the model.
 
+    None for the entries of a list that is there and empty, as of a Flux without single blocks.
+
     Raises:
-        ConfigError: There are none.
+        ConfigError: There are none, and no such list.
     """
-    regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-    found = {name: module for name, module in model.named_modules() if regex.fullmatch(name)}
+    modules = dict(model.named_modules())
+    found = _matching(modules, pattern)
     if not found:
-        raise ConfigError(
-            f"the split table names {pattern!r}, and {type(model).__name__} has no such module"
-        )
+        lists = _matching(modules, pattern.removesuffix(".*")).values()
+        if not lists or not all(isinstance(x, nn.ModuleList) and len(x) == 0 for x in lists):
+            raise ConfigError(
+                f"the split table names {pattern!r}, and {type(model).__name__} has no such module"
+            )
     return found
+
+
+def links_to(model: nn.Module, names: Iterable[str]) -> tuple[Link, ...]:
+    """Each step on the way from a model to modules of these names, once."""
+    links: dict[tuple[int, str], Link] = {}
+    for name in names:
+        parent = model
+        for key in name.split("."):
+            child = parent._modules[key]
+            assert child is not None
+            links[id(parent), key] = parent, key, child
+            parent = child
+    return tuple(links.values())
+
+
+def _matching(modules: Mapping[str, nn.Module], pattern: str) -> dict[str, nn.Module]:
+    regex = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+    return {name: module for name, module in modules.items() if regex.fullmatch(name)}

@@ -2,23 +2,28 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bascule.attention.mesh import AttentionMesh, SequenceLayout, split
 from bascule.attention.sparse import Bools
-from bascule.comm.groups import RankGroup, all_gather_single, reporting
-from bascule.errors import CommError
+from bascule.comm.agree import Statement, agree
+from bascule.comm.calls import Call
+from bascule.comm.failures import told
+from bascule.comm.groups import RankGroup
+from bascule.comm.transfers import all_reduce, as_bytes, broadcast
+from bascule.errors import CommError, ConfigError
 from bascule.inference.hooks import SplitModel
 
-# Relative L2; sums of attention are in another order on a mesh.
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
+_NUM_INPUTS = 32
+"""Tensors whose digests fit into the first all-gather."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +64,17 @@ class Verification:
         return {**self.blocks, **self.outputs}
 
 
+@told("verify")
 def verify(part: SplitModel, inputs: Mapping[str, Any]) -> Verification:
     """As `Parallelized.verify`."""
     mesh, group = part.mesh, part.mesh.whole
+    if part.has_cache:
+        raise ConfigError(
+            "verify: the model has a cache of steps, which would take each of two passes for a "
+            "step: call disable_cache() first"
+        )
     if group is not None:
-        _check_inputs(inputs, group, next(part.model.parameters()).device)
+        _check_inputs(inputs, group)
     wanted: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
 
@@ -85,18 +96,32 @@ def verify(part: SplitModel, inputs: Mapping[str, Any]) -> Verification:
             outputs = _tensors(part.model(**inputs))
     for place, (output, whole) in enumerate(zip(outputs, reference, strict=True)):
         sums[f"output {place}"] = _squares(output, whole)
+    if not outputs:
+        raise ConfigError(f"verify: {type(part.model).__name__} returns no tensors")
     table = torch.stack(list(sums.values()))
     if group is not None:
-        with reporting(group, "all_reduce (verify)", 0):
-            dist.all_reduce(table, group=group.process_group)
+        table = all_reduce(group, Call("all_reduce (verify)"), table)
     errors = (table[:, 0].sqrt() / table[:, 1].sqrt().clamp(min=1e-300)).tolist()
     found = dict(zip(sums, errors, strict=True))
     blocks = {name: error for name, error in found.items() if not name.startswith("output ")}
     return Verification(
         blocks=blocks,
         outputs={name: error for name, error in found.items() if name not in blocks},
-        tolerance=_TOLERANCES[outputs[0].dtype],
+        tolerance=tolerance_of(outputs[0].dtype),
     )
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Largest relative L2 error that passes: sums of attention are in another order on a mesh.
+
+    Raises:
+        ConfigError: Nothing is known of this dtype.
+    """
+    if dtype not in _TOLERANCES:
+        raise ConfigError(
+            f"verify: the model returns {dtype}, and errors are known of {list(_TOLERANCES)}"
+        )
+    return _TOLERANCES[dtype]
 
 
 def _two_ways(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
@@ -140,44 +165,41 @@ def _squares(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def _of_first_rank(x: Tensor, group: RankGroup | None) -> Tensor:
-    if group is None:
-        return x
-    x = x.clone(memory_format=torch.contiguous_format)
-    with reporting(group, "broadcast (verify)", 0):
-        dist.broadcast(x, group.ranks[0], group=group.process_group)
-    return x
+    return x if group is None else broadcast(group, Call("broadcast (verify)"), x)
 
 
 def _tensors(output: Any) -> list[Tensor]:
+    """The tensors of what a module returns, in their order."""
     if isinstance(output, Tensor):
         return [output]
+    if is_dataclass(output) and not isinstance(output, Mapping | type):
+        output = [getattr(output, field.name) for field in fields(output)]
     values = output.values() if isinstance(output, Mapping) else output
-    return [value for value in values if isinstance(value, Tensor)]
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
 
 
-def _check_inputs(inputs: Mapping[str, Any], group: RankGroup, device: torch.device) -> None:
-    """Refuse inputs that are not the same on every rank; two small all-gathers.
+def _check_inputs(inputs: Mapping[str, Any], group: RankGroup) -> None:
+    """Refuse inputs that are not the same on every rank; one small all-gather.
 
     Raises:
         CommError: Names the first that differs.
     """
-    leaves = dict(_leaves("", inputs))
-    shapes = {
-        name: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x
-        for name, x in leaves.items()
-    }
-    if _differ([_digest(repr(sorted(shapes.items())).encode())], group, device):
+    leaves = sorted(_leaves("", inputs), key=lambda leaf: leaf[0])
+    said = [
+        f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"{name} {x!r}"
+        for name, x in leaves
+    ]
+    tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
+    digests = np.array([_digest(x) for x in tensors.values()], dtype=np.int64)
+    statement = Statement({"names, shapes, dtypes and numbers of inputs": ", ".join(said)}, digests)
+    table = np.stack(agree(group, statement, what="verify", step=0, capacity=_NUM_INPUTS))
+    differing = np.flatnonzero((table != table[0]).any(axis=0))
+    if differing.size:
         raise CommError(
-            "verify: the ranks' inputs differ in names, shapes, dtypes or numbers: give every rank "
-            "the same"
-        )
-    tensors = sorted(name for name, x in leaves.items() if isinstance(x, Tensor))
-    data = (leaves[name].detach().cpu().contiguous().flatten() for name in tensors)
-    digests = [_digest(x.view(torch.uint8).numpy().tobytes()) for x in data]
-    for place in _differ(digests, group, device):
-        raise CommError(
-            f"verify: the values of {tensors[place]} differ between ranks: give every rank the "
-            "same, as by seeding its random numbers alike"
+            f"verify: the values of {list(tensors)[differing[0]]} differ between ranks: give every "
+            "rank the same, as by seeding its random numbers alike"
         )
 
 
@@ -194,15 +216,6 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value if is_plain else type(value).__name__
 
 
-def _digest(data: bytes) -> int:
+def _digest(x: Tensor) -> int:
+    data = as_bytes(x.detach().cpu().contiguous()).numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
-
-
-def _differ(values: list[int], group: RankGroup, device: torch.device) -> list[int]:
-    """Places at which the ranks' values differ."""
-    own = torch.tensor(values, dtype=torch.int64, device=device)
-    table = own.new_empty(group.size * own.numel())
-    with reporting(group, "all_gather (verify)", 0):
-        all_gather_single(table, own, group=group.process_group)
-    table = table.view(group.size, -1)
-    return (table != table[0]).any(dim=0).nonzero().flatten().tolist()

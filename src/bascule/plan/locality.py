@@ -261,13 +261,22 @@ def _stay_exactly(
 
 
 def _stay_mostly(prices: Prices, source: Source, ceiling: float) -> Ints | None:
-    """Keep the shortest sequences of each bag; place the longest anew, more of them until it works.
+    """Keep a part of each bag, and place the rest anew; more of it until it works.
 
-    Long ones save most time a token moved.
+    The longest are kept, as short ones fill what is left; or the shortest, as long ones save most
+    time a token moved. Of both, what leaves more tokens at home counts.
     """
+    work = prices.work[prices.kinds[source.home], np.arange(source.lens.size)]
+    found = (_keep_first(prices, source, ceiling, work, rank) for rank in (-work, work))
+    return min((x for x in found if x is not None), key=source.away, default=None)
+
+
+def _keep_first(
+    prices: Prices, source: Source, ceiling: float, work: Floats, rank: Floats
+) -> Ints | None:
+    """The sequences of lowest rank kept in each bag, as many as leave the others a place."""
     home = source.home
-    work = prices.work[prices.kinds[home], np.arange(home.size)]
-    order = np.lexsort((work, home))
+    order = np.lexsort((rank, home))
     starts = np.searchsorted(home[order], np.arange(prices.sizes.size))
     sums = np.concatenate([np.zeros(1), np.cumsum(work[order])])
     within = sums[1:] - sums[starts][home[order]]

@@ -50,7 +50,7 @@ def read_manifest(
         ConfigError: Names the file, the line and the bad value.
     """
     side, ratio = index_of(patch), real(bytes_per_token)
-    if side is None or side < 1 or ratio is None or not 0 < ratio < math.inf:
+    if side is None or not 0 < side <= MAX_LENGTH or ratio is None or not 0 < ratio < math.inf:
         raise ConfigError(
             f"patch and bytes_per_token must be > 0: {shown(patch)}, {shown(bytes_per_token)}"
         )

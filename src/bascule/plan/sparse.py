@@ -21,7 +21,7 @@ from bascule.plan._sparse_heads import HeadPlan as HeadPlan
 from bascule.plan._sparse_heads import partition_heads as partition_heads
 from bascule.plan._sparse_layout import BlockLayout as BlockLayout
 from bascule.plan._sparse_layout import block_lens as block_lens
-from bascule.plan._sparse_layout import check_degrees
+from bascule.plan._sparse_layout import check_degrees as check_degrees
 from bascule.plan._sparse_metrics import barrier_imbalance, coupled_imbalance
 from bascule.plan._sparse_plan import SparsePlan as SparsePlan
 from bascule.plan._sparse_planner import PlanReuse as PlanReuse

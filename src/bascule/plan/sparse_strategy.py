@@ -143,7 +143,8 @@ class Strategies:
         number("Strategies(switch_s", self.switch_s, most=np.inf)
         for mesh in () if self.meshes is None else listed("Strategies: meshes", self.meshes):
             degrees = cast(list[object], mesh) if isinstance(mesh, list | tuple) else []
-            if len(degrees) != 2 or not all(is_int(degree) and degree > 0 for degree in degrees):
+            legal = [is_int(degree) and 1 <= degree <= MAX_MESH_RANKS for degree in degrees]
+            if len(degrees) != 2 or not all(legal):
                 raise ConfigError(
                     f"Strategies(meshes=..): {shown(cast(object, mesh))} is none: give (Ulysses, "
                     "ring) degrees, as in ((4, 2), (8, 1))"

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
-from bascule.comm.failures import reporting
-from bascule.comm.transfers import all_gather_single
+from bascule.comm.agree import Statement, agree
+from bascule.comm.calls import Call
+from bascule.comm.transfers import all_gather, broadcast
 from bascule.data.batch import Batch
 from bascule.data.leases import set_timeout
+from bascule.data.loaded import whole_number
 from bascule.data.loader import BalancedLoader
+from bascule.data.setup import DEFAULT_TIMEOUT_S, is_number, is_timeout
 from bascule.errors import ConfigError
 from bascule.plan.cost import PolynomialCost
 from bascule.plan.fit_iterations import MIN_OBSERVATIONS, fit_iterations
@@ -71,7 +73,8 @@ class CostTracker:
         timeout_s: Longest wait for the times of other ranks.
 
     Raises:
-        ConfigError: A number is out of range.
+        RemoteConfigError: A number is out of range (on all ranks).
+        CommError: The ranks were given unlike numbers.
 
     Example:
         >>> for batch in CostTracker(loader):  # doctest: +SKIP
@@ -87,19 +90,13 @@ class CostTracker:
         window: int = 50,
         max_drift: float = 0.1,
         device: torch.device | str | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        if warmup < MIN_OBSERVATIONS or window < MIN_OBSERVATIONS or discard < 0 or max_drift <= 0:
-            raise ConfigError(
-                f"CostTracker(warmup={warmup}, discard={discard}, window={window}, "
-                f"max_drift={max_drift}): warmup and window must be at least {MIN_OBSERVATIONS}, "
-                "discard at least 0 and max_drift above 0"
-            )
+        self._loader, self._ranks, self._group = loader, loader.ranks, loader.ranks.group
+        self._agree(warmup, discard, window, max_drift, timeout_s)
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._on_cuda = torch.device(default if device is None else device).type == "cuda"
-        self._loader = loader
-        self._ranks = loader.ranks
-        self._group, self._timeout_s = self._ranks.group, timeout_s
+        self._timeout_s = float(timeout_s)
         self._window, self._max_drift = window, max_drift
         self._left_out, self._wanted = discard, warmup
         self._units: list[_Unit] = []
@@ -107,6 +104,34 @@ class CostTracker:
         self.cost: PolynomialCost | None = None
         self.num_fits = 0
         self.drift: float | None = None
+
+    def _agree(
+        self, warmup: int, discard: int, window: int, max_drift: float, timeout_s: float
+    ) -> None:
+        """Make sure that all ranks were given the same numbers, and that they are in range.
+
+        Raises:
+            RemoteConfigError: They are not in range.
+            CommError: They are not the same.
+        """
+        said = (
+            f"CostTracker(warmup={warmup!r}, discard={discard!r}, window={window!r}, "
+            f"max_drift={max_drift!r}, timeout_s={timeout_s!r})"
+        )
+        error: ConfigError | None = None
+        try:
+            observed = [whole_number(warmup, "warmup"), whole_number(window, "window")]
+            whole_number(discard, "discard")
+            is_right = min(observed) >= MIN_OBSERVATIONS and is_number(max_drift) and max_drift > 0
+        except ConfigError:
+            is_right = False
+        if not (is_right and is_timeout(timeout_s)):
+            error = ConfigError(
+                f"{said}: warmup and window must be whole numbers of at least {MIN_OBSERVATIONS}, "
+                "discard one of at least 0, max_drift and timeout_s above 0"
+            )
+        statement = Statement({"the tracker": said}, np.zeros(0, dtype=np.int64), error)
+        agree(self._group, statement, what="construction of a tracker", step=0, capacity=0)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the loader; what is done with each is timed."""
@@ -136,13 +161,20 @@ class CostTracker:
         Raises:
             ConfigError: The state is not one of `state_dict`.
         """
-        if state.get("version") != STATE_VERSION:
+        try:
+            version = state["version"]
+            coefficients = state["cost"] if version == STATE_VERSION else None
+            cost = None if coefficients is None else PolynomialCost(*coefficients)
+        except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"a cost tracker's state of version {state.get('version')!r}: this bascule reads "
-                f"{STATE_VERSION}"
+                f"this is not a tracker's state written by state_dict: {error!r}"
+            ) from error
+        if version != STATE_VERSION:
+            raise ConfigError(
+                f"a cost tracker's state of version {version!r}: this bascule reads {STATE_VERSION}"
             )
-        if state["cost"] is not None:
-            self._use(PolynomialCost(*state["cost"]))
+        if cost is not None:
+            self._use(cost)
 
     def metrics(self) -> dict[str, Any]:
         """Coefficients, number of fits, and the drift that was seen last."""
@@ -187,8 +219,7 @@ class CostTracker:
         answer = torch.full((len(_COEFFICIENTS),), float("nan"), dtype=torch.float64)
         if fitted is not None:
             answer = torch.tensor([getattr(fitted, name) for name in _COEFFICIENTS]).double()
-        with reporting(self._group, "broadcast (cost model)", self._num_gathered):
-            dist.broadcast(answer, group=self._group.process_group, group_src=0)
+        answer = broadcast(self._group, Call("broadcast (cost model)", self._num_gathered), answer)
         if not answer.isnan().any():
             self.num_fits += 1
             self._use(PolynomialCost(*answer.tolist(), fit=None if fitted is None else fitted.fit))
@@ -197,10 +228,8 @@ class CostTracker:
         """(units, D) own times on a CPU; (units,) of the slowest rank on a GPU."""
         self._num_gathered += 1
         own = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
-        gathered = torch.empty(self._group.size * own.numel(), dtype=torch.float64)
-        with reporting(self._group, "all_gather (seconds)", self._num_gathered):
-            all_gather_single(gathered, own, group=self._group.process_group)
-        times = gathered.numpy().reshape(self._group.size, -1)
+        call = Call("all_gather (seconds)", self._num_gathered, f"{own.numel()} measurements")
+        times = all_gather(self._group, call, own).numpy()
         if self._on_cuda:
             return np.nanmax(times, axis=0)
         places = [times[self._ranks.place == place] for place in range(self._ranks.num)]

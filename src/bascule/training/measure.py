@@ -5,12 +5,12 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from bascule.attention.kernels import PackedSequences, select_kernel
-from bascule.comm.failures import reporting
+from bascule.comm.calls import Call
 from bascule.comm.groups import member_of, resolve
+from bascule.comm.transfers import all_reduce, device_of
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig
 from bascule.plan.cost import TransformerCost
 from bascule.plan.fit import fit_latency
@@ -55,9 +55,9 @@ def measure_cost(
         ],
         dtype=torch.float64,
     )
-    with reporting(member_of(resolve(None), "data"), "all_reduce (measured seconds)", 0):
-        dist.all_reduce(seconds)
-    seconds /= dist.get_world_size()
+    group = member_of(resolve(None), "data")
+    call = Call("all_reduce (measured seconds)", form=f"lengths {seq_lens}")
+    seconds = all_reduce(group, call, seconds.to(device_of(group))).cpu() / group.size
     fitted = fit_latency(seq_lens, seconds.numpy(), config.d_model)
     return replace(fitted, num_layers=num_blocks)
 

@@ -1,0 +1,81 @@
+"""What was delivered of an epoch, and the state that says so."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bascule.data.loaded import whole_number
+from bascule.errors import ConfigError
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What was delivered of an epoch, alike on all ranks except `saved`.
+
+    Attributes:
+        epoch: From 0.
+        step: Next step.
+        history: Items that each source rank had delivered, one entry for each earlier run.
+        counts: Items that each source rank delivered in this run.
+        saved: Where this rank's loader goes on, if it has a state of its own.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    history: tuple[tuple[int, ...], ...] = ()
+    counts: tuple[int, ...] = ()
+    saved: dict[str, Any] | None = None
+
+    def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
+        """As plain values.
+
+        Args:
+            deal: Of the `ResumableSampler`s whose samples they are.
+        """
+        return {"version": STATE_VERSION, "deal": tuple(deal), **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], deal: Sequence[int]) -> "Progress":
+        """Where to go on: the run that wrote the state is one of the history.
+
+        Raises:
+            ConfigError: This is no such state, or one of other samples.
+        """
+        try:
+            version, given = state["version"], tuple(state["deal"])
+            history = [_counts(counts) for counts in state["history"]]
+            if any(state["counts"]):
+                history.append(_counts(state["counts"]))
+            epoch, step = (whole_number(state[name], name) for name in ("epoch", "step"))
+            saved = state["saved"]
+            if saved is not None:
+                saved = {"loader": saved["loader"], "offset": whole_number(saved["offset"], "it")}
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"this is not a loader state written by state_dict: {error!r}"
+            ) from error
+        if version != STATE_VERSION:
+            raise ConfigError(
+                f"a loader state of version {version!r}: this bascule reads {STATE_VERSION}"
+            )
+        if given != tuple(deal):
+            raise ConfigError(
+                f"a state of samplers with (num_samples, shuffle, seed) = {given}, and these have "
+                f"{tuple(deal)} (zeros: no ResumableSampler): samples would be lost or repeated"
+            )
+        return cls(epoch, step, tuple(history), saved=saved)
+
+
+def _counts(given: Sequence[int]) -> tuple[int, ...]:
+    """Items of each source rank.
+
+    Raises:
+        ValueError: There is none, or it is no whole number.
+    """
+    counts = tuple(whole_number(count, "a count of the state") for count in given)
+    if not counts:
+        raise ValueError("no counts in the history")
+    return counts

@@ -1,0 +1,59 @@
+"""Reshapes of tensors without elements, as a rank without tokens meets them.
+
+Torch cannot infer a -1 from no elements. Models split heads and channels by (..., tokens, -1, 2),
+and times of tokens by (-1, tokens): the dims before or after the tokens say what is meant.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view, torch.unflatten)
+
+
+def reshape_empty(
+    func: Callable[..., Tensor], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """What one of RESHAPES makes of a tensor without elements; the arguments are those after it."""
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "self")}
+    if func is torch.unflatten:
+        dim, sizes = _unflattened(*args, **kwargs)
+        if -1 not in sizes or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+            return func(x, *args, **kwargs)
+        dim %= x.dim()
+        return x.view(_inferred(x.shape, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :])))
+    if len(args) > 1:
+        return func(x, _inferred(x.shape, args))
+    given = args[0] if args else kwargs.get("shape", kwargs.get("size"))
+    if not isinstance(given, Sequence):  # one size, or another dtype
+        return func(x, *args, **kwargs)
+    return func(x, _inferred(x.shape, given))
+
+
+def _unflattened(dim: Any, sizes: Sequence[int], *_: Any, **__: Any) -> tuple[Any, Sequence[int]]:
+    return dim, sizes
+
+
+def _inferred(shape: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
+    """The sizes with the -1 that torch cannot infer: of the dims on its side of the tokens.
+
+    The tokens are the dims of size 0. What is not told by these dims is left to torch's error.
+    """
+    given = tuple(given)
+    if -1 not in given or 0 not in given:
+        return given
+    at, zeros = given.index(-1), [place for place, size in enumerate(given) if size == 0]
+    has = [place for place, size in enumerate(shape) if size == 0]
+    if at > zeros[-1]:
+        whole, others = shape[has[-1] + 1 :], given[zeros[-1] + 1 :]
+    elif at < zeros[0]:
+        whole, others = shape[: has[0]], given[: zeros[0]]
+    else:
+        return given
+    elements, known = math.prod(whole), math.prod([size for size in others if size != -1])
+    if known == 0 or elements % known:
+        return given
+    return tuple([elements // known if size == -1 else size for size in given])

@@ -1,0 +1,317 @@
+"""What users of diffusers do to a split model: autocast, caches, adapters, offload, pipelines."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bascule.inference import SparseConfig, parallelize
+from tests.distributed.harness import raised_by, run_ranks
+from tests.distributed.inference_cases import (
+    Case,
+    Inputs,
+    difference,
+    make_inputs,
+    make_mesh,
+    make_model,
+)
+
+pytest.importorskip("diffusers")
+pytestmark = pytest.mark.slow
+
+MODELS = [
+    Case("flux", 4, 2, 7, (3, 5)),
+    Case("qwen", 4, 2, 7, (3, 5), ("mask",)),
+    Case("wan", 4, 2, 7, (3, 5)),
+    Case("cogvideox", 4, 2, 7, (3, 5)),
+]
+STEPS = 8
+Found = dict[str, Any]
+
+
+def seeded_model(case: Case) -> Any:
+    """The same for every call, also the biases that its class draws."""
+    torch.manual_seed(0)
+    return make_model(case)
+
+
+def step_of(model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Output, and all gradients, of a loss in float32."""
+    model.zero_grad()
+    output = model(**inputs).sample.float()
+    weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
+    (output * weights + output.square()).mean().backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return output.detach(), torch.cat(grads)
+
+
+def under_autocast() -> Found:
+    """By model and mesh: errors of one process and of the mesh, and the bytes of a value."""
+    found: Found = {}
+    for case in MODELS:
+        model, inputs = seeded_model(case), make_inputs(case)
+        truth = step_of(model, inputs)
+        with torch.autocast("cpu", torch.bfloat16):
+            one = [difference(*pair) for pair in zip(step_of(model, inputs), truth, strict=True)]
+        for degrees in ((1, 2), (2, 1)):
+            with parallelize(model, mesh=make_mesh(*degrees)) as handle:
+                with torch.autocast("cpu", torch.bfloat16):
+                    output, _ = step_of(model, inputs)
+                handle.average_gradients()
+                grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+                pairs = zip((output, torch.cat(grads)), truth, strict=True)
+                last = handle.parts[0].last
+                with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+                    verified = handle.verify(**inputs)
+            assert last is not None
+            head_dim = 12 if case.model == "wan" else 16
+            widths = {shape.row_bytes / head_dim for shape in last.shapes}
+            several = [difference(*pair) for pair in pairs]
+            found[f"{case.model} {degrees}"] = one, several, widths, verified.ok
+    return found
+
+
+def caches() -> dict[str, Callable[[], Any]]:
+    """Those that leave out the same on all ranks."""
+    from diffusers.hooks.mag_cache import MagCacheConfig
+    from diffusers.hooks.pyramid_attention_broadcast import PyramidAttentionBroadcastConfig
+    from diffusers.hooks.sea_cache import SeaCacheConfig
+    from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
+
+    def taylor(**options: Any) -> Any:
+        return TaylorSeerCacheConfig(
+            cache_interval=3,
+            disable_cache_before_step=2,
+            taylor_factors_dtype=torch.float32,
+            **options,
+        )
+
+    def broadcast(kind: str) -> Any:
+        options: Any = {f"{kind}_attention_block_skip_range": 2}
+        options[f"{kind}_attention_block_identifiers"] = ("blocks",)
+        return PyramidAttentionBroadcastConfig(current_timestep_callback=lambda: 500, **options)
+
+    return {
+        "broadcast of self attention": lambda: broadcast("spatial"),
+        "broadcast of cross attention": lambda: broadcast("cross"),
+        "TaylorSeer": lambda: taylor(cache_identifiers=[r".*blocks\.\d+\.attn1?"]),
+        "TaylorSeer, light": lambda: taylor(use_lite_mode=True),
+        "MagCache": lambda: MagCacheConfig(
+            threshold=0.5, num_inference_steps=STEPS, mag_ratios=[1.0] * STEPS, max_skip_steps=2
+        ),
+        "SeaCache": lambda: SeaCacheConfig(threshold=100.0),
+    }
+
+
+def denoise(model: Any, steps: list[Inputs]) -> Tensor:
+    outputs: list[Tensor] = []
+    for step, inputs in enumerate(steps):
+        where = {"step_index": step, "num_inference_steps": STEPS, "sigma": 0.9 - 0.1 * step}
+        with torch.no_grad(), model.cache_context("cond", **where):
+            outputs.append(model(**inputs).sample)
+    return torch.stack(outputs)
+
+
+def steps_of(case: Case, num_steps: int) -> list[Inputs]:
+    """Only the last tokens change from step to step."""
+    inputs, other = make_inputs(case), make_inputs(case, seed=5)["hidden_states"]
+    dim = 3 if other.dim() == 5 else 1
+    other = other * (torch.arange(other.shape[dim]) >= other.shape[dim] - 2).view(
+        -1, *[1] * (other.dim() - dim - 1)
+    )
+    return [
+        inputs | {"hidden_states": inputs["hidden_states"] + 0.2 * step * other}
+        for step in range(num_steps)
+    ]
+
+
+def with_caches() -> Found:
+    """By model and cache: the error, and what the cache changes."""
+    from diffusers.hooks.first_block_cache import FirstBlockCacheConfig, apply_first_block_cache
+    from diffusers.hooks.mag_cache import MagCacheConfig
+
+    mesh, found = make_mesh(1, 2), Found()
+    for case in MODELS:
+        steps = steps_of(case, STEPS)
+        plain = denoise(seeded_model(case), steps)
+        for name, make in caches().items():
+            model = seeded_model(case)
+            model.enable_cache(make())
+            wanted = denoise(model, steps)
+            model.disable_cache()
+            model.enable_cache(make())
+            with parallelize(model, mesh=mesh):
+                error = difference(denoise(model, steps), wanted)
+            found[f"{case.model}, {name}"] = error, difference(wanted, plain)
+    said: dict[str, tuple[list[str], str]] = {}
+    for case in MODELS:
+        model, inputs = seeded_model(case), make_inputs(case)
+        with parallelize(model, mesh=mesh) as handle:
+            model.enable_cache(FirstBlockCacheConfig(threshold=0.2))
+            with model.cache_context("cond"):
+                said[f"{case.model}, first block"] = raised_by(model, **inputs)
+                said[f"{case.model}, verify"] = raised_by(handle.verify, **inputs)
+            model.disable_cache()
+            model(**inputs)
+    model, inputs = seeded_model(MODELS[2]), make_inputs(MODELS[2])
+    apply_first_block_cache(model, FirstBlockCacheConfig(threshold=0.2))
+    with parallelize(model, mesh=mesh), model.cache_context("cond"):
+        said["applied"] = raised_by(model, **inputs)
+    model = seeded_model(MODELS[2])
+    model.enable_cache(MagCacheConfig(num_inference_steps=STEPS, calibrate=True))
+    with parallelize(model, mesh=mesh), model.cache_context("cond"):
+        said["calibrated"] = raised_by(model, **inputs)
+    model.disable_cache()
+    model.enable_cache(caches()["MagCache"]())
+    with parallelize(model, mesh=mesh) as handle, model.cache_context("cond"):
+        said["verify"] = raised_by(handle.verify, **inputs)
+    sparse = SparseConfig(keep=0.5, block=4)
+    with parallelize(model, mesh=mesh, sparse=sparse), model.cache_context("cond"):
+        said["sparse"] = raised_by(model, **inputs)
+    model = seeded_model(MODELS[2])
+    model.enable_cache(caches()["MagCache"]())
+    denoise(model, steps_of(MODELS[2], 2))
+    with parallelize(model, mesh=mesh), model.cache_context("cond"):
+        said["filled before"] = raised_by(model, **inputs)
+    return found | {"said": said}
+
+
+def offloaded() -> Found:
+    """Parameters that are loaded when they are needed; a pipeline with two transformers."""
+    from accelerate import cpu_offload
+
+    found: Found = {}
+    case = MODELS[2]
+    model, inputs = seeded_model(case), make_inputs(case)
+    with torch.no_grad():
+        wanted = model(**inputs).sample
+        cpu_offload(model, execution_device=torch.device("cpu"))
+        assert next(model.parameters()).device.type == "meta"
+        given: list[dict[str, Any]] = [{"mesh": make_mesh(1, 2)}, {"ring_degree": 2}]
+        for options in given:
+            with parallelize(model, **options) as handle:
+                error = difference(model(**inputs).sample, wanted)
+                found[f"offload {list(options)}"] = error
+                found[f"offload {list(options)}, verified"] = handle.verify(**inputs).ok
+    pipeline = Pipeline(case)
+    with parallelize(pipeline, mesh=make_mesh(1, 2)) as handle, torch.no_grad():
+        first, second = pipeline.transformer, pipeline.transformer_2
+        scale = 1.0 + 0.1 * dist.get_rank()
+        hook = second.blocks[0].register_forward_hook(lambda *args: args[2] * scale)
+        found["first"] = handle.verify(**inputs).ok and handle.verify(first, **inputs).ok
+        found["second is found to differ"] = not handle.verify(second, **inputs).ok
+        hook.remove()
+        found["second"] = handle.verify(second, **inputs).ok
+        second(**make_inputs(Case("wan", 4, 1, 3, (2, 2))))
+        first(**inputs)
+        found["lengths"] = [handle.explain(one).lengths["video"] for one in (second, first)] + [
+            handle.explain().lengths["video"]
+        ]
+        found["stranger"] = raised_by(handle.verify, model, **inputs)
+    found["undone"] = raised_by(handle.verify, **inputs)
+    found["undone, explain"] = raised_by(handle.explain, second)
+    return found
+
+
+class Pipeline:
+    """As Wan 2.2 has them, two experts."""
+
+    def __init__(self, case: Case) -> None:
+        self.transformer, self.transformer_2 = seeded_model(case), seeded_model(case)
+
+
+def all_of_it() -> dict[str, Found]:
+    """Importing diffusers takes six seconds a rank, so all share a world."""
+    torch.set_num_threads(1)
+    return {"autocast": under_autocast(), "caches": with_caches(), "offload": offloaded()}
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[str, Found]]:
+    return run_ranks(all_of_it, 2)
+
+
+def test_autocast_casts_what_is_attended(results: list[dict[str, Found]]) -> None:
+    for found in (by_part["autocast"] for by_part in results):
+        for one, several, widths, is_ok in found.values():
+            assert widths == {2.0} and is_ok, found
+            for error, of_one in zip(several, one, strict=True):
+                assert 0 < error < 1.5 * of_one, found
+
+
+def test_caches_that_count_steps_give_what_one_process_gives(
+    results: list[dict[str, Found]],
+) -> None:
+    for found in (by_part["caches"] for by_part in results):
+        errors = {name: one for name, one in found.items() if name != "said"}
+        assert max(error for error, _ in errors.values()) < 1e-6, errors
+        idle = {name for name, (_, effect) in errors.items() if effect == 0}
+        # Only Wan has cross attention and a SeaCache.
+        assert all("cross" in name or "SeaCache" in name for name in idle), errors
+        assert not any("wan" in name for name in idle), errors
+
+
+def test_other_caches_are_refused_before_anything_is_computed(
+    results: list[dict[str, Found]],
+) -> None:
+    texts = {"verify": "the model has a cache", "sparse": "block-sparse attention and a cache"}
+    texts["filled before"] = "empty caches that were filled before parallelize"
+    for found in (by_part["caches"]["said"] for by_part in results):
+        assert len(found) == 13
+        for name, (classes, text) in found.items():
+            wanted = texts.get(name, "decides by the tokens of a rank what it leaves out")
+            assert "ConfigError" in classes and wanted in text, (name, text)
+
+
+def test_offload_and_pipelines(results: list[dict[str, Found]]) -> None:
+    for found in (by_part["offload"] for by_part in results):
+        assert found.pop("lengths") == [8, 30, 30]
+        stranger, undone = found.pop("stranger"), found.pop("undone")
+        explained = found.pop("undone, explain")
+        assert "none of the models that this handle split" in stranger[1]
+        for what, (classes, text) in (("verify", undone), ("explain", explained)):
+            assert "ConfigError" in classes
+            assert text == f"{what}: undo() was called: call parallelize again, then {what}"
+        errors = [one for one in found.values() if isinstance(one, float)]
+        assert max(errors) < 1e-6 and len(errors) == 2
+        assert all(one is True for one in found.values() if isinstance(one, bool)), found
+
+
+def with_adapters() -> dict[str, list[float]]:
+    """Adapters on all layers, the last one too: loaded while split, trained, and deleted."""
+    import peft  # pyright: ignore[reportMissingImports]
+
+    torch.set_num_threads(1)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    found: dict[str, list[float]] = {}
+    for case in MODELS:
+        model, inputs = seeded_model(case), make_inputs(case)
+        plain = model(**inputs).sample.detach()
+        with parallelize(model, mesh=make_mesh(1, 2)) as handle:
+            torch.manual_seed(1)
+            model.add_adapter(config)
+            output, _ = step_of(model, inputs)
+            handle.average_gradients()
+            grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+            verified = handle.verify(**inputs).ok
+            model.unload_lora()
+            unloaded = difference(model(**inputs).sample, plain)
+            torch.manual_seed(1)
+            model.add_adapter(config)
+        wanted, wanted_grads = step_of(model, inputs)
+        found[case.model] = [
+            difference(output, wanted),
+            difference(torch.cat(grads), wanted_grads),
+            unloaded,
+            0.0 if verified else 1.0,
+        ]
+    return found
+
+
+def test_adapters_on_all_layers() -> None:
+    pytest.importorskip("peft")
+    for found in run_ranks(with_adapters, 2):
+        assert max(max(errors) for errors in found.values()) < 1e-5, found

@@ -1,0 +1,184 @@
+"""What parallelize and its handle refuse: misuse, and ranks that are given different things."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from bascule.comm.quantize import Wire
+from bascule.inference import SparseConfig, parallelize
+from tests.distributed.harness import raised_by, run_ranks
+from tests.distributed.inference_cases import difference, make_mesh
+from tests.distributed.inference_toy import TABLE, Toy, direct, make_toy, toy_gradients, toy_inputs
+
+
+def disagreements() -> dict[str, tuple[list[str], str]]:
+    """What one of two ranks is given alone."""
+    rank, mesh = dist.get_rank(), make_mesh(1, 2)
+    is_other = rank == 1
+    said: dict[str, tuple[list[str], str]] = {}
+    sparse, wire = SparseConfig(keep=0.5, block=4), Wire("int8")
+    table = replace(TABLE, whole=("time", "context", "extra"))
+    for name, options in (
+        ("sparse", {"sparse": sparse if is_other else None}),
+        ("wire", {"wire": wire if is_other else None}),
+        ("wires", {"wire": Wire("e4m3") if is_other else wire}),
+        ("table", {"table": table if is_other else TABLE}),
+        ("both", {"sparse": sparse, "wire": wire if is_other else None}),
+        ("no config", {"sparse": 0.5 if is_other else sparse}),
+    ):
+        given: Any = {"mesh": mesh, "table": TABLE, **options}
+        said[name] = raised_by(parallelize, make_toy(), **given)
+    sizes = make_toy(num_blocks=2 + is_other)
+    said["model"] = raised_by(parallelize, sizes, mesh=mesh, table=TABLE)
+    degrees: Any = {"ulysses_degree": 2} if is_other else {"ring_degree": 2}
+    said["degrees"] = raised_by(parallelize, make_toy(), table=TABLE, **degrees)
+    wrong: Any = {"ulysses_degree": 2.0 if is_other else 2}
+    said["a float"] = raised_by(parallelize, make_toy(), table=TABLE, **wrong)
+    model = make_toy()
+    with parallelize(model, mesh=mesh, table=TABLE) as handle:
+        toy_gradients(model, toy_inputs())
+        if is_other:
+            model.head.bias.grad = None
+        said["gradients"] = raised_by(handle.average_gradients)
+        if is_other:
+            model.register_parameter("extra", nn.Parameter(torch.ones(2)))
+        said["parameters"] = raised_by(handle.average_gradients)
+    made = make_toy() if is_other else model
+    handles = (
+        [parallelize(model, mesh=mesh, table=TABLE)]
+        if not is_other
+        else [parallelize(make_toy(), mesh=mesh, table=TABLE)]
+    )
+    said["split already"] = raised_by(parallelize, made, mesh=mesh, table=TABLE)
+    handles[0].undo()
+    with parallelize(make_toy(), mesh=mesh, table=TABLE) as handle:
+        assert handle.verify(**toy_inputs()).ok  # the ranks still agree on what comes next
+    return said
+
+
+def test_ranks_that_are_given_different_things_all_raise() -> None:
+    first, second = run_ranks(disagreements, 2, timeout_s=40.0)
+    texts = {
+        "sparse": "disagree on sparse: ranks [0]: none; ranks [1]: given",
+        "wire": "disagree on wire: ranks [0]: None; ranks [1]: Wire(",
+        "wires": "disagree on wire",
+        "table": "disagree on tables",
+        "both": "leave out wire or sparse",
+        "no config": "sparse is 0.5: give a SparseConfig",
+        "model": "disagree on models: ranks [0]: Toy with",
+        "degrees": "disagree on mesh: ranks [0]: ring 2 x Ulysses 1; ranks [1]: ring 1 x Ulysses 2",
+        "a float": "ulysses_degree 2.0 on 2 ranks",
+        "gradients": "disagree on parameters without gradients: ranks [0]: 0: ; ranks [1]: 1: "
+        "head.bias",
+        "parameters": "disagree on parameters: ranks [0]: 50:",
+        "split already": "split over ranks already",
+    }
+    for said in (first, second):
+        assert set(said) == set(texts)
+        for name, text in texts.items():
+            assert text in said[name][1], (name, said[name])
+            assert {"ConfigError", "CommError"} & set(said[name][0]), said[name]
+
+
+def outside() -> tuple[list[str], str] | float:
+    """The last of three ranks is in no mesh."""
+    mesh = DeviceMesh("cpu", [0, 1], mesh_dim_names=("ulysses",))
+    model, inputs = make_toy(), toy_inputs()
+    if dist.get_rank() == 2:
+        return raised_by(parallelize, model, mesh=mesh, table=TABLE)
+    wanted = model(**inputs)
+    with parallelize(model, mesh=mesh, table=TABLE):
+        return difference(model(**inputs), wanted)
+
+
+def test_a_rank_outside_of_the_mesh() -> None:
+    *errors, (classes, text) = run_ranks(outside, 3)
+    assert max(errors) < 1e-12
+    assert "ConfigError" in classes and "rank 2 is not in the mesh of ranks [0, 1]" in text
+
+
+class Lazy(Toy):
+    """Its forward pass runs when somebody asks for what it yields."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        yield super().forward(*args, **kwargs)
+
+
+@dataclass
+class Extra:
+    adapters: list[Tensor]
+
+
+def misused() -> dict[str, str]:
+    mesh, inputs, said = make_mesh(1, 2), toy_inputs(), dict[str, str]()
+    model = make_toy()
+    given: Any = {"mesh": mesh, "table": TABLE}
+    for name, wrong in (("mesh", [0, 1]), ("table", {"image": 1}), ("wire", "int8")):
+        said[name] = raised_by(parallelize, model, **(given | {name: wrong}))[1]
+    handle = parallelize(model, **given)
+    hook = model.blocks[1].register_forward_pre_hook(lambda *_: handle.undo())
+    said["undo within"] = raised_by(model, **inputs)[1]
+    hook.remove()
+    said["object"] = raised_by(model, **inputs, extra=Extra([inputs["text"]]))[1]
+    said["argument"] = raised_by(model, *inputs.values(), None, None, inputs["text"])[1]
+    said["forward"] = raised_by(model.forward, **inputs)[1]
+    with handle:
+        model(**inputs)
+    said["entered again"] = raised_by(handle.__enter__)[1]
+    lazy = Lazy().double()
+    with parallelize(lazy, **given):
+        said["generator"] = raised_by(next, lazy(**inputs))[1]
+    fully_shard(model)
+    with parallelize(model, **given) as handle:
+        model(**inputs).clone().sum().backward()
+        said["sharded"] = raised_by(handle.average_gradients)[1]
+    return said
+
+
+def test_misuse_is_refused_with_the_reason() -> None:
+    texts = {
+        "mesh": "mesh is [0, 1]: give a DeviceMesh",
+        "table": "table is {'image': 1}: give a SplitTable",
+        "wire": "wire is 'int8': give a Wire",
+        "undo within": "undo() within a forward pass of Toy",
+        "object": "the tensors of extra",
+        "argument": "the tensors of argument 6",
+        "forward": "call the model itself",
+        "entered again": "undo() was called: call parallelize again",
+        "generator": "which must not be a generator",
+        "sharded": "the gradient of text_in.weight is sharded, as by FSDP",
+    }
+    for said in run_ranks(misused, 2):
+        assert set(said) == set(texts)
+        for name, text in texts.items():
+            assert text in said[name], (name, said[name])
+
+
+def failed_alone() -> tuple[list[str], str]:
+    """One of two ranks meets an error in a forward pass; all met others before, alike."""
+    model, inputs = make_toy(), toy_inputs()
+    with parallelize(model, mesh=make_mesh(1, 2), table=TABLE) as handle:
+        for _ in range(3):
+            raised_by(model, **inputs, extra=[inputs["text"]])
+            model(**inputs)
+        model.run = handle.checkpoint
+        model(**inputs).sum().backward()
+        model.run = direct
+
+        def fail(module: nn.Module, *args: Any) -> None:
+            raise ValueError("no memory is left")
+
+        if dist.get_rank() == 1:
+            model.blocks[1].register_forward_pre_hook(fail)
+        return raised_by(model, **inputs)
+
+
+def test_an_error_of_one_rank_ends_the_others_with_its_text() -> None:
+    (classes, text), own = run_ranks(failed_alone, 2)
+    assert "CommError" in classes and "forward pass of Toy" in text
+    assert "no memory is left" in text and own[1] == "no memory is left"

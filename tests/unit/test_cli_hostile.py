@@ -1,0 +1,323 @@
+"""The command line under hostile input: an answer or one sentence, soon, in little memory."""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# What the types forbid is what is tried here.
+
+import os
+import resource
+import zipfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import shown
+from bascule.plan.files import MAX_LINE, read_lines
+from bascule.plan.manifest import read_manifest
+from bascule.plan.sparse_latency import AttentionLatency
+from bascule.plan.workload import (
+    DataCode,
+    SampleShape,
+    deal,
+    keyed_generator,
+    parse_data_codes,
+    read_lengths,
+    sample_lengths,
+)
+from tests.unit.test_checks import refusal
+from tests.unit.test_cli import run
+
+LENGTHS = ("--lengths", "500,400/300,2")
+SYNTHETIC = ("sparse", "--model", "wan2.1", "--ranks", "2")
+BENCH = ("bench", "--data", "g1b1i16f1s0", "--ranks", "1")
+HUGE, LONG = "9" * 400, "9" * 30
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What would take all memory fails instead; one more GiB is enough."""
+    monkeypatch.setenv("COLUMNS", "200")
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a refused command says: one line, exit code 2, nothing else."""
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and not out
+    assert err.startswith("bascule: ") and "\n" not in err.strip() and len(err) < 1400
+    return err
+
+
+@pytest.mark.parametrize("command", ["plan", "topology"])
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--data", "g99999999b4i256f1s0"), "at most 131072 ranks"),
+        (("--data", "g999999999b999999999i999999999f999999999s0"), "at most 131072 ranks"),
+        (("--data", "g1b999999999i256f1s0"), "at most 1048576 samples"),
+        (("--data", "g1b1i256f1s0,g999999999b1i256f1s0"), "g999999999b1i256f1s0"),
+        (("--data", "g131072b8i16f1s0,g1b1i16f1s0"), "at most 131072"),
+        (("--data", "g2b1048576i16f1s0"), "at most 1048576"),
+        (("--data", "g1b1i999999999f1s0"), "use fewer pixels or frames"),
+        (("--data", "g1b1i256f999999999s0"), "use fewer pixels or frames"),
+        (("--data", "g1b1i256f1s0," * 9999), "data codes 'g1b1"),
+        (("--data", "g1b1i256f1s0", "--ranks", "999999999"), "--ranks 999999999"),
+        (("--data", "g1b1i256f1s0", "--seed", str(2**64)), "2^64-1"),
+        (("--data", "g1b1i256f1s0", "--step", "-1"), "2^64-1"),
+        (("--lengths", "1,\u0663/4"), "no length"),
+        (("--lengths", "1_0"), "no length"),
+        (("--lengths", "9" * 9999), "no length"),
+        (("--lengths", LONG), "no length"),
+        (("--lengths", "1e3"), "no length"),
+        (("--lengths", str(2**40 + 1)), "2^40"),
+        ((*LENGTHS, "--ranks", "999999999"), "--ranks 999999999"),
+        ((*LENGTHS, "--ranks", "-3"), "--ranks -3"),
+        ((*LENGTHS, "--d-model", HUGE), "d_model=999"),
+        ((*LENGTHS, "--num-layers", "9" * 200), "num_layers=999"),
+        ((*LENGTHS, "--gamma", "1e308"), "gamma=1e+308"),
+        ((*LENGTHS, "--max-tokens", HUGE), "tokens=999"),
+        ((*LENGTHS, "--kb-per-token", "1e-320"), "bytes_per_token="),
+        ((*LENGTHS, "--kb-per-token", "1", "--memory-gb", "nan"), "memory"),
+        ((*LENGTHS, "--kb-per-token", "1", "--memory-gb", "inf"), "memory"),
+        ((*LENGTHS, "--kb-per-token", "1", "--memory-gb", "-1"), "memory"),
+    ],
+)
+def test_numbers_beyond_what_can_be_planned_for(
+    capsys: pytest.CaptureFixture[str], command: str, arguments: tuple[str, ...], named: str
+) -> None:
+    assert named in sentence(capsys, command, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("plan", "--lengths", "2147483648"), "2147483647"),
+        (("plan", *LENGTHS, "--topology", "g1n999999999"), "131072"),
+        (("plan", *LENGTHS, "--wires", "--latency-us", "1e308"), "latency_s"),
+        (("plan", *LENGTHS, "--topology", "g2n1", "--wires", "--intra-gbs", "1e-320"), "intra"),
+        (("plan", "--file", "a\nb"), r"a\nb"),
+        (("topology", "--data", "g8b1i256f1s0", "--steps", "999999999"), "fewer --steps"),
+        (("topology", "--data", "g8b1i256f1s0", "--step", str(2**64 - 1)), "2^64-1"),
+        (("topology", *LENGTHS, "--rows", "0"), "--rows 0"),
+        (("sparse", "--model", "wan2.1", "--ranks", "99999999999999"), "--ranks"),
+        (("sparse", "--model", "wan2.1", "--ranks", "32768"), "a ring at most 512"),
+        (("sparse", "--model", "wan2.1", "--ring", "999999999"), "--ring"),
+        ((*SYNTHETIC, "--block", "1"), "larger blocks"),
+        ((*SYNTHETIC, "--block", LONG), "--block"),
+        ((*SYNTHETIC, "--head-dim", HUGE), "--head-dim"),
+        ((*SYNTHETIC, "--itemsize", HUGE), "--itemsize"),
+        ((*SYNTHETIC, "--layers", "999999999"), "--layers"),
+        ((*SYNTHETIC, "--steps", "999999999"), "--steps"),
+        ((*SYNTHETIC, "--density", "1e-300"), "density"),
+        ((*SYNTHETIC, "--seed", HUGE), "2^64-1"),
+        ((*SYNTHETIC, "--tflops", "inf"), "--tflops inf"),
+        ((*SYNTHETIC, "--gbs", "1e-320"), "--gbs"),
+        ((*SYNTHETIC, "--latency-us", "1e308"), "--latency-us"),
+        ((*BENCH, "--seed", str(2**64)), "--seed"),
+        ((*BENCH, "--lr", "inf"), "--lr inf"),
+        ((*BENCH, "--gamma", "nan"), "--gamma nan"),
+        ((*BENCH, "--timeout-s", "1e30"), "--timeout-s"),
+        ((*BENCH, "--timeout-s", "inf"), "--timeout-s inf"),
+        ((*BENCH, "--steps", LONG), "--steps"),
+        ((*BENCH, "--max-tokens", LONG), "--max-tokens"),
+        (("bench", "--data", "g1b1i60000f1s0", "--ranks", "1"), "visual tokens"),
+        (("bench", "--data", "g1b1i16f1s0", "--ranks", "999999999"), "--ranks"),
+    ],
+)
+def test_options_beyond_their_range(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], named: str
+) -> None:
+    assert named in sentence(capsys, *arguments)
+
+
+def test_options_at_the_end_of_their_range(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (
+        ("plan", *LENGTHS, "--max-tokens", str(2**53)),
+        ("plan", *LENGTHS, "--kb-per-token", "1e-20", "--memory-gb", "9000000"[:6]),
+        ("plan", *LENGTHS, "--gamma", "1e30", "--num-layers", str(2**31)),
+        ("plan", "--lengths", "2147483647/2147483647"),
+        ("plan", "--lengths", "2147483648/", "--topology", "g2n1"),
+        ("topology", "--data", "g16b1024i16f1s0"),  # fewer than 20 batches by default
+        ("topology", *LENGTHS, "--rows", "999999999999"),
+    ):
+        code, out, err = run(capsys, *arguments)
+        assert code == 0 and "nan" not in out and not err
+        assert ", 1 batches," in out or "g16" not in arguments[-1]
+
+
+# Files
+
+
+def files(folder: Path) -> Iterator[tuple[str, str]]:
+    """Names of files that hold no lengths, masks or latencies, and what a sentence says of each."""
+    texts = {
+        "empty": "",
+        "arabic": "\u0663 \u0664\n",
+        "long": "9" * 9999,
+        "word": "x" * 300_000,
+        "float": "1e30\n",
+        "nul": "1,2\0,3\n",
+        "nan.json": "[[NaN],[1]]",
+        "inf.json": "[Infinity, 1]",
+        "true.json": "[true, 1]",
+        "null.json": "[null]",
+        "digits.json": f"[{'9' * 9999}]",
+        "deep.json": "[" * 100_000,
+        "object.json": '{"a": 1}',
+        "line": "1," * (MAX_LINE // 2 + 1),
+        "many": "5 " * (2**20 + 1),
+        "ranks": "\n" * (2**17 + 1),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        yield name, name
+    (folder / "binary").write_bytes(bytes(range(256)))
+    yield "binary", "cannot read"
+    (folder / "folder").mkdir()
+    yield "folder", "Is a directory"
+    os.mkfifo(folder / "pipe")
+    yield "pipe", "a pipe or a device"
+    yield "absent", "No such file"
+    with (folder / "sparse").open("wb") as file:
+        file.truncate(2**40)
+    yield "sparse", "a line has more than"
+    (folder / "loop").symlink_to(folder / "loop")
+    yield "loop", "symbolic links"
+    yield "x" * 300, "too long"
+
+
+def test_files_that_hold_no_lengths(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for name, said in files(tmp_path):
+        told = sentence(capsys, "plan", "--file", str(tmp_path / name), "--ranks", "2")
+        assert said in told, (name, told)
+    for device in ("/dev/zero", "/dev/null", "/dev/stdin"):
+        if not Path(device).resolve().is_file():
+            assert "a pipe or a device" in sentence(capsys, "plan", "--file", device)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("m.jsonl", '{"width":256,"height":256,"frames":1e30}', "1e+30"),
+        ("m.jsonl", '{"width":99999999999,"height":99999999999}', "more than 2147483647 tokens"),
+        ("m.jsonl", f'{{"width":{"9" * 9999},"height":16}}', "not valid JSON"),
+        ("m.jsonl", '{"width":NaN,"height":16}', "nan"),
+        ("m.jsonl", "[" * 100_000, "not valid JSON"),
+        ("m.jsonl", f'["{"x" * 100_000}"]', "not a JSON object"),
+        ("m.csv", "width,height\n\u0663,\u0664\n", "width must be"),
+        ("m.csv", f"width,height\n256,{'9' * 9999}\n", "height must be"),
+        ("m.csv", f"{'a' * 300_000},height\n1,2\n", "field"),
+        ("m.csv", 'width,height\n"16,16\n', "line 2"),
+    ],
+)
+def test_manifests_that_hold_no_samples(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, content: str, named: str
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    for command in ("plan", "topology"):
+        told = sentence(capsys, command, "--manifest", str(tmp_path / name), "--ranks", "2")
+        assert named in told
+
+
+def test_manifests_that_are_no_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "m.csv").mkdir()
+    os.mkfifo(tmp_path / "m.jsonl")
+    for name, said in (("m.csv", "Is a directory"), ("m.jsonl", "a pipe or a device")):
+        told = sentence(capsys, "plan", "--manifest", str(tmp_path / name), "--ranks", "2")
+        assert said in told
+
+
+def test_masks_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def npy(header: str) -> bytes:
+        text = header.encode().ljust(117) + b"\n"
+        return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text
+
+    def bomb(name: str, content: bytes, member: str = "masks.npy") -> None:
+        with zipfile.ZipFile(tmp_path / name, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(member, content)
+
+    form = "{'descr': '|b1', 'fortran_order': False, 'shape': (%s), }"
+    (tmp_path / "huge.npy").write_bytes(npy(form % "999999999999, 99999999, 4"))
+    (tmp_path / "negative.npy").write_bytes(npy(form % "-1, 4, 4"))
+    (tmp_path / "unclosed.npy").write_bytes(npy(form % "((((1, 4, 4"))
+    os.mkfifo(tmp_path / "pipe.npy")
+    os.mkfifo(tmp_path / "pipe.npz")
+    (tmp_path / "folder.npy").mkdir()
+    bomb("claims.npz", npy(form % "40, 100000, 100000") + b"\1" * 1000)
+    bomb("text.npz", b"abc")
+    bomb("unclosed.npz", npy(form % "((((1, 4, 4"))
+    np.save(tmp_path / "wide.npy", np.ones((1, 1, 2**20 + 1), bool))
+    np.savez(tmp_path / "shape.npz", packed=np.zeros(1, np.uint8), shape=np.array([10**6] * 3))
+    for path in sorted(tmp_path.iterdir()):
+        told = sentence(capsys, "sparse", "--masks", str(path), "--ranks", "2")
+        assert path.name in told
+    for name in ("pipe.npy", "pipe.npz"):
+        told = sentence(capsys, "sparse", "--masks", str(tmp_path / name), "--ranks", "2")
+        assert "a pipe or a device" in told
+
+
+def test_latencies_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fields = asdict(AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5))
+    for number, value in enumerate(
+        ("1" + "0" * 400, "1e308", "1e999", "-1e-320", "[1]", "9" * 9999)
+    ):
+        text = ", ".join(
+            f'"{name}": {value if name == "launch_s" else "null" if old is None else old}'
+            for name, old in fields.items()
+        )
+        (tmp_path / f"{number}.json").write_text(f"{{{text}}}")
+    os.mkfifo(tmp_path / "pipe.json")
+    for path in sorted(tmp_path.iterdir()):
+        command = ("sparse", "--model", "wan2.1", "--block", "1280", "--ring", "2")
+        assert path.name in sentence(capsys, *command, "--latency", str(path))
+
+
+# The same, asked of the functions
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "1", None, 10**400, float("nan"), True, [1]])
+def test_settings_of_workloads(tmp_path: Path, value: object) -> None:
+    codes = parse_data_codes("g1b1i16f1s0")
+    (tmp_path / "lens").write_text("5 6\n")
+    (tmp_path / "m.csv").write_text("width,height\n16,16\n")
+    wrong: dict[str, object] = {}
+    for name in ("num_ranks", "batch_size", "resolution", "num_frames"):
+        given = {"num_ranks": 1, "batch_size": 1, "resolution": 16, "num_frames": 1}
+        refusal(lambda name=name, g=given: DataCode(**{**g, name: value}, compressed=False))
+    for name in ("text_tokens", "image_tokens", "frames", "grid_width"):
+        refusal(lambda name=name: SampleShape(**{"text_tokens": 1, "image_tokens": 1, name: value}))
+    for name in ("seed", "step"):
+        wrong = {"seed": 0, "step": 0, name: value}
+        refusal(lambda w=wrong: sample_lengths(codes, **w))
+    refusal(lambda: keyed_generator(value, "x"))
+    refusal(lambda: deal([1, 2], value))
+    refusal(lambda: read_manifest(tmp_path / "m.csv", patch=value))
+    if shown(value) != "None":
+        refusal(lambda: sample_lengths(codes, seed=0, step=0, world_size=value))
+        refusal(lambda: read_lengths(tmp_path / "lens", num_ranks=value))
+    if shown(value) != "0.5":
+        refusal(lambda: read_manifest(tmp_path / "m.csv", bytes_per_token=value))
+
+
+@pytest.mark.parametrize("path", [None, 5, b"lens", ["lens"], "a\0b"])
+def test_paths_that_are_none(path: object) -> None:
+    for read in (read_lengths, read_manifest, lambda x: list(read_lines(x)), AttentionLatency.load):
+        with pytest.raises(ConfigError):
+            read(path)
+    if not isinstance(path, str):
+        assert "data codes is" in refusal(lambda: parse_data_codes(path))
+
+
+def test_a_manifest_may_have_at_most_so_many_samples(tmp_path: Path) -> None:
+    (tmp_path / "m.csv").write_text("width,height\n" + "16,16\n" * 5)
+    assert len(read_manifest(tmp_path / "m.csv", max_samples=5)) == 5
+    assert "more than 4 samples" in refusal(
+        lambda: read_manifest(tmp_path / "m.csv", max_samples=4)
+    )
