@@ -212,7 +212,8 @@ def offloaded() -> Found:
         ]
         found["stranger"] = raised_by(handle.verify, model, **inputs)
     found["undone"] = raised_by(handle.verify, **inputs)
-    found["undone, explain"] = raised_by(handle.explain, second)
+    found["undone, compile"] = raised_by(handle.compile)
+    assert handle.explain(second).lengths == {"video": 8}
     return found
 
 
@@ -270,9 +271,9 @@ def test_offload_and_pipelines(results: list[dict[str, Found]]) -> None:
     for found in (by_part["offload"] for by_part in results):
         assert found.pop("lengths") == [8, 30, 30]
         stranger, undone = found.pop("stranger"), found.pop("undone")
-        explained = found.pop("undone, explain")
+        compiled = found.pop("undone, compile")
         assert "none of the models that this handle split" in stranger[1]
-        for what, (classes, text) in (("verify", undone), ("explain", explained)):
+        for what, (classes, text) in (("verify", undone), ("compile", compiled)):
             assert "ConfigError" in classes
             assert text == f"{what}: undo() was called: call parallelize again, then {what}"
         errors = [one for one in found.values() if isinstance(one, float)]

@@ -10,7 +10,7 @@ from tests.distributed.test_loader_resume import check_chains
 NUM_SCHEDULES = 500
 NUM_KILLS = 50
 NUM_STOPS = 20
-PER_WORLD = 25  # a world's groups stay open until it ends
+PER_WORLD = 25  # each schedule runs twice; a world has less than two minutes
 
 
 def check_schedules(seeds: range) -> None:

@@ -394,36 +394,62 @@ def test_meshes_of_unlike_orders_on_the_same_ranks() -> None:
 # --- threads --------------------------------------------------------------------------------------
 
 
-def two_threads() -> list[float]:
-    """Of each call that gave a number, how far it is off."""
+def two_threads() -> list[tuple[float, ...] | str]:
+    """By thread, how far off its calls are, or with what it was refused."""
     mesh = mesh_of(1, 2)
-    errors: list[float] = []
+    heard: list[tuple[float, ...] | str] = ["", ""]
+    done = threading.Event()
 
     def keep_attending(seed: int) -> None:
         q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(seed))
         whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-        for _ in range(10):
-            try:
-                local = q[:, :, rows]
+        local, errors = q[:, :, rows], list[float]()
+        try:
+            for _ in range(5):
                 out = attention(local, local, local, mesh)
-            except (CommError, ConfigError):
-                return
-            errors.append(float((out - whole[:, :, rows]).abs().max()))
+                errors.append(float((out - whole[:, :, rows]).abs().max()))
+            heard[seed] = tuple(errors)
+        except (CommError, ConfigError) as error:
+            heard[seed] = str(error)
+        done.wait(10.0)
 
-    zeros = torch.zeros(1, 2, 4, 4)
-    attention(zeros, zeros, zeros, mesh)
-    threads = [threading.Thread(target=keep_attending, args=(seed,)) for seed in range(2)]
-    for thread in threads:
+    order = [0, 1]
+    threads = [threading.Thread(target=keep_attending, args=(seed,)) for seed in order]
+    for thread in threads:  # they take turns, and both live
         thread.start()
+        thread.join(1.0)
+    done.set()
     for thread in threads:
+        thread.join()
+    return heard
+
+
+def test_two_threads_on_one_mesh_get_no_wrong_number() -> None:
+    first, second = run_ranks(two_threads, 2)
+    for heard in (first, second):
+        assert isinstance(heard[0], tuple) and max(heard[0]) < 1e-6
+        assert isinstance(heard[1], str) and "another thread" in heard[1]
+
+
+def one_after_the_other() -> list[float]:
+    """A thread may take over from one that ended."""
+    mesh, errors = mesh_of(1, 2), list[float]()
+
+    def attend() -> None:
+        q = torch.ones(1, 2, 4, 4)
+        errors.append(float((attention(q, q, q, mesh) - 1.0).abs().max()))
+
+    for _ in range(3):
+        thread = threading.Thread(target=attend)
+        thread.start()
         thread.join()
     return errors
 
 
-def test_two_threads_on_one_mesh_get_no_wrong_number() -> None:
-    for errors in run_ranks(two_threads, 2):
-        assert all(error < 1e-6 for error in errors)
+def test_a_thread_takes_over_from_one_that_ended() -> None:
+    for errors in run_ranks(one_after_the_other, 2):
+        assert len(errors) == 3 and max(errors) < 1e-6
 
 
 def test_a_second_thread_in_a_call_is_refused() -> None:

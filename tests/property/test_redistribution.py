@@ -243,5 +243,5 @@ def test_what_is_received_is_bounded_not_what_is_sent() -> None:
     gathered = transfer_of([[[10]], [[10]], [[10]]], [2, 2, 2])
     check_received(gathered, 2 * num_bytes)
     check_received(gathered, None)
-    with pytest.raises(PlanError, match="rank 2 would receive 352 bytes .* by 1:"):
+    with pytest.raises(PlanError, match=r"rank 2 would receive 352 bytes .* by 1:"):
         check_received(gathered, 2 * num_bytes - 1)

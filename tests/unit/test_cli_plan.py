@@ -132,3 +132,33 @@ def test_later_steps_of_data_codes_are_other_batches(capsys: pytest.CaptureFixtu
     seconds = [float(out.split("g1n2")[1].split("│")[1]) for out in ranked]
     assert seconds[2] == pytest.approx((seconds[0] + seconds[1]) / 2, rel=1e-3)
     assert seconds[0] != seconds[1]
+
+
+def test_the_table_of_loads(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bags of 2 and of 4 = 2 x 2 ranks; each row has its bag, its tokens, its load and the old."""
+    plan = plan_batch([[900], [40], [], [30], [], []], "g2n1+g2r2n1", TransformerCost(3072))
+    arguments = ("--lengths", "900/40//30//", "--topology", "g2n1+g2r2n1")
+    code, out, _ = run(capsys, "plan", *arguments)
+    assert code == 0
+    rows = [[x.strip() for x in row.split("│")[1:-1]] for row in out.splitlines() if "(g2" in row]
+    as_loaded = plan.unbalanced_loads(TransformerCost(3072))
+    assert [row[0] for row in rows] == [str(rank) for rank in range(6)]
+    assert [row[1] for row in rows] == ["0 (g2)"] * 2 + ["1 (g2r2)"] * 4
+    assert [row[2] for row in rows] == [str(tokens) for tokens in plan.tokens]
+    assert [row[4] for row in rows] == [f"{load:.4g}" for load in plan.loads]
+    assert [row[5] for row in rows] == [f"{load:.4g}" for load in as_loaded]
+    assert max(len(row[3]) for row in rows) == 28
+
+
+def test_the_best_topology_is_so_much_faster_than_the_last(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, "topology", "--lengths", "90000/5/5/5", "--num-layers", "30")
+    assert code == 0
+    seconds = [
+        float(row.split("│")[2])
+        for row in out.splitlines()
+        if row.count("│") > 3 and "g" in row.split("│")[1]
+    ]
+    ratio = float(out.split(", ")[-1].split("x as fast")[0])
+    assert ratio == pytest.approx(max(seconds) / min(seconds), rel=1e-2) and ratio > 1.5

@@ -328,3 +328,26 @@ def test_sparse_on_the_command_line_needs_no_torch(arguments: tuple[str, ...]) -
     modules = modules_imported_by("-m", "bascule.cli", "sparse", *arguments)
     assert "bascule.plan.sparse" in modules
     assert "torch" not in modules and "plotly" not in modules
+
+
+def test_speed_ups_and_stretches_of_steps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Of the whole call, over heads in order; and in which steps a layer is on which mesh."""
+    masks = drifting(1)[0]
+    steps = np.stack([masks[None]] * 3)
+    np.save(tmp_path / "three.npy", steps)
+    base = ("sparse", "--masks", str(tmp_path / "three.npy"), "--target", str(TARGET))
+    code, out, _ = run(capsys, *base, "--ranks", "2", "--block", "4096")
+    assert code == 0
+    lens = np.full(24, 4096)
+    options = SparseOptions(ranks=2)
+    setting = Setting(options.meshes, lens, lens, options.machine(), 128, 2, TARGET, 2.0, 0.05)
+    before, after = (
+        setting.latency(setting.load(setting.plan(way, masks, (2, 1))))
+        for way in ("in order", "minimal_move")
+    )
+    table = out.split("rows on other ring ranks")[1]
+    row = next(line for line in table.splitlines() if " minimal_move " in line)
+    assert f" {before / after:.3f}x " in row and before > after * 1.02
+    assert any(f"{name} 0 to 2 " in out for name in ("U2R1", "U1R2"))

@@ -67,6 +67,9 @@ def test_nodes_of_bags_that_are_not_aligned() -> None:
     nodes, local = CLUSTER.nodes_of(Topology.parse("g1n3+g2n1+g3n1"))
     assert nodes.tolist() == [0, 0, 0, 0, 1]
     assert local.tolist() == [1, 1, 1, 1, 3]
+    nodes, local = CLUSTER.nodes_of(Topology.parse("g1n2+g3n2"))  # ranks 2, 3 and 4
+    assert nodes.tolist() == [0, 0, 0, 1]
+    assert local.tolist() == [1, 1, 1, 3]
 
 
 def test_loads_are_seconds_with_launches() -> None:

@@ -191,6 +191,16 @@ def test_an_outlier_does_not_ruin_the_fit(factor: float, noise: float) -> None:
     assert error.mean() < (0.05 if noise else 1e-3)
 
 
+@pytest.mark.parametrize(("factor", "num_outliers"), [(1.0, 0), (1.06, 1), (1.5, 1)])
+def test_outliers_are_counted(factor: float, num_outliers: int) -> None:
+    """From about three standard deviations on, here of 1 %, a measurement weighs less than half."""
+    lens = draw(6, iterations=40)
+    seconds = rank_seconds(lens).max(axis=1)
+    seconds *= 1 + 0.01 * np.random.default_rng(0).uniform(-1.5, 1.5, 40)
+    seconds[5] *= factor
+    assert diagnostics(fit_iterations(lens, seconds)).num_outliers == num_outliers
+
+
 def test_empty_ranks_and_empty_iterations() -> None:
     lens = draw(8, ranks=4)
     lens[0] = [[], [], [], []]

@@ -167,3 +167,25 @@ def test_a_batch_does_not_stay_as_loaded_above_a_limit_of_items() -> None:
     for tolerance in (None, 0.5):
         plan = plan_batch(batch, "g1n2", cost, limits=Limits(items=2), home_tolerance=tolerance)
         assert np.bincount(plan.bag_of).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_long_and_short_sequences_stay_at_home_alike(seed: int) -> None:
+    """A few long ones decide on the time of a rank; they stay, and short ones even it out."""
+    rng = np.random.default_rng(seed)
+    batch = np.maximum(rng.lognormal(6.0, 1.0, (16, 32)), 1).astype(int).tolist()
+    best = plan_batch(batch, "g1n16", COST)
+    near = plan_batch(batch, "g1n16", COST, home_tolerance=0.01)
+    assert near.makespan <= best.makespan * (1.01 + 2e-4)
+    assert near.moved_tokens < best.moved_tokens / 5
+
+
+def test_tokens_away_of_each_sequence() -> None:
+    """Those that leave their node count; of others, those that leave their rank."""
+    cluster = Cluster(2, 2, 1e12, 1e9, 1e9, 1e8, 0.0)
+    topology = Topology.parse("g1n2+g2n1")
+    ranks, lens = np.array([0, 0, 0, 2, 2]), np.array([10, 20, 30, 40, 50])
+    source = locality.Source(ranks, lens, topology, cluster)
+    away = source.away_each(np.array([0, 1, 2, 2, 0]))
+    assert np.floor(away).tolist() == [0.0, 0.0, 30.0, 0.0, 50.0]
+    assert away[0] == 0.0 < away[3] == away[1] < 0.5  # half of 40 tokens, and 20 tokens

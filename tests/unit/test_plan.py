@@ -11,7 +11,7 @@ import pytest
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.cluster import Cluster
 from bascule.plan.cost import TransformerCost
-from bascule.plan.limits import Limits
+from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.search import suggest_topology
 from bascule.plan.sequences import Plan, plan_batch
 from bascule.plan.step import plan_step
@@ -370,6 +370,9 @@ def test_memory_is_a_limit_in_tokens() -> None:
     assert by_bytes.tokens.max() <= 600
     both = plan_batch(lens, "g1n4", cost, limits=Limits(tokens=700, num_bytes=620_000))
     assert both.tokens.max() <= 620
+    tighter = Limits(tokens=600, items=7, num_bytes=620_000)
+    assert in_tokens(tighter, cost, None) == Limits(tokens=600, items=7)
+    assert in_tokens(Limits(items=7, num_bytes=620_999), cost, None) == Limits(tokens=620, items=7)
     with pytest.raises(ConfigError, match="bytes_per_token"):
         plan_batch(lens, "g1n4", COST, limits=Limits(num_bytes=600_000))
     with pytest.raises(ConfigError, match="hold no token"):

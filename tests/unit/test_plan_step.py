@@ -112,3 +112,14 @@ def test_edges_and_errors() -> None:
         plan_step([[[1], [2]], [[1]]], "g1n1", tokens)
     with pytest.raises(ConfigError, match='"microbatch" or "step"'):
         plan_step([], "g1n2", tokens, sync="never")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_bound_is_that_of_the_microbatch_alone() -> None:
+    """Planned on top of others a plan may be later, but its bound stays what it is alone."""
+    step = random_step(3, 3, 4, 5)
+    for plan, alone in zip(
+        plan_step(step, "g1n4", tokens, sync="step"), plan_step(step, "g1n4", tokens), strict=True
+    ):
+        assert plan.lower_bound == alone.lower_bound <= alone.makespan <= plan.makespan
+    late = plan_step([[[90], [10, 10], [10], []]] * 4, "g1n4", tokens, sync="step")
+    assert [plan.lower_bound for plan in late] == [90.0] * 4

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan._constrained import Homes
+from bascule.plan._constrained import Homes, constrain
+from bascule.plan._exchange import exchange
 from bascule.plan._homes import _pull
 from bascule.plan._problem import build_problem
 from bascule.plan._refine import refine
@@ -368,3 +369,59 @@ def test_an_item_that_comes_home_sends_back_what_gains_most():
     pulled = _pull(problem, np.array([0, 0, 1, 1]), homes)
     assert pulled.tolist() == [1, 0, 1, 0]
     assert homes.away(pulled) == 1.0
+
+
+def test_spill_counts_the_part_of_an_item_that_does_not_fit():
+    """12 tokens, 10 of which the fast bin holds: half of an item at least is on the slow one."""
+    problem = build_problem(
+        [4.0, 4.0, 6.0],
+        None,
+        speeds=[1.0, 8.0],
+        limits=Limits(tokens=10),
+        sizes=[4, 4, 4],
+        ranks_per_bin=[1, 1],
+        carried_loads=None,
+    )
+    assert spill_bound(problem) == 2.0
+
+
+def test_slow_bins_give_back_two_items():
+    """With one given back there is no better pair, and the answer stays at 9.75."""
+    problem = problem_of([7.0, 8.0, 10.0, 7.0, 9.0, 10.0, 3.0, 1.0], [1.0, 1.0, 4.0])
+    start = longest_first(problem)
+    assert problem.makespan(start) * problem.unit == 9.75
+    (topped,) = topped_up(problem, start, problem.work.sum() / 6.0)
+    assert problem.makespan(topped) * problem.unit == 9.25
+
+
+def test_groups_of_two_repair_a_limit():
+    """26 tokens of 25 on bin 0: 3 + 3 for 5 is the only exchange that keeps both limits."""
+    sizes = [20.0, 3.0, 3.0, 5.0, 14.0, 5.0]
+    problem = build_problem(
+        sizes,
+        2,
+        speeds=None,
+        limits=Limits(tokens=25),
+        sizes=sizes,
+        ranks_per_bin=None,
+        carried_loads=None,
+    )
+    repaired = constrain(problem, np.array([0, 0, 0, 1, 1, 1]), problem.work.sum())
+    assert np.bincount(repaired, sizes).tolist() == [25.0, 25.0]
+
+
+@pytest.mark.parametrize(("items", "expected"), [(2, [0, 0, 1, 1]), (3, [1, 0, 1, 1])])
+def test_exchanges_keep_the_limit_of_items(items: int, expected: list[int]):
+    """Bag 0 is late; all items are alike, so that no swap helps, but a move to bag 1 does."""
+    found = exchange(
+        np.full((2, 4), 5.0),
+        np.array([0, 1]),
+        np.array([20.0, 0.0]),
+        np.array([0, 0, 1, 1]),
+        tokens=np.ones(4, np.int64),
+        room=None,
+        limits=Limits(items=items),
+        target=0.0,
+        max_steps=1,
+    )
+    assert found.tolist() == expected

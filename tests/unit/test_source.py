@@ -97,7 +97,7 @@ def test_samples_are_grouped_by_number_whatever_lists_they_come_in() -> None:
 
 
 @pytest.mark.parametrize("length", [float("nan"), -1, 0.5, True])
-def test_lengths_by_which_nothing_can_be_grouped_are_refused(length: float) -> None:
+def test_lengths_by_which_nothing_can_be_grouped_are_refused(length: Any) -> None:
     endless = itertools.count()
     reading = Source(endless, Microbatches(None, 10, lambda _: length)).begin((), 0, 1, None)
     with pytest.raises(ConfigError, match="length_fn gave"):

@@ -210,6 +210,11 @@ def test_illegal_models(changes: dict[str, object], message: str) -> None:
         replace(SMALL, **changes)
 
 
+def test_rows_of_almost_all_blocks_are_full() -> None:
+    full = replace(SMALL, density=1 - 1e-6, row_top_k=True)
+    assert synthetic_masks(full).all()
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 7), (2, 3, 5, 9), (2, 2, 3, 5, 4), (1, 1, 1)])
 @pytest.mark.parametrize("form", ["npy", "npz", "packed"])
 def test_files(tmp_path: Path, shape: tuple[int, ...], form: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bascule.plan._sparse_moves import _disjoint
 from bascule.plan.layout import Ints
 from bascule.plan.sparse import partition_blocks, partition_heads
 from tests.property.sparse_simulation import MASK_KINDS, clustered_mask, mask_of, toeplitz_mask
@@ -253,3 +254,21 @@ def test_moves_end_at_the_target() -> None:
     )
     assert plan.loads.tolist() == [44, 36, 44, 36]
     assert plan.num_moved == (1, 0)
+
+
+def test_heads_are_cut_until_the_limit_not_the_mean() -> None:
+    """Loads of 13, 10.5 and 6.5: the first gives 3, then 10.5 is within 10 % of the mean of 10."""
+    counts = np.array([[1.0] * 13 + [0.0] * 8, [0.5] * 21, [0.5] * 13 + [0.0] * 8])
+    plan = partition_heads(counts, 3, cut_above=0.1)
+    assert sorted(plan.loads.tolist()) == [9.5, 10.0, 10.5]
+    assert plan.cut_heads.tolist() == [0]
+    even = partition_heads(counts, 3, cut_above=0.0)
+    assert even.loads.tolist() == [10.0] * 3 and even.cut_heads.size == 2
+
+
+def test_moves_of_a_round_gain_at_least_half_of_the_best() -> None:
+    gains = np.zeros((6, 6))
+    gains[0, 1], gains[2, 3], gains[4, 5] = 10.0, 6.0, 4.0
+    assert _disjoint(gains, np.array([0, 0, 2, 2, 4, 4])) == [(0, 1), (2, 3)]
+    gains[2, 1] = 9.0  # rank 1 has got a block already
+    assert _disjoint(gains, np.array([0, 0, 2, 2, 4, 4])) == [(0, 1), (2, 3)]

@@ -293,6 +293,28 @@ def test_reuse_works_from_counts() -> None:
     assert state.plan == planner.plan(counts(1), layout)
 
 
+@pytest.mark.parametrize("move_cost", [0.0, 0.1, 0.3, 1.0, 3.0, 10.0])
+def test_a_move_costs_what_its_rows_cost_each_rank(move_cost: float) -> None:
+    """Blocks of 7 tokens on a ring of 3; a move takes a block of 4 heads, of a rank's work a third.
+
+    Moving anything at all lays out all rows anew, of 4 heads and 4 key-value heads, at a third.
+    """
+    masks, home = mask_of("clustered", (4, 24, 24), 0), BlockLayout.striped([7] * 24, 1, 3)
+    plan = SparsePlanner(1, 3, move_cost=move_cost).plan(masks, home)
+    per_head = 4 * (1.0 - np.eye(3))
+    toll = move_cost * 7 / 3
+    ring = partition_blocks(
+        masks.sum(axis=0) * 49,
+        3,
+        method="minimal_move",
+        prices=(per_head, per_head),
+        toll=toll,
+        first_toll=(4 + 4) * 24 * toll / 3,
+    )
+    np.testing.assert_array_equal(plan.q_of[0], ring.q_of)
+    np.testing.assert_array_equal(plan.kv_of[0], ring.kv_of)
+
+
 # Errors
 
 

@@ -300,6 +300,7 @@ def test_csv_manifest(tmp_path: Path) -> None:
         SampleShape(num_tokens, 63 * 40 * 25, 25, 63),
         SampleShape(0, 0),
     ]
+    assert read_manifest(path, bytes_per_token=5)[1].text_tokens == 5  # of 24 bytes
     assert read_manifest(path, patch=32, bytes_per_token=1)[1] == (
         SampleShape(len(caption.encode()), 31 * 20 * 85, 85, 31)
     )

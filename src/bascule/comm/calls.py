@@ -76,6 +76,7 @@ class Calls:
         self.thread: int | None = None
         self._agreed: dict[Hashable, None] = {}
         self.num_done = 0
+        self._owner: int | None = None
         self._num_open = 0
         self._meant = 0
         self._lock = threading.Lock()
@@ -104,16 +105,16 @@ class Calls:
 
         Raises:
             CommError: An earlier failure ended the group.
-            ConfigError: Another thread is in a call of this group: their rows would be mixed.
+            ConfigError: Another thread uses this group: their rows could be mixed.
         """
         if self.ended is not None:
             raise CommError(f"{call}: its process group was ended before: {self.ended}")
         own = threading.get_ident()
         with self._lock:
-            if self._num_open and self.thread != own:
+            if (self._num_open and self.thread != own) or not self._may_use(own, call):
                 raise ConfigError(
-                    f"{call}: another thread is in a call of the same process group: let one "
-                    "thread at a time use it, or give each thread a group of its own"
+                    f"{call}: another thread uses the same process group, and ranks could let them "
+                    "take turns in unlike orders: let one thread use it, or give each its own"
                 )
             number = self.number
             meant = call.kind or f"{call}|{call.form}"
@@ -123,6 +124,18 @@ class Calls:
             self.thread = own
             self._num_open += 1
         return begun
+
+    def _may_use(self, thread: int, call: Call) -> bool:
+        """Whether rows may move for this thread: for one as long as it lives, and for autograd's.
+
+        Agreements, in which ranks compare what they mean, may be made by any.
+        """
+        if call.kind or thread == self._owner:
+            return True
+        alive = {one.ident for one in threading.enumerate()}
+        if self._owner is None or (self._owner not in alive and thread in alive):
+            self._owner = thread
+        return thread == self._owner or thread not in alive
 
     def finish(self, *, is_done: bool = True) -> None:
         """Say that a call is over; done, if this rank gave all that others need of it."""

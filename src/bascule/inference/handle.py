@@ -156,12 +156,10 @@ class Parallelized:
                 end of the mesh's process groups, or with `dynamic`; attention is block-sparse; or
                 the models are not split any more.
         """
-        if self.parts[0].sparse is not None:
+        if self._split_part(None, "compile").sparse is not None:
             raise ConfigError(
                 "compile: block-sparse attention is planned in every step: do not compile it"
             )
-        for part in self.parts:
-            self._part_of(part.model, "compile")
         check_mode(mode, dynamic, self.mesh, device_of(self.model))
         self._compiled.close()
         for part in self.parts:
@@ -203,7 +201,7 @@ class Parallelized:
             ConfigError: The model is not split, or has a cache of steps.
             CommError: The ranks' inputs differ.
         """
-        return verify(self._part_of(model, "verify"), inputs)
+        return verify(self._split_part(model, "verify"), inputs)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Activation checkpointing that recomputes over the mesh.
@@ -251,7 +249,7 @@ class Parallelized:
                 grad.copy_(part.view_as(grad))
 
     def _part_of(self, model: nn.Module | None, what: str) -> SplitModel:
-        """The part of a model that is split."""
+        """The part of a model. Default: of the first."""
         found = [part for part in self.parts if model is None or part.model is model]
         if not found:
             names = [type(part.model).__name__ for part in self.parts]
@@ -259,9 +257,14 @@ class Parallelized:
                 f"{what}: {type(model).__name__} is none of the models that this handle split, "
                 f"{names}: give one of them, or none for the first"
             )
-        if not found[0].is_split:
-            raise ConfigError(f"{what}: undo() was called: call parallelize again, then {what}")
         return found[0]
+
+    def _split_part(self, model: nn.Module | None, what: str) -> SplitModel:
+        """The part of a model that is split still."""
+        part = self._part_of(model, what)
+        if not part.is_split:
+            raise ConfigError(f"{what}: undo() was called: call parallelize again, then {what}")
+        return part
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy splits nothing, as copies of the models are not split."""

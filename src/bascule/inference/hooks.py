@@ -256,10 +256,12 @@ class SplitModel:
                 if self._have_attended is not None:
                     self._have_attended.add(name)
             elif self._have_attended is None or name not in self._have_attended:
+                fix = "set_attention_backend('native')"
+                if self._have_attended is not None:
+                    fix = "empty caches that were filled before parallelize"
                 raise ConfigError(
                     f"{name} did not call F.scaled_dot_product_attention, so its attention was not "
-                    "over the mesh: set_attention_backend('native'), and empty caches that were "
-                    "filled before parallelize"
+                    f"over the mesh: {fix}"
                 )
 
         return hook
