@@ -135,15 +135,15 @@ def test_later_steps_of_data_codes_are_other_batches(capsys: pytest.CaptureFixtu
 
 
 def test_the_table_of_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bags of 2 and of 4 = 2 x 2 ranks; each row has its bag, its tokens, its load and the old."""
-    plan = plan_batch([[900], [40], [], [30], [], []], "g2n1+g2r2n1", TransformerCost(3072))
-    arguments = ("--lengths", "900/40//30//", "--topology", "g2n1+g2r2n1")
+    """Bags of 2 and of 6 = 3 x 2 ranks; each row has its bag, its tokens, its load and the old."""
+    plan = plan_batch([[900], [40], [], [30], *[[]] * 4], "g2n1+g3r2n1", TransformerCost(3072))
+    arguments = ("--lengths", "900/40//30////", "--topology", "g2n1+g3r2n1")
     code, out, _ = run(capsys, "plan", *arguments)
     assert code == 0
-    rows = [[x.strip() for x in row.split("│")[1:-1]] for row in out.splitlines() if "(g2" in row]
+    rows = [[x.strip() for x in row.split("│")[1:-1]] for row in out.splitlines() if "(g" in row]
     as_loaded = plan.unbalanced_loads(TransformerCost(3072))
-    assert [row[0] for row in rows] == [str(rank) for rank in range(6)]
-    assert [row[1] for row in rows] == ["0 (g2)"] * 2 + ["1 (g2r2)"] * 4
+    assert [row[0] for row in rows] == [str(rank) for rank in range(8)]
+    assert [row[1] for row in rows] == ["0 (g2)"] * 2 + ["1 (g3r2)"] * 6
     assert [row[2] for row in rows] == [str(tokens) for tokens in plan.tokens]
     assert [row[4] for row in rows] == [f"{load:.4g}" for load in plan.loads]
     assert [row[5] for row in rows] == [f"{load:.4g}" for load in as_loaded]

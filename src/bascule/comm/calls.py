@@ -137,6 +137,10 @@ class Calls:
             self._owner = thread
         return thread == self._owner or thread not in alive
 
+    def hand_over(self) -> None:
+        """Say that the thread that used the group moves no more rows over it; another one may."""
+        self._owner = None
+
     def finish(self, *, is_done: bool = True) -> None:
         """Say that a call is over; done, if this rank gave all that others need of it."""
         with self._lock:
