@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _world
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import _get_current_function_mode_stack
@@ -189,22 +188,6 @@ def after_an_error() -> dict[str, Any]:
 def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
     for found in run_ranks(after_an_error, 2):
         assert found["split"] < 1e-12 and found["frame"] == 0 and found["undone"]
-
-
-def groups_of_many_handles() -> tuple[int, int]:
-    """How many process groups there are after the first handles, and after many more."""
-    model, inputs, counts = make_toy(), toy_inputs(), list[int]()
-    for _ in range(6):
-        for ring, ulysses in ((2, 2), (1, 4), (4, 1)):
-            with parallelize(model, table=TABLE, ring_degree=ring, ulysses_degree=ulysses):
-                model(**inputs)
-        counts.append(len(_world.pg_map))
-    return counts[0], counts[-1]
-
-
-def test_process_groups_of_degrees_are_made_once() -> None:
-    for first, last in run_ranks(groups_of_many_handles, 4):
-        assert first == last
 
 
 class Pipeline:
