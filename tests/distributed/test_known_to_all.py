@@ -142,7 +142,10 @@ def one_fails(topology: str, case: Callable[..., Any]) -> Heard:
     raise AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("topology", ["g3n1", "g1n1+g2n1", "g1r3n1"])
+MORE = [pytest.param(topology, marks=pytest.mark.stress) for topology in ("g3n1", "g1r3n1")]
+
+
+@pytest.mark.parametrize("topology", ["g1n1+g2n1", *MORE])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_one_rank_fails_in_a_step(case: Callable[..., Any], topology: str) -> None:
     of_rank = run_ranks(one_fails, 3, topology, case)

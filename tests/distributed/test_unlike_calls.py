@@ -222,7 +222,7 @@ SETTINGS: dict[str, tuple[Settings, Settings]] = {
 }
 
 
-def unlike_settings(degrees: tuple[int, int], what: str, *, used_before: bool) -> Heard:
+def unlike_settings(degrees: tuple[int, int], what: str, used_before: bool) -> Heard:
     mesh = mesh_of(*degrees)
     both: list[Settings] = [
         {name: one.on(degrees) if isinstance(one, Lay) else one for name, one in settings.items()}
@@ -237,18 +237,12 @@ def unlike_settings(degrees: tuple[int, int], what: str, *, used_before: bool) -
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("what", SETTINGS)
+@pytest.mark.parametrize("used_before", [True, pytest.param(False, marks=pytest.mark.stress)])
 def test_unlike_settings_of_mesh_attention_end_all_ranks(
-    what: str, degrees: tuple[int, int]
+    what: str, degrees: tuple[int, int], used_before: bool
 ) -> None:
-    def run(used_before: bool) -> list[Heard]:
-        return run_ranks(_unlike_settings, 2, degrees, what, used_before)
-
-    assert_known(run(used_before=True), "unlike calls")
-    assert_known(run(used_before=False))
-
-
-def _unlike_settings(degrees: tuple[int, int], what: str, used_before: bool) -> Heard:
-    return unlike_settings(degrees, what, used_before=used_before)
+    parts = ("unlike calls",) if used_before else ()
+    assert_known(run_ranks(unlike_settings, 2, degrees, what, used_before), *parts)
 
 
 def known_forms_of_equal_size(degrees: tuple[int, int]) -> Heard:
