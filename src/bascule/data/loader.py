@@ -16,8 +16,15 @@ from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
 from bascule.data.progress import Progress
 from bascule.data.redistribute import Redistributor, Rules, StepKey
-from bascule.data.setup import DEFAULT_TIMEOUT_S, Options, agree_on_settings, is_timeout, join
-from bascule.data.source import Microbatches, Source
+from bascule.data.setup import (
+    DEFAULT_TIMEOUT_S,
+    Options,
+    agree_on_settings,
+    interpret,
+    is_timeout,
+    join,
+)
+from bascule.data.source import Source
 from bascule.data.transfer import measure_exchange
 from bascule.errors import ConfigError
 from bascule.plan.cost import Cost, describe_cost
@@ -118,19 +125,14 @@ class BalancedLoader:
         # A wrong argument is told to the other ranks, so first of all this rank must meet them.
         meeting_s = timeout_s if is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
         self._ranks, self._pool, self._group = join(mesh_or_group, axis, meeting_s)
-        error: Exception | None = None
-        source, rules = Source(None, None), Rules(1, "step", None, "finish", 0.0, None)
+        rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes_in_flight)
         functions = {"length_fn": length_fn, "weight_fn": weight_fn, "unpack": unpack}
         functions["collate_fn"] = collate_fn
-        options = Options(batch_size, None, prefetch, bytes_per_s, timeout_s, cost, functions)
+        options = Options(batch_size, pack, prefetch, bytes_per_s, timeout_s, cost, functions)
+        source, error = Source(None, None), None
         try:
-            pack = Pack(tokens=pack) if isinstance(pack, int) else pack
-            if isinstance(pack, Pack) and limits is None:
-                limits = Limits(tokens=pack.tokens)
-            rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes_in_flight)
-            options = dataclasses.replace(options, pack=pack)
-            options.check(rules)
-            source = _source_of(loader if self._ranks.is_leader else None, options, length_fn)
+            own = loader if self._ranks.is_leader else None
+            rules, options, source = interpret(rules, options, own)
         except Exception as met:
             error = met
         sources = agree_on_settings(self._ranks, rules, options, source, error)
@@ -141,14 +143,11 @@ class BalancedLoader:
         self._redistributor = Redistributor(self._ranks, rules, cost, per_byte)
         self._source = source
         collate = source.collate_fn if collate_fn is None else collate_fn
-        if isinstance(pack, Pack):
-            collate = partial(make_pack, pack=pack)
-        self._handlers = Handlers(
-            length_fn=length_fn,
-            weight_fn=one if weight_fn is None else weight_fn,
-            unpack=unpack,
-            collate=collate_and_pin(collate, takes_none=pack is not None, pin=pin_memory),
-        )
+        if isinstance(options.pack, Pack):
+            collate = partial(make_pack, pack=options.pack)
+        collate = collate_and_pin(collate, takes_none=options.pack is not None, pin=pin_memory)
+        weight_fn = one if weight_fn is None else weight_fn
+        self._handlers = Handlers(length_fn, weight_fn, unpack, collate)
         self._depth, self._timeout_s = prefetch, float(timeout_s)
         self._name = self._pool.next_name()
         self._first = self._progress = Progress()
@@ -366,14 +365,3 @@ class BalancedLoader:
                 verdict=step.data.verdict,
                 _group=self._group,
             )
-
-
-def _source_of(
-    loader: Iterable[Any] | None, options: Options, length_fn: Callable[[Sample], int]
-) -> Source:
-    """The microbatches of this rank, grouped anew where they are packs or come one by one."""
-    grouping = None
-    pack, batch_size = options.pack, options.batch_size
-    if options.functions["unpack"] is None and (pack is not None or batch_size is not None):
-        grouping = Microbatches(batch_size, None if pack is None else pack.tokens, length_fn)
-    return Source(loader, grouping)

@@ -1,7 +1,7 @@
 """What happens once: the ranks of a balanced loader meet and agree on how steps are made."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard, get_args
 
@@ -17,7 +17,7 @@ from bascule.data.leases import Pool, pool_of
 from bascule.data.loaded import DataRanks, Ends, Ints
 from bascule.data.packs import Pack
 from bascule.data.redistribute import Rules
-from bascule.data.source import Source
+from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
 from bascule.plan.cost import Cost, describe_cost
 from bascule.plan.limits import Limits
@@ -36,7 +36,7 @@ class Options:
     """
 
     batch_size: int | None
-    pack: Pack | None
+    pack: Pack | int | None
     prefetch: int
     bytes_per_s: float | None
     timeout_s: float
@@ -84,6 +84,28 @@ class Options:
                 f"BalancedLoader(batch_size={self.batch_size}): a pack holds samples up to its "
                 "tokens, and ready-made packs come in the loader's lists; leave batch_size out"
             )
+
+
+def interpret(
+    rules: Rules, options: Options, loader: Iterable[Any] | None
+) -> tuple[Rules, Options, Source]:
+    """What the arguments mean: a pack for its tokens, the limit that follows from it, microbatches.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    pack = Pack(tokens=options.pack) if isinstance(options.pack, int) else options.pack
+    options = dataclasses.replace(options, pack=pack)
+    if isinstance(pack, Pack) and rules.limits is None:
+        rules = dataclasses.replace(rules, limits=Limits(tokens=pack.tokens))
+    options.check(rules)
+    grouping, length_fn = None, options.functions["length_fn"]
+    is_grouped = pack is not None or options.batch_size is not None
+    if options.functions["unpack"] is None and is_grouped and length_fn is not None:
+        grouping = Microbatches(
+            options.batch_size, None if pack is None else pack.tokens, length_fn
+        )
+    return rules, options, Source(loader, grouping)
 
 
 _NEEDED = ("accumulate", "prefetch", "cost", "length_fn")
@@ -167,7 +189,8 @@ def agree_on_settings(
     """
     settings = {field.name: str(getattr(rules, field.name)) for field in dataclasses.fields(rules)}
     settings |= {name: str(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
-    for name, one in options.functions.items():
+    for name in ("length_fn", "weight_fn", "unpack"):
+        one = options.functions[name]
         settings[name] = getattr(one, "__qualname__", type(one).__qualname__)
     settings["cost"], values = "unknown", np.zeros(7, dtype=np.int64)
     try:

@@ -4,7 +4,7 @@ Needs ``pip install bascule[transformers]``. Only extension points of the Traine
 nothing of it is patched.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +22,7 @@ from bascule.data.source import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.plan.cost import Cost
 from bascule.plan.limits import Limits
+from bascule.training.columns import Columns
 
 _SCALE = "bascule_loss_scale"  # travels among the inputs from the loader to `training_step`
 _IGNORED = -100  # the Trainer counts labels that differ from it
@@ -121,7 +122,7 @@ class BalancedTrainerMixin(_Base):
         args = self.args
         if args.remove_unused_columns:
             self._set_signature_columns_if_needed()
-            dataset = _Columns(dataset, frozenset(self._signature_columns or ()))
+            dataset = Columns(dataset, frozenset(self._signature_columns or ()))
         loader = self._local_loader(dataset)
         counts_labels = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         balanced = BalancedLoader(
@@ -349,36 +350,6 @@ class _TrainLoader:
                     inputs[name] = torch.full_like(inputs[name], _IGNORED)
         inputs[_SCALE] = batch.loss_scale
         return inputs
-
-
-class _Columns(Dataset[Any]):
-    """A dataset whose samples have the named columns only."""
-
-    def __init__(self, dataset: Dataset[Any], names: frozenset[str]) -> None:
-        self._dataset = dataset
-        self._names = names
-
-    def __len__(self) -> int:
-        return len(self._dataset)  # pyright: ignore[reportArgumentType]
-
-    def __getitem__(self, index: int) -> Any:
-        return self._kept(self._dataset[index])
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        read = getattr(self._dataset, "__getitems__", None)  # as DataLoader looks for it
-        samples = [self._dataset[index] for index in indices] if read is None else read(indices)
-        return [self._kept(sample) for sample in samples]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Tell the dataset which epoch begins, if it wants to know."""
-        tell = getattr(self._dataset, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
-
-    def _kept(self, sample: Any) -> Any:
-        if not isinstance(sample, Mapping):
-            return sample
-        return {name: value for name, value in sample.items() if name in self._names}
 
 
 def _check(trainer: Trainer) -> Dataset[Any]:
