@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -425,3 +426,32 @@ def all_fail_alike() -> list[str]:
 def test_all_ranks_that_fail_alike_can_go_on() -> None:
     for texts in run_ranks(all_fail_alike, 2):
         assert texts == ["ConfigError", "ConfigError"]
+
+
+def fails_beside_a_slow_thread() -> tuple[str, float]:
+    """Rank 1 handles an error while the others wait for another, slow thread of it."""
+    _, step, _ = used_step("g1n2")
+    second, rows = SequenceParallel(None, "g1n2", COST, timeout_s=15), torch.arange(3.0)[:, None]
+    ended: list[float] = []
+
+    def work() -> None:
+        for pause_s in (0.0, 3.0 * dist.get_rank()):
+            time.sleep(pause_s)
+            moved = second.plan([3]).route(x=rows)["x"]
+            ended.append(float(moved.sum()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    while not ended and thread.is_alive():
+        time.sleep(0.01)
+    text = ""
+    if dist.get_rank() == 1:
+        _, text = raised_by(step.restore, torch.ones(10_000, 4))
+    thread.join()
+    assert len(ended) == 2
+    return text, float(step.mean(torch.ones(3)))
+
+
+def test_a_thread_is_not_taken_for_one_that_failed() -> None:
+    (_, first), (text, second) = run_ranks(fails_beside_a_slow_thread, 2)
+    assert "10000" in text and first == second == 1.0

@@ -4,6 +4,7 @@
 # What the types forbid is what is tried here.
 
 import math
+import re
 from collections import deque
 from collections.abc import Callable
 from decimal import Decimal
@@ -91,6 +92,11 @@ NO_VECTORS: list[Any] = [
 ]
 
 
+def title(value: Any) -> str:
+    """A value in the name of a test: without addresses, which differ between processes."""
+    return re.sub(r" at 0x[0-9a-f]+", "", shown(value))
+
+
 def refusal(call: Callable[[], object]) -> str:
     """The sentence of a ConfigError: on one line, and not long."""
     with pytest.raises(ConfigError) as error:
@@ -100,7 +106,7 @@ def refusal(call: Callable[[], object]) -> str:
     return text
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=shown)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=title)
 def test_what_is_no_number_in_range_is_refused(value: Any) -> None:
     for check in (whole, number, rate):
         assert refusal(lambda check=check: check("width", value)).startswith("width is ")
@@ -124,13 +130,13 @@ def test_numbers_in_range_are_taken_as_plain_ones() -> None:
     assert "at least 1 and at most 8" in refusal(lambda: whole("width", 9, 1, 8))
 
 
-@pytest.mark.parametrize("values", NO_VECTORS, ids=shown)
+@pytest.mark.parametrize("values", NO_VECTORS, ids=title)
 def test_what_is_no_vector_of_amounts_is_refused(values: Any) -> None:
     assert "costs" in refusal(lambda: amounts("costs", values))
     assert "sizes" in refusal(lambda: wholes("sizes", values, 2))
 
 
-@pytest.mark.parametrize("values", UNREADABLE, ids=shown)
+@pytest.mark.parametrize("values", UNREADABLE, ids=title)
 def test_what_numpy_cannot_read_says_what_it_is(values: Any) -> None:
     told = refusal(lambda: array("lengths", values))
     assert "lengths" in told and (type(values).__name__ in told or "masked" in told)
@@ -163,7 +169,7 @@ def test_vectors_say_which_entry_is_wrong() -> None:
     assert floats("seconds", [math.nan, -1]).tolist()[1] == -1.0
 
 
-@pytest.mark.parametrize("values", [None, 5, "12", b"12", {1: 2}, {1, 2}, np.array(5)], ids=shown)
+@pytest.mark.parametrize("values", [None, 5, "12", b"12", {1: 2}, {1, 2}, np.array(5)], ids=title)
 def test_what_has_no_entry_a_rank_is_refused(values: Any) -> None:
     assert "give a list with one entry a source rank" in refusal(lambda: by_rank("lists", values))
     assert "give a list of them" in refusal(lambda: listed("batches", values))

@@ -29,7 +29,7 @@ from bascule.plan.sequences import Plan, plan_batch
 from bascule.plan.solver import assign
 from bascule.plan.step import plan_step, step_makespan
 from bascule.plan.topology import Topology
-from tests.unit.test_checks import NO_NUMBERS, NO_VECTORS, UNREADABLE, refusal
+from tests.unit.test_checks import NO_NUMBERS, NO_VECTORS, UNREADABLE, refusal, title
 
 COST = TransformerCost(64)
 BATCH = [[5, 9], [6, 7]]
@@ -66,7 +66,7 @@ def with_cost(cost: Any) -> list[Callable[[], object]]:
 # Lengths
 
 
-@pytest.mark.parametrize("lens", NO_VECTORS, ids=shown)
+@pytest.mark.parametrize("lens", NO_VECTORS, ids=title)
 def test_lengths_that_are_none(lens: Any) -> None:
     told = refusal(lambda: plan_batch([[3], lens], "g1n2", COST))
     assert told.startswith("rank 1")
@@ -88,7 +88,7 @@ def test_the_tensor_that_cannot_be_read_is_named_with_the_way_out() -> None:
 @pytest.mark.parametrize(
     "length",
     [10**400, 10**5000, 2**63, -(2**63), 2**64 - 1, 1e30, math.nan, "8", True, None, 8j],
-    ids=shown,
+    ids=title,
 )
 def test_a_length_beyond_every_range_is_named(length: Any) -> None:
     for lens in ([4, length], (4, length), np.array([4, length], object)):
@@ -194,7 +194,7 @@ def test_worlds_beyond_what_can_be_planned_for() -> None:
     )
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=shown)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=title)
 def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
     for name in MACHINE:
         assert f"Cluster({name}=" in refusal(lambda name=name: Cluster(**{**MACHINE, name: value}))
@@ -307,7 +307,7 @@ def test_cost_models_of_every_kind_that_means_numbers() -> None:
         assert plan_batch(BATCH, "g1n2", COST).unbalanced_loads(cost).tolist() == [14.0, 13.0]
 
 
-@pytest.mark.parametrize("values", NO_VECTORS, ids=shown)
+@pytest.mark.parametrize("values", NO_VECTORS, ids=title)
 def test_vectors_that_are_none(values: Any) -> None:
     limits = Limits(tokens=5)
     refused(

@@ -28,7 +28,7 @@ from bascule.plan.sparse import (
 from bascule.plan.sparse_latency import AttentionLatency, AttentionLoad, fit_attention_latency
 from bascule.plan.sparse_masks import MaskModel, load_masks, save_masks, synthetic_masks
 from bascule.plan.sparse_strategy import Strategies, all_degrees, choose_strategy
-from tests.unit.test_checks import NO_NUMBERS, UNREADABLE, refusal
+from tests.unit.test_checks import NO_NUMBERS, UNREADABLE, refusal, title
 from tests.unit.test_hostile_plans import refused
 
 MATRIX = np.arange(16.0).reshape(4, 4)
@@ -67,7 +67,7 @@ def planned(**settings: Any) -> SparsePlan:
         np.ones((2, 2, 2)),
         (x for x in [[1]]),
     ],
-    ids=shown,
+    ids=title,
 )
 def test_work_that_is_none(counts: Any) -> None:
     for method in ("assign", "paper"):
@@ -88,7 +88,7 @@ def test_work_that_is_none(counts: Any) -> None:
         MASKS[None],
         (x for x in MASKS),
     ],
-    ids=shown,
+    ids=title,
 )
 def test_masks_that_are_none(masks: Any) -> None:
     refused(
@@ -163,7 +163,7 @@ def test_amounts_beyond_what_is_counted_exactly() -> None:
         5,
         (x for x in [0] * 4),
     ],
-    ids=shown,
+    ids=title,
 )
 def test_homes_that_are_none(home: Any) -> None:
     for method in METHODS:
@@ -182,7 +182,7 @@ _LENS = ("[0, 0, 0, 2]", "[0, 1]")
 """Legal lengths, but not as homes."""
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=shown)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=title)
 def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
     for name in ("reward", "target", "toll", "first_toll"):
         for method in METHODS:

@@ -132,10 +132,14 @@ class Calls:
         """
         if call.kind or thread == self._owner:
             return True
-        alive = {one.ident for one in threading.enumerate()}
-        if self._owner is None or (self._owner not in alive and thread in alive):
+        if self._owner is None or (not _is_alive(self._owner) and _is_alive(thread)):
             self._owner = thread
-        return thread == self._owner or thread not in alive
+        return thread == self._owner or not _is_alive(thread)
+
+    def is_of_another(self, thread: int) -> bool:
+        """Whether another living thread makes its calls."""
+        maker = self.thread if self._owner is None else self._owner
+        return maker not in (None, thread) and _is_alive(maker)
 
     def hand_over(self) -> None:
         """Say that the thread that used the group moves no more rows over it; another one may."""
@@ -146,3 +150,8 @@ class Calls:
         with self._lock:
             self._num_open -= 1
             self.num_done += is_done
+
+
+def _is_alive(thread: int | None) -> bool:
+    """Whether a thread was begun by Python, as autograd's are not, and goes on."""
+    return any(one.ident == thread for one in threading.enumerate())

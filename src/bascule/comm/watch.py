@@ -24,6 +24,7 @@ from bascule.comm.notes import Failure, Position, Waiting
 
 PATIENCE_S = 1.0
 _TICK_S = 0.4
+_ALL = 2**62  # calls
 _MOST_READ = 64  # notes of other ranks that one look may read
 
 
@@ -118,7 +119,7 @@ class Watch:
 
     def tell_failure(self, failure: Failure) -> None:
         """Tell those that will wait for this rank that this thread failed, until it goes on."""
-        failure = replace(failure, done=calls_done())
+        failure = replace(failure, done=_done_by_this_thread())
         self._failures[threading.get_ident()] = failure
         notes.write_failure(self._rank, failure)
 
@@ -126,7 +127,7 @@ class Watch:
         """This thread begins a call: that it failed before concerns those in it no more."""
         failure = self._failures.get(threading.get_ident()) if self._failures else None
         if failure is not None:
-            notes.write_failure(self._rank, replace(failure, done=calls_done()))
+            notes.write_failure(self._rank, replace(failure, done=_done_by_this_thread()))
 
     def close(self) -> None:
         """End the thread, and join it."""
@@ -201,6 +202,15 @@ class Watch:
                 begun[group.group_name] = tuple(recent)
         main = threading.main_thread().ident
         return Position(0 if main is None else main, threads, begun, waits)
+
+
+def _done_by_this_thread() -> dict[str, int]:
+    """Calls done by group; all where another thread makes them, because it did not fail."""
+    done, own = calls_done(), threading.get_ident()
+    for group, calls in groups_in_use():
+        if calls.is_of_another(own):
+            done[group.group_name] = _ALL
+    return done
 
 
 def judge(
