@@ -446,6 +446,60 @@ def test_a_thread_takes_over_from_one_that_ended() -> None:
         assert len(errors) == 3 and max(errors) < 1e-6
 
 
+def handed_over(skipping: int) -> list[Any]:
+    """Three requests in threads that all live; one rank forgets to hand over after the second."""
+    mesh, done = mesh_of(1, 2), threading.Event()
+    heard: list[Any] = []
+
+    def attend(request: int) -> None:
+        torch.manual_seed(request)
+        q = torch.randn(1, 2, 8, 4)
+        rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        try:
+            out = attention(q[:, :, rows], q[:, :, rows], q[:, :, rows], mesh)
+            heard.append(float((out - whole[:, :, rows]).abs().max()))
+        except (CommError, ConfigError) as error:
+            heard.append(str(error))
+        if (request, dist.get_rank()) != (1, skipping):
+            mesh.hand_over()
+        done.wait(30.0)
+
+    threads = [threading.Thread(target=attend, args=(request,)) for request in range(3)]
+    for request, thread in enumerate(threads):
+        thread.start()
+        while len(heard) <= request:
+            time.sleep(0.01)
+    done.set()
+    for thread in threads:
+        thread.join()
+    return heard
+
+
+def test_a_thread_takes_over_where_it_is_handed_over() -> None:
+    for errors in run_ranks(handed_over, 2, -1):
+        assert len(errors) == 3 and max(errors) < 1e-6
+
+
+def test_who_is_not_handed_the_mesh_is_refused_and_the_others_hear_it() -> None:
+    first, second = run_ranks(handed_over, 2, 1)
+    for heard in (first, second):
+        assert max(heard[:2]) < 1e-6 and "another thread uses" in heard[2], heard
+
+
+def test_handing_over_is_a_part_of_the_order_of_calls() -> None:
+    marks: list[list[int]] = []
+    for place in (1, 1, 2):
+        calls, begun = Calls(), list[int]()
+        for number in range(3):
+            if number == place:
+                calls.hand_over()
+            begun.append(calls.begin(Call("attend")).mark)
+            calls.finish()
+        marks.append(begun)
+    assert marks[0] == marks[1] and marks[0][0] == marks[2][0] and marks[0][1] != marks[2][1]
+
+
 def test_a_second_thread_in_a_call_is_refused() -> None:
     calls = Calls()
     calls.begin(Call("first"))

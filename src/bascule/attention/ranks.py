@@ -102,6 +102,16 @@ class AttentionMesh:
         """(ring rank, Ulysses rank) of this rank."""
         return (self.ring.rank if self.ring else 0, self.ulysses.rank if self.ulysses else 0)
 
+    def hand_over(self) -> None:
+        """Let another thread attend on this mesh from here on, as for the next request served.
+
+        All ranks call it between the same two calls; where they do not, the next one fails. No
+        collective.
+        """
+        for group in (self.ring, self.ulysses, self.whole):
+            if group is not None:
+                group.calls.hand_over()
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

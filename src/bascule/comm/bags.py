@@ -36,11 +36,7 @@ class BagGroups:
 def make_bag_groups(
     group: RankGroup, topology: Topology | str, cluster: Cluster | None, timeout_s: float
 ) -> BagGroups:
-    """Make the groups, once; all ranks make equally many, first those that share heads.
-
-    A rank that needs no group gets one of itself: torch names a new group after the number of
-    groups that a rank has, and ranks that differ in it can never again make one together (torch
-    2.13, local sync).
+    """Make the groups, once; first those that share heads.
 
     Args:
         group: All ranks; serves as a group of all.
@@ -58,15 +54,12 @@ def make_bag_groups(
     if not isinstance(topology, Topology):
         assert cluster is not None
         aligned = _aligned_groups(group.rank, cluster.ranks_per_node)
-        return BagGroups(group.rank, {size: make(ranks, "bag") for size, ranks in aligned}, None)
-    ulysses, ring = dict[int, RankGroup](), None
+        ulysses = {size: make(ranks, "bag") for size, ranks in aligned if len(ranks) > 1}
+        return BagGroups(group.rank, ulysses, None)
     groups = topology.ulysses_groups
-    if groups.bag_sizes.max() > 1:
-        ranks = groups.bags[groups.bag_of_rank[group.rank]]
-        ulysses[len(ranks)] = make(ranks, "bag")
-    if topology.rings:
-        ring = make(topology.ring(group.rank), "ring")
-    return BagGroups(group.rank, ulysses, ring)
+    bag, ring = groups.bags[groups.bag_of_rank[group.rank]], topology.ring(group.rank)
+    ulysses = {len(bag): make(bag, "bag")} if len(bag) > 1 else {}
+    return BagGroups(group.rank, ulysses, make(ring, "ring") if len(ring) > 1 else None)
 
 
 def _aligned_groups(rank: int, node_size: int) -> list[tuple[int, Sequence[int]]]:

@@ -114,7 +114,8 @@ class Calls:
             if (self._num_open and self.thread != own) or not self._may_use(own, call):
                 raise ConfigError(
                     f"{call}: another thread uses the same process group, and ranks could let them "
-                    "take turns in unlike orders: let one thread use it, or give each its own"
+                    "take turns in unlike orders: let one thread use it, give each its own, or "
+                    "have the other one call hand_over() on its mesh when it is done"
                 )
             number = self.number
             meant = call.kind or f"{call}|{call.form}"
@@ -142,8 +143,10 @@ class Calls:
         return maker not in (None, thread) and _is_alive(maker)
 
     def hand_over(self) -> None:
-        """Say that the thread that used the group moves no more rows over it; another one may."""
-        self._owner = None
+        """Let another thread move rows from here on: at the same place on all ranks."""
+        with self._lock:
+            self._owner = None
+        self.mean("handed over")
 
     def finish(self, *, is_done: bool = True) -> None:
         """Say that a call is over; done, if this rank gave all that others need of it."""

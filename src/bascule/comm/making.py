@@ -1,12 +1,14 @@
 """Makes process groups, of ranks that met before: torch would wait for one that never comes."""
 
+import hashlib
 import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from bascule.comm import notes
 from bascule.comm.calls import Begun, Call
@@ -36,24 +38,20 @@ def new_group(
     """
     check_timeout(timeout_s)
     world, what, verdict = resolve(None), Call("new_group"), None
-    place = list(ranks).index(dist.get_rank())
+    in_order = sorted(ranks)
+    place = in_order.index(dist.get_rank())
+    meeting = f"{name} of ranks {in_order}"
+    number = watch_of_world(end_all).meeting(meeting)
     try:
-        verdict = _meet(ranks, name, timeout_s)
+        verdict = _meet(in_order, name, f"{meeting}/{number}", number, timeout_s)
         if verdict is not None:
             raise RuntimeError("the group was not made")
-        group = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"bascule {name}",
-        )
+        group = _connect(in_order, f"{meeting}/{number}", f"bascule {name}", timeout_s, backend)
     except RuntimeError as error:
-        own = RankGroup(weakref.ref(world), place, tuple(ranks), name)
+        own = RankGroup(weakref.ref(world), place, tuple(in_order), name)
         raise failure(own, what, error, verdict) from error
-    assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
     notes.erase(notes.FAILED, dist.get_rank())  # what ended before does not concern this one
-    return member_of(group, name, ranks=dist.get_process_group_ranks(group))
+    return member_of(group, name)
 
 
 def check_timeout(timeout_s: Any) -> None:
@@ -69,22 +67,47 @@ def check_timeout(timeout_s: Any) -> None:
         )
 
 
-def _meet(ranks: Sequence[int], name: str, timeout_s: float) -> Verdict | None:
+def _meet(
+    ranks: Sequence[int], name: str, meeting: str, number: int, timeout_s: float
+) -> Verdict | None:
     """Wait until all have come; why they never will, if that is so.
 
     Raises:
         RuntimeError: They did not come in time, or the store is gone.
     """
     watch, own = watch_of_world(end_all), dist.get_rank()
-    meeting = f"{name} of ranks {sorted(ranks)}"
-    number = watch.meeting(meeting)
     begun = Begun(Call("new_group"), number, 0)
     needs = tuple(rank for rank in ranks if rank != own)
-    notes.arrive(f"{meeting}/{number}")
+    notes.arrive(meeting)
     deadline = time.monotonic() + timeout_s
     with watch.waiting(meeting, begun, needs, f"new_group {name!r}") as wait:
-        while wait.verdict is None and notes.num_arrived(f"{meeting}/{number}") < len(ranks):
+        while wait.verdict is None and notes.num_arrived(meeting) < len(ranks):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not all of ranks {sorted(ranks)} came within {timeout_s:g} s")
+                raise RuntimeError(f"not all of ranks {ranks} came within {timeout_s:g} s")
             time.sleep(_GLANCE_S)
     return wait.verdict
+
+
+def _connect(
+    ranks: list[int], meeting: str, description: str, timeout_s: float, backend: str | None
+) -> dist.ProcessGroup:
+    """Make the group of ranks that met, under a name that comes from where they met.
+
+    `dist.new_group` names a group after how many groups a rank has. Ranks that have unlike numbers,
+    as after a group of some ranks, would look for each other under unlike names (torch 2.13).
+    """
+    world = resolve(None)
+    default_backend, store = c10d._world.pg_map[world]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend or default_backend),
+        store,
+        cast(Any, hashlib.sha256(meeting.encode()).hexdigest()),
+        timeout=timedelta(seconds=timeout_s),
+        device_id=world.bound_device_id,
+        group_desc=description,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

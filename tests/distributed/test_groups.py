@@ -1,0 +1,43 @@
+"""Process groups are made whatever groups the ranks have besides."""
+
+import torch
+import torch.distributed as dist
+
+from bascule.attention.parallel import SequenceParallel
+from bascule.comm.calls import Call
+from bascule.comm.making import new_group
+from bascule.comm.transfers import all_reduce
+from tests.distributed.cases import COST
+from tests.distributed.harness import run_ranks
+
+
+def beside_groups_of_some_ranks(topologies: list[str]) -> None:
+    """As those of other parallelism: after them, ranks have unlike numbers of groups."""
+    dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        for _ in range(2):
+            dist.new_group([2], use_local_synchronization=True)
+    for topology in topologies:
+        parallel = SequenceParallel(None, topology, COST, timeout_s=15)
+        rows = torch.arange(4.0 + dist.get_rank())[:, None, None].expand(-1, 6, 2)
+        step = parallel.plan([len(rows)])
+        moved = step.route(x=rows)["x"]
+        step.attend(moved, moved, moved)
+        assert torch.equal(step.restore(moved), rows)
+
+
+def test_ranks_with_unlike_numbers_of_groups() -> None:
+    run_ranks(beside_groups_of_some_ranks, 3, ["g1n1+g2n1", "g3n1", "g1r3n1", "g2n1+g1n1"])
+
+
+def made_again(rounds: int) -> None:
+    for _ in range(rounds):
+        group = new_group([1, 0], "pair", 15.0)
+        assert group.ranks == (0, 1)
+        total = all_reduce(group, Call("all_reduce"), torch.ones(3))
+        assert torch.equal(total, torch.full((3,), 2.0))
+        dist.destroy_process_group(group.process_group)
+
+
+def test_a_group_that_was_destroyed_is_made_again() -> None:
+    run_ranks(made_again, 2, 3)
