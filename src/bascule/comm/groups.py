@@ -133,3 +133,11 @@ def timeout_of(group: RankGroup, device: torch.device) -> timedelta | None:
     """
     backend = group.process_group._get_backend(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def set_timeout(group: RankGroup, timeout_s: float) -> None:
+    """Wait in calls of this group of gloo so long from now on, point-to-point included."""
+    timeout = timedelta(seconds=timeout_s)
+    backend = group.process_group._get_backend(torch.device("cpu"))
+    backend._set_default_timeout(timeout)
+    backend.options._timeout = timeout

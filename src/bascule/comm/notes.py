@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-WAITING, FAILED = "waiting", "failed"
+WAITING, FAILED, LEFT = "waiting", "failed", "left"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,15 @@ def erase(kind: str, rank: int) -> None:
     _get_default_store().delete_key(_key(kind, rank))
 
 
-def read(kind: str, rank: int) -> str | None:
-    """The note of a rank, or None. Never waits."""
-    store, key = _get_default_store(), _key(kind, rank)
+def read(kind: str, of: int | str) -> str | None:
+    """The note of a rank or of what has a name, or None. Never waits."""
+    store, key = _get_default_store(), _key(kind, of)
     return store.get(key).decode() if store.check([key]) else None
+
+
+def replace(kind: str, name: str, before: str, text: str) -> None:
+    """Leave a note, if the last one is still the one that was read before, "" for none."""
+    _get_default_store().compare_set(_key(kind, name), before, text)
 
 
 def read_position(rank: int) -> Position | None:
@@ -148,5 +153,5 @@ def num_arrived(meeting: str) -> int:
     return _get_default_store().add(_key("meeting", meeting), 0)
 
 
-def _key(kind: str, rank: int | str) -> str:
-    return f"bascule/{kind}/{rank}"
+def _key(kind: str, of: int | str) -> str:
+    return f"bascule/{kind}/{of}"

@@ -14,10 +14,7 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-from torch.distributed.distributed_c10d import (
-    _get_default_store,  # pyright: ignore[reportPrivateUsage]
-)
-
+from bascule.comm import notes
 from bascule.comm.groups import RankGroup
 
 _SETTLING_S = 0.5  # within a `with`, the error follows when the loop was left
@@ -67,7 +64,7 @@ class Departures:
     """
 
     def __init__(self, group: RankGroup, use: int) -> None:
-        self._key = f"bascule/left/{group.process_group.group_name}"
+        self._name = group.process_group.group_name
         self._use = use
 
     def announce(self, own: Departure) -> None:
@@ -96,8 +93,7 @@ class Departures:
     def _read(self) -> tuple[str, Departure | None]:
         """The note as it stands, and what it says of this iteration."""
         try:
-            store = _get_default_store()
-            text = store.get(self._key).decode() if store.check([self._key]) else ""
+            text = notes.read(notes.LEFT, self._name) or ""
         except (RuntimeError, ValueError):
             return "", None
         if not text:
@@ -109,6 +105,6 @@ class Departures:
     def _replace(self, before: str, departure: Departure) -> None:
         """Write the note, unless somebody else did meanwhile."""
         try:
-            _get_default_store().compare_set(self._key, before, json.dumps(asdict(departure)))
+            notes.replace(notes.LEFT, self._name, before, json.dumps(asdict(departure)))
         except (RuntimeError, ValueError):
             return

@@ -20,14 +20,12 @@ import secrets
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup, resolve
+from bascule.comm.groups import RankGroup, resolve, set_timeout
 from bascule.comm.making import new_group
 
 _CAPACITY = 9  # integers a rank that the first gather has room for: eight groups
@@ -144,11 +142,3 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
         pools[key] = Pool(members, timeout_s)
     set_timeout(pools[key].control, timeout_s)
     return pools[key]
-
-
-def set_timeout(group: RankGroup, timeout_s: float) -> None:
-    """Wait in calls of this group so long from now on."""
-    timeout = timedelta(seconds=timeout_s)
-    backend = group.process_group._get_backend(torch.device("cpu"))
-    backend._set_default_timeout(timeout)
-    backend.options._timeout = timeout

@@ -12,9 +12,9 @@ import torch
 
 from bascule.comm.agree import Statement, agree
 from bascule.comm.calls import Call
+from bascule.comm.groups import set_timeout
 from bascule.comm.transfers import all_gather, broadcast
 from bascule.data.batch import Batch
-from bascule.data.leases import set_timeout
 from bascule.data.loaded import whole_number
 from bascule.data.loader import BalancedLoader
 from bascule.data.setup import DEFAULT_TIMEOUT_S, is_number, is_timeout
