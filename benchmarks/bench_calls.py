@@ -4,15 +4,16 @@ Run: `python benchmarks/bench_calls.py` (about a minute); writes results/calls.j
 
 Two ranks of one thread over gloo. "marked" is the library as it is: messages from rank to rank,
 tagged with the mark of their call, and a wait that is watched. "bare" is the same call with gloo's
-own all-to-all, all-gather and all-reduce in place of that. Both take turns; a call lasts as long as
-the slower rank's. Marks travel as tags, so no byte and no message is added.
+own all-to-all, all-gather and all-reduce in place of that. Both take turns. "host" is the processor
+time of a rank and its threads of gloo; "wall" lasts until the slower rank is done. Marks travel as
+tags, so no byte and no message is added.
 """
 
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -39,7 +40,7 @@ def main() -> None:
         results = queue.get()
     for case in results["cases"]:
         spread = case["marked_over_bare"]
-        label = f"{case['call']}, {case['batch']} batch"
+        label = f"{case['call']}, {case['batch']} batch, {case['clock']} time"
         print(verdict(label, spread["median"], TARGET, spread))
     print("written to", write_results("calls", results))
 
@@ -52,15 +53,16 @@ def measure(rank: int, store: str, queue: Any) -> None:
     cases: list[dict[str, Any]] = []
     for batch, lens in LENS.items():
         for call, run in calls(lens[rank]).items():
-            marked, bare = alternate(run)
-            cases.append(
-                {
-                    "call": call,
-                    "batch": batch,
-                    "marked_over_bare": ratio(marked, bare),
-                    "times": {"marked": summary(marked), "bare": summary(bare)},
-                }
-            )
+            for clock, (marked, bare) in alternate(run).items():
+                cases.append(
+                    {
+                        "call": call,
+                        "batch": batch,
+                        "clock": clock,
+                        "marked_over_bare": ratio(marked, bare),
+                        "times": {"marked": summary(marked), "bare": summary(bare)},
+                    }
+                )
     if rank == 0:
         queue.put({"num_ranks": NUM_RANKS, "target": TARGET, "cases": cases})
     dist.barrier()
@@ -82,25 +84,24 @@ def calls(lens: tuple[int, ...]) -> dict[str, Callable[[], object]]:
     }
 
 
-def alternate(run: Callable[[], object]) -> tuple[list[float], list[float]]:
+Times = tuple[list[float], list[float]]
+
+
+def alternate(run: Callable[[], object]) -> dict[str, Times]:
     """Seconds of the slower rank in each round, marked and bare."""
     run()
-    times: tuple[list[float], list[float]] = [], []
+    times: dict[str, Times] = {"host": ([], []), "wall": ([], [])}
     for turn in range(2 * ROUNDS):
         is_bare = turn % 2
         dist.barrier()
-        if is_bare:
-            with bare_collectives():
-                start = time.perf_counter()
-                run()
-                seconds = time.perf_counter() - start
-        else:
-            start = time.perf_counter()
+        with bare_collectives() if is_bare else nullcontext():
+            starts = time.process_time(), time.perf_counter()
             run()
-            seconds = time.perf_counter() - start
-        slowest = torch.tensor([seconds])
+            ends = time.process_time(), time.perf_counter()
+        slowest = torch.tensor([end - start for start, end in zip(starts, ends, strict=True)])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        times[is_bare].append(float(slowest))
+        for seconds, of_clock in zip(slowest.tolist(), times.values(), strict=True):
+            of_clock[is_bare].append(seconds)
     return times
 
 

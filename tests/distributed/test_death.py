@@ -206,7 +206,7 @@ def called() -> str:
     """Of two ranks, one of which noticed in a group with a third."""
     notes.write_failure(1, Failure("step 4: elsewhere", ranks=(1, 2)))
     notes.write_failure(0, Failure("step 4: here", ranks=(0, 1)))
-    pair = RankGroup(lambda: dist.group.WORLD, 0, (0, 1), "pair")
+    pair = RankGroup(lambda: dist.group.WORLD, 0, (0, 1), (0, 1), "pair")
     return roll_call(pair, Call("here", 4))
 
 

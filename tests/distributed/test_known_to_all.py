@@ -194,7 +194,7 @@ def one_makes_groups() -> Heard:
 
 def test_one_rank_makes_groups_alone() -> None:
     for _, text, seconds in run_ranks(one_makes_groups, 3):
-        assert "rank 1 in new_group 'plan'" in text and "all_to_all (route)" in text, text
+        assert "new_group on 'plan'" in text and "all_to_all (route)" in text, text
         assert seconds < KNOWN_WITHIN_S
 
 

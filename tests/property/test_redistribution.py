@@ -27,7 +27,7 @@ Lens = list[list[list[int]]]
 
 
 def ranks_of(num: int, peers: int = 1) -> DataRanks:
-    group = RankGroup(lambda: None, 0, tuple(range(num * peers)), "loader")
+    group = RankGroup(lambda: None, 0, tuple(range(num * peers)), (), "loader")
     return DataRanks(group, np.arange(num * peers) // peers)
 
 

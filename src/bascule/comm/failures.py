@@ -65,19 +65,16 @@ def call(group: RankGroup, what: Call) -> Iterator[Begun]:
 @contextmanager
 def waiting(group: RankGroup, begun: Begun) -> Iterator[None]:
     """Wait for the other members in a call that was begun."""
-    needs = tuple(group.ranks[place] for place in group.others)
-    name, text = group.process_group.group_name, f"{begun.call} on {group.name!r}"
-    verdict: Verdict | None = None
+    watch = watch_of_world(end_all)
+    wait = watch.begin(group.process_group.group_name, begun, group.ranks, repr(group.name))
     try:
-        with watch_of_world(end_all).waiting(name, begun, needs, text) as wait:
-            try:
-                yield
-            finally:
-                verdict = wait.verdict
-    except CommError:
+        yield
+    except BaseException as error:
+        watch.end(wait, is_done=False)
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            raise failure(group, begun.call, error, wait.verdict) from error
         raise
-    except RuntimeError as error:
-        raise failure(group, begun.call, error, verdict) from error
+    watch.end(wait, is_done=True)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ class RankGroup:
         reference: Gives the process group, or None once it was destroyed.
         rank: This rank's place in `ranks`.
         ranks: Global rank of each member; in any order, the same on all of them.
+        places: Of each member, its place in the process group's own order.
         name: How errors call the group.
         calls: What its members do together.
     """
@@ -38,6 +39,7 @@ class RankGroup:
     reference: Callable[[], dist.ProcessGroup | None]
     rank: int
     ranks: tuple[int, ...]
+    places: tuple[int, ...]
     name: str
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
@@ -60,6 +62,11 @@ class RankGroup:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the process group has its members in the same order."""
+        return self.places == tuple(range(self.size))
 
     @property
     def others(self) -> list[int]:
@@ -108,12 +115,21 @@ def member_of(
         name: How errors call it.
         ranks: Its global ranks in the order wanted, the same on all of them. Default: the group's.
     """
-    in_order = tuple(dist.get_process_group_ranks(group) if ranks is None else ranks)
+    members = dist.get_process_group_ranks(group)
+    in_order = tuple(members if ranks is None else ranks)
+    place_of = {rank: place for place, rank in enumerate(members)}
     calls = _calls.get(group)
     if calls is None:
         backends = dist.get_backend_config(group)  # as "cpu:gloo,cuda:nccl"
         calls = _calls[group] = Calls(has_tags="cpu:gloo" in backends)
-    return RankGroup(weakref.ref(group), in_order.index(dist.get_rank()), in_order, name, calls)
+    return RankGroup(
+        reference=weakref.ref(group),
+        rank=in_order.index(dist.get_rank()),
+        ranks=in_order,
+        places=tuple(place_of[rank] for rank in in_order),
+        name=name,
+        calls=calls,
+    )
 
 
 def groups_in_use() -> list[tuple[dist.ProcessGroup, Calls]]:

@@ -48,7 +48,7 @@ def new_group(
             raise RuntimeError("the group was not made")
         group = _connect(in_order, f"{meeting}/{number}", f"bascule {name}", timeout_s, backend)
     except RuntimeError as error:
-        own = RankGroup(weakref.ref(world), place, tuple(in_order), name)
+        own = RankGroup(weakref.ref(world), place, tuple(in_order), (), name)
         raise failure(own, what, error, verdict) from error
     notes.erase(notes.FAILED, dist.get_rank())  # what ended before does not concern this one
     return member_of(group, name)
@@ -75,16 +75,17 @@ def _meet(
     Raises:
         RuntimeError: They did not come in time, or the store is gone.
     """
-    watch, own = watch_of_world(end_all), dist.get_rank()
-    begun = Begun(Call("new_group"), number, 0)
-    needs = tuple(rank for rank in ranks if rank != own)
+    watch = watch_of_world(end_all)
     notes.arrive(meeting)
     deadline = time.monotonic() + timeout_s
-    with watch.waiting(meeting, begun, needs, f"new_group {name!r}") as wait:
+    wait = watch.begin(meeting, Begun(Call("new_group"), number, 0), tuple(ranks), repr(name))
+    try:
         while wait.verdict is None and notes.num_arrived(meeting) < len(ranks):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not all of ranks {ranks} came within {timeout_s:g} s")
             time.sleep(_GLANCE_S)
+    finally:
+        watch.end(wait, is_done=True)
     return wait.verdict
 
 
@@ -109,5 +110,6 @@ def _connect(
         device_id=world.bound_device_id,
         group_desc=description,
     )
+    assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group

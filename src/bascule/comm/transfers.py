@@ -8,7 +8,6 @@ All take the places of `RankGroup.ranks`, whatever order the process group itsel
 """
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from bascule.comm.groups import RankGroup, timeout_of
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_HOST = torch.device("cpu")
 _SMALL = 4096  # elements that an all-reduce on the host gathers whole
 
 
@@ -50,20 +50,37 @@ class Transfers:
         received: Mapping[int, Tensor],
     ) -> None:
         self._group = group
-        self._kept = sent, received
+        self._kept = sent, received  # what is written to must live until the wait
+        self._is_tagged = group.calls.has_tags and all(
+            x.device.type == "cpu" for xs in self._kept for x in xs.values()
+        )
         self._begun = begin(group, what)
-        process_group, mark = group.process_group, self._begun.mark
-        self._operations = [  # kept: what is written to must live until the wait
-            dist.P2POp(operation, x, group.ranks[place], group=process_group, tag=mark)
-            for operation, xs in ((dist.irecv, received), (dist.isend, sent))
-            for place, x in xs.items()
-            if x.numel() or group.calls.has_tags  # with nothing to send, ranks still meet
-        ]
+        self._works: list[dist.Work] = []
         try:
-            self._works = dist.batch_isend_irecv(self._operations) if self._operations else []
+            (self._post_tagged if self._is_tagged else self._post)()
         except RuntimeError as error:
             group.calls.finish(is_done=False)
             raise failure(group, what, error) from error
+
+    def _post_tagged(self) -> None:
+        """Messages of no bytes, too: ranks always meet. What `dist.isend` checks is known here."""
+        process_group, mark = self._group.process_group, self._begun.mark
+        sent, received = self._kept
+        for place, x in received.items():
+            self._works.append(process_group.recv([x], self._group.places[place], mark))
+        for place, x in sent.items():
+            self._works.append(process_group.send([x], self._group.places[place], mark))
+
+    def _post(self) -> None:
+        """All in one group of sends and receives."""
+        sent, received = self._kept
+        operations = [
+            dist.P2POp(operation, x, self._group.ranks[place], group=self._group.process_group)
+            for operation, xs in ((dist.irecv, received), (dist.isend, sent))
+            for place, x in xs.items()
+            if x.numel()
+        ]
+        self._works.extend(dist.batch_isend_irecv(operations) if operations else [])
 
     def wait(self) -> None:
         """Until everything arrived, and was sent; on a device, its stream waits. Call it once.
@@ -71,21 +88,14 @@ class Transfers:
         Raises:
             CommError: A rank did not come in time.
         """
-        devices = {x.device for xs in self._kept for x in xs.values()}
         try:
             if self._works:
+                timeout = timeout_of(self._group, _HOST) if self._is_tagged else None
                 with waiting(self._group, self._begun):
                     for work in self._works:
-                        work.wait(*(_longest_wait(self._group, device) for device in devices))
+                        work.wait() if timeout is None else work.wait(timeout)
         finally:
             self._group.calls.finish()
-
-
-def _longest_wait(group: RankGroup, device: torch.device) -> timedelta:
-    """The group's timeout on the host; 0 leaves the wait to the device's stream."""
-    if device.type != "cpu":
-        return timedelta(0)
-    return timeout_of(group, device) or timedelta(0)
 
 
 def all_to_all(
@@ -126,19 +136,14 @@ def _all_to_all_of_backend(
     send_splits: Sequence[int],
 ) -> None:
     process_group = group.process_group
-    if tuple(dist.get_process_group_ranks(process_group)) == group.ranks:
+    if group.is_in_order:
         dist.all_to_all_single(
             received, sent, list(recv_splits), list(send_splits), group=process_group
         )
         return
-    order = _places_in_backend_order(group)
+    in_order = sorted(range(group.size), key=group.places.__getitem__)
     parts = received.split(list(recv_splits)), sent.split(list(send_splits))
-    dist.all_to_all(*([part[place] for place in order] for part in parts), group=process_group)
-
-
-def _places_in_backend_order(group: RankGroup) -> list[int]:
-    """For each rank of the process group, in its own order, the place in `group.ranks`."""
-    return [group.ranks.index(r) for r in dist.get_process_group_ranks(group.process_group)]
+    dist.all_to_all(*([part[place] for place in in_order] for part in parts), group=process_group)
 
 
 def all_gather(group: RankGroup, what: Call, own: Tensor) -> Tensor:
@@ -155,8 +160,8 @@ def all_gather(group: RankGroup, what: Call, own: Tensor) -> Tensor:
     if not _is_tagged(group, own):
         with call(group, what):
             all_gather_single(into, given, group=group.process_group)
-        order = _places_in_backend_order(group)
-        return gathered if order == sorted(order) else gathered[torch.tensor(order).argsort()]
+        places = torch.tensor(group.places, device=own.device)
+        return gathered if group.is_in_order else gathered[places]
     parts = into.view(group.size, -1).unbind(0)
     come = {place: parts[place] for place in group.others}
     transfers = Transfers(group, what, dict.fromkeys(group.others, given), come)
@@ -171,7 +176,7 @@ def reduce_scatter(group: RankGroup, what: Call, parts: Tensor) -> Tensor:
     In the dtype of `parts`, and on the host in the order of places.
     """
     if not _is_tagged(group, parts):
-        order = torch.tensor(_places_in_backend_order(group), device=parts.device)
+        order = torch.tensor(group.places, device=parts.device).argsort()
         own = parts.new_empty(parts.shape[1:])
         with call(group, what):
             into, given = own.view(-1), parts[order].view(-1)

@@ -11,8 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -44,22 +43,41 @@ class Verdict:
     is_input: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Wait:
     """A wait of a thread of this rank.
 
     Attributes:
-        note: What it tells others.
+        id: Tells the waits of this rank apart.
+        group: Name of the process group.
+        begun: The call.
+        needs: Global ranks whose part it waits for; this one may be among them.
+        label: How errors call the group.
+        thread: Which waits.
         since: When it began.
         verdict: Why it can never end; None while it may.
         is_told: Whether others may have read of it.
+        suspicion: What the last look found.
     """
 
-    note: Waiting
+    id: int
+    group: str
+    begun: Begun
+    needs: tuple[int, ...]
+    label: str
+    thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
     verdict: Verdict | None = None
     is_told: bool = False
     suspicion: Verdict | None = None
+
+    @property
+    def note(self) -> Waiting:
+        """What it tells others."""
+        own, begun = dist.get_rank(), self.begun
+        needs = tuple(rank for rank in self.needs if rank != own)
+        text = f"{begun.call} on {self.label}"
+        return Waiting(self.id, self.thread, self.group, needs, begun.number, begun.mark, text)
 
 
 class Watch:
@@ -85,31 +103,21 @@ class Watch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @contextmanager
-    def waiting(
-        self, group: str, begun: Begun, needs: tuple[int, ...], text: str
-    ) -> Iterator[Wait]:
-        """While entered, this thread waits for the parts of these global ranks in a call.
+    def begin(self, group: str, begun: Begun, needs: tuple[int, ...], label: str) -> Wait:
+        """This thread waits for others in a call, until `end`. Arguments as for `Wait`."""
+        if self._thread is None or not self._thread.is_alive():
+            self._start()
+        wait = Wait(next(self._ids), group, begun, needs, label)
+        self._waits[wait.id] = wait
+        return wait
 
-        Args:
-            group: Name of the process group.
-            begun: The call.
-            needs: Global ranks.
-            text: What errors call it.
-        """
-        self._start()
-        own = threading.get_ident()
-        note = Waiting(next(self._ids), own, group, needs, begun.number, begun.mark, text)
-        wait = Wait(note)
-        self._waits[wait.note.id] = wait
-        try:
-            yield wait
-        finally:
-            del self._waits[wait.note.id]
-            if wait.is_told:  # at once: others must not take this rank for one that waits
-                self._tell()
-        if own in self._failures:  # it went on, and the others with it
-            del self._failures[own]
+    def end(self, wait: Wait, *, is_done: bool) -> None:
+        """It waits no longer; done, if the others came."""
+        del self._waits[wait.id]
+        if wait.is_told:  # at once: others must not take this rank for one that waits
+            self._tell()
+        if is_done and wait.thread in self._failures:  # it went on, and the others with it
+            del self._failures[wait.thread]
             notes.erase(notes.FAILED, self._rank)
 
     def meeting(self, name: str) -> int:
@@ -136,8 +144,6 @@ class Watch:
             self._thread.join()
 
     def _start(self) -> None:
-        if self._thread is not None and self._thread.is_alive():
-            return
         self._thread = threading.Thread(target=self._run, name="bascule watch", daemon=True)
         self._thread.start()
         atexit.register(self.close)
