@@ -75,8 +75,8 @@ def random_batch(num_ranks: int, seed: int) -> Batch:
     ]
 
 
-def all_batches(num_ranks: int, num_random: int = 20) -> dict[str, Batch]:
-    """Twenty random batches and every edge case."""
+def all_batches(num_ranks: int, num_random: int) -> dict[str, Batch]:
+    """Random batches and every edge case."""
     drawn = {f"random {seed}": random_batch(num_ranks, seed) for seed in range(num_random)}
     return edge_batches(num_ranks) | drawn
 

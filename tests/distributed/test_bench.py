@@ -22,6 +22,7 @@ SMALL = [
     "--warmup",
     "1",
 ]
+BF16 = ("--dtype", "bfloat16")
 
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -83,7 +84,10 @@ def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> Non
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("options", [(), ("--checkpoint",), ("--dtype", "bfloat16")])
+@pytest.mark.parametrize(
+    "options",
+    [("--checkpoint",), *(pytest.param(o, marks=pytest.mark.stress) for o in ((), BF16))],
+)
 def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str, ...]) -> None:
     done = bench(
         tmp_path,
