@@ -59,7 +59,7 @@ from torch.nn import functional
 
 from bascule.attention import ops
 from bascule.comm.quantize import Wire
-from bascule.inference import Cut, SplitTable, parallelize
+from bascule.integrations.diffusers import Cut, SplitTable, parallelize
 
 NUM_RANKS, WIDTH, HEADS, NUM_BLOCKS = 2, 128, 4, 8
 EMPTY_TOKENS = 4

@@ -25,8 +25,8 @@ from _common import ratio, summary, verdict, write_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bascule.attention.parallel import SequenceParallel
-from bascule.plan.cost import TransformerCost
+from bascule.parallel import SequenceParallel
+from bascule.plan.costs.cost_models import TransformerCost
 
 NUM_RANKS, WIDTH, ROUNDS, TARGET = 2, 512, 200, 1.05
 LENS = {"small": ((40, 20), (10, 5)), "large": ((4096, 2048, 512), (300, 212, 100))}

@@ -39,9 +39,9 @@ from rich.table import Column, Table
 from scipy.optimize import minimize, nnls
 
 from bascule.errors import ConfigError
-from bascule.plan.cost import PolynomialCost
-from bascule.plan.fit_iterations import fit_iterations
-from bascule.plan.sequences import plan_batch
+from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs.fit_iterations import fit_iterations
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -135,7 +135,7 @@ def prepare(
 ) -> Callable[[], torch.Tensor]:
     """The forward pass of a candidate; the whole output on every rank."""
     if name in OURS:
-        from bascule.inference import parallelize
+        from bascule.integrations.diffusers import parallelize
 
         ring, ulysses = OURS[name]
         parallelize(model, ring_degree=ring, ulysses_degree=ulysses)

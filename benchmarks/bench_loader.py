@@ -40,12 +40,12 @@ from _common import RESULTS, ratio, summary, time_interleaved, write_results
 from bench_solver import bare_heap
 
 from bascule.comm.groups import RankGroup
-from bascule.data.loaded import DataRanks, Loaded
 from bascule.data.loader import BalancedLoader
 from bascule.data.redistribute import Redistributor, Rules
-from bascule.plan.cost import TransformerCost
+from bascule.data.samples.loaded import DataRanks, Loaded
+from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.step import plan_step
-from bascule.plan.topology import Topology
+from bascule.plan.topology.spec import Topology
 
 NUM_RANKS, SAMPLES_A_RANK, STEP_S = 2, 6, 0.1
 PATCH_VALUES, PATCHES = 1176, (223, 892)  # float32 values of a patch; 1 to 4 MB a sample
@@ -379,7 +379,7 @@ def make_loaded(num_ranks: int, seed: int) -> Loaded:
 
 def make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
     """What rank 0 decides with; no processes are behind its group, which decisions do not use."""
-    group = RankGroup(lambda: None, 0, tuple(range(num_ranks)), "benchmark")
+    group = RankGroup(lambda: None, 0, tuple(range(num_ranks)), (), "benchmark")
     rules = Rules(1, "microbatch", None, "drop_last", 0.02, None)
     return Redistributor(DataRanks(group, np.arange(num_ranks)), rules, cost, 1e-9)
 

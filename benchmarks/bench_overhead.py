@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bascule.attention.kernels import PackedSequences
+from bascule.attention.kernels.packed_kernels import PackedSequences
 from bascule.attention.ulysses import BagLayout, attend
 from bascule.comm.groups import RankGroup
-from bascule.plan.cost import TransformerCost
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.workload import parse_data_codes, sample_lengths, seq_lens
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 DATA = "g32b32i256f1s0"
 COST = TransformerCost(3072, gamma=0.426)
@@ -131,7 +131,8 @@ def measure_attention() -> dict[str, Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=BAG_SIZE)
     world = dist.group.WORLD
     assert world is not None
-    group = RankGroup(lambda: world, 0, tuple(range(BAG_SIZE)), "bag")
+    ranks = tuple(range(BAG_SIZE))
+    group = RankGroup(lambda: world, 0, ranks, ranks, "bag")
     results: dict[str, Any] = {
         "bag_size": BAG_SIZE,
         "head_dim": HEAD_DIM,

@@ -17,14 +17,14 @@ from _common import write_results
 
 from bascule.errors import PlanError
 from bascule.plan import metrics
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import TransformerCost
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
-from bascule.plan.search import suggest_topology
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.solver import assign
+from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
-from bascule.plan.workload import parse_data_codes, sample_lengths, seq_lens
+from bascule.plan.topology.search import suggest_topology
+from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 Batch = Sequence[Sequence[int]]
 

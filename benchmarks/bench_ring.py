@@ -38,8 +38,8 @@ from _common import ratio, summary, write_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bascule.attention.block_form import EVERYTHING, Grads, OutLse, Seen
-from bascule.attention.blocks import CpuFlashKernel
+from bascule.attention.kernels.protocol import EVERYTHING, Grads, OutLse, Seen
+from bascule.attention.kernels.registry import CpuFlashKernel
 from bascule.attention.ring import RingPlan, Tile, ring_backward, ring_forward
 from bascule.comm.groups import member_of, resolve
 

@@ -20,8 +20,8 @@ from _common import ratio, summary, verdict, write_results
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bascule.attention.parallel import SequenceParallel, Step
-from bascule.plan.cost import TransformerCost
+from bascule.parallel import SequenceParallel, Step
+from bascule.plan.costs.cost_models import TransformerCost
 
 NUM_RANKS, WIDTH, ROUNDS, TARGET = 2, 512, 300, 1.2
 LENS = ((4096, 2048, 1024, 512, 300, 212), (2048, 2048, 1536, 1024, 1000, 536))

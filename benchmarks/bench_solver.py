@@ -26,11 +26,11 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csc_array
 
 from bascule.errors import PlanError
-from bascule.plan.cost import TransformerCost
+from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.solver import assign
-from bascule.plan.topology import Topology
-from bascule.plan.workload import parse_data_codes, sample_lengths, seq_lens
+from bascule.plan.solver.solve import assign
+from bascule.plan.topology.spec import Topology
+from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -34,11 +34,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.attention.ranks import AttentionMesh
-from bascule.attention.sparse import rows_of, sparse_attention
-from bascule.inference import SparseConfig
+from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
+from bascule.comm.meshes import AttentionMesh
+from bascule.integrations.diffusers import SparseConfig
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, in_order, plan_under
-from bascule.plan.sparse_masks import WAN21, synthetic_masks
+from bascule.workload.mask_model import WAN21, synthetic_masks
 
 DENSITIES = (0.41, 0.68)
 MESHES = ((2, 1), (1, 2))

@@ -23,9 +23,9 @@ import torch
 from _common import ratio, summary, time_interleaved, verdict, write_results
 from torch import Tensor
 
-from bascule.attention.block_form import EVERYTHING, BlockRows, Seen
-from bascule.attention.blocks import CpuFlashKernel
-from bascule.attention.sparse_blocks import CpuLoopKernel
+from bascule.attention.kernels.protocol import EVERYTHING, BlockRows, Seen
+from bascule.attention.kernels.registry import CpuFlashKernel
+from bascule.attention.kernels.skipping import CpuLoopKernel
 
 NUM_HEADS, NUM_TOKENS, HEAD_DIM = 4, 8192, 64
 SCALE = HEAD_DIM**-0.5

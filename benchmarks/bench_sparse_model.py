@@ -43,11 +43,11 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from bascule import SparseConfig, Strategies, measure_attention_latency, parallelize
-from bascule.attention.sparse import EXCHANGE_SPAN, MASKS_SPAN
-from bascule.attention.sparse_timing import CallShape
-from bascule.inference import Parallelized
-from bascule.inference.sparse import PLAN_SPAN
-from bascule.plan.sparse_masks import WAN21, synthetic_masks
+from bascule.attention.sparse.block_sparse import EXCHANGE_SPAN, MASKS_SPAN
+from bascule.attention.sparse.timing import CallShape
+from bascule.integrations.diffusers import Parallelized
+from bascule.integrations.diffusers.sparse.layers import PLAN_SPAN
+from bascule.workload.mask_model import WAN21, synthetic_masks
 
 GRID, NUM_HEADS, HEAD_DIM, NUM_LAYERS, NUM_STEPS, BLOCK = (8, 24, 32), 8, 64, 2, 5, 64
 NUM_TOKENS = math.prod(GRID)
@@ -217,7 +217,10 @@ def spent(handle: Parallelized) -> dict[str, Any]:
         yield
         seconds[span] += time.perf_counter() - begun
 
-    modules = ("bascule.attention.sparse", "bascule.inference.sparse")
+    modules = (
+        "bascule.attention.sparse.block_sparse",
+        "bascule.integrations.diffusers.sparse.layers",
+    )
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(mock.patch(f"{module}.record_function", timed))

@@ -3,7 +3,7 @@
 Run: `python benchmarks/bench_sparse_plan.py` (about five minutes; `--quick`: one, fewer layers,
 draws and steps, nothing written); writes results/sparse_plan.json.
 
-Masks are synthetic (`bascule.plan.sparse_masks`): those of the models are not published. "before"
+Masks are synthetic (`bascule.workload.mask_model`): those of the models are not published. "before"
 and "paper" start from runs of blocks, as in the paper; "stripe" and "minimal" from a striped home.
 "split" cuts every block over all ranks of its ring, as BurstEngine does: even, but its kernel then
 has tiles of block / R tokens. Plan times are compared with `mask.sum(-1)`, one numpy pass over the
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from bascule.plan._sparse_counts import ring_work
 from bascule.plan.metrics import imbalance
 from bascule.plan.sparse import (
     BlockLayout,
@@ -34,7 +33,8 @@ from bascule.plan.sparse import (
     partition_heads,
     sparse_imbalance,
 )
-from bascule.plan.sparse_masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
+from bascule.plan.sparse.counts import ring_work
+from bascule.workload.mask_model import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 
 Bools = NDArray[np.bool_]
 

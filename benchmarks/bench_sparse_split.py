@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.attention.block_form import BlockRows, Seen, merge
-from bascule.attention.sparse_blocks import CpuLoopKernel
-from bascule.plan.layout import cumulative, ranges
+from bascule.attention.kernels.protocol import BlockRows, Seen, merge
+from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.plan.routes import cumulative, ranges
 from bascule.plan.sparse import (
     BlockLayout,
     PackedRows,
@@ -46,7 +46,7 @@ from bascule.plan.sparse import (
     in_order,
     plan_under,
 )
-from bascule.plan.sparse_masks import WAN21, MaskModel, synthetic_masks
+from bascule.workload.mask_model import WAN21, MaskModel, synthetic_masks
 
 Bools = NDArray[np.bool_]
 

@@ -11,78 +11,78 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bascule.attention.parallel import SequenceParallel as SequenceParallel
-    from bascule.attention.parallel import Step as Step
-    from bascule.attention.sparse_timing import (
+    from bascule.attention.sparse.timing import (
         measure_attention_latency as measure_attention_latency,
     )
+    from bascule.data.cost_tracker import CostTracker as CostTracker
     from bascule.data.loader import BalancedLoader as BalancedLoader
     from bascule.data.packs import Pack as Pack
     from bascule.data.source import ResumableSampler as ResumableSampler
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
-    from bascule.inference.handle import parallelize as parallelize
-    from bascule.inference.mode import sequence_parallel as sequence_parallel
-    from bascule.inference.sparse_config import SparseConfig as SparseConfig
-    from bascule.plan.cluster import Cluster as Cluster
-    from bascule.plan.cost import PolynomialCost as PolynomialCost
-    from bascule.plan.cost import TransformerCost as TransformerCost
-    from bascule.plan.fit import fit_latency as fit_latency
-    from bascule.plan.fit_iterations import fit_iterations as fit_iterations
+    from bascule.integrations.diffusers.handle import parallelize as parallelize
+    from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig as SparseConfig
+    from bascule.integrations.sdpa.mode import sequence_parallel as sequence_parallel
+    from bascule.parallel import SequenceParallel as SequenceParallel
+    from bascule.parallel import Step as Step
+    from bascule.plan.batch import Plan as Plan
+    from bascule.plan.batch import plan_batch as plan_batch
+    from bascule.plan.costs.cost_models import PolynomialCost as PolynomialCost
+    from bascule.plan.costs.cost_models import TransformerCost as TransformerCost
+    from bascule.plan.costs.fit_attention import AttentionLatency as AttentionLatency
+    from bascule.plan.costs.fit_attention import fit_attention_latency as fit_attention_latency
+    from bascule.plan.costs.fit_iterations import fit_iterations as fit_iterations
+    from bascule.plan.costs.fit_latency import fit_latency as fit_latency
+    from bascule.plan.costs.hardware import Cluster as Cluster
     from bascule.plan.limits import Limits as Limits
-    from bascule.plan.search import TopologyRanking as TopologyRanking
-    from bascule.plan.search import suggest_topology as suggest_topology
-    from bascule.plan.sequences import Plan as Plan
-    from bascule.plan.sequences import plan_batch as plan_batch
-    from bascule.plan.solver import Assignment as Assignment
-    from bascule.plan.solver import assign as assign
+    from bascule.plan.solver.solve import Assignment as Assignment
+    from bascule.plan.solver.solve import assign as assign
     from bascule.plan.sparse import partition_blocks as partition_blocks
     from bascule.plan.sparse import partition_heads as partition_heads
     from bascule.plan.sparse import sparse_imbalance as sparse_imbalance
-    from bascule.plan.sparse_latency import AttentionLatency as AttentionLatency
-    from bascule.plan.sparse_latency import fit_attention_latency as fit_attention_latency
-    from bascule.plan.sparse_strategy import Strategies as Strategies
+    from bascule.plan.sparse.choose_mesh import Strategies as Strategies
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
-    from bascule.plan.topology import Topology as Topology
-    from bascule.training.cost_tracker import CostTracker as CostTracker
+    from bascule.plan.topology.search import TopologyRanking as TopologyRanking
+    from bascule.plan.topology.search import suggest_topology as suggest_topology
+    from bascule.plan.topology.spec import Topology as Topology
 
 _HOMES = {
-    "Assignment": "bascule.plan.solver",
-    "AttentionLatency": "bascule.plan.sparse_latency",
+    "Assignment": "bascule.plan.solver.solve",
+    "AttentionLatency": "bascule.plan.costs.fit_attention",
     "BalancedLoader": "bascule.data.loader",
-    "Cluster": "bascule.plan.cluster",
+    "Cluster": "bascule.plan.costs.hardware",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
-    "CostTracker": "bascule.training.cost_tracker",
+    "CostTracker": "bascule.data.cost_tracker",
     "Limits": "bascule.plan.limits",
     "Pack": "bascule.data.packs",
-    "Plan": "bascule.plan.sequences",
+    "Plan": "bascule.plan.batch",
     "PlanError": "bascule.errors",
-    "PolynomialCost": "bascule.plan.cost",
+    "PolynomialCost": "bascule.plan.costs.cost_models",
     "ResumableSampler": "bascule.data.source",
-    "SequenceParallel": "bascule.attention.parallel",
-    "SparseConfig": "bascule.inference.sparse_config",
-    "Step": "bascule.attention.parallel",
-    "Strategies": "bascule.plan.sparse_strategy",
-    "Topology": "bascule.plan.topology",
-    "TopologyRanking": "bascule.plan.search",
-    "TransformerCost": "bascule.plan.cost",
-    "assign": "bascule.plan.solver",
-    "fit_attention_latency": "bascule.plan.sparse_latency",
-    "fit_iterations": "bascule.plan.fit_iterations",
-    "fit_latency": "bascule.plan.fit",
-    "measure_attention_latency": "bascule.attention.sparse_timing",
-    "parallelize": "bascule.inference.handle",
+    "SequenceParallel": "bascule.parallel",
+    "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
+    "Step": "bascule.parallel",
+    "Strategies": "bascule.plan.sparse.choose_mesh",
+    "Topology": "bascule.plan.topology.spec",
+    "TopologyRanking": "bascule.plan.topology.search",
+    "TransformerCost": "bascule.plan.costs.cost_models",
+    "assign": "bascule.plan.solver.solve",
+    "fit_attention_latency": "bascule.plan.costs.fit_attention",
+    "fit_iterations": "bascule.plan.costs.fit_iterations",
+    "fit_latency": "bascule.plan.costs.fit_latency",
+    "measure_attention_latency": "bascule.attention.sparse.timing",
+    "parallelize": "bascule.integrations.diffusers.handle",
     "partition_blocks": "bascule.plan.sparse",
     "partition_heads": "bascule.plan.sparse",
-    "plan_batch": "bascule.plan.sequences",
+    "plan_batch": "bascule.plan.batch",
     "plan_step": "bascule.plan.step",
-    "sequence_parallel": "bascule.inference.mode",
+    "sequence_parallel": "bascule.integrations.sdpa.mode",
     "sparse_imbalance": "bascule.plan.sparse",
     "step_makespan": "bascule.plan.step",
-    "suggest_topology": "bascule.plan.search",
+    "suggest_topology": "bascule.plan.topology.search",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -9,7 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from bascule.comm.calls import Call
+from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import Transfers
 
 ALL_TO_ALL, ALL_GATHER, RING = "all_to_all", "all_gather", "ring"

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.parallel import SequenceParallel
 from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig, PackedBatch
-from bascule.plan.cost import TransformerCost
+from bascule.parallel import SequenceParallel
+from bascule.plan.costs.cost_models import TransformerCost
 
 Sample = tuple[int, int]
 Batch = list[list[Sample]]

@@ -29,7 +29,7 @@ _PRELOAD = [
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "bascule.attention.parallel",
+    "bascule.parallel",
     "bascule.models",
 ]
 _context = multiprocessing.get_context("forkserver")

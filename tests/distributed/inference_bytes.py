@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
-from bascule.comm.calls import Call
+from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import Transfers
 
 

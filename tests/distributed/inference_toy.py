@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bascule.inference import Cut, SplitTable
+from bascule.integrations.diffusers import Cut, SplitTable
 
 WIDTH, CHANNELS = 24, 4
 TABLE = SplitTable(

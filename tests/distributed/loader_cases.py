@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.data.batch import Batch
-from bascule.data.loaded import Ends
 from bascule.data.loader import BalancedLoader
-from bascule.plan.cost import TransformerCost
+from bascule.data.loader_batch import Batch
+from bascule.data.samples.loaded import Ends
+from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 

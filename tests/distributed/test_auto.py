@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from bascule import Cluster, CommError, SequenceParallel, TransformerCost
-from bascule.attention.kernels import PackedSequences, reference
+from bascule.attention.kernels.packed_kernels import PackedSequences, reference
 from tests.distributed.harness import run_ranks
 
 NODE = Cluster(

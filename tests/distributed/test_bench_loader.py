@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.data.streams import SampleBatch, SampleStream, SyntheticStream
-from bascule.training.loader_compare import LoaderComparison, join_samples, split_samples
-from bascule.training.options import BenchOptions
+from bascule.bench.loader_compare import LoaderComparison, join_samples, split_samples
+from bascule.bench.options import BenchOptions
+from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_bench import bench, photos, summary  # noqa: F401  (a fixture)
 

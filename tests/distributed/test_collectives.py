@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bascule.attention.parallel import SequenceParallel, Step
+from bascule.parallel import SequenceParallel, Step
 from tests.distributed.calls_made import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
-from bascule.inference import Cut, SplitTable, parallelize
-from bascule.inference.compiling import check_mode
+from bascule.integrations.diffusers import Cut, SplitTable, parallelize
+from bascule.integrations.diffusers.compiling import check_mode
 from tests.distributed.harness import run_ranks
 from tests.distributed.inference_cases import difference
 from tests.distributed.inference_toy import (

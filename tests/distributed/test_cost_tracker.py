@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader
 from bascule.errors import ConfigError
-from bascule.plan.cost import PolynomialCost
-from bascule.plan.sequences import Plan
-from bascule.plan.solver import assign
-from bascule.training.cost_tracker import CostTracker
+from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.solver.solve import assign
 from tests.distributed.harness import raised_by, run_ranks
 
 TRUTH = PolynomialCost(2e-9, 1e-6, 1e-5, overhead=2e-4)

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.attention.parallel import SequenceParallel, Step
-from bascule.comm import notes
-from bascule.comm.calls import Call
-from bascule.comm.failures import ROLL_CALL_S, roll_call
 from bascule.comm.groups import RankGroup
-from bascule.comm.notes import Failure
+from bascule.comm.guard import notes
+from bascule.comm.guard.calls import Call
+from bascule.comm.guard.failures import ROLL_CALL_S, roll_call
+from bascule.comm.guard.notes import Failure
+from bascule.parallel import SequenceParallel, Step
 from tests.distributed.cases import COST, config_of, make_model, random_batch, rank_loss
 from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.attention.kernels import PackedSequences, cpu_flash
-from bascule.attention.parallel import SequenceParallel
+from bascule.attention.kernels.packed_kernels import PackedSequences, cpu_flash
 from bascule.models import LocalExchange, MMDiT
+from bascule.parallel import SequenceParallel
 from tests.distributed.cases import (
     COST,
     Batch,

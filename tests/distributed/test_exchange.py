@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.parallel import SequenceParallel, Step
 from bascule.errors import CommError
+from bascule.parallel import SequenceParallel, Step
 from tests.distributed.cases import COST, LENGTHS
 from tests.distributed.harness import raised_by, run_ranks
 

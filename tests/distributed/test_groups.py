@@ -3,10 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from bascule.attention.parallel import SequenceParallel
-from bascule.comm.calls import Call
+from bascule.comm.guard.calls import Call
 from bascule.comm.making import new_group
 from bascule.comm.transfers import all_reduce
+from bascule.parallel import SequenceParallel
 from tests.distributed.cases import COST
 from tests.distributed.harness import run_ranks
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.errors import ConfigError
-from bascule.inference import sequence_parallel
+from bascule.integrations.diffusers import sequence_parallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.inference_cases import difference, make_mesh
 
@@ -119,7 +119,7 @@ def watched(seen: list[bool]) -> Iterator[None]:
         seen.append(torch.is_autocast_enabled("cpu"))
         return attention(*args, **options)
 
-    with mock.patch("bascule.inference.mode.attention", attend):
+    with mock.patch("bascule.integrations.sdpa.mode.attention", attend):
         yield
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bascule.inference import parallelize
+from bascule.integrations.diffusers import parallelize
 from tests.distributed.harness import run_ranks
 from tests.distributed.inference_cases import difference, make_mesh
 from tests.distributed.inference_toy import (

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.inference import SparseConfig, parallelize
+from bascule.integrations.diffusers import SparseConfig, parallelize
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_cases import (
     Case,

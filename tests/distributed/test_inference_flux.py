@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from bascule.errors import ConfigError
-from bascule.inference import parallelize
+from bascule.integrations.diffusers import parallelize
 from tests.distributed.harness import run_ranks
 from tests.distributed.inference_cases import (
     Case,

@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from bascule.errors import ConfigError
-from bascule.inference import Cut, SplitTable, parallelize
+from bascule.integrations.diffusers import Cut, SplitTable, parallelize
 from tests.distributed.harness import run_ranks
 from tests.distributed.inference_cases import difference, make_mesh
 from tests.distributed.inference_toy import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.inference import parallelize
+from bascule.integrations.diffusers import parallelize
 from tests.distributed.harness import run_ranks
 from tests.distributed.held import Held, check_held, needs_proc
 from tests.distributed.inference_toy import TABLE, make_toy, toy_inputs

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from bascule.comm.quantize import Wire
-from bascule.inference import SparseConfig, parallelize
+from bascule.integrations.diffusers import SparseConfig, parallelize
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_cases import difference, make_mesh
 from tests.distributed.inference_toy import TABLE, Toy, direct, make_toy, toy_gradients, toy_inputs

@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.mesh import AttentionMesh, attention
-from bascule.attention.parallel import SequenceParallel, Step
+from bascule.attention.api import AttentionMesh, attention
+from bascule.parallel import SequenceParallel, Step
 from tests.distributed.cases import COST
 from tests.distributed.harness import run_ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.inference import parallelize
+from bascule.integrations.diffusers import parallelize
 from tests.distributed.harness import run_ranks
 from tests.distributed.inference_cases import (
     CASES,

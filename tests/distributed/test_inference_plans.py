@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bascule.inference import SparseConfig, parallelize
-from bascule.inference.sparse import NUM_FORMS
+from bascule.integrations.diffusers import SparseConfig, parallelize
+from bascule.integrations.diffusers.sparse.layers import NUM_FORMS
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_cases import make_mesh
 from tests.distributed.inference_toy import TABLE, make_toy, toy_inputs

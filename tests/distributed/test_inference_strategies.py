@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.ranks import AttentionMesh
-from bascule.attention.sparse_timing import CallShape, measure_attention_latency
-from bascule.attention.strategies import meshes_over
-from bascule.inference import SparseConfig, parallelize
-from bascule.inference.sparse import SparseLayer
-from bascule.plan.sparse_latency import AttentionLatency, AttentionLoad
-from bascule.plan.sparse_strategy import Strategies, all_degrees
+from bascule.attention.sparse.timing import CallShape, measure_attention_latency
+from bascule.comm.meshes import AttentionMesh
+from bascule.comm.strategies import meshes_over
+from bascule.integrations.diffusers import SparseConfig, parallelize
+from bascule.integrations.diffusers.sparse.layers import SparseLayer
+from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
+from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_cases import difference, make_mesh
 from tests.distributed.inference_toy import (

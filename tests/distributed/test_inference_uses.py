@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from bascule.inference import Cut, SparseConfig, SplitTable, parallelize
+from bascule.integrations.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_cases import difference, make_mesh
 from tests.distributed.inference_toy import (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from bascule.comm.quantize import Wire
 from bascule.errors import CommError, ConfigError
-from bascule.inference import Parallelized, parallelize
+from bascule.integrations.diffusers import Parallelized, parallelize
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_bytes import counted
 from tests.distributed.inference_cases import make_mesh

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
-from bascule.data import transfer
 from bascule.data.loader import BalancedLoader
-from bascule.plan.cost import PolynomialCost, TransformerCost
+from bascule.data.samples import sample_transfer
+from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from tests.distributed.harness import run_ranks
 from tests.distributed.loader_cases import (
@@ -368,8 +368,8 @@ def measured() -> float:
     tick = (0.001, 1.0, 0.001)[dist.get_rank()]
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * tick)
-    with mock.patch.object(transfer, "time", clock):
-        return transfer.measure_exchange(loader_of_none().ranks.group)
+    with mock.patch.object(sample_transfer, "time", clock):
+        return sample_transfer.measure_exchange(loader_of_none().ranks.group)
 
 
 def loader_of_none() -> BalancedLoader:

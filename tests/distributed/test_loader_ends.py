@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.data.batch import Batch
-from bascule.data.loaded import Ends
 from bascule.data.loader import BalancedLoader
+from bascule.data.loader_batch import Batch
+from bascule.data.samples.loaded import Ends
 from bascule.plan.limits import Limits
 from tests.distributed.harness import run_ranks
 from tests.distributed.loader_cases import (

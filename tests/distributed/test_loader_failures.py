@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from bascule.comm.failures import ROLL_CALL_S
+from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.data.loader import BalancedLoader
 from bascule.plan.limits import Limits
 from tests.distributed.harness import run_ranks, run_to_the_end

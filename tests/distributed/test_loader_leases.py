@@ -9,11 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from bascule.data import prefetch
-from bascule.data.batch import Batch
+from bascule.data.cost_tracker import CostTracker
 from bascule.data.leases import Lease, pool_of
 from bascule.data.loader import BalancedLoader
-from bascule.plan.cost import PolynomialCost
-from bascule.training.cost_tracker import CostTracker
+from bascule.data.loader_batch import Batch
+from bascule.plan.costs.cost_models import PolynomialCost
 from tests.distributed.harness import run_ranks
 from tests.distributed.held import Held, check_held, needs_proc
 from tests.distributed.loader_cases import (

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from bascule.data.batch import Batch
 from bascule.data.loader import BalancedLoader
+from bascule.data.loader_batch import Batch
 from bascule.data.source import ResumableSampler
-from bascule.plan.cost import PolynomialCost
+from bascule.plan.costs.cost_models import PolynomialCost
 from tests.distributed.harness import run_ranks
 from tests.distributed.loader_cases import COST, FAST, TIMEOUT_S, allow_workers, heard_by
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.data.batch import Batch
 from bascule.data.loader import BalancedLoader
+from bascule.data.loader_batch import Batch
 from tests.distributed.harness import run_ranks
 from tests.distributed.loader_cases import COST, FAST, TIMEOUT_S, Schedule, sample_of
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.layout import positions_on
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.shards import positions_on
 from bascule.errors import ConfigError
 from tests.distributed.harness import run_ranks
 

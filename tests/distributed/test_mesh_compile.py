@@ -12,8 +12,8 @@ from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[rep
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import ops
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, split
 from bascule.attention.forms import form_of
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, split
 from bascule.attention.overlapped import overlapped_attention
 from bascule.comm.quantize import Wire
 from tests.distributed.harness import raised_by, run_ranks

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_mesh_attention import (
     difference,

@@ -12,9 +12,9 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from bascule.attention.block_form import wide_dtype
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.masks import without_lost_scores
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.errors import ConfigError
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import Three, difference, make_mesh, reference, three

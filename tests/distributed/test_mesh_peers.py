@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.blocks import merge
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.kernels.registry import merge
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import Three, difference, make_mesh, reference, three
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
-from bascule.comm.failures import ROLL_CALL_S
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.comm.guard.failures import ROLL_CALL_S
 from tests.distributed.harness import raised_by, run_to_the_end
 
 TIMEOUT_S = 4.0

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.parallel import SequenceParallel
 from bascule.errors import CommError
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import TransformerCost
+from bascule.parallel import SequenceParallel
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from tests.distributed.cases import COST
 from tests.distributed.harness import raised_by, run_ranks

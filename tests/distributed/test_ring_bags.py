@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.kernels import PackedSequences, reference
-from bascule.attention.parallel import SequenceParallel, Step
-from bascule.plan.topology import Topology
+from bascule.attention.kernels.packed_kernels import PackedSequences, reference
+from bascule.parallel import SequenceParallel, Step
+from bascule.plan.topology.spec import Topology
 from tests.distributed.calls_made import ALL_GATHER, ALL_TO_ALL, RING, calls_made
 from tests.distributed.cases import COST, LENGTHS, all_batches
 from tests.distributed.harness import raised_by, run_ranks, run_to_the_end

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.sparse import (
+from bascule.attention.sparse.block_sparse import (
     PooledRule,
     attend_sparse,
     gather_counts,
     rows_of,
     sparse_attention,
 )
-from bascule.attention.sparse_masks import block_scores, keep_top_k
-from bascule.plan.layout import Ints
+from bascule.attention.sparse.rules import block_scores, keep_top_k
+from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import difference, make_mesh, reference

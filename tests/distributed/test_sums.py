@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import ops
-from bascule.attention.mesh import AttentionMesh
-from bascule.attention.parallel import SequenceParallel
+from bascule.attention.api import AttentionMesh
 from bascule.comm import mean as means
 from bascule.comm.exchange import BoundRoute, spread
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import ConfigError
-from bascule.plan.layout import Route
+from bascule.parallel import SequenceParallel
+from bascule.plan.routes import Route
 from tests.distributed.calls_made import ALL_TO_ALL, calls_made
 from tests.distributed.cases import COST
 from tests.distributed.harness import run_ranks

@@ -106,7 +106,7 @@ def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **
     """A Trainer, quiet, on the CPU. What is `given` goes to its TrainingArguments."""
     from transformers import Trainer, TrainingArguments
 
-    from bascule.training.trainer import BalanceConfig, BalancedTrainerMixin
+    from bascule.integrations.transformers.trainer import BalanceConfig, BalancedTrainerMixin
 
     base = Trainer if base is None else base
 
@@ -338,7 +338,7 @@ def test_one_process_trains_as_before(tmp_path: Path) -> None:
 
 
 def test_a_cost_that_is_none_is_refused() -> None:
-    from bascule.training.trainer import BalanceConfig
+    from bascule.integrations.transformers.trainer import BalanceConfig
 
     with pytest.raises(ConfigError, match="cost=3"):
         BalanceConfig(cost=3)  # pyright: ignore[reportArgumentType]

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from bascule.attention.parallel import SequenceParallel
 from bascule.models import MMDiT
+from bascule.parallel import SequenceParallel
 from tests.distributed.cases import (
     COST,
     Batch,

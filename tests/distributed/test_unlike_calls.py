@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
-from bascule.attention.parallel import SequenceParallel
-from bascule.attention.sparse import rows_of, sparse_attention
-from bascule.comm.calls import Call, Calls
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
 from bascule.comm.groups import RankGroup
-from bascule.comm.notes import Failure, Position, Waiting
+from bascule.comm.guard.calls import Call, Calls
+from bascule.comm.guard.notes import Failure, Position, Waiting
+from bascule.comm.guard.watch import Verdict, judge
 from bascule.comm.transfers import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from bascule.comm.watch import Verdict, judge
 from bascule.errors import CommError, ConfigError
+from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner
 from tests.distributed.cases import COST
 from tests.distributed.harness import raised_by, run_ranks

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.layout import own_tokens, positions_on
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.shards import own_tokens, positions_on
 from bascule.comm import quantize
 from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Format, Wire, measure_error

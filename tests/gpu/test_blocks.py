@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import BlockKernel, Seen, merge
-from bascule.attention.blocks import KERNELS, select_block_kernel
+from bascule.attention.kernels.protocol import BlockKernel, Seen, merge
+from bascule.attention.kernels.registry import KERNELS, select_block_kernel
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE, dense
 

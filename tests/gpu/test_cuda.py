@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels import KERNELS, PackedSequences, select_kernel
-from bascule.attention.parallel import SequenceParallel
+from bascule.attention.kernels.packed_kernels import KERNELS, PackedSequences, select_kernel
 from bascule.errors import ConfigError
 from bascule.models import Exchange, LocalExchange, MMDiT, PackedBatch
+from bascule.parallel import SequenceParallel
 from tests.distributed.cases import (
     COST,
     Batch,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import Seen
-from bascule.attention.blocks import select_block_kernel
+from bascule.attention.kernels.protocol import Seen
+from bascule.attention.kernels.registry import select_block_kernel
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE
 from tests.unit.test_sparse_blocks import (

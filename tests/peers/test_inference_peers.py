@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bascule.inference import parallelize
+from bascule.integrations.diffusers import parallelize
 from tests.distributed.harness import run_ranks
 from tests.distributed.inference_cases import (
     Case,

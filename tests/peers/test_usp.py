@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.adapters import in_batch_attn_func, unified_attn_func, usp
-from bascule.attention.mesh import AttentionMesh, SequenceLayout, split
+from bascule.attention.api import AttentionMesh, SequenceLayout, split
 from bascule.errors import ConfigError
+from bascule.integrations.xdit import in_batch_attn_func, unified_attn_func, usp
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_mesh_attention import difference, make_mesh, reference, three
 

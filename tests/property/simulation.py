@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.cost import Cost
-from bascule.plan.layout import Ints, Route
-from bascule.plan.sequences import Plan
+from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import Cost
+from bascule.plan.routes import Ints, Route
 
 Rows = npt.NDArray[np.int64]
 

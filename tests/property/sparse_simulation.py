@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.layout import Ints
+from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan
 from tests.property.simulation import exchange
 

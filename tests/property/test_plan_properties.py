@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
-from bascule.plan.cost import TransformerCost
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.topology import Topology
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.topology.spec import Topology
 from tests.property.simulation import assert_certificate, assert_sound, flat, squares
 
 COST = TransformerCost(3072, gamma=0.426)

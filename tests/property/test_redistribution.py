@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bascule.comm.groups import RankGroup
-from bascule.data.loaded import DataRanks, Ends, Loaded, Offer
 from bascule.data.redistribute import Redistributor, Rules, check_received
-from bascule.data.transfer import Deliveries, Transfer, deliver
-from bascule.data.wire import Parcel
+from bascule.data.samples.loaded import DataRanks, Ends, Loaded, Offer
+from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver
+from bascule.data.samples.wire import Parcel
 from bascule.errors import PlanError
-from bascule.plan.cost import Cost, PolynomialCost, TransformerCost
+from bascule.plan.costs.cost_models import Cost, PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from bascule.errors import PlanError
-from bascule.plan._problem import build_problem
-from bascule.plan._starts import by_speed, longest_first
-from bascule.plan.bounds import lower_bound
 from bascule.plan.limits import Limits
-from bascule.plan.solver import assign
+from bascule.plan.solver.bounds import lower_bound
+from bascule.plan.solver.problem import build_problem
+from bascule.plan.solver.solve import assign
+from bascule.plan.solver.starts import by_speed, longest_first
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import pytest
 
 from bascule import TransformerCost, plan_batch
+from bascule.bench.compare import single_binds
 from bascule.cli.bench import warnings
-from bascule.training.compare import single_binds
 
 COST = TransformerCost(64)
 

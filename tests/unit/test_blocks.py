@@ -10,20 +10,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bascule.attention.block_form import (
+from bascule.attention.kernels.cuda import (
+    AtenCudnnKernel,
+    AtenEfficientKernel,
+    AtenFlashKernel,
+)
+from bascule.attention.kernels.flex import flex, gradients_by_recomputation
+from bascule.attention.kernels.protocol import (
     BlockForm,
     BlockKernel,
     Seen,
     merge,
     without_empty_rows,
 )
-from bascule.attention.blocks import KERNELS, select_block_kernel
-from bascule.attention.cuda_blocks import (
-    AtenCudnnKernel,
-    AtenEfficientKernel,
-    AtenFlashKernel,
-)
-from bascule.attention.flex_blocks import flex, gradients_by_recomputation
+from bascule.attention.kernels.registry import KERNELS, select_block_kernel
 from bascule.errors import ConfigError
 
 ON_CPU = ["plain", "cpu_flash"]

@@ -15,10 +15,9 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import shown
+from bascule.plan.costs.fit_attention import AttentionLatency
 from bascule.plan.files import MAX_LINE, read_lines
-from bascule.plan.manifest import read_manifest
-from bascule.plan.sparse_latency import AttentionLatency
-from bascule.plan.workload import (
+from bascule.workload.codes import (
     DataCode,
     SampleShape,
     deal,
@@ -27,6 +26,7 @@ from bascule.plan.workload import (
     read_lengths,
     sample_lengths,
 )
+from bascule.workload.manifest import read_manifest
 from tests.unit.test_checks import refusal
 from tests.unit.test_cli import run
 

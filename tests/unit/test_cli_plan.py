@@ -6,9 +6,9 @@ import pytest
 
 from bascule import Plan
 from bascule.cli.reading import InputOptions
-from bascule.plan.cost import TransformerCost
-from bascule.plan.sequences import plan_batch
-from bascule.plan.workload import parse_data_codes, sample_lengths, seq_lens
+from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.unit.test_cli import run
 from tests.unit.test_imports import modules_imported_by
 
@@ -89,7 +89,7 @@ def test_a_users_error_is_one_sentence(
 @pytest.mark.parametrize("command", ["plan", "topology"])
 def test_planning_on_the_command_line_needs_no_torch(command: str) -> None:
     modules = modules_imported_by("-m", "bascule.cli", command, "--lengths", "50/60")
-    assert "bascule.plan.search" in modules
+    assert "bascule.plan.topology.search" in modules
     assert "torch" not in modules
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bascule.cli import sparse_picture
 from bascule.cli.sparse import SparseOptions
-from bascule.cli.sparse_picture import write_picture
-from bascule.cli.sparse_study import WAYS, Setting
 from bascule.errors import ConfigError
-from bascule.plan.sparse_latency import AttentionLoad
-from bascule.plan.sparse_masks import save_masks
+from bascule.plan.costs.fit_attention import AttentionLoad
+from bascule.report import sparse_picture
+from bascule.report.sparse_picture import write_picture
+from bascule.sim.sparse_study import WAYS, Setting
+from bascule.workload.mask_model import save_masks
 from tests.unit.test_cli import run
 from tests.unit.test_imports import modules_imported_by
 from tests.unit.test_sparse_study import (

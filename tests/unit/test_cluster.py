@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import TransformerCost
-from bascule.plan.sequences import plan_batch
-from bascule.plan.topology import Topology
+from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.topology.spec import Topology
 
 MACHINE = {
     "num_nodes": 2,

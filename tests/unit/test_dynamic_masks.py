@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.sparse_masks import (
+from bascule.attention.sparse.rules import (
     always_computed,
     block_scores,
     keep_density,

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.cost import IterationFit, PolynomialCost
-from bascule.plan.fit_iterations import fit_iterations
-from bascule.plan.sequences import plan_batch
+from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cost_models import IterationFit, PolynomialCost
+from bascule.plan.costs.fit_iterations import fit_iterations
 
 TRUTH = PolynomialCost(2.1e-10, 7.5e-6, 4e-4, 0.35)
 

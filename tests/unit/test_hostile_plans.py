@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from bascule.errors import PlanError
+from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import shown
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import PolynomialCost, TransformerCost, describe_cost
-from bascule.plan.fit import fit_latency
-from bascule.plan.fit_iterations import fit_iterations
+from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost, describe_cost
+from bascule.plan.costs.fit_iterations import fit_iterations
+from bascule.plan.costs.fit_latency import fit_latency
+from bascule.plan.costs.hardware import Cluster
 from bascule.plan.lengths import check_lengths
 from bascule.plan.limits import Limits
-from bascule.plan.search import suggest_topology
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.solver import assign
+from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
-from bascule.plan.topology import Topology
+from bascule.plan.topology.search import suggest_topology
+from bascule.plan.topology.spec import Topology
 from tests.unit.test_checks import NO_NUMBERS, NO_VECTORS, UNREADABLE, refusal, title
 
 COST = TransformerCost(64)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bascule.plan.checks import shown
+from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad, fit_attention_latency
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,
@@ -25,9 +26,8 @@ from bascule.plan.sparse import (
     plan_under,
     sparse_imbalance,
 )
-from bascule.plan.sparse_latency import AttentionLatency, AttentionLoad, fit_attention_latency
-from bascule.plan.sparse_masks import MaskModel, load_masks, save_masks, synthetic_masks
-from bascule.plan.sparse_strategy import Strategies, all_degrees, choose_strategy
+from bascule.plan.sparse.choose_mesh import Strategies, all_degrees, choose_strategy
+from bascule.workload.mask_model import MaskModel, load_masks, save_masks, synthetic_masks
 from tests.unit.test_checks import NO_NUMBERS, UNREADABLE, refusal, title
 from tests.unit.test_hostile_plans import refused
 

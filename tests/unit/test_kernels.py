@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention import kernels
-from bascule.attention.kernels import KERNELS, PackedSequences, select_kernel
+from bascule.attention.kernels import packed_kernels
+from bascule.attention.kernels.packed_kernels import KERNELS, PackedSequences, select_kernel
 from bascule.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -191,14 +191,14 @@ def test_packed_sequences() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_automatic_choice_on_cpus(dtype: torch.dtype) -> None:
-    assert select_kernel(None, "cpu", dtype) is kernels.cpu_flash
+    assert select_kernel(None, "cpu", dtype) is packed_kernels.cpu_flash
     for name in ON_CPU:
         assert select_kernel(name, "cpu", dtype) is KERNELS[name]
 
 
 def test_the_automatic_choice_elsewhere() -> None:
-    assert select_kernel(None, "cuda", torch.float32) is kernels.sdpa
-    assert select_kernel(None, "xpu", torch.bfloat16) is kernels.sdpa
+    assert select_kernel(None, "cuda", torch.float32) is packed_kernels.sdpa
+    assert select_kernel(None, "xpu", torch.bfloat16) is packed_kernels.sdpa
 
 
 @pytest.mark.parametrize(
@@ -232,8 +232,8 @@ def test_a_kernel_that_cannot_run_is_refused(
 
 def test_a_kernel_whose_module_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     select_kernel.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(packed_kernels.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="needs the module flash_attn, which is not installed"):
         select_kernel("flash_attn", "cuda", torch.bfloat16)
-    assert select_kernel(None, "cuda", torch.bfloat16) is kernels.sdpa
+    assert select_kernel(None, "cuda", torch.bfloat16) is packed_kernels.sdpa
     select_kernel.cache_clear()  # pyright: ignore[reportFunctionMemberAccess]

@@ -7,13 +7,13 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan import locality
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import PolynomialCost, TransformerCost
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.prices import price
 from bascule.plan.limits import Limits
-from bascule.plan.pricing import price
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.solver import assign
-from bascule.plan.topology import Topology
+from bascule.plan.solver.solve import assign
+from bascule.plan.topology.spec import Topology
 
 COST = TransformerCost(64)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from bascule.data.photos import PhotoStream
-from bascule.data.streams import SampleBatch, SampleStream, flow_noise, flow_timesteps
 from bascule.errors import ConfigError
+from bascule.workload.photos import PhotoStream
+from bascule.workload.streams import SampleBatch, SampleStream, flow_noise, flow_timesteps
 
 
 def picture(width: int, height: int, seed: int = 0) -> np.ndarray:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bascule.plan import metrics
-from bascule.plan.cost import TransformerCost
-from bascule.plan.sequences import plan_batch
-from bascule.plan.workload import parse_data_codes, sample_lengths, seq_lens
+from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.property.simulation import assert_certificate, squares
 
 COST = TransformerCost(3072, gamma=0.426)

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import TransformerCost
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.topology import Topology
+from bascule.plan.topology.spec import Topology
 from tests.property.simulation import assert_sound
 from tests.unit.test_cli import run
 

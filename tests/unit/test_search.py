@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import TransformerCost
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.prices import price
 from bascule.plan.limits import Limits
-from bascule.plan.pricing import price
-from bascule.plan.search import suggest_topology
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.topology import Topology
+from bascule.plan.topology.search import suggest_topology
+from bascule.plan.topology.spec import Topology
 from tests.property.simulation import assert_chunks, assert_delivery
 
 COST = TransformerCost(1024, num_layers=4)

@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan._constrained import Homes, constrain
-from bascule.plan._exchange import exchange
-from bascule.plan._homes import _pull
-from bascule.plan._problem import build_problem
-from bascule.plan._refine import refine
-from bascule.plan._starts import by_speed, longest_first, topped_up
-from bascule.plan.bounds import (
+from bascule.plan.limits import Limits
+from bascule.plan.solver.bounds import (
     counting_bound,
     crowding_bound,
     mean_bound,
@@ -23,8 +18,13 @@ from bascule.plan.bounds import (
     surplus_bound,
     threshold_bound,
 )
-from bascule.plan.limits import Limits
-from bascule.plan.solver import Assignment, assign
+from bascule.plan.solver.constrain import Homes, constrain
+from bascule.plan.solver.homes import _pull
+from bascule.plan.solver.problem import build_problem
+from bascule.plan.solver.refine import refine
+from bascule.plan.solver.solve import Assignment, assign
+from bascule.plan.solver.starts import by_speed, longest_first, topped_up
+from bascule.plan.solver.swaps import exchange
 
 
 def problem_of(

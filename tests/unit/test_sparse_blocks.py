@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import BlockKernel, BlockRows, Seen, merge
-from bascule.attention.flex_blocks import SPARSE_BLOCK, flex
+from bascule.attention.kernels.flex import SPARSE_BLOCK, flex
+from bascule.attention.kernels.protocol import BlockKernel, BlockRows, Seen, merge
+from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.ring import RingPlan, Tile, ring_attention
-from bascule.attention.sparse_blocks import CpuLoopKernel
 from tests.unit.test_blocks import SCALE, dense
 
 DIM = 16

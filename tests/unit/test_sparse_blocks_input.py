@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from bascule.attention.block_form import BlockForm, BlockRows, Seen
-from bascule.attention.blocks import KERNELS, QUANTIZED, select_block_kernel
-from bascule.attention.sparse_blocks import CpuLoopKernel
+from bascule.attention.kernels.protocol import BlockForm, BlockRows, Seen
+from bascule.attention.kernels.registry import KERNELS, QUANTIZED, select_block_kernel
+from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE
 from tests.unit.test_sparse_blocks import DIM, Case, make_case

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import BlockForm, BlockKernel, Seen
-from bascule.attention.sparse_blocks import ParoKernel, SpargeKernel
+from bascule.attention.kernels.protocol import BlockForm, BlockKernel, Seen
+from bascule.attention.kernels.skipping import ParoKernel, SpargeKernel
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE
 from tests.unit.test_sparse_blocks import heads_case, make_case, reference, relative

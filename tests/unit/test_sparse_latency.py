@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.sparse_latency import (
+from bascule.plan.costs.fit_attention import (
     AttentionLatency,
     AttentionLoad,
     fit_attention_latency,
 )
-from bascule.plan.sparse_strategy import StrategyChoice, choose_strategy
+from bascule.plan.sparse.choose_mesh import StrategyChoice, choose_strategy
 
 A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6, 2e-12)
 CPU = AttentionLatency(4e-4, 4e-10, 3e-4, 6e-10, 3e-9, 2e-4, 5e-10)

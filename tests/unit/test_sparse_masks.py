@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.sparse_masks import (
+from bascule.workload.mask_model import (
     COGVIDEOX15,
     WAN21,
     MaskModel,

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.plan._sparse_moves import _disjoint
-from bascule.plan.layout import Ints
+from bascule.plan.routes import Ints
 from bascule.plan.sparse import partition_blocks, partition_heads
+from bascule.plan.sparse.moves import _disjoint
 from tests.property.sparse_simulation import MASK_KINDS, clustered_mask, mask_of, toeplitz_mask
 
 # Heads

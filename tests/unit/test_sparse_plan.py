@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.cluster import Cluster
-from bascule.plan.layout import Ints
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.routes import Ints
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bascule.cli.sparse_picture import draw
-from bascule.cli.sparse_study import WAYS, Mesh, Setting, run_layer, study
-from bascule.plan.sparse_latency import AttentionLatency
-from bascule.plan.sparse_masks import WAN21, synthetic_masks
+from bascule.plan.costs.fit_attention import AttentionLatency
+from bascule.report.sparse_picture import draw
+from bascule.sim.sparse_study import WAYS, Mesh, Setting, run_layer, study
+from bascule.workload.mask_model import WAN21, synthetic_masks
 
 Bools = NDArray[np.bool_]
 

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from bascule.attention import blocks
-from bascule.attention.block_form import BlockForm
-from bascule.attention.mesh import AttentionMesh
-from bascule.attention.sparse import rows_of, sparse_attention
-from bascule.attention.sparse_blocks import CpuLoopKernel
+from bascule.attention.api import AttentionMesh
+from bascule.attention.kernels import registry
+from bascule.attention.kernels.protocol import BlockForm
+from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
 from bascule.errors import ConfigError
 from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 
@@ -20,7 +20,7 @@ class _WithoutLse(CpuLoopKernel):
 
 
 def test_gradients_need_the_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(blocks.QUANTIZED, "without_lse", _WithoutLse())
+    monkeypatch.setitem(registry.QUANTIZED, "without_lse", _WithoutLse())
     layout = BlockLayout.striped(block_lens((9,), 4), 1, 1)
     masks = np.ones((2, 3, 3), dtype=np.bool_)
     plan = SparsePlanner().plan(masks, layout, layout, num_kv_heads=2)

@@ -3,7 +3,9 @@ import dataclasses
 import pytest
 import torch
 
-from bascule.data.streams import (
+from bascule.errors import ConfigError
+from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
+from bascule.workload.streams import (
     SampleBatch,
     SampleStream,
     SyntheticStream,
@@ -13,8 +15,6 @@ from bascule.data.streams import (
     pack_batch,
     sample_normals,
 )
-from bascule.errors import ConfigError
-from bascule.plan.workload import SampleShape, parse_data_codes, sample_lengths, seq_lens
 
 MIX = "g1b3i64f1s0,g1b2i32f7s1,g1b0i256f1s0"
 

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from bascule.errors import ConfigError
-from bascule.inference import SplitTable, tables
-from bascule.inference.tables import TABLES, modules_of, table_of
+from bascule.integrations.diffusers import SplitTable, tables
+from bascule.integrations.diffusers.tables import TABLES, modules_of, table_of
 
 NAMES = [name.rpartition(".")[2] for name in TABLES]
 

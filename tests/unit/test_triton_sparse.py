@@ -76,7 +76,7 @@ def compared(
     apart: float = 0.0,
 ) -> dict[str, Any]:
     """One case, forward and backward, against the reference; queries and keys may be far apart."""
-    from bascule.attention.sparse_blocks import TritonKernel
+    from bascule.attention.kernels.skipping import TritonKernel
 
     tensors = case.inputs(dtype, dim)
     tensors[0] += apart
@@ -99,7 +99,7 @@ def compiled(name: str, dtype: torch.dtype, dim: int, block: int, capability: in
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
     from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
 
-    from bascule.attention import triton_sparse
+    from bascule.attention.kernels import triton_sparse
 
     kernel = getattr(triton_sparse, name)
     tiles = triton_sparse.Tiles.backward(dtype)

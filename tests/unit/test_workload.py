@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
-from bascule.plan.manifest import read_manifest
-from bascule.plan.workload import (
+from bascule.workload.codes import (
     MAX_TEXT_TOKENS,
     DataCode,
     SampleShape,
@@ -23,6 +22,7 @@ from bascule.plan.workload import (
     sample_lengths,
     seq_lens,
 )
+from bascule.workload.manifest import read_manifest
 
 MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
 

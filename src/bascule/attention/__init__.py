@@ -1,6 +1,4 @@
-"""Attend: kernels on packed sequences, Ulysses inside bags, and the object that binds it all."""
+"""Attend: kernels, and the rings and all-to-alls that make one attention of many ranks."""
 
-from bascule.attention.kernels import PackedSequences as PackedSequences
-from bascule.attention.kernels import select_kernel as select_kernel
-from bascule.attention.parallel import SequenceParallel as SequenceParallel
-from bascule.attention.parallel import Step as Step
+from bascule.attention.kernels.packed_kernels import PackedSequences as PackedSequences
+from bascule.attention.kernels.packed_kernels import select_kernel as select_kernel

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bascule.attention.layout import SequenceLayout, num_tokens
-from bascule.attention.ranks import AttentionMesh
+from bascule.attention.shards import SequenceLayout, num_tokens
 from bascule.comm.agree import Statement, agree
+from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bascule.attention.ulysses import HeadShares
-from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import Transfers
 
 

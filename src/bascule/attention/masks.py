@@ -14,9 +14,9 @@ import math
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import Seen, wide_dtype
-from bascule.attention.layout import Run, SequenceLayout, positions_on
+from bascule.attention.kernels.protocol import Seen, wide_dtype
 from bascule.attention.ring import Tile
+from bascule.attention.shards import Run, SequenceLayout, positions_on
 
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _LOST_AT = 8.0  # spacing of the numbers at a row's highest, of which scores of less than half go

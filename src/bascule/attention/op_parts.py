@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from bascule.attention.blocks import select_block_kernel
 from bascule.attention.forms import digest_of
 from bascule.attention.head_exchange import HeadExchange
-from bascule.attention.layout import SequenceLayout, num_tokens
+from bascule.attention.kernels.registry import select_block_kernel
 from bascule.attention.masks import tiles_of
-from bascule.attention.ranks import AttentionMesh, mesh_named
 from bascule.attention.ring import RingPlan
+from bascule.attention.shards import SequenceLayout, num_tokens
 from bascule.attention.ulysses import HeadShares
+from bascule.comm.meshes import AttentionMesh, mesh_named
 from bascule.comm.quantize import Wire
 from bascule.errors import CommError
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from bascule.attention.forms import agree_on
-from bascule.attention.layout import num_tokens, take_runs
 from bascule.attention.op_parts import (
     empty,
     exchange_of,
@@ -33,8 +32,9 @@ from bascule.attention.op_parts import (
     wire_of,
 )
 from bascule.attention.ring import ring_backward, ring_forward
+from bascule.attention.shards import num_tokens, take_runs
 from bascule.comm import quantize
-from bascule.comm.calls import Call
+from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_gather, reduce_scatter
 
 

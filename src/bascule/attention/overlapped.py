@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import Seen, wide_dtype
 from bascule.attention.forms import agree_on
+from bascule.attention.kernels.protocol import Seen, wide_dtype
 from bascule.attention.op_parts import (
     empty,
     exchange_of,

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 
 from bascule.attention import ulysses
-from bascule.attention.block_form import BlockKernel, Seen
-from bascule.attention.blocks import select_block_kernel
-from bascule.attention.kernels import PackedSequences, select_kernel
+from bascule.attention.kernels.packed_kernels import PackedSequences, select_kernel
+from bascule.attention.kernels.protocol import BlockKernel, Seen
+from bascule.attention.kernels.registry import select_block_kernel
 from bascule.attention.ring import RingPlan, Tile, ring_attention
 from bascule.attention.ulysses import BagLayout
 from bascule.comm.bags import BagGroups
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
-from bascule.plan import layout
-from bascule.plan.sequences import Plan
-from bascule.plan.topology import Topology
+from bascule.plan import routes
+from bascule.plan.batch import Plan
+from bascule.plan.topology.spec import Topology
 
 _BLOCK_NAMES = {"reference": "plain", "varlen": "aten_flash"}
 """Kernels that have another name where they compute blocks."""
@@ -45,7 +45,7 @@ class PackedRing:
         step: Step number in errors.
     """
 
-    piece_lens: layout.Ints
+    piece_lens: routes.Ints
     group: RankGroup
     step: int
 
@@ -208,5 +208,5 @@ def _block_kernel(name: str | None, q: Tensor) -> BlockKernel:
     return select_block_kernel(block, q.device.type, dtype=q.dtype, head_dim=q.shape[-1])
 
 
-def _slices(lens: layout.Ints) -> list[slice]:
-    return [slice(start, stop) for start, stop in pairwise(layout.cumulative(lens).tolist())]
+def _slices(lens: routes.Ints) -> list[slice]:
+    return [slice(start, stop) for start, stop in pairwise(routes.cumulative(lens).tolist())]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.block_form import EVERYTHING, BlockKernel, Seen, merge, wide_dtype
-from bascule.comm.calls import Call
+from bascule.attention.kernels.protocol import EVERYTHING, BlockKernel, Seen, merge, wide_dtype
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import Transfers
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels import Kernel, PackedSequences
-from bascule.comm.calls import Call
+from bascule.attention.kernels.packed_kernels import Kernel, PackedSequences
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.staging import table_on
 from bascule.comm.transfers import all_to_all
 from bascule.errors import ConfigError
-from bascule.plan import layout
+from bascule.plan import routes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class BagLayout:
         step: Step number in errors.
     """
 
-    chunk_lens: layout.Ints
+    chunk_lens: routes.Ints
     device: torch.device
     group: RankGroup | None
     step: int
@@ -62,13 +62,13 @@ class BagLayout:
         """(S,) the inverse of `to_sequences`."""
         return self._rows_of(self.chunk_lens)
 
-    def _rows_of(self, wanted_lens: layout.Ints) -> Tensor | None:
+    def _rows_of(self, wanted_lens: routes.Ints) -> Tensor | None:
         """Row of each token, chunks in the order wanted, where they lie in the transposed order."""
         if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
             return None
         lying_lens = wanted_lens.T
-        first = layout.cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
-        index = layout.ranges(first.T.ravel(), wanted_lens.ravel())
+        first = routes.cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
+        index = routes.ranges(first.T.ravel(), wanted_lens.ravel())
         return table_on(index, self.device)
 
 

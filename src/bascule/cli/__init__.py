@@ -6,11 +6,11 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from bascule.bench.options import BenchOptions
 from bascule.cli.plan import PlanOptions
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.training.options import BenchOptions
 
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]

@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bascule.bench.options import BenchOptions
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
-from bascule.plan.workload import parse_data_codes
-from bascule.training.options import BenchOptions
+from bascule.workload.codes import parse_data_codes
 
 if TYPE_CHECKING:
-    from bascule.training.compare import Paired
+    from bascule.bench.compare import Paired
 
 _MAX_TOKENS = 2**22
 _MOST = {
@@ -45,7 +45,7 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
         ConfigError: The options do not fit the data or each other.
         CommError: A rank failed.
     """
-    from bascule.training.launch import default_num_ranks, in_a_job, launch
+    from bascule.bench.launch import default_num_ranks, in_a_job, launch
 
     _check_numbers(options)
     if in_a_job():
@@ -81,9 +81,9 @@ def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     import torch
 
-    from bascule.attention.kernels import select_kernel
-    from bascule.training.compare import model_config, open_stream
-    from bascule.training.launch import device_type
+    from bascule.attention.kernels.packed_kernels import select_kernel
+    from bascule.bench.compare import model_config, open_stream
+    from bascule.bench.launch import device_type
 
     options.check(num_ranks)
     select_kernel(options.kernel, device_type(), getattr(torch, options.dtype))
@@ -108,9 +108,9 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _run_rank(options: BenchOptions) -> None:
-    from bascule.training.compare import Comparison, summarize
-    from bascule.training.launch import joined
-    from bascule.training.loader_compare import LoaderComparison, summarize_loader
+    from bascule.bench.compare import Comparison, summarize
+    from bascule.bench.launch import joined
+    from bascule.bench.loader_compare import LoaderComparison, summarize_loader
 
     with joined(options.timeout_s) as device:
         if options.loader:

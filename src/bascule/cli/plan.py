@@ -10,11 +10,11 @@ from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions, topology_ranks
 from bascule.errors import ConfigError
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import Cost
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.topology import Topology
+from bascule.plan.topology.spec import Topology
 
 _MAX_ROWS = 64
 _BAR_WIDTH = 28

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, shown, whole
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import TransformerCost
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.manifest import read_manifest
-from bascule.plan.topology import Topology
-from bascule.plan.workload import (
+from bascule.plan.topology.spec import Topology
+from bascule.workload.codes import (
     MAX_SEQUENCES,
     deal,
     parse_data_codes,
@@ -19,6 +18,7 @@ from bascule.plan.workload import (
     sample_lengths,
     seq_lens,
 )
+from bascule.workload.manifest import read_manifest
 
 _MOST_GB = 1e6
 

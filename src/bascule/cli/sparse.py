@@ -11,16 +11,16 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from bascule.cli.sparse_picture import check_picture, draw, write_picture
-from bascule.cli.sparse_study import Bools, Mesh, Setting, study
 from bascule.cli.sparse_tables import show
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, rate, whole
-from bascule.plan.layout import Ints
+from bascule.plan.costs.fit_attention import AttentionLatency
+from bascule.plan.routes import Ints
 from bascule.plan.sparse import check_degrees
-from bascule.plan.sparse_latency import AttentionLatency
-from bascule.plan.sparse_masks import COGVIDEOX15, WAN21, load_masks, synthetic_masks
-from bascule.plan.sparse_strategy import all_degrees
+from bascule.plan.sparse.choose_mesh import all_degrees
+from bascule.report.sparse_picture import check_picture, draw, write_picture
+from bascule.sim.sparse_study import Bools, Mesh, Setting, study
+from bascule.workload.mask_model import COGVIDEOX15, WAN21, load_masks, synthetic_masks
 
 MODELS = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
 

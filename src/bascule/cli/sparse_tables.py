@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from bascule.cli.sparse_study import BEFORE, DEFAULT, WAYS, LayerRun, Outcome, Study, mesh_name
+from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, LayerRun, Outcome, Study, mesh_name
 
 _Column = tuple[str, Callable[[Outcome, Outcome], str]]
 """Heading, and text of an outcome, given that of the same mesh before."""

@@ -8,7 +8,7 @@ from rich.table import Table
 from bascule.cli.reading import ClusterOptions, InputOptions
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
-from bascule.plan.search import suggest_topology
+from bascule.plan.topology.search import suggest_topology
 
 _DEFAULT_STEPS = 20
 _DEFAULT_SEQUENCES = 20_000

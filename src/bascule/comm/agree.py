@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_gather, device_of
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 

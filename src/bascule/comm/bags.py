@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.making import new_group
-from bascule.plan.cluster import Cluster
-from bascule.plan.topology import Topology
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.topology.spec import Topology
 
 
 @dataclass(frozen=True, slots=True)

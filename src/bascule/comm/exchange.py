@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.staging import Staging, table_on
 from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
-from bascule.plan.layout import Ints, Route
+from bascule.plan.routes import Ints, Route
 
 # Bytes are moved as integers of the same width: every back end has kernels for these.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

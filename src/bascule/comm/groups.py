@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.comm.calls import Calls
+from bascule.comm.guard.calls import Calls
 from bascule.comm.staging import Staging
 from bascule.errors import CommError, ConfigError
 

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from bascule.comm import notes
-from bascule.comm.calls import Begun, Call
-from bascule.comm.failures import end_all, failure
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.watch import Verdict, watch_of_world
+from bascule.comm.guard import notes
+from bascule.comm.guard.calls import Begun, Call
+from bascule.comm.guard.failures import end_all, failure
+from bascule.comm.guard.watch import Verdict, watch_of_world
 from bascule.errors import ConfigError
 
 _LONGEST_S = 1e7

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 

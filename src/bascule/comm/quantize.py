@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bascule.comm.calls import Call
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.calls import Call
-from bascule.comm.failures import begin, call, failure, waiting
 from bascule.comm.groups import RankGroup, timeout_of
+from bascule.comm.guard.calls import Call
+from bascule.comm.guard.failures import begin, call, failure, waiting
 
 # torch 2.13 renamed these two; both names exist in some versions.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

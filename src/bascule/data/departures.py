@@ -14,8 +14,8 @@ import json
 import time
 from dataclasses import asdict, dataclass
 
-from bascule.comm import notes
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard import notes
 
 _SETTLING_S = 0.5  # within a `with`, the error follows when the loop was left
 _TICK_S = 0.02

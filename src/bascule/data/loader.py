@@ -9,13 +9,14 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.data.batch import Batch, LoaderMetrics
-from bascule.data.loaded import DataRanks, Ends, Sample, whole_number
-from bascule.data.offers import Handlers, collate_and_pin, named, num_input_ids, one
+from bascule.data.loader_batch import Batch, LoaderMetrics
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
 from bascule.data.progress import Progress
 from bascule.data.redistribute import Redistributor, Rules, StepKey
+from bascule.data.samples.loaded import DataRanks, Ends, Sample, whole_number
+from bascule.data.samples.offers import Handlers, collate_and_pin, named, num_input_ids, one
+from bascule.data.samples.sample_transfer import measure_exchange
 from bascule.data.setup import (
     DEFAULT_TIMEOUT_S,
     Options,
@@ -25,9 +26,8 @@ from bascule.data.setup import (
     join,
 )
 from bascule.data.source import Source
-from bascule.data.transfer import measure_exchange
 from bascule.errors import ConfigError
-from bascule.plan.cost import Cost, describe_cost
+from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from bascule.comm.failures import tell
-from bascule.data.batch import Interval
+from bascule.comm.guard.failures import tell
 from bascule.data.departures import NOWHERE, Departure, Departures, Position
 from bascule.data.leases import Lease
-from bascule.data.loaded import Offer
-from bascule.data.offers import Handlers, Saved, load, named
+from bascule.data.loader_batch import Interval
 from bascule.data.redistribute import ClosedError, Redistributor, StepData, StepKey
+from bascule.data.samples.loaded import Offer
+from bascule.data.samples.offers import Handlers, Saved, load, named
 from bascule.data.source import Reading
 from bascule.errors import CommError, ConfigError, PlanError
 

@@ -10,14 +10,14 @@ import numpy as np
 
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
-from bascule.data.loaded import CLOSING, FLAGS, DataRanks, Ends, Ints, Loaded, Offer, Sample
-from bascule.data.transfer import Deliveries, Transfer, deliver, exchange
+from bascule.data.samples.loaded import CLOSING, FLAGS, DataRanks, Ends, Ints, Loaded, Offer, Sample
+from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver, exchange
 from bascule.errors import CommError, PlanError
-from bascule.plan.cost import Cost, PolynomialCost, describe_cost
+from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import Cost, PolynomialCost, describe_cost
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.sequences import Plan
 from bascule.plan.step import Sync, plan_step, step_makespan
-from bascule.plan.topology import Topology
+from bascule.plan.topology.spec import Topology
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 

@@ -14,12 +14,12 @@ from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
 from bascule.data.leases import Pool, pool_of
-from bascule.data.loaded import DataRanks, Ends, Ints
 from bascule.data.packs import Pack
 from bascule.data.redistribute import Rules
+from bascule.data.samples.loaded import DataRanks, Ends, Ints
 from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
-from bascule.plan.cost import Cost, describe_cost
+from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader, Sampler, default_collate
 
-from bascule.data.loaded import whole_number
+from bascule.data.samples.loaded import whole_number
 from bascule.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]

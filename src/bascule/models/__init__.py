@@ -1,12 +1,12 @@
 """The packed MM-DiT and what it needs to run on one process or on many."""
 
 from bascule.models.config import MMDiTConfig as MMDiTConfig
-from bascule.models.exchange import Attend as Attend
-from bascule.models.exchange import Exchange as Exchange
-from bascule.models.exchange import LocalExchange as LocalExchange
-from bascule.models.layout import TokenLayout as TokenLayout
 from bascule.models.mmdit import MMDiT as MMDiT
 from bascule.models.mmdit import PackedBatch as PackedBatch
+from bascule.models.parallel_protocol import Attend as Attend
+from bascule.models.parallel_protocol import Exchange as Exchange
+from bascule.models.parallel_protocol import LocalExchange as LocalExchange
+from bascule.models.token_layout import TokenLayout as TokenLayout
 
 __all__ = [
     "Attend",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from numbers import Real
 from operator import index
-from typing import Any, TypeVar, cast
+from typing import Any, TypeGuard, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,11 @@ def integer(name: str, value: object) -> int:
     if found is None or abs(found) > MAX_WHOLE:
         raise ConfigError(f"{_told(name, value)} must be an integer, at most {_power(MAX_WHOLE)}")
     return found
+
+
+def is_int(value: object) -> TypeGuard[int]:
+    """Whether a value is an ``int`` and not a ``bool``."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> int:

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, by_rank, real, shown
-from bascule.plan.layout import Ints
+from bascule.plan.routes import Ints
 
 MAX_LENGTH = 2**40
 

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
-from bascule.plan.cluster import Cluster
-from bascule.plan.layout import Ints
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.prices import Decision, Prices, decide
 from bascule.plan.limits import Limits
-from bascule.plan.pricing import Decision, Prices, decide
-from bascule.plan.solver import assign
-from bascule.plan.topology import Topology
+from bascule.plan.routes import Ints
+from bascule.plan.solver.solve import assign
+from bascule.plan.topology.spec import Topology
 
 Floats = npt.NDArray[np.float64]
 

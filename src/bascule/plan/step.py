@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
+from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import listed, of_type, shown
-from bascule.plan.cluster import Cluster
-from bascule.plan.cost import Cost
+from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.prices import Floats, price
 from bascule.plan.limits import Limits
-from bascule.plan.pricing import Floats, price
-from bascule.plan.sequences import Plan, plan_batch
-from bascule.plan.topology import Topology
+from bascule.plan.topology.spec import Topology
 
 Sync = Literal["microbatch", "step"]
 

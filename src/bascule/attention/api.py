@@ -1,0 +1,298 @@
+"""Attention over a mesh of ranks, Ulysses by ring, exact for any shape.
+
+Tokens are shared over the ranks; Ulysses gives the ranks of a row whole runs of tokens with some of
+the heads, and the rows pass keys and values around a ring.
+
+Shapes: B batch, H query heads, K key-value heads, S tokens of the whole sequence, T tokens of this
+rank, D head width; R ring ranks, U Ulysses ranks.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from bascule.attention import ops, wired
+from bascule.attention.forms import form_of
+from bascule.attention.kernels.packed_kernels import check_call
+from bascule.attention.masks import without_lost_scores
+from bascule.attention.overlapped import overlapped_attention
+from bascule.attention.shards import (
+    Run,
+    SequenceLayout,
+    num_tokens,
+    own_tokens,
+    take_runs,
+    with_replicated,
+)
+from bascule.attention.ulysses import HeadShares
+from bascule.comm.guard.derivatives import refuse_derivatives
+from bascule.comm.guard.failures import told
+from bascule.comm.meshes import AttentionMesh as AttentionMesh
+from bascule.comm.meshes import Place, place_in
+from bascule.comm.quantize import Wire
+from bascule.errors import ConfigError
+
+
+def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
+    """This rank's tokens of a tensor that every rank has. Differentiable, no communication.
+
+    Raises:
+        ConfigError: The tensor has another number of tokens than the layout.
+    """
+    if x.shape[dim] != layout.seq_len:
+        raise ConfigError(
+            f"split: dim {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, and the layout has "
+            f"{layout.seq_len}"
+        )
+    return take_runs(x, layout.shares(*mesh.place), dim)
+
+
+@told("gather over a mesh")
+def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
+    """The tokens of all ranks in the order of the sequence, on every rank. One all-gather.
+
+    The gradient of a rank's tokens is that of this rank's copy, of replicated tokens for the
+    rank's share of them: what follows is taken to be the same on every rank.
+    """
+    if mesh.whole is None:
+        return x
+    rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
+    whole = ops.gather_tokens(
+        rows, list(layout.segments), layout.zigzag, layout.stripe, mesh.name, False
+    )
+    return whole.movedim(0, dim)
+
+
+@told("attention over a mesh")
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AttentionMesh | DeviceMesh | Place,
+    *,
+    layout: SequenceLayout | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    kernel: str | None = None,
+    wire: Wire | None = None,
+    overlap: bool | None = None,
+) -> Tensor:
+    """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
+
+    Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
+    backward; for replicated tokens one all-gather more, and one reduce-scatter backward; for a wire
+    that takes centres one all-reduce. No sizes are gathered: they follow from the layout. The
+    first call of a form makes sure, by one all-gather, that all ranks mean the same.
+
+    Args:
+        q: (B, H, T, D) queries of this rank's tokens, in the order of `layout.shares`.
+        k: (B, K, T, D) keys; H is a multiple of K.
+        v: (B, K, T, D) values.
+        mesh: The ranks, or this rank's place among them.
+        layout: Which tokens each rank has. Default: one segment, the same number on every rank.
+        attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
+            or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
+            key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
+            finite number gives what it gives in one process.
+        is_causal: Whether a token sees only itself and those before it in the sequence, of what
+            the mask lets it see.
+        scale: Factor of the scores. Default: D^-0.5.
+        kernel: Name of the block kernel. Default: the fastest for the device.
+        overlap: Whether Ulysses exchanges while it computes, where it can: not together with a
+            ring, under a causal mask or with a wire. Default: on CPUs, where it measures faster; it
+            calls the kernel up to five times, with parts of queries and keys.
+        wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
+            values of other ranks. What it costs on your tensors: `quantize.measure_error`. The
+            backward takes the transport for the identity; gradients, and replicated tokens when
+            they are gathered, travel as they are. Default: everything travels as it is.
+
+    Raises:
+        ConfigError: The shapes do not fit each other, the layout, the mesh or the wire.
+        CommError: The ranks disagree, or a rank did not come in time.
+    """
+    ranks = place_in(mesh)
+    refuse_derivatives("attention", q, k, v, attn_mask)
+    if layout is None:
+        layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
+    if not torch.compiler.is_compiling():
+        check_call("attention", (q, k, v), is_causal, scale)
+    _check(q, k, v, ranks, layout, attn_mask)
+    _check_centres(wire, k)
+    geometry = list(layout.segments), layout.zigzag, layout.stripe, ranks.name
+    form = form_of(
+        q.shape[-1],
+        q.dtype,
+        wire,
+        is_causal=is_causal,
+        scale=scale,
+        mask=attn_mask,
+        replicated=layout.replicated,
+    )
+    q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
+    q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), attn_mask, is_causal)
+    num_kv_heads, mask = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), attn_mask
+    own, rows = _own_kv_heads(num_kv_heads, ranks), (num_kv_heads, *geometry, form)
+    if wire is not None:
+        wire = _wire_of_call(wire, q.shape[1], k, v, ranks, rows)
+    k, v = (_repeated(x, num_kv_heads) for x in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    overlaps = q.device.type == "cpu" if overlap is None else overlap
+    if overlaps and _can_overlap(ranks, layout, is_causal, wire):
+        settings = (
+            scale,
+            kernel or "",
+            num_kv_heads,
+            list(layout.segments),
+            layout.stripe,
+            ranks.name,
+            form,
+        )
+        out, *_ = overlapped_attention(q, k, v, mask, *settings)
+        return _replicated(out, ranks, layout) if layout.replicated else out
+    if ranks.degrees[1] > 1:
+        q, k, v = wired.tokens_to_heads(q, k, v, wire, own, rows)
+    travel = wired.ring_settings(wire, own)
+    out, _ = ops.ring_attention(
+        q, k, v, mask, is_causal, scale, kernel or "", *geometry, form, *travel
+    )
+    if ranks.degrees[1] > 1:
+        out = wired.heads_to_tokens(out, wire, own, rows)
+    return _replicated(out, ranks, layout) if layout.replicated else out
+
+
+def _can_overlap(ranks: Place, layout: SequenceLayout, causal: bool, wire: Wire | None) -> bool:
+    """Whether tokens may be taken in any order, and as they are, over Ulysses ranks alone."""
+    is_ulysses = ranks.degrees[0] == 1 < ranks.degrees[1]
+    return is_ulysses and not layout.zigzag and not causal and wire is None
+
+
+def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
+    """Every rank's tokens, of replicated segments all of them, from those it answers for."""
+    if ranks.degrees == (1, 1):
+        return own
+    runs: list[Run] = []
+    at = 0
+    for segment, spans in enumerate(layout.own(*ranks.place)):
+        length = num_tokens(spans)
+        if segment in layout.replicated:
+            runs.append((at, at + length))
+        at += length
+    segments = [layout.segments[segment] for segment in sorted(layout.replicated)]
+    rows = take_runs(own, runs, 2).movedim(2, 0)
+    whole = ops.gather_tokens(rows, segments, layout.zigzag, layout.stripe, ranks.name, True)
+    return with_replicated(own, whole.movedim(0, 2), layout, ranks.place, 2)
+
+
+def _wire_of_call(
+    wire: Wire, num_heads: int, k: Tensor, v: Tensor, ranks: Place, rows: wired.Geometry
+) -> Wire | None:
+    """With the centres of this call, if any, repeated as keys are; None where nothing travels."""
+    if ranks.degrees == (1, 1):
+        return None
+    k_centre, v_centre = wire.k_centre, wire.v_centre
+    if wire.takes_centres:
+        k_centre, v_centre = ops.take_centres(k.detach(), v.detach(), num_heads, *rows).unbind(0)
+    k_centre, v_centre = (
+        None if centre is None else _repeated(centre, rows[0]) for centre in (k_centre, v_centre)
+    )
+    return Wire(wire.format, k_centre, v_centre)
+
+
+def _own_kv_heads(num_kv_heads: int, ranks: Place) -> wired.HeadRun:
+    shares, rank = HeadShares.split(num_kv_heads, num_kv_heads, ranks.degrees[1]), ranks.place[1]
+    return shares.base * rank + min(rank, shares.num_more), shares.of(rank)
+
+
+def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
+    """Key-value heads, repeated as often as it takes for each Ulysses rank to have one."""
+    repeat = num_heads // num_kv_heads
+    for times in range(1, repeat + 1):
+        if repeat % times == 0 and num_kv_heads * times >= num_ranks:
+            return num_kv_heads * times
+    return num_kv_heads
+
+
+def _repeated(x: Tensor, num_heads: int) -> Tensor:
+    """(B, heads, ...) with each head repeated, `num_heads` of them."""
+    times = num_heads // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: Place,
+    layout: SequenceLayout,
+    mask: Tensor | None,
+) -> None:
+    """Refuse what cannot be attended.
+
+    Raises:
+        ConfigError: Names the shapes.
+    """
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    alike = q.dim() == k.dim() == 4 and k.shape == v.shape
+    if not alike or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
+        raise ConfigError(
+            f"attention: {shapes}: give (batch, heads, tokens, head_dim) each, k and v alike, and "
+            "as many keys as queries"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ConfigError(
+            f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: give one floating-point dtype, "
+            "under autocast too, as by k.to(q.dtype)"
+        )
+    devices = {x.device for x in (q, k, v, mask) if x is not None}
+    if len(devices) > 1 or q.is_meta:
+        raise ConfigError(
+            f"attention: q, k, v and the mask are on {sorted(map(str, devices))}: give all of them "
+            "on one device with data"
+        )
+    if q.shape[1] % k.shape[1] or q.shape[1] < mesh.degrees[1]:
+        raise ConfigError(
+            f"attention: {shapes} on {mesh.degrees[1]} Ulysses ranks: query heads must be a "
+            "multiple of key-value heads, and at least one a rank; use a larger ring degree"
+        )
+    if (layout.ring_degree, layout.ulysses_degree) != mesh.degrees:
+        raise ConfigError(
+            f"attention: a layout for {layout.ring_degree} x {layout.ulysses_degree} ranks on a "
+            f"mesh of {mesh.degrees[0]} x {mesh.degrees[1]}"
+        )
+    if mask is not None:
+        if mask.dtype not in (torch.bool, torch.float32, q.dtype):
+            raise ConfigError(
+                f"attention: a mask of {mask.dtype} for q of {q.dtype}: give bool (True is seen; "
+                "of a tokenizer's mask, mask.bool()), or what is added to the scores, as "
+                f"{q.dtype} or torch.float32"
+            )
+        if mask.requires_grad:
+            raise ConfigError(
+                "attention: attn_mask requires a gradient, and mesh attention gives it none: "
+                "pass attn_mask.detach()"
+            )
+        wanted = (q.shape[0], q.shape[1], layout.seq_len, layout.seq_len)
+        given = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+        if len(given) != 4 or any(a not in (1, b) for a, b in zip(given, wanted, strict=True)):
+            raise ConfigError(
+                f"attention: a mask of shape {tuple(mask.shape)} does not broadcast to (batch, "
+                f"heads, tokens, tokens) of the whole sequence, {wanted}"
+            )
+
+
+def _check_centres(wire: Wire | None, k: Tensor) -> None:
+    """Refuse centres of other keys.
+
+    Raises:
+        ConfigError: Names the shapes.
+    """
+    wanted = (*k.shape[:2], 1, k.shape[3])
+    for centre in () if wire is None else (wire.k_centre, wire.v_centre):
+        if centre is not None and tuple(centre.shape) != wanted:
+            raise ConfigError(
+                f"attention: a centre of shape {tuple(centre.shape)} for k {tuple(k.shape)}: it "
+                f"must be {wanted}; take it with Wire.centred, or make Wire(takes_centres=True)"
+            )

@@ -1,0 +1,1 @@
+"""What computes attention on one device, and says why where it cannot."""

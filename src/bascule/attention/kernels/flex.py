@@ -1,0 +1,208 @@
+"""Torch's flex attention as a kernel for blocks.
+
+Shapes: as in `blocks`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from bascule.attention.kernels.protocol import (
+    BlockForm,
+    BlockRows,
+    Grads,
+    OutLse,
+    Seen,
+    blocks_of,
+    repeated_heads,
+    without_empty_rows,
+)
+from bascule.plan.routes import Ints, cumulative, ranges
+
+SPARSE_BLOCK = 128
+"""Flex attention's own block size, for which it has configurations on every device."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], OutLse]  # of q, k and v; differentiable
+
+
+class FlexKernel:
+    """Flex attention, compiled: half and single precision, with bias.
+
+    Its backward is that of the block's own output and LSE; see `gradients_by_recomputation`.
+    """
+
+    def unfit(self, form: BlockForm) -> str | None:
+        """As `BlockKernel`."""
+        if form.device_type != "cuda":
+            return f"runs on CUDA devices, not on {form.device_type}: it has no backward there"
+        if form.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"takes bfloat16, float16 or float32, not {form.dtype}"
+        if form.head_dim is None or form.head_dim < 16 or form.head_dim & (form.head_dim - 1):
+            return f"takes head widths that are powers of two from 16 on, not {form.head_dim}"
+        if form.block is not None and not SPARSE_BLOCK // 2 < form.block <= SPARSE_BLOCK:
+            return (
+                f"pads blocks to {SPARSE_BLOCK} tokens, and takes those of more than half of it, "
+                f"not {form.block}"
+            )
+        return None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
+        """As `BlockKernel`."""
+        out, lse = flex(_compiled(), q, k, v, seen, scale)
+        return without_empty_rows(out, lse, seen.bias)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Seen,
+        scale: float,
+    ) -> Grads:
+        """As `BlockKernel`."""
+        attend = partial(flex, _compiled(), seen=seen, scale=scale)
+        return gradients_by_recomputation(attend, grad, q, k, v, out, lse)
+
+
+def flex(
+    flex_attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float
+) -> OutLse:
+    """Out and LSE of flex attention, with a bias and a causal mask as a change of the scores."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    if seen.blocks is not None:
+        return _flex_rows(flex_attention, q, k, v, blocks_of(seen, q, k), scale)
+    bias, causal = seen.bias, seen.causal
+    whole = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+    def change(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        if whole is not None:
+            score = score + whole[b, h, row, column]
+        return torch.where(row >= column, score, -float("inf")) if causal else score
+
+    out, aux = flex_attention(
+        q,
+        repeated_heads(k, q),
+        repeated_heads(v, q),
+        score_mod=change if causal or bias is not None else None,
+        scale=scale,
+        return_aux=AuxRequest(lse=True),
+    )
+    return out, aux.lse
+
+
+def _flex_rows(
+    flex_attention: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: BlockRows,
+    scale: float,
+) -> OutLse:
+    """Out and LSE where every block is padded to the size of flex attention's own blocks."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    tables = rows.keep(("flex", q.device), lambda: FlexTables.of(rows, q.device))
+    out, aux = flex_attention(
+        _padded(q, tables.q_places, rows.q_bounds.size - 1),
+        *(_padded(x, tables.k_places, rows.k_bounds.size - 1) for x in (k, v)),
+        block_mask=tables.mask,
+        scale=scale,
+        return_aux=AuxRequest(lse=True),
+    )
+    return out[:, :, tables.q_places], aux.lse[:, :, tables.q_places]
+
+
+@dataclass(frozen=True, slots=True)
+class FlexTables:
+    """Blocks as flex attention takes them.
+
+    Attributes:
+        mask: The blocks that are seen. Its tables are as wide as the fullest row, not as the mask.
+        q_places: (Sq,) where each query is when blocks are padded.
+        k_places: (Sk,) the same of keys.
+    """
+
+    mask: Any
+    q_places: Tensor
+    k_places: Tensor
+
+    @classmethod
+    def of(cls, rows: BlockRows, device: torch.device) -> "FlexTables":
+        """The tables on a device: blocks of keys that are short are masked, others are not."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        q_lens, k_lens = np.diff(rows.q_bounds), np.diff(rows.k_bounds)
+        by_key, is_short = rows.transposed, k_lens < SPARSE_BLOCK
+        short, short_by_key = is_short[rows.columns], np.repeat(is_short, by_key.counts)
+        tables = (
+            *_ordered(rows, short),
+            *_ordered(rows, ~short),
+            *_ordered(by_key, short_by_key),
+            *_ordered(by_key, ~short_by_key),
+        )
+        lens = torch.from_numpy(k_lens).to(device)
+
+        def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return key % SPARSE_BLOCK < lens[key // SPARSE_BLOCK]
+
+        size = (SPARSE_BLOCK, SPARSE_BLOCK)
+        lengths = (q_lens.size * SPARSE_BLOCK, k_lens.size * SPARSE_BLOCK)
+        on_device = (torch.from_numpy(table).to(device)[None, None] for table in tables)
+        mask = BlockMask(lengths, *on_device, BLOCK_SIZE=size, mask_mod=inside)
+        return cls(mask, *(_places(lens).to(device) for lens in (q_lens, k_lens)))
+
+
+def _ordered(rows: BlockRows, kept: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], ...]:
+    """(Q,) number of the columns that are kept, and (Q, most) which, filled up with 0."""
+    num_rows = rows.counts.size
+    row_of = np.repeat(np.arange(num_rows), rows.counts)[kept]
+    counts = np.bincount(row_of, minlength=num_rows)
+    columns = np.zeros((num_rows, max(1, counts.max())), dtype=np.int32)
+    columns[row_of, np.arange(row_of.size) - cumulative(counts)[row_of]] = rows.columns[kept]
+    return counts.astype(np.int32), columns
+
+
+def _places(lens: Ints) -> Tensor:
+    return torch.from_numpy(ranges(np.arange(lens.size) * SPARSE_BLOCK, lens))
+
+
+def _padded(x: Tensor, places: Tensor, num_blocks: int) -> Tensor:
+    return x.new_zeros(1, 1, num_blocks * SPARSE_BLOCK, x.shape[3]).index_copy(2, places, x)
+
+
+def gradients_by_recomputation(
+    attend: Attend, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> Grads:
+    """Gradients of a block, from autograd through its own output and LSE, computed again.
+
+    With w = exp(lse_i - lse), the merged output moves by w with the block's output out_i, and by
+    w (out_i - out) with its LSE: the derivatives of the sum that `merge` forms.
+    """
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        part, part_lse = attend(q, k, v)
+    is_empty = torch.isneginf(part_lse.detach())
+    weight = (part_lse.detach() - lse).exp().masked_fill(is_empty, 0.0)[..., None]
+    wide = grad.to(weight.dtype)
+    lse_grad = (weight * wide * (part.detach() - out)).sum(-1).masked_fill(is_empty, 0.0)
+    dq, dk, dv = torch.autograd.grad(
+        (part, part_lse), (q, k, v), ((weight * wide).to(part.dtype), lse_grad)
+    )
+    return dq, dk, dv
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)

@@ -1,0 +1,212 @@
+"""Attention of some queries to some keys, with what is needed to merge it with the rest.
+
+Shapes: B batch, H query heads, K key-value heads (H is a multiple of K), Sq and Sk tokens, D head
+width. LSE is the natural-log sum-exp of the scaled scores, (B, H, Sq), in float64 for float64
+inputs and in float32 otherwise; -inf where a query has no key.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from bascule.attention.kernels.cuda import (
+    AtenCudnnKernel,
+    AtenEfficientKernel,
+    AtenFlashKernel,
+    FlashAttn2Kernel,
+    FlashAttn3Kernel,
+)
+from bascule.attention.kernels.flex import FlexKernel
+from bascule.attention.kernels.protocol import BlockForm as BlockForm
+from bascule.attention.kernels.protocol import BlockKernel as BlockKernel
+from bascule.attention.kernels.protocol import (
+    Grads,
+    OutLse,
+    Seen,
+    finite,
+    no_blocks,
+    repeated_heads,
+    summed_heads,
+    with_adjacent_values,
+    without_empty_rows,
+)
+from bascule.attention.kernels.protocol import merge as merge
+from bascule.attention.kernels.protocol import wide_dtype as wide_dtype
+from bascule.attention.kernels.skipping import (
+    CpuLoopKernel,
+    ParoKernel,
+    SpargeKernel,
+    TritonKernel,
+)
+from bascule.errors import ConfigError
+
+
+class PlainKernel:
+    """Matmul and softmax: any device and dtype, O(Sq Sk) memory."""
+
+    def unfit(self, form: BlockForm) -> str | None:
+        """As `BlockKernel`."""
+        return no_blocks(form)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
+        """As `BlockKernel`."""
+        scores = _scores(q, k, seen, scale)
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = _weights(scores, lse)
+        return (weights @ repeated_heads(v, q).to(weights.dtype)).to(q.dtype), lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Seen,
+        scale: float,
+    ) -> Grads:
+        """As `BlockKernel`."""
+        wide = wide_dtype(q)
+        grad, out = grad.to(wide), out.to(wide)
+        weights = _weights(_scores(q, k, seen, scale), lse)
+        delta = (grad * out).sum(dim=-1, keepdim=True)
+        dscores = weights * (grad @ repeated_heads(v, q).to(wide).mT - delta) * scale
+        dq = dscores @ repeated_heads(k, q).to(wide)
+        dk, dv = dscores.mT @ q.to(wide), weights.mT @ grad
+        return dq, summed_heads(dk, k), summed_heads(dv, v)
+
+
+class CpuFlashKernel:
+    """Torch's flash attention for CPUs: any floating dtype, with bias."""
+
+    def unfit(self, form: BlockForm) -> str | None:
+        """As `BlockKernel`."""
+        if form.device_type != "cpu":
+            return f"runs on CPUs, not on {form.device_type}"
+        return no_blocks(form)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
+        """As `BlockKernel`."""
+        q, k, v = map(with_adjacent_values, (q, k, v))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, seen.causal, attn_mask=seen.bias, scale=scale
+        )
+        if k.shape[2] < _FEW_KEYS:
+            wide_q, wide_k = q.to(lse.dtype), k.to(lse.dtype)
+            out, lse = _by_highest(out, lse, _scores(wide_q, wide_k, seen, scale))
+        return without_empty_rows(out, lse, seen.bias)
+
+    def backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        seen: Seen,
+        scale: float,
+    ) -> Grads:
+        """As `BlockKernel`, in float32 at least: torch is slow in float16, and rounds each part."""
+        wide, bias = wide_dtype(q), seen.bias
+        tensors = (with_adjacent_values(x.to(wide)) for x in (grad, q, k, v, out))
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *(*tensors, lse if bias is None else finite(lse), 0.0, seen.causal),
+            attn_mask=None if bias is None else bias.to(wide),
+            scale=scale,
+        )
+
+
+# In the order of preference.
+KERNELS: dict[str, BlockKernel] = {
+    "cpu_flash": CpuFlashKernel(),
+    "cpu_loop": CpuLoopKernel(),
+    "flash_attn_3": FlashAttn3Kernel(),
+    "flash_attn": FlashAttn2Kernel(),
+    "aten_flash": AtenFlashKernel(),
+    "cudnn": AtenCudnnKernel(),
+    "efficient": AtenEfficientKernel(),
+    "plain": PlainKernel(),
+    "triton": TritonKernel(),
+    "flex": FlexKernel(),
+}
+QUANTIZED: dict[str, BlockKernel] = {"sparge": SpargeKernel(), "paro": ParoKernel()}
+"""Only taken by name: they round queries and keys to 8 bits."""
+_WITHOUT_LSE = ("sdpa", "math")
+_FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan for a hidden key
+
+
+@lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
+def select_block_kernel(
+    name: str | None,
+    device_type: str,
+    *,
+    dtype: torch.dtype | None = None,
+    head_dim: int | None = None,
+    has_bias: bool = False,
+    block: int | None = None,
+    needs_lse: bool = True,
+) -> BlockKernel:
+    """The kernel of that name, or (None) the first in `KERNELS` that fits.
+
+    Args:
+        name: A key of `KERNELS` or `QUANTIZED`.
+        device_type: Where the tensors are.
+        dtype: Of q, k and v. Without it only kernels that take all dtypes fit.
+        head_dim: D; the same.
+        has_bias: Whether something is added to the scores.
+        block: Tokens of the longest block where queries see only some blocks of keys, else None.
+        needs_lse: Whether the LSE is used, as it is to merge parts.
+
+    Raises:
+        ConfigError: There is no such kernel, or it cannot compute that.
+    """
+    form = BlockForm(device_type, dtype, head_dim, has_bias, block, needs_lse)
+    fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
+    if name is None:
+        if not fitting:
+            raise ConfigError(f"no kernel fits: {_reasons(form)}")
+        return KERNELS[fitting[0]]
+    if name in _WITHOUT_LSE:
+        raise ConfigError(
+            f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
+            f"merged: choose one of {', '.join(KERNELS)}"
+        )
+    kernel = {**KERNELS, **QUANTIZED}.get(name)
+    if kernel is None:
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join([*KERNELS, *QUANTIZED])}")
+    reason = kernel.unfit(form)
+    if reason is not None:
+        advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_reasons(form)}"
+        raise ConfigError(f"kernel {name!r} {reason}: {advice}")
+    return kernel
+
+
+def _reasons(form: BlockForm) -> str:
+    return "; ".join(f"{name} {kernel.unfit(form)}" for name, kernel in KERNELS.items())
+
+
+def _scores(q: Tensor, k: Tensor, seen: Seen, scale: float) -> Tensor:
+    scores = (q @ repeated_heads(k, q).mT).to(wide_dtype(q)) * scale
+    if seen.bias is not None:
+        scores = scores + seen.bias
+    if seen.causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores
+
+
+def _by_highest(out: Tensor, lse: Tensor, scores: Tensor) -> OutLse:
+    """Out 0 and LSE -inf where no score is one, and nan where one is none."""
+    highest = scores.amax(dim=-1)
+    is_empty, is_none = torch.isneginf(highest), highest.isnan()
+    out = out.masked_fill(is_empty[..., None], 0.0).masked_fill(is_none[..., None], math.nan)
+    return out, lse.masked_fill(is_empty, -math.inf).masked_fill(is_none, math.nan)
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """Softmax by an LSE; 0 for a query without keys."""
+    return (scores - finite(lse)[..., None]).exp()

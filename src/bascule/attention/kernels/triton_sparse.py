@@ -1,0 +1,223 @@
+"""Block-sparse attention in Triton. Importing this module needs Triton.
+
+A program works on a tile of a query block and goes through the key blocks that it sees, or, for
+gradients of keys and values, on a tile of a key block and goes through the queries that see it: no
+two programs write to the same place.
+
+Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2, over the blocks that are seen.
+
+Shapes: as in `sparse_blocks`; D is a power of two from 16 on.
+"""
+# pyright: reportIndexIssue=false
+# A kernel is a function only where Triton is not installed.
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+from bascule.attention.kernels.protocol import BlockRows, Grads, OutLse, nothing_seen
+
+LOG2E = tl.constexpr(math.log2(math.e))
+LN2 = tl.constexpr(math.log(2))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Queries and keys that a program holds at a time, and how it is run."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def forward(cls, dtype: torch.dtype, block: int) -> "Tiles":
+        """For the output."""
+        if dtype == torch.float32:
+            return cls(32, 32, num_warps=4, num_stages=1)
+        if block > 64:
+            return cls(128, 64, num_warps=8, num_stages=2)
+        return cls(64, 64, num_warps=4, num_stages=2)
+
+    @classmethod
+    def backward(cls, dtype: torch.dtype) -> "Tiles":
+        """For the gradients."""
+        size = 32 if dtype == torch.float32 else 64
+        return cls(size, size, num_warps=4, num_stages=1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, rows: BlockRows, scale: float) -> OutLse:
+    """Out and LSE of the blocks that are seen."""
+    tiles, tables = Tiles.forward(q.dtype, rows.block), rows.on(q.device)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    out, lse = nothing_seen(q)
+    _forward[(rows.q_bounds.size - 1, triton.cdiv(rows.block, tiles.queries))](
+        *(q, k, v, out, lse),
+        *(tables.q_bounds, tables.k_bounds, tables.row_bounds, tables.columns, scale),
+        D=q.shape[3],
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        PER_BLOCK=triton.cdiv(rows.block, tiles.keys),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out, lse
+
+
+def gradients(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: BlockRows,
+    scale: float,
+) -> Grads:
+    """Gradients of q, k and v, where `out` and `lse` are those over all keys."""
+    tiles = Tiles.backward(q.dtype)
+    grad, q, k, v, lse = (x.contiguous() for x in (grad, q, k, v, lse))
+    delta = (grad.float() * out.float()).sum(dim=-1)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    options = {
+        "D": q.shape[3],
+        "QUERIES": tiles.queries,
+        "KEYS": tiles.keys,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    tables, by_key = rows.on(q.device), rows.transposed.on(q.device)
+    _query_gradients[(rows.q_bounds.size - 1, triton.cdiv(rows.block, tiles.queries))](
+        *(grad, q, k, v, lse, delta, dq),
+        *(tables.q_bounds, tables.k_bounds, tables.row_bounds, tables.columns, scale),
+        PER_BLOCK=triton.cdiv(rows.block, tiles.keys),
+        **options,
+    )
+    _key_gradients[(rows.k_bounds.size - 1, triton.cdiv(rows.block, tiles.keys))](
+        *(grad, q, k, v, lse, delta, dk, dv),
+        *(by_key.q_bounds, by_key.k_bounds, by_key.row_bounds, by_key.columns, scale),
+        PER_BLOCK=triton.cdiv(rows.block, tiles.queries),
+        **options,
+    )
+    return dq, dk, dv
+
+
+@triton.jit
+def _tile(bounds, block, part, SIZE: tl.constexpr):
+    """First token of a part of a block, and which of SIZE from there on are in the block."""
+    first = tl.load(bounds + block) + part * SIZE
+    return first.to(tl.int64), first + tl.arange(0, SIZE) < tl.load(bounds + block + 1)
+
+
+@triton.jit
+def _load(tokens, first, inside, SIZE: tl.constexpr, D: tl.constexpr):
+    """(SIZE, D) tokens from `first` on; 0 for those outside of the block."""
+    at = tl.arange(0, SIZE)[:, None] * D + tl.arange(0, D)[None, :]
+    return tl.load(tokens + first * D + at, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def _store(tokens, first, inside, values, SIZE: tl.constexpr, D: tl.constexpr):
+    """The inverse of `_load`, in the dtype of the tokens."""
+    at = tl.arange(0, SIZE)[:, None] * D + tl.arange(0, D)[None, :]
+    values = values.to(tokens.dtype.element_ty)
+    tl.store(tokens + first * D + at, values, mask=inside[:, None])
+
+
+@triton.jit
+def _forward(
+    q_rows, k_rows, v_rows, out_rows, lse_rows,
+    q_bounds, k_bounds, row_bounds, columns, scale,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    first, inside = _tile(q_bounds, block, tl.program_id(1), QUERIES)
+    q = _load(q_rows, first, inside, QUERIES, D)
+    peak = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    out = tl.zeros((QUERIES, D), tl.float32)
+    start, stop = tl.load(row_bounds + block), tl.load(row_bounds + block + 1)
+    for step in range(start * PER_BLOCK, stop * PER_BLOCK):
+        column = tl.load(columns + step // PER_BLOCK)
+        first_key, is_key = _tile(k_bounds, column, step % PER_BLOCK, KEYS)
+        k = _load(k_rows, first_key, is_key, KEYS, D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        # Finite: the first tile of a block has a key.
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        v = _load(v_rows, first_key, is_key, KEYS, D)
+        out = out * shrink[:, None]
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision="ieee")
+        peak = higher
+    total = tl.where(total == 0, 1.0, total)  # of a query that sees nothing
+    _store(out_rows, first, inside, out / total[:, None], QUERIES, D)
+    lse = (peak + tl.log2(total)) * LN2
+    tl.store(lse_rows + first + tl.arange(0, QUERIES), lse, mask=inside)
+
+
+@triton.jit
+def _query_gradients(
+    grad_rows, q_rows, k_rows, v_rows, lse_rows, delta_rows, dq_rows,
+    q_bounds, k_bounds, row_bounds, columns, scale,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    first, inside = _tile(q_bounds, block, tl.program_id(1), QUERIES)
+    q = _load(q_rows, first, inside, QUERIES, D)
+    grad = _load(grad_rows, first, inside, QUERIES, D)
+    at = first + tl.arange(0, QUERIES)
+    lse = tl.load(lse_rows + at, mask=inside, other=0.0)
+    delta = tl.load(delta_rows + at, mask=inside, other=0.0)
+    dq = tl.zeros((QUERIES, D), tl.float32)
+    start, stop = tl.load(row_bounds + block), tl.load(row_bounds + block + 1)
+    for step in range(start * PER_BLOCK, stop * PER_BLOCK):
+        column = tl.load(columns + step // PER_BLOCK)
+        first_key, is_key = _tile(k_bounds, column, step % PER_BLOCK, KEYS)
+        k = _load(k_rows, first_key, is_key, KEYS, D)
+        v = _load(v_rows, first_key, is_key, KEYS, D)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        weights = tl.exp2((scores - lse[:, None]) * LOG2E)
+        # Their scores are 0, whose weight may be infinite.
+        weights = tl.where(is_key[None, :], weights, 0.0)
+        dweights = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        dscores = weights * (dweights - delta[:, None])
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+    _store(dq_rows, first, inside, dq * scale, QUERIES, D)
+
+
+@triton.jit
+def _key_gradients(
+    grad_rows, q_rows, k_rows, v_rows, lse_rows, delta_rows, dk_rows, dv_rows,
+    k_bounds, q_bounds, row_bounds, columns, scale,
+    D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0)
+    first, inside = _tile(k_bounds, block, tl.program_id(1), KEYS)
+    k = _load(k_rows, first, inside, KEYS, D)
+    v = _load(v_rows, first, inside, KEYS, D)
+    dk = tl.zeros((KEYS, D), tl.float32)
+    dv = tl.zeros((KEYS, D), tl.float32)
+    start, stop = tl.load(row_bounds + block), tl.load(row_bounds + block + 1)
+    for step in range(start * PER_BLOCK, stop * PER_BLOCK):
+        column = tl.load(columns + step // PER_BLOCK)
+        first_query, is_query = _tile(q_bounds, column, step % PER_BLOCK, QUERIES)
+        q = _load(q_rows, first_query, is_query, QUERIES, D)
+        grad = _load(grad_rows, first_query, is_query, QUERIES, D)
+        at = first_query + tl.arange(0, QUERIES)
+        lse = tl.load(lse_rows + at, mask=is_query, other=0.0)
+        delta = tl.load(delta_rows + at, mask=is_query, other=0.0)
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale
+        weights = tl.exp2((scores - lse[None, :]) * LOG2E)
+        dv = tl.dot(weights.to(grad.dtype), grad, dv, input_precision="ieee")
+        dweights = tl.dot(v, tl.trans(grad), input_precision="ieee")
+        dscores = weights * (dweights - delta[None, :])
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    _store(dk_rows, first, inside, dk * scale, KEYS, D)
+    _store(dv_rows, first, inside, dv, KEYS, D)

@@ -1,0 +1,1 @@
+"""Block-sparse attention over a mesh of ranks."""

@@ -1,0 +1,301 @@
+"""Block-sparse attention over a mesh, by a plan: every rank computes what the plan gives it.
+
+One uneven all-to-all takes queries, keys and values from home to where they are used, whatever
+heads, blocks and orders that means; then the ring of `ring` passes keys and values on, with kernels
+that skip the blocks that are not seen; one all-to-all brings the output home. Masks stay where they
+are: a rank asks for the rows of the mask that it computes, and ranks exchange counts of blocks.
+Source: db-SP, here with one exchange for its three, and plans that need not be alike in all rings.
+
+Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; Q query
+blocks and C key blocks of the sequence; X (head, query block) rows that a rank computes; R ring
+ranks.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
+
+from bascule.attention.kernels.packed_kernels import check_call
+from bascule.attention.op_parts import naming
+from bascule.attention.ring import ring_attention
+from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
+from bascule.attention.sparse.rules import pooled
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
+from bascule.comm.guard.derivatives import refuse_derivatives
+from bascule.comm.guard.failures import told
+from bascule.comm.meshes import AttentionMesh, as_attention_mesh
+from bascule.comm.transfers import all_gather, device_of
+from bascule.errors import ConfigError
+from bascule.plan.routes import Ints
+from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
+
+RowsSeen = Callable[[PackedRows], Bools]
+"""From X rows to (X, C), or (B, X, C) where batch items differ: which key blocks each sees."""
+
+EXCHANGE_SPAN, MASKS_SPAN = "bascule: rows exchanged", "bascule: masks to rows"
+"""How profiles call the two exchanges, and the making of masks and their index tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRule:
+    """Which blocks are seen, from the products of their mean queries and keys.
+
+    They are taken where they are computed: of keys only the means of a ring's own heads travel.
+
+    Attributes:
+        keep: From scaled scores (B, X, C) of these rows to bool, as `sparse_masks.keep_top_k`.
+    """
+
+    keep: Callable[[Tensor, PackedRows], Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeMasks:
+    """Masks (H, Q, C) that every rank has; called, it gives the rows asked for.
+
+    Attributes:
+        array: The masks.
+        digest: Tells others apart.
+    """
+
+    array: Bools
+    digest: int
+
+    def __call__(self, rows: PackedRows) -> Bools:
+        """(X, C)."""
+        return self.array[rows.heads, rows.blocks]
+
+
+def rows_of(masks: Bools | Tensor) -> WholeMasks:
+    """Rows of masks (H, Q, C) that every rank has, as those of a file; of a tensor, on the host."""
+    array = masks.cpu().numpy() if isinstance(masks, Tensor) else masks
+    return WholeMasks(array, zlib.crc32(np.packbits(array != 0).tobytes()))
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AttentionMesh | DeviceMesh,
+    plan: SparsePlan,
+    seen: RowsSeen | PooledRule,
+    *,
+    scale: float | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """Exact block-sparse attention of tokens that are at home as the plan says; as q.
+
+    Two all-to-alls over all ranks, but none if the plan needs no row of another rank; R - 1
+    exchanges around the ring; and twice that backward. The first call with a plan makes sure, by
+    one all-gather, that all ranks have the same. A `PooledRule` takes two all-gathers in the ring.
+
+    Args:
+        q: (B, H, T, D) queries of this rank's blocks, in the order of the sequence.
+        k: (B, K, T, D) keys; H is a multiple of K.
+        v: (B, K, T, D) values.
+        mesh: The ranks.
+        plan: Who computes what.
+        seen: Gives the rows of the mask that this rank computes. A token that sees nothing gives 0.
+            Whole masks (`rows_of`) are compared between ranks; rows that a function makes are not.
+        scale: Factor of the scores. Default: D^-0.5.
+        kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
+
+    Raises:
+        ConfigError: The shapes do not fit the plan, the plan not the mesh, or the mask is none.
+        CommError: The ranks disagree, or a rank did not come in time.
+    """
+    return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel)[0]
+
+
+@told("sparse attention")
+def attend_sparse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AttentionMesh | DeviceMesh,
+    plan: SparsePlan,
+    seen: RowsSeen | PooledRule,
+    *,
+    scale: float | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Bools]:
+    """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
+    check_call("sparse_attention", (q, k, v), False, scale)
+    if q.is_meta or len({x.dtype for x in (q, k, v)} | {x.device for x in (q, k, v)}) > 2:
+        raise ConfigError(
+            f"sparse_attention: q, k and v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, "
+            f"{k.device}, {v.device}: give one dtype, on one device with data"
+        )
+    if isinstance(seen, WholeMasks):
+        wanted = (len(plan.ring_of), plan.q.lens.size, plan.kv.lens.size)
+        if seen.array.shape != wanted:
+            raise ConfigError(
+                f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted} "
+                "(heads, query blocks, key blocks): give those that the plan was made for"
+            )
+    if not isinstance(seen, PooledRule) and not callable(seen):
+        raise ConfigError(
+            f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
+        )
+    ranks = as_attention_mesh(mesh)
+    form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
+    refuse_derivatives("sparse_attention", q, k, v)
+    _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form)
+    tables = tables_of(plan, ranks, q.shape[0], q.device)
+    digest = seen.digest if isinstance(seen, WholeMasks) else type(seen).__name__
+    for group in (ranks.ring, ranks.whole):
+        if group is not None:
+            group.calls.mean(f"{plan.digest} scale={scale}, kernel={kernel}, masks {digest}")
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    with naming("sparse_attention", (q, k, v)):
+        with record_function(EXCHANGE_SPAN):
+            here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
+        with record_function(MASKS_SPAN):
+            if isinstance(seen, PooledRule):
+                masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
+            else:
+                masks = seen(tables.rows)
+            masks = _checked(tables, masks)
+            ring = tables.ring(q, masks, factor, kernel)
+        out, _ = ring_attention(here_q, here_k, here_v, ring)
+        with record_function(EXCHANGE_SPAN):
+            rows = tables.take_home(out[0, 0])
+    return rows.view(q.shape[0], q.shape[1], -1, q.shape[3]), masks
+
+
+def gather_counts(
+    mesh: AttentionMesh | DeviceMesh, plan: SparsePlan, masks: Bools, *, by_rank: bool = False
+) -> Ints:
+    """(H, Q, R) tokens that each query block sees, by ring rank where keys are at home.
+
+    What `SparsePlanner.plan` and `PlanReuse.after` take for the next step, the same on all ranks.
+    Two all-gathers, of a number and of the counts.
+
+    Args:
+        mesh: The ranks.
+        plan: That of the attention.
+        masks: What `attend_sparse` gives; of the first batch item where they differ.
+        by_rank: Whether to give (H, Q, U R), by rank, as `LayerPlans.after` takes them.
+    """
+    ranks = as_attention_mesh(mesh)
+    degree = plan.num_ranks if by_rank else plan.ring_degree
+    home = plan.kv.home // (plan.num_ranks // degree)
+    own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
+    every = _gathered(ranks.whole, torch.from_numpy(own[0].astype(np.int64)), "counts of blocks")
+    counts = np.zeros((*plan.ring_of.shape, degree), dtype=np.int64)
+    for rank, found in enumerate(every):
+        rows = plan.q_rows(rank)
+        counts[rows.heads, rows.blocks] = found.cpu().numpy()[: rows.heads.size]
+    return counts
+
+
+def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
+    """By rank, what each gives, with unused rows behind those of ranks that give fewer."""
+    if group is None:
+        return [own]
+    device = own.device if own.is_cuda else device_of(group)
+    sizes = torch.tensor([own.shape[0]], device=device)
+    longest = int(all_gather(group, Call(f"all_gather (size of {what})"), sizes).max())
+    padded = own.new_zeros(longest, *own.shape[1:], device=device)
+    padded[: own.shape[0]] = own
+    call = Call(f"all_gather ({what})", form=f"{padded.shape} {padded.dtype}")
+    return list(all_gather(group, call, padded))
+
+
+def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
+    """(B, X, C) what a rule keeps of the rows of this rank."""
+    plan, rows, batch = tables.plan, tables.rows, tables.batch
+    means_q, means_k = (
+        pooled(x, np.tile(lens, batch))[0, 0].unflatten(0, (batch, lens.size))
+        for x, lens in ((q, rows.lens), (k, plan.kv_rows(tables.rank).lens))
+    )
+    every = _gathered(tables.ranks.ring, means_k.transpose(0, 1).contiguous(), "mean keys")
+    keys = means_k.new_zeros(batch, plan.num_kv_heads, plan.kv.lens.size, q.shape[-1])
+    for ring, found in enumerate(every):
+        there = tables.kv_rows[ring]
+        keys[:, there.heads, there.blocks] = found[: there.heads.size].transpose(0, 1)
+    heads, head_of, counts = np.unique(rows.heads, return_inverse=True, return_counts=True)
+    place = np.arange(rows.heads.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    padded = means_q.new_zeros(batch, heads.size, counts.max(initial=0), q.shape[-1])
+    padded[:, head_of, place] = means_q
+    group = len(plan.ring_of) // plan.num_kv_heads
+    scores = (padded @ keys[:, heads // group].mT)[:, head_of, place] * scale
+    return rule.keep(scores, rows).cpu().numpy()
+
+
+def _checked(tables: SparseTables, masks: Bools) -> Bools:
+    """(B or 1, X, C).
+
+    Raises:
+        ConfigError: They are of another shape or dtype.
+    """
+    wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
+    shapes = (wanted, (1, *wanted), (tables.batch, *wanted))
+    if masks.dtype != np.bool_ or masks.shape not in shapes:
+        raise ConfigError(
+            f"rows of a mask {masks.shape} of {masks.dtype}: give bool {wanted}, for the rows "
+            f"asked for, or {shapes[2]} where batch items differ"
+        )
+    return masks if masks.ndim == 3 else masks[None]
+
+
+def _agree_on(
+    ranks: AttentionMesh,
+    plan: SparsePlan,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    form: str,
+) -> None:
+    """Before the first exchange with a plan, make sure that all ranks have it, and its tokens.
+
+    Raises:
+        CommError: They do not.
+        ConfigError: The shapes do not fit the plan; on all ranks alike.
+    """
+    group = ranks.whole
+    key = None if group is None else (group.ranks, plan.digest, q, k, v, form)
+    if group is not None and group.calls.has_agreed(key):
+        return
+    error = _misfit(ranks, plan, q, k, v)
+    if group is not None:
+        heads, blocks = plan.ring_of.shape
+        tokens = int(plan.q.lens.sum())
+        said = f"{heads} heads x {blocks} blocks of {tokens} tokens, {form}, digest {plan.digest}"
+        statement = Statement({"the plan": said}, np.zeros(0, np.int64), error)
+        agree(group, statement, what="sparse attention", step=0, capacity=0)
+        group.calls.agree(key)
+    elif error is not None:
+        raise error
+
+
+def _misfit(
+    ranks: AttentionMesh,
+    plan: SparsePlan,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+) -> ConfigError | None:
+    ring, ulysses = ranks.degrees
+    if (plan.ring_degree, plan.ulysses_degree) != (ring, ulysses):
+        return ConfigError(
+            f"sparse_attention: a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks "
+            f"(Ulysses x ring) on a mesh of {ulysses} x {ring}"
+        )
+    tokens = [int(layout.lens[layout.home == rank_of(ranks)].sum()) for layout in (plan.q, plan.kv)]
+    heads = len(plan.ring_of), plan.num_kv_heads
+    batch, width = q[0], q[-1]
+    wanted = [(batch, h, t, width) for h, t in zip(heads, tokens, strict=True)]
+    if [q, k, v] != [wanted[0], wanted[1], wanted[1]]:
+        return ConfigError(
+            f"sparse_attention: q {q}, k {k}, v {v}: the plan has {wanted[0]} and {wanted[1]} here"
+        )
+    return None

@@ -1,0 +1,188 @@
+"""What block-sparse attention takes on this machine: measured on meshes, and fitted.
+
+Legend: U Ulysses degree, R ring degree; O calls.
+"""
+
+import time
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
+from bascule.comm.guard.failures import reporting
+from bascule.comm.meshes import AttentionMesh, as_attention_mesh
+from bascule.comm.strategies import meshes_over
+from bascule.errors import ConfigError
+from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad, fit_attention_latency
+from bascule.plan.sparse import BlockLayout, SparsePlan, block_lens, in_order, plan_under
+
+_DENSITIES = (0.0, 1 / 8, 1 / 2)
+"""Without work a ring waits for its exchange, which tells how long that takes."""
+
+_PARTS = (4, 1)
+"""Sequences of a fourth of the tokens, and of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What a model attends.
+
+    Attributes:
+        num_tokens: Of the longest sequence.
+        num_heads: Heads, of queries as of keys and values.
+        head_dim: Values of a head.
+        block: Tokens of a block.
+        dtype: Of the values.
+        batch: Sequences that are attended alike.
+    """
+
+    num_tokens: int
+    num_heads: int
+    head_dim: int
+    block: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_heads", "head_dim", "block", "batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"CallShape({name}={getattr(self, name)}): at least 1")
+
+
+def measure_attention_latency(
+    mesh: AttentionMesh | DeviceMesh,
+    shape: CallShape,
+    *,
+    device: torch.device | str,
+    rounds: int = 5,
+    kernel: str | None = None,
+) -> AttentionLatency:
+    """Time attention on every mesh of these ranks, and fit `AttentionLatency` to it.
+
+    The same on every rank. All ranks call; they must have nothing else to do. Makes the groups of
+    `meshes_over`, which strategies use later.
+
+    Args:
+        mesh: The ranks; 2 at least.
+        shape: What is attended.
+        device: Where.
+        rounds: How often each call is timed; medians count.
+        kernel: As for `sparse_attention`.
+
+    Raises:
+        ConfigError: There are too few ranks or heads to have both rings and all-to-alls.
+        CommError: A rank did not come in time.
+    """
+    ranks = as_attention_mesh(mesh)
+    if ranks.whole is None or shape.num_heads < 2:
+        raise ConfigError(
+            f"measure_attention_latency: {shape.num_heads} heads on a mesh {ranks.degrees} (ring, "
+            "Ulysses): with less than 2 of either there is nothing to choose from"
+        )
+    loads, seconds = time_sparse_attention(
+        ranks, shape, device=torch.device(device), rounds=rounds, kernel=kernel
+    )
+    fitted = fit_attention_latency(loads, seconds)
+    # Ranks of other processors may round otherwise, and must never choose differently.
+    values = torch.tensor(list(asdict(fitted).values()), dtype=torch.float64, device=device)
+    with reporting(ranks.whole, "broadcast (latency)", 0):
+        dist.broadcast(values, ranks.whole.ranks[0], group=ranks.whole.process_group)
+    *coefficients, fit_error = values.tolist()
+    return AttentionLatency(*coefficients, fit_error=fit_error)
+
+
+def time_sparse_attention(
+    mesh: AttentionMesh,
+    shape: CallShape,
+    *,
+    device: torch.device,
+    rounds: int = 5,
+    kernel: str | None = None,
+) -> tuple[list[AttentionLoad], list[float]]:
+    """Loads of calls, and seconds of each: of the slowest rank, the median of the rounds.
+
+    On every mesh of these ranks that has a head for each Ulysses rank, and on each rank alone; of
+    two lengths, and of no work, little and much, shared evenly. Collectives: those of
+    `sparse_attention`, a barrier before each call, and an all-reduce.
+    """
+    assert mesh.whole is not None
+    alone = AttentionMesh(None, None, None)
+    over = meshes_over(mesh).items()
+    meshes = [alone, *(one for (ulysses, _), one in over if ulysses <= shape.num_heads)]
+    # A rank alone gets as many tokens as it would have on a mesh: caches and pages cost alike.
+    shares = [mesh.whole.size if one is alone else 1 for one in meshes]
+    calls = [
+        _call(one, replace(shape, num_tokens=max(shape.num_tokens // part // share, 1)), density)
+        for one, share in zip(meshes, shares, strict=True)
+        for part in _PARTS
+        for density in _DENSITIES
+    ]
+    times = torch.zeros(rounds, len(calls), dtype=torch.float64)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode():
+        for turn in range(-1, rounds):  # the first round warms up
+            for place, call in enumerate(calls):
+                times[max(turn, 0), place] = _seconds(call, mesh, device, generator, kernel)
+    slowest = times.to(device)
+    with reporting(mesh.whole, "all_reduce (seconds)", 0):
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=mesh.whole.process_group)
+    return [call.load for call in calls], np.median(slowest.cpu().numpy(), axis=0).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What is timed: a plan on a mesh, its mask (N, N) for every head, and q's shape here."""
+
+    mesh: AttentionMesh
+    plan: SparsePlan
+    mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+    q: tuple[int, int, int, int]
+    load: AttentionLoad
+    dtype: torch.dtype
+
+
+def _call(one: AttentionMesh, shape: CallShape, density: float) -> _Call:
+    """Every query block sees the next `density` of all key blocks, so all ranks have as much."""
+    ring, ulysses = one.degrees
+    lens = block_lens([shape.num_tokens], shape.block)
+    home = BlockLayout.striped(lens, ulysses, ring)
+    places = np.arange(lens.size)
+    mask = (places - places[:, None]) % lens.size < density * lens.size
+    plan = in_order(shape.num_heads, home, home, ulysses, ring)
+    masks = np.broadcast_to(mask, (shape.num_heads, *mask.shape))
+    plan = plan_under(plan, masks)
+    own = 0 if one.whole is None else one.whole.rank
+    tokens = int(lens[home.home == own].sum())
+    load = AttentionLoad.of_plan(plan, shape.batch, shape.head_dim * shape.dtype.itemsize)
+    q = (shape.batch, shape.num_heads, tokens, shape.head_dim)
+    return _Call(one, plan, mask, q, load, shape.dtype)
+
+
+def _seconds(
+    call: _Call,
+    mesh: AttentionMesh,
+    device: torch.device,
+    generator: torch.Generator,
+    kernel: str | None,
+) -> float:
+    """Of one call on this rank, which all ranks begin together."""
+    assert mesh.whole is not None
+    q, k, v = (
+        torch.randn(call.q, generator=generator, device=device).to(call.dtype) for _ in range(3)
+    )
+    seen = rows_of(np.broadcast_to(call.mask, (call.q[1], *call.mask.shape)))
+    _wait_for(device)
+    with reporting(mesh.whole, "barrier (timing)", 0):
+        dist.barrier(mesh.whole.process_group)
+    start = time.perf_counter()
+    sparse_attention(q, k, v, call.mesh, call.plan, seen, kernel=kernel)
+    _wait_for(device)
+    return time.perf_counter() - start
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,1 @@
+"""`bascule bench`: the same training twice, without and with balancing, measured."""

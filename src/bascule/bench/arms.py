@@ -1,0 +1,153 @@
+"""The two ways to train that are compared: every rank its own batch, and balanced."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from bascule.attention.kernels.packed_kernels import PackedSequences, select_kernel
+from bascule.bench.flow import FlowBatch
+from bascule.comm.groups import RankGroup
+from bascule.comm.mean import global_mean
+from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig
+from bascule.parallel import SequenceParallel
+
+MakeExchange = Callable[[list[int]], Exchange]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one training step gave.
+
+    Attributes:
+        loss: Mean over the image tokens of all ranks.
+        seconds: Forward and backward on this rank, planning and exchanges included.
+        exchange: What the step used.
+    """
+
+    loss: float
+    seconds: float
+    exchange: Exchange
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatch:
+    """This rank's part of a microbatch.
+
+    Attributes:
+        flow: What it trains on.
+        factor: Of the sum of its token losses, so that gradients averaged over ranks and summed
+            over microbatches are those of the global mean.
+    """
+
+    flow: FlowBatch
+    factor: float
+
+
+class Arm:
+    """A sharded model with its optimiser, and the exchange that its steps use."""
+
+    def __init__(
+        self, model: nn.Module, make_exchange: MakeExchange, group: RankGroup, lr: float
+    ) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        self._make_exchange = make_exchange
+        self._group = group
+        self._num_steps = 0
+
+    def step(self, batch: FlowBatch) -> StepResult:
+        """Forward, backward and optimiser; gradients stay until the next step, for comparison."""
+        self._num_steps += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        device = batch.target_iC.device
+        start = _now(device)
+        exchange = self._make_exchange(batch.seq_lens)
+        predicted = self.model(batch.inputs, exchange)
+        loss = global_mean(batch.per_token_loss(predicted), None, self._group, self._num_steps)
+        loss.backward()
+        seconds = _now(device) - start
+        self.optimizer.step()
+        return StepResult(float(loss.detach()), seconds, exchange)
+
+    def accumulate(
+        self, microbatches: Sequence[Microbatch], finish: Callable[[], None]
+    ) -> tuple[float, float]:
+        """Forward and backward of all microbatches, then `finish`, then the optimiser.
+
+        No collective but the model's own. Gradients stay until the next step.
+
+        Returns:
+            This rank's part of the loss, whose mean over ranks is the global mean; and the seconds
+            of forward, backward and `finish`.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        device = microbatches[0].flow.target_iC.device
+        total = torch.zeros((), device=device, dtype=torch.float64)
+        start = _now(device)
+        for micro in microbatches:
+            predicted = self.model(micro.flow.inputs, self._make_exchange(micro.flow.seq_lens))
+            loss = micro.flow.per_token_loss(predicted).sum() * micro.factor
+            loss.backward()
+            total += loss.detach()
+        _now(device)  # what `finish` waits for shall not be the device
+        finish()
+        seconds = _now(device) - start
+        self.optimizer.step()
+        return float(total), seconds
+
+
+def build_model(
+    config: MMDiTConfig,
+    mesh: DeviceMesh,
+    *,
+    seed: int,
+    checkpoint: bool,
+    dtype: torch.dtype,
+) -> MMDiT:
+    """An MM-DiT with FSDP2 over its blocks; master weights in float32 at least."""
+    model = MMDiT(config)
+    model.init_weights(seed)
+    model.to(mesh.device_type, torch.promote_types(dtype, torch.float32))
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32)
+    )
+    for blocks in (model.double_blocks, model.single_blocks):
+        for place, block in enumerate(blocks):
+            blocks[place] = checkpoint_wrapper(block) if checkpoint else block
+            fully_shard(blocks[place], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def unbalanced(device: torch.device, dtype: torch.dtype, kernel: str | None = None) -> MakeExchange:
+    """Every rank attends to its own samples; nothing moves."""
+    attention = select_kernel(kernel, device.type, dtype)
+
+    def make(seq_lens: list[int]) -> Exchange:
+        seqs = PackedSequences.build(seq_lens, device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+            return attention(q, k, v, seqs, causal=False, scale=None)[0]
+
+        return LocalExchange(seq_lens, attend=attend, device=device)
+
+    return make
+
+
+def balanced(parallel: SequenceParallel) -> MakeExchange:
+    """Plan each batch over all ranks."""
+    return parallel.plan
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

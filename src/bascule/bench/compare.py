@@ -1,0 +1,368 @@
+"""The main measurement: the same batches without and with balancing, interleaved step by step."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from bascule.bench.arms import Arm, MakeExchange, balanced, build_model, unbalanced
+from bascule.bench.flow import FlowBatch
+from bascule.bench.measure import measure_cost
+from bascule.bench.options import BenchOptions
+from bascule.comm.groups import RankGroup, member_of, resolve
+from bascule.comm.guard.failures import reporting
+from bascule.errors import ConfigError
+from bascule.models import MMDiTConfig
+from bascule.parallel import SequenceParallel, Step
+from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, Cost, TransformerCost
+from bascule.workload.photos import PhotoStream
+from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
+
+_NUM_PROBES = 5
+_EVEN = 1.01  # up to this max/mean load, nobody waits
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One measured step, the same on every rank.
+
+    Attributes:
+        step: Its number.
+        loss_unbalanced: Global mean without balancing.
+        loss_balanced: With balancing.
+        grad_difference: Norm of the difference of all gradients over the norm of the unbalanced
+            ones.
+        seconds_unbalanced: Forward and backward of the slowest rank.
+        seconds_balanced: Likewise, planning and exchanges included.
+        plan: Metrics of the plan, with "total_tokens", "forward_flops" and "sent_bytes" of all
+            ranks, and whether a "single_binds" (see `single_binds`).
+    """
+
+    step: int
+    loss_unbalanced: float
+    loss_balanced: float
+    grad_difference: float
+    seconds_unbalanced: float
+    seconds_balanced: float
+    plan: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the measurement ran on: the part of the results that is not a number of a step."""
+
+    device: str
+    world_size: int
+    topology: str
+    gamma: float
+    fit_error: float | None
+    skipped_photos: int
+    peak_flops: float | None
+
+
+class Paired:
+    """Two models with the same weights, trained on the same samples; what both comparisons share.
+
+    All ranks of an initialised process group construct and iterate it together. Subclasses fill
+    `arms`: the first trains without balancing, the second with it.
+    """
+
+    def __init__(self, options: BenchOptions, device: torch.device) -> None:
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        self.topology = options.check(world_size)
+        self.options, self.device = options, device
+        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.stream = open_stream(options, rank, world_size)
+        self.mesh = init_device_mesh(device.type, (world_size,))
+        self.group: RankGroup = member_of(resolve(self.mesh), "data")
+        self._config = model_config(options, self.stream)
+        self.cost = self._cost()
+        self.arms: list[Arm] = []
+
+    @property
+    def setting(self) -> Setting:
+        """What this runs on."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        return Setting(
+            device=name,
+            world_size=self.group.size,
+            topology=str(self.topology),
+            gamma=self.cost.gamma,
+            fit_error=self.cost.fit_error,
+            skipped_photos=getattr(self.stream, "skipped", 0),
+            peak_flops=peak_flops(name) if self.dtype == torch.bfloat16 else None,
+        )
+
+    def arm(self, make_exchange: MakeExchange) -> Arm:
+        """A new model with its optimiser."""
+        options = self.options
+        model = build_model(
+            self._config,
+            self.mesh,
+            seed=options.seed,
+            checkpoint=options.checkpoint,
+            dtype=self.dtype,
+        )
+        return Arm(model, make_exchange, self.group, options.lr)
+
+    def in_turns(self, step: int) -> Iterator[int]:
+        """The arms, each after a barrier; they take turns in who goes first."""
+        for arm in (0, 1) if step % 2 == 0 else (1, 0):
+            with reporting(self.group, "barrier (before a measured step)", step + 1):
+                dist.barrier()
+            yield arm
+
+    def flow(self, batch: SampleBatch) -> FlowBatch:
+        """A batch with its noise, on the device."""
+        return FlowBatch.build(batch, seed=self.options.seed, device=self.device, dtype=self.dtype)
+
+    def forward_flops(self, seq_lens: npt.ArrayLike) -> float:
+        """Of the model on these sequences."""
+        plain = replace(self.cost, gamma=1.0)
+        return float(plain(seq_lens).sum()) * FLOPS_PER_UNIT
+
+    def slowest(self, step: int, *seconds: float) -> list[float]:
+        """Each of them on the rank where it is largest."""
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        return self.reduced(slowest, "seconds", step, dist.ReduceOp.MAX).tolist()
+
+    def reduced(
+        self,
+        numbers: torch.Tensor,
+        what: str,
+        step: int,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    ) -> torch.Tensor:
+        """The same tensor, reduced over all ranks."""
+        with reporting(self.group, f"all_reduce ({what})", step):
+            dist.all_reduce(numbers, op=op)
+        return numbers
+
+    @torch.no_grad()
+    def grad_difference(self, step: int) -> float:
+        """Norm of the difference of both arms' gradients over that of the unbalanced ones."""
+        squares = torch.zeros(2, dtype=torch.float64)
+        models = (arm.model.parameters() for arm in self.arms)
+        for a, b in zip(*models, strict=True):
+            reference, other = _local_grad(a), _local_grad(b)
+            squares[0] += (reference - other).square().sum().cpu()
+            squares[1] += reference.square().sum().cpu()
+        squares = self.reduced(squares, "gradient norms", step)
+        return float((squares[0] / squares[1].clamp(min=1e-300)).sqrt())
+
+    def _cost(self) -> TransformerCost:
+        config = self._config
+        if self.options.gamma is not None:
+            num_blocks = config.num_double + config.num_single
+            return TransformerCost(config.d_model, gamma=self.options.gamma, num_layers=num_blocks)
+        longest = max(self._longest(step) for step in range(3))
+        lens = np.unique(np.geomspace(min(128, longest), longest, _NUM_PROBES).astype(int))
+        return measure_cost(
+            config,
+            tuple(lens.tolist()),
+            device=self.device,
+            dtype=self.dtype,
+            kernel=self.options.kernel,
+        )
+
+    def _longest(self, step: int) -> int:
+        longest = torch.tensor([max(self.stream.batch(step).seq_lens, default=0), 256])
+        return int(self.reduced(longest, "longest sequence", 0, dist.ReduceOp.MAX).max())
+
+
+class Comparison(Paired):
+    """Trained without and with balancing inside the model: bags of ranks share sequences."""
+
+    def __init__(self, options: BenchOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        self.parallel = SequenceParallel(
+            self.mesh,
+            self.topology,
+            self.cost,
+            planner=options.planner,
+            kernel=options.kernel,
+            device=device,
+            timeout_s=options.timeout_s,
+        )
+        without = unbalanced(device, self.dtype, options.kernel)
+        self.arms = [self.arm(without), self.arm(balanced(self.parallel))]
+
+    def run(self) -> Iterator[StepRecord]:
+        """Train; yields each step after the warm-up."""
+        for step in range(self.options.warmup + self.options.steps):
+            flow = self.flow(self._batch(step))
+            results = {arm: self.arms[arm].step(flow) for arm in self.in_turns(step)}
+            step_of = results[1].exchange
+            assert isinstance(step_of, Step)
+            number = step_of.number
+            seconds = self.slowest(number, results[0].seconds, results[1].seconds)
+            plan = step_of.metrics() | self._totals(step_of)
+            record = StepRecord(
+                step=step - self.options.warmup,
+                loss_unbalanced=results[0].loss,
+                loss_balanced=results[1].loss,
+                grad_difference=self.grad_difference(number),
+                seconds_unbalanced=seconds[0],
+                seconds_balanced=seconds[1],
+                plan=plan,
+            )
+            if step >= self.options.warmup:
+                yield record
+
+    def _totals(self, step: Step) -> dict[str, Any]:
+        sent = self.reduced(torch.tensor([step.sent_bytes]), "sent bytes", step.number)
+        return {
+            "total_tokens": int(step.plan.seq_lens.sum()),
+            "forward_flops": self.forward_flops(step.plan.seq_lens),
+            "sent_bytes": int(sent),
+            "single_binds": single_binds(step.plan, self.cost),
+        }
+
+    def _batch(self, step: int) -> SampleBatch:
+        """This rank's batch; a rank that cannot load one ends all ranks with the same error."""
+        batch, error = None, None
+        try:
+            batch = self.stream.batch(step)
+        except (ConfigError, OSError) as met:
+            error = met
+        self.parallel.agree_on_error("loading a batch", error, step + 1)
+        assert batch is not None
+        return batch
+
+
+def open_stream(options: BenchOptions, rank: int, world_size: int) -> SampleStream:
+    """The batches of one rank.
+
+    Raises:
+        ConfigError: The folder has no photos that can be read, or the codes do not fit.
+    """
+    if options.data is not None:
+        return SyntheticStream(options.data, rank=rank, world_size=world_size, seed=options.seed)
+    assert options.photos is not None
+    return PhotoStream(
+        options.photos,
+        options.batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+        strict=options.strict,
+    )
+
+
+def model_config(options: BenchOptions, stream: SampleStream) -> MMDiTConfig:
+    """The model for a stream; rotary axes share the head width as FLUX's do (1 : 3.5 : 3.5).
+
+    Raises:
+        ConfigError: Sizes do not fit each other.
+    """
+    if options.num_heads < 1 or options.d_model % options.num_heads:
+        raise ConfigError(
+            f"--num-heads {options.num_heads} does not divide --d-model {options.d_model}"
+        )
+    head_dim = options.d_model // options.num_heads
+    plane = 2 * (head_dim * 7 // 32)
+    if head_dim % 2 or plane < 2 or head_dim - 2 * plane < 2:
+        raise ConfigError(
+            f"--d-model {options.d_model} over --num-heads {options.num_heads} gives heads of "
+            f"{head_dim}: use an even width of at least 8"
+        )
+    return MMDiTConfig(
+        in_channels=stream.in_channels,
+        text_dim=stream.text_dim,
+        vec_dim=stream.vec_dim,
+        d_model=options.d_model,
+        num_heads=options.num_heads,
+        num_double=options.num_double,
+        num_single=options.num_single,
+        axes_dim=(head_dim - 2 * plane, plane, plane),
+    )
+
+
+def single_binds(plan: Plan, cost: Cost) -> bool:
+    """Whether one sequence, on a bag that is not the whole world, alone takes the makespan.
+
+    Then no placement on these bags ends earlier; larger bags would, since other ranks wait.
+    """
+    sizes = plan.topology.bag_sizes[plan.bag_of]
+    longest = np.max(cost(plan.seq_lens) / sizes, initial=0.0)
+    return plan.imbalance > _EVEN and bool(longest >= plan.makespan * (1 - 1e-9))
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak of one device by its maker's data sheet, if known."""
+    known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
+    return next((peak for name, peak in known.items() if name in device_name), None)
+
+
+def summarize(records: list[StepRecord], setting: Setting, options: BenchOptions) -> dict[str, Any]:
+    """The numbers of a finished run: both arms, and their ratios."""
+    unbalanced_s = np.array([record.seconds_unbalanced for record in records])
+    balanced_s = np.array([record.seconds_balanced for record in records])
+    before = np.array([record.plan["makespan_unbalanced"] for record in records])
+    after = np.array([record.plan["makespan"] for record in records])
+    losses = np.array([(record.loss_unbalanced, record.loss_balanced) for record in records])
+    passes = 4.0 if options.checkpoint else 3.0
+    flops = passes * sum(record.plan["forward_flops"] for record in records)
+    tokens = sum(record.plan["total_tokens"] for record in records)
+
+    def arm(seconds: np.ndarray, suffix: str) -> dict[str, Any]:
+        return {
+            "wir": float(np.mean([record.plan[f"wir{suffix}"] for record in records])),
+            "imbalance": float(np.mean([record.plan[f"imbalance{suffix}"] for record in records])),
+            "fbl_median_s": float(np.median(seconds)),
+            "fbl_spread_s": [float(q) for q in np.quantile(seconds, (0.1, 0.9))],
+            "tokens_per_s": tokens / float(seconds.sum()),
+            "flops_per_s": flops / float(seconds.sum()),
+            "hfu": _share(flops / float(seconds.sum()), setting),
+        }
+
+    return {
+        "setting": asdict(setting),
+        "options": {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in asdict(options).items()
+        },
+        "steps": len(records),
+        "unbalanced": arm(unbalanced_s, "_unbalanced"),
+        "balanced": arm(balanced_s, ""),
+        "measured_ratio": float(unbalanced_s.sum() / balanced_s.sum()),
+        "measured_ratio_spread": [
+            float(q) for q in np.quantile(unbalanced_s / balanced_s, (0.1, 0.9))
+        ],
+        "single_binds_steps": sum(record.plan["single_binds"] for record in records),
+        "predicted_ratio": float(before.sum() / after.sum()),
+        "loss_first": losses[0].tolist(),
+        "loss_last": losses[-1].tolist(),
+        "loss_difference": float(
+            np.max(np.abs(losses[:, 0] - losses[:, 1]) / np.abs(losses[:, 0]))
+        ),
+        "grad_difference_first": records[0].grad_difference,
+        "grad_difference": max(record.grad_difference for record in records),
+        "sent_bytes_per_step": float(np.mean([record.plan["sent_bytes"] for record in records])),
+        "tokens_per_rank": np.mean([record.plan["tokens"] for record in records], axis=0).tolist(),
+    }
+
+
+def _local_grad(parameter: torch.Tensor) -> torch.Tensor:
+    grad = parameter.grad
+    assert grad is not None
+    return (grad.to_local() if isinstance(grad, DTensor) else grad).double()
+
+
+def _share(flops_per_s: float, setting: Setting) -> float | None:
+    if setting.peak_flops is None:
+        return None
+    return flops_per_s / (setting.peak_flops * setting.world_size)

@@ -1,0 +1,1 @@
+"""Keeps ranks together: calls are numbered and marked, failures told, endless waits ended."""

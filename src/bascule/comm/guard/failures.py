@@ -1,0 +1,262 @@
+"""A rank that fails ends the calls of all: soon, with its error, and with who is missing.
+
+A rank that meets an error alone leaves a note of it, which those that wait for it find (`watch`).
+Whoever fails in a call says so in the store and closes its connections, so that every rank that
+waits for it fails as well, reads why, and does the same. So a failure travels through any chain of
+groups in milliseconds, at no cost while all goes well. What it ended stays ended.
+"""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from bascule.comm.groups import RankGroup, calls_done, groups_in_use
+from bascule.comm.guard import notes
+from bascule.comm.guard.calls import Begun, Call
+from bascule.comm.guard.notes import Failure
+from bascule.comm.guard.watch import Verdict, watch_of_world
+from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+logger = logging.getLogger(__name__)
+
+ROLL_CALL_S = 2.0
+"""How long survivors of a failed collective wait for each other's sign of life."""
+
+_CAUSE_S = 0.5  # how long the error that ended a connection may take to appear in the store
+_CLOSING_MARK = 0x7FFFFFFF
+
+
+def begin(group: RankGroup, what: Call) -> Begun:
+    """Number and mark the next call of a group, see `Calls.begin`."""
+    watch = watch_of_world(end_all)
+    if group.calls.ended is not None:  # others may have groups that have not ended
+        watch.tell_failure(Failure(str(what), (), f"its groups were ended: {group.calls.ended}"))
+    begun = group.calls.begin(what)
+    watch.go_on()
+    return begun
+
+
+@contextmanager
+def call(group: RankGroup, what: Call) -> Iterator[Begun]:
+    """Make the next call of a group: number it, watch over it, and name what goes wrong.
+
+    Raises:
+        CommError: The call failed, or can never end. RemoteConfigError: by a rank's bad input.
+        ConfigError: Another thread is in a call of the group.
+    """
+    begun, is_done = begin(group, what), False
+    try:
+        with waiting(group, begun):
+            yield begun
+        is_done = True
+    finally:
+        group.calls.finish(is_done=is_done)
+
+
+@contextmanager
+def waiting(group: RankGroup, begun: Begun) -> Iterator[None]:
+    """Wait for the other members in a call that was begun."""
+    watch = watch_of_world(end_all)
+    wait = watch.begin(group.process_group.group_name, begun, group.ranks, repr(group.name))
+    try:
+        yield
+    except BaseException as error:
+        watch.end(wait, is_done=False)
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            raise failure(group, begun.call, error, wait.verdict) from error
+        raise
+    watch.end(wait, is_done=True)
+
+
+@contextmanager
+def reporting(group: RankGroup, what: str, step: int) -> Iterator[None]:
+    """Around a collective of torch's own on a group: `call` without its mark."""
+    with call(group, Call(what, step)):
+        yield
+
+
+@contextmanager
+def telling(where: str) -> Iterator[None]:
+    """An error that this rank meets within ends the others, too, if they wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        tell(error, where)
+        raise
+
+
+def told(where: str) -> Callable[[F], F]:
+    """Decorates a function that all ranks call: `telling` around it, where it is not compiled."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call_and_tell(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            with telling(where):
+                return function(*args, **kwargs)
+
+        return cast(F, call_and_tell)
+
+    return decorate
+
+
+def tell(error: BaseException, where: str) -> None:
+    """Leave a note of an error: ranks that wait for this one end with it, in about two seconds.
+
+    Where all ranks meet the same error, none waits, and all can go on. Errors that came from other
+    ranks are known to them.
+
+    Args:
+        error: What went wrong.
+        where: What this rank was doing.
+    """
+    if isinstance(error, CommError) or not dist.is_initialized():
+        return
+    is_input = isinstance(error, ConfigError | PlanError)
+    cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"
+    try:
+        watch_of_world(end_all).tell_failure(Failure(where, (), cause, is_input))
+    except RuntimeError:  # the store is gone with its host, and so are the others
+        return
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the text of an error, which may be none, or fail itself."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = ["its text cannot be had"]
+    return lines[0] if lines else ""
+
+
+def end_all(reason: str) -> None:
+    """Close this rank's connections in every group on the host; those that wait for it fail.
+
+    The back ends of devices end waits themselves, by their timeouts.
+    """
+    for group, calls in groups_in_use():
+        if calls.ended is None:
+            calls.ended = reason
+            _close(group)
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Gloo closes all connections of a group in which a wait runs out of time."""
+    if "gloo" not in dist.get_backend(group):
+        return
+    for rank in dist.get_process_group_ranks(group):
+        if rank != dist.get_rank() and _runs_out(group, rank):
+            return
+
+
+def _runs_out(group: dist.ProcessGroup, rank: int) -> bool:
+    """Whether a wait for a rank ran out of time, and was not ended by a connection that is gone."""
+    try:
+        nothing = dist.irecv(torch.empty(1), rank, group=group, tag=_CLOSING_MARK)
+        if nothing is not None:
+            nothing.wait(timedelta(milliseconds=1))
+    except (RuntimeError, ValueError) as error:
+        return "Timed out" in str(error)
+    return False
+
+
+def failure(
+    group: RankGroup, what: Call, error: BaseException, verdict: Verdict | None = None
+) -> CommError:
+    """The error to raise when a call failed: why, or else who is missing; logged.
+
+    Args:
+        group: Whose call.
+        what: The call.
+        error: What torch raised.
+        verdict: Why the call could not end, if that is known.
+    """
+    found = verdict or Verdict("")
+    _sign(Failure(str(what), group.ranks, found.text, found.is_input, calls_done()))
+    if verdict is None:
+        end_all(f"{what} failed on group {group.name!r}")
+        is_input, who = _cause(group) or (False, roll_call(group, what))
+    else:
+        is_input, who = verdict.is_input, verdict.text
+    lines = str(error).strip().splitlines() or [repr(error)]
+    message = (
+        f"{what} failed on group {group.name!r} of ranks {list(group.ranks)} ({who}): {lines[0]}"
+    )
+    logger.error("%s", message)
+    return RemoteConfigError(message) if is_input else CommError(message)
+
+
+def _sign(own: Failure) -> None:
+    """Say in the store how this rank failed."""
+    try:
+        notes.write_failure(dist.get_rank(), own)
+    except (RuntimeError, ValueError):  # the store is gone with its host
+        return
+
+
+def _cause(group: RankGroup) -> tuple[bool, str] | None:
+    """Whether the first error found is bad input, and whose it is; None if no rank gave one."""
+    deadline = time.monotonic() + _CAUSE_S
+    while True:
+        try:
+            signed = _signed(group.ranks)
+        except (RuntimeError, ValueError):
+            return None
+        for rank, one in signed.items():
+            if one.cause:
+                return one.is_input, one.told_of(rank)
+        if time.monotonic() > deadline or len(signed) == len(_concerned(group.ranks, signed)):
+            return None
+        time.sleep(0.02)
+
+
+def roll_call(group: RankGroup, what: Call) -> str:
+    """Who else noticed, and where: each survivor signs in the store and waits a moment."""
+    deadline = time.monotonic() + ROLL_CALL_S
+    try:
+        while True:
+            signed = _signed(group.ranks)
+            missing = notes.without_failure(sorted(_concerned(group.ranks, signed)))
+            if not missing or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+    except (RuntimeError, ValueError) as error:
+        return f"no roll call, the store is gone with its host: {type(error).__name__}"
+    said = "every rank reported the failure"
+    if missing:
+        said = f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s"
+    elsewhere = [
+        f"rank {rank} last failed in {one.where}"
+        for rank, one in signed.items()
+        if one.where != str(what)
+    ]
+    return "; ".join([said, *elsewhere])
+
+
+def _signed(ranks: Sequence[int]) -> dict[int, Failure]:
+    """The failures of these ranks, and of those that they waited for, and so on."""
+    signed: dict[int, Failure] = {}
+    looked: set[int] = set()
+    left = list(ranks)
+    while left:
+        looked.update(left)
+        for rank in left:
+            one = notes.read_failure(rank)
+            if one is not None:
+                signed[rank] = one
+        left = sorted(_concerned(ranks, signed) - looked)
+    return signed
+
+
+def _concerned(ranks: Sequence[int], signed: dict[int, Failure]) -> set[int]:
+    return {*ranks, *(rank for one in signed.values() for rank in one.ranks)}

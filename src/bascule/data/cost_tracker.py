@@ -1,0 +1,281 @@
+"""What a sample costs, learned from the steps of the job itself while it runs."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import set_timeout
+from bascule.comm.guard.calls import Call
+from bascule.comm.transfers import all_gather, broadcast
+from bascule.data.loader import BalancedLoader
+from bascule.data.loader_batch import Batch
+from bascule.data.samples.loaded import whole_number
+from bascule.data.setup import DEFAULT_TIMEOUT_S, is_number, is_timeout
+from bascule.errors import ConfigError
+from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs.fit_iterations import MIN_OBSERVATIONS, fit_iterations
+
+logger = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float64]
+
+STATE_VERSION = 1
+_COEFFICIENTS = ("quadratic", "linear", "constant", "overhead")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unit:
+    """What ranks wait for each other after: a microbatch or a step.
+
+    Attributes:
+        seq_lens: Of each data-parallel rank, the tokens of each sample.
+        clocks: One for each of its microbatches on this rank.
+        is_odd: Whether this rank computed on what the plan does not show: padding.
+    """
+
+    seq_lens: list[npt.NDArray[np.int64]]
+    clocks: list["_Clock"]
+    is_odd: bool
+
+    def seconds(self) -> float:
+        """What this rank took; nan if that tells nothing."""
+        return float("nan") if self.is_odd else sum(clock.seconds() for clock in self.clocks)
+
+
+class CostTracker:
+    """Iterates over a loader, times what is done with its batches, and teaches it what they cost.
+
+    After a warm-up, all ranks gather their times in one small collective, fit a `PolynomialCost`
+    (`fit_iterations`), and give it to the loader. From then on they compare what it predicts with
+    what they measure, a window at a time, and fit anew where it drifts.
+
+    On a CPU a rank's own compute is measured: the CPU time of the training thread, in which waiting
+    for others does not count. On a GPU the time between two batches is, by events that do not
+    synchronise; it includes the wait for the slowest rank, which is what the fit expects.
+
+    Every rank constructs it, with the same settings, and iterates alike.
+
+    Args:
+        loader: The loader.
+        warmup: Measurements before the first fit; of microbatches with sync "microbatch", else of
+            steps.
+        discard: The first so many are left out: they compile and allocate.
+        window: Measurements between two looks at the drift.
+        max_drift: Median relative error of the prediction above which a window is fitted.
+        device: What is computed on. Default: a GPU if there is one.
+        timeout_s: Longest wait for the times of other ranks.
+
+    Raises:
+        RemoteConfigError: A number is out of range (on all ranks).
+        CommError: The ranks were given unlike numbers.
+
+    Example:
+        >>> for batch in CostTracker(loader):  # doctest: +SKIP
+        ...     train(batch)
+    """
+
+    def __init__(
+        self,
+        loader: BalancedLoader,
+        *,
+        warmup: int = 10,
+        discard: int = 2,
+        window: int = 50,
+        max_drift: float = 0.1,
+        device: torch.device | str | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        self._loader, self._ranks, self._group = loader, loader.ranks, loader.ranks.group
+        self._agree(warmup, discard, window, max_drift, timeout_s)
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self._on_cuda = torch.device(default if device is None else device).type == "cuda"
+        self._timeout_s = float(timeout_s)
+        self._window, self._max_drift = window, max_drift
+        self._left_out, self._wanted = discard, warmup
+        self._units: list[_Unit] = []
+        self._num_gathered = 0
+        self.cost: PolynomialCost | None = None
+        self.num_fits = 0
+        self.drift: float | None = None
+
+    def _agree(
+        self, warmup: int, discard: int, window: int, max_drift: float, timeout_s: float
+    ) -> None:
+        """Make sure that all ranks were given the same numbers, and that they are in range.
+
+        Raises:
+            RemoteConfigError: They are not in range.
+            CommError: They are not the same.
+        """
+        said = (
+            f"CostTracker(warmup={warmup!r}, discard={discard!r}, window={window!r}, "
+            f"max_drift={max_drift!r}, timeout_s={timeout_s!r})"
+        )
+        error: ConfigError | None = None
+        try:
+            observed = [whole_number(warmup, "warmup"), whole_number(window, "window")]
+            whole_number(discard, "discard")
+            is_right = min(observed) >= MIN_OBSERVATIONS and is_number(max_drift) and max_drift > 0
+        except ConfigError:
+            is_right = False
+        if not (is_right and is_timeout(timeout_s)):
+            error = ConfigError(
+                f"{said}: warmup and window must be whole numbers of at least {MIN_OBSERVATIONS}, "
+                "discard one of at least 0, max_drift and timeout_s above 0"
+            )
+        statement = Statement({"the tracker": said}, np.zeros(0, dtype=np.int64), error)
+        agree(self._group, statement, what="construction of a tracker", step=0, capacity=0)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches of the loader; what is done with each is timed."""
+        clocks: list[_Clock] = []
+        batches: list[Batch] = []
+        accumulate = self._loader.rules.accumulate
+        per_unit = 1 if self._loader.rules.sync == "microbatch" else accumulate
+        for batch in self._loader:
+            clock = _CudaClock() if self._on_cuda else _CpuClock()
+            yield batch
+            clock.stop()
+            clocks.append(clock)
+            batches.append(batch)
+            if len(batches) == per_unit:
+                self._observe(batches, clocks)
+                clocks, batches = [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fitted cost model, as plain values; the same on every rank."""
+        cost = self.cost
+        coefficients = None if cost is None else [getattr(cost, name) for name in _COEFFICIENTS]
+        return {"version": STATE_VERSION, "cost": coefficients}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Plan with a cost model that was fitted before, without a new warm-up, on all ranks.
+
+        Raises:
+            ConfigError: The state is not one of `state_dict`.
+        """
+        try:
+            version = state["version"]
+            coefficients = state["cost"] if version == STATE_VERSION else None
+            cost = None if coefficients is None else PolynomialCost(*coefficients)
+        except (LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"this is not a tracker's state written by state_dict: {error!r}"
+            ) from error
+        if version != STATE_VERSION:
+            raise ConfigError(
+                f"a cost tracker's state of version {version!r}: this bascule reads {STATE_VERSION}"
+            )
+        if cost is not None:
+            self._use(cost)
+
+    def metrics(self) -> dict[str, Any]:
+        """Coefficients, number of fits, and the drift that was seen last."""
+        cost = {} if self.cost is None else {n: getattr(self.cost, n) for n in _COEFFICIENTS}
+        return cost | {"num_fits": self.num_fits, "drift": self.drift}
+
+    def _use(self, cost: PolynomialCost) -> None:
+        self.cost = cost
+        self._wanted = self._window
+        self._loader.set_cost(cost)
+
+    def _observe(self, batches: list[Batch], clocks: list["_Clock"]) -> None:
+        if self._left_out:
+            self._left_out -= 1
+            return
+        num_ranks = self._ranks.num
+        lens = [
+            np.concatenate([b.plan.seq_lens[b.plan.bag_of == rank] for b in batches])
+            for rank in range(num_ranks)
+        ]
+        self._units.append(_Unit(lens, clocks, any(batch.is_padding for batch in batches)))
+        if len(self._units) == self._wanted:
+            self._learn()
+            self._units = []
+
+    def _learn(self) -> None:
+        """Gather the times and, where the cost model does not explain them, fit another.
+
+        An all-gather and a broadcast. All ranks hold the same times, but their processors may round
+        a fit differently, so the coefficients are those of the first.
+        """
+        set_timeout(self._group, self._timeout_s)
+        seconds = self._gather()
+        lens = [unit.seq_lens for unit in self._units]
+        self.drift = None if self.cost is None else _drift(self.cost, lens, seconds)
+        fitted: PolynomialCost | None = None
+        if self.drift is None or self.drift > self._max_drift:
+            try:
+                fitted = fit_iterations(lens, seconds)
+            except ConfigError as error:
+                logger.warning("the cost model stays as it is: %s", error)
+        answer = torch.full((len(_COEFFICIENTS),), float("nan"), dtype=torch.float64)
+        if fitted is not None:
+            answer = torch.tensor([getattr(fitted, name) for name in _COEFFICIENTS]).double()
+        answer = broadcast(self._group, Call("broadcast (cost model)", self._num_gathered), answer)
+        if not answer.isnan().any():
+            self.num_fits += 1
+            self._use(PolynomialCost(*answer.tolist(), fit=None if fitted is None else fitted.fit))
+
+    def _gather(self) -> Floats:
+        """(units, D) own times on a CPU; (units,) of the slowest rank on a GPU."""
+        self._num_gathered += 1
+        own = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
+        call = Call("all_gather (seconds)", self._num_gathered, f"{own.numel()} measurements")
+        times = all_gather(self._group, call, own).numpy()
+        if self._on_cuda:
+            return np.nanmax(times, axis=0)
+        places = [times[self._ranks.place == place] for place in range(self._ranks.num)]
+        return np.stack([np.max(part, axis=0) for part in places], axis=1)
+
+
+def _drift(
+    cost: PolynomialCost, seq_lens: list[list[npt.NDArray[np.int64]]], seconds: Floats
+) -> float:
+    """Median relative error of the cost model's prediction."""
+    predicted = np.array([[cost(lens).sum() for lens in unit] for unit in seq_lens])
+    predicted = predicted + cost.overhead
+    if seconds.ndim == 1:
+        predicted = predicted.max(axis=1)
+    known = np.isfinite(seconds) & (seconds > 0)
+    errors = np.abs(predicted[known] / seconds[known] - 1.0)
+    return float(np.median(errors)) if errors.size else 0.0
+
+
+class _CpuClock:
+    """CPU time of this thread, from the construction to `stop`."""
+
+    def __init__(self) -> None:
+        self._start = time.thread_time()
+        self._seconds = 0.0
+
+    def stop(self) -> None:
+        self._seconds = time.thread_time() - self._start
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class _CudaClock:
+    """Time on the current stream, by events; read when the times are gathered."""
+
+    def __init__(self) -> None:
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._start.record()
+
+    def stop(self) -> None:
+        self._end.record()
+
+    def seconds(self) -> float:
+        self._end.synchronize()
+        return self._start.elapsed_time(self._end) / 1e3
+
+
+_Clock = _CpuClock | _CudaClock

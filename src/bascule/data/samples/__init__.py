@@ -1,0 +1,1 @@
+"""What a sample is when it is loaded, planned for, and sent to another rank."""

@@ -1,0 +1,10 @@
+"""Sequence parallelism for models as they are: split, verified, and undone."""
+
+from bascule.integrations.diffusers.handle import Parallelized as Parallelized
+from bascule.integrations.diffusers.handle import parallelize as parallelize
+from bascule.integrations.diffusers.sparse.layers import SparseLayer as SparseLayer
+from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig as SparseConfig
+from bascule.integrations.diffusers.tables import Cut as Cut
+from bascule.integrations.diffusers.tables import SplitTable as SplitTable
+from bascule.integrations.diffusers.verify import Verification as Verification
+from bascule.integrations.sdpa.mode import sequence_parallel as sequence_parallel

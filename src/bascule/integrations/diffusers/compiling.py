@@ -1,0 +1,110 @@
+"""torch.compile of a split model in place, as one graph, and the modes that its ranks can run.
+
+Inductor's `reorder_for_compute_comm_overlap` is not offered: it moves torch's own collectives, and
+those of a split model are within operators of `attention.ops`, which overlap them themselves; the
+code that it generates is the same, to the letter.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bascule.comm.meshes import AttentionMesh
+from bascule.errors import ConfigError
+
+Mode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]
+
+# Modes that record CUDA graphs, and the nearest ones that do not.
+_WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes; the host for what has no parameters, or loads them as needed."""
+    first = next(model.parameters(), None)
+    if first is None or first.device.type == "meta":
+        return torch.device("cpu")
+    return first.device
+
+
+def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: torch.device) -> None:
+    """Refuse modes of torch.compile that the ranks of a mesh cannot run.
+
+    NCCL's operations can be recorded since version 2.9 (NCCL user guide, "Using NCCL with CUDA
+    Graphs"), and torch refuses to record older ones than 2.9.6 (pytorch/pytorch#64440).
+
+    Raises:
+        ConfigError: Names the mode, the reason, and the nearest mode that runs.
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"compile: mode {mode!r} is none of {', '.join(get_args(Mode))}")
+    if mode not in _WITHOUT_GRAPHS:
+        return
+    reason = _why_not_recorded(mesh, device.type)
+    if reason is not None:
+        raise ConfigError(
+            f"compile: mode {mode!r} records CUDA graphs, and {reason}: use "
+            f"mode={_WITHOUT_GRAPHS[mode]!r}"
+        )
+    if dynamic:
+        raise ConfigError(
+            f"compile: mode {mode!r} records a graph for each shape, and all ranks must record at "
+            "the same call, which dynamic=True does not promise: use dynamic=False, or "
+            f"mode={_WITHOUT_GRAPHS[mode]!r}"
+        )
+
+
+def compile_in_place(
+    model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[[], None]
+) -> Callable[[], None]:
+    """Compile a model with its hooks, `fullgraph=True`; what is returned makes it what it was.
+
+    In contrast to `model.compile()`, the hooks that cut its inputs are in the same graph. Its
+    inputs are whole, the same on every rank, so graphs of fixed shapes are made at the same call.
+
+    Args:
+        model: With its hooks.
+        mode: As in torch.compile.
+        dynamic: As in torch.compile.
+        prepare: What is called before each forward pass, not compiled.
+    """
+    before = model._compiled_call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # Graphs belong to a code object, which holds a limited number: each model has one of its own.
+    call.__code__ = call.__code__.replace()
+
+    def undo() -> None:
+        model._compiled_call_impl = before
+
+    # A rank whose share is of one token has a graph of its own for it, so a graph for any shape
+    # would not be recorded on all ranks at once.
+    dynamic = False if mode in _WITHOUT_GRAPHS else dynamic
+    compiled = torch.compile(call, fullgraph=True, mode=mode, dynamic=dynamic)
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        prepare()
+        return compiled(*args, **kwargs)
+
+    model._compiled_call_impl = prepared
+    return undo
+
+
+def _why_not_recorded(mesh: AttentionMesh, device_type: str) -> str | None:
+    """Why CUDA graphs cannot hold the collectives of a mesh, if so."""
+    if device_type != "cuda":
+        return f"a model on {device_type} has none"
+    for group in (mesh.ring, mesh.ulysses, mesh.whole):
+        if group is None:
+            continue
+        config = dist.get_backend_config(group.process_group)  # as "cpu:gloo,cuda:nccl"
+        backend = dict(one.split(":") for one in config.split(","))[device_type]
+        if backend == "gloo":
+            return "gloo exchanges on the host, which a graph cannot record"
+        if backend != "nccl":
+            return f"a graph can record the collectives of nccl, and not those of {backend}"
+    return None

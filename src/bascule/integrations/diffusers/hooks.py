@@ -1,0 +1,383 @@
+"""The hooks by which a table acts on a model: torch's own, and gone when removed."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from bascule.attention.api import AttentionMesh
+from bascule.comm.guard.failures import tell
+from bascule.comm.quantize import Wire
+from bascule.errors import ConfigError
+from bascule.integrations.diffusers.arguments import changed, holds_tensors, parameters_of
+from bascule.integrations.diffusers.caches import uses_cache
+from bascule.integrations.diffusers.forward import Attended, Forward
+from bascule.integrations.diffusers.running import Running
+from bascule.integrations.diffusers.sparse.layers import SparseLayers, SparsePass
+from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig
+from bascule.integrations.diffusers.tables import Cut, Link, SplitTable, links_to, modules_of
+from bascule.integrations.sdpa.call_mode import error_of
+
+# By what checkpointing ends a recomputation that has all it needs.
+_IS_ENOUGH = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
+
+class SplitModel:
+    """A model with a table's hooks.
+
+    Hooks belong to names: what takes the place of a module later, as an adapter does, gets them
+    before the next forward pass. Copies of the model do not have them.
+
+    Attributes:
+        model: As it was given.
+        table: What is cut and gathered.
+        mesh: The ranks.
+        sparse: The plans of block-sparse attention; None for dense attention.
+        blocks: By name, each block of the table, and the segments of what it returns.
+        last: What the last forward pass that ended well attended to, unless compiled.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        table: SplitTable,
+        mesh: AttentionMesh,
+        wire: Wire | None = None,
+        sparse: SparseConfig | None = None,
+    ) -> None:
+        self.model, self.table, self.mesh, self.wire = model, table, mesh, wire
+        self.sparse = None if sparse is None else SparseLayers(sparse, mesh, table.segments)
+        self.blocks: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
+        self.last: Attended | None = None
+        self._running = Running(model)
+        self._is_paused = False
+        self._have_attended: set[str] | None = None  # blocks, since a cache is on
+        self._links: tuple[Link, ...] = ()
+        self._hooks: list[RemovableHandle] = []
+        self._hooks_of_modules: list[RemovableHandle] = []
+        self._install()
+
+    @property
+    def forward(self) -> Forward | None:
+        """The forward pass that runs, if any."""
+        return self._running.current
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward pass runs, in any thread."""
+        return self._running.is_any
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it has its hooks."""
+        return bool(self._hooks)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether hooks do nothing."""
+        return self._is_paused
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether a cache may leave out blocks.
+
+        Raises:
+            ConfigError: Ranks might leave out different ones.
+        """
+        return uses_cache(self.model, [block for block, _ in self.blocks.values()], self.table)
+
+    def remove(self) -> None:
+        """Take the hooks away; the model is as it was."""
+        self._running.end_all()
+        for hook in (*self._hooks, *self._hooks_of_modules):
+            hook.remove()
+        self._hooks.clear()
+        self._hooks_of_modules.clear()
+
+    @contextmanager
+    def resumed(self, forward: Forward) -> Iterator[None]:
+        """Compute parts of an earlier forward pass again, also after `remove`."""
+        was_split = self.is_split
+        if not was_split:
+            self._install()
+        try:
+            with self._running.resumed(forward):
+                yield
+        except BaseException as error:
+            self._tell(error, "recomputation")
+            raise
+        finally:
+            if not was_split:
+                self.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model computes all tokens, without communication."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    @contextmanager
+    def using(self, sparse: SparseLayers) -> Iterator[None]:
+        """Other plans, and their mesh."""
+        before = self.mesh, self.sparse
+        self.mesh, self.sparse = sparse.mesh, sparse
+        try:
+            yield
+        finally:
+            self.mesh, self.sparse = before
+
+    def prepare(self) -> None:
+        """Before a call of the model, not compiled: follow its modules, and look at its caches.
+
+        Modules that took the place of others get their hooks.
+
+        Raises:
+            ConfigError: A module is gone, or a cache is on that ranks cannot use.
+        """
+        if any(parent._modules.get(key) is not child for parent, key, child in self._links):
+            self._hook_modules()
+        if not self.has_cache:
+            self._have_attended = None
+        elif self.sparse is not None:
+            raise ConfigError(
+                f"{type(self.model).__name__} with block-sparse attention and a cache of steps, "
+                "which leaves out layers that count: call disable_cache(), or leave out sparse"
+            )
+        elif self._have_attended is None:
+            self._have_attended = set()
+
+    def begin(self) -> Forward | None:
+        """A call of the model has begun: its forward pass, yet to be entered; None while paused.
+
+        Raises:
+            ConfigError: The model runs in another thread, or has a cache that ranks cannot use.
+        """
+        self._running.forget_ended()
+        if self._is_paused:
+            return None
+        if not torch.compiler.is_compiling():
+            self.prepare()
+        sparse = None if self.sparse is None else SparsePass(self.sparse)
+        return Forward(self.model, self.mesh, self.table, self.wire, sparse)
+
+    def enter(self, forward: Forward) -> None:
+        """What follows belongs to this forward pass."""
+        self._running.begin(forward)
+
+    def _install(self) -> None:
+        check_model(self.model, self.table)
+        begin = _Begin(self, parameters_of(self.model))
+        self._hooks.append(self.model.register_forward_pre_hook(begin, with_kwargs=True))
+        self._hooks.append(self.model.register_forward_hook(_Hook(self._end), always_call=True))
+        try:
+            self._hook_modules()
+        except BaseException:
+            self.remove()
+            raise
+
+    def _hook_modules(self) -> None:
+        """Hook the modules that now have the names of the table, and those alone."""
+        model, table = self.model, self.table
+        blocks = {
+            name: (module, segments)
+            for pattern, segments in table.blocks.items()
+            for name, module in modules_of(model, pattern).items()
+        }
+        wanted: list[tuple[str, nn.Module, _Register]] = []
+        for name, (block, _) in blocks.items():
+            wanted.append((name, block, _before(self._begin_block(name))))
+            wanted.append((name, block, _after(self._end_block(name))))
+        for pattern, cuts in table.inputs.items():
+            for name, module in modules_of(model, pattern).items() if pattern else ():
+                cut = self._cut_inputs(parameters_of(module), cuts)
+                wanted.append((name, module, _before(cut, with_kwargs=True)))
+        for pattern, cuts in table.outputs.items():
+            for name, module in modules_of(model, pattern).items():
+                wanted.append((name, module, _after(self._cut_outputs(name, cuts))))
+        for pattern, cut in table.gathers.items():
+            for name, module in modules_of(model, pattern).items():
+                wanted.append((name, module, _after(self._gather(cut))))
+        for pattern in table.local:
+            for name, module in modules_of(model, pattern).items():
+                wanted.append((name, module, _before(self._enter_local)))
+                wanted.append((name, module, _after(self._leave_local, always_call=True)))
+        for hook in self._hooks_of_modules:
+            hook.remove()
+        self._hooks_of_modules = [register(module) for _, module, register in wanted]
+        self._links = links_to(model, [name for name, _, _ in wanted])
+        self.blocks = blocks
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._tell(error_of(module), "forward pass")
+        forward = self._running.of_call()
+        if forward is None:
+            return
+        try:
+            if output is not None:
+                self.last = forward.end() or self.last
+        finally:
+            self._running.end(forward)
+
+    def _tell(self, error: BaseException | None, where: str) -> None:
+        """Let ranks that wait for this one know that it does not come."""
+        if error is not None and not isinstance(error, _IS_ENOUGH):
+            tell(error, f"{where} of {type(self.model).__name__}")
+
+    def _begin_block(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            if self._is_paused:
+                return
+            forward = self.forward
+            if forward is None:
+                raise ConfigError(
+                    f"{name} runs outside of the forward pass of its model, which is split over "
+                    "ranks: call the model itself, which must not be a generator; for gradient "
+                    "checkpointing use handle.checkpoint, as in "
+                    "enable_gradient_checkpointing(handle.checkpoint)"
+                )
+            forward.begin_block(name)
+
+        return hook
+
+    def _end_block(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            forward = self.forward
+            if forward is None:
+                return
+            if forward.has_attended:
+                if self._have_attended is not None:
+                    self._have_attended.add(name)
+            elif self._have_attended is None or name not in self._have_attended:
+                fix = "set_attention_backend('native')"
+                if self._have_attended is not None:
+                    fix = "empty caches that were filled before parallelize"
+                raise ConfigError(
+                    f"{name} did not call F.scaled_dot_product_attention, so its attention was not "
+                    f"over the mesh: {fix}"
+                )
+
+        return hook
+
+    def _cut_inputs(self, names: Sequence[str], cuts: Mapping[str, Cut]) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            forward = self.forward
+            if forward is None:
+                return None
+
+            def change(name: str, value: Any) -> Any:
+                return forward.split(value, cuts[name], name) if name in cuts else value
+
+            return changed(names, args, kwargs, change)
+
+        return hook
+
+    def _cut_outputs(self, name: str, cuts: Mapping[int, Cut]) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            forward = self.forward
+            if forward is None:
+                return None
+            parts = list(output)
+            for place, cut in cuts.items():
+                parts[place] = forward.split(parts[place], cut, f"output {place} of {name}")
+            return tuple(parts)
+
+        return hook
+
+    def _gather(self, cut: Cut) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> Any:
+            forward = self.forward
+            return None if forward is None else forward.gather(output, cut)
+
+        return hook
+
+    def _enter_local(self, module: nn.Module, args: Any) -> None:
+        forward = self.forward
+        if forward is not None:
+            forward.enter_local()
+
+    def _leave_local(self, module: nn.Module, args: Any, output: Any) -> None:
+        forward = self.forward
+        if forward is not None:
+            forward.leave_local()
+
+
+def check_model(model: nn.Module, table: SplitTable) -> None:
+    """Refuse a model that is split already, or that a table does not fit.
+
+    Raises:
+        ConfigError: Says which.
+    """
+    if any(isinstance(hook, _Begin) for hook in model._forward_pre_hooks.values()):
+        raise ConfigError(
+            f"{type(model).__name__} is split over ranks already: call undo() of its handle"
+        )
+    for pattern in (*table.blocks, *table.inputs, *table.outputs, *table.gathers, *table.local):
+        if pattern:
+            modules_of(model, pattern)
+
+
+class _Hook:
+    """What copies and pickles of a model have in its place does nothing: they are not split."""
+
+    def __init__(self, act: Callable[..., Any]) -> None:
+        self._act = act
+
+    def __call__(self, *args: Any) -> Any:
+        return self._act(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Gone, ()
+
+
+class _Gone:
+    """The hook of a copy."""
+
+    def __call__(self, *args: Any) -> None: ...
+
+
+_Register = Callable[[nn.Module], RemovableHandle]
+
+
+def _before(act: Callable[..., Any], **options: Any) -> _Register:
+    return lambda module: module.register_forward_pre_hook(_Hook(act), **options)
+
+
+def _after(act: Callable[..., Any], **options: Any) -> _Register:
+    return lambda module: module.register_forward_hook(_Hook(act), **options)
+
+
+class _Begin(_Hook):
+    """The first hook of a forward pass: cuts inputs, and puts attention on the mesh."""
+
+    def __init__(self, split_model: SplitModel, names: Sequence[str]) -> None:
+        super().__init__(self._begin)
+        self._of, self._names = split_model, names
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        of, table = self._of, self._of.table
+        forward, cuts = of.begin(), table.inputs.get("", {})
+        if forward is None:
+            return None
+        known = {*cuts, *table.whole, *table.masks}
+
+        def change(name: str, value: Any) -> Any:
+            if name not in known and holds_tensors(value):
+                raise ConfigError(
+                    f"{type(module).__name__} over ranks: the split table does not say what to do "
+                    f"with the tensors of {name}; leave it out, or add it to `inputs` or `whole`"
+                )
+            if name in table.masks and value is not None:
+                return forward.take_mask(value, table.masks[name], name)
+            return forward.split(value, cuts[name], name) if name in cuts else value
+
+        arguments = changed(self._names, args, kwargs, change)
+        of.enter(forward)
+        return arguments

@@ -1,0 +1,1 @@
+"""Block-sparse attention in the layers of a diffusers model."""

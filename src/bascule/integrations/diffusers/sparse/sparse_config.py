@@ -1,0 +1,251 @@
+"""Which blocks of a model's attention are computed: from a file, or by a rule.
+
+Shapes: B batch, H query heads, N blocks of the sequence; X (head, query block) rows that a rank
+computes.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bascule.attention.sparse.block_sparse import Bools, PooledRule, RowsSeen
+from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
+from bascule.errors import ConfigError
+from bascule.plan.checks import is_int
+from bascule.plan.routes import Ints
+from bascule.plan.sparse import PackedRows
+from bascule.plan.sparse.choose_mesh import Strategies
+from bascule.workload.mask_model import load_masks
+
+_METHODS = "minimal_move", "stripe", "paper", "in_order"
+
+_SAMPLED = 32
+"""Masks of a layer in a step that are compared between ranks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SparseConfig:
+    """Which blocks of a model's attention are computed, and how they are shared over the ranks.
+
+    Give one of `masks`, `keep` and `mass`. Tokens of a segment called "text" see all and are seen
+    by all, whatever the masks say.
+
+    Attributes:
+        masks: (steps, layers, heads, blocks, blocks) bool, True is computed, or a file for
+            `workload.mask_files.load_masks`; leading dims may be missing, and one step or layer
+            stands for all. Becomes the array with all five dims.
+        keep: Share of the key blocks that a query block sees: those with the highest products of
+            mean queries and keys, its own block among them.
+        mass: Share of the softmax of these products that it sees at least, as SpargeAttn has it.
+        block: Tokens of a block.
+        method: How blocks are placed, as for `SparsePlanner`; "paper" needs masks, or no ring;
+            "in_order" is without balance, to compare with.
+        stripe: Tokens that a rank gets at a time when a segment is dealt to the ranks in turns; a
+            multiple of `block`. Default: `block`, the most even.
+        target: Imbalance that "minimal_move" is to reach.
+        move_cost: Work that takes as long as to send two rows of a head, see `SparsePlanner`: what
+            gains less does not move. Default: that of an H100 with NVLink, for 16 bits.
+        tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
+        dense_layers: Layers that attend to everything, by the order of attention calls.
+        passes_per_step: Forward passes of a denoising step: 2 where guidance takes a pass of its
+            own.
+        kernel: Name of a block kernel that skips blocks. Default: the fastest for the device.
+        strategies: How layers choose their mesh, step by step. None: that of `parallelize`.
+
+    Raises:
+        ConfigError: A value is out of range, or the masks are none.
+    """
+
+    masks: Bools | str | Path | None = None
+    keep: float | None = None
+    mass: float | None = None
+    block: int = 64
+    method: str = "minimal_move"
+    stripe: int | None = None
+    target: float = 1.005
+    move_cost: float = 3000.0
+    tolerance: float = 0.05
+    dense_layers: tuple[int, ...] = ()
+    passes_per_step: int = 1
+    kernel: str | None = None
+    strategies: Strategies | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("masks", "keep", "mass") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ConfigError(
+                f"SparseConfig with {' and '.join(given) or 'nothing'}: give one of masks, keep "
+                "and mass"
+            )
+        for name in ("keep", "mass"):
+            share = getattr(self, name)
+            if share is not None and not (_is_number(share) and 0 < share <= 1):
+                raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
+        for name, least in (("target", 1), ("tolerance", 0), ("move_cost", 0)):
+            value = getattr(self, name)
+            if not (_is_number(value) and value >= least):
+                raise ConfigError(
+                    f"SparseConfig({name}={value!r}): must be a number, {least} at least"
+                )
+        for name in ("block", "passes_per_step"):
+            _check_integer(name, getattr(self, name), 1)
+        if not isinstance(self.dense_layers, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"SparseConfig(dense_layers={self.dense_layers!r}): give numbers, as in (0, 1)"
+            )
+        if not isinstance(self.strategies, Strategies | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"SparseConfig(strategies={self.strategies!r}): give Strategies(latency)"
+            )
+        for layer in self.dense_layers:
+            _check_integer("dense_layers", layer, 0)
+        if self.method not in _METHODS:
+            raise ConfigError(
+                f"SparseConfig(method={self.method!r}): must be one of {', '.join(_METHODS)}"
+            )
+        if not is_int(self.dealt) or self.dealt < 1 or self.dealt % self.block:
+            raise ConfigError(
+                f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
+            )
+        if self.masks is not None:
+            object.__setattr__(self, "masks", _loaded(self.masks))
+
+    @property
+    def array(self) -> Bools | None:
+        """The masks, if they were given."""
+        assert not isinstance(self.masks, str | Path)
+        return self.masks
+
+    @property
+    def dealt(self) -> int:
+        """Tokens that a rank gets at a time."""
+        return self.block if self.stripe is None else self.stripe
+
+
+def settings_of(config: SparseConfig | None) -> dict[str, str]:
+    """What must be the same on every rank, by the same names for any; of many masks, a sample."""
+    values = {field.name: getattr(config, field.name, None) for field in fields(SparseConfig)}
+    if config is not None and config.array is not None:
+        values["masks"] = _fingerprint(config.array)
+    strategies = values.pop("strategies")
+    for field in fields(Strategies):
+        values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
+    given = "none" if config is None else "given"
+    return {"sparse": given} | {f"sparse: {name}": str(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMasks:
+    """What a layer sees in a step.
+
+    Attributes:
+        config: What was asked for.
+        lens: (N,) tokens of each block.
+        is_text: (N,) whether a block is of text.
+        masks: (H, N, N) of a file; None: a rule makes them of queries and keys.
+    """
+
+    config: SparseConfig
+    lens: Ints
+    is_text: Bools
+    masks: Bools | None
+
+    @classmethod
+    def of(
+        cls, config: SparseConfig, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
+    ) -> "LayerMasks":
+        """For a model with these heads and blocks.
+
+        Raises:
+            ConfigError: The masks of the file are of other sizes; says both.
+        """
+        if config.array is None:
+            return cls(config, lens, is_text, None)
+        steps, layers, *sizes = config.array.shape
+        if sizes != [num_heads, lens.size, lens.size]:
+            raise ConfigError(
+                f"sparse: masks of {sizes[0]} heads and {sizes[1]} x {sizes[2]} blocks, and the "
+                f"model has {num_heads} heads and {lens.size} blocks of {config.block} tokens, "
+                f"{int(is_text.sum())} of them text"
+            )
+        if steps > 1 and step >= steps:
+            raise ConfigError(
+                f"sparse: step {step} of masks for steps 0 to {steps - 1}: call handle.restart() "
+                "before another image, and give passes_per_step where a step has several forward "
+                "passes"
+            )
+        if layers > 1 and layer >= layers:
+            raise ConfigError(
+                f"sparse: attention call {layer} of masks for layers 0 to {layers - 1}: give masks "
+                "for each, or one for all"
+            )
+        chosen = config.array[step if steps > 1 else 0, layer if layers > 1 else 0]
+        return cls(config, lens, is_text, chosen)
+
+    @property
+    def whole(self) -> Bools | None:
+        """(H, N, N) those of a file, with text."""
+        if self.masks is None or not self.is_text.any():
+            return self.masks
+        return self.masks | self.is_text[:, None] | self.is_text
+
+    @property
+    def seen(self) -> RowsSeen | PooledRule:
+        """For attention."""
+        return PooledRule(self._kept) if self.masks is None else self._rows
+
+    def _rows(self, rows: PackedRows) -> Bools:
+        """(X, N)."""
+        assert self.masks is not None
+        masks = self.masks[rows.heads, rows.blocks]
+        return masks | self.is_text[rows.blocks, None] | self.is_text
+
+    def _kept(self, scores: Tensor, rows: PackedRows) -> Tensor:
+        """(B, X, N)."""
+        always = always_computed(self.is_text.size, np.flatnonzero(self.is_text))
+        always = always[torch.from_numpy(rows.blocks)].to(scores.device)
+        if self.config.mass is not None:
+            return keep_mass(scores, self.config.mass, self.lens, always)
+        assert self.config.keep is not None
+        return keep_top_k(scores, math.ceil(self.config.keep * self.is_text.size), always)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    if not is_int(value) or value < least:
+        raise ConfigError(f"SparseConfig({name}={value!r}): must be an integer, {least} at least")
+
+
+def _fingerprint(masks: Bools) -> str:
+    """Shape, and a checksum of some steps of layers: all may be more than memory holds."""
+    steps, layers = masks.shape[:2]
+    checksum, count = 0, min(steps * layers, _SAMPLED)
+    for place in np.linspace(0, steps * layers - 1, count).round().astype(int).tolist():
+        checksum = zlib.crc32(np.packbits(masks[divmod(place, layers)]).tobytes(), checksum)
+    return f"{masks.shape}, checksum {checksum:08x}"
+
+
+def _loaded(masks: Bools | str | Path) -> Bools:
+    """(steps, layers, H, N, N)."""
+    if isinstance(masks, str | Path):
+        return load_masks(masks)
+    array = np.asarray(masks)
+    if array.dtype != np.bool_ or not 3 <= array.ndim <= 5 or 0 in array.shape:
+        raise ConfigError(
+            f"SparseConfig: masks of shape {array.shape} and dtype {array.dtype}: give bool "
+            "(steps, layers, heads, blocks, blocks), of which steps and layers may be missing"
+        )
+    if not array.any():
+        raise ConfigError(
+            f"SparseConfig: masks of shape {array.shape} in which nothing is seen: True is computed"
+        )
+    return array.reshape((1,) * (5 - array.ndim) + array.shape)

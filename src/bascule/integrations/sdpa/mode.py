@@ -1,0 +1,292 @@
+"""Any model's attention over a mesh: calls of scaled_dot_product_attention are replaced.
+
+Shapes: as in `attention.mesh`; T tokens of this rank, S of the whole sequence.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention
+from bascule.comm.quantize import Wire
+from bascule.errors import ConfigError
+from bascule.integrations.diffusers.empty import RESHAPES, reshape_empty
+from bascule.integrations.sdpa.call_mode import CallMode
+
+# They call scaled_dot_product_attention where no mode sees it.
+_HIDING = (
+    functional.multi_head_attention_forward,
+    torch._native_multi_head_attention,  # pyright: ignore[reportPrivateImportUsage]
+    torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
+)
+
+
+class SequenceParallelMode(CallMode):
+    """While entered, scaled_dot_product_attention is attention over a mesh.
+
+    Attributes:
+        mesh: The ranks.
+        wire: How rows travel; None as they are.
+        has_attended: Whether anything was attended over the mesh.
+    """
+
+    def __init__(
+        self,
+        mesh: AttentionMesh,
+        layout: SequenceLayout | None = None,
+        replicated: Collection[int] = (),
+        wire: Wire | None = None,
+    ) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.wire = wire
+        self.has_attended = False
+        self._layout = layout
+        self._replicated = frozenset(replicated)
+        self._num_local = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What torch calls instead of each of its functions."""
+        kwargs = kwargs or {}
+        if func is Tensor.unflatten:  # compilers cannot trace the method from here
+            func = torch.unflatten
+        if func in RESHAPES:
+            x = args[0] if args else kwargs["input"]
+            if x.numel() == 0 and self.is_running():
+                return reshape_empty(func, x, args[1:], kwargs)
+            return func(*args, **kwargs)
+        attends = func is functional.scaled_dot_product_attention
+        if (not attends and func not in _HIDING) or not self.is_running():
+            return func(*args, **kwargs)
+        if self._num_local:
+            return _as_it_is(func, *args, **kwargs)
+        if attends:
+            return self._attend(*args, **kwargs)
+        raise ConfigError(
+            f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "
+            "F.scaled_dot_product_attention, or compute it within .local() if every rank has all "
+            "of its tokens"
+        )
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Attention within is left as it is: every rank has its keys and values whole."""
+        self.enter_local()
+        try:
+            yield
+        finally:
+            self.leave_local()
+
+    def enter_local(self) -> None:
+        """Leave attention as it is from here on."""
+        self._num_local += 1
+
+    def leave_local(self) -> None:
+        """End what the last `enter_local` began."""
+        self._num_local -= 1
+
+    def layout_of(self, num_tokens: int) -> SequenceLayout:
+        """Which tokens each rank has, where this one has `num_tokens`."""
+        if self._layout is not None:
+            return self._layout
+        return SequenceLayout((num_tokens * math.prod(self.mesh.degrees),), *self.mesh.degrees)
+
+    def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The mask of the whole sequence, from what the model gives."""
+        return mask
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layout: SequenceLayout,
+        mask: Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> Tensor:
+        """Attention over the mesh."""
+        return attention(
+            query,
+            key,
+            value,
+            self.mesh,
+            layout=layout,
+            attn_mask=mask,
+            is_causal=is_causal,
+            scale=scale,
+            wire=self.wire,
+        )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        _check(query, key, dropout_p, enable_gqa)
+        if self._is_cross(query.shape[2], key.shape[2]):
+            return _as_it_is(
+                functional.scaled_dot_product_attention,
+                query,
+                key,
+                value,
+                attn_mask,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        device = query.device.type
+        query, key, value, attn_mask = _autocast(device, query, key, value, attn_mask)
+        _check_dtypes(query, key, value)
+        layout = self.layout_of(query.shape[2])
+        mask = self.mask_of(query, attn_mask)
+        if mask is not None:
+            _check_mask(mask, layout)
+        self.has_attended = True
+        with _without_autocast(device):
+            return self.attend(query, key, value, layout, mask, is_causal, scale)
+
+    def _is_cross(self, num_queries: int, num_keys: int) -> bool:
+        """Whether the keys are those of another sequence, which every rank has whole."""
+        if any(num_keys == one for one in self._replicated):  # `in` would fix a symbolic number
+            if self._layout is None and num_queries == num_keys:
+                raise ConfigError(_AMBIGUOUS.format(num_keys))
+            return True
+        if num_keys != num_queries:
+            raise ConfigError(
+                f"attention of {num_queries} queries to {num_keys} keys: if every rank has these "
+                f"keys, say so with sequence_parallel(..., replicated=({num_keys},)) or in the "
+                "table's `local`; a rank's own tokens are as many keys as queries"
+            )
+        return False
+
+
+_AMBIGUOUS = (
+    "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
+    "one of them within .local(), and do not declare {0}"
+)
+
+
+@contextmanager
+def sequence_parallel(
+    mesh: "AttentionMesh | DeviceMesh",
+    layout: SequenceLayout | None = None,
+    *,
+    replicated: Collection[int] = (),
+    wire: Wire | None = None,
+) -> Iterator[SequenceParallelMode]:
+    """Within, F.scaled_dot_product_attention of any model attends over the mesh.
+
+    Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. Masks are of
+    the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S:
+    this rank's part of a mask is refused. Causal attention, `scale` and `enable_gqa` mean what they
+    mean in torch; dropout is refused. Collectives: those of `attention.mesh.attention`.
+
+    What is not torch's function is not seen: flash-attn, xformers and flex attention stay local.
+
+    Args:
+        mesh: The ranks.
+        layout: Which tokens each rank has. Default: one segment, the same number on every rank.
+        replicated: Numbers of keys of sequences that every rank has whole, as a prompt that image
+            tokens attend to; such attention is left as it is. Other attention that is to be left
+            as it is goes within `.local()` of what this yields.
+        wire: How queries, keys, values and outputs travel; None sends them as they are.
+
+    Raises:
+        ConfigError: What cannot be attended; a number of keys that is both; or nothing within
+            called scaled_dot_product_attention.
+    """
+    place = AttentionMesh.of(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    if layout is not None:
+        places = [(r, u) for r in range(place.degrees[0]) for u in range(place.degrees[1])]
+        for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
+            raise ConfigError(_AMBIGUOUS.format(both))
+    mode = SequenceParallelMode(place, layout, replicated, wire)
+    mode.enter()
+    try:
+        yield mode
+    finally:
+        mode.leave()
+    if not mode.has_attended:
+        raise ConfigError(
+            "sequence_parallel: nothing within called F.scaled_dot_product_attention, so nothing "
+            "was split; choose this back end for the model's attention"
+        )
+
+
+def _as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call without any mode: also not that of another model, which may run this one."""
+    with torch._C.DisableTorchFunction():
+        return func(*args, **kwargs)
+
+
+def _autocast(device: str, *tensors: Any) -> tuple[Any, ...]:
+    """As torch casts the arguments of scaled_dot_product_attention: what is not float64."""
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple([_cast(x, dtype) for x in tensors])
+
+
+def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if x is None or x.dtype == torch.float64 or not x.is_floating_point():
+        return x
+    return x.to(dtype)
+
+
+def _without_autocast(device: str) -> AbstractContextManager[object]:
+    """Of what attention is made of, torch casts nothing either."""
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
+
+
+def _check(query: Tensor, key: Tensor, dropout_p: float, enable_gqa: bool) -> None:
+    if dropout_p > 0.0:
+        raise ConfigError(
+            f"attention over a mesh has no dropout, dropout_p is {dropout_p}: set it to 0"
+        )
+    if query.dim() != 4 or key.dim() != 4:
+        raise ConfigError(
+            f"attention over a mesh: q {tuple(query.shape)}, k {tuple(key.shape)}: give (batch, "
+            "heads, tokens, head_dim) each"
+        )
+    if query.shape[1] != key.shape[1] and not enable_gqa:
+        raise ConfigError(
+            f"{query.shape[1]} query heads for {key.shape[1]} key heads: set enable_gqa=True"
+        )
+
+
+def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    if not query.dtype == key.dtype == value.dtype:
+        raise ConfigError(
+            f"attention over a mesh: q is {query.dtype}, k {key.dtype} and v {value.dtype}: give "
+            "one dtype, as with q.to(v.dtype), or call the model within torch.autocast"
+        )
+
+
+def _check_mask(mask: Tensor, layout: SequenceLayout) -> None:
+    if mask.dim() < 1 or mask.shape[-1] != layout.seq_len:
+        raise ConfigError(
+            f"attention over a mesh: a mask of shape {tuple(mask.shape)} for {layout.seq_len} "
+            "tokens: give the mask of the whole sequence, the same on every rank, not this rank's "
+            "part"
+        )

@@ -1,0 +1,1 @@
+"""Balanced training with the Trainer of transformers."""

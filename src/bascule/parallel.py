@@ -1,0 +1,260 @@
+"""SequenceParallel: decide, move and attend, bound to process groups that are built once."""
+
+import re
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from bascule.comm import groups
+from bascule.comm.agree import Statement, agree
+from bascule.comm.bags import make_bag_groups
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.failures import tell, told
+from bascule.comm.making import new_group
+from bascule.errors import ConfigError
+from bascule.parallel_step import Step as Step
+from bascule.plan import routes
+from bascule.plan.batch import check_lengths, plan_batch
+from bascule.plan.costs.cost_models import Cost, describe_cost
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.limits import Limits
+from bascule.plan.topology.spec import Topology
+
+_FIRST_CAPACITY = 64  # sequences a rank that the first gather of lengths has room for
+
+
+class SequenceParallel:
+    """Balances sequences over the ranks of a group; the process groups are made here, once.
+
+    They live until `destroy_process_group`: torch cannot make a group again after destroying it.
+    Every rank of the group constructs it at the same point, with the same arguments; what differs
+    becomes the same CommError on all ranks.
+
+    Args:
+        mesh_or_group: A one-axis DeviceMesh, a process group, or None for the default group.
+        topology: Bags over the ranks of the group, or their spec; replicas fill the group. "auto"
+            chooses bags for every step and needs a cluster.
+        cost: Predicts the cost of a sequence from its tokens.
+        planner: See `plan_batch`.
+        limits: Hard limits per rank.
+        cluster: See `plan_batch`: prices wires, and says which ranks share a node.
+        plan_group: A gloo group of the same ranks for the lengths, so that planning never waits for
+            the device; made here if None.
+        data_group: The ranks whose gradients are averaged, if more than the group (`step.mean`).
+        kernel: Name of the attention kernel; None takes the fastest for device and dtype. In a ring
+            it must have a form for blocks, too.
+        device: Where the tensors are; None takes the mesh's, or the group's back end's.
+        timeout_s: Longest wait of a collective, in seconds.
+
+    Raises:
+        ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
+        CommError: Ranks disagree, or one is gone.
+    """
+
+    @told("construction of a SequenceParallel")
+    def __init__(
+        self,
+        mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
+        topology: Topology | str,
+        cost: Cost,
+        *,
+        planner: str = "lpt",
+        limits: Limits | None = None,
+        cluster: Cluster | None = None,
+        plan_group: dist.ProcessGroup | None = None,
+        data_group: dist.ProcessGroup | None = None,
+        kernel: str | None = None,
+        device: torch.device | str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        given = groups.resolve(mesh_or_group)
+        ranks = tuple(dist.get_process_group_ranks(given))
+        self._timeout_s = timeout_s
+        self._plan_group = (
+            self._make(ranks, "plan", backend="gloo")
+            if plan_group is None
+            else groups.member_of(groups.resolve(plan_group), "plan")
+        )
+        self.cost = cost
+        self.planner = planner
+        self.limits = limits
+        self.cluster = cluster
+        self.kernel = kernel
+        self._num_plans = 0
+        self._capacity = _FIRST_CAPACITY
+        self._agreed: set[Hashable] = set()
+        self._used: set[str] = set()
+        error, data = None, None
+        try:
+            self.device = _device(device, mesh_or_group, given)
+            data = None if data_group is None else _data_group(data_group, ranks)
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        self.topology = self._agree_on_settings(topology, len(ranks), error)
+        self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
+        self.data_group = self.group if data is None else data
+        self.bag_groups = make_bag_groups(self.group, self.topology, cluster, timeout_s)
+
+    @property
+    def rank(self) -> int:
+        """This rank in the group."""
+        return self._plan_group.rank
+
+    def plan(self, local_seq_lens: npt.ArrayLike) -> "Step":
+        """Plan the next step from the lengths of all ranks; one fixed-size gather, on the host.
+
+        Args:
+            local_seq_lens: Tokens of each sequence that this rank loaded; may be empty.
+
+        Returns:
+            A frozen step. Any number may be alive.
+
+        Raises:
+            RemoteConfigError: A rank gave an illegal length (on all ranks).
+            CommError: Ranks disagree about anything that a plan depends on, or one is gone.
+            PlanError: The limits cannot be met (on all ranks).
+        """
+        values, error = np.zeros(0, np.int64), None
+        try:
+            values = check_lengths([local_seq_lens], 1)[1]
+        except ConfigError as met:
+            # The agreement says which rank; here it is the only one, hence 0.
+            error = ConfigError(re.sub("^rank 0[,:] ", "", str(met)))
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        except BaseException as met:  # as that of a user who interrupts
+            tell(met, f"step {self._num_plans + 1}: plan")
+            raise
+        return self._plan(values, error)
+
+    def fail(self, error: Exception) -> None:
+        """Take part in the gather of `plan` in its place, to say that this rank cannot go on.
+
+        Raises:
+            CommError: Always, on all ranks, with this error's text.
+        """
+        self._plan(np.zeros(0, np.int64), error or RuntimeError("it said so without an error"))
+
+    def _plan(self, values: routes.Ints, error: Exception | None) -> "Step":
+        self._num_plans += 1
+        settings = self._settings(self.topology) | {"step": str(self._num_plans)}
+        lens = agree(
+            self._plan_group,
+            Statement(settings, values, error),
+            what="plan",
+            step=self._num_plans,
+            capacity=self._capacity,
+        )
+        # Derived from what all ranks gathered, hence the same on all of them.
+        most = max(part.size for part in lens)
+        self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
+        plan = plan_batch(
+            lens,
+            self.topology,
+            self.cost,
+            planner=self.planner,
+            limits=self.limits,
+            cluster=self.cluster,
+        )
+        return Step(self, plan, self._num_plans)
+
+    def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
+        """Let all ranks agree on the form of an exchange, the first time that this form is used.
+
+        Where exchanges of that name were used before, the others may not come to agree: then an
+        error is raised here, and they are told of it (see `failures.tell`).
+
+        Raises:
+            CommError: Ranks use different forms, or (RemoteConfigError) one of them an illegal one.
+        """
+        if error is not None and what in self._used:
+            raise error
+        if not self.has_agreed(what, form):
+            settings = {f"the form of {what}": str(form)}
+            statement = Statement(settings, np.zeros(0, np.int64), error)
+            agree(self._plan_group, statement, what=what, step=step, capacity=0)
+            self._agreed.add((what, form))
+            self._used.add(what)
+
+    def has_agreed(self, what: str, form: Hashable) -> bool:
+        """Whether all ranks have agreed on this form of an exchange."""
+        return (what, form) in self._agreed
+
+    def agree_on_error(self, what: str, error: Exception | None, step: int) -> None:
+        """Let all ranks know whether one of them failed at `what`; one gather.
+
+        Raises:
+            CommError: A rank gave an error (RemoteConfigError if its input was bad), on all ranks.
+        """
+        statement = Statement({}, np.zeros(0, np.int64), error)
+        agree(self._plan_group, statement, what=what, step=step, capacity=0)
+
+    def _agree_on_settings(
+        self, spec: Topology | str, world_size: int, error: Exception | None
+    ) -> Topology | str:
+        """The bags, or "auto"; the same settings on all ranks, and no error on any."""
+        topology, settings = spec, dict.fromkeys(_SETTINGS, "")
+        try:
+            if spec != "auto":
+                topology = Topology.parse(spec, world_size=world_size)
+            elif self.cluster is None:
+                raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+            if self.cluster is not None:
+                self.cluster.check_world(world_size)
+            settings = self._settings(topology)
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+            settings = dict.fromkeys(_SETTINGS, "")
+        agree(
+            self._plan_group,
+            Statement(settings, np.zeros(0, np.int64), error),
+            what="construction",
+            step=0,
+            capacity=0,
+        )
+        return topology
+
+    def _settings(self, topology: Topology | str) -> dict[str, str]:
+        cost = describe_cost(self.cost)
+        values = (topology, cost, self.planner, self.limits, self.cluster)
+        return dict(zip(_SETTINGS, map(str, values), strict=True))
+
+    def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
+        return new_group(ranks, name, self._timeout_s, backend=backend)
+
+
+_SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits", "cluster")
+
+
+def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:
+    data = groups.member_of(groups.resolve(group), "data")
+    missing = sorted(set(ranks) - set(data.ranks))
+    if missing:
+        raise ConfigError(
+            f"data_group has the ranks {list(data.ranks)}, without {missing} of the group: a mean "
+            "is taken over all ranks whose gradients are averaged, those of the group included"
+        )
+    return data
+
+
+def _device(
+    device: torch.device | str | None,
+    mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
+    group: dist.ProcessGroup,
+) -> torch.device:
+    if device is not None:
+        try:
+            given = torch.device(device)
+            if given.type == "cuda" and not torch.cuda.is_available():
+                raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
+            return given
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device={device!r} is none of torch's: {error}") from error
+    on_cuda = "nccl" in dist.get_backend(group)
+    if isinstance(mesh_or_group, DeviceMesh):
+        on_cuda = mesh_or_group.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

@@ -1,0 +1,1 @@
+"""What work costs: per sequence, on a machine, and fitted to measurements."""

@@ -1,0 +1,60 @@
+"""Cost models from measurements."""
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_NUMBER, floats
+from bascule.plan.costs.cost_models import TransformerCost
+
+
+def fit_latency(
+    seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, d_model: int, *, num_layers: int = 1
+) -> TransformerCost:
+    """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of single sequences.
+
+    Relative errors are minimised, so that short sequences count as much as long ones (the paper's
+    unweighted fit sees only the longest), under k >= 0 and gamma >= 0. Source: KnapFormer, equation
+    2.
+
+    Args:
+        seq_lens: (n,) tokens of each measured sequence, at least two different lengths.
+        seconds: (n,) forward latency of each.
+        d_model: Model width.
+        num_layers: Blocks that the latencies cover.
+
+    Raises:
+        ConfigError: Too few points, a value that is not positive, or a latency that does not grow
+            with the length.
+    """
+    tokens = floats("fit_latency: seq_lens", seq_lens)
+    latency = floats("fit_latency: seconds", seconds)
+    if tokens.ndim != 1 or tokens.shape != latency.shape or np.unique(tokens).size < 2:
+        raise ConfigError(
+            f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency "
+            "for each length, and at least two different lengths"
+        )
+    given = np.concatenate([tokens, latency])
+    if not np.all((given >= 1.0 / MAX_NUMBER) & (given <= MAX_NUMBER)):
+        raise ConfigError(
+            "fit_latency: lengths and seconds must be positive and finite, at most "
+            f"{MAX_NUMBER:g}: leave the measurement out"
+        )
+    attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
+    attention = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)(tokens) - attention_free
+    design = np.stack([attention_free, attention], axis=1) / latency[:, None]
+    (linear_s, attention_s), _ = nnls(design, np.ones_like(latency))
+    if linear_s <= 0.0:
+        raise ConfigError(
+            "fit_latency: the latencies grow faster than the square of the length, so the "
+            "linear layers get no time; measure shorter lengths too, and repeat each measurement"
+        )
+    residual = design @ np.array([linear_s, attention_s]) - 1.0
+    return TransformerCost(
+        d_model,
+        gamma=float(attention_s / linear_s),
+        num_layers=num_layers,
+        seconds_per_unit=float(linear_s),
+        fit_error=float(np.sqrt(np.mean(residual**2))),
+    )

@@ -1,0 +1,232 @@
+"""Lower bounds on the makespan: what certifies an assignment.
+
+All bounds hold for bins with speeds s_b that already carry work until r_b, so that a bin with
+items W finishes at r_b + W / s_b. The makespan is at least max r_b, so that at any makespan every
+bin takes part, and bin sets can be pooled: a set F of bins cannot finish work W before
+(W + sum_F s_b r_b) / sum_F s_b.
+"""
+
+import numpy as np
+
+from bascule.plan.solver.problem import Floats, Problem
+
+_ROUNDING = 2.0**-40
+"""Above the relative error of any sum here."""
+
+_SAMPLE = 16
+"""Items whose common divisor is looked at first."""
+
+_FINEST_GRID = 2.0**-30
+"""Grids finer than this share of the bound cannot raise it by anything that matters."""
+
+
+def lower_bound(problem: Problem) -> float:
+    """The best of all bounds, in the caller's units of time. O(n log n + m log m)."""
+    bounds = [mean_bound(problem)]
+    if problem.num_items:
+        bounds.append(counting_bound(problem))
+        if problem.identical:
+            bounds += [f(problem) for f in (pigeonhole_bound, surplus_bound, crowding_bound)]
+        else:
+            bounds.append(threshold_bound(problem))
+        if problem.limited:
+            bounds += [eligible_bound(problem), spill_bound(problem)]
+    return on_grid(problem, max(bounds))
+
+
+def mean_bound(problem: Problem) -> float:
+    """All work over all speeds, carried loads included; and the largest carried load. O(n + m)."""
+    pooled = _pooled(float(problem.costs.sum()), problem.speeds, problem.carried)
+    return max(pooled, float(problem.carried.max()))
+
+
+def counting_bound(problem: Problem) -> float:
+    """The k longest items need k places: longest item on the fastest bin, and pigeonhole.
+
+    Until time t a bin of speed s completes at most ``floor(s t / w)`` items of cost w or more. So
+    the k longest items, the shortest of which costs w_k, need t = w_k q_k, where q_k is the k-th
+    smallest of all numbers j / s_b (j = 1, 2, ..). For k = 1 this is the longest item on the
+    fastest bin. O(n log n).
+    """
+    earliest = float(problem.carried.min())
+    if problem.identical:
+        # q_k = ceil(k / m) / s, and within equal q_k the first, longest item counts.
+        longest = problem.costs[problem.order[:: problem.num_bins]]
+        rounds = np.arange(1, longest.size + 1)
+        return earliest + float((longest * rounds).max() / problem.speeds[0])
+    slots = _slot_times(problem.speeds, problem.num_items)
+    return earliest + float((problem.costs[problem.order] * slots).max())
+
+
+def pigeonhole_bound(problem: Problem) -> float:
+    """Of the k m + 1 longest items one of m identical bins gets k + 1: at least the shortest k + 1.
+
+    Source: Dell'Amico and Martello 1995, bound L3 for identical machines. O(n).
+    """
+    ends = np.arange(0, problem.num_items, problem.num_bins)
+    prefix = np.concatenate(([0.0], np.cumsum(problem.costs[problem.order])))
+    sums = prefix[ends + 1] - prefix[ends - np.arange(ends.size)]
+    # The difference of two prefix sums is rounded at the scale of the total.
+    slack = float(prefix[-1]) * _ROUNDING
+    fastest = float(problem.speeds.max())
+    return float(problem.carried.min()) + max(float(sums.max()) - slack, 0.0) / fastest
+
+
+def surplus_bound(problem: Problem) -> float:
+    """What bins with few items cannot take, the other bins must, for identical bins.
+
+    With n items in m bins, at least ``x = m - floor(n / (k + 1))`` bins have at most k items. Any x
+    of them hold at most the k x longest items, and the other m - x bins the rest. It beats the
+    mean where bins hold two or three items; only k near n / m can. Items that cost nothing do not
+    count. O(n).
+    """
+    total, bound = float(problem.costs.sum()), 0.0
+    longest = np.cumsum(_costly(problem))
+    carried = np.cumsum(np.sort(problem.carried))
+    speed = float(problem.speeds[0])
+    mean_count = longest.size // problem.num_bins
+    for most in range(max(mean_count, 1), mean_count + 3):
+        others = longest.size // (most + 1)
+        few = problem.num_bins - others
+        if few > 0 and 0 < others and most * few <= longest.size:
+            rest = total * (1.0 - _ROUNDING) - float(longest[most * few - 1])
+            bound = max(bound, (rest / speed + float(carried[others - 1])) / others)
+    return bound
+
+
+def crowding_bound(problem: Problem) -> float:
+    """Bins with more items than n // m hold at least the shortest items, for identical bins.
+
+    With k = n // m and e = n - k m, the z bins with more than k items hold k z + e items or more,
+    and for z > e even (k + 1) z, which is no better. So some bin holds at least S(k z + e) / z for
+    a z from 1 to e, where S(i) is the sum of the i shortest items. Items that cost nothing do not
+    count. O(n).
+    """
+    shortest = np.cumsum(_costly(problem)[::-1])
+    each, extra = divmod(shortest.size, problem.num_bins)
+    if extra == 0:
+        return 0.0
+    crowded = np.arange(1, extra + 1)
+    work = float((shortest[each * crowded + extra - 1] / crowded).min())
+    return float(problem.carried.min()) + work * (1.0 - _ROUNDING) / float(problem.speeds[0])
+
+
+def _costly(problem: Problem) -> Floats:
+    """Costs that are not 0, longest first: what is bound without the others holds with them."""
+    return problem.costs[problem.order[: np.count_nonzero(problem.costs)]]
+
+
+def on_grid(problem: Problem, bound: float) -> float:
+    """A bound rounded up to a sum that costs can have: a multiple of their common divisor.
+
+    For identical bins without carried loads; changes nothing unless costs are few whole units.
+    O(n).
+    """
+    if problem.num_items == 0 or not problem.identical or problem.carried.any():
+        return bound
+    if not np.array_equal(problem.work * problem.unit, problem.costs):
+        return bound
+    whole = problem.work.astype(np.int64)
+    divisor = np.gcd.reduce(whole[:_SAMPLE])
+    step = float(divisor) * problem.unit / float(problem.speeds[0])
+    if step < bound * _FINEST_GRID:
+        return bound
+    step = float(np.gcd.reduce(whole)) * problem.unit / float(problem.speeds[0])
+    return max(bound, float(np.ceil(bound / step * (1.0 - _ROUNDING))) * step) if step else bound
+
+
+def threshold_bound(problem: Problem) -> float:
+    """What is too long for the slow bins at a makespan must fit on the fast ones.
+
+    For a split of the bins at a speed, let t_i be the time that item i needs on the best slow bin
+    (infinite where its size fits none), sorted in descending order. At a makespan T < t_j the
+    first j + 1 items run on the fast bins, which pool. So T is at least the smallest
+    ``max(t_j, time of the fast bins for the first j items)``, over j. O(n log n) per speed.
+    """
+    speeds = np.unique(problem.speeds)
+    return max((_split_bound(problem, speed) for speed in speeds[1:]), default=0.0)
+
+
+def eligible_bound(problem: Problem) -> float:
+    """Every item on the best bin that can hold it at all. O(n) per speed and capacity."""
+    everywhere = np.ones(problem.num_bins, dtype=bool)
+    return float(_best_times(problem, everywhere).max())
+
+
+def spill_bound(problem: Problem) -> float:
+    """What limits keep off the fast bins runs on the slow ones, at the least cost it can have.
+
+    Source: the fractional knapsack (Dantzig 1957): cheapest cost per size first. O(n log n) per
+    speed.
+    """
+    best = 0.0
+    for speed in np.unique(problem.speeds)[1:]:
+        fast = problem.speeds >= speed
+        work = 0.0
+        if problem.max_items is not None:
+            spilled = problem.num_items - problem.max_items * int(fast.sum())
+            if spilled > 0:
+                work = float(problem.costs[problem.order[::-1][:spilled]].sum())
+        if problem.sizes is not None and problem.capacity is not None:
+            spilled_size = float(problem.sizes.sum() - problem.capacity[fast].sum())
+            work = max(work, _cheapest(problem.costs, problem.sizes, spilled_size))
+        best = max(best, _pooled(work, problem.speeds[~fast], problem.carried[~fast]))
+    return best
+
+
+def _pooled(work: float, speeds: Floats, carried: Floats) -> float:
+    """Time at which bins that share their work perfectly finish it."""
+    return float((work + (speeds * carried).sum()) / speeds.sum())
+
+
+def _slot_times(speeds: Floats, num_slots: int) -> Floats:
+    """The ``num_slots`` smallest of all numbers j / s_b, j = 1, 2, .., in ascending order."""
+    # In time t the bins hold between t sum(s) - m and t sum(s) slots: enough at (n + m) / sum(s).
+    horizon = (num_slots + speeds.size) / float(speeds.sum())
+    counts = np.minimum(np.ceil(speeds * horizon), num_slots).astype(np.int64)
+    bins = np.repeat(np.arange(speeds.size), counts)
+    within = np.arange(bins.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.sort((within + 1) / speeds[bins])[:num_slots]
+
+
+def _split_bound(problem: Problem, fast_speed: float) -> float:
+    fast = problem.speeds >= fast_speed
+    times = _best_times(problem, ~fast)
+    order = np.argsort(-times, kind="stable")
+    forced = np.concatenate(([0.0], np.cumsum(problem.costs[order])))
+    speeds, carried = problem.speeds[fast], problem.carried[fast]
+    fast_times = (forced + (speeds * carried).sum()) / speeds.sum()
+    slow_times = np.append(times[order], 0.0)
+    return float(np.maximum(fast_times, slow_times).min())
+
+
+def _best_times(problem: Problem, among: np.ndarray) -> Floats:
+    """Earliest completion of each item, alone, on the bins ``among`` that can hold its size."""
+    best = np.full(problem.num_items, np.inf)
+    limits = np.full(problem.num_bins, np.inf) if problem.capacity is None else problem.capacity
+    if problem.capacity is None:
+        kinds = [(speed, np.inf) for speed in np.unique(problem.speeds[among])]
+    else:
+        kinds = np.unique(np.stack([problem.speeds, limits])[:, among], axis=1).T
+    for speed, limit in kinds:
+        alike = among & (problem.speeds == speed) & (limits == limit)
+        times = problem.carried[alike].min() + problem.costs / speed
+        if problem.sizes is not None and problem.capacity is not None:
+            times = np.where(problem.sizes <= limit, times, np.inf)
+        np.minimum(best, times, out=best)
+    return best
+
+
+def _cheapest(costs: Floats, sizes: Floats, size: float) -> float:
+    """Least cost of fractions of items whose sizes add up to ``size``."""
+    if size <= 0.0:
+        return 0.0
+    used = np.flatnonzero(sizes > 0.0)
+    order = used[np.argsort(costs[used] / sizes[used], kind="stable")]
+    filled = np.cumsum(sizes[order])
+    whole = int(np.searchsorted(filled, size))
+    cost = float(costs[order[:whole]].sum())
+    if whole < order.size:
+        before = filled[whole - 1] if whole else 0.0
+        cost += float(costs[order[whole]] * (size - before) / sizes[order[whole]])
+    return cost

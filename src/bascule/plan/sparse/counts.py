@@ -1,0 +1,190 @@
+"""The work in block masks: one pass over the masks, and everything else from its sums.
+
+A pair of a query block and a key block that a head computes is q_len x kv_len of work, in tokens;
+without lengths every block counts 1, as in db-SP. Only the last block of a
+segment is short, but text may have few blocks, all heads of which are dense.
+
+All sums are of integers below 2^53 in float64, so that they are the same on every machine.
+
+Legend: H heads, Q query blocks, K key blocks, C columns (key blocks, or ring ranks), U rings, R
+ranks of a ring.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import array, whole, wholes
+from bascule.plan.lengths import MAX_LENGTH
+from bascule.plan.routes import Ints
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+Work = npt.NDArray[Any]
+"""(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""
+
+MAX_RING = 2**9
+"""Most ranks of a ring: placing its blocks takes time by the cube of them."""
+
+_BITS_PER_WORD = 64
+
+
+def block_counts(
+    masks: npt.ArrayLike,
+    *,
+    kv_lens: npt.ArrayLike | None = None,
+    kv_of: npt.ArrayLike | None = None,
+    ring_degree: int = 1,
+) -> Ints:
+    """Keys that each query block of each head sees, by the ring rank that has them.
+
+    What ranks tell each other instead of masks: each counts the query blocks that it has.
+
+    Args:
+        masks: (H, Q, K) bool, True is computed. Fastest in C order.
+        kv_lens: (K,) tokens of each key block. Default: 1 each, so that blocks are counted.
+        kv_of: (K,) ring rank of each key block. Default: all on rank 0.
+        ring_degree: R.
+
+    Returns:
+        (H, Q, R).
+
+    Raises:
+        ConfigError: The masks are not bool with three dims, or another argument does not fit them.
+    """
+    masks = check_masks(masks)
+    ring_degree = check_ring(ring_degree)
+    num_blocks = masks.shape[2]
+    ones = np.ones(num_blocks, np.int64)
+    lens = ones if kv_lens is None else check_lens("kv_lens", kv_lens, num_blocks)
+    ranks = 0 * ones if kv_of is None else check_ranks("kv_of", kv_of, ring_degree, num_blocks)
+    longest = int(lens.max(initial=0))
+    words, counts = _words(masks), np.empty((ring_degree, *masks.shape[:2]), np.int64)
+    small = np.min_scalar_type(num_blocks)
+    for rank in range(ring_degree):
+        chosen = words if ring_degree == 1 else words & _words(ranks == rank)
+        blocks = np.bitwise_count(chosen).sum(0, dtype=small).reshape(masks.shape[:2])
+        np.multiply(blocks, longest, out=counts[rank], dtype=np.int64)
+        short = np.flatnonzero((ranks == rank) & (lens < longest))
+        counts[rank] -= masks[..., short] @ (longest - lens[short])
+    return np.ascontiguousarray(counts.transpose(1, 2, 0))
+
+
+def _words(masks: Bools) -> npt.NDArray[np.uint64]:
+    """(words, ...) the last dim as bits, words first: sums over words then run over long rows."""
+    rows = np.packbits(masks.reshape(math.prod(masks.shape[:-1]), masks.shape[-1]), axis=-1)
+    words = -(-masks.shape[-1] // _BITS_PER_WORD)
+    padded = np.zeros((rows.shape[0], words * 8), np.uint8)
+    padded[:, : rows.shape[1]] = rows
+    return np.ascontiguousarray(padded.view(np.uint64).T)
+
+
+def ring_work(work: Work, ring_of: Ints, ulysses_degree: int) -> Floats:
+    """(U, Q, C) what the query blocks of each ring see, summed over the heads that it has there.
+
+    Args:
+        work: Masks or counts.
+        ring_of: (H, Q) ring that computes a query block of a head.
+        ulysses_degree: U.
+    """
+    masks = work.dtype == np.bool_
+    values = np.ascontiguousarray(work).view(np.uint8) if masks else work
+    # Bytes are summed eight times as fast as words, as long as no sum passes 255.
+    dtype = np.min_scalar_type(work.shape[0]) if masks else work.dtype
+    sums = np.zeros((ulysses_degree, *work.shape[1:]), dtype)
+    for head, rings in zip(values, ring_of, strict=True):
+        first = rings[0] if rings.size else 0
+        if (rings == first).all():
+            np.add(sums[first], head, out=sums[first])
+        else:
+            for ring in np.unique(rings):
+                sums[ring][rings == ring] += head[rings == ring]
+    return sums.astype(np.float64)
+
+
+def tile_work(matrix: Floats, q_of: Ints, kv_of: Ints, ring_degree: int) -> Floats:
+    """(R, R) work of the queries of each ring rank on the keys of each.
+
+    Args:
+        matrix: (Q, C) work of one ring.
+        q_of: (Q,) ring rank of each row.
+        kv_of: (C,) ring rank of each column.
+        ring_degree: R.
+    """
+    places = np.eye(ring_degree)
+    return places[q_of].T @ (matrix @ places[kv_of])
+
+
+def check_masks(masks: npt.ArrayLike) -> Bools:
+    """The masks as an array.
+
+    Raises:
+        ConfigError: They are not bool with three dims.
+    """
+    given = array("masks", masks)
+    if given.dtype != np.bool_ or given.ndim != 3:
+        raise ConfigError(
+            f"masks of shape {given.shape} and dtype {given.dtype}: give bool (heads, q_blocks, "
+            "kv_blocks), True where a block is computed"
+        )
+    return given
+
+
+def check_work(work: npt.ArrayLike, ring_degree: int, num_kv_blocks: int) -> Work:
+    """Masks over these key blocks, or counts for this ring, as an array.
+
+    Raises:
+        ConfigError: It is neither; says both shapes.
+    """
+    given = array("work", work)
+    columns = num_kv_blocks if given.dtype == np.bool_ else ring_degree
+    if given.ndim != 3 or given.dtype.kind not in "biu" or given.shape[2] != columns:
+        raise ConfigError(
+            f"work of shape {given.shape} and dtype {given.dtype}: give bool masks (heads, "
+            f"q_blocks, {num_kv_blocks}), or counts (heads, q_blocks, {ring_degree}) of "
+            "block_counts"
+        )
+    if given.dtype == np.bool_:
+        return given
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= MAX_LENGTH:
+        wrong = given.min() if given.min() < 0 else given.max()
+        raise ConfigError(f"work of {wrong}: counts must be at least 0, and at most 2^40")
+    return given.astype(np.int64)
+
+
+def check_lens(name: str, lens: npt.ArrayLike, size: int | None = None) -> Ints:
+    """Tokens of each block, as an array of its own.
+
+    Raises:
+        ConfigError: They are no integers of at least 0, their number is another than `size`, or
+            together they are more than the longest sequence.
+    """
+    found = wholes(name, lens, size, MAX_LENGTH)
+    if found.sum(dtype=np.float64) > MAX_LENGTH:
+        raise ConfigError(f"{name}: blocks of {found.sum(dtype=np.float64):g} tokens; at most 2^40")
+    return found
+
+
+def check_ranks(name: str, ranks: npt.ArrayLike, num_ranks: int, size: int | None = None) -> Ints:
+    """Ranks of a group of this size, as an array of its own.
+
+    Raises:
+        ConfigError: One is outside, or their number is another than `size`.
+    """
+    given = array(name, ranks)
+    if given.dtype.kind in "iu" and given.size and not 0 <= given.min() <= given.max() < num_ranks:
+        wrong = given.min() if given.min() < 0 else given.max()
+        raise ConfigError(f"{name} names rank {wrong}: there are ranks 0 to {num_ranks - 1}")
+    return wholes(name, given, size)
+
+
+def check_ring(ring_degree: int) -> int:
+    """A number of ranks in a ring.
+
+    Raises:
+        ConfigError: It is none, or more than can be planned for.
+    """
+    return whole("ring_degree", ring_degree, 1, MAX_RING)

@@ -1,0 +1,124 @@
+"""Heads over ranks: whole where that is even, and cut along their queries where it is not."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan.baselines import greedy
+from bascule.plan.checks import amounts, number, of_type, shown
+from bascule.plan.metrics import imbalance
+from bascule.plan.routes import Ints
+from bascule.plan.solver.solve import Assignment, assign
+from bascule.plan.sparse.counts import Floats
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadPlan(Assignment):
+    """An `Assignment` of heads to ranks, in which heads may be cut along their queries.
+
+    `bin_of` is the rank of each head, of a cut one the rank that it was cut from; where heads are
+    cut, `lower_bound` is that of cut ones: the mean load, or the heaviest query block.
+
+    Attributes:
+        rank_of: (heads, q_blocks) rank that computes a query block of a head; (heads, 1) if only
+            the counts of whole heads were given.
+    """
+
+    rank_of: Ints
+
+    @property
+    def cut_heads(self) -> Ints:
+        """Heads that more than one rank computes, ascending."""
+        return np.flatnonzero((self.rank_of != self.rank_of[:, :1]).any(axis=1))
+
+
+def partition_heads(
+    block_counts: npt.ArrayLike,
+    num_ranks: int,
+    *,
+    method: str = "assign",
+    cut_above: float = 0.01,
+) -> HeadPlan:
+    """Assign attention heads to ranks so that all ranks have the same work.
+
+    Ranks may get unequal numbers of heads, or none. A head is cut only where whole heads leave the
+    last rank more than `cut_above` over the mean: its keys and values then travel to each of its
+    ranks. The queries that a rank gives away are the last ones that it has of the head; at most
+    num_ranks - 1 cuts even everything out, up to one query block.
+
+    Args:
+        block_counts: (heads,) work of each head, or (heads, q_blocks) of each query block of it,
+            without which no head can be cut.
+        num_ranks: Ranks.
+        method: "assign", the solver; or "paper", the greedy of db-SP (section 4.2.1): heads by
+            descending work, each to the least loaded rank, never cut.
+        cut_above: Imbalance of whole heads, less 1, above which heads are cut. Inf: never.
+
+    Raises:
+        ConfigError: An argument is wrong.
+    """
+    counts = amounts("block_counts", block_counts, (1, 2))
+    cut_above = number("cut_above", cut_above, most=np.inf)
+    if of_type("method", method, str, '"assign" or "paper"') not in ("assign", "paper"):
+        raise ConfigError(f'method {shown(method)}: heads are partitioned by "assign" or "paper"')
+    can_cut = counts.ndim == 2
+    counts = counts if can_cut else counts[:, None]
+    whole = assign(counts.sum(axis=1), num_ranks)
+    if method == "paper":
+        dealt = greedy(counts.sum(axis=1), num_ranks)
+        return _whole_heads(counts, dealt, num_ranks, whole.lower_bound)
+    if not can_cut or imbalance(whole.loads) <= 1.0 + cut_above:
+        return _whole_heads(counts, whole.bin_of, num_ranks, whole.lower_bound)
+    mean = float(whole.loads.mean())
+    rank_of = _cut(counts, whole, (1.0 + cut_above) * mean)
+    bound = max(mean, float(counts.max()))
+    return _planned(counts, whole.bin_of, rank_of, num_ranks, bound)
+
+
+def _whole_heads(counts: Floats, bin_of: Ints, num_ranks: int, bound: float) -> HeadPlan:
+    rank_of = np.repeat(bin_of[:, None], counts.shape[1], axis=1)
+    return _planned(counts, bin_of, rank_of, num_ranks, bound)
+
+
+def _planned(counts: Floats, bin_of: Ints, rank_of: Ints, num_ranks: int, bound: float) -> HeadPlan:
+    loads = np.bincount(rank_of.ravel(), counts.ravel(), num_ranks).astype(np.float64)
+    makespan = float(loads.max())
+    for array in (bin_of, rank_of, loads):
+        array.flags.writeable = False
+    # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
+    return HeadPlan(bin_of, loads, makespan, min(bound, makespan), rank_of)
+
+
+def _cut(counts: Floats, whole: Assignment, limit: float) -> Ints:
+    """(heads, q_blocks) the assignment with the surplus of ranks above the limit cut off."""
+    rank_of = np.repeat(whole.bin_of[:, None], counts.shape[1], axis=1)
+    loads = whole.loads.copy()
+    mean = loads.mean()
+    while loads.max() > limit:
+        giver, taker = int(loads.argmax()), int(loads.argmin())
+        held = np.where(rank_of == giver, counts, 0.0)
+        head, blocks = _piece(held, min(loads[giver] - mean, mean - loads[taker]))
+        work = counts[head, blocks].sum()
+        if work >= loads[giver] - loads[taker]:  # no block is light enough to help
+            break
+        rank_of[head, blocks] = taker
+        loads[giver] -= work
+        loads[taker] += work
+    return rank_of
+
+
+def _piece(held: Floats, amount: float) -> tuple[int, Ints]:
+    """The last query blocks of the heaviest head, as many as do not pass the amount of work.
+
+    Of the next head where the last block of this one passes it; the lightest block where all do.
+    """
+    for head in np.argsort(-held.sum(axis=1), kind="stable").tolist():
+        blocks = np.flatnonzero(held[head])[::-1]
+        fitting = np.searchsorted(np.cumsum(held[head, blocks]), amount, side="right")
+        if fitting:
+            return head, blocks[:fitting]
+    lightest = int(np.where(held > 0.0, held, np.inf).argmin())
+    head, block = divmod(lightest, held.shape[1])
+    return head, np.array([block])

@@ -1,0 +1,226 @@
+"""A plan for block-sparse attention on a mesh of rings: who computes what, and every index table.
+
+Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring. Rank =
+ring rank * U + Ulysses rank.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import check_rank, whole
+from bascule.plan.routes import Ints, Route, frozen
+from bascule.plan.sparse.block_layout import BlockLayout
+from bascule.plan.sparse.counts import Floats
+from bascule.plan.sparse.round_metrics import barrier_imbalance, coupled_imbalance
+from bascule.plan.sparse.sparse_route import PackedRows, Travel, route_of
+
+MAX_BATCH = 2**16
+"""Most sequences that are attended alike in one exchange."""
+
+_DIGEST_VERSION = 2
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePlan:
+    """A frozen decision for one mask: who computes what, and where keys and values live.
+
+    Attributes:
+        ulysses_degree: U.
+        ring_degree: R.
+        num_kv_heads: Key-value heads; each serves H // num_kv_heads query heads in a row.
+        q: The query blocks at home.
+        kv: The key blocks at home.
+        ring_of: (H, Q) ring that computes a query block of a head.
+        q_of: (U, Q) ring rank that computes a query block in each ring.
+        kv_of: (U, K) ring rank on which a key block starts its way in each ring.
+        tiles: (U, R, R) work of the queries of each ring rank on the keys of each, in pairs of
+            tokens.
+    """
+
+    ulysses_degree: int
+    ring_degree: int
+    num_kv_heads: int
+    q: BlockLayout
+    kv: BlockLayout
+    ring_of: Ints
+    q_of: Ints
+    kv_of: Ints
+    tiles: Floats
+
+    def __post_init__(self) -> None:
+        for array in (self.ring_of, self.q_of, self.kv_of, self.tiles):
+            array.flags.writeable = False
+        heads = ("q", self.q, len(self.ring_of)), ("kv", self.kv, self.num_kv_heads)
+        for name, layout, num_heads in heads:
+            if layout.order is not None and len(layout.order) != num_heads:
+                raise ConfigError(
+                    f"{name}.order of {len(layout.order)} heads for {num_heads} heads of {name}: "
+                    "give each its order"
+                )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SparsePlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def num_ranks(self) -> int:
+        """U R."""
+        return self.ulysses_degree * self.ring_degree
+
+    @cached_property
+    def rank_of(self) -> Ints:
+        """(H, Q) rank that computes a query block of a head."""
+        ring_rank = np.take_along_axis(self.q_of, self.ring_of, axis=0)
+        return frozen(ring_rank * self.ulysses_degree + self.ring_of)
+
+    @cached_property
+    def kv_rank_of(self) -> Ints:
+        """(U, num_kv_heads, K) rank that gets a key block for each ring; -1: the ring needs none.
+
+        A key-value head is in every ring that has queries of one of its heads.
+        """
+        group = self.ring_of.shape[0] // self.num_kv_heads
+        heads = self.ring_of.reshape(self.num_kv_heads, group * self.ring_of.shape[1])
+        rings = np.arange(self.ulysses_degree)
+        is_needed = (heads == rings[:, None, None]).any(axis=2)
+        ranks = self.kv_of * self.ulysses_degree + rings[:, None]
+        return frozen(np.where(is_needed[:, :, None], ranks[:, None], -1))
+
+    @property
+    def loads(self) -> Floats:
+        """(num_ranks,) work of each rank."""
+        return self.tiles.sum(axis=2).T.ravel()
+
+    @property
+    def imbalance(self) -> float:
+        """Rho of db-SP: ranks of a ring wait for each other in every round, rings at the end only.
+
+        As its public code has it, not equation 1 taken literally: see `barrier_imbalance`.
+        """
+        return barrier_imbalance(self.tiles)
+
+    @property
+    def critical_path_imbalance(self) -> float:
+        """The same where ranks of a ring wait for their neighbours alone."""
+        return coupled_imbalance(self.tiles)
+
+    @cached_property
+    def rows_between(self) -> tuple[Ints, Ints]:
+        """(num_ranks, num_ranks) tokens of heads that go from rank to rank, of q and of k.
+
+        Those of v go as k, those of the output back as q came.
+        """
+        q, kv = (x.rows_between(self.num_ranks) for x in (self._q_travel, self._kv_travel))
+        return frozen(q), frozen(kv)
+
+    @cached_property
+    def is_local(self) -> bool:
+        """Whether every rank computes on the rows that it has, and no others."""
+        return all(int(rows.sum()) == int(rows.trace()) for rows in self.rows_between)
+
+    @property
+    def moved(self) -> tuple[float, float]:
+        """Share of rows (tokens of heads) of queries, and of keys, on another ring rank than home.
+
+        What is computed on the home ring rank needs the exchange of Ulysses alone. With token
+        orders of heads blocks are drawn together from all ranks: 1 - 1 / R of their rows or so are
+        from others, whatever the plan.
+        """
+        ring, ulysses = self.ring_degree, self.ulysses_degree
+        shape = ring, ulysses, ring, ulysses
+        by_ring = [rows.reshape(shape).sum(axis=(1, 3)) for rows in self.rows_between]
+        q, kv = (
+            float(rows.sum() - np.trace(rows)) / max(float(rows.sum()), 1.0) for rows in by_ring
+        )
+        return q, kv
+
+    def wire_bytes(self, head_dim: int, itemsize: int = 2, batch: int = 1) -> int:
+        """Bytes that leave a rank of all ranks: q, k and v to where they are used, output back."""
+        for name, value in (("head_dim", head_dim), ("itemsize", itemsize), ("batch", batch)):
+            whole(name, value, 1)
+        away = sum(int(rows.sum() - np.trace(rows)) for rows in self.rows_between)
+        return 2 * away * batch * head_dim * itemsize
+
+    def q_rows(self, rank: int) -> PackedRows:
+        """The queries that a rank computes.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        rank = check_rank(rank, self.num_ranks)
+        heads, blocks = np.nonzero(self.rank_of == rank)
+        return PackedRows(heads, blocks, self.q.lens[blocks])
+
+    def kv_rows(self, rank: int) -> PackedRows:
+        """The keys and values that start their way around the ring on a rank.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        rank = check_rank(rank, self.num_ranks)
+        heads, blocks = np.nonzero(self.kv_rank_of[rank % self.ulysses_degree] == rank)
+        return PackedRows(heads, blocks, self.kv.lens[blocks])
+
+    def owners(self, rank: int) -> list[int]:
+        """(R,) rank whose keys and values a rank works on in each round; its own ones first."""
+        rank = check_rank(rank, self.num_ranks)
+        ring_rank, ring = divmod(rank, self.ulysses_degree)
+        ring_ranks = [(ring_rank - turn) % self.ring_degree for turn in range(self.ring_degree)]
+        return [owner * self.ulysses_degree + ring for owner in ring_ranks]
+
+    def route(self, rank: int, *, batch: int = 1) -> Route:
+        """One rank's part in the exchange of q, k and v from home to where they are used.
+
+        Rows are those of q (batch, H, tokens, D), then of k and of v (batch, num_kv_heads, tokens,
+        D), on both sides; what arrives lies by tensor, batch item, head and block, as `q_rows` and
+        `kv_rows` list it. Keys of heads that are in several rings are sent to each: then the
+        exchange has no inverse, and rows may have several gradients.
+
+        Args:
+            rank: The rank.
+            batch: Sequences that are attended alike.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        rank = check_rank(rank, self.num_ranks)
+        batch = whole("batch", batch, 1, MAX_BATCH)
+        travels = ((self._q_travel, batch), (self._kv_travel, 2 * batch))
+        return route_of(travels, rank, self.num_ranks)
+
+    def output_route(self, rank: int, *, batch: int = 1) -> Route:
+        """One rank's part in the exchange of the output, rows as of q, back home.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        rank = check_rank(rank, self.num_ranks)
+        batch = whole("batch", batch, 1, MAX_BATCH)
+        return route_of([(self._q_travel, batch)], rank, self.num_ranks).inverse()
+
+    @property
+    def _q_travel(self) -> Travel:
+        num_heads = len(self.ring_of)
+        return Travel(self.q, num_heads, np.arange(num_heads), self.rank_of)
+
+    @property
+    def _kv_travel(self) -> Travel:
+        rings, heads = np.nonzero((self.kv_rank_of >= 0).any(axis=2))
+        return Travel(self.kv, self.num_kv_heads, heads, self.kv_rank_of[rings, heads])
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex digest of the integers that decide who computes what; equal on ranks that agree."""
+        sizes = (*self.ring_of.shape, self.kv.lens.size)
+        degrees = (self.ulysses_degree, self.ring_degree, self.num_kv_heads)
+        digest = hashlib.blake2b(self.q.digest + self.kv.digest, digest_size=16)
+        head = np.array([_DIGEST_VERSION, *degrees, *sizes])
+        for part in (head, self.ring_of, self.q_of, self.kv_of):
+            digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        return digest.hexdigest()

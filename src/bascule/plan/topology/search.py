@@ -1,0 +1,349 @@
+"""Which bags: among aligned power-of-two subgroups of nodes, those on which a batch ends first.
+
+Every multiset of such bags that fills a unit of a few nodes is a candidate. A fluid bound ranks all
+of them at once; the solver then looks at the most promising, until the next bound is no better than
+the best answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
+
+from bascule.errors import ConfigError, PlanError
+from bascule.plan import metrics
+from bascule.plan.checks import by_rank, listed, of_type
+from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.prices import Decision, Floats, bag_carried, checked, decide, price
+from bascule.plan.lengths import check_lengths
+from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.routes import Ints
+from bascule.plan.topology.spec import Topology
+
+_UNIT_RANKS = 32
+"""Most ranks in a unit of several nodes."""
+
+_MAX_SOLVED = 8
+"""Most candidates that the solver looks at, for a batch and for a ranking."""
+
+_WORTH = 5e-4
+"""Smallest share of the makespan for which the search goes on."""
+
+_HALVINGS = 24
+_MAX_SLOTS = 64
+_MAX_NODES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class RankedTopology:
+    """A unit topology, and what the model predicts for it.
+
+    Attributes:
+        spec: The bags of one unit.
+        seconds: Mean makespan of a batch: a forward pass, wires and launches included.
+        imbalance: Mean of max over mean of the ranks' seconds.
+        gap: Mean of how far a batch may be from the best on these bags: makespan / bound - 1.
+        reasons: Which sequences forced which bag.
+    """
+
+    spec: str
+    seconds: float
+    imbalance: float
+    gap: float
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TopologyRanking:
+    """Unit topologies, fastest first.
+
+    Attributes:
+        best: The fastest, over the whole cluster.
+        rows: All that were solved, fastest first.
+        num_candidates: How many were ranked by their bound.
+    """
+
+    best: Topology
+    rows: tuple[RankedTopology, ...]
+    num_candidates: int
+
+
+def suggest_topology(
+    batches: Sequence[Sequence[npt.ArrayLike]],
+    cost: Cost,
+    cluster: Cluster,
+    *,
+    limits: Limits | None = None,
+) -> TopologyRanking:
+    """Rank the topologies of a cluster for batches like these.
+
+    All bags of one size are solved in any case, so that the ranking shows what mixing is worth.
+
+    Args:
+        batches: Each one list of token counts a source rank, as for `plan_batch`.
+        cost: As for `plan_batch` with a cluster.
+        cluster: The machines.
+        limits: What a rank can hold; topologies that cannot keep it are left out.
+
+    Raises:
+        ConfigError: There is no batch, or one does not fit the cluster.
+        PlanError: No topology keeps the limits.
+    """
+    of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..)")
+    limits = in_tokens(limits, cost, cluster)
+    batches = listed("batches", batches)
+    if not batches:
+        raise ConfigError("no batches to rank topologies for: give at least one")
+    given: list[tuple[Ints, Ints]] = []
+    for batch in batches:
+        cluster.check_world(len(by_rank("sequence lengths", batch)))
+        given.append(check_lengths(batch, cluster.num_ranks))
+    sizes, units = _candidates(cluster)
+    bounds = np.mean([_bounds(*batch, cost, cluster, units, 0.0) for batch in given], axis=0)
+    order = np.argsort(bounds, kind="stable")
+    even = np.flatnonzero((units > 0).sum(axis=1) == 1)
+    rows: list[RankedTopology] = []
+    error: PlanError | None = None
+    for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
+        unit = _topology(sizes, units[candidate])
+        try:
+            rows.append(_rank(unit, given, cost, cluster, limits))
+        except PlanError as met:
+            error = met
+    if not rows:
+        assert error is not None
+        raise error
+    rows.sort(key=lambda row: row.seconds)
+    best = Topology.parse(rows[0].spec, world_size=cluster.num_ranks)
+    return TopologyRanking(best, tuple(rows), len(units))
+
+
+def _rank(
+    unit: Topology,
+    batches: Sequence[tuple[Ints, Ints]],
+    cost: Cost,
+    cluster: Cluster,
+    limits: Limits | None,
+) -> RankedTopology:
+    topology = Topology.parse(unit, world_size=cluster.num_ranks)
+    found = [_decide(topology, lens, counts, cost, cluster, limits) for counts, lens in batches]
+    imbalances = [metrics.imbalance(one.loads[topology.bag_of_rank]) for one in found]
+    gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in found]
+    return RankedTopology(
+        spec=str(unit),
+        seconds=float(np.mean([one.makespan for one in found])),
+        imbalance=float(np.mean(imbalances)),
+        gap=float(np.mean(gaps)),
+        reasons=_reasons(topology, [lens for _, lens in batches], found, cost, cluster),
+    )
+
+
+def _reasons(
+    topology: Topology,
+    batches: Sequence[Ints],
+    found: Sequence[Decision],
+    cost: Cost,
+    cluster: Cluster,
+) -> tuple[str, ...]:
+    """For each size of bag, the sequences that end too late on the next smaller one."""
+    reasons: list[str] = []
+    for size in np.unique(topology.bag_sizes)[::-1].tolist():
+        smaller = size // 2
+        forced = np.zeros(0, dtype=np.int64)
+        for lens, one in zip(batches, found, strict=True) if size > 1 else ():
+            held = lens[topology.bag_sizes[one.bag_of] == size]
+            late = cluster.bag_seconds(cost, held, smaller) > one.makespan
+            forced = np.concatenate([forced, held[late]])
+        plural = "s" if smaller > 1 else ""
+        if forced.size:
+            reasons.append(
+                f"g{size}: {forced.size / len(batches):.1f} sequences a batch, of {forced.min():,} "
+                f"to {forced.max():,} tokens, end too late on {smaller} rank{plural}"
+            )
+        elif size > 1:
+            reasons.append(f"g{size}: no sequence needs it; it evens out loads")
+        else:
+            reasons.append("g1: pays for no wires")
+    return tuple(reasons)
+
+
+def choose_topology(
+    ranks: Ints,
+    lens: Ints,
+    cost: Cost,
+    cluster: Cluster,
+    limits: Limits | None,
+    carried_loads: npt.ArrayLike | None,
+) -> Topology:
+    """Bags for one batch; each node's are the ones that suit what was loaded there.
+
+    Args:
+        ranks: (num_seqs,) rank that loaded each sequence.
+        lens: (num_seqs,) tokens.
+        cost: As for `plan_batch`.
+        cluster: As for `plan_batch`.
+        limits: As for `plan_batch`.
+        carried_loads: As for `plan_batch`.
+
+    Raises:
+        PlanError: No bags keep the limits.
+    """
+    sizes, units = _candidates(cluster)
+    single = Topology(((1, 1),), cluster.num_ranks)
+    carried = bag_carried(carried_loads, single)
+    counts = np.bincount(ranks, minlength=cluster.num_ranks)
+    bounds = _bounds(counts, lens, cost, cluster, units, float(carried.mean()))
+    best: tuple[float, Topology, Decision] | None = None
+    error: PlanError | None = None
+    solved: list[int] = []
+    for candidate in np.argsort(bounds, kind="stable").tolist():
+        close = best is not None and float(bounds[candidate]) >= best[0] * (1 - _WORTH)
+        if close or len(solved) == _MAX_SOLVED:
+            break
+        topology = Topology.parse(_topology(sizes, units[candidate]), world_size=counts.size)
+        try:
+            found = _decide(topology, lens, counts, cost, cluster, limits, carried)
+        except PlanError as met:
+            error = met
+            continue
+        solved.append(candidate)
+        if best is None or found.makespan < best[0]:
+            best = (found.makespan, topology, found)
+    if best is None:
+        assert error is not None
+        raise error
+    return _settle(best[1], best[2].bag_of, ranks, lens, cluster)
+
+
+def _decide(
+    topology: Topology,
+    lens: Ints,
+    counts: Ints,
+    cost: Cost,
+    cluster: Cluster,
+    limits: Limits | None,
+    carried: Floats | None = None,
+) -> Decision:
+    prices = price(lens, counts, topology, cost, cluster, bag_carried(carried, topology))
+    return decide("lpt", prices, limits)
+
+
+def _candidates(cluster: Cluster) -> tuple[Ints, Ints]:
+    """(num_sizes,) sizes of bags, and (num_candidates, num_sizes) how many of each in a unit."""
+    per_node = cluster.ranks_per_node
+    sizes = [1]
+    while per_node % (sizes[-1] * 2) == 0:
+        sizes.append(sizes[-1] * 2)
+    most = max(_UNIT_RANKS // per_node, 1)
+    num_nodes = max(n for n in range(1, most + 1) if cluster.num_nodes % n == 0)
+    return np.array(sizes), np.array(_fillings(per_node * num_nodes, tuple(sizes)))
+
+
+@lru_cache(maxsize=64)
+def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """All numbers of bags of each size that fill so many ranks; each size divides the next."""
+    if len(sizes) == 1:
+        return ((num_ranks,),)
+    largest = sizes[-1]
+    return tuple(
+        (*rest, count)
+        for count in range(num_ranks // largest + 1)
+        for rest in _fillings(num_ranks - count * largest, sizes[:-1])
+    )
+
+
+def _topology(sizes: Ints, counts: Ints) -> Topology:
+    """Largest bags first, so that all of them are aligned."""
+    pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
+    return Topology(tuple((size, count) for size, count in reversed(list(pairs)) if count))
+
+
+def _bounds(
+    counts: Ints, lens: Ints, cost: Cost, cluster: Cluster, units: Ints, carried: float
+) -> Floats:
+    """(num_candidates,) bound of each candidate's makespan, all bisected at once.
+
+    A makespan is too short if a fluid does not fit (the longest sequences on the largest bags,
+    each size full), or if the bags do not have k slots for sequences like the k-th longest.
+    """
+    sizes = np.left_shift(np.int64(1), np.arange(units.shape[1], dtype=np.int64))
+    num_units = cluster.num_ranks // int((units[0] * sizes).sum())
+    order = np.argsort(-lens, kind="stable")
+    ordered, compute = (
+        lens[order],
+        checked(cluster.compute_seconds(cost, lens), lens, counts)[order],
+    )
+    wires = [size * cluster.wire_seconds(cost, size) for size in sizes.tolist()]
+    work = compute + np.array(wires)[:, None] * ordered
+    before = carried + np.array([cluster.launch_seconds(cost, size) for size in sizes.tolist()])
+    sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
+    bags = units * num_units
+    low: Floats = np.where(bags > 0, before, 0.0).max(axis=1)
+    high: Floats = low + sums[:, -1].max() / (bags * sizes).max(axis=1) + work.max(initial=0.0)
+    for _ in range(_HALVINGS):
+        middle: Floats = (low + high) / 2
+        room = np.maximum(middle[:, None] - before, 0.0)
+        fits = _fluid_fits(work, sums, bags, sizes * room) & _slots_fit(work, bags, sizes * room)
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return low
+
+
+def _fluid_fits(work: Floats, sums: Floats, bags: Ints, room: Floats) -> npt.NDArray[np.bool_]:
+    """(num_candidates,) whether the work fits, sequences cut at will; largest bags first.
+
+    A sequence that alone ends too late on a size must fit on the larger ones.
+    """
+    num_seqs = work.shape[1]
+    done = np.zeros(room.shape[0])  # sequences, the last one in part
+    legal = np.ones(done.size, dtype=bool)
+    for kind in reversed(range(room.shape[1])):
+        longest = np.append(work[kind], 0.0)[done.astype(np.int64)]
+        legal &= (bags[:, kind] == 0) | (longest <= room[:, kind] * (1 + 1e-12))
+        index = np.arange(num_seqs + 1, dtype=np.float64)
+        reached: Floats = np.interp(done, index, np.asarray(sums[kind], dtype=np.float64))
+        reached += bags[:, kind] * room[:, kind]
+        ends = np.searchsorted(sums[kind], reached, side="right") - 1
+        step = np.append(np.diff(sums[kind]), np.inf)[ends]
+        part = np.divide(reached - sums[kind][ends], step, out=np.zeros_like(done), where=step > 0)
+        done = np.minimum(np.maximum(ends + part, done), num_seqs)
+    return legal & (done >= num_seqs)
+
+
+def _slots_fit(work: Floats, bags: Ints, room: Floats) -> npt.NDArray[np.bool_]:
+    """(num_candidates,) whether there are k slots for sequences like the k-th longest, all k."""
+    longest = work[:, :_MAX_SLOTS]
+    num = longest.shape[1]
+    slots = np.zeros((bags.shape[0], num))
+    for kind in range(bags.shape[1]):
+        cost = np.maximum(longest[kind], np.finfo(np.float64).tiny)
+        held = np.floor(room[:, kind, None] / cost * (1 + 1e-12))
+        slots += bags[:, kind, None] * np.minimum(held, num)
+    needed = np.arange(1, num + 1, dtype=np.float64)
+    return np.all(np.greater_equal(slots, needed), axis=1)
+
+
+def _settle(
+    topology: Topology, bag_of: Ints, ranks: Ints, lens: Ints, cluster: Cluster
+) -> Topology:
+    """Give each set of bags that fills a node the node from which most of its tokens come."""
+    if not 1 < cluster.num_nodes <= _MAX_NODES:
+        return topology
+    slot = topology.first_ranks // cluster.ranks_per_node
+    pairs = slot[bag_of] * cluster.num_nodes + ranks // cluster.ranks_per_node
+    shape = (cluster.num_nodes, cluster.num_nodes)
+    gains = np.bincount(pairs, lens, shape[0] ** 2).reshape(shape)
+    slots, nodes = linear_sum_assignment(gains, maximize=True)
+    slot_of = np.empty_like(slots)
+    slot_of[nodes] = slots
+    order = np.concatenate([np.flatnonzero(slot == place) for place in slot_of])
+    terms: list[tuple[int, int]] = []
+    for size in topology.bag_sizes[order].tolist():
+        if terms and terms[-1][0] == size:
+            terms[-1] = (size, terms[-1][1] + 1)
+        else:
+            terms.append((size, 1))
+    return Topology(tuple(terms))

@@ -1,0 +1,202 @@
+"""Which ranks work together: the topology grammar of KnapFormer (section 3.2), made total.
+
+`g1n2+g2n1+g4n1` is two bags of one rank, one bag of two and one bag of four: a unit of eight ranks.
+A larger world is filled with replicas of the unit, each on the next contiguous ranks.
+
+`g4r2n1` is one bag of eight ranks with a ring: groups of four ranks that share the heads of a
+sequence (Ulysses), and two such groups that pass its keys and values around. So a bag may have more
+ranks than there are heads. Source of the two degrees: USP (arXiv:2405.07719), as in FastUSP.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, check_rank, integer, of_type, put, shown, whole
+from bascule.plan.routes import frozen
+
+_NUMBER = "([1-9][0-9]{0,8})"
+_TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Compute bags: groups of ranks that share each sequence assigned to them.
+
+    Attributes:
+        terms: (ranks in a bag, number of such bags) in the order written; one unit.
+        num_replicas: How many times the unit is repeated to fill the world.
+        rings: Ring degree of the bags of each term, a divisor of their ranks; () if all are 1.
+    """
+
+    terms: tuple[tuple[int, int], ...]
+    num_replicas: int = 1
+    rings: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            terms = tuple((_size(size), _size(count)) for size, count in self.terms)
+            rings = tuple(_size(ring) for ring in self.rings)
+            put(self, "num_replicas", _size(self.num_replicas))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"topology {shown(self.terms)} x {shown(self.num_replicas)}, rings "
+                f"{shown(self.rings)}: give (ranks in a bag, number of such bags) of each term, "
+                "and one ring degree a term, all integers of at least 1"
+            ) from error
+        if not terms:
+            raise ConfigError("topology without terms: needs at least one bag")
+        if rings and (
+            len(rings) != len(terms)
+            or any(size % ring for (size, _), ring in zip(terms, rings, strict=True))
+        ):
+            raise ConfigError(
+                f"topology {shown(terms)} with rings {shown(rings)}: needs one ring degree a "
+                "term, a divisor of the ranks of its bags"
+            )
+        put(self, "terms", terms)
+        put(self, "rings", rings if max(rings, default=1) > 1 else ())
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"topology {self} has {shown(self.num_ranks)} ranks; at most {MAX_RANKS} can be "
+                "planned for: use fewer bags, or smaller ones"
+            )
+
+    @classmethod
+    def parse(cls, spec: "str | Topology", *, world_size: int | None = None) -> Self:
+        """Read terms joined by `+`; with `world_size`, replicas of the unit fill that world.
+
+        A term `gGnN` is N bags of G ranks, and `gGrRnN` N bags of G * R ranks: Ulysses degree G,
+        ring degree R.
+
+        Args:
+            spec: For example "g1n8+g4r2n3". A Topology is taken as the unit that it describes.
+            world_size: Number of ranks to fill; None keeps one unit.
+
+        Raises:
+            ConfigError: A term is malformed (it is named), or whole units cannot fill the world.
+        """
+        if isinstance(spec, Topology):
+            unit = cls(spec.terms, rings=spec.rings)
+            world_size = spec.num_ranks if world_size is None else world_size
+        else:
+            of_type("topology", spec, str, 'a spec such as "g1n8+g4r2n3", or a Topology')
+            parsed = [_parse_term(term, spec) for term in spec.split("+")]
+            terms = tuple((degree * ring, count) for degree, ring, count in parsed)
+            unit = cls(terms, rings=tuple(ring for _, ring, _ in parsed))
+        if world_size is None:
+            return unit
+        size = unit.unit_size
+        world_size = integer("world_size", world_size)
+        if world_size < 1 or world_size % size:
+            legal = size * max(1, (2 * world_size + size) // (2 * size))
+            raise ConfigError(
+                f"topology {unit} has units of {size} ranks, which do not fill a world of "
+                f"{world_size}: use {legal} ranks, or bags that add up to a divisor of {world_size}"
+            )
+        return replace(unit, num_replicas=world_size // size)
+
+    def __str__(self) -> str:
+        """The spec of one unit."""
+        return "+".join(
+            f"g{size // ring}{f'r{ring}' if ring > 1 else ''}n{count}"
+            for size, count, ring in self._terms_with_rings
+        )
+
+    @property
+    def unit_size(self) -> int:
+        """Ranks in one unit."""
+        return sum(size * count for size, count in self.terms)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in all replicas."""
+        return self.unit_size * self.num_replicas
+
+    @property
+    def num_bags(self) -> int:
+        """Bags in all replicas."""
+        return len(self.bag_sizes)
+
+    @cached_property
+    def bag_sizes(self) -> npt.NDArray[np.int64]:
+        """(num_bags,) ranks in each bag."""
+        unit = np.concatenate([np.full(count, size, np.int64) for size, count in self.terms])
+        return frozen(np.tile(unit, self.num_replicas))
+
+    @cached_property
+    def first_ranks(self) -> npt.NDArray[np.int64]:
+        """(num_bags,) lowest rank of each bag; a bag's ranks are contiguous."""
+        return frozen(np.cumsum(self.bag_sizes) - self.bag_sizes)
+
+    @cached_property
+    def bag_of_rank(self) -> npt.NDArray[np.int64]:
+        """(num_ranks,) bag of each rank."""
+        return frozen(np.repeat(np.arange(self.num_bags), self.bag_sizes))
+
+    @cached_property
+    def bags(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of every bag, all replicas included."""
+        return tuple(
+            tuple(range(first, first + size))
+            for first, size in zip(self.first_ranks.tolist(), self.bag_sizes.tolist(), strict=True)
+        )
+
+    @cached_property
+    def ring_degrees(self) -> npt.NDArray[np.int64]:
+        """(num_bags,) ring degree of each bag; its Ulysses degree is its ranks over that."""
+        rings = [np.full(count, ring, np.int64) for _, count, ring in self._terms_with_rings]
+        return frozen(np.tile(np.concatenate(rings), self.num_replicas))
+
+    @cached_property
+    def ulysses_groups(self) -> "Topology":
+        """The consecutive ranks that share heads, each such group as a bag of its own."""
+        terms = tuple((size // ring, count * ring) for size, count, ring in self._terms_with_rings)
+        return Topology(terms, self.num_replicas)
+
+    def ring(self, rank: int) -> range:
+        """The ranks of the ring that `rank` is in, in ring order: one of each Ulysses group."""
+        rank = check_rank(rank, self.num_ranks)
+        bag = self.bag_of_rank[rank]
+        first, size = int(self.first_ranks[bag]), int(self.bag_sizes[bag])
+        degree = size // int(self.ring_degrees[bag])
+        return range(first + (rank - first) % degree, first + size, degree)
+
+    def for_heads(self, num_heads: int) -> "Topology":
+        """The same bags, with longer rings where there are too few heads for a Ulysses group."""
+        whole("num_heads", num_heads, 1)
+        rings: list[int] = []
+        for size, _, ring in self._terms_with_rings:
+            degrees = (degree for degree in range(1, num_heads + 1) if size % degree == 0)
+            rings.append(ring if size // ring <= num_heads else size // max(degrees, default=1))
+        return replace(self, rings=tuple(rings))
+
+    @property
+    def _terms_with_rings(self) -> list[tuple[int, int, int]]:
+        """(ranks in a bag, number of such bags, ring degree) of each term."""
+        rings = self.rings or (1,) * len(self.terms)
+        return [(*term, ring) for term, ring in zip(self.terms, rings, strict=True)]
+
+
+def _size(value: object) -> int:
+    """An integer of at least 1; anything else is a ValueError."""
+    if type(value) is not int or value < 1:
+        raise ValueError(value)
+    return value
+
+
+def _parse_term(term: str, spec: str) -> tuple[int, int, int]:
+    """Ulysses degree, ring degree, number of bags."""
+    match = _TERM.fullmatch(term)
+    if match is None:
+        raise ConfigError(
+            f"topology {shown(spec)}: {shown(term)} is not a term; write gGnN (N bags of G ranks) "
+            "or gGrRnN (N bags of G * R ranks, R the ring degree), all at least one, joined by "
+            '"+", for example g1n8+g4r2n3'
+        )
+    return int(match[1]), int(match[2] or 1), int(match[3])

@@ -1,0 +1,1 @@
+"""Pictures and pages of what was planned, measured or simulated."""

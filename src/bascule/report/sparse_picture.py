@@ -1,0 +1,205 @@
+"""What a study of block masks found, as a picture."""
+
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bascule.errors import ConfigError
+from bascule.sim.sparse_study import DEFAULT, Mesh, Study, mesh_name
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_NEEDED = {".html": "plotly", ".png": "kaleido"}
+_SHOWN_BLOCKS = 96
+"""Query blocks to begin with; more are thinner than a pixel."""
+
+_WIDTH, _HEIGHT = 1200, 1350
+
+
+def check_picture(path: Path) -> None:
+    """Find out before any work that a picture could not be written.
+
+    Raises:
+        ConfigError: The name has another ending, there is no such folder, or a package is missing.
+    """
+    if path.suffix not in _NEEDED:
+        raise ConfigError(f"--picture {path}: must end in {' or '.join(_NEEDED)}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--picture {path}: there is no folder {path.parent}")
+    for package in ("plotly", _NEEDED[path.suffix]):
+        if find_spec(package) is None:
+            advice = "" if package == "plotly" else ", or give a name that ends in .html"
+            raise ConfigError(f"--picture {path} needs {package}: pip install {package}{advice}")
+
+
+def write_picture(path: Path, figure: "Figure") -> None:
+    """Write a figure: a page that needs no network, or an image.
+
+    Raises:
+        ConfigError: The file cannot be written, or no browser is there to make the image.
+    """
+    try:
+        if path.suffix == ".html":
+            figure.write_html(path)
+        else:
+            figure.write_image(path, scale=2)
+    except OSError as error:
+        raise ConfigError(f"--picture {path}: cannot be written: {error.strerror}") from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--picture {path}: images are made by Chrome or Chromium, which does not start here; "
+            "install it, or give a name that ends in .html"
+        ) from error
+
+
+def draw(study: Study, head: int) -> "Figure":
+    """The mask of a head, who computes what, strategies, and what tolerance and reward do.
+
+    Args:
+        study: With tolerances and rewards.
+        head: Whose mask is drawn.
+    """
+    from plotly.subplots import make_subplots
+
+    meshes = study.setting.meshes
+    mesh = meshes[len(meshes) // 2]  # of all meshes of some ranks: heads and blocks are split
+    shown = min(_SHOWN_BLOCKS, study.masks.shape[1])
+    figure = make_subplots(
+        rows=3,
+        cols=2,
+        specs=[[{}, {}], [{"colspan": 2}, None], [{"secondary_y": True}] * 2],
+        row_heights=[0.42, 0.2, 0.38],
+        vertical_spacing=0.09,
+        horizontal_spacing=0.13,
+        subplot_titles=(
+            f"mask of head {head}: {study.masks[head].mean():.0%} of the blocks",
+            f"who computes what: {DEFAULT} on {mesh_name(mesh)}",
+            "mesh with the lowest prediction",
+            f"{DEFAULT}, first layer: plans kept over the steps",
+            "paper, first layer: reward for staying at home",
+        ),
+    )
+    _draw_mask(figure, study, head)
+    _draw_ranks(figure, study, mesh, shown)
+    _draw_strategies(figure, study)
+    _draw_tolerances(figure, study)
+    _draw_rewards(figure, study)
+    figure.update_layout(
+        title=f"Block-sparse attention: {study.name}",
+        template="plotly_white",
+        width=_WIDTH,
+        height=_HEIGHT,
+        legend={"orientation": "h", "y": -0.06},
+    )
+    return figure
+
+
+def _draw_mask(figure: "Figure", study: Study, head: int) -> None:
+    mask = study.masks[head].astype(np.uint8)
+    colors = [(0.0, "white"), (1.0, "#1f3b73")]
+    figure.add_heatmap(z=mask, zmin=0, zmax=1, colorscale=colors, showscale=False, row=1, col=1)
+    figure.update_xaxes(title="key block", row=1, col=1)
+    figure.update_yaxes(title="query block", autorange="reversed", row=1, col=1)
+
+
+def _draw_ranks(figure: "Figure", study: Study, mesh: Mesh, shown: int) -> None:
+    plan = study.setting.plan(DEFAULT, study.masks, mesh)
+    names = [str(rank) for rank in range(plan.num_ranks)]
+    _draw_classes(figure, plan.rank_of, names, "rank", (1, 2))
+    figure.update_xaxes(title=f"query block, the first {shown}", row=1, col=2)
+    figure.update_xaxes(range=(-0.5, shown - 0.5), row=1, col=2)
+    figure.update_yaxes(title="head", autorange="reversed", row=1, col=2)
+
+
+def _draw_strategies(figure: "Figure", study: Study) -> None:
+    meshes = study.setting.meshes
+    chosen = [[meshes.index(choice.degrees) for choice in run.choices] for run in study.runs]
+    _draw_classes(figure, np.array(chosen), [mesh_name(mesh) for mesh in meshes], "mesh", (2, 1))
+    figure.update_xaxes(title="step", dtick=max(len(chosen[0]) // 10, 1), row=2, col=1)
+    figure.update_yaxes(title="layer", dtick=max(len(chosen) // 8, 1), row=2, col=1)
+
+
+def _draw_classes(
+    figure: "Figure", classes: np.ndarray, names: list[str], title: str, place: tuple[int, int]
+) -> None:
+    """A heatmap of small integers, with a colour each."""
+    from plotly.colors import sample_colorscale
+
+    size = len(names)
+    colors = sample_colorscale("Turbo", [(i + 0.5) / size for i in range(size)])
+    edges = [((i / size, color), ((i + 1) / size, color)) for i, color in enumerate(colors)]
+    top, bottom = ((1.0, 0.66), (0.57, 0.42))[place[0] - 1]
+    figure.add_heatmap(
+        z=classes.astype(np.int16),
+        zmin=-0.5,
+        zmax=size - 0.5,
+        colorscale=list(chain.from_iterable(edges)),
+        colorbar={
+            "title": title,
+            "tickvals": list(range(size)),
+            "ticktext": names,
+            "len": top - bottom,
+            "y": (top + bottom) / 2,
+        },
+        row=place[0],
+        col=place[1],
+    )
+
+
+def _draw_tolerances(figure: "Figure", study: Study) -> None:
+    reuses = study.runs[0].reuses
+    for place, mesh in enumerate(study.setting.meshes):
+        found = sorted(
+            (tolerance, reuse) for (at, tolerance), reuse in reuses.items() if at == mesh
+        )
+        rho = [sum(reuse.imbalances) / len(reuse.imbalances) for _, reuse in found]
+        plans = [float(reuse.state.num_planned) for _, reuse in found]
+        _draw_lines(figure, [tolerance for tolerance, _ in found], (rho, plans), place, mesh, 1)
+    figure.update_xaxes(title="tolerance of a kept plan", row=3, col=1)
+    _title_axes(figure, 1, "rho, mean over the steps", "plans made (dotted)")
+
+
+def _draw_rewards(figure: "Figure", study: Study) -> None:
+    for place, mesh in enumerate(study.setting.meshes):
+        found = [(reward, x) for reward, x in study.rewards if x.mesh == mesh]
+        rho = [x.imbalance for _, x in found]
+        moved = [x.q_moved for _, x in found]
+        _draw_lines(figure, [reward for reward, _ in found], (rho, moved), place, mesh, 2)
+    figure.update_xaxes(title="reward", row=3, col=2)
+    _title_axes(figure, 2, "rho", "share of query rows moved (dotted)")
+
+
+def _draw_lines(
+    figure: "Figure",
+    x: list[float],
+    lines: tuple[list[float], list[float]],
+    place: int,
+    mesh: Mesh,
+    col: int,
+) -> None:
+    """One mesh: rho, and dotted what it costs, on the axis to the right."""
+    from plotly.colors import qualitative
+
+    color = qualitative.Plotly[place % len(qualitative.Plotly)]
+    for is_cost, y in enumerate(lines):
+        figure.add_scatter(
+            x=x,
+            y=y,
+            name=mesh_name(mesh),
+            legendgroup=mesh_name(mesh),
+            showlegend=col == 1 and not is_cost,
+            line={"color": color, "dash": "dot" if is_cost else "solid"},
+            row=3,
+            col=col,
+            secondary_y=bool(is_cost),
+        )
+
+
+def _title_axes(figure: "Figure", col: int, rho: str, cost: str) -> None:
+    own = {"rangemode": "tozero", "tickmode": "auto", "showgrid": False}
+    figure.update_yaxes(title=rho, row=3, col=col, secondary_y=False)
+    figure.update_yaxes(title=cost, row=3, col=col, secondary_y=True, **own)

@@ -1,0 +1,1 @@
+"""What balancing is worth, computed without the machines."""

@@ -1,0 +1,252 @@
+"""Block masks on meshes: what every way of planning makes of them, over layers and steps.
+
+Legend: H heads, Q query blocks, K key blocks. A mesh is (U, R): Ulysses and ring degree.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
+from bascule.plan.routes import Ints
+from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, plan_under
+from bascule.plan.sparse.choose_mesh import Degrees as Mesh
+from bascule.plan.sparse.choose_mesh import StrategyChoice, choose_strategy
+
+Bools = npt.NDArray[np.bool_]
+
+BEFORE = "in order"
+WAYS = (BEFORE, "stripe", "minimal_move", "paper")
+DEFAULT = "minimal_move"
+
+
+def mesh_name(mesh: Mesh) -> str:
+    """For example U4R2."""
+    return "U{}R{}".format(*mesh)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is planned for.
+
+    Attributes:
+        meshes: All that are compared.
+        q_lens: (Q,) tokens of each query block.
+        kv_lens: (K,) tokens of each key block.
+        latency: What a call on a mesh is predicted to take.
+        head_dim: Values of a head.
+        itemsize: Bytes of a value, as it travels.
+        target: Imbalance that moves are to reach.
+        reward: Of the paper's greedy.
+        tolerance: Of plans that are kept.
+    """
+
+    meshes: tuple[Mesh, ...]
+    q_lens: Ints
+    kv_lens: Ints
+    latency: AttentionLatency
+    head_dim: int
+    itemsize: int
+    target: float
+    reward: float
+    tolerance: float
+
+    def layouts(self, way: str, mesh: Mesh) -> tuple[BlockLayout, BlockLayout]:
+        """Where query and key blocks are at home: striped, or in runs for the paper's greedy."""
+        is_striped = way in ("stripe", "minimal_move")
+        make = BlockLayout.striped if is_striped else BlockLayout.contiguous
+        return make(self.q_lens, *mesh), make(self.kv_lens, *mesh)
+
+    def planner(self, way: str, mesh: Mesh) -> SparsePlanner:
+        """How plans are made."""
+        method = way.replace(" ", "_")
+        return SparsePlanner(*mesh, method=method, target=self.target, reward=self.reward)
+
+    def plan(self, way: str, masks: Bools, mesh: Mesh) -> SparsePlan:
+        """A layer's plan."""
+        return self.planner(way, mesh).plan(masks, *self.layouts(way, mesh))
+
+    def load(self, plan: SparsePlan) -> AttentionLoad:
+        """What a plan asks of the slowest rank."""
+        return AttentionLoad.of_plan(plan, 1, self.head_dim * self.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one way of planning makes of a layer.
+
+    Attributes:
+        mesh: Where.
+        way: One of `WAYS`.
+        imbalance: Rho by the paper's barriers.
+        critical_path_imbalance: Rho where ranks wait for their neighbours alone.
+        q_moved: Share of the (head, block) rows of queries that leave their ring rank.
+        kv_moved: The same of keys.
+        sent_bytes: Bytes on the wire before and after attention, of all ranks.
+        planning_s: Seconds to plan, with counting the masks.
+        predicted_s: Seconds of the call by the latency model.
+    """
+
+    mesh: Mesh
+    way: str
+    imbalance: float
+    critical_path_imbalance: float
+    q_moved: float
+    kv_moved: float
+    sent_bytes: float
+    planning_s: float
+    predicted_s: float
+
+
+def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
+    """Plan a layer and say what comes of it.
+
+    Args:
+        way: One of `WAYS`.
+        masks: (H, Q, K) bool.
+        mesh: Where.
+        setting: What for.
+    """
+    start = time.perf_counter()
+    plan = setting.plan(way, masks, mesh)
+    planning_s = 0.0 if way == BEFORE else time.perf_counter() - start
+    return Outcome(
+        mesh,
+        way,
+        plan.imbalance,
+        plan.critical_path_imbalance,
+        *plan.moved,
+        plan.wire_bytes(setting.head_dim, setting.itemsize),
+        planning_s,
+        setting.latency(setting.load(plan)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """A layer's plan over the steps, on one mesh at one tolerance.
+
+    Attributes:
+        state: With the counters.
+        imbalances: Of each step, under the plan that it ran with.
+    """
+
+    state: PlanReuse
+    imbalances: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRun:
+    """A layer over the steps.
+
+    Attributes:
+        reuses: By mesh and tolerance.
+        choices: The mesh of each step, at the setting's tolerance.
+    """
+
+    reuses: dict[tuple[Mesh, float], Reuse]
+    choices: tuple[StrategyChoice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What there is to show.
+
+    Attributes:
+        name: Where the masks come from.
+        setting: What was planned for.
+        masks: (H, Q, K) of the first layer in the first step.
+        outcomes: Of every layer in its first step, on every mesh, of all ways.
+        runs: Of every layer.
+        rewards: Rewards of the paper's greedy, and what comes of them in the first layer.
+    """
+
+    name: str
+    setting: Setting
+    masks: Bools
+    outcomes: tuple[Outcome, ...]
+    runs: tuple[LayerRun, ...]
+    rewards: tuple[tuple[float, Outcome], ...]
+
+    def mean(self, mesh: Mesh, way: str) -> Outcome:
+        """An outcome with the means over the layers."""
+        found = [astuple(x)[2:] for x in self.outcomes if (x.mesh, x.way) == (mesh, way)]
+        return Outcome(mesh, way, *np.mean(found, axis=0).tolist())
+
+
+def study(
+    name: str,
+    layers: Iterable[Iterable[Bools]],
+    setting: Setting,
+    tolerances: Sequence[float] = (),
+    rewards: Sequence[float] = (),
+) -> Study:
+    """Plan all layers in all ways, and follow them over their steps.
+
+    Args:
+        name: Where the masks come from.
+        layers: (H, Q, K) masks of each step of each layer; at least one.
+        setting: What is planned for.
+        tolerances: To follow the first layer at, besides the setting's.
+        rewards: To plan the first layer with.
+    """
+    outcomes: list[Outcome] = []
+    runs: list[LayerRun] = []
+    first: Bools | None = None
+    for steps in map(iter, layers):
+        masks = next(steps)
+        outcomes += [outcome(way, masks, mesh, setting) for mesh in setting.meshes for way in WAYS]
+        runs.append(run_layer(chain([masks], steps), setting, tolerances if first is None else ()))
+        first = masks if first is None else first
+    assert first is not None
+    by_reward = tuple(
+        (reward, outcome("paper", first, mesh, replace(setting, reward=reward)))
+        for mesh in setting.meshes
+        for reward in rewards
+    )
+    return Study(name, setting, first, tuple(outcomes), tuple(runs), by_reward)
+
+
+def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[float]) -> LayerRun:
+    """Follow a layer over its steps: plans kept or made anew, and the mesh of each step.
+
+    Each step runs with the plan that the step before left; the first one is planned for itself.
+
+    Args:
+        steps: (H, Q, K) masks of each step.
+        setting: What is planned for.
+        tolerances: To follow besides the setting's.
+    """
+    reuses: dict[tuple[Mesh, float], Reuse] = {}
+    choices: tuple[StrategyChoice, ...] = ()
+    for masks in steps:
+        is_first = not reuses
+        if is_first:
+            reuses = _first_plans(masks, setting, (setting.tolerance, *tolerances))
+        ran = {key: plan_under(reuse.state.plan, masks) for key, reuse in reuses.items()}
+        loads = [setting.load(ran[mesh, setting.tolerance]) for mesh in setting.meshes]
+        last = choices[-1] if choices else None
+        choices = (*choices, choose_strategy(setting.latency, loads, last))
+        reuses = {
+            key: Reuse(
+                reuse.state if is_first else reuse.state.after(masks),
+                (*reuse.imbalances, ran[key].imbalance),
+            )
+            for key, reuse in reuses.items()
+        }
+    return LayerRun(reuses, choices)
+
+
+def _first_plans(
+    masks: Bools, setting: Setting, tolerances: Sequence[float]
+) -> dict[tuple[Mesh, float], Reuse]:
+    planned = {mesh: setting.plan(DEFAULT, masks, mesh) for mesh in setting.meshes}
+    return {
+        (mesh, tolerance): Reuse(PlanReuse(setting.planner(DEFAULT, mesh), plan, tolerance))
+        for mesh, plan in planned.items()
+        for tolerance in tolerances
+    }

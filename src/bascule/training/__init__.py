@@ -1,1 +1,0 @@
-"""Training: the measured comparison of steps without and with balancing."""

@@ -1,0 +1,1 @@
+"""What is planned for: data codes, manifests, masks, and streams of samples."""

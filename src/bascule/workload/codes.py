@@ -1,0 +1,366 @@
+"""Where lengths come from: data codes and length files; for manifests see ``manifest``.
+
+A *data code* ``g16b4i256f1s0`` describes a stream of synthetic samples: 16 ranks, 4 samples a rank
+and step, 256 x 256 pixels, 1 frame, not compressed in time. Codes joined by commas make a mix, and
+a world larger than the mix holds whole replicas of it. Source of the format and of its token
+counts: KnapFormer, section 4.1.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar, cast
+
+import numpy as np
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, index_of, integer, is_int, of_type, shown, whole
+from bascule.plan.files import parse_json, read_lines, to_path
+
+PATCH_PIXELS = 16
+"""Pixels along one side of a visual token: VAE stride 8 times DiT patch 2."""
+
+MAX_TEXT_TOKENS = 392
+"""Most text tokens that a data code draws for a sample."""
+
+ASPECT_RANGE = (0.96, 1.04)
+"""Range of the factor on the visual tokens of a rank's batch; stands for aspect ratio buckets."""
+
+MAX_LENGTH = 2**31 - 1
+"""Longest sequence in tokens: cumulative lengths are int32."""
+
+MAX_SEQUENCES = 2**20
+"""Most sequences of a batch that is drawn or read."""
+
+_CODE_FORM = "g{ranks}b{samples per rank}i{pixels}f{frames}s{0 or 1}, for example g4b5i512f1s0"
+_NUMBER = "(0|[1-9][0-9]{0,8})"
+_CODE = re.compile(f"g{_NUMBER}b{_NUMBER}i{_NUMBER}f{_NUMBER}s([01])")
+_WHOLE = re.compile("[0-9]{1,18}")
+
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShape:
+    """Token counts of one sample, and how its visual tokens lie on a grid.
+
+    Visual tokens are in raster order: frame by frame, each frame row by row over ``grid_width``
+    columns. The last row of a frame may be partly filled.
+
+    Attributes:
+        text_tokens: Text tokens, packed in front of the visual ones.
+        image_tokens: Visual tokens over all frames, a multiple of ``frames``.
+        frames: Latent frames.
+        grid_width: Visual tokens in a full row.
+    """
+
+    text_tokens: int
+    image_tokens: int
+    frames: int = 1
+    grid_width: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("text_tokens", "image_tokens", "frames", "grid_width"):
+            integer(f"SampleShape({name}", getattr(self, name))
+        if min(self.text_tokens, self.image_tokens) < 0 or min(self.frames, self.grid_width) < 1:
+            raise ConfigError(f"token counts must be >= 0, frames and grid_width >= 1: {self}")
+        if self.image_tokens % self.frames:
+            raise ConfigError(f"image_tokens must be a multiple of frames: {self}")
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the packed sequence: text and visual."""
+        return self.text_tokens + self.image_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DataCode:
+    """One stream of a data mix, ``g{G}b{B}i{R}f{F}s{S}``; ``str()`` gives the code back.
+
+    Attributes:
+        num_ranks: Ranks that read this stream (G).
+        batch_size: Samples a rank and step (B); 0 makes ranks that only compute.
+        resolution: Pixels along each side of a frame (R).
+        num_frames: Frames before compression (F).
+        compressed: Whether time is compressed, by 3.4 (S).
+    """
+
+    num_ranks: int
+    batch_size: int
+    resolution: int
+    num_frames: int
+    compressed: bool
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "batch_size", "resolution", "num_frames"):
+            integer(f"DataCode({name}", getattr(self, name))
+        if self.num_ranks < 1:
+            raise ConfigError(f"data code {self}: g must be at least 1 rank")
+        if self.batch_size < 0:
+            raise ConfigError(f"data code {self}: b must not be negative")
+        if self.resolution < PATCH_PIXELS:
+            raise ConfigError(f"data code {self}: i must be at least {PATCH_PIXELS} pixels")
+        if self.num_frames < 1:
+            raise ConfigError(f"data code {self}: f must be at least 1 frame")
+        if self.num_ranks > MAX_RANKS or self.num_ranks * self.batch_size > MAX_SEQUENCES:
+            raise ConfigError(
+                f"data code {self}: g is at most {MAX_RANKS} ranks, and g times b at most "
+                f"{MAX_SEQUENCES} samples a step"
+            )
+        # The factor for aspect ratios adds up to 4 %, text a little.
+        if self.image_tokens > MAX_LENGTH * 0.96 - MAX_TEXT_TOKENS:
+            raise ConfigError(
+                f"data code {self}: a sample has {self.image_tokens} visual tokens and more, at "
+                f"most {MAX_LENGTH} are legal: use fewer pixels or frames"
+            )
+
+    def __str__(self) -> str:
+        return (
+            f"g{self.num_ranks}b{self.batch_size}i{self.resolution}"
+            f"f{self.num_frames}s{int(self.compressed)}"
+        )
+
+    @property
+    def grid_width(self) -> int:
+        """Visual tokens along one side of a frame."""
+        return self.resolution // PATCH_PIXELS
+
+    @property
+    def latent_frames(self) -> int:
+        """Frames that become tokens."""
+        return latent_frames(self.num_frames, compressed=self.compressed)
+
+    @property
+    def image_tokens(self) -> int:
+        """Visual tokens of one sample before the factor for aspect ratios."""
+        return self.grid_width**2 * self.latent_frames
+
+
+def latent_frames(num_frames: int, *, compressed: bool) -> int:
+    """Frames left of ``num_frames``: all, or ``max(int(num_frames / 3.4), 1)`` if compressed."""
+    return max(num_frames * 10 // 34, 1) if compressed else num_frames
+
+
+def keyed_generator(seed: int, stream: str, *key: int) -> np.random.Generator:
+    """Random generator that is a pure function of its arguments.
+
+    Philox counts from a start that *is* the key, so different keys never share numbers.
+
+    Args:
+        seed: The user's seed, 0 to 2^64 - 1.
+        stream: What the numbers are for, at most 8 ASCII characters.
+        key: At most two numbers, 0 to 2^64 - 1, for example step and rank.
+    """
+    words = [index_of(word) for word in (seed, *key)]
+    if not all(word is not None and 0 <= word < 2**64 for word in words):
+        raise ConfigError(
+            f"seed, step and rank must be integers in 0..2^64-1, got {shown((seed, *key))}"
+        )
+    purpose = int.from_bytes(stream.encode("ascii"), "little")
+    philox = np.random.Philox(
+        key=np.array([words[0], purpose], dtype=np.uint64),
+        counter=np.array([0, 0, *words[1:], *[0] * (2 - len(key))], dtype=np.uint64),
+    )
+    return np.random.Generator(philox)
+
+
+def parse_data_codes(spec: str) -> tuple[DataCode, ...]:
+    """Parse a mix such as ``"g16b4i256f1s0,g4b5i512f1s0"``; spaces around commas are fine.
+
+    Raises:
+        ConfigError: A term does not have the form (names the term) or a value is out of range.
+    """
+    codes: list[DataCode] = []
+    of_type("data codes", spec, str, f"text, {_CODE_FORM}")
+    for position, term in enumerate(spec.split(","), start=1):
+        match = _CODE.fullmatch(term.strip())
+        if match is None:
+            raise ConfigError(
+                f"data codes {shown(spec)}: term {position} {shown(term.strip())} is not "
+                f"{_CODE_FORM}"
+            )
+        ranks, samples, pixels, frames, compressed = map(int, match.groups())
+        codes.append(DataCode(ranks, samples, pixels, frames, bool(compressed)))
+    return tuple(codes)
+
+
+def check_world(codes: Sequence[DataCode], world_size: int) -> None:
+    """Refuse a world that is not one or more whole replicas of the mix.
+
+    Raises:
+        ConfigError: Says the ranks of the mix, the world size, and the nearest legal world sizes.
+    """
+    unit = sum(code.num_ranks for code in codes)
+    if unit == 0:
+        raise ConfigError("a data mix needs at least one data code")
+    if integer("world_size", world_size) > MAX_RANKS:
+        raise ConfigError(
+            f"a world of {world_size} ranks: at most {MAX_RANKS} can be planned for, so use fewer"
+        )
+    if world_size < unit or world_size % unit:
+        below, above = world_size // unit * unit, -(-world_size // unit) * unit
+        nearest = f"{below} or {above}" if below > 0 else str(unit)
+        raise ConfigError(
+            f"data codes {_joined(codes)} describe {unit} ranks, which does not fit a "
+            f"world of {world_size}; nearest legal world size: {nearest}"
+        )
+
+
+def rank_lengths(
+    codes: Sequence[DataCode], rank: int, *, seed: int, step: int
+) -> list[SampleShape]:
+    """Draw the samples of one rank; replicas of the mix follow each other.
+
+    Text tokens are uniform in 0..392 per sample. The visual tokens of a frame are multiplied by
+    one factor per rank and step, uniform in [0.96, 1.04], and rounded, so that all frames of a
+    sample are equal.
+
+    Args:
+        codes: The mix.
+        rank: Rank in the world, 0 or more.
+        seed: Seed of the mix.
+        step: Training step, 0 or more.
+
+    Returns:
+        The rank's samples, a pure function of (codes, seed, step, rank).
+    """
+    offset = integer("rank", rank) % sum(code.num_ranks for code in codes)
+    for code in codes:
+        if offset < code.num_ranks:
+            break
+        offset -= code.num_ranks
+    else:
+        raise ConfigError(f"rank must not be negative, got {rank}")
+    generator = keyed_generator(seed, "lengths", step, rank)
+    frame_tokens = max(round(code.grid_width**2 * generator.uniform(*ASPECT_RANGE)), 1)
+    text_tokens = generator.integers(0, MAX_TEXT_TOKENS, size=code.batch_size, endpoint=True)
+    frames = code.latent_frames
+    return [
+        SampleShape(text, frame_tokens * frames, frames, code.grid_width)
+        for text in text_tokens.tolist()
+    ]
+
+
+def sample_lengths(
+    codes: Sequence[DataCode], *, seed: int, step: int, world_size: int | None = None
+) -> list[list[SampleShape]]:
+    """Draw the samples of all ranks of one step.
+
+    Args:
+        codes: The mix.
+        seed: Seed of the mix.
+        step: Training step, 0 or more.
+        world_size: Ranks; a multiple of the mix's ranks. Default: one replica of the mix.
+
+    Returns:
+        One list of samples per rank.
+
+    Raises:
+        ConfigError: The world is not whole replicas of the mix.
+    """
+    if world_size is None:
+        world_size = sum(code.num_ranks for code in codes)
+    check_world(codes, world_size)
+    unit = sum(code.num_ranks for code in codes)
+    num_samples = world_size // unit * sum(code.num_ranks * code.batch_size for code in codes)
+    if num_samples > MAX_SEQUENCES:
+        raise ConfigError(
+            f"data codes {_joined(codes)} on {world_size} ranks: {num_samples} samples a step, at "
+            f"most {MAX_SEQUENCES} can be drawn: use fewer ranks, or samples a rank"
+        )
+    return [rank_lengths(codes, rank, seed=seed, step=step) for rank in range(world_size)]
+
+
+def seq_lens(shapes: Sequence[Sequence[SampleShape]]) -> list[list[int]]:
+    """Packed lengths in tokens, one list per rank: what ``plan_batch`` takes."""
+    return [[shape.seq_len for shape in rank] for rank in shapes]
+
+
+def deal(items: Sequence[_Item], num_ranks: int) -> list[list[_Item]]:
+    """Deal items over ranks round robin: item ``k`` goes to rank ``k % num_ranks``."""
+    found = index_of(num_ranks)
+    if found is None or not 1 <= found <= MAX_RANKS:
+        raise ConfigError(
+            f"num_ranks must be at least 1 and at most {MAX_RANKS}, got {shown(num_ranks)}"
+        )
+    return [list(items[rank::num_ranks]) for rank in range(num_ranks)]
+
+
+def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list[int]]:
+    """Read sequence lengths, one list per source rank.
+
+    Text: a line is a source rank, its lengths separated by spaces or commas. An empty line is a
+    rank without sequences; what follows ``#`` is a comment, and a line with only a comment is
+    skipped. JSON (the file starts with ``[``): a list of lists, or one flat list.
+
+    Args:
+        path: The file, UTF-8.
+        num_ranks: Ranks wanted. A file with one line or one flat list is dealt round robin (see
+            ``deal``); any other must list exactly this many ranks. Default: the file's ranks.
+
+    Returns:
+        Lengths in tokens.
+
+    Raises:
+        ConfigError: Names the file, the line (JSON: the rank and item) and the bad token.
+    """
+    if num_ranks is not None:
+        num_ranks = whole("num_ranks", num_ranks, 1, MAX_RANKS)
+    path = to_path(path)
+    lines = list(islice(read_lines(path), MAX_SEQUENCES + 1))
+    text = "".join(lines)
+    rows = _json_rows(text, path) if text.lstrip().startswith("[") else _text_rows(lines, path)
+    if not rows:
+        raise ConfigError(f"{path} holds no lengths; write one line per source rank")
+    if max(len(rows), len(lines)) > MAX_RANKS or sum(map(len, rows)) > MAX_SEQUENCES:
+        raise ConfigError(
+            f"{path} lists {sum(map(len, rows))} lengths in {max(len(rows), len(lines))} lines; at "
+            f"most {MAX_SEQUENCES} lengths and {MAX_RANKS} ranks can be planned for"
+        )
+    if num_ranks is None or len(rows) == num_ranks:
+        return rows
+    if len(rows) == 1:
+        return deal(rows[0], num_ranks)
+    raise ConfigError(
+        f"{path} lists {len(rows)} source ranks (one a line), which does not fit {num_ranks}; use "
+        f"{len(rows)} ranks, or put all lengths on one line to deal them round robin"
+    )
+
+
+def _joined(codes: Sequence[DataCode]) -> str:
+    """A mix as it is written, if that is short."""
+    return shown(",".join(map(str, codes))).strip("'")
+
+
+def _text_rows(lines: Sequence[str], path: Path) -> list[list[int]]:
+    rows: list[list[int]] = []
+    for number, line in enumerate(lines, start=1):
+        content, comment, _ = line.partition("#")
+        if comment and not content.strip():
+            continue
+        tokens = content.replace(",", " ").split()
+        where = f"{path}, line {number}"
+        rows.append([_length(int(t) if _WHOLE.fullmatch(t) else t, where) for t in tokens])
+    return rows
+
+
+def _json_rows(text: str, path: Path) -> list[list[int]]:
+    data = cast(list[object], parse_json(text, str(path)))
+    rows = data if any(isinstance(row, list) for row in data) else [data]
+    result: list[list[int]] = []
+    for rank, row in enumerate(rows):
+        if not isinstance(row, list):
+            raise ConfigError(f"{path}: rank {rank} is {shown(row)}, but other ranks are lists")
+        items = cast(list[object], row)
+        result.append([_length(n, f"{path}, rank {rank}, item {i}") for i, n in enumerate(items)])
+    return result
+
+
+def _length(value: object, where: str) -> int:
+    if not is_int(value) or not 0 <= value <= MAX_LENGTH:
+        raise ConfigError(
+            f"{where}: {shown(value)} is not a length, a whole number 0..{MAX_LENGTH}"
+        )
+    return value

@@ -1,0 +1,135 @@
+"""Samples of a dataset from a manifest: a JSONL or CSV file with one sample a row."""
+
+import csv
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import cast
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import index_of, is_int, real, shown
+from bascule.plan.files import parse_json, read_lines, to_path
+from bascule.workload.codes import (
+    MAX_LENGTH,
+    PATCH_PIXELS,
+    SampleShape,
+    latent_frames,
+)
+
+_WHOLE = re.compile("[0-9]{1,18}")
+
+
+def read_manifest(
+    path: str | Path,
+    *,
+    patch: int = PATCH_PIXELS,
+    compress_frames: bool = False,
+    bytes_per_token: float = 4.0,
+    max_samples: int | None = None,
+) -> list[SampleShape]:
+    """Read the samples of a dataset from a ``.jsonl`` or ``.csv`` manifest.
+
+    A row has ``width`` and ``height`` in pixels (both 0: a sample of text only), and may have
+    ``frames`` (default 1) and ``text_tokens`` or, where that is absent or empty, a ``caption``.
+    Other columns are ignored, and so are empty lines.
+
+    Args:
+        path: The file, UTF-8; the first line of a CSV file names its columns.
+        patch: Pixels along one side of a visual token; a partial patch at the edge is cut.
+        compress_frames: Whether frames are compressed in time as in data codes with ``s1``.
+        bytes_per_token: UTF-8 bytes of caption that make a token: about 4 for English under the
+            usual tokenizers, 1 for byte tokens.
+        max_samples: Refuse a manifest of more; None reads any number.
+
+    Returns:
+        Samples in the file's order; see ``deal`` for ranks.
+
+    Raises:
+        ConfigError: Names the file, the line and the bad value.
+    """
+    side, ratio = index_of(patch), real(bytes_per_token)
+    if side is None or not 0 < side <= MAX_LENGTH or ratio is None or not 0 < ratio < math.inf:
+        raise ConfigError(
+            f"patch and bytes_per_token must be > 0: {shown(patch)}, {shown(bytes_per_token)}"
+        )
+    path = to_path(path)
+    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
+    if path.suffix.lower() not in readers:
+        raise ConfigError(f"{path} is not a manifest; use a .jsonl or a .csv file")
+    shapes: list[SampleShape] = []
+    for line, row in readers[path.suffix.lower()](path):
+        try:
+            shapes.append(_row_shape(row, side, compress_frames, ratio))
+        except ConfigError as error:
+            raise ConfigError(f"{path}, line {line}: {error}") from None
+        if max_samples is not None and len(shapes) > max_samples:
+            raise ConfigError(
+                f"{path} has more than {max_samples} samples, the most that can be planned for at "
+                "once: give a part of it"
+            )
+    if not shapes:
+        raise ConfigError(f"{path} holds no samples")
+    return shapes
+
+
+def _row_shape(
+    row: Mapping[str, object], patch: int, compress_frames: bool, bytes_per_token: float
+) -> SampleShape:
+    width, height = _whole(row, "width"), _whole(row, "height")
+    num_frames = _whole(row, "frames", default=1, least=1)
+    caption = row.get("caption") or ""
+    if not isinstance(caption, str):
+        raise ConfigError(f"caption must be text, got {shown(caption)}")
+    caption_bytes = len(caption.encode("utf-8", "replace"))
+    text_tokens = _whole(row, "text_tokens", default=math.ceil(caption_bytes / bytes_per_token))
+    if min(width, height) < patch and max(width, height) > 0:
+        raise ConfigError(f"{width} x {height} pixels is smaller than one patch of {patch}")
+    columns, rows = width // patch, height // patch
+    frames = latent_frames(num_frames, compressed=compress_frames)
+    if columns * rows * frames + text_tokens > MAX_LENGTH:
+        raise ConfigError(f"the sample has more than {MAX_LENGTH} tokens")
+    return SampleShape(text_tokens, columns * rows * frames, frames, max(columns, 1))
+
+
+def _whole(row: Mapping[str, object], name: str, *, default: int = -1, least: int = 0) -> int:
+    """The row's value as a whole number; absent or empty gives the default, if that is >= 0."""
+    value = row.get(name)
+    if isinstance(value, str):
+        value = value.strip()
+        value = int(value) if _WHOLE.fullmatch(value) else value
+    if value is None or value == "":
+        if default >= 0:
+            return default
+        raise ConfigError(f"{name} is missing")
+    if not is_int(value) or value < least:
+        raise ConfigError(f"{name} must be a whole number >= {least}, got {shown(value)}")
+    return value
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.strip():
+            row = parse_json(line, f"{path}, line {number}")
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}, line {number}: not a JSON object: {shown(row)}")
+            yield number, cast(dict[str, object], row)
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
+    reader = csv.reader(read_lines(path), strict=True, skipinitialspace=True)
+    header: list[str] = []
+    line = 1
+    try:
+        for cells in reader:
+            if header and cells and len(cells) != len(header):
+                raise ConfigError(
+                    f"{path}, line {line}: {len(cells)} columns, but the first line names "
+                    f"{len(header)}"
+                )
+            if header and cells:
+                yield line, dict(zip(header, cells, strict=True))
+            header = header or [cell.strip() for cell in cells]
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {line}: {error}") from error

@@ -1,0 +1,290 @@
+"""Block masks of sparse attention, drawn at random in the likeness of video models'.
+
+A mask says which blocks of tokens attend to which: bool (heads, q_blocks, kv_blocks), True is
+computed. Blocks never straddle segments (text, video), so the last one of a segment may be short.
+
+Legend: H heads, N blocks of the sequence, V of them video, P points, W waves.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import brentq
+from scipy.special import expit
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import is_int, number, shown, whole
+from bascule.plan.routes import Ints
+from bascule.plan.sparse.block_layout import block_lens
+from bascule.plan.sparse.counts import Bools, Floats
+from bascule.workload.codes import keyed_generator
+from bascule.workload.mask_files import load_masks as load_masks
+from bascule.workload.mask_files import save_masks as save_masks
+
+Singles = npt.NDArray[np.float32]
+
+WIDTH, WIDTH_SPREAD = 0.15, 0.7
+"""Median width of a head's locality along an axis of the grid, as a share of the axis, and the
+standard deviation of its logarithm: spatial, temporal, local and global heads all occur."""
+
+FIELD_LENGTHS = (0.2, 0.5, 0.5)
+"""Over which share of (frames, height, width) the popularity of keys changes."""
+
+SHARED_VARIANCE = 0.7
+"""Part of the variance of popularity and breadth that all heads of a layer have in common."""
+
+NOISE = 0.5
+"""Standard deviation of a block's noise."""
+
+NUM_WAVES = 32
+
+MAX_TOKENS = 2**24
+"""Longest sequence that masks are drawn for."""
+
+MAX_CELLS = 2**29
+"""Of masks that are drawn: half a gigabyte, and minutes."""
+
+_RAREST = 1e-9
+"""Least share of blocks that are computed, or not, of synthetic masks."""
+
+MAX_SPREAD = 8.0
+"""Of the logits of the densities: then most heads are empty or full."""
+
+
+@dataclass(frozen=True, slots=True)
+class MaskModel:
+    """Random block masks with the sizes, the densities and the imbalance of a video model's.
+
+    Of each head the blocks with the highest scores are computed. The score of a query block and a
+    key block is the sum of their closeness on the grid, with a width per head and axis; of how
+    popular the key is and how broadly the query looks, both smooth over the video and partly shared
+    by the heads; of a bonus for keys in the first frame; and of noise. Text and the diagonal are
+    always computed. Real masks are not published: this is a likeness, fitted to a few averages. All
+    heads have the raster order of the tokens (PAROAttention chooses one of six orders a head).
+
+    The densities of the heads are logistic-normal, spread so that in every layer their imbalance is
+    the one given. That of a ring follows from `field_spread` and `first_frame`, which are fitted.
+
+    Over layers and steps all but the noise drifts, as Gaussian processes: n steps apart their
+    correlation is `exp(-(n step_drift)^2 / 2)`. This form is an assumption. The default drift is
+    fitted to db-SP's account of SpargeAttn on Wan2.1: with a threshold of 1.10, greedy plans of the
+    heads are made in 5 of 50 steps (here in 5.1, the mean of 40 layers, with 8 ranks).
+
+    Args:
+        grid: (frames, height, width) of the latent tokens; smaller ones look alike.
+        num_heads: Heads of a layer.
+        text_tokens: Tokens before the video that see all and are seen by all.
+        density: Share of the blocks that are computed, on average over the heads.
+        head_imbalance: Max over mean of the densities of each eighth of the heads, in their order:
+            what 8 Ulysses ranks have. Where full heads do not allow it, nearly the closest.
+        head_contrast: How much neighbouring eighths tend to opposite densities. With independent
+            heads (0), pairs of eighths are at least about half as uneven as eighths are.
+        field_spread: Standard deviation of popularity and of breadth; a block scores 1 for being
+            close to itself.
+        first_frame: Bonus of keys in the first frame.
+        row_top_k: Whether each row of a head has equally many blocks; else one threshold a head.
+        step_drift: Change from step to step; 0 for static masks, such as PAROAttention's.
+        layer_drift: The same from layer to layer; above 3 layers are practically independent.
+        block: Tokens of a block.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    grid: tuple[int, int, int]
+    num_heads: int
+    text_tokens: int = 0
+    density: float = 0.41
+    head_imbalance: float = 1.355
+    head_contrast: float = 0.15
+    field_spread: float = 0.15
+    first_frame: float = 0.6
+    row_top_k: bool = False
+    step_drift: float = 0.015
+    layer_drift: float = 3.0
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        grid = cast(tuple[object, ...], self.grid if type(self.grid) is tuple else ())
+        if len(grid) != 3 or not all(is_int(x) and x >= 1 for x in grid):
+            raise ConfigError(
+                f"MaskModel(grid={shown(self.grid)}): give (frames, height, width), integers >= 1"
+            )
+        for name, least in (("num_heads", 1), ("text_tokens", 0), ("block", 1)):
+            whole(f"MaskModel({name}", getattr(self, name), least)
+        if not _RAREST <= number("MaskModel(density", self.density) <= 1 - _RAREST:
+            raise ConfigError(
+                f"MaskModel(density={self.density!r}): must be between 0 and 1, by {_RAREST} or "
+                "more"
+            )
+        number("MaskModel(head_imbalance", self.head_imbalance, 1.0)
+        for name in ("head_contrast", "field_spread", "first_frame", "step_drift", "layer_drift"):
+            number(f"MaskModel({name}", getattr(self, name), most=1e3)
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """Refuse masks that no memory holds."""
+        tokens = sum(self.segments)
+        num_blocks = sum(-(-segment // self.block) for segment in self.segments)
+        if tokens > MAX_TOKENS or self.num_heads * num_blocks**2 > MAX_CELLS:
+            raise ConfigError(
+                f"MaskModel: {tokens:,} tokens in blocks of {self.block} are {num_blocks:,} "
+                f"blocks, masks of {self.num_heads} heads {self.num_heads * num_blocks**2:,} "
+                f"cells; at most {MAX_TOKENS:,} tokens and {MAX_CELLS:,} cells can be drawn: use "
+                "larger blocks"
+            )
+
+    @property
+    def segments(self) -> tuple[int, ...]:
+        """Tokens of text, if there is any, and of video."""
+        video = math.prod(self.grid)
+        return (self.text_tokens, video) if self.text_tokens else (video,)
+
+    @property
+    def block_lens(self) -> Ints:
+        """(N,) tokens of each block."""
+        return block_lens(self.segments, self.block)
+
+
+WAN21 = MaskModel((21, 45, 80), 40)
+"""Wan2.1 with PAROAttention. `sparse_imbalance` of 8 ranks in db-SP's table 1, and of these masks:
+mean of layers 0 to 9 of seed 0, or of 40 layers. From layer to layer it deviates by up to 0.1:
+
+| | Ulysses 8 | 4 x ring 2 | 2 x ring 4 | ring 8 |
+|---|---|---|---|---|
+| table 1 | 1.355 | 1.253 | 1.246 | 1.255 |
+| density 0.41 | 1.355 | 1.250 | 1.248 | 1.230 |
+| the same, 40 layers | 1.354 | 1.261 | 1.260 | 1.281 |
+| density 0.68 | 1.296 | 1.161 | 1.099 | 1.061 |
+
+The table does not say which density its rows are of. With SpargeAttn it has 1.428 for Ulysses, and
+nothing else: `replace(WAN21, head_imbalance=1.428, row_top_k=True)`. At density 0.68 full heads
+limit the imbalance, and the same fields decide about fewer blocks.
+"""
+
+COGVIDEOX15 = MaskModel(
+    (21, 48, 85),
+    48,
+    text_tokens=226,
+    head_imbalance=1.447,
+    head_contrast=0.5,
+    field_spread=0.04,
+    first_frame=0.62,
+)
+"""CogVideoX1.5 with PAROAttention, as above (SpargeAttn: 1.513 for Ulysses):
+
+| | Ulysses 8 | 4 x ring 2 | 2 x ring 4 | ring 8 |
+|---|---|---|---|---|
+| table 1 | 1.447 | 1.201 | 1.159 | 1.269 |
+| density 0.41 | 1.447 | 1.212 | 1.187 | 1.266 |
+| the same, 40 layers | 1.445 | 1.198 | 1.184 | 1.269 |
+| density 0.68 | 1.387 | 1.130 | 1.093 | 1.061 |
+"""
+
+
+def synthetic_masks(model: MaskModel, *, layer: int = 0, step: int = 0, seed: int = 0) -> Bools:
+    """Draw the mask of one layer in one denoising step; a pure function of its arguments.
+
+    Returns:
+        (H, N, N) bool.
+
+    Raises:
+        ConfigError: The layer, the step or the seed is negative, or no whole number.
+    """
+    layer, step = (whole(*given, most=2**32) for given in (("layer", layer), ("step", step)))
+    generator = keyed_generator(seed, "masks")
+    when = np.array([[layer * model.layer_drift, step * model.step_drift]])
+    normal = _waves(generator, 4 * model.num_heads, when).reshape(4, model.num_heads)
+    densities_H = _head_densities(model, normal[0])
+    widths_H3 = WIDTH * np.exp(WIDTH_SPREAD * normal[1:].T)
+    places_V3 = _block_centres(model)
+    points = np.hstack([places_V3 / FIELD_LENGTHS, when.repeat(len(places_V3), axis=0)])
+    popularity_HV, breadth_HV = (_head_fields(generator, model, points) for _ in range(2))
+    # Half a frame, not one: the mean of a block in the second frame may round to just below it.
+    popularity_HV[:, places_V3[:, 0] * model.grid[0] < 0.5] += model.first_frame
+    num_blocks = model.block_lens.size
+    masks = np.ones((model.num_heads, num_blocks, num_blocks), np.bool_)
+    video = slice(num_blocks - len(places_V3), None)
+    for head, density in enumerate(densities_H.tolist()):
+        scores = _closeness(places_V3 / widths_H3[head])
+        scores += popularity_HV[head]
+        scores += breadth_HV[head, :, None]
+        noise = keyed_generator(seed, "masknois", layer, head)
+        scores += NOISE * cast(Singles, noise.standard_normal(scores.shape, np.float32))
+        np.fill_diagonal(scores, np.inf)
+        masks[head, video, video] = _highest(scores, density, num_blocks, model.row_top_k)
+    return masks
+
+
+def _highest(scores: Singles, density: float, num_blocks: int, row_top_k: bool) -> Bools:
+    """Which video blocks are computed, so that with all of text it is this share of all blocks."""
+    num_rows = scores.shape[0]
+    if row_top_k:
+        keep = round(density * num_blocks) - (num_blocks - num_rows)
+        place = num_rows - min(max(keep, 1), num_rows)
+        return scores >= np.partition(scores, place, axis=1)[:, place, None]
+    keep = round(density * num_blocks**2) - (num_blocks**2 - num_rows**2)
+    place = scores.size - min(max(keep, num_rows), scores.size)
+    return scores >= np.partition(scores.ravel(), place)[place]
+
+
+def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
+    """(H,) shares of blocks, with the mean and the imbalance of the model."""
+    eighth_H = np.arange(model.num_heads) * 8 // model.num_heads
+    offsets_H = normal_H + model.head_contrast * (-1.0) ** eighth_H
+    sizes = np.bincount(eighth_H)
+
+    def spread_by(spread: float) -> Floats:
+        logits_H = spread * offsets_H
+        centre = brentq(
+            lambda shift: float(expit(logits_H + shift).mean()) - model.density,
+            -40.0 - float(logits_H.max()),
+            40.0 - float(logits_H.min()),
+        )
+        return expit(logits_H + centre)
+
+    def excess(spread: float) -> float:
+        means = np.bincount(eighth_H, spread_by(spread))[sizes > 0] / sizes[sizes > 0]
+        return float(means.max()) / model.density - model.head_imbalance
+
+    if excess(MAX_SPREAD) <= 0.0:
+        return spread_by(MAX_SPREAD)
+    return spread_by(brentq(excess, 0.0, MAX_SPREAD) if excess(0.0) < 0.0 else 0.0)
+
+
+def _block_centres(model: MaskModel) -> Floats:
+    """(V, 3) mean place of the tokens of each video block, every axis from 0 to 1."""
+    tokens = np.arange(math.prod(model.grid))
+    places = np.stack(np.unravel_index(tokens, model.grid), axis=1) / model.grid
+    starts = tokens[:: model.block]
+    return np.add.reduceat(places, starts) / np.diff(starts, append=tokens.size)[:, None]
+
+
+def _closeness(places_V3: Floats) -> Singles:
+    """(V, V) exp(-distance^2 / 2): one small matrix product, the squares ride along."""
+    squares, ones = -0.5 * (places_V3**2).sum(axis=1, keepdims=True), np.ones((len(places_V3), 1))
+    left = np.hstack([places_V3, squares, ones]).astype(np.float32)
+    right = np.hstack([places_V3, ones, squares]).astype(np.float32)
+    return np.exp(cast(Singles, left @ right.T))
+
+
+def _head_fields(generator: np.random.Generator, model: MaskModel, points: Floats) -> Singles:
+    """(H, P) smooth functions with the standard deviation of the model, partly shared."""
+    waves = _waves(generator, 1 + model.num_heads, points)
+    waves -= waves.mean(axis=1, keepdims=True)
+    waves /= np.maximum(waves.std(axis=1, keepdims=True), 1e-9)
+    parts = math.sqrt(SHARED_VARIANCE) * waves[:1] + math.sqrt(1 - SHARED_VARIANCE) * waves[1:]
+    return (model.field_spread * parts).astype(np.float32)
+
+
+def _waves(generator: np.random.Generator, num: int, points: Floats) -> Floats:
+    """(num, P) random functions: Gaussian with unit variance, correlated by exp(-distance^2 / 2).
+
+    Source: Rahimi and Recht, Random Features for Large-Scale Kernel Machines, 2007.
+    """
+    frequencies = generator.standard_normal((num, NUM_WAVES, points.shape[1]))
+    phases = generator.uniform(0.0, 2.0 * math.pi, (num, NUM_WAVES, 1))
+    return math.sqrt(2.0 / NUM_WAVES) * np.cos(frequencies @ points.T + phases).sum(axis=1)

@@ -1,0 +1,291 @@
+"""A folder of photos of any size as a stream of training samples.
+
+Legend of shapes: P patch side in pixels; h, w rows and columns of patches of one photo.
+"""
+
+import io
+import logging
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from bascule.errors import ConfigError
+from bascule.plan.files import parse_json, read_lines
+from bascule.workload.codes import SampleShape, keyed_generator
+from bascule.workload.streams import SampleBatch, check_rank, pack_batch, sample_normals
+
+PHOTO_SUFFIXES = frozenset(
+    ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
+)
+"""File names that are taken for photos, in any case; other files in the folder are ignored."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Photo:
+    path: Path
+    caption: bytes
+    rows: int
+    columns: int
+
+
+class PhotoStream:
+    """Photos at their own size, with the bytes of their captions as text tokens.
+
+    A photo becomes ``h * w`` tokens of ``3 * patch**2`` values in [-1, 1], channels first within a
+    token. A photo above ``max_tokens`` is scaled down, one with a side below the patch is stretched
+    to it, and what is left of a multiple of the patch is cut off around the centre. A caption is
+    ``name.txt`` beside ``name.jpg``, else the entry of the photo in ``captions.jsonl`` (lines
+    ``{"file": "name.jpg", "caption": "..."}``); without one the sample has no text tokens.
+
+    Every rank reads and checks every photo once, here, so all ranks agree on which photos there
+    are. Photos that cannot be decoded are left out, counted in ``skipped`` and logged by rank 0.
+    Steps then draw from a shuffled order of the others, each once per epoch.
+
+    Args:
+        folder: The folder; its subfolders are not read.
+        batch_size: Samples a rank and step.
+        rank: This rank.
+        world_size: Ranks.
+        seed: Seed of the order.
+        patch: Side P of a patch in pixels.
+        max_tokens: Most image tokens of a photo.
+        max_text_tokens: Most text tokens; the rest of a caption is cut off.
+        text_dim: Width of a text embedding, and of the pooled vector, which is their mean.
+        strict: Refuse a folder with a photo that cannot be decoded.
+        cache_bytes: Room for decoded photos in memory, filled by name while they fit.
+
+    Raises:
+        ConfigError: No folder, no readable photo in it, a bad line in ``captions.jsonl``, a value
+            out of range, or (``strict``) a photo that cannot be decoded.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        patch: int = 16,
+        max_tokens: int = 4096,
+        max_text_tokens: int = 512,
+        text_dim: int = 64,
+        strict: bool = False,
+        cache_bytes: int = 256 * 2**20,
+    ) -> None:
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("patch", patch, 1),
+            ("max_tokens", max_tokens, 1),
+            ("max_text_tokens", max_text_tokens, 0),
+            ("text_dim", text_dim, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        check_rank(rank, world_size)
+        self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.seed = seed
+        self.in_channels = 3 * patch**2
+        self.text_dim = self.vec_dim = text_dim
+        self.skipped = 0
+        self._patch = patch
+        self._max_tokens = max_tokens
+        self._embedding = sample_normals([0], [256], text_dim, seed=0, stream="t_bytes")
+        self._cache: dict[Path, NDArray[np.uint8]] = {}
+        self._photos = self._scan(Path(folder), max_text_tokens, strict, cache_bytes)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the readable photos, sorted."""
+        return tuple(photo.path.name for photo in self._photos)
+
+    def batch(self, step: int) -> SampleBatch:
+        """Return this rank's share of the step's global batch.
+
+        The global batch is ``world_size * batch_size`` photos in the shuffled order, and a rank has
+        a contiguous share. A sample's id is its number in that order over all epochs, so ids and
+        photos stay the same when the same global batch is split over other numbers of ranks.
+
+        Raises:
+            ConfigError: A photo that was readable at the start no longer is (names the file).
+        """
+        if step < 0:
+            raise ConfigError(f"step must not be negative, got {step}")
+        first = (step * self.world_size + self.rank) * self.batch_size
+        ids = range(first, first + self.batch_size)
+        photos = [self._photos[index] for index in self._draw(ids)]
+        image = np.concatenate([self._tokens(photo) for photo in photos])
+        texts = [self._embedding[torch.tensor(list(p.caption)).long()] for p in photos]
+        return pack_batch(
+            [SampleShape(len(p.caption), p.rows * p.columns, 1, p.columns) for p in photos],
+            image=torch.from_numpy(image).float() / 127.5 - 1.0,
+            text=torch.cat(texts),
+            pooled=torch.stack([_mean(text) for text in texts]),
+            ids=ids,
+        )
+
+    def _draw(self, ids: range) -> list[int]:
+        """Indices of the photos with these numbers in the shuffled order of all epochs."""
+        num_photos = len(self._photos)
+        epochs = range(ids[0] // num_photos, ids[-1] // num_photos + 1)
+        orders = {
+            epoch: keyed_generator(self.seed, "epoch", epoch).permutation(num_photos)
+            for epoch in epochs
+        }
+        return [int(orders[number // num_photos][number % num_photos]) for number in ids]
+
+    def _scan(
+        self, folder: Path, max_text_tokens: int, strict: bool, cache_bytes: int
+    ) -> list[_Photo]:
+        paths = _photo_paths(folder)
+        listed = _listed_captions(folder)
+        unknown = sorted(listed.keys() - {path.name for path in paths})
+        if unknown and self.rank == 0:
+            _log.warning("captions.jsonl names %d missing photos: %s", len(unknown), unknown[0])
+        photos: list[_Photo] = []
+        bad: list[str] = []
+        for path in paths:
+            try:
+                tokens, rows, columns = _decode(path, self._patch, self._max_tokens)
+            except ConfigError as error:
+                if strict:
+                    raise
+                bad.append(str(error))
+                continue
+            caption = _caption(path, listed)[:max_text_tokens]
+            photos.append(_Photo(path, caption, rows, columns))
+            if tokens.nbytes <= cache_bytes:
+                cache_bytes -= tokens.nbytes
+                self._cache[path] = tokens
+        self.skipped = len(bad)
+        if bad and self.rank == 0:
+            _log.warning("skipped %d of %d photos: %s", len(bad), len(paths), "; ".join(bad))
+        if not photos:
+            raise ConfigError(
+                f"no readable photo in {folder} ({len(bad)} unreadable); put photos directly in "
+                f"it, named *{', *'.join(sorted(PHOTO_SUFFIXES))}"
+            )
+        return photos
+
+    def _tokens(self, photo: _Photo) -> NDArray[np.uint8]:
+        """(h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
+        if photo.path in self._cache:
+            return self._cache[photo.path]
+        tokens, rows, columns = _decode(photo.path, self._patch, self._max_tokens)
+        if (rows, columns) != (photo.rows, photo.columns):
+            raise ConfigError(f"{photo.path} has changed its size since the run began")
+        return tokens
+
+
+def _photo_paths(folder: Path) -> list[Path]:
+    """Photos of a folder by name, in an order that does not depend on the file system."""
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"{folder} must be a folder of photos: {error}") from error
+    return [
+        path
+        for path in paths
+        if path.suffix.lower() in PHOTO_SUFFIXES
+        and not path.name.startswith(".")
+        and (path.is_file() or path.is_symlink())
+    ]
+
+
+def _caption(path: Path, listed: dict[str, bytes]) -> bytes:
+    """UTF-8 bytes of a photo's caption, without white space around it; empty if it has none."""
+    beside = path.with_suffix(".txt")
+    if not beside.is_file():
+        return listed.get(path.name, b"")
+    try:
+        return beside.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
+    except OSError as error:
+        raise ConfigError(f"cannot read the caption {beside}: {error}") from error
+
+
+def _listed_captions(folder: Path) -> dict[str, bytes]:
+    """Captions of ``captions.jsonl`` by file name; empty if there is no such file."""
+    path = folder / "captions.jsonl"
+    if not path.exists():
+        return {}
+    captions: dict[str, bytes] = {}
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        match parse_json(line, where):
+            case {"file": str(name), "caption": str(caption)}:
+                pass
+            case row:
+                raise ConfigError(f'{where}: needs "file" and "caption", both text, got {row!r}')
+        if name in captions:
+            raise ConfigError(f"{where}: {name!r} has a caption already")
+        captions[name] = caption.encode("utf-8", "replace").strip()
+    return captions
+
+
+def _decode(path: Path, patch: int, max_tokens: int) -> tuple[NDArray[np.uint8], int, int]:
+    """Decode a photo to tokens (h * w, 3 * P**2), h and w; ConfigError if that is impossible."""
+    try:
+        data = path.read_bytes()
+        with Image.open(io.BytesIO(data)) as image:
+            image.verify()  # checksums that loading leaves out; the image is spent afterwards
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            pixels = _fit(_to_rgb(ImageOps.exif_transpose(image)), patch, max_tokens)
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:
+        raise ConfigError(f"cannot read the photo {path}: no known image format") from error
+    except Exception as error:  # decoders raise anything on damaged bytes
+        raise ConfigError(
+            f"cannot read the photo {path}: {error or type(error).__name__}"
+        ) from error
+    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+    split = pixels.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
+    return split.reshape(rows * columns, 3 * patch**2), rows, columns
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Eight-bit RGB: high byte of 16-bit values, floats taken as 0 to 1, alpha put on white."""
+    if image.mode.startswith("I"):
+        grey = np.asarray(image).clip(0, 65535) // 256
+        image = Image.fromarray(grey.astype(np.uint8))
+    elif image.mode == "F":
+        grey = np.nan_to_num(np.asarray(image)).clip(0.0, 1.0) * 255.0
+        image = Image.fromarray(grey.round().astype(np.uint8))
+    elif image.has_transparency_data:
+        above = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), above)
+    return image.convert("RGB")
+
+
+def _fit(image: Image.Image, patch: int, max_tokens: int) -> NDArray[np.uint8]:
+    """Scale and crop to whole patches, at most ``max_tokens``; (h * P, w * P, 3) uint8."""
+    width, height = image.size
+    scale = 1.0
+    if (width // patch) * (height // patch) > max_tokens:
+        scale = math.sqrt(max_tokens * patch**2 / (width * height))
+    size = max(int(width * scale), patch), max(int(height * scale), patch)
+    if size != image.size:
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    rows = min(size[1] // patch, max_tokens)
+    columns = min(size[0] // patch, max_tokens // rows)
+    left, top = (size[0] - columns * patch) // 2, (size[1] - rows * patch) // 2
+    return np.asarray(image.crop((left, top, left + columns * patch, top + rows * patch)))
+
+
+def _mean(text: Tensor) -> Tensor:
+    """Mean over tokens, zeros if there are none; (tokens, text_dim) -> (text_dim,)."""
+    return text.sum(dim=0) / max(len(text), 1)

@@ -1,0 +1,286 @@
+"""Batches of packed samples for a diffusion transformer, and a synthetic stream of them.
+
+Legend of shapes: N samples on this rank; Ti image tokens, Tt text tokens, T = Ti + Tt packed
+tokens, in the order text 1, image 1, text 2, image 2, ...; C channels of an image token.
+
+Randomness belongs to a sample, never to a rank: noise and timestep are functions of the seed and
+the sample's id, so a sample trains in the same way wherever it is processed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bascule.errors import ConfigError
+from bascule.workload.codes import (
+    DataCode,
+    SampleShape,
+    check_world,
+    keyed_generator,
+    parse_data_codes,
+    rank_lengths,
+)
+
+_NUM_WAVES = 8
+_TEXT_NOISE = 0.5
+_IMAGE_NOISE = 0.1
+_MAX_STEPS = 2**31
+_MAX_RANKS = 2**16
+_MAX_SAMPLES = 2**16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleBatch:
+    """The samples of one rank and step, packed without padding. Zero samples are legal.
+
+    Attributes:
+        image: (Ti, C) float32, clean image tokens (x0), samples one after the other.
+        text: (Tt, text_dim) float32, text embeddings, samples one after the other.
+        is_image: (T,) bool, which packed token is an image token.
+        pos: (T, 3) float32, (frame, row, column) of an image token; zeros for text.
+        pooled: (N, vec_dim) float32, one text vector per sample.
+        sample_ids: (N,) int64, unique over ranks and steps of a run.
+        seq_lens: Text and image tokens of each sample.
+        image_lens: Image tokens of each sample.
+    """
+
+    image: Tensor
+    text: Tensor
+    is_image: Tensor
+    pos: Tensor
+    pooled: Tensor
+    sample_ids: Tensor
+    seq_lens: list[int]
+    image_lens: list[int]
+
+    def to(self, device: torch.device | str) -> "SampleBatch":
+        """Return the same batch with its tensors on a device."""
+        return replace(
+            self,
+            image=self.image.to(device),
+            text=self.text.to(device),
+            is_image=self.is_image.to(device),
+            pos=self.pos.to(device),
+            pooled=self.pooled.to(device),
+            sample_ids=self.sample_ids.to(device),
+        )
+
+
+class SampleStream(Protocol):
+    """Gives one rank its batch of a step; a pure function of the step."""
+
+    @property
+    def in_channels(self) -> int:
+        """Channels C of an image token."""
+        ...
+
+    @property
+    def text_dim(self) -> int:
+        """Width of a text embedding."""
+        ...
+
+    @property
+    def vec_dim(self) -> int:
+        """Width of a sample's pooled text vector."""
+        ...
+
+    def batch(self, step: int) -> SampleBatch:
+        """Return this rank's batch of a step (0 or more)."""
+        ...
+
+
+def pack_batch(
+    shapes: Sequence[SampleShape],
+    *,
+    image: Tensor,
+    text: Tensor,
+    pooled: Tensor,
+    ids: Sequence[int],
+) -> SampleBatch:
+    """Put per-modality tensors together to a batch: token order and positions from the shapes.
+
+    Args:
+        shapes: Shape of each sample.
+        image: (Ti, C) image tokens, samples one after the other.
+        text: (Tt, text_dim) text embeddings, samples one after the other.
+        pooled: (N, vec_dim) text vectors.
+        ids: Id of each sample.
+
+    Raises:
+        ConfigError: Rows of a tensor do not match the shapes.
+    """
+    text_lens = [shape.text_tokens for shape in shapes]
+    image_lens = [shape.image_tokens for shape in shapes]
+    expected = (sum(image_lens), sum(text_lens), len(shapes), len(shapes))
+    actual = (len(image), len(text), len(pooled), len(ids))
+    if actual != expected:
+        raise ConfigError(f"rows of (image, text, pooled, ids) are {actual}, shapes say {expected}")
+    runs = torch.tensor([text_lens, image_lens], dtype=torch.int64).T.flatten()
+    is_image = torch.tensor([False, True]).repeat(len(shapes)).repeat_interleave(runs)
+    pos = torch.zeros(len(is_image), 3)
+    pos[is_image] = image_positions(shapes)
+    return SampleBatch(
+        image=image,
+        text=text,
+        is_image=is_image,
+        pos=pos,
+        pooled=pooled,
+        sample_ids=torch.tensor(ids, dtype=torch.int64),
+        seq_lens=[shape.seq_len for shape in shapes],
+        image_lens=image_lens,
+    )
+
+
+def image_positions(shapes: Sequence[SampleShape]) -> Tensor:
+    """Raster positions (frame, row, column) of the image tokens of all samples, (Ti, 3) float32."""
+    lens = np.array([shape.image_tokens for shape in shapes], dtype=np.int64)
+    frame_lens = np.array([s.image_tokens // s.frames for s in shapes], dtype=np.int64)
+    widths = np.array([shape.grid_width for shape in shapes], dtype=np.int64)
+    index = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    frame, in_frame = np.divmod(index, np.repeat(frame_lens, lens))
+    row, column = np.divmod(in_frame, np.repeat(widths, lens))
+    return torch.from_numpy(np.stack([frame, row, column], axis=1).astype(np.float32))
+
+
+def sample_normals(
+    sample_ids: Sequence[int], lens: Sequence[int], channels: int, *, seed: int, stream: str
+) -> Tensor:
+    """Standard normal rows, ``lens[i]`` of them drawn from (seed, stream, sample id) alone.
+
+    Args:
+        sample_ids: Id of each sample.
+        lens: Rows of each sample.
+        channels: Columns.
+        seed: Seed of the run.
+        stream: What the numbers are for, at most 8 ASCII characters.
+
+    Returns:
+        (sum(lens), channels) float32.
+    """
+    rows = np.empty((sum(lens), channels), dtype=np.float32)
+    start = 0
+    for sample_id, num_rows in zip(sample_ids, lens, strict=True):
+        generator = keyed_generator(seed, stream, sample_id)
+        generator.standard_normal(out=rows[start : start + num_rows], dtype=np.float32)
+        start += num_rows
+    return torch.from_numpy(rows)
+
+
+def flow_noise(batch: SampleBatch, *, seed: int) -> Tensor:
+    """Rectified-flow noise of a batch's image tokens, (Ti, C) float32 on the CPU.
+
+    A sample's noise depends on the seed and its id only, not on its rank or its neighbours.
+    """
+    return sample_normals(
+        batch.sample_ids.tolist(),
+        batch.image_lens,
+        batch.image.shape[1],
+        seed=seed,
+        stream="noise",
+    )
+
+
+def flow_timesteps(batch: SampleBatch, *, seed: int) -> Tensor:
+    """Rectified-flow timestep of each sample, (N,) float32 in (0, 1) on the CPU, logit-normal.
+
+    A sample's timestep depends on the seed and its id only. Source of the distribution: Stable
+    Diffusion 3 (Esser et al. 2024), section 3.1, location 0 and scale 1.
+    """
+    ids = batch.sample_ids.tolist()
+    return sample_normals(ids, [1] * len(ids), 1, seed=seed, stream="timestep")[:, 0].sigmoid()
+
+
+class SyntheticStream:
+    """Learnable samples with the lengths of data codes.
+
+    Each sample has a hidden prompt of eight numbers. Its image tokens are eight fixed waves over
+    the positions, weighted by the prompt and mixed into the channels, plus a little noise; its text
+    tokens are the prompt in another basis, plus noise. So a model that learns the waves, or reads
+    the text, lowers its loss.
+
+    Args:
+        codes: The mix, as text or parsed. A larger world holds replicas of it, with other samples.
+        rank: This rank.
+        world_size: Ranks; a multiple of the mix's ranks.
+        seed: Seed of lengths and contents.
+        channels: Channels C of an image token.
+        text_dim: Width of a text embedding.
+        vec_dim: Width of a sample's text vector.
+
+    Raises:
+        ConfigError: The codes are malformed, or the world does not fit them.
+    """
+
+    def __init__(
+        self,
+        codes: str | Sequence[DataCode],
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        seed: int = 0,
+        channels: int = 64,
+        text_dim: int = 64,
+        vec_dim: int = 64,
+    ) -> None:
+        self.codes = parse_data_codes(codes) if isinstance(codes, str) else tuple(codes)
+        check_world(self.codes, world_size)
+        check_rank(rank, world_size)
+        if any(code.batch_size >= _MAX_SAMPLES for code in self.codes) or world_size > _MAX_RANKS:
+            raise ConfigError(
+                f"at most {_MAX_RANKS} ranks of less than {_MAX_SAMPLES} samples can be numbered"
+            )
+        self.rank = rank
+        self.seed = seed
+        self.in_channels = channels
+        self.text_dim = text_dim
+        self.vec_dim = vec_dim
+        self._frequencies = _table("freq", 3, _NUM_WAVES) * 0.3
+        scale = _NUM_WAVES**-0.5
+        self._to_image = _table("image", _NUM_WAVES, channels) * scale
+        self._to_text = _table("text", _NUM_WAVES, text_dim) * scale
+        self._to_pooled = _table("pooled", _NUM_WAVES, vec_dim) * scale
+
+    def batch(self, step: int) -> SampleBatch:
+        """Return this rank's batch of a step, a pure function of (codes, seed, step, rank)."""
+        if not 0 <= step < _MAX_STEPS:
+            raise ConfigError(f"step must be in 0..{_MAX_STEPS - 1}, got {step}")
+        shapes = rank_lengths(self.codes, self.rank, seed=self.seed, step=step)
+        first = (step * _MAX_RANKS + self.rank) * _MAX_SAMPLES
+        ids = range(first, first + len(shapes))
+        prompt = self._normals(ids, [1] * len(shapes), _NUM_WAVES, "prompt")
+        text_lens = [shape.text_tokens for shape in shapes]
+        image_lens = [shape.image_tokens for shape in shapes]
+        text_prompt = prompt.repeat_interleave(torch.tensor(text_lens, dtype=torch.int64), dim=0)
+        image_prompt = prompt.repeat_interleave(torch.tensor(image_lens, dtype=torch.int64), dim=0)
+        waves = (image_positions(shapes) @ self._frequencies).cos() * 2**0.5
+        text_noise = self._normals(ids, text_lens, self.text_dim, "text")
+        image_noise = self._normals(ids, image_lens, self.in_channels, "image")
+        return pack_batch(
+            shapes,
+            image=(image_prompt * waves) @ self._to_image + _IMAGE_NOISE * image_noise,
+            text=text_prompt @ self._to_text + _TEXT_NOISE * text_noise,
+            pooled=prompt @ self._to_pooled,
+            ids=ids,
+        )
+
+    def _normals(self, ids: Sequence[int], lens: Sequence[int], dim: int, stream: str) -> Tensor:
+        return sample_normals(ids, lens, dim, seed=self.seed, stream=stream)
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Refuse a rank outside the world.
+
+    Raises:
+        ConfigError: Names the rank and the world size.
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not in a world of {world_size}")
+
+
+def _table(name: str, rows: int, columns: int) -> Tensor:
+    """A fixed table of normals, the same in every run."""
+    return sample_normals([0], [rows], columns, seed=0, stream=f"t_{name}")
