@@ -27,9 +27,7 @@ from transformers import (
 )
 
 from bascule import TransformerCost
-from bascule.data.collators import collate_padded
-from bascule.data.loader import BalancedLoader
-from bascule.data.source import ResumableSampler
+from bascule.data import BalancedLoader, ResumableSampler, collate_padded
 
 NUM_STEPS, BATCH_SIZE = 20, 5
 WIDTH, NUM_LAYERS = 64, 2

@@ -1,4 +1,9 @@
 """Attend: kernels, and the rings and all-to-alls that make one attention of many ranks."""
 
+from bascule.attention.api import AttentionMesh as AttentionMesh
+from bascule.attention.api import SequenceLayout as SequenceLayout
+from bascule.attention.api import attention as attention
+from bascule.attention.api import gather as gather
+from bascule.attention.api import split as split
 from bascule.attention.kernels.packed_kernels import PackedSequences as PackedSequences
 from bascule.attention.kernels.packed_kernels import select_kernel as select_kernel

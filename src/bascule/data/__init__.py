@@ -1,5 +1,6 @@
 """A data loader that gives every rank the same work: whole samples change ranks."""
 
+from bascule.data.collators import collate_padded as collate_padded
 from bascule.data.cost_tracker import CostTracker as CostTracker
 from bascule.data.loader import BalancedLoader as BalancedLoader
 from bascule.data.loader_batch import Batch as Batch

@@ -1,1 +1,7 @@
 """What is planned for: data codes, manifests, masks, and streams of samples."""
+
+from bascule.workload.codes import parse_data_codes as parse_data_codes
+from bascule.workload.codes import sample_lengths as sample_lengths
+from bascule.workload.manifest import read_manifest as read_manifest
+from bascule.workload.mask_files import load_masks as load_masks
+from bascule.workload.mask_files import save_masks as save_masks
