@@ -97,7 +97,7 @@ class SequenceParallel:
         self.topology = self._agree_on_settings(topology, len(ranks), error)
         self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
         self.data_group = self.group if data is None else data
-        self.bag_groups = make_bag_groups(self.group, self.topology, cluster, timeout_s)
+        self.bag_groups = make_bag_groups(self.group, self.topology, cluster)
 
     @property
     def rank(self) -> int:

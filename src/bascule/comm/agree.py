@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_gather, device_of
+from bascule.comm.transfers import all_gather
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 Ints = npt.NDArray[np.int64]

@@ -3,10 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
-from bascule.comm.groups import RankGroup
-from bascule.comm.making import new_group
+from bascule.comm.groups import RankGroup, member_of
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.topology.spec import Topology
 
@@ -34,22 +31,20 @@ class BagGroups:
 
 
 def make_bag_groups(
-    group: RankGroup, topology: Topology | str, cluster: Cluster | None, timeout_s: float
+    group: RankGroup, topology: Topology | str, cluster: Cluster | None
 ) -> BagGroups:
-    """Make the groups, once; first those that share heads.
+    """The groups: parts of that of all ranks, so nothing is made, and no rank waits.
 
     Args:
         group: All ranks; serves as a group of all.
         topology: The bags; a string stands for "auto": aligned power-of-two subgroups of a node.
         cluster: Says what a node is; needed for "auto".
-        timeout_s: Longest wait of a collective on them, in seconds.
     """
 
     def make(ranks: Sequence[int], name: str) -> RankGroup:
         if len(ranks) == group.size:
             return group
-        backend = dist.get_backend(group.process_group)
-        return new_group([group.ranks[rank] for rank in ranks], name, timeout_s, backend=backend)
+        return member_of(group.process_group, name, ranks=[group.ranks[rank] for rank in ranks])
 
     if not isinstance(topology, Topology):
         assert cluster is not None

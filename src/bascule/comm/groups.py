@@ -16,13 +16,19 @@ from bascule.comm.guard.calls import Calls
 from bascule.comm.staging import Staging
 from bascule.errors import CommError, ConfigError
 
-_calls: "weakref.WeakKeyDictionary[dist.ProcessGroup, Calls]" = weakref.WeakKeyDictionary()
-"""Of every process group in use: whoever refers to one must number its calls with all others."""
+_calls: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""Of every process group in use, and of some of its ranks: whoever refers to them must number their
+calls with all others."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A process group, this rank's place in it, and its members.
+    """Ranks that make calls together: a process group, or some members of one.
+
+    Some members need no process group of their own: they send each other messages over that of all,
+    with marks that are theirs.
 
     Torch keeps a group until it is destroyed, and does not end well if somebody else still does
     then: threads of gloo outlive the interpreter and abort the process. So it is only referred to.
@@ -33,6 +39,7 @@ class RankGroup:
         ranks: Global rank of each member; in any order, the same on all of them.
         places: Of each member, its place in the process group's own order.
         name: How errors call the group.
+        key: Tells it from all other groups of this rank, and is the same on all members.
         calls: What its members do together.
     """
 
@@ -41,6 +48,7 @@ class RankGroup:
     ranks: tuple[int, ...]
     places: tuple[int, ...]
     name: str
+    key: str = ""
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
     @property
@@ -62,6 +70,11 @@ class RankGroup:
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether the process group has more members: its collectives are none of this group."""
+        return self.size < self.process_group.size()
 
     @property
     def is_in_order(self) -> bool:
@@ -108,38 +121,59 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
 def member_of(
     group: dist.ProcessGroup, name: str, *, ranks: Sequence[int] | None = None
 ) -> RankGroup:
-    """This rank's view of an existing group.
+    """This rank's view of an existing group, or of some of its ranks. No collective.
 
     Args:
         group: This rank is in it.
         name: How errors call it.
-        ranks: Its global ranks in the order wanted, the same on all of them. Default: the group's.
+        ranks: Its global ranks in the order wanted, the same on all of them; or some of them, this
+            one included. Default: the group's.
     """
     members = dist.get_process_group_ranks(group)
     in_order = tuple(members if ranks is None else ranks)
     place_of = {rank: place for place, rank in enumerate(members)}
-    calls = _calls.get(group)
-    if calls is None:
-        backends = dist.get_backend_config(group)  # as "cpu:gloo,cuda:nccl"
-        calls = _calls[group] = Calls(has_tags="cpu:gloo" in backends)
+    part = f" {name} {in_order}" if len(in_order) < len(members) else ""
     return RankGroup(
         reference=weakref.ref(group),
         rank=in_order.index(dist.get_rank()),
         ranks=in_order,
         places=tuple(place_of[rank] for rank in in_order),
         name=name,
-        calls=calls,
+        key=group.group_name + part,
+        calls=_calls_of(group, part),
     )
 
 
-def groups_in_use() -> list[tuple[dist.ProcessGroup, Calls]]:
+def _calls_of(group: dist.ProcessGroup, part: str) -> Calls:
+    """The calls of a process group, or of a part of it; what ended the group ended all parts."""
+    parts = _calls.setdefault(group, {})
+    if part not in parts:
+        made = parts[part] = Calls(has_tags="cpu:gloo" in dist.get_backend_config(group))
+        made.mean(part)
+        made.ended = next((calls.ended for calls in parts.values() if calls.ended), None)
+    return parts[part]
+
+
+def calls_in_use() -> dict[str, Calls]:
+    """By key, the calls of every group that this rank has used."""
+    return {
+        group.group_name + part: calls
+        for group, parts in list(_calls.items())
+        for part, calls in list(parts.items())
+    }
+
+
+def process_groups_in_use() -> list[dist.ProcessGroup]:
     """Every process group that this rank has made calls on."""
-    return list(_calls.items())
+    return list(_calls)
 
 
-def calls_done() -> dict[str, int]:
-    """By name of the process group, how many calls this rank has done its part of."""
-    return {group.group_name: calls.num_done for group, calls in groups_in_use()}
+def device_of(group: RankGroup) -> torch.device:
+    """A device whose tensors the group carries: the host, if it carries those."""
+    carries = dist.get_backend_config(group.process_group)
+    if "cpu" in carries:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def timeout_of(group: RankGroup, device: torch.device) -> timedelta | None:

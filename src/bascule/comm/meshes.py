@@ -1,22 +1,23 @@
 """This rank's place among the ranks that attend together."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
     _set_pg_timeout,
 )
 
-from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.making import check_timeout
+from bascule.comm.groups import RankGroup, device_of, member_of, resolve, timeout_of
+from bascule.comm.making import check_timeout, new_group
 from bascule.errors import ConfigError
+from bascule.plan.sparse.choose_mesh import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
 _SEPARATOR = "|"
@@ -144,29 +145,77 @@ def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
     return mesh if isinstance(mesh, AttentionMesh) else _of_groups(mesh)
 
 
-def mesh_of_degrees(device_type: str, ring: int, ulysses: int) -> AttentionMesh:
-    """All ranks as a mesh: the same one, and the same process groups, for the same degrees.
+def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
+    """All ranks as a mesh; one process group for all degrees, made at the first call of all ranks.
 
     Args:
-        device_type: Of the tensors: "cpu", "cuda".
         ring: R.
-        ulysses: U; R x U must be the number of ranks.
+        ulysses: U; R x U must be the number of ranks. Rank = ring rank * U + Ulysses rank.
     """
     world = resolve(None)
-    mesh = _mesh_of_degrees(weakref.ref(world), device_type, ring, ulysses)
-    groups = (mesh.ring, mesh.ulysses, mesh.whole)
-    if any(group is not None and group.calls.ended is not None for group in groups):
-        _mesh_of_degrees.cache_clear()  # a failure ended them
-        mesh = _mesh_of_degrees(weakref.ref(world), device_type, ring, ulysses)
-    return mesh
+    if world.size() == 1:
+        return AttentionMesh(None, None, None)
+    whole = _group_of_all(weakref.ref(world))
+    if whole.calls.ended is not None:
+        _group_of_all.cache_clear()  # a failure ended it
+        whole = _group_of_all(weakref.ref(world))
+    return _mesh_over(whole, ulysses, ring)
 
 
-@lru_cache(maxsize=64)
-def _mesh_of_degrees(
-    world: weakref.ref[dist.ProcessGroup], device_type: str, ring: int, ulysses: int
-) -> AttentionMesh:
-    names = RING_AXIS, ULYSSES_AXIS
-    return AttentionMesh.of(init_device_mesh(device_type, (ring, ulysses), mesh_dim_names=names))
+@lru_cache(maxsize=1)
+def _group_of_all(world: weakref.ref[dist.ProcessGroup]) -> RankGroup:
+    return new_group(range(dist.get_world_size()), "attention", _default_timeout_s())
+
+
+def _default_timeout_s() -> float:
+    """That of the default group, if its back end tells."""
+    world = member_of(resolve(None), "world")
+    made_with = timeout_of(world, device_of(world))
+    return (made_with or dist.default_pg_timeout).total_seconds()
+
+
+def meshes_over(
+    mesh: AttentionMesh, degrees: Iterable[Degrees] | None = None
+) -> dict[Degrees, AttentionMesh]:
+    """Meshes of other degrees over the ranks of a mesh, and that mesh itself, by (U, R).
+
+    No collective: their rings and Ulysses groups are parts of the group of all ranks. A rank keeps
+    its number and its tokens: rank = ring rank * U + Ulysses rank, whatever U and R.
+
+    Args:
+        mesh: The ranks.
+        degrees: (Ulysses, ring) of each mesh. Default: all whose product is the number of ranks.
+
+    Raises:
+        ConfigError: Some degrees do not fit the number of ranks.
+    """
+    ring, ulysses = mesh.degrees
+    made = {(ulysses, ring): mesh}
+    for one in all_degrees(ring * ulysses) if degrees is None else degrees:
+        if one[0] * one[1] != ring * ulysses or min(one) < 1:
+            raise ConfigError(
+                f"{one[0]} x {one[1]} ranks (Ulysses x ring) of {ring * ulysses}: the product must "
+                f"be {ring * ulysses}; possible are {all_degrees(ring * ulysses)}"
+            )
+        if one not in made:
+            assert mesh.whole is not None
+            made[one] = _mesh_over(mesh.whole, *one)
+    return made
+
+
+def _mesh_over(whole: RankGroup, ulysses_degree: int, ring_degree: int) -> AttentionMesh:
+    if ring_degree == 1:
+        return AttentionMesh(None, whole, whole)
+    if ulysses_degree == 1:
+        return AttentionMesh(whole, None, whole)
+    group = whole.process_group
+    ring_rank, place = divmod(whole.rank, ulysses_degree)
+    first = ring_rank * ulysses_degree
+    return AttentionMesh(
+        member_of(group, RING_AXIS, ranks=whole.ranks[place::ulysses_degree]),
+        member_of(group, ULYSSES_AXIS, ranks=whole.ranks[first : first + ulysses_degree]),
+        whole,
+    )
 
 
 @torch.compiler.assume_constant_result

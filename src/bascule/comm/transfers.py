@@ -116,7 +116,7 @@ def all_to_all(
         recv_splits: Rows of `received` from each rank.
         send_splits: Rows of `sent` to each rank.
     """
-    if not _is_tagged(group, sent):
+    if not _goes_by_messages(group, sent):
         with call(group, what):
             _all_to_all_of_backend(group, received, sent, recv_splits, send_splits)
         return
@@ -157,7 +157,7 @@ def all_gather(group: RankGroup, what: Call, own: Tensor) -> Tensor:
     own = own.contiguous()
     gathered = own.new_empty(group.size, *own.shape)
     into, given = as_bytes(gathered), as_bytes(own)
-    if not _is_tagged(group, own):
+    if not _goes_by_messages(group, own):
         with call(group, what):
             all_gather_single(into, given, group=group.process_group)
         places = torch.tensor(group.places, device=own.device)
@@ -175,7 +175,7 @@ def reduce_scatter(group: RankGroup, what: Call, parts: Tensor) -> Tensor:
 
     In the dtype of `parts`, and on the host in the order of places.
     """
-    if not _is_tagged(group, parts):
+    if not _goes_by_messages(group, parts):
         order = torch.tensor(group.places, device=parts.device).argsort()
         own = parts.new_empty(parts.shape[1:])
         with call(group, what):
@@ -194,7 +194,7 @@ def all_reduce(group: RankGroup, what: Call, x: Tensor) -> Tensor:
     On the host every rank adds up what all gave, in the order of places; of a large tensor each
     adds up a part, and gives it to the others.
     """
-    if _is_tagged(group, x):
+    if _goes_by_messages(group, x):
         if x.numel() <= _SMALL:
             return all_gather(group, what, x).sum(dim=0)
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % group.size))
@@ -209,7 +209,7 @@ def all_reduce(group: RankGroup, what: Call, x: Tensor) -> Tensor:
 def broadcast(group: RankGroup, what: Call, x: Tensor) -> Tensor:
     """The tensor of the first rank, on every rank."""
     x = x.clone(memory_format=torch.contiguous_format)
-    if not _is_tagged(group, x):
+    if not _goes_by_messages(group, x):
         with call(group, what):
             dist.broadcast(x, group.ranks[0], group=group.process_group)
         return x
@@ -219,17 +219,9 @@ def broadcast(group: RankGroup, what: Call, x: Tensor) -> Tensor:
     return x
 
 
-def device_of(group: RankGroup) -> torch.device:
-    """A device whose tensors the group carries: the host, if it carries those."""
-    carries = dist.get_backend_config(group.process_group)
-    if "cpu" in carries:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _is_tagged(group: RankGroup, x: Tensor) -> bool:
-    """Whether messages with tensors such as this carry the marks of their calls."""
-    return group.calls.has_tags and x.device.type == "cpu"
+def _goes_by_messages(group: RankGroup, x: Tensor) -> bool:
+    """Where they carry marks, or where the collectives of the back end need other ranks, too."""
+    return group.is_part or (group.calls.has_tags and x.device.type == "cpu")
 
 
 def as_bytes(x: Tensor) -> Tensor:

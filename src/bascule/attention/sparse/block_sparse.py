@@ -27,12 +27,12 @@ from bascule.attention.ring import ring_attention
 from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled
 from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.guard.failures import told
 from bascule.comm.meshes import AttentionMesh, as_attention_mesh
-from bascule.comm.transfers import all_gather, device_of
+from bascule.comm.transfers import all_gather
 from bascule.errors import ConfigError
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows, SparsePlan, block_counts

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
-from bascule.comm.guard.failures import reporting
-from bascule.comm.meshes import AttentionMesh, as_attention_mesh
-from bascule.comm.strategies import meshes_over
+from bascule.comm.guard.calls import Call
+from bascule.comm.meshes import AttentionMesh, as_attention_mesh, meshes_over
+from bascule.comm.transfers import all_gather, broadcast
 from bascule.errors import ConfigError
 from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad, fit_attention_latency
 from bascule.plan.sparse import BlockLayout, SparsePlan, block_lens, in_order, plan_under
@@ -88,9 +87,7 @@ def measure_attention_latency(
     fitted = fit_attention_latency(loads, seconds)
     # Ranks of other processors may round otherwise, and must never choose differently.
     values = torch.tensor(list(asdict(fitted).values()), dtype=torch.float64, device=device)
-    with reporting(ranks.whole, "broadcast (latency)", 0):
-        dist.broadcast(values, ranks.whole.ranks[0], group=ranks.whole.process_group)
-    *coefficients, fit_error = values.tolist()
+    *coefficients, fit_error = broadcast(ranks.whole, Call("broadcast (latency)"), values).tolist()
     return AttentionLatency(*coefficients, fit_error=fit_error)
 
 
@@ -106,7 +103,7 @@ def time_sparse_attention(
 
     On every mesh of these ranks that has a head for each Ulysses rank, and on each rank alone; of
     two lengths, and of no work, little and much, shared evenly. Collectives: those of
-    `sparse_attention`, a barrier before each call, and an all-reduce.
+    `sparse_attention`, an all-gather before each call, and one at the end.
     """
     assert mesh.whole is not None
     alone = AttentionMesh(None, None, None)
@@ -126,9 +123,7 @@ def time_sparse_attention(
         for turn in range(-1, rounds):  # the first round warms up
             for place, call in enumerate(calls):
                 times[max(turn, 0), place] = _seconds(call, mesh, device, generator, kernel)
-    slowest = times.to(device)
-    with reporting(mesh.whole, "all_reduce (seconds)", 0):
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=mesh.whole.process_group)
+    slowest = all_gather(mesh.whole, Call("all_gather (seconds)"), times.to(device)).amax(dim=0)
     return [call.load for call in calls], np.median(slowest.cpu().numpy(), axis=0).tolist()
 
 
@@ -175,8 +170,8 @@ def _seconds(
     )
     seen = rows_of(np.broadcast_to(call.mask, (call.q[1], *call.mask.shape)))
     _wait_for(device)
-    with reporting(mesh.whole, "barrier (timing)", 0):
-        dist.barrier(mesh.whole.process_group)
+    all_gather(mesh.whole, Call("barrier (timing)"), torch.zeros(1, device=device))
+    _wait_for(device)
     start = time.perf_counter()
     sparse_attention(q, k, v, call.mesh, call.plan, seen, kernel=kernel)
     _wait_for(device)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from bascule.comm.groups import RankGroup, calls_done, groups_in_use
+from bascule.comm.groups import RankGroup, calls_in_use, process_groups_in_use
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure
@@ -66,7 +66,7 @@ def call(group: RankGroup, what: Call) -> Iterator[Begun]:
 def waiting(group: RankGroup, begun: Begun) -> Iterator[None]:
     """Wait for the other members in a call that was begun."""
     watch = watch_of_world(end_all)
-    wait = watch.begin(group.process_group.group_name, begun, group.ranks, repr(group.name))
+    wait = watch.begin(group.key, begun, group.ranks, repr(group.name))
     try:
         yield
     except BaseException as error:
@@ -144,10 +144,11 @@ def end_all(reason: str) -> None:
 
     The back ends of devices end waits themselves, by their timeouts.
     """
-    for group, calls in groups_in_use():
-        if calls.ended is None:
-            calls.ended = reason
-            _close(group)
+    ended = [calls for calls in calls_in_use().values() if calls.ended is None]
+    for calls in ended:
+        calls.ended = reason
+    for group in process_groups_in_use() if ended else ():
+        _close(group)
 
 
 def _close(group: dist.ProcessGroup) -> None:
@@ -182,7 +183,7 @@ def failure(
         verdict: Why the call could not end, if that is known.
     """
     found = verdict or Verdict("")
-    _sign(Failure(str(what), group.ranks, found.text, found.is_input, calls_done()))
+    _sign(Failure(str(what), group.ranks, found.text, found.is_input, _calls_done()))
     if verdict is None:
         end_all(f"{what} failed on group {group.name!r}")
         is_input, who = _cause(group) or (False, roll_call(group, what))
@@ -194,6 +195,10 @@ def failure(
     )
     logger.error("%s", message)
     return RemoteConfigError(message) if is_input else CommError(message)
+
+
+def _calls_done() -> dict[str, int]:
+    return {key: calls.num_done for key, calls in calls_in_use().items()}
 
 
 def _sign(own: Failure) -> None:

@@ -23,7 +23,7 @@ class Waiting:
     Attributes:
         id: Tells the waits of a rank apart.
         thread: The thread that waits.
-        group: Name of the process group.
+        group: Key of the group, as in `groups.RankGroup`.
         needs: Global ranks whose part has not come yet.
         number: Of the call, as in `calls.Begun`.
         mark: Of the call.
@@ -45,8 +45,8 @@ class Position:
 
     Attributes:
         main: The main thread.
-        threads: By process group, the thread that makes its calls.
-        begun: By process group, (number, mark, text) of its last calls.
+        threads: By key of the group, the thread that makes its calls.
+        begun: By key of the group, (number, mark, text) of its last calls.
         waits: Those that take long.
     """
 
@@ -77,7 +77,7 @@ class Failure:
         ranks: Global ranks of that call.
         cause: Its own error; "" where it only noticed that others were gone.
         is_input: Whether that was bad input.
-        done: By process group, how many calls it had done its part of.
+        done: By key of the group, how many calls it had done its part of.
     """
 
     where: str

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from bascule.comm.groups import calls_done, groups_in_use, resolve
+from bascule.comm.groups import calls_in_use, resolve
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun
 from bascule.comm.guard.notes import Failure, Position, Waiting
@@ -49,7 +49,7 @@ class Wait:
 
     Attributes:
         id: Tells the waits of this rank apart.
-        group: Name of the process group.
+        group: Key of the group.
         begun: The call.
         needs: Global ranks whose part it waits for; this one may be among them.
         label: How errors call the group.
@@ -201,22 +201,22 @@ class Watch:
     def _position(self, waits: tuple[Waiting, ...]) -> Position:
         threads: dict[str, int] = {}
         begun: dict[str, tuple[tuple[int, int, str], ...]] = {}
-        for group, calls in groups_in_use():
+        for key, calls in calls_in_use().items():
             if calls.thread is not None:
-                threads[group.group_name] = calls.thread
+                threads[key] = calls.thread
                 recent = [(one.number, one.mark, str(one.call)) for one in list(calls.recent)]
-                begun[group.group_name] = tuple(recent)
+                begun[key] = tuple(recent)
         main = threading.main_thread().ident
         return Position(0 if main is None else main, threads, begun, waits)
 
 
 def _done_by_this_thread() -> dict[str, int]:
     """Calls done by group; all where another thread makes them, because it did not fail."""
-    done, own = calls_done(), threading.get_ident()
-    for group, calls in groups_in_use():
-        if calls.is_of_another(own):
-            done[group.group_name] = _ALL
-    return done
+    own = threading.get_ident()
+    return {
+        key: _ALL if calls.is_of_another(own) else calls.num_done
+        for key, calls in calls_in_use().items()
+    }
 
 
 def judge(

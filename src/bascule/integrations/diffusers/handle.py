@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
-from bascule.comm.meshes import AttentionMesh, mesh_of_degrees
+from bascule.comm.meshes import AttentionMesh, mesh_of_all
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
@@ -82,7 +82,7 @@ def parallelize(
         error = found
     agree_on_split(group, asked, error)
     assert asked is not None
-    place = _mesh_of(asked.models[0], asked.degrees) if place is None else place
+    place = mesh_of_all(*asked.degrees) if place is None else place
     handle = Parallelized(place)
     with ExitStack() as undo:
         undo.callback(handle.undo)
@@ -334,11 +334,6 @@ def _degrees(
             "a mesh"
         )
     return ring, ulysses
-
-
-def _mesh_of(model: nn.Module, degrees: tuple[int, int]) -> AttentionMesh:
-    """All ranks."""
-    return mesh_of_degrees(device_of(model).type, *degrees)
 
 
 def _check_heads(model: nn.Module, ulysses: int) -> None:

@@ -26,8 +26,7 @@ from bascule.attention.sparse.block_sparse import (
     attend_sparse,
     gather_counts,
 )
-from bascule.comm.meshes import AttentionMesh
-from bascule.comm.strategies import meshes_over
+from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.sparse.sparse_config import LayerMasks, SparseConfig
 from bascule.plan.routes import Ints
