@@ -3,8 +3,8 @@
 Run: `python benchmarks/bench_bags.py` (about a minute); writes results/bags.json.
 
 Four ranks of one thread over gloo, in two bags. "set-up" is what it takes until a bag can be used;
-"all-to-all" is an exchange of rows inside the bag. Both ways take turns; a call lasts as long as the
-slowest rank's.
+"all-to-all" is an exchange of rows inside the bag. Both ways take turns; a call lasts as long as
+the slowest rank's.
 """
 
 import os
@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from _common import ratio, summary, verdict, write_results
 from torch.multiprocessing.spawn import spawn
 
-from bascule.comm.groups import RankGroup, member_of
+from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.making import new_group
 from bascule.comm.transfers import all_to_all
@@ -63,7 +63,7 @@ def measure(rank: int, store: str, queue: Any) -> None:
 
 def of_part(world: RankGroup, ranks: list[int]) -> RankGroup:
     """As bags are."""
-    return member_of(world.process_group, "bag", ranks=ranks)
+    return world.part(ranks, "bag")
 
 
 def of_group(ranks: list[int]) -> RankGroup:

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
-from bascule.comm.bags import make_bag_groups
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import tell, told
 from bascule.comm.making import new_group
@@ -97,7 +96,6 @@ class SequenceParallel:
         self.topology = self._agree_on_settings(topology, len(ranks), error)
         self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
         self.data_group = self.group if data is None else data
-        self.bag_groups = make_bag_groups(self.group, self.topology, cluster)
 
     @property
     def rank(self) -> int:

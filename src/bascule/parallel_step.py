@@ -169,8 +169,7 @@ class Step:
     @cached_property
     def _bag(self) -> packed.Bag:
         parallel = self._parallel
-        groups, device = parallel.bag_groups, parallel.device
-        return packed.Bag.of(self.plan, parallel.rank, groups, device, self.number)
+        return packed.Bag.of(self.plan, parallel.group, parallel.device, self.number)
 
     @cached_property
     def _valid_samples(self) -> Tensor:

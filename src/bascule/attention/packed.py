@@ -21,7 +21,6 @@ from bascule.attention.kernels.protocol import BlockKernel, Seen
 from bascule.attention.kernels.registry import select_block_kernel
 from bascule.attention.ring import RingPlan, Tile, ring_attention
 from bascule.attention.ulysses import BagLayout
-from bascule.comm.bags import BagGroups
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
 from bascule.plan import routes
@@ -94,16 +93,28 @@ class Bag:
     ring: PackedRing | None
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, groups: BagGroups, device: torch.device, step: int) -> "Bag":
-        """The bag of a rank in a plan; `step` is the step number in errors."""
+    def of(cls, plan: Plan, group: RankGroup, device: torch.device, step: int) -> "Bag":
+        """The bag of this rank in a plan for the ranks of a group, of which its groups are parts.
+
+        Args:
+            plan: The plan.
+            group: All ranks of the plan.
+            device: Of the tensors.
+            step: The step number in errors.
+        """
+        rank = group.rank
         topology, lens = plan.topology, plan.bag_lens(rank)
         bag = topology.bag_of_rank[rank]
         ring_degree = int(topology.ring_degrees[bag])
         degree, num_seqs = lens.shape[0] // ring_degree, lens.shape[1]
         place = (rank - int(topology.first_ranks[bag])) // degree
         by_group = lens.reshape(ring_degree, degree, num_seqs)
-        sharing, around = groups.of(topology)
-        ring = None if around is None else PackedRing(by_group.sum(axis=1), around, step)
+        first = int(topology.first_ranks[bag]) + place * degree
+        sharing = group.part(range(first, first + degree), "bag") if degree > 1 else None
+        ring = None
+        if ring_degree > 1:
+            around = group.part(topology.ring(rank), "ring")
+            ring = PackedRing(by_group.sum(axis=1), around, step)
         return cls(BagLayout(by_group[place], device, sharing, step), ring)
 
 

@@ -86,6 +86,19 @@ class RankGroup:
         """The places of all members but this one."""
         return [place for place in range(self.size) if place != self.rank]
 
+    def part(self, places: Sequence[int], name: str) -> "RankGroup":
+        """Some of these ranks, this one included; the same group for the same ranks. No collective.
+
+        Args:
+            places: In this group, in the order wanted, the same on all of them.
+            name: How errors call it.
+        """
+        if len(places) == self.size and list(places) == list(range(self.size)):
+            return self
+        ranks = tuple(self.ranks[place] for place in places)
+        backend_places = tuple(self.places[place] for place in places)
+        return _view(self.process_group, name, ranks, backend_places)
+
     @property
     def staging(self) -> Staging:
         """Memory for its exchanges."""
@@ -130,14 +143,21 @@ def member_of(
             one included. Default: the group's.
     """
     members = dist.get_process_group_ranks(group)
-    in_order = tuple(members if ranks is None else ranks)
+    if ranks is None:
+        return _view(group, name, tuple(members), tuple(range(len(members))))
     place_of = {rank: place for place, rank in enumerate(members)}
-    part = f" {name} {in_order}" if len(in_order) < len(members) else ""
+    return _view(group, name, tuple(ranks), tuple(place_of[rank] for rank in ranks))
+
+
+def _view(
+    group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], places: tuple[int, ...]
+) -> RankGroup:
+    part = f" {name} {ranks}" if len(ranks) < group.size() else ""
     return RankGroup(
         reference=weakref.ref(group),
-        rank=in_order.index(dist.get_rank()),
-        ranks=in_order,
-        places=tuple(place_of[rank] for rank in in_order),
+        rank=places.index(group.rank()),
+        ranks=ranks,
+        places=places,
         name=name,
         key=group.group_name + part,
         calls=_calls_of(group, part),

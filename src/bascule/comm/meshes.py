@@ -208,12 +208,11 @@ def _mesh_over(whole: RankGroup, ulysses_degree: int, ring_degree: int) -> Atten
         return AttentionMesh(None, whole, whole)
     if ulysses_degree == 1:
         return AttentionMesh(whole, None, whole)
-    group = whole.process_group
     ring_rank, place = divmod(whole.rank, ulysses_degree)
     first = ring_rank * ulysses_degree
     return AttentionMesh(
-        member_of(group, RING_AXIS, ranks=whole.ranks[place::ulysses_degree]),
-        member_of(group, ULYSSES_AXIS, ranks=whole.ranks[first : first + ulysses_degree]),
+        whole.part(range(place, whole.size, ulysses_degree), RING_AXIS),
+        whole.part(range(first, first + ulysses_degree), ULYSSES_AXIS),
         whole,
     )
 
