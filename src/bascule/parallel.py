@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from bascule.attention import packed
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
@@ -90,6 +91,7 @@ class SequenceParallel:
         error, data = None, None
         try:
             self.device = _device(device, mesh_or_group, given)
+            packed.check_kernel(kernel)
             data = None if data_group is None else _data_group(data_group, ranks)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
@@ -219,13 +221,23 @@ class SequenceParallel:
     def _settings(self, topology: Topology | str) -> dict[str, str]:
         cost = describe_cost(self.cost)
         values = (topology, cost, self.planner, self.limits, self.cluster)
+        values = (*values, self.kernel, self._timeout_s, self.device.type)
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
         return new_group(ranks, name, self._timeout_s, backend=backend)
 
 
-_SETTINGS: tuple[str, ...] = ("topology", "cost", "planner", "limits", "cluster")
+_SETTINGS: tuple[str, ...] = (
+    "topology",
+    "cost",
+    "planner",
+    "limits",
+    "cluster",
+    "kernel",
+    "timeout_s",
+    "device",
+)
 
 
 def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:

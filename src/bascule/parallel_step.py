@@ -102,8 +102,7 @@ class Step:
         bag, kernel = self._bag, self._parallel.kernel
         with telling(f"step {self.number}: attend"):
             check_call("attend", (q_CHD, k_CKD, v_CKD), causal, scale)
-            if self.plan.topology.bag_sizes.max() > 1:
-                self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
+            self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
             self.sent_bytes += packed.sent_bytes(bag, q_CHD, k_CKD)
             return out

@@ -33,6 +33,7 @@ from bascule.comm.meshes import AttentionMesh as AttentionMesh
 from bascule.comm.meshes import Place, place_in
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
+from bascule.plan.checks import is_int
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
@@ -41,12 +42,28 @@ def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> T
     Raises:
         ConfigError: The tensor has another number of tokens than the layout.
     """
-    if x.shape[dim] != layout.seq_len:
-        raise ConfigError(
-            f"split: dim {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, and the layout has "
-            f"{layout.seq_len}"
-        )
+    _check_tokens("split", x, mesh, layout, dim, layout.seq_len)
     return take_runs(x, layout.shares(*mesh.place), dim)
+
+
+def _check_tokens(
+    what: str, x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int, num: int
+) -> None:
+    """Refuse a layout of other ranks, and a tensor without this number of tokens in a dim."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"{what}: give a dense tensor, not a {type(x).__name__}")
+    if (layout.ring_degree, layout.ulysses_degree) != mesh.degrees:
+        raise ConfigError(
+            f"{what}: a layout for {layout.ring_degree} x {layout.ulysses_degree} ranks (ring x "
+            f"Ulysses) on a mesh of {mesh.degrees[0]} x {mesh.degrees[1]}"
+        )
+    if not is_int(dim) or not -x.dim() <= dim < x.dim():
+        raise ConfigError(f"{what}: dim={dim!r} of a tensor of shape {tuple(x.shape)}")
+    if x.shape[dim] != num:
+        raise ConfigError(
+            f"{what}: dim {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, and the layout has "
+            f"{num}"
+        )
 
 
 @told("gather over a mesh")
@@ -55,7 +72,12 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
 
     The gradient of a rank's tokens is that of this rank's copy, of replicated tokens for the
     rank's share of them: what follows is taken to be the same on every rank.
+
+    Raises:
+        ConfigError: The tensor has another number of tokens than this rank has in the layout.
     """
+    _check_tokens("gather", x, mesh, layout, dim, num_tokens(layout.shares(*mesh.place)))
+    refuse_derivatives("gather", x)
     if mesh.whole is None:
         return x
     rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
@@ -114,11 +136,13 @@ def attention(
         CommError: The ranks disagree, or a rank did not come in time.
     """
     ranks = place_in(mesh)
+    if not torch.compiler.is_compiling():
+        check_call("attention", (q, k, v), is_causal, scale, kernel)
+        if not isinstance(wire, Wire | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"attention: wire={wire!r}: give a Wire, as Wire('int8'), or None")
     refuse_derivatives("attention", q, k, v, attn_mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
-    if not torch.compiler.is_compiling():
-        check_call("attention", (q, k, v), is_causal, scale)
     _check(q, k, v, ranks, layout, attn_mask)
     _check_centres(wire, k)
     geometry = list(layout.segments), layout.zigzag, layout.stripe, ranks.name

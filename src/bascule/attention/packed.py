@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from bascule.attention import ulysses
-from bascule.attention.kernels.packed_kernels import PackedSequences, select_kernel
+from bascule.attention.kernels.packed_kernels import KERNELS, PackedSequences, select_kernel
 from bascule.attention.kernels.protocol import BlockKernel, Seen
+from bascule.attention.kernels.registry import KERNELS as BLOCK_KERNELS
 from bascule.attention.kernels.registry import select_block_kernel
 from bascule.attention.ring import RingPlan, Tile, ring_attention
 from bascule.attention.ulysses import BagLayout
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.errors import ConfigError
 from bascule.plan import routes
 from bascule.plan.batch import Plan
@@ -145,6 +147,7 @@ def attend(
     Raises:
         ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
     """
+    refuse_derivatives("attend", q_CHD, k_CKD, v_CKD)
     if bag.ring is None:
         within = select_kernel(kernel, q_CHD.device.type, q_CHD.dtype)
     else:
@@ -207,6 +210,17 @@ def _around(
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
     out, lse = ring_attention(q, k, v, plan)
     return out[0].transpose(0, 1), lse[0].T
+
+
+def check_kernel(name: object) -> None:
+    """Refuse what is the name of no kernel, for whole sequences or for rings.
+
+    Raises:
+        ConfigError: Lists them.
+    """
+    names = [*dict.fromkeys([*KERNELS, *BLOCK_KERNELS])]
+    if name is not None and name not in names:
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(names)}")
 
 
 def _block_kernel(name: str | None, q: Tensor) -> BlockKernel:

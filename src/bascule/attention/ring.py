@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bascule.attention.kernels.protocol import EVERYTHING, BlockKernel, Seen, merge, wide_dtype
 from bascule.comm.groups import RankGroup
@@ -98,6 +99,7 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         return *ring_backward(grad_outputs[0], q, k, v, out, lse, ctx.plan), None

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import listed, whole
 
 Run = tuple[int, int]  # (start, stop)
 
@@ -37,7 +38,7 @@ class SequenceLayout:
             wants them. 0 cuts runs.
 
     Raises:
-        ConfigError: Blocks are to be dealt, and paired or replicated, too.
+        ConfigError: Blocks are to be dealt, and paired or replicated, too; or a number is none.
     """
 
     segments: tuple[int, ...]
@@ -48,11 +49,24 @@ class SequenceLayout:
     stripe: int = 0
 
     def __post_init__(self) -> None:
+        if not torch.compiler.is_compiling():  # there, lengths are no plain numbers
+            self._check()
         if self.stripe and (self.zigzag or self.replicated):
             raise ConfigError(
                 f"a layout of blocks of {self.stripe} tokens in turns, zigzag={self.zigzag}, "
                 f"replicated={self.replicated}: give stripe alone"
             )
+
+    def _check(self) -> None:
+        if not isinstance(self.segments, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(f"SequenceLayout(segments={self.segments!r}): give a tuple")
+        for length in self.segments:
+            whole("SequenceLayout: a segment", length)
+        whole("SequenceLayout(ring_degree", self.ring_degree, 1)
+        whole("SequenceLayout(ulysses_degree", self.ulysses_degree, 1)
+        whole("SequenceLayout(stripe", self.stripe)
+        for segment in listed("SequenceLayout(replicated)", self.replicated):
+            whole("SequenceLayout: a replicated segment", segment, 0, len(self.segments) - 1)
 
     @property
     def seq_len(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bascule.attention.kernels.packed_kernels import Kernel, PackedSequences
 from bascule.comm.groups import RankGroup
@@ -233,6 +234,7 @@ class _HeadsToRanks(torch.autograd.Function):
         return found
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bag, shares, _ = ctx.args
         return None, None, None, *_ranks_to_heads(bag, shares, ctx.form, ctx.factors, grads)
@@ -251,6 +253,7 @@ class _RanksToHeads(torch.autograd.Function):
         return found
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         bag, shares, _ = ctx.args
         return None, None, None, *_heads_to_ranks(bag, shares, ctx.form, ctx.factors, grad_outputs)

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
+from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.staging import Staging, table_on
 from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
 from bascule.plan.routes import Ints, Route
@@ -100,27 +102,30 @@ def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
     Returns:
         Each (S, ...), with its dtype and bits.
     """
-    return _Exchange.apply(route, *tensors)
+    refuse_derivatives(route.name, *tensors)
+    return _Exchange.apply(route, -1, *tensors)
 
 
 class _Exchange(torch.autograd.Function):
+    """Linear, so its derivatives are exchanges too, of any order."""
+
     @staticmethod
-    def forward(ctx: Any, route: BoundRoute, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, route: BoundRoute, of: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route = route
-        received = _move(route, tensors)
+        received = _move(route, tensors, of=of)
         ctx.number = route.group.calls.number
         # What needs no gradient here needs none there either: positions stay out of the graph.
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         pairs = zip(received, needed, strict=True)
         ctx.mark_non_differentiable(*(t for t, is_needed in pairs if not is_needed))
         return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:]
+        needed = ctx.needs_input_grad[2:]
         sent = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
-        received = iter(_move(ctx.route.inverse, sent, of=ctx.number))
-        return (None, *(next(received) if is_needed else None for is_needed in needed))
+        received = iter(_Exchange.apply(ctx.route.inverse, ctx.number, *sent))
+        return (None, None, *(next(received) if is_needed else None for is_needed in needed))
 
 
 def spread(route: BoundRoute, parts: Sequence[Tensor]) -> Tensor:
@@ -136,6 +141,7 @@ def spread(route: BoundRoute, parts: Sequence[Tensor]) -> Tensor:
     Returns:
         (S, D).
     """
+    refuse_derivatives(route.name, *parts)
     return _Spread.apply(route, *parts)
 
 
@@ -155,6 +161,7 @@ class _Spread(torch.autograd.Function):
         return moved
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), route = grads, ctx.route
         (copies,) = _move(route.back_to_copies, [grad], of=ctx.number)
@@ -274,6 +281,7 @@ def gather_samples(
     Returns:
         (N, ...) the samples of all ranks.
     """
+    refuse_derivatives("gather_samples", tensor)
     return _GatherSamples.apply(tensor, max(counts), valid, group, step)
 
 
@@ -293,6 +301,7 @@ class _GatherSamples(torch.autograd.Function):
         return samples
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         wide = torch.promote_types(grad.dtype, torch.float32)

@@ -41,11 +41,12 @@ def new_group(
     in_order = sorted(ranks)
     place = in_order.index(dist.get_rank())
     meeting = f"{name} of ranks {in_order}"
-    number = watch_of_world(end_all).meeting(meeting)
+    number = watch_of_world(end_all).num_met(meeting)
     try:
         verdict = _meet(in_order, name, f"{meeting}/{number}", number, timeout_s)
         if verdict is not None:
             raise RuntimeError("the group was not made")
+        watch_of_world(end_all).count_meeting(meeting)
         group = _connect(in_order, f"{meeting}/{number}", f"bascule {name}", timeout_s, backend)
     except RuntimeError as error:
         own = RankGroup(weakref.ref(world), place, tuple(in_order), (), name)
@@ -72,21 +73,27 @@ def _meet(
 ) -> Verdict | None:
     """Wait until all have come; why they never will, if that is so.
 
+    Who goes away takes its coming back, so that the next try is the same meeting for all.
+
     Raises:
         RuntimeError: They did not come in time, or the store is gone.
     """
     watch = watch_of_world(end_all)
-    notes.arrive(meeting)
-    deadline = time.monotonic() + timeout_s
+    num, deadline = notes.arrive(meeting), time.monotonic() + timeout_s
     wait = watch.begin(meeting, Begun(Call("new_group"), number, 0), tuple(ranks), repr(name))
     try:
-        while wait.verdict is None and notes.num_arrived(meeting) < len(ranks):
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"not all of ranks {ranks} came within {timeout_s:g} s")
+        while num < len(ranks) and wait.verdict is None and time.monotonic() < deadline:
             time.sleep(_GLANCE_S)
+            num = notes.arrive(meeting, 0)
     finally:
-        watch.end(wait, is_done=True)
-    return wait.verdict
+        watch.end(wait, is_done=num == len(ranks))
+    if num < len(ranks) and notes.arrive(meeting, -1) < len(ranks) - 1:
+        if wait.verdict is None:
+            raise RuntimeError(f"not all of ranks {ranks} came within {timeout_s:g} s")
+        return wait.verdict
+    if num < len(ranks):
+        notes.arrive(meeting)  # the last one came just now
+    return None
 
 
 def _connect(

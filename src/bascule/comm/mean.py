@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
+from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 
@@ -59,6 +61,7 @@ def global_mean(values: Tensor, weights: Tensor | None, group: RankGroup, step: 
         group: The ranks whose gradients are averaged.
         step: Step number in errors.
     """
+    refuse_derivatives("mean", values)
     return _GlobalMean.apply(values, weights, group, step)
 
 
@@ -80,6 +83,7 @@ class _GlobalMean(torch.autograd.Function):
         return (sums[0] * inverse).to(values.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         like, weights, scale = ctx.saved_tensors

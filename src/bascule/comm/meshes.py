@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import (
 
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve, timeout_of
 from bascule.comm.making import check_timeout, new_group
-from bascule.errors import ConfigError
+from bascule.errors import CommError, ConfigError
 from bascule.plan.sparse.choose_mesh import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
@@ -253,7 +253,13 @@ def _reference_to(part: str) -> weakref.ref[dist.ProcessGroup] | None:
     if not part:
         return None
     name = part.rpartition(":")[0]
-    return weakref.ref(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
+    try:
+        return weakref.ref(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
+    except RuntimeError as error:
+        raise CommError(
+            f"a process group of the mesh was destroyed ({error}): make the mesh again, after "
+            "init_process_group"
+        ) from error
 
 
 def _of_groups(mesh: DeviceMesh) -> AttentionMesh:

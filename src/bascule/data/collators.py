@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import listed
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """Fields with one row a token."""
@@ -87,12 +88,11 @@ def collate_padded(
 
 def mappings(samples: Iterable[object]) -> list[Sample]:
     """The samples, or packs, as a list; ConfigError if one has no fields by name."""
-    listed: list[Sample] = []
-    for i, sample in enumerate(samples):
+    every = listed("samples", samples)
+    for i, sample in enumerate(every):
         if not isinstance(sample, Mapping):
             raise ConfigError(f"sample {i} is a {type(sample).__name__}; give dicts of fields")
-        listed.append(sample)
-    return listed
+    return every
 
 
 def check_int(name: str, value: int, least: int | None = None, most: int | None = None) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from bascule.comm.guard.failures import told
 from bascule.data.loader_batch import Batch, LoaderMetrics
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
@@ -97,6 +98,7 @@ class BalancedLoader:
         ...     loss.backward()
     """
 
+    @told("BalancedLoader")
     def __init__(
         self,
         loader: Iterable[Any] | None,
@@ -241,6 +243,7 @@ class BalancedLoader:
             self._metrics.dropped_samples += prefetcher.num_dropped
             self._prefetcher = None
 
+    @told("set_epoch")
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it.
 
@@ -253,6 +256,7 @@ class BalancedLoader:
             if self._prefetcher is None:
                 self._progress = self._first
 
+    @told("set_cost")
     def set_cost(self, cost: Cost) -> None:
         """Plan with another cost model, as soon as all ranks have been given it.
 
@@ -291,6 +295,7 @@ class BalancedLoader:
         """
         return self._progress.to_state(self._deal)
 
+    @told("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the samples that were not delivered; all ranks load the same state.
 

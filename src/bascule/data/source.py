@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Sampler, default_collate
 
 from bascule.data.samples.loaded import whole_number
 from bascule.errors import ConfigError
+from bascule.plan.checks import listed, whole, wholes
 
 Ints = npt.NDArray[np.int64]
 Sample = Any
@@ -39,14 +40,10 @@ class ResumableSampler(Sampler[int]):
     def __init__(
         self, num_samples: int, *, rank: int, num_ranks: int, shuffle: bool = True, seed: int = 0
     ) -> None:
-        if num_samples < 0 or not 0 <= rank < num_ranks:
-            raise ConfigError(
-                f"ResumableSampler(num_samples={num_samples}, rank={rank}, num_ranks={num_ranks}): "
-                "give a number of samples, and a rank from 0 to num_ranks - 1"
-            )
-        self._num_samples = num_samples
-        self._rank, self._num_ranks = rank, num_ranks
-        self._shuffle, self._seed = shuffle, seed
+        self._num_samples = whole("ResumableSampler(num_samples", num_samples, 0)
+        self._num_ranks = whole("ResumableSampler(num_ranks", num_ranks, 1)
+        self._rank = whole("ResumableSampler(rank", rank, 0, self._num_ranks - 1)
+        self._shuffle, self._seed = bool(shuffle), whole("ResumableSampler(seed", seed, 0)
         self._epoch = 0
         self._history: History = ()
 
@@ -56,15 +53,20 @@ class ResumableSampler(Sampler[int]):
         return self._rank, self._num_ranks, self._num_samples, self._shuffle, self._seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order is dealt next."""
-        self._epoch = epoch
+        """Choose the epoch whose order is dealt next.
+
+        Raises:
+            ConfigError: It is no whole number from 0.
+        """
+        self._epoch = whole("epoch", epoch, 0)
 
     def resume(self, history: History) -> None:
         """Deal only what is left after these runs of the epoch.
 
         Raises:
-            ConfigError: They delivered more than there is.
+            ConfigError: They delivered more than there is, or this is no history.
         """
+        history = _checked(history)
         delivered = sum(map(sum, history))
         if delivered > self._num_samples:
             raise _too_many(delivered, self._num_samples)
@@ -270,6 +272,12 @@ class Reading:
         """
         if self._stateful is not None:
             self._newest = first, self._stateful.state_dict()
+
+
+def _checked(history: object) -> History:
+    """A history as plain numbers."""
+    runs = listed("what the runs of an epoch delivered", history)
+    return [wholes("what each source rank delivered", run).tolist() for run in runs]
 
 
 def _too_many(num_delivered: int, num_samples: int) -> ConfigError:

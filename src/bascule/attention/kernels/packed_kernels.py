@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from bascule.attention.kernels.protocol import with_adjacent_values
@@ -46,16 +47,22 @@ class PackedSequences:
         return max(self.seq_lens, default=0)
 
 
-def check_call(what: str, tensors: Sequence[Any], causal: Any, scale: Any) -> None:
+def check_call(
+    what: str, tensors: Sequence[Any], causal: Any, scale: Any, kernel: Any = None
+) -> None:
     """Refuse what attention cannot be called with, whatever its shapes.
 
     Raises:
-        ConfigError: What should be a tensor is none, causal is no bool, or the scale no finite
-            number.
+        ConfigError: What should be a dense tensor is none, causal is no bool, the scale no finite
+            number, or the kernel no name.
     """
     for x in tensors:
         if not isinstance(x, Tensor):
             raise ConfigError(f"{what}: q, k or v is a {type(x).__name__}: give tensors")
+        if x.layout != torch.strided:
+            raise ConfigError(f"{what}: q, k or v has the layout {x.layout}: give dense tensors")
+    if not isinstance(kernel, str | None):
+        raise ConfigError(f"{what}: kernel={kernel!r}: give a kernel's name, or None")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if not isinstance(causal, bool) or not (scale is None or (is_number and math.isfinite(scale))):
         raise ConfigError(
@@ -152,6 +159,7 @@ class _CpuFlash(torch.autograd.Function):
         return out, lse
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_THD, _ = grad_outputs  # the log-sum-exp has no gradient
         saved = ctx.saved_tensors

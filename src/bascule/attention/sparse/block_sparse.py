@@ -34,6 +34,7 @@ from bascule.comm.guard.failures import told
 from bascule.comm.meshes import AttentionMesh, as_attention_mesh
 from bascule.comm.transfers import all_gather
 from bascule.errors import ConfigError
+from bascule.plan.checks import of_type
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
 
@@ -128,12 +129,13 @@ def attend_sparse(
     kernel: str | None = None,
 ) -> tuple[Tensor, Bools]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
-    check_call("sparse_attention", (q, k, v), False, scale)
+    check_call("sparse_attention", (q, k, v), False, scale, kernel)
     if q.is_meta or len({x.dtype for x in (q, k, v)} | {x.device for x in (q, k, v)}) > 2:
         raise ConfigError(
             f"sparse_attention: q, k and v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, "
             f"{k.device}, {v.device}: give one dtype, on one device with data"
         )
+    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
     if isinstance(seen, WholeMasks):
         wanted = (len(plan.ring_of), plan.q.lens.size, plan.kv.lens.size)
         if seen.array.shape != wanted:
@@ -185,6 +187,8 @@ def gather_counts(
         masks: What `attend_sparse` gives; of the first batch item where they differ.
         by_rank: Whether to give (H, Q, U R), by rank, as `LayerPlans.after` takes them.
     """
+    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    of_type("masks", masks, np.ndarray, "what attend_sparse gives")
     ranks = as_attention_mesh(mesh)
     degree = plan.num_ranks if by_rank else plan.ring_degree
     home = plan.kv.home // (plan.num_ranks // degree)

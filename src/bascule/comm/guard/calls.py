@@ -77,6 +77,7 @@ class Calls:
         self._agreed: dict[Hashable, None] = {}
         self.num_done = 0
         self._owner: int | None = None
+        self._refused: set[int] = set()
         self._num_open = 0
         self._meant = 0
         self._lock = threading.Lock()
@@ -112,6 +113,7 @@ class Calls:
         own = threading.get_ident()
         with self._lock:
             if (self._num_open and self.thread != own) or not self._may_use(own, call):
+                self._refused.add(own)
                 raise ConfigError(
                     f"{call}: another thread uses the same process group, and ranks could let them "
                     "take turns in unlike orders: let one thread use it, give each its own, or "
@@ -123,6 +125,7 @@ class Calls:
             begun = Begun(call, number, self._meant & 0x7FFFFFFF)
             self.recent.append(begun)
             self.thread = own
+            self._refused.discard(own)
             self._num_open += 1
         return begun
 
@@ -138,9 +141,9 @@ class Calls:
         return thread == self._owner or not _is_alive(thread)
 
     def is_of_another(self, thread: int) -> bool:
-        """Whether another living thread makes its calls."""
+        """Whether another living thread makes its calls, and this one did not try to."""
         maker = self.thread if self._owner is None else self._owner
-        return maker not in (None, thread) and _is_alive(maker)
+        return maker not in (None, thread) and thread not in self._refused and _is_alive(maker)
 
     def hand_over(self) -> None:
         """Let another thread move rows from here on: at the same place on all ranks."""

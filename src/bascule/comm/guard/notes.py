@@ -143,14 +143,9 @@ def without_failure(ranks: Sequence[int]) -> list[int]:
     return without_failure(ranks[:half]) + without_failure(ranks[half:])
 
 
-def arrive(meeting: str) -> None:
-    """Count this rank at a meeting."""
-    _get_default_store().add(_key("meeting", meeting), 1)
-
-
-def num_arrived(meeting: str) -> int:
-    """How many ranks are at a meeting."""
-    return _get_default_store().add(_key("meeting", meeting), 0)
+def arrive(meeting: str, num: int = 1) -> int:
+    """Count this rank at a meeting, or with -1 take that back; how many are there now."""
+    return _get_default_store().add(_key("meeting", meeting), num)
 
 
 def _key(kind: str, of: int | str) -> str:

@@ -120,10 +120,13 @@ class Watch:
             del self._failures[wait.thread]
             notes.erase(notes.FAILED, self._rank)
 
-    def meeting(self, name: str) -> int:
-        """How many meetings of that name this rank has been at; counts this one."""
+    def num_met(self, name: str) -> int:
+        """How many meetings of that name came about."""
+        return self._meetings[name]
+
+    def count_meeting(self, name: str) -> None:
+        """Say that one more did."""
         self._meetings[name] += 1
-        return self._meetings[name] - 1
 
     def tell_failure(self, failure: Failure) -> None:
         """Tell those that will wait for this rank that this thread failed, until it goes on."""
@@ -298,9 +301,12 @@ def _unlike(
         own |= {one[0]: one[1:] for one in position.begun.get(wait.group, ())}
     both = sorted(own.keys() & theirs.keys())
     first = next((number for number in both if own[number][0] != theirs[number][0]), wait.number)
+    mine, other_one = own[first][1], theirs[first][1]
+    if mine == other_one.partition(" on ")[0] or mine.partition(" on ")[0] == other_one:
+        other_one += " of another form (shapes, dtypes, a mask, a scale, a kernel)"
     return (
-        f"ranks make unlike calls: rank {rank} made {own[first][1]} where rank {other} made "
-        f"{theirs[first][1]}: all ranks must make the same calls, with the same settings, in the "
+        f"ranks make unlike calls: rank {rank} made {mine} where rank {other} made "
+        f"{other_one}: all ranks must make the same calls, with the same settings, in the "
         "same order"
     )
 

@@ -144,7 +144,10 @@ class BalancedTrainerMixin(_Base):
         return _TrainLoader(loader, balanced, ignore_padding=counts_labels)  # pyright: ignore[reportReturnType]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. The other processes hear of an error of this one."""
+        """As the Trainer's. Others hear of an error of this process when they ask for a batch.
+
+        One that waits in a collective of the model ends when this process does.
+        """
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:

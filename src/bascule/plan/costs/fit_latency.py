@@ -41,6 +41,12 @@ def fit_latency(
             "fit_latency: lengths and seconds must be positive and finite, at most "
             f"{MAX_NUMBER:g}: leave the measurement out"
         )
+    longest, shortest = latency[tokens == tokens.max()], latency[tokens == tokens.min()]
+    if longest.mean() <= shortest.mean():
+        raise ConfigError(
+            f"fit_latency: {tokens.max():g} tokens take no longer than {tokens.min():g} "
+            f"({longest.mean():g} s, {shortest.mean():g} s): measure longer ones, and repeat each"
+        )
     attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
     attention = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)(tokens) - attention_free
     design = np.stack([attention_free, attention], axis=1) / latency[:, None]
