@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bascule.attention.kernels.protocol import EVERYTHING, BlockKernel, Seen, merge, wide_dtype
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
+from bascule.comm.guard.derivatives import only_first
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import Transfers
 
@@ -99,7 +99,7 @@ class _Ring(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @only_first
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         return *ring_backward(grad_outputs[0], q, k, v, out, lse, ctx.plan), None

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bascule.attention.kernels.packed_kernels import Kernel, PackedSequences
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
+from bascule.comm.guard.derivatives import only_first
 from bascule.comm.staging import table_on
 from bascule.comm.transfers import all_to_all
 from bascule.errors import ConfigError
@@ -234,7 +234,7 @@ class _HeadsToRanks(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         bag, shares, _ = ctx.args
         return None, None, None, *_ranks_to_heads(bag, shares, ctx.form, ctx.factors, grads)
@@ -253,7 +253,7 @@ class _RanksToHeads(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable
+    @only_first
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         bag, shares, _ = ctx.args
         return None, None, None, *_heads_to_ranks(bag, shares, ctx.form, ctx.factors, grad_outputs)

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import refuse_derivatives
+from bascule.comm.guard.derivatives import only_first, refuse_derivatives
 from bascule.comm.staging import Staging, table_on
 from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
 from bascule.plan.routes import Ints, Route
@@ -161,7 +160,7 @@ class _Spread(torch.autograd.Function):
         return moved
 
     @staticmethod
-    @once_differentiable
+    @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), route = grads, ctx.route
         (copies,) = _move(route.back_to_copies, [grad], of=ctx.number)
@@ -301,7 +300,7 @@ class _GatherSamples(torch.autograd.Function):
         return samples
 
     @staticmethod
-    @once_differentiable
+    @only_first
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         wide = torch.promote_types(grad.dtype, torch.float32)

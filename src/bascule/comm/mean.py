@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import refuse_derivatives
+from bascule.comm.guard.derivatives import only_first, refuse_derivatives
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 
@@ -83,7 +82,7 @@ class _GlobalMean(torch.autograd.Function):
         return (sums[0] * inverse).to(values.dtype)
 
     @staticmethod
-    @once_differentiable
+    @only_first
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grad_outputs
         like, weights, scale = ctx.saved_tensors

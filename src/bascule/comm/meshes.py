@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve, timeout_of
+from bascule.comm.guard.failures import is_ended
 from bascule.comm.making import check_timeout, new_group
 from bascule.errors import CommError, ConfigError
 from bascule.plan.sparse.choose_mesh import Degrees, all_degrees
@@ -156,7 +157,7 @@ def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
     if world.size() == 1:
         return AttentionMesh(None, None, None)
     whole = _group_of_all(weakref.ref(world))
-    if whole.calls.ended is not None:
+    if is_ended(whole):
         _group_of_all.cache_clear()  # a failure ended it
         whole = _group_of_all(weakref.ref(world))
     return _mesh_over(whole, ulysses, ring)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, resolve, set_timeout
+from bascule.comm.guard.failures import is_ended
 from bascule.comm.making import new_group
 
 _CAPACITY = 9  # integers a rank that the first gather has room for: eight groups
@@ -138,7 +139,7 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     """
     pools = _pools.setdefault(resolve(None), {})
     key = tuple(members)
-    if key not in pools or pools[key].control.calls.ended is not None:
+    if key not in pools or is_ended(pools[key].control):
         pools[key] = Pool(members, timeout_s)
     set_timeout(pools[key].control, timeout_s)
     return pools[key]

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from bascule.attention.kernels.protocol import with_adjacent_values
+from bascule.comm.guard.derivatives import only_first
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 
@@ -159,7 +159,7 @@ class _CpuFlash(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @only_first
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         grad_THD, _ = grad_outputs  # the log-sum-exp has no gradient
         saved = ctx.saved_tensors

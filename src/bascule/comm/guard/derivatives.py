@@ -1,6 +1,6 @@
 """Which derivatives pass through exchanges between ranks: gradients of reverse mode, once."""
 
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -9,8 +9,16 @@ from torch._C._functorch import (
     peek_interpreter_stack,
 )
 from torch.autograd import forward_ad
+from torch.autograd.function import once_differentiable
 
 from bascule.errors import ConfigError
+
+F = TypeVar("F")
+
+
+def only_first(backward: F) -> F:
+    """Marks a backward that has no derivative: torch then raises an error instead of losing it."""
+    return cast(F, once_differentiable(cast(Any, backward)))
 
 
 def refuse_derivatives(what: str, *tensors: Any) -> None:

@@ -10,7 +10,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -148,7 +148,19 @@ def end_all(reason: str) -> None:
     for calls in ended:
         calls.ended = reason
     for group in process_groups_in_use() if ended else ():
+        with suppress(RuntimeError, ValueError):  # the store is gone with its host
+            notes.write(notes.ENDED, group.group_name, reason)
         _close(group)
+
+
+def is_ended(group: RankGroup) -> bool:
+    """Whether a failure ended the group on any rank; one request to the store.
+
+    A rank that failed alone, and goes on, has not noticed that the others ended their groups.
+    """
+    if group.calls.ended is None:
+        group.calls.ended = notes.read(notes.ENDED, group.process_group.group_name)
+    return group.calls.ended is not None
 
 
 def _close(group: dist.ProcessGroup) -> None:

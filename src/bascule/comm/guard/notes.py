@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
-WAITING, FAILED, LEFT = "waiting", "failed", "left"
+WAITING, FAILED, LEFT, ENDED = "waiting", "failed", "left", "ended"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class Failure:
         return self.cause if self.ranks else f"rank {rank} failed in {self.where}: {self.cause}"
 
 
-def write(kind: str, rank: int, text: str) -> None:
-    """Leave a note; the last one of a kind and rank counts."""
-    _get_default_store().set(_key(kind, rank), text)
+def write(kind: str, of: int | str, text: str) -> None:
+    """Leave a note; the last one of a kind, and of a rank or name, counts."""
+    _get_default_store().set(_key(kind, of), text)
 
 
 def erase(kind: str, rank: int) -> None:
