@@ -17,6 +17,7 @@ from bascule.attention.shards import own_tokens, positions_on
 from bascule.comm import quantize
 from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Format, Wire, measure_error
+from bascule.comm.transfers import Transfers
 from bascule.errors import ConfigError
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import (
@@ -206,14 +207,13 @@ def test_the_error_is_the_one_that_is_measured(ring: int, ulysses: int, dtype: t
 def counted(mesh: AttentionMesh) -> Iterator[dict[str, int]]:
     """Bytes that this rank sends to others along each axis, and gives to all-reduces."""
     sent = {"ulysses": 0, "ring": 0, "all_reduce": 0}
-    send, reduce = dist.batch_isend_irecv, quantize.all_reduce
-    ring = mesh.ring and mesh.ring.process_group
+    begin, reduce = Transfers.__init__, quantize.all_reduce
+    ring = mesh.ring and mesh.ring.key
 
-    def count_sends(posted: list[dist.P2POp]) -> Any:
-        for one in posted:
-            if one.op is dist.isend:
-                sent["ring" if one.group is ring else "ulysses"] += one.tensor.nbytes
-        return send(posted)
+    def count_sends(self: Transfers, group: RankGroup, what: Any, out: Any, come: Any) -> None:
+        num_bytes = sum(x.nbytes for x in out.values())
+        sent["ring" if group.key == ring else "ulysses"] += num_bytes
+        begin(self, group, what, out, come)
 
     def all_reduce(group: RankGroup, what: Any, x: Tensor) -> Tensor:
         before = sent["all_reduce"] + x.nbytes, sent["ring"], sent["ulysses"]
@@ -222,7 +222,7 @@ def counted(mesh: AttentionMesh) -> Iterator[dict[str, int]]:
         return total
 
     with (
-        mock.patch.object(dist, "batch_isend_irecv", count_sends),
+        mock.patch.object(Transfers, "__init__", count_sends),
         mock.patch.object(quantize, "all_reduce", all_reduce),
     ):
         yield sent

@@ -64,11 +64,33 @@ def test_what_is_left_is_dealt_over_any_number_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "rank", "num_ranks"), [(-1, 0, 1), (3, 2, 2), (3, -1, 2), (3, 0, 0)]
+    ("size", "rank", "num_ranks", "named"),
+    [
+        (-1, 0, 1, "num_samples=-1"),
+        (1.5, 0, 1, "num_samples=1.5"),
+        (3, 2, 2, "rank=2"),
+        (3, -1, 2, "rank=-1"),
+        (3, 0, 0, "num_ranks=0"),
+        (3, "0", 1, "rank='0'"),
+    ],
 )
-def test_a_share_that_does_not_exist_is_refused(size: int, rank: int, num_ranks: int) -> None:
-    with pytest.raises(ConfigError, match=rf"num_samples={size}, rank={rank}"):
+def test_a_share_that_does_not_exist_is_refused(
+    size: Any, rank: Any, num_ranks: Any, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
         ResumableSampler(size, rank=rank, num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("history", [None, 5, [5], [[-1, 1]], [[0.5]], ["11"]])
+def test_a_history_that_is_none_is_refused(history: Any) -> None:
+    with pytest.raises(ConfigError, match="delivered"):
+        ResumableSampler(5, rank=0, num_ranks=2).resume(history)
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.0, None, "1"])
+def test_an_epoch_that_is_none_is_refused(epoch: Any) -> None:
+    with pytest.raises(ConfigError, match="epoch"):
+        ResumableSampler(5, rank=0, num_ranks=2).set_epoch(epoch)
 
 
 def test_more_than_there_is_was_not_delivered() -> None:

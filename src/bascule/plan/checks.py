@@ -305,7 +305,7 @@ def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
 def _power(bound: int) -> str:
     """A bound as people write it."""
     exponent = bound.bit_length() - 1
-    return f"2^{exponent}" if bound == 1 << exponent and exponent > 20 else f"{bound}"
+    return f"2^{exponent}" if exponent > 20 and bound == 1 << exponent else f"{bound}"
 
 
 def _told(name: str, value: object) -> str:
