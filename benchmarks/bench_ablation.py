@@ -37,19 +37,17 @@ import argparse
 import os
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import write_results
+from _links import Link, NoLink, on
 from bench_inference import paired
-from bench_ring import Transfer, alternate
+from bench_ring import alternate
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -57,7 +55,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
-from bascule.attention import ops
 from bascule.comm.quantize import Wire
 from bascule.integrations.diffusers import Cut, SplitTable, parallelize
 
@@ -65,8 +62,6 @@ NUM_RANKS, WIDTH, HEADS, NUM_BLOCKS = 2, 128, 4, 8
 EMPTY_TOKENS = 4
 LINK_BYTES_PER_S = 50e6
 LARGEST_ERROR, LARGEST_WIRE_ERROR = 1e-5, 2e-2
-
-_post = dist.batch_isend_irecv
 
 
 @dataclass(frozen=True)
@@ -185,65 +180,6 @@ def make_inputs(tokens: int) -> dict[str, Tensor]:
     }
 
 
-# --- links ----------------------------------------------------------------------------------------
-
-
-class Link:
-    """Stands for `dist.batch_isend_irecv` on a link of some speed; None for gloo's own.
-
-    Args:
-        bytes_per_s: What a rank's link carries, one message after the other.
-        blocking: Whether posting waits for what is to arrive.
-    """
-
-    def __init__(self, bytes_per_s: float | None, blocking: bool) -> None:
-        self.bytes_per_s, self.blocking = bytes_per_s, blocking
-        self._free_at = 0.0
-
-    def __call__(self, posted: list[dist.P2POp]) -> list[Any]:
-        works = _post(posted) if self.bytes_per_s is None else [self._slow(posted)]
-        if not self.blocking:
-            return works
-        for work in works:
-            work.wait()
-        return []  # gloo would wait for a second message
-
-    def _slow(self, posted: list[dist.P2POp]) -> Transfer:
-        assert self.bytes_per_s is not None
-        sent_bytes = sum(one.tensor.nbytes for one in posted if one.op is dist.isend)
-        self._free_at = max(self._free_at, time.perf_counter()) + sent_bytes / self.bytes_per_s
-        usable_at = torch.tensor([self._free_at], dtype=torch.float64)
-        stamps = [usable_at if one.op is dist.isend else usable_at.clone() for one in posted]
-        pairs = zip(posted, stamps, strict=True)
-        follow = [dist.P2POp(one.op, stamp, one.peer, one.group) for one, stamp in pairs]
-        received = [stamp for stamp in stamps if stamp is not usable_at]
-        return Transfer(_post(posted + follow), received, usable_at)
-
-
-def move_nothing(posted: list[dist.P2POp]) -> list[Any]:
-    """Stands for `dist.batch_isend_irecv`: a rank receives what it sends."""
-    sent = [one.tensor for one in posted if one.op is dist.isend]
-    received = [one.tensor for one in posted if one.op is dist.irecv]
-    for to, come in zip(sent, received, strict=True):
-        come.view(-1).copy_(to.view(-1))
-    return []
-
-
-def gather_nothing(whole: Tensor, own: Tensor, *, group: Any) -> None:
-    """Stands for the all-gather of the output: a rank has its own tokens in all places."""
-    whole.view(-1, own.numel()).copy_(own.view(1, -1))
-
-
-@contextmanager
-def on(link: Callable[[list[dist.P2POp]], list[Any]]) -> Iterator[None]:
-    """Everything that is posted goes over that link."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", link))
-        if link is move_nothing:
-            stack.enter_context(mock.patch.object(ops, "all_gather_single", gather_nothing))
-        yield
-
-
 # --- measuring ------------------------------------------------------------------------------------
 
 
@@ -289,7 +225,7 @@ def check(case: Case, models: dict[str, nn.Module]) -> dict[str, float]:
     inputs, errors = make_inputs(case.tokens), dict[str, float]()
     expected = make_model()(**inputs)
     for variant in VARIANTS:
-        with on(Link(case.bytes_per_s, variant.blocking)):
+        with on(Link(bytes_per_s=case.bytes_per_s, blocking=variant.blocking)):
             found = models[variant.name](**inputs)
         errors[variant.name] = float((found - expected).norm() / expected.norm())
         largest = LARGEST_ERROR if variant.wire is None else LARGEST_WIRE_ERROR
@@ -303,16 +239,16 @@ def calls_of(case: Case, models: dict[str, nn.Module]) -> dict[str, Callable[[],
     inputs, empty = make_inputs(case.tokens), make_inputs(EMPTY_TOKENS)
     for variant in VARIANTS:
         programs = (
-            ("", inputs, Link(case.bytes_per_s, variant.blocking)),
-            (", alone", inputs, move_nothing),
-            (", empty", empty, move_nothing),
+            ("", inputs, Link(bytes_per_s=case.bytes_per_s, blocking=variant.blocking)),
+            (", alone", inputs, NoLink()),
+            (", empty", empty, NoLink()),
         )
         for suffix, given, link in programs:
 
             def call(
                 model: nn.Module = models[variant.name],
                 given: dict[str, Tensor] = given,
-                link: Callable[..., Any] = link,
+                link: Link = link,
             ) -> None:
                 with on(link):
                     model(**given)

@@ -29,12 +29,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _common import ratio, summary, write_results
+from _links import Link, on, sleep_until
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
@@ -49,8 +49,6 @@ NUM_RANKS = (2, 4)
 SHAPE = (1, 4, 64, 32)
 """Batch, heads, tokens of a rank, head width."""
 SPEEDUP_TARGET, OVERLAP_TARGET, LARGEST_ERROR = 1.2, 1.10, 1e-5
-
-_post = dist.batch_isend_irecv
 
 
 def main() -> None:
@@ -124,53 +122,6 @@ class SleepyKernel(CpuFlashKernel):
         return result
 
 
-@dataclass(frozen=True)
-class SlowLink:
-    """Stands for `dist.batch_isend_irecv` on a link that takes `seconds`.
-
-    Attributes:
-        seconds: From the post of a message until the other side may use it.
-        blocking: Whether posting waits for what is to arrive.
-    """
-
-    seconds: float
-    blocking: bool
-
-    def __call__(self, ops: list[dist.P2POp]) -> "list[Transfer]":
-        usable_at = torch.tensor([time.perf_counter() + self.seconds], dtype=torch.float64)
-        stamps = [usable_at if op.op is dist.isend else torch.zeros_like(usable_at) for op in ops]
-        stamp_ops = [
-            dist.P2POp(op.op, stamp, op.peer, op.group)
-            for op, stamp in zip(ops, stamps, strict=True)
-        ]
-        received = [stamp for stamp in stamps if stamp is not usable_at]
-        transfer = Transfer(_post(ops + stamp_ops), received, usable_at)
-        if not self.blocking:
-            return [transfer]
-        transfer.wait()
-        return []  # gloo would wait for a second message
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """Messages on their way; `sent` is alive until they are there."""
-
-    works: Sequence[Any]
-    usable_at: Sequence[Tensor]
-    sent: Tensor
-
-    def wait(self, *timeout: Any) -> None:
-        for work in self.works:
-            work.wait(*timeout)
-        for stamp in self.usable_at:
-            sleep_until(float(stamp))
-
-
-def sleep_until(moment: float) -> None:
-    """By the clock of `time.perf_counter`, which all processes of a machine share on Linux."""
-    time.sleep(max(0.0, moment - time.perf_counter()))
-
-
 def measure(rank: int, num_ranks: int, store: str, queue: Any, rounds: int) -> None:
     """One rank: every case in turn; rank 0 reports."""
     torch.set_num_threads(1)
@@ -182,8 +133,8 @@ def measure(rank: int, num_ranks: int, store: str, queue: Any, rounds: int) -> N
         for direction, call in calls.items():
             times = alternate(
                 {
-                    "bascule": on_link(SlowLink(LINK_S, blocking=False), call),
-                    "blocking": on_link(SlowLink(LINK_S, blocking=True), call),
+                    "bascule": on_link(Link(LINK_S), call),
+                    "blocking": on_link(Link(LINK_S, blocking=True), call),
                 },
                 rounds,
             )
@@ -231,11 +182,11 @@ def ring_calls(
     }
 
 
-def on_link(link: SlowLink, call: Callable[[], object]) -> Callable[[], None]:
+def on_link(link: Link, call: Callable[[], object]) -> Callable[[], None]:
     """The call, with everything that it posts on that link."""
 
     def linked() -> None:
-        with mock.patch.object(dist, "batch_isend_irecv", link):
+        with on(link):
             call()
 
     return linked

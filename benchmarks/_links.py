@@ -1,0 +1,93 @@
+"""Slow links and none at all, in place of the wires between the processes of one machine."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bascule.comm.transfers import Transfers
+
+Post = Callable[[Transfers], None]
+
+_post, _wait = Transfers._post_tagged, Transfers.wait
+
+
+class Link:
+    """A link of some latency and speed; without either, gloo's own.
+
+    Every message is followed by a stamp of when it may be used.
+
+    Args:
+        latency_s: From the post of a message until the other side may use it.
+        bytes_per_s: What a rank's link carries, one message after the other; None for any number.
+        blocking: Whether posting waits for what is to arrive.
+    """
+
+    def __init__(
+        self, latency_s: float = 0.0, bytes_per_s: float | None = None, *, blocking: bool = False
+    ) -> None:
+        self.latency_s, self.bytes_per_s, self.blocking = latency_s, bytes_per_s, blocking
+        self._free_at = 0.0
+        self._stamps: dict[int, list[Tensor]] = {}
+
+    def post(self, transfers: Transfers) -> None:
+        """Post the messages, and their stamps."""
+        _post(transfers)
+        if self.latency_s or self.bytes_per_s:
+            self._stamp(transfers)
+        if self.blocking:
+            for work in transfers._works:
+                work.wait()
+            self._sleep(transfers)
+            transfers._works.clear()  # gloo would wait for a second message
+
+    def wait(self, transfers: Transfers) -> None:
+        """Until the messages are there, and may be used."""
+        _wait(transfers)
+        self._sleep(transfers)
+
+    def _stamp(self, transfers: Transfers) -> None:
+        group, (sent, received) = transfers._group, transfers._kept
+        now = time.perf_counter() + self.latency_s
+        if self.bytes_per_s:
+            num_bytes = sum(x.nbytes for x in sent.values())
+            self._free_at = max(self._free_at, now) + num_bytes / self.bytes_per_s
+            now = self._free_at
+        own, mark = torch.tensor([now], dtype=torch.float64), transfers._begun.mark
+        stamps = {place: torch.zeros_like(own) for place in received}
+        works, through = transfers._works, group.process_group
+        works.extend(through.recv([x], group.places[place], mark) for place, x in stamps.items())
+        works.extend(through.send([own], group.places[place], mark) for place in sent)
+        self._stamps[id(transfers)] = [own, *stamps.values()]
+
+    def _sleep(self, transfers: Transfers) -> None:
+        for stamp in self._stamps.pop(id(transfers), [])[1:]:
+            sleep_until(float(stamp))
+
+
+class NoLink(Link):
+    """Moves nothing: a rank receives what it sends."""
+
+    def post(self, transfers: Transfers) -> None:
+        """As if all others had sent the same."""
+        sent, received = transfers._kept
+        for to, come in zip(sent.values(), received.values(), strict=True):
+            come.view(-1).copy_(to.view(-1))
+
+
+def sleep_until(moment: float) -> None:
+    """By the clock of `time.perf_counter`, which all processes of a machine share on Linux."""
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+@contextmanager
+def on(link: Link) -> Iterator[None]:
+    """Everything that ranks send each other goes over that link."""
+    with (
+        mock.patch.object(Transfers, "_post_tagged", lambda transfers: link.post(transfers)),
+        mock.patch.object(Transfers, "wait", lambda transfers: link.wait(transfers)),
+    ):
+        yield
