@@ -120,7 +120,7 @@ def _connect(
     )
     assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-    if "cuda" in dist.get_backend_config(group) and torch.cuda.is_available():
+    if "cuda:nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
         # NCCL connects in the first call, which all members must make; parts of it come later.
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return group
