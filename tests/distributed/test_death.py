@@ -203,7 +203,8 @@ def test_a_rank_killed_before_construction() -> None:
 
 
 def called() -> str:
-    """Of two ranks, one of which noticed in a group with a third."""
+    """Of two ranks, one of which noticed in a group with a third, and that one with a fourth."""
+    notes.write_failure(2, Failure("step 4: third", ranks=(2, 3)))
     notes.write_failure(1, Failure("step 4: elsewhere", ranks=(1, 2)))
     notes.write_failure(0, Failure("step 4: here", ranks=(0, 1)))
     pair = RankGroup(lambda: dist.group.WORLD, 0, (0, 1), (0, 1), "pair")
@@ -212,5 +213,6 @@ def called() -> str:
 
 def test_who_is_missing_is_asked_among_all_ranks_concerned() -> None:
     (text,) = run_ranks(called, 1)
-    assert "missing: no report from ranks [2]" in text
+    assert "missing: no report from ranks [3]" in text
     assert "rank 1 last failed in step 4: elsewhere" in text and "rank 0" not in text
+    assert "rank 2 last failed in step 4: third" in text

@@ -16,7 +16,9 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
+from bascule.comm.groups import member_of, resolve
 from bascule.data import departures, loader, prefetch
+from bascule.data.departures import Departure, Departures
 from bascule.data.loader import BalancedLoader
 from tests.distributed.harness import run_ranks, run_to_the_end
 from tests.distributed.loader_cases import COST, FAST, endless, loader_threads
@@ -378,3 +380,16 @@ def test_an_error_does_not_wait_for_a_loader_that_hangs() -> None:
     (_, heard), (seconds, own) = run_ranks(stays_behind, 2)
     assert own == "in the training step" and seconds < 60.0
     assert f"rank {BAD_RANK} of group 'loader' closed the loader after microbatch 0" in heard
+
+
+def one_after_the_other() -> Departure | None:
+    """What three notes say: the first to leave has no reason yet, and gives it after another."""
+    notes = Departures(member_of(resolve(None), "loader"), 7)
+    notes.announce(Departure(7, 0, (3, 0), is_final=False))
+    notes.announce(Departure(7, 1, (4, 0), "IndexError: later"))
+    notes.announce(Departure(7, 0, (3, 0), SAID))
+    return notes.settle()
+
+
+def test_only_the_first_to_leave_may_add_its_reason() -> None:
+    assert run_ranks(one_after_the_other, 1) == [Departure(7, 0, (3, 0), SAID)]

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.forms import digest_of
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.masks import without_lost_scores
 from bascule.errors import ConfigError
@@ -122,11 +123,12 @@ def test_only_queries_whose_scores_are_lost_are_0() -> None:
 def float32_masks(ring: int, ulysses: int) -> list[float]:
     """Of queries of 16 bits: what the output is off, over what one process is."""
     mesh, found = make_mesh(ring, ulysses), list[float]()
-    for dtype, number in itertools.product((torch.bfloat16, torch.float16), (-1e9, -3e38)):
+    # Of what is far from 0, 16 bits would keep only the first two digits.
+    cases = itertools.product((torch.bfloat16, torch.float16), (-1e9, -3e38), (-500.0, 50.0))
+    for dtype, number, level in cases:
         layout = SequenceLayout((24,), ring, ulysses)
         whole = normal(0, 24, dtype)
-        # Of these, 16 bits would keep only the first two digits.
-        mask = hiding("rows", number, 24, 1, torch.float32) - 500.0
+        mask = hiding("rows", number, 24, 1, torch.float32) + level
         out = attention(
             *three(split(x, mesh, layout, 2) for x in whole), mesh, layout=layout, attn_mask=mask
         )
@@ -140,6 +142,14 @@ def float32_masks(ring: int, ulysses: int) -> list[float]:
 def test_a_float32_mask_of_16_bit_queries_keeps_its_digits(ring: int, ulysses: int) -> None:
     for found in run_ranks(float32_masks, 2, ring, ulysses):
         assert max(found) < 2.0, found
+
+
+def test_a_mask_that_was_written_to_has_another_digest() -> None:
+    mask = torch.zeros(1, 1, 3, 3)
+    before = digest_of(mask)
+    assert digest_of(mask) == before
+    mask[0, 0, 1, 2] = 1.0
+    assert digest_of(mask) != before
 
 
 def test_what_torch_refuses_as_a_mask_is_refused() -> None:

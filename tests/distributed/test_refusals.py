@@ -277,3 +277,15 @@ def test_ranks_that_attend_or_average_otherwise_are_refused_on_all() -> None:
     for texts in zip(*run_ranks(unlike_heads_and_scalars, 2), strict=True):
         assert len(set(texts)) == 1
         assert "attend" in texts[0] or "mean" in texts[0]
+
+
+def weights_on_the_last_rank() -> Error:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    step = SequenceParallel(None, "g2n1", COST, timeout_s=15).plan([6])
+    x = torch.ones(6, requires_grad=True)
+    return raised_by(step.mean, x, weights=x.detach() if rank == last else None)
+
+
+def test_weights_on_one_rank_only_are_refused_on_all() -> None:
+    classes, text = same_on_all(run_ranks(weights_on_the_last_rank, 2))
+    assert "CommError" in classes and "mean" in text

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import ops
-from bascule.attention.api import AttentionMesh
+from bascule.attention.api import AttentionMesh, attention
 from bascule.comm import mean as means
 from bascule.comm.exchange import BoundRoute, spread
 from bascule.comm.groups import member_of, resolve
+from bascule.comm.guard.calls import Call
+from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.routes import Route
@@ -49,6 +51,32 @@ def gradients() -> None:
 
 def test_gradients_of_many_ranks_are_summed_wide() -> None:
     run_ranks(gradients, 3)
+
+
+def gradients_around_a_ring() -> float:
+    """Of the value of this rank's one token, of which all tokens see as much."""
+    names = ("ring", "ulysses")
+    mesh = AttentionMesh.of(init_device_mesh("cpu", (3, 1), mesh_dim_names=names))
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    v = torch.zeros_like(q, requires_grad=True)
+    out = attention(q, q, v, mesh)
+    out.backward(torch.full_like(out, 3 * (BIG if dist.get_rank() == 0 else ONE)))
+    assert v.grad is not None and bool((v.grad == v.grad[0, 0, 0, 0]).all())
+    return float(v.grad[0, 0, 0, 0])
+
+
+def test_gradients_of_values_are_summed_wide_around_a_ring() -> None:
+    assert run_ranks(gradients_around_a_ring, 3) == [BIG + 2 * ONE] * 3
+
+
+def large_sum() -> None:
+    x = torch.arange(5000.0).view(50, 100)
+    total = all_reduce(member_of(resolve(None), "all"), Call("all_reduce"), x)
+    assert torch.equal(total, 3 * x)
+
+
+def test_a_large_sum_is_right_where_ranks_do_not_divide_it() -> None:
+    run_ranks(large_sum, 3)
 
 
 Weights = tuple[str, Any]
@@ -112,6 +140,20 @@ def all_means() -> float:
 
 def test_means_count_every_weight_once_in_any_dtype() -> None:
     assert max(run_ranks(all_means, 2)) < 2.0
+
+
+def heavy_mean(kind: torch.dtype) -> list[float]:
+    values = torch.ones(2, dtype=torch.float16, requires_grad=True)
+    weights = torch.tensor([70_000, 1], dtype=kind)
+    SequenceParallel(None, "g1n1", COST).plan([2]).mean(values, weights=weights).backward()
+    assert values.grad is not None
+    return values.grad.tolist()
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.float64])
+def test_weights_beyond_the_range_of_the_values_give_finite_gradients(kind: torch.dtype) -> None:
+    wanted = pytest.approx([70_000 / 70_001, 1 / 70_001], rel=1e-3, abs=1e-7)
+    assert run_ranks(heavy_mean, 1, kind) == [wanted]
 
 
 @pytest.mark.parametrize(

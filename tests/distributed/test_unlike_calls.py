@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call, Calls
+from bascule.comm.guard.calls import Begun, Call, Calls
 from bascule.comm.guard.notes import Failure, Position, Waiting
-from bascule.comm.guard.watch import Verdict, judge
+from bascule.comm.guard.watch import Verdict, Watch, judge
 from bascule.comm.transfers import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import SequenceParallel
@@ -245,6 +246,18 @@ def test_unlike_settings_of_mesh_attention_end_all_ranks(
     assert_known(run_ranks(unlike_settings, 2, degrees, what, used_before), *parts)
 
 
+def replicated_on_one_rank() -> Heard:
+    """Each rank answers for four tokens; one of them has those of both in the first segment."""
+    mesh, is_odd = mesh_of(1, 2), dist.get_rank() == 1
+    layout = SequenceLayout((4, 4), 1, 2, replicated=(0,) if is_odd else ())
+    q = torch.randn(1, 2, 6 if is_odd else 4, 8)
+    return heard(lambda: attention(q, q, q, mesh, layout=layout))
+
+
+def test_tokens_replicated_on_one_rank_only_end_all_ranks() -> None:
+    assert_known(run_ranks(replicated_on_one_rank, 2), "disagree", "replicated segments (0,)")
+
+
 def known_forms_of_equal_size(degrees: tuple[int, int]) -> Heard:
     mesh = mesh_of(*degrees)
     both = torch.randn(1, 2, 16, 8), torch.randn(2, 2, 8, 8)
@@ -305,14 +318,14 @@ def test_unlike_calls_on_meshes_end_all_ranks(
     assert_known(run_ranks(case, 2, degrees))
 
 
-def sparse_unlike(what: str) -> Heard:
-    mesh = mesh_of(2, 1)
-    home = BlockLayout.striped([4] * 8, 2, 1)
+def sparse_unlike(what: str, ring: int, ulysses: int) -> Heard:
+    mesh = mesh_of(ring, ulysses)
+    home = BlockLayout.striped([4] * 8, ulysses, ring)
     masks = np.random.default_rng(0).random((2, 8, 8)) < 0.6
     masks |= np.eye(8, dtype=bool)
     other = masks.copy()
     other[1, 3] = ~other[1, 3]
-    plan = SparsePlanner(1, 2).plan(masks, home)
+    plan = SparsePlanner(ulysses, ring).plan(masks, home)
     x = torch.randn(1, 2, 16, 8)
     sparse_attention(x, x, x, mesh, plan, rows_of(masks))
     odd = dist.get_rank() == 1
@@ -321,9 +334,10 @@ def sparse_unlike(what: str) -> Heard:
     return heard(lambda: sparse_attention(x, x, x, mesh, plan, seen, scale=scale))
 
 
+@pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("what", ["masks", "scale"])
-def test_unlike_sparse_attention_ends_all_ranks(what: str) -> None:
-    assert_known(run_ranks(sparse_unlike, 2, what), "unlike calls")
+def test_unlike_sparse_attention_ends_all_ranks(what: str, degrees: tuple[int, int]) -> None:
+    assert_known(run_ranks(sparse_unlike, 2, what, *degrees), "unlike calls")
 
 
 # --- meshes in any order --------------------------------------------------------------------------
@@ -582,6 +596,10 @@ def test_a_rank_that_failed_does_not_come() -> None:
     # All failed alike, in the same place, and this one was the first to go on.
     alike = Failure("here", cause="oops", done={"all": 5})
     assert judged(wait, {}, rank0=alike, rank2=alike) is None
+    # Both failed, but not in the same place.
+    earlier = Failure("there", cause="oops", done={"all": 4})
+    found = judged(wait, {}, rank0=alike, rank2=earlier)
+    assert found is not None and found.text == "rank 2 failed in there: oops"
 
 
 def test_another_call_in_its_place_is_certain_at_once() -> None:
@@ -589,6 +607,35 @@ def test_another_call_in_its_place_is_certain_at_once() -> None:
     found = judged(wait, {1: position(all=[4, 5])})
     assert found is not None and "unlike calls" in found.text and found.evidence == ()
     assert "rank 0 made all 5 where rank 1 made call 5" in found.text
+
+
+def suspected() -> None:
+    """What looks find of a wait: something else each time, and at last the same."""
+    assert dist.group.WORLD is not None
+    ended: list[str] = []
+    looks: list[int] = []
+    is_alike = threading.Event()
+
+    def found(*_: Any) -> Verdict:
+        looks.append(len(looks))
+        return Verdict("never", ((0, 0 if is_alike.is_set() else len(looks)),))
+
+    watch = Watch(dist.group.WORLD, ended.append)
+    with mock.patch("bascule.comm.guard.watch.judge", found):
+        wait = watch.begin("all", Begun(Call("first"), 0, 7), (0,), "all")
+        while len(looks) < 3:
+            time.sleep(0.1)
+        assert wait.verdict is None and not ended
+        is_alike.set()
+        while wait.verdict is None:
+            time.sleep(0.1)
+        watch.end(wait, is_done=False)
+        watch.close()
+    assert ended == ["never"]
+
+
+def test_what_is_not_found_twice_ends_no_wait() -> None:
+    run_ranks(suspected, 1)
 
 
 def test_a_position_survives_the_store() -> None:

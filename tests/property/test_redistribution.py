@@ -228,6 +228,16 @@ def test_a_rank_without_a_sample_that_counts_gets_the_shortest_of_the_richest() 
     assert plan.bag_of.tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
+def test_ranks_without_a_sample_that_counts_take_theirs_from_unlike_ranks() -> None:
+    ranks = ranks_of(4)
+    loaded = loaded_of([[[400, 400, 200, 200, 200, 200]], [[]], [[]], [[]]], ranks, 1)
+    loaded = dataclasses.replace(loaded, weights=np.array([0, 0, 1, 1, 1, 1]))
+    redistributor = Redistributor(ranks, dataclasses.replace(RULES, min_gain=0.0), SECONDS, 0.0)
+    (plan,), verdict = redistributor.decide(loaded)
+    assert verdict.applied
+    assert sorted(plan.bag_of[2:].tolist()) == [0, 1, 2, 3]
+
+
 def test_what_is_received_is_bounded_not_what_is_sent() -> None:
     """One rank sends to all, or all to one: 16 * 11 bytes a sample."""
     ranks, num_bytes = ranks_of(3), 16 * 11
