@@ -113,6 +113,24 @@ def test_a_drift_is_noticed_and_fitted() -> None:
     assert slow == pytest.approx(3.0, rel=0.15)
 
 
+def looked_at() -> int:
+    """Before which measurement the drift is known."""
+    loader = make_loader(6 * 40)
+    tracker = CostTracker(loader, warmup=6, discard=0, window=30, device="cpu")
+    now, known = [0.0], list[bool]()
+    with mock.patch.object(time, "thread_time", lambda: now[0]):
+        for batch in tracker:
+            known.append(tracker.drift is not None)
+            lens = [len(sample["input_ids"]) for sample in batch.data]
+            now[0] += float(TRUTH(lens).sum()) + TRUTH.overhead
+    assert tracker.num_fits == 1
+    return known.index(True)
+
+
+def test_the_first_look_at_the_drift_comes_a_window_after_the_warm_up() -> None:
+    assert run_ranks(looked_at, 2) == [6 + 30] * 2
+
+
 def resume() -> tuple[Any, ...]:
     loader = make_loader(12)
     tracker = CostTracker(loader, device="cpu")

@@ -1,5 +1,7 @@
 """Process groups are made whatever groups the ranks have besides."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -8,7 +10,7 @@ from bascule.comm.making import new_group
 from bascule.comm.transfers import all_reduce
 from bascule.parallel import SequenceParallel
 from tests.distributed.cases import COST
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import raised_by, run_ranks
 
 
 def beside_groups_of_some_ranks(topologies: list[str]) -> None:
@@ -41,3 +43,20 @@ def made_again(rounds: int) -> None:
 
 def test_a_group_that_was_destroyed_is_made_again() -> None:
     run_ranks(made_again, 2, 3)
+
+
+def after_unlike_calls() -> None:
+    """All calls ended; in a new group each rank in turn comes late."""
+    rank = dist.get_rank()
+    pair = new_group([0, 1], "first", 60.0)
+    raised_by(lambda: all_reduce(pair, Call(f"call of rank {rank}"), torch.ones(3)))
+    pair = new_group([0, 1], "second", 60.0)
+    for late in (0, 1):
+        if rank == late:
+            time.sleep(4.0)
+        total = all_reduce(pair, Call("all_reduce"), torch.ones(3))
+        assert torch.equal(total, torch.full((3,), 2.0))
+
+
+def test_slow_ranks_that_failed_before_are_waited_for_in_a_new_group() -> None:
+    run_ranks(after_unlike_calls, 2)

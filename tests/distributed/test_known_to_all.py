@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.attention import packed
 from bascule.attention.api import AttentionMesh, attention
 from bascule.errors import CommError
 from bascule.parallel import SequenceParallel, Step
@@ -103,6 +105,13 @@ def interrupted(parallel: SequenceParallel, step: Step, x: torch.Tensor) -> Any:
         raise KeyboardInterrupt
 
 
+def interrupted_in_attention(parallel: SequenceParallel, step: Step, x: torch.Tensor) -> Any:
+    """Without a `with`: the step itself tells of it."""
+    q = step.route(x=x)["x"][:, None].expand(-1, 6, -1)
+    with mock.patch.object(packed, "attend", side_effect=KeyboardInterrupt):
+        step.attend(q, q, q)
+
+
 def goes_on(parallel: SequenceParallel, step: Step, x: torch.Tensor) -> Any:
     moved = step.route(x=x)["x"]
     heads = moved[:, None].expand(-1, 6, -1)
@@ -125,6 +134,7 @@ CASES: dict[Callable[..., Any], str] = {
     own_code: "ZeroDivisionError: the loss of this rank",
     own_hook: "ZeroDivisionError: the hook of this rank",
     interrupted: "KeyboardInterrupt",
+    interrupted_in_attention: "KeyboardInterrupt",
     without_text: "NoTextError: its text cannot be had",
 }
 

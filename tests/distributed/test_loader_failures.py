@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.data.loader import BalancedLoader
+from bascule.data.redistribute import Redistributor
 from bascule.plan.limits import Limits
 from tests.distributed.harness import run_ranks, run_to_the_end
 from tests.distributed.loader_cases import (
@@ -386,3 +388,27 @@ def test_a_loader_that_hangs_ends_the_others_after_the_timeout() -> None:
     classes, text = outcomes[0].value
     assert "CommError" in classes and "step 2: all_gather (epoch 0, loading)" in text
     assert "CommError" in outcomes[1].value[0]
+
+
+def groups_after_an_unknown_error() -> tuple[list[str], str, list[str]]:
+    """What all ranks hear of one that comes within a step, and the group of it and of the next."""
+    names: list[str] = []
+    step = Redistributor.step
+
+    def recorded(self: Redistributor, *args: Any) -> Any:
+        names.append(self.ranks.group.process_group.group_name)
+        if len(names) == 1:
+            raise RuntimeError("nobody thought of it")
+        return step(self, *args)
+
+    with mock.patch.object(Redistributor, "step", recorded):
+        heard = heard_by(lambda: next(iter(loader_of(endless(dist.get_rank())))))
+        with loader_of(endless(dist.get_rank())) as loader:
+            next(iter(loader))
+    return *heard, names[:2]
+
+
+def test_a_group_of_a_thread_that_ended_anywhere_is_not_lent_again() -> None:
+    for _, text, (first, second) in run_ranks(groups_after_an_unknown_error, 2):
+        assert text == "nobody thought of it"
+        assert first != second

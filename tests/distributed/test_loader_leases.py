@@ -3,11 +3,20 @@
 import random
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
 
+from bascule.comm.groups import set_timeout, timeout_of
+from bascule.comm.guard.calls import Call
+from bascule.comm.making import new_group
+from bascule.comm.transfers import all_gather
 from bascule.data import prefetch
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.leases import Lease, pool_of
@@ -200,3 +209,36 @@ def test_loaders_can_be_made_after_a_failure() -> None:
     of_rank = run_ranks(after_a_failure, 2)
     expected = [PER_RANK * rank + k for rank in range(2) for k in range(4)]
     assert sorted(i for ids in of_rank for i in ids) == expected
+
+
+def timeouts() -> list[float]:
+    """In seconds, of a group as it is lent, and lent again."""
+    pool, found, names = pool_of([0, 1], 60.0), list[float](), list[str]()
+    for timeout_s in (600.0, 5.0):
+        lease = pool.borrow({}, None, timeout_s)
+        timeout = timeout_of(lease.group, torch.device("cpu"))
+        assert timeout is not None
+        found.append(timeout.total_seconds())
+        names.append(lease.group.process_group.group_name)
+        lease.give_back()
+    assert names[0] == names[1]
+    return found
+
+
+def test_a_group_that_is_lent_again_waits_as_long_as_its_new_loader() -> None:
+    assert run_ranks(timeouts, 2) == [[600.0, 5.0]] * 2
+
+
+def another_does_not_come() -> None:
+    """To a call of a group that was made to wait 60 s for it, until it is given up."""
+    group, store = new_group([0, 1], "pair", 60.0), _get_default_store()
+    set_timeout(group, 1.0)
+    if dist.get_rank() == 1:
+        store.wait(["test/given up"], timedelta(seconds=30))
+        return
+    heard_by(lambda: all_gather(group, Call("all_gather"), torch.zeros(3)))
+    store.set("test/given up", "")
+
+
+def test_a_group_waits_as_long_as_it_was_set_to() -> None:
+    run_ranks(another_does_not_come, 2)

@@ -337,6 +337,18 @@ def test_one_process_trains_as_before(tmp_path: Path) -> None:
     assert not trainer.args.ignore_data_skip
 
 
+def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None:
+    from bascule.integrations.transformers import trainer as trainers
+
+    trainer = make_trainer(str(tmp_path), "scorer", balanced=True, max_steps=1)
+    trainer.train()
+    inputs = next(iter(trainer.get_train_dataloader()))
+    plain = trainer.training_step(trainer.model, dict(inputs))
+    scaled = trainer.training_step(trainer.model, {**inputs, trainers._SCALE: 0.5})  # pyright: ignore[reportPrivateUsage]
+    assert float(scaled) == pytest.approx(0.5 * float(plain))
+    assert trainer.loss_scale == 1.0
+
+
 def test_a_cost_that_is_none_is_refused() -> None:
     from bascule.integrations.transformers.trainer import BalanceConfig
 
