@@ -1,5 +1,7 @@
 """`topology="auto"` on real processes: bags change from step to step, the attention stays exact."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 
 from bascule import Cluster, CommError, SequenceParallel, TransformerCost
 from bascule.attention.kernels.packed_kernels import PackedSequences, reference
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import raised_by, run_ranks
 
 NODE = Cluster(
     num_nodes=1,
@@ -60,6 +62,30 @@ def test_bags_follow_the_batch() -> None:
     assert results[0][0] == "g1n4"
     assert results[0][1] == "g4n1"
     assert len(set(results[0])) >= 3
+
+
+def _attend_with_one_head() -> tuple[list[str], str]:
+    """In bags of one rank, and then in bags of which one has two."""
+    rank = dist.get_rank()
+    parallel = SequenceParallel(
+        None, "auto", TransformerCost(256, num_layers=4), cluster=NODE, timeout_s=15
+    )
+    attends: list[Callable[[], torch.Tensor]] = []
+    for lens, topology in ((BATCHES[0], "g1n4"), ([[3000], [2000], [2000], []], "g2n1+g1n2")):
+        step = parallel.plan(lens[rank])
+        assert str(step.plan.topology) == topology
+        q, kv = (torch.zeros(step.local.positions.size, heads, 8) for heads in (4, 1))
+        attends.append(partial(step.attend, q, kv, kv))
+    attends[0]()
+    return raised_by(attends[1])
+
+
+def test_a_bag_that_becomes_too_large_for_the_heads_is_refused_on_all_ranks() -> None:
+    heard = run_ranks(_attend_with_one_head, 4)
+    assert all(one == heard[0] for one in heard), heard
+    classes, text = heard[0]
+    assert "ConfigError" in classes
+    assert "1 key-value heads" in text and "at most 1 ranks" in text
 
 
 def _without_cluster() -> str:
