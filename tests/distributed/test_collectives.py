@@ -110,9 +110,8 @@ def test_collectives_of_each_call(world_size: int, topology: str, in_bags: list[
             "route": {ALL_TO_ALL: 1, ALL_GATHER: 1},
             "restore": {ALL_TO_ALL: 1, ALL_GATHER: 1},
             "mean": {ALL_REDUCE: 1, ALL_GATHER: 1},
+            "attend": attention | {ALL_GATHER: 1},
         }
-        if any(in_bags):
-            new_form["attend"] = attention | {ALL_GATHER: 1}
         assert first == later | new_form
 
 
