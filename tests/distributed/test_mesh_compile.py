@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import ops
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, split
-from bascule.attention.forms import form_of
+from bascule.attention.call_spec import CallSpec
 from bascule.attention.overlapped import overlapped_attention
+from bascule.attention.ulysses import TokenOrder, heads_to_tokens, tokens_to_heads
 from bascule.comm.quantize import Wire
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import Three, difference, make_mask, make_mesh, three
@@ -231,33 +232,39 @@ def test_a_wire_compiles_to_one_graph_for_all_lengths(ring: int, ulysses: int) -
 
 def check_operators(ring: int, ulysses: int) -> int:
     """Torch's own checks: schemas, aliasing, and that fake results are like real ones."""
-    mesh, layout = make_mesh(ring, ulysses), SequenceLayout((5, 18), ring, ulysses)
+    zigzag = ring > 1 < ulysses
+    mesh, layout = make_mesh(ring, ulysses), SequenceLayout((5, 18), ring, ulysses, zigzag)
     q, k, v = tensors(CASES[1], mesh, layout)
-    geometry, form = ([5, 18], False, 0, mesh.name), form_of(4, torch.float32, None)
+    segments, spec = [5, 18], CallSpec(mesh.name, 7, 7, zigzag=zigzag, scale=0.5).text
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     calls: list[tuple[Any, tuple[Any, ...]]] = []
     if ring == 1 < ulysses:
-        arguments = q, k, v, None, 0.5, "", 7, [5, 18], 0, mesh.name, form
-        calls.append((overlapped_attention, arguments))
+        calls.append((overlapped_attention, (q, k, v, None, segments, spec)))
     if ulysses > 1:
-        calls.append((ops.tokens_to_heads, ([q, k, v], 7, *geometry, form)))
-        q, k, v = (x.detach() for x in ops.tokens_to_heads([q, k, v], 7, *geometry, form))
-        calls.append((ops.heads_to_tokens, ([q, k, v], 7, *geometry, form)))
-        calls.append((ops.heads_to_tokens, ([q], 7, *geometry, form)))
-    settings = None, False, 0.5, "", *geometry, form
+        xs = [x.detach().transpose(1, 2) for x in (q, k, v)]
+        order = TokenOrder.of(layout, mesh.place[0], q.device)
+        lens, whole, back, _ = order.given
+        into = xs, whole, lens, segments, spec
+        calls.append((tokens_to_heads, into))
+        rows = tokens_to_heads(*into)
+        parts = [x.clone() for x in rows.tensor_split(3, dim=2)]
+        calls.append((heads_to_tokens, (parts, back, lens, spec)))
+        calls.append((heads_to_tokens, (parts[:1], back, lens, spec)))
+        q, k, v = (x.transpose(1, 2) for x in parts)
+    settings = None, None, None, segments, spec
     out, lse = ops.ring_attention(q, k, v, *settings)
     calls.append((ops.ring_attention, (q, k, v, *settings)))
-    calls.append((ops.ring_attention_backward, (out, q, k, v, out, lse, *settings)))
+    calls.append((ops.ring_attention_backward, (out, [q, k, v, out, lse], *settings)))
     if ulysses == 1:
-        form = form_of(4, torch.float32, Wire("int8", takes_centres=True))
-        k_centre, v_centre = ops.take_centres(k.detach(), v.detach(), 7, 7, *geometry, form)
-        settings = *settings[:-1], form, "int8", k_centre, v_centre
-        calls.append((ops.take_centres, (k.detach(), v.detach(), 7, 7, *geometry, form)))
+        spec = CallSpec(mesh.name, 7, 7, scale=0.5, wire="int8").text
+        centres = k.detach(), v.detach(), segments, spec
+        calls.append((ops.take_centres, centres))
+        settings = None, *ops.take_centres(*centres).unbind(0), segments, spec
         calls.append((ops.ring_attention, (q, k, v, *settings)))
-        calls.append((ops.ring_attention_backward, (out, q, k, v, out, lse, *settings)))
+        calls.append((ops.ring_attention_backward, (out, [q, k, v, out, lse], *settings)))
     rows = torch.randn(layout.num_tokens(*mesh.place), 3)
-    calls.append((ops.gather_tokens, (rows, *geometry, True)))
-    calls.append((ops.reduce_tokens, (torch.randn(23, 3), *geometry)))
+    calls.append((ops.gather_tokens, (rows, segments, spec, True)))
+    calls.append((ops.reduce_tokens, (torch.randn(23, 3), segments, spec)))
     for operator, arguments in calls:
         found = torch.library.opcheck(operator, arguments, test_utils=checks)
         assert set(found.values()) == {"SUCCESS"}, found

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import ops
 from bascule.attention.api import AttentionMesh, attention
+from bascule.attention.call_spec import CallSpec
 from bascule.comm import mean as means
 from bascule.comm.exchange import BoundRoute, spread
 from bascule.comm.groups import member_of, resolve
@@ -45,7 +46,7 @@ def gradients() -> None:
     names = ("ring", "ulysses")
     mesh = AttentionMesh.of(init_device_mesh("cpu", (3, 1), mesh_dim_names=names))
     x = torch.full((3, 2), BIG if rank == 0 else ONE, dtype=torch.bfloat16)
-    own = ops.reduce_tokens(x, [3], False, 0, mesh.name)
+    own = ops.reduce_tokens(x, [3], CallSpec(mesh.name).text)
     assert own.dtype == torch.bfloat16 and bool((own == BIG + 2 * ONE).all())
 
 

@@ -9,15 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import Seen
 from bascule.attention.kernels.registry import select_block_kernel
 from bascule.errors import ConfigError
-from tests.unit.test_blocks import SCALE
 from tests.unit.test_sparse_blocks import (
     NAMES,
     attend,
     attend_in_halves,
-    heads_case,
     make_case,
     random_case,
     reference,
@@ -82,20 +79,3 @@ def test_triton_takes_blocks_of_any_length(block: int, dim: int) -> None:
 def test_triton_is_the_first_choice() -> None:
     kernel = select_block_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, block=128)
     assert type(kernel).__name__ == "TritonKernel"
-
-
-@pytest.mark.parametrize("name", ["sparge", "paro"])
-def test_kernels_of_8_bits(name: str) -> None:
-    """Near to the exact output; skipped where the package or its device is missing."""
-    form = {"dtype": torch.float16, "head_dim": 64, "block": 128, "needs_lse": name != "sparge"}
-    try:
-        kernel = select_block_kernel(name, "cuda", **form)
-    except ConfigError as reason:
-        pytest.skip(str(reason))
-    case = heads_case(2, 4, 4, 128)
-    tensors = case.inputs(torch.float16, 64)
-    want, want_lse, _, _ = reference(case, tensors)
-    q, k, v = (x.cuda() for x in tensors)
-    out, lse = kernel.forward(q, k, v, Seen(blocks=case.rows), SCALE)
-    assert torch.equal(lse.isneginf().cpu(), want_lse.isneginf())
-    assert relative(out, want) < 0.1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bascule.attention.kernels.protocol import BlockForm, BlockRows, Seen
-from bascule.attention.kernels.registry import KERNELS, QUANTIZED, select_block_kernel
+from bascule.attention.kernels.registry import KERNELS, select_block_kernel
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE
@@ -78,10 +78,10 @@ def test_which_kernels_take_blocks() -> None:
         ]
         fits = [kernel.unfit(form) is None for form in forms]
         assert any(fits) == (name in SPARSE) or name == "triton", name
-    for name in ("cpu_loop", "triton", "sparge", "paro"):
-        kernel = {**KERNELS, **QUANTIZED}[name]
+    for name in ("cpu_loop", "triton"):
+        kernel = KERNELS[name]
         device = "cpu" if name == "cpu_loop" else "cuda"
-        form = BlockForm(device, torch.bfloat16, 64, needs_lse=False)
+        form = BlockForm(device, torch.bfloat16, 64)
         assert kernel.unfit(form) == "computes the scores of given blocks, not all"
     assert select_block_kernel(None, "cpu", block=128) is KERNELS["cpu_loop"]
 
@@ -98,11 +98,6 @@ REFUSED = [
     ("triton", "cuda", 128, {"head_dim": 96}, "head widths 16, 32, 64 and 128, not 96"),
     ("triton", "cuda", 128, {"dtype": torch.float64}, "not torch.float64"),
     ("triton", "cpu", 128, {}, "runs on CUDA devices, not on cpu: use one of cpu_loop"),
-    ("sparge", "cuda", 128, {}, "gives no log-sum-exp.*ring"),
-    ("sparge", "cuda", 64, {"needs_lse": False}, "takes blocks of 128 tokens, not 64"),
-    ("paro", "cuda", 100, {}, "takes blocks of 64 or 128 tokens, not 100"),
-    ("paro", "cuda", 64, {"dtype": torch.float32}, "takes bfloat16 or float16"),
-    ("paro", "cuda", 64, {"head_dim": 32}, "takes head widths 64 and 128, not 32"),
     (None, "cuda", 128, {"dtype": torch.float64}, "no kernel fits.*triton takes bfloat16"),
     ("plain", "cuda", 128, {"dtype": torch.float64}, "none fits.*flex takes bfloat16"),
 ]

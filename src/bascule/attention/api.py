@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention import ops, wired
-from bascule.attention.forms import form_of
+from bascule.attention import ops
+from bascule.attention.agreement import rows_of_call
+from bascule.attention.call_spec import CallSpec
 from bascule.attention.kernels.packed_kernels import check_call
 from bascule.attention.masks import without_lost_scores
 from bascule.attention.overlapped import overlapped_attention
@@ -26,7 +27,7 @@ from bascule.attention.shards import (
     take_runs,
     with_replicated,
 )
-from bascule.attention.ulysses import HeadShares
+from bascule.attention.ulysses import TokenOrder, own_run, to_heads, to_tokens
 from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.guard.failures import told
 from bascule.comm.meshes import AttentionMesh as AttentionMesh
@@ -81,9 +82,8 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
     if mesh.whole is None:
         return x
     rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
-    whole = ops.gather_tokens(
-        rows, list(layout.segments), layout.zigzag, layout.stripe, mesh.name, False
-    )
+    spec = CallSpec(mesh.name, zigzag=layout.zigzag, stripe=layout.stripe)
+    whole = ops.gather_tokens(rows, list(layout.segments), spec.text, False)
     return whole.movedim(0, dim)
 
 
@@ -145,46 +145,57 @@ def attention(
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, attn_mask)
     _check_centres(wire, k)
-    geometry = list(layout.segments), layout.zigzag, layout.stripe, ranks.name
-    form = form_of(
-        q.shape[-1],
-        q.dtype,
-        wire,
-        is_causal=is_causal,
-        scale=scale,
-        mask=attn_mask,
-        replicated=layout.replicated,
+    num_kv_heads = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1])
+    wire = None if ranks.degrees == (1, 1) else wire
+    segments, spec = (
+        list(layout.segments),
+        CallSpec(
+            mesh=ranks.name,
+            num_heads=q.shape[1],
+            num_kv_heads=num_kv_heads,
+            zigzag=layout.zigzag,
+            stripe=layout.stripe,
+            causal=is_causal,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale,
+            kernel=kernel or "",
+            wire="" if wire is None else wire.format,
+            rows=rows_of_call(q, wire, attn_mask, layout.replicated),
+        ),
     )
     q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
     q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), attn_mask, is_causal)
-    num_kv_heads, mask = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), attn_mask
-    own, rows = _own_kv_heads(num_kv_heads, ranks), (num_kv_heads, *geometry, form)
-    if wire is not None:
-        wire = _wire_of_call(wire, q.shape[1], k, v, ranks, rows)
+    wire = None if wire is None else _with_centres(wire, k, v, segments, spec)
     k, v = (_repeated(x, num_kv_heads) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     overlaps = q.device.type == "cpu" if overlap is None else overlap
     if overlaps and _can_overlap(ranks, layout, is_causal, wire):
-        settings = (
-            scale,
-            kernel or "",
-            num_kv_heads,
-            list(layout.segments),
-            layout.stripe,
-            ranks.name,
-            form,
-        )
-        out, *_ = overlapped_attention(q, k, v, mask, *settings)
-        return _replicated(out, ranks, layout) if layout.replicated else out
-    if ranks.degrees[1] > 1:
-        q, k, v = wired.tokens_to_heads(q, k, v, wire, own, rows)
-    travel = wired.ring_settings(wire, own)
-    out, _ = ops.ring_attention(
-        q, k, v, mask, is_causal, scale, kernel or "", *geometry, form, *travel
-    )
-    if ranks.degrees[1] > 1:
-        out = wired.heads_to_tokens(out, wire, own, rows)
-    return _replicated(out, ranks, layout) if layout.replicated else out
+        out, *_ = overlapped_attention(q, k, v, attn_mask, segments, spec.text)
+    else:
+        out = _in_turn(q, k, v, attn_mask, ranks, layout, wire, spec)
+    return _replicated(out, ranks, layout, spec) if layout.replicated else out
+
+
+def _in_turn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ranks: Place,
+    layout: SequenceLayout,
+    wire: Wire | None,
+    spec: CallSpec,
+) -> Tensor:
+    """Tokens to heads, around the ring, and back."""
+    own = own_run(spec.num_kv_heads, ranks)
+    mine = None if wire is None else wire.of_heads(*own)
+    centres = (None, None) if mine is None else (mine.k_centre, mine.v_centre)
+    settings = mask, *centres, list(layout.segments), spec.text
+    if ranks.degrees[1] == 1:
+        return ops.ring_attention(q, k, v, *settings)[0]
+    order = TokenOrder.of(layout, ranks.place[0], q.device)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, order, spec, wire, own))
+    out, _ = ops.ring_attention(q, k, v, *settings)
+    return to_tokens(out.transpose(1, 2), order, spec, wire, own).transpose(1, 2)
 
 
 def _can_overlap(ranks: Place, layout: SequenceLayout, causal: bool, wire: Wire | None) -> bool:
@@ -193,7 +204,7 @@ def _can_overlap(ranks: Place, layout: SequenceLayout, causal: bool, wire: Wire 
     return is_ulysses and not layout.zigzag and not causal and wire is None
 
 
-def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
+def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout, spec: CallSpec) -> Tensor:
     """Every rank's tokens, of replicated segments all of them, from those it answers for."""
     if ranks.degrees == (1, 1):
         return own
@@ -206,28 +217,21 @@ def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
         at += length
     segments = [layout.segments[segment] for segment in sorted(layout.replicated)]
     rows = take_runs(own, runs, 2).movedim(2, 0)
-    whole = ops.gather_tokens(rows, segments, layout.zigzag, layout.stripe, ranks.name, True)
+    whole = ops.gather_tokens(rows, segments, spec.text, True)
     return with_replicated(own, whole.movedim(0, 2), layout, ranks.place, 2)
 
 
-def _wire_of_call(
-    wire: Wire, num_heads: int, k: Tensor, v: Tensor, ranks: Place, rows: wired.Geometry
-) -> Wire | None:
-    """With the centres of this call, if any, repeated as keys are; None where nothing travels."""
-    if ranks.degrees == (1, 1):
-        return None
+def _with_centres(wire: Wire, k: Tensor, v: Tensor, segments: list[int], spec: CallSpec) -> Wire:
+    """The wire with the centres of this call, if any, repeated as keys are."""
     k_centre, v_centre = wire.k_centre, wire.v_centre
     if wire.takes_centres:
-        k_centre, v_centre = ops.take_centres(k.detach(), v.detach(), num_heads, *rows).unbind(0)
+        centres = ops.take_centres(k.detach(), v.detach(), segments, spec.text)
+        k_centre, v_centre = centres.unbind(0)
     k_centre, v_centre = (
-        None if centre is None else _repeated(centre, rows[0]) for centre in (k_centre, v_centre)
+        None if centre is None else _repeated(centre, spec.num_kv_heads)
+        for centre in (k_centre, v_centre)
     )
     return Wire(wire.format, k_centre, v_centre)
-
-
-def _own_kv_heads(num_kv_heads: int, ranks: Place) -> wired.HeadRun:
-    shares, rank = HeadShares.split(num_kv_heads, num_kv_heads, ranks.degrees[1]), ranks.place[1]
-    return shares.base * rank + min(rank, shares.num_more), shares.of(rank)
 
 
 def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:

@@ -15,15 +15,18 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from bascule.attention import ulysses
+from bascule.attention.call_spec import CallSpec
 from bascule.attention.kernels.packed_kernels import KERNELS, PackedSequences, select_kernel
 from bascule.attention.kernels.protocol import BlockKernel, Seen
 from bascule.attention.kernels.registry import KERNELS as BLOCK_KERNELS
 from bascule.attention.kernels.registry import select_block_kernel
 from bascule.attention.ring import RingPlan, Tile, ring_attention
-from bascule.attention.ulysses import BagLayout
+from bascule.attention.ulysses import TokenOrder, to_heads, to_tokens
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.derivatives import refuse_derivatives
+from bascule.comm.heads import HeadShares
+from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh
+from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan import routes
 from bascule.plan.batch import Plan
@@ -82,17 +85,23 @@ class PackedRing:
         return sum(self.kv_lens) - self.kv_lens[(self.group.rank + 1) % self.group.size]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bag:
     """What a rank needs to know of its bag.
 
     Attributes:
-        ulysses: The ranks that it shares heads with, and their tokens.
+        mesh: The ranks that it shares heads with, and those around its ring.
+        chunk_lens: (G, n) tokens of each sequence on each rank that it shares heads with.
         ring: The pieces of the other groups; None if there is one group.
+        device: Where the tensors are.
+        step: Step number in errors.
     """
 
-    ulysses: BagLayout
+    mesh: AttentionMesh
+    chunk_lens: routes.Ints
     ring: PackedRing | None
+    device: torch.device
+    step: int
 
     @classmethod
     def of(cls, plan: Plan, group: RankGroup, device: torch.device, step: int) -> "Bag":
@@ -112,12 +121,45 @@ class Bag:
         place = (rank - int(topology.first_ranks[bag])) // degree
         by_group = lens.reshape(ring_degree, degree, num_seqs)
         first = int(topology.first_ranks[bag]) + place * degree
-        sharing = group.part(range(first, first + degree), "bag") if degree > 1 else None
-        ring = None
-        if ring_degree > 1:
-            around = group.part(topology.ring(rank), "ring")
-            ring = PackedRing(by_group.sum(axis=1), around, step)
-        return cls(BagLayout(by_group[place], device, sharing, step), ring)
+        sharing = group.part(range(first, first + degree), ULYSSES_AXIS) if degree > 1 else None
+        around = group.part(topology.ring(rank), RING_AXIS) if ring_degree > 1 else None
+        ring = None if around is None else PackedRing(by_group.sum(axis=1), around, step)
+        mesh = AttentionMesh(around, sharing, None)
+        return cls(mesh, by_group[place], ring, device, step)
+
+    @property
+    def degree(self) -> int:
+        """G."""
+        return self.chunk_lens.shape[0]
+
+    @cached_property
+    def seqs(self) -> PackedSequences:
+        """The sequences, as far as its group has them, as the kernel sees them."""
+        return PackedSequences.build(self.chunk_lens.sum(axis=0).tolist(), self.device)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """(G,) tokens of each rank."""
+        return self.chunk_lens.sum(axis=1).tolist()
+
+    @cached_property
+    def order(self) -> TokenOrder:
+        """From rank order, in which tokens arrive, into sequence order, and back."""
+        if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
+            return TokenOrder(self.tokens)
+        whole, back = _rows_of(self.chunk_lens.T), _rows_of(self.chunk_lens)
+        return TokenOrder(self.tokens, table_on(whole, self.device), table_on(back, self.device))
+
+    def own_kv_heads(self, num_kv_heads: int) -> int:
+        """Key-value heads that this rank attends with."""
+        return HeadShares.split(num_kv_heads, self.degree).of(self.mesh.place[1])
+
+
+def _rows_of(wanted_lens: routes.Ints) -> routes.Ints:
+    """Row of each token, chunks in the order wanted, where they lie in the transposed order."""
+    lying_lens = wanted_lens.T
+    first = routes.cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
+    return routes.ranges(first.T.ravel(), wanted_lens.ravel())
 
 
 def attend(
@@ -133,7 +175,8 @@ def attend(
     """Exact attention within every sequence of the bag; (C, H, D) as q.
 
     Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
-    neighbours forward and 2 R - 1 backward where there is a ring.
+    neighbours forward and 2 R - 1 backward where there is a ring. The number of torch operations
+    does not depend on sequences, chunks or heads (CPU kernels aside).
 
     Args:
         bag: The ranks and their tokens.
@@ -152,7 +195,21 @@ def attend(
         within = select_kernel(kernel, q_CHD.device.type, q_CHD.dtype)
     else:
         within = partial(_around, bag.ring, _block_kernel(kernel, q_CHD))
-    return ulysses.attend(bag.ulysses, within, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
+    check_shapes(bag, q_CHD, k_CKD, v_CKD)
+    if bag.degree == 1:
+        return within(q_CHD, k_CKD, v_CKD, bag.seqs, causal=causal, scale=scale)[0]
+    spec = CallSpec(
+        mesh=bag.mesh.name,
+        num_heads=q_CHD.shape[1],
+        num_kv_heads=k_CKD.shape[1],
+        causal=causal,
+        scale=q_CHD.shape[2] ** -0.5 if scale is None else scale,
+        kernel=kernel or "",
+        step=bag.step,
+    )
+    q, k, v = to_heads(q_CHD[None], k_CKD[None], v_CKD[None], bag.order, spec)
+    out = within(q[0], k[0], v[0], bag.seqs, causal=causal, scale=scale)[0]
+    return to_tokens(out[None], bag.order, spec)[0]
 
 
 def check(
@@ -167,7 +224,7 @@ def check(
     select_kernel(kernel, q.device.type, q.dtype)
     if topology.rings:
         _block_kernel(kernel, q)
-    ulysses.check(bag.ulysses, q, k, v)
+    check_shapes(bag, q, k, v)
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
     if num_kv_heads < degree:
         raise ConfigError(
@@ -177,13 +234,45 @@ def check(
         )
 
 
+def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what `attend` cannot do.
+
+    Raises:
+        ConfigError: The shapes do not fit the plan or each other.
+    """
+    tokens = bag.tokens[bag.mesh.place[1]]
+    for x in (q, k, v):
+        if x.device.type != bag.device.type:
+            raise ConfigError(f"attend: q, k or v is on {x.device}: give tensors on {bag.device}")
+    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
+        raise ConfigError(
+            f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
+            "heads, head_dim) each, k and v alike"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise ConfigError(
+            f"attend: q is {q.dtype}, k {k.dtype} and v {v.dtype}: give all three in one "
+            "floating-point dtype"
+        )
+    if q.shape[0] != tokens or k.shape[0] != tokens:
+        raise ConfigError(
+            f"attend: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives "
+            f"this rank {tokens}"
+        )
+    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        raise ConfigError(
+            f"{q.shape[1]} query heads for {k.shape[1]} key-value heads: must be a multiple"
+        )
+
+
 def sent_bytes(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> int:
     """Bytes that this rank sends to others in the forward of one `attend`."""
-    num_bytes = ulysses.sent_bytes(bag.ulysses, q_CHD, k_CKD)
-    if bag.ring is None:
-        return num_bytes
-    num_kv_heads, head_dim = ulysses.own_kv_heads(bag.ulysses, k_CKD.shape[1]), k_CKD.shape[2]
-    return num_bytes + 2 * bag.ring.num_sent * num_kv_heads * head_dim * k_CKD.element_size()
+    num_tokens, num_kv_heads, head_dim = k_CKD.shape
+    queries, own = q_CHD.shape[1] // num_kv_heads, bag.own_kv_heads(num_kv_heads)
+    into = num_tokens * (num_kv_heads - own) * (queries + 2)
+    back = (sum(bag.tokens) - num_tokens) * own * queries
+    around = 0 if bag.ring is None else 2 * bag.ring.num_sent * own
+    return (into + back + around) * head_dim * q_CHD.element_size()
 
 
 def _around(

@@ -1,354 +1,279 @@
-"""Ulysses attention inside a bag: tokens with all heads become whole sequences with some heads.
+"""Ulysses attention: ranks with some tokens and all heads become ranks with all tokens, some heads.
 
-Source: DeepSpeed Ulysses (arXiv:2309.14509), here on packed sequences with uneven chunks and uneven
-head shares, and with q, k and v in one all-to-all.
+One all-to-all brings queries, keys and values there, one takes the output back; each is the
+gradient of the other. Both are operators of torch, for meshes and for bags: an operator is one node
+of a traced graph and runs eagerly, so uneven splits need no graph break, and the shapes of results
+are expressions in the lengths, so that a new length needs no new graph.
 
-A bag is here the G ranks that share heads: those of a compute bag, or of one ring rank of it, which
-have a piece of every sequence (`packed`).
+With a wire, rows are packed before an exchange and unpacked after it, in code that compilers see
+and fuse. What a rank sends to itself is rounded, too, so that a row is the same wherever it is
+used. The backward treats the transport as the identity, and gradients travel as they are. Source:
+the straight-through estimator (arXiv:1308.3432).
 
-Shapes: T tokens on this rank, S tokens of the whole bag, H heads, D head width, G ranks of the bag.
+Shapes: B batch, T tokens of this rank, S of all U Ulysses ranks, D head width. Tensors are (B,
+tokens, heads, D).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.packed_kernels import Kernel, PackedSequences
+from bascule.attention.agreement import agree_on, going_back, numbers_of
+from bascule.attention.call_spec import CallSpec, spec_of
+from bascule.attention.shards import SequenceLayout
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.derivatives import only_first
-from bascule.comm.staging import table_on
-from bascule.comm.transfers import all_to_all
-from bascule.errors import ConfigError
-from bascule.plan import routes
+from bascule.comm.heads import HeadExchange, HeadShares
+from bascule.comm.meshes import Place
+from bascule.comm.quantize import Format, Wire
+
+HeadRun = tuple[int, int]
+"""(first, number) key-value heads of a rank."""
+
+_Order = tuple[list[int], Tensor | None, Tensor | None, list[int]]
+"""The attributes of `TokenOrder`: compilers take tuples, not objects, with tensors in them."""
 
 
-@dataclass(frozen=True)
-class BagLayout:
-    """The tokens of a bag, and the tables from rank order into sequence order and back.
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenOrder:
+    """The tokens of Ulysses ranks, and how they lie where all of them are together.
 
     Attributes:
-        chunk_lens: (G, n) tokens of each sequence on each rank of the bag.
-        device: Where the tensors are.
-        group: The ranks of the bag; None for a bag of one.
-        step: Step number in errors.
+        lens: (U,) tokens of each rank.
+        whole: (S,) which of the tokens of all ranks, one rank after the other, is at each place;
+            None if they lie so.
+        back: (S,) the inverse of `whole`.
+        segments: On a mesh, those of the layout, on which ranks agree at its first exchange.
     """
 
-    chunk_lens: routes.Ints
-    device: torch.device
-    group: RankGroup | None
-    step: int
-
-    @cached_property
-    def seqs(self) -> PackedSequences:
-        """The whole sequences, as the kernel sees them."""
-        return PackedSequences.build(self.chunk_lens.sum(axis=0).tolist(), self.device)
-
-    @cached_property
-    def tokens(self) -> list[int]:
-        """(G,) tokens of each rank."""
-        return self.chunk_lens.sum(axis=1).tolist()
-
-    @cached_property
-    def to_sequences(self) -> Tensor | None:
-        """(S,) row in rank order of each token in sequence order; None if the orders agree."""
-        return self._rows_of(self.chunk_lens.T)
-
-    @cached_property
-    def to_ranks(self) -> Tensor | None:
-        """(S,) the inverse of `to_sequences`."""
-        return self._rows_of(self.chunk_lens)
-
-    def _rows_of(self, wanted_lens: routes.Ints) -> Tensor | None:
-        """Row of each token, chunks in the order wanted, where they lie in the transposed order."""
-        if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
-            return None
-        lying_lens = wanted_lens.T
-        first = routes.cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
-        index = routes.ranges(first.T.ravel(), wanted_lens.ravel())
-        return table_on(index, self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShares:
-    """How many heads each rank of a bag attends with: key-value heads as even as possible.
-
-    The first `num_more` ranks take `base + 1` key-value heads, the others `base`; each takes the
-    query heads that belong to its key-value heads.
-    """
-
-    base: int
-    num_more: int
-    size: int
+    lens: list[int]
+    whole: Tensor | None = None
+    back: Tensor | None = None
+    segments: list[int] = field(default_factory=list)
 
     @classmethod
-    def split(cls, num_heads: int, num_kv_heads: int, size: int) -> "HeadShares":
-        """Share the heads of a layer among the ranks of a bag.
+    def of(cls, layout: SequenceLayout, ring: int, device: torch.device) -> "TokenOrder":
+        """Of the Ulysses ranks of a ring rank.
 
-        Raises:
-            ConfigError: Query heads are no multiple of the key-value heads, or a rank would get
-                none.
+        Made anew, on the device: what is kept would belong to the graph that a device records.
         """
-        if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ConfigError(
-                f"{num_heads} query heads for {num_kv_heads} key-value heads: must be a multiple"
-            )
-        if num_kv_heads < size:
-            raise ConfigError(
-                f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads: Ulysses gives "
-                f"every rank at least one, so use bags of at most {num_kv_heads} ranks"
-            )
-        return cls(num_kv_heads // size, num_kv_heads % size, size)
-
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(first rank, ranks, key-value heads of each): at most two, for any number of ranks."""
-        both = [
-            (0, self.num_more, self.base + 1),
-            (self.num_more, self.size - self.num_more, self.base),
+        lens, segments = layout.exchanged_lens(ring), list(layout.segments)
+        tokens = [sum(parts) for parts in lens]
+        if len(lens[0]) == 1:
+            return cls(tokens, segments=segments)
+        by_rank = _firsts(lens)
+        by_part = _firsts(list(zip(*lens, strict=True)))
+        parts = range(len(lens[0]))
+        whole = [
+            torch.arange(by_rank[u][p], by_rank[u][p] + lens[u][p], device=device)
+            for p in parts
+            for u in range(len(lens))
         ]
-        return [run for run in both if run[1]]
+        back = [
+            torch.arange(by_part[p][u], by_part[p][u] + lens[u][p], device=device)
+            for u in range(len(lens))
+            for p in parts
+        ]
+        return cls(tokens, torch.cat(whole), torch.cat(back), segments)
 
     @property
-    def num_kv_heads(self) -> int:
-        """Of all ranks."""
-        return self.base * self.size + self.num_more
-
-    def of(self, rank: int) -> int:
-        """Key-value heads of one rank."""
-        return self.base + (rank < self.num_more)
-
-    def first(self, rank: int) -> int:
-        """The first key-value head of one rank."""
-        return self.base * rank + min(rank, self.num_more)
+    def given(self) -> _Order:
+        """What compilers take."""
+        return self.lens, self.whole, self.back, self.segments
 
 
-def attend(
-    bag: BagLayout,
-    kernel: Kernel,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
+@torch.library.custom_op("bascule::tokens_to_heads", mutates_args=())
+def tokens_to_heads(
+    xs: list[Tensor], order: Tensor | None, lens: list[int], segments: list[int], spec: str
 ) -> Tensor:
-    """Exact attention within every sequence of the bag; (T, H, D) as q.
+    """From (B, T, heads, D) each to (B, S, this rank's heads of all of them, D).
 
-    Two all-to-alls inside the bag, one in and one out, and as many backward; none in a bag of one.
-    The number of torch operations does not depend on sequences, chunks or heads (CPU kernels
-    aside).
-
-    Raises:
-        ConfigError: The shapes do not fit the plan, each other, or the bag.
+    One all-to-all over the Ulysses ranks, which bring `lens` tokens; `order` is as
+    `TokenOrder.whole`. On a mesh, ranks agree on a layout of these segments before the first one.
     """
-    check(bag, q_THD, k_TKD, v_TKD)
-    num_heads, num_kv_heads = q_THD.shape[1], k_TKD.shape[1]
-    if bag.group is None:
-        return kernel(q_THD, k_TKD, v_TKD, bag.seqs, causal=causal, scale=scale)[0]
-    shares = HeadShares.split(num_heads, num_kv_heads, bag.group.size)
-    form = f"causal={causal}, scale={scale}"
-    q, k, v = heads_to_ranks(bag, shares, form, q_THD, k_TKD, v_TKD)
-    out = kernel(q, k, v, bag.seqs, causal=causal, scale=scale)[0]
-    return ranks_to_heads(bag, shares, form, out)
+    call = spec_of(spec)
+    if segments:
+        agree_on(call, call.layout(segments), *xs[0].shape[:2])
+    whole = exchange_of(call, lens).start_to_heads(xs, call.call("all_to_all (tokens to heads)"))()
+    return whole if order is None else whole.index_select(1, order)
 
 
-def sent_bytes(bag: BagLayout, q_THD: Tensor, k_TKD: Tensor) -> int:
-    """Bytes that this rank sends to others in the forward of one `attend`."""
-    if bag.group is None:
-        return 0
-    num_tokens, num_kv_heads, head_dim = k_TKD.shape
-    queries, own = q_THD.shape[1] // num_kv_heads, own_kv_heads(bag, num_kv_heads)
-    into = num_tokens * (num_kv_heads - own) * (queries + 2)
-    back = (sum(bag.tokens) - num_tokens) * own * queries
-    return (into + back) * head_dim * q_THD.element_size()
+@tokens_to_heads.register_fake
+def _(
+    xs: list[Tensor], order: Tensor | None, lens: list[int], segments: list[int], spec: str
+) -> Tensor:
+    call = spec_of(spec)
+    heads = sum(x.shape[2] for x in xs) // call.num_kv_heads * call.own_kv_heads
+    return xs[0].new_empty(xs[0].shape[0], sum(lens), heads, xs[0].shape[3])
 
 
-def own_kv_heads(bag: BagLayout, num_kv_heads: int) -> int:
-    """Key-value heads that this rank attends with."""
-    if bag.group is None:
-        return num_kv_heads
-    return HeadShares.split(num_kv_heads, num_kv_heads, bag.group.size).of(bag.group.rank)
+@torch.library.custom_op("bascule::heads_to_tokens", mutates_args=())
+def heads_to_tokens(
+    xs: list[Tensor], order: Tensor | None, lens: list[int], spec: str
+) -> list[Tensor]:
+    """The inverse: from (B, S, this rank's heads, D) each to (B, T, heads, D) each.
 
-
-def check(bag: BagLayout, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what `attend` cannot do.
-
-    Raises:
-        ConfigError: The shapes do not fit the plan or each other.
+    One all-to-all over the Ulysses ranks; `order` is as `TokenOrder.back`.
     """
-    tokens = bag.tokens[bag.group.rank if bag.group else 0]
-    for x in (q, k, v):
-        if x.device.type != bag.device.type:
-            raise ConfigError(f"attend: q, k or v is on {x.device}: give tensors on {bag.device}")
-    if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
-        raise ConfigError(
-            f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
-            "heads, head_dim) each, k and v alike"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ConfigError(
-            f"attend: q is {q.dtype}, k {k.dtype} and v {v.dtype}: give all three in one "
-            "floating-point dtype"
-        )
-    if q.shape[0] != tokens or k.shape[0] != tokens:
-        raise ConfigError(
-            f"attend: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives "
-            f"this rank {tokens}"
-        )
-    if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
-        raise ConfigError(
-            f"{q.shape[1]} query heads for {k.shape[1]} key-value heads: must be a multiple"
-        )
+    call = spec_of(spec)
+    xs = xs if order is None else [x.index_select(1, order) for x in xs]
+    return exchange_of(call, lens).start_to_tokens(xs, call.call("all_to_all (heads to tokens)"))()
 
 
-def heads_to_ranks(
-    bag: BagLayout, shares: HeadShares, form: str, *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """From (T, heads, D) each to (S, share of the heads, D) each, sequences whole.
+@heads_to_tokens.register_fake
+def _(xs: list[Tensor], order: Tensor | None, lens: list[int], spec: str) -> list[Tensor]:
+    call = spec_of(spec)
+    factors = [x.shape[2] // call.own_kv_heads * call.num_kv_heads for x in xs]
+    own = lens[call.ranks.place[1]]
+    return [
+        x.new_empty(x.shape[0], own, heads, x.shape[3])
+        for x, heads in zip(xs, factors, strict=True)
+    ]
 
-    One all-to-all, differentiable. `form` says what else must be the same on all ranks.
+
+def exchange_of(spec: CallSpec, lens: Sequence[int]) -> HeadExchange:
+    """Who of the Ulysses ranks has which tokens and heads."""
+    group = spec.ranks.ulysses
+    assert group is not None
+    return _exchange(group, spec.num_kv_heads, tuple(lens))
+
+
+@lru_cache(maxsize=256)
+def _exchange(group: RankGroup, num_kv_heads: int, lens: tuple[int, ...]) -> HeadExchange:
+    return HeadExchange(group, HeadShares.split(num_kv_heads, group.size), lens)
+
+
+def own_run(num_kv_heads: int, ranks: Place) -> HeadRun:
+    """This rank's key-value heads."""
+    shares, rank = HeadShares.split(num_kv_heads, ranks.degrees[1]), ranks.place[1]
+    return shares.first(rank), shares.of(rank)
+
+
+def to_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order: TokenOrder,
+    spec: CallSpec,
+    wire: Wire | None = None,
+    own: HeadRun = (0, 0),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of all tokens with this rank's heads, (B, S, heads, D) each.
+
+    Differentiable; one all-to-all a direction. `own` is used by a wire alone.
     """
-    return _HeadsToRanks.apply(bag, shares, form, *tensors)
+    return _ToHeads.apply(_settings(wire, own), order.given, spec.text, q, k, v)
 
 
-def ranks_to_heads(bag: BagLayout, shares: HeadShares, form: str, out: Tensor) -> Tensor:
-    """The inverse: from (S, share of the heads, D) to (T, heads, D). One all-to-all."""
-    return _RanksToHeads.apply(bag, shares, form, out)
+def to_tokens(
+    out: Tensor,
+    order: TokenOrder,
+    spec: CallSpec,
+    wire: Wire | None = None,
+    own: HeadRun = (0, 0),
+) -> Tensor:
+    """The output of attention, (B, S, this rank's heads, D), as (B, T, heads, D).
+
+    Differentiable; one all-to-all a direction. `own` is used by a wire alone.
+    """
+    return _ToTokens.apply(_settings(wire, own), order.given, spec.text, out)
 
 
-class _HeadsToRanks(torch.autograd.Function):
-    """Send each rank its heads of this rank's tokens; receive this rank's heads of all tokens."""
+_Settings = tuple[Format, HeadRun, Tensor | None, Tensor | None]
+"""A wire and this rank's heads: compilers take tuples, not objects, with tensors in them."""
 
+
+def _settings(wire: Wire | None, own: HeadRun) -> _Settings | None:
+    return None if wire is None else (wire.format, own, wire.k_centre, wire.v_centre)
+
+
+class _ToHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, bag: BagLayout, shares: HeadShares, form: str, *tensors: Tensor
+        ctx: Any,
+        settings: _Settings | None,
+        order: _Order,
+        spec: str,
+        *xs: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.args = bag, shares, form
-        ctx.factors = [x.shape[1] // shares.num_kv_heads for x in tensors]
-        found = _heads_to_ranks(bag, shares, form, ctx.factors, tensors)
-        ctx.form = _backward_form(bag, form)
-        return found
+        lens, whole, back, segments = order
+        ctx.save_for_backward(back)
+        ctx.lens, ctx.spec = lens, spec
+        sent = list(xs)
+        if settings is not None:
+            fmt, _, *centres = settings
+            pairs = zip(xs, (None, *centres), strict=True)
+            sent = [_packed(Wire(fmt), x, centre) for x, centre in pairs]
+        rows = tokens_to_heads(sent, whole, lens, segments, spec)
+        all_heads = sum(x.shape[2] for x in xs)
+        found = rows.split([x.shape[2] * rows.shape[2] // all_heads for x in xs], dim=2)
+        ctx.numbers = numbers_of(spec)
+        if settings is None:
+            return found
+        fmt, own, *centres = settings
+        mine = Wire(fmt, centres[0], centres[1]).of_heads(*own)
+        pairs = zip(found, (None, mine.k_centre, mine.v_centre), strict=True)
+        return tuple(_unpacked(mine, x, xs[0].dtype, centre) for x, centre in pairs)
 
     @staticmethod
     @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        bag, shares, _ = ctx.args
-        return None, None, None, *_ranks_to_heads(bag, shares, ctx.form, ctx.factors, grads)
+        (back,) = ctx.saved_tensors
+        going_back(ctx.spec, ctx.numbers, grads[0])
+        return None, None, None, *heads_to_tokens(list(grads), back, ctx.lens, ctx.spec)
 
 
-class _RanksToHeads(torch.autograd.Function):
-    """The inverse: send each rank its tokens with this rank's heads; receive all heads."""
-
+class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bag: BagLayout, shares: HeadShares, form: str, out: Tensor) -> Tensor:
-        assert bag.group is not None
-        ctx.args = bag, shares, form
-        ctx.factors = [out.shape[1] // shares.of(bag.group.rank)]
-        found = _ranks_to_heads(bag, shares, form, ctx.factors, [out])[0]
-        ctx.form = _backward_form(bag, form)
-        return found
+    def forward(
+        ctx: Any,
+        settings: _Settings | None,
+        order: _Order,
+        spec: str,
+        out: Tensor,
+    ) -> Tensor:
+        lens, whole, back, _ = order
+        ctx.save_for_backward(whole)
+        ctx.lens, ctx.spec = lens, spec
+        if settings is None:
+            (rows,) = heads_to_tokens([out], back, lens, spec)
+        else:
+            fmt, own, _, v_centre = settings
+            wire = Wire(fmt, v_centre=v_centre)
+            sent = _packed(wire, out, wire.of_heads(*own).out_centre(out.shape[2]))
+            (rows,) = heads_to_tokens([sent], back, lens, spec)
+            rows = _unpacked(wire, rows, out.dtype, wire.out_centre(rows.shape[2]))
+        ctx.numbers = numbers_of(spec)
+        return rows
 
     @staticmethod
     @only_first
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        bag, shares, _ = ctx.args
-        return None, None, None, *_heads_to_ranks(bag, shares, ctx.form, ctx.factors, grad_outputs)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (whole,) = ctx.saved_tensors
+        going_back(ctx.spec, ctx.numbers, grads[0])
+        return None, None, None, tokens_to_heads(list(grads), whole, ctx.lens, [], ctx.spec)
 
 
-def _backward_form(bag: BagLayout, form: str) -> str:
-    """Of the gradients of the call that was just made: ranks must go back through the same one."""
-    assert bag.group is not None
-    return f"{form}, gradients of {bag.group.calls.number}"
+def _packed(wire: Wire, x: Tensor, centre: Tensor | None) -> Tensor:
+    """Wires and centres are of (B, heads, tokens, D)."""
+    return wire.pack(x.transpose(1, 2), centre).transpose(1, 2)
 
 
-def _heads_to_ranks(
-    bag: BagLayout,
-    shares: HeadShares,
-    form: str,
-    factors: Sequence[int],
-    tensors: Sequence[Tensor],
-) -> tuple[Tensor, ...]:
-    """From (T, heads, D) each to (S, share of the heads, D) each, sequences whole; one all-to-all.
-
-    A tensor has `factor` heads for each key-value head. Every destination gets its heads of all
-    tensors side by side, so that what arrives is one block of rows.
-    """
-    assert bag.group is not None
-    num_tokens, _, head_dim = tensors[0].shape
-    row = sum(factors) * head_dim
-    sent = tensors[0].new_empty(num_tokens * row * shares.num_kv_heads)
-    first_kv, end = 0, 0
-    for _, num_ranks, num_kv in shares.runs():
-        block = sent[end : end + num_ranks * num_tokens * num_kv * row]
-        parts = [
-            _per_rank(x, first_kv * factor, num_ranks, num_kv * factor)
-            for x, factor in zip(tensors, factors, strict=True)
-        ]
-        torch.cat(
-            parts, dim=2, out=block.view(num_ranks, num_tokens, sum(factors) * num_kv, head_dim)
-        )
-        first_kv, end = first_kv + num_ranks * num_kv, end + block.numel()
-    own = shares.of(bag.group.rank)
-    received = _all_to_all(
-        bag,
-        f"heads {factors} of {shares.num_kv_heads}, {head_dim} {sent.dtype}, {form}",
-        sent,
-        [num_tokens * row * shares.of(rank) for rank in range(shares.size)],
-        [tokens * row * own for tokens in bag.tokens],
-    ).view(sum(bag.tokens), sum(factors) * own, head_dim)
-    if bag.to_sequences is not None:
-        received = received.index_select(0, bag.to_sequences)
-    return received.split([factor * own for factor in factors], dim=1)
+def _unpacked(wire: Wire, x: Tensor, dtype: torch.dtype, centre: Tensor | None) -> Tensor:
+    return wire.unpack(x.transpose(1, 2), dtype, centre).transpose(1, 2)
 
 
-def _ranks_to_heads(
-    bag: BagLayout,
-    shares: HeadShares,
-    form: str,
-    factors: Sequence[int],
-    tensors: Sequence[Tensor],
-) -> list[Tensor]:
-    """From (S, share of the heads, D) each to (T, heads, D) each; one all-to-all."""
-    assert bag.group is not None
-    rows = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=1)
-    rows = rows.contiguous() if bag.to_ranks is None else rows.index_select(0, bag.to_ranks)
-    own, head_dim = shares.of(bag.group.rank), rows.shape[2]
-    row, num_tokens = sum(factors) * head_dim, bag.tokens[bag.group.rank]
-    received = _all_to_all(
-        bag,
-        f"tokens {factors} of {shares.num_kv_heads}, {head_dim} {rows.dtype}, {form}",
-        rows.view(-1),
-        [tokens * row * own for tokens in bag.tokens],
-        [num_tokens * row * shares.of(rank) for rank in range(shares.size)],
-    )
-    outs = [rows.new_empty(num_tokens, shares.num_kv_heads * f, head_dim) for f in factors]
-    first_kv, end = 0, 0
-    for _, num_ranks, run_kv in shares.runs():
-        block = received[end : end + num_ranks * num_tokens * run_kv * row]
-        parts = block.view(num_ranks, num_tokens, sum(factors) * run_kv, head_dim).split(
-            [factor * run_kv for factor in factors], dim=2
-        )
-        for out, part, factor in zip(outs, parts, factors, strict=True):
-            _per_rank(out, first_kv * factor, num_ranks, run_kv * factor).copy_(part)
-        first_kv, end = first_kv + num_ranks * run_kv, end + block.numel()
-    return outs
-
-
-def _per_rank(x_THD: Tensor, first: int, num_ranks: int, num_heads: int) -> Tensor:
-    """(ranks, T, heads, D) view of consecutive runs of `num_heads` heads, one a rank."""
-    heads = x_THD.narrow(1, first, num_ranks * num_heads)
-    return heads.unflatten(1, (num_ranks, num_heads)).transpose(0, 1)
-
-
-def _all_to_all(
-    bag: BagLayout, form: str, sent: Tensor, send_splits: list[int], recv_splits: list[int]
-) -> Tensor:
-    assert bag.group is not None
-    received = sent.new_empty(sum(recv_splits))
-    call = Call("all_to_all (attention)", bag.step, form)
-    all_to_all(bag.group, call, received, sent, recv_splits, send_splits)
-    return received
+def _firsts(lens: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Where each part begins, if they lie one after the other."""
+    found: list[list[int]] = []
+    first = 0
+    for parts in lens:
+        found.append([])
+        for length in parts:
+            found[-1].append(first)
+            first += length
+    return found

@@ -24,7 +24,7 @@ RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
 _SEPARATOR = "|"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AttentionMesh:
     """This rank's place in a mesh of R x U ranks.
 
@@ -41,8 +41,8 @@ class AttentionMesh:
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        groups = (self.ring, self.ulysses, self.whole)
-        object.__setattr__(self, "name", _SEPARATOR.join(map(_name_of, groups)))
+        object.__setattr__(self, "name", _SEPARATOR.join(map(_name_of, self.groups)))
+        _named[self.name] = self
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
@@ -89,10 +89,15 @@ class AttentionMesh:
             group = mesh._flatten().get_group()
             whole = member_of(group, "attention", ranks=mesh.mesh.flatten().tolist())
         made = cls(parts[RING_AXIS], parts[ULYSSES_AXIS], whole)
-        for group in (made.ring, made.ulysses, made.whole):
+        for group in made.groups:
             if group is not None and timeout_s is not None:
                 _set_pg_timeout(timedelta(seconds=timeout_s), group.process_group)
         return made
+
+    @property
+    def groups(self) -> tuple[RankGroup | None, RankGroup | None, RankGroup | None]:
+        """The ring, the Ulysses ranks, and all."""
+        return self.ring, self.ulysses, self.whole
 
     @property
     def degrees(self) -> tuple[int, int]:
@@ -104,15 +109,24 @@ class AttentionMesh:
         """(ring rank, Ulysses rank) of this rank."""
         return (self.ring.rank if self.ring else 0, self.ulysses.rank if self.ulysses else 0)
 
+    @property
+    def exists(self) -> bool:
+        """Whether none of its process groups was destroyed."""
+        return all(group is None or group.reference() for group in self.groups)
+
     def hand_over(self) -> None:
         """Let another thread attend on this mesh from here on, as for the next request served.
 
         All ranks call it between the same two calls; where they do not, the next one fails. No
         collective.
         """
-        for group in (self.ring, self.ulysses, self.whole):
+        for group in self.groups:
             if group is not None:
                 group.calls.hand_over()
+
+
+_named: weakref.WeakValueDictionary[str, AttentionMesh] = weakref.WeakValueDictionary()
+"""The meshes that somebody holds, by name: operators of torch are given names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +246,9 @@ def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def mesh_named(name: str) -> AttentionMesh:
     """The mesh of that name."""
+    known = _named.get(name)
+    if known is not None and known.exists:
+        return known
     parts = name.split(_SEPARATOR)
     return _mesh_with(name, tuple(map(_reference_to, parts)))
 

@@ -7,7 +7,8 @@ collectives of the back end, or its point-to-point, whose messages have no tags.
 All take the places of `RankGroup.ranks`, whatever order the process group itself has.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ class Transfers:
             receive make it, too.
         sent: By place in the group, what that rank gets: contiguous, and alive until the wait.
         received: By place in the group, what is written with what that rank sent.
+        collective: Moves them instead of messages, where the back end has one.
 
     Raises:
         CommError: The group failed.
@@ -48,16 +50,25 @@ class Transfers:
         what: Call,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
+        collective: Callable[[], dist.Work | None] | None = None,
     ) -> None:
         self._group = group
         self._kept = sent, received  # what is written to must live until the wait
-        self._is_tagged = group.calls.has_tags and all(
-            x.device.type == "cpu" for xs in self._kept for x in xs.values()
+        self._is_tagged = (
+            collective is None
+            and group.calls.has_tags
+            and all(x.device.type == "cpu" for xs in self._kept for x in xs.values())
         )
         self._begun = begin(group, what)
         self._works: list[dist.Work] = []
         try:
-            (self._post_tagged if self._is_tagged else self._post)()
+            if collective is not None:
+                work = collective()
+                self._works += [] if work is None else [work]
+            elif self._is_tagged:
+                self._post_tagged()
+            else:
+                self._post()
         except RuntimeError as error:
             group.calls.finish(is_done=False)
             raise failure(group, what, error) from error
@@ -106,44 +117,65 @@ def all_to_all(
     recv_splits: Sequence[int],
     send_splits: Sequence[int],
 ) -> None:
-    """Send rows to each rank and receive from each, in the order of places.
+    """Send rows to each rank and receive from each, in the order of places; see `AllToAll`."""
+    AllToAll(group, what, received, sent, recv_splits, send_splits).wait()
+
+
+class AllToAll:
+    """Rows on their way from each rank to each; posted when this is made.
 
     Args:
         group: The ranks.
         what: The call that this is, the same on all of them.
         received: Written with what arrives; contiguous.
-        sent: Contiguous.
-        recv_splits: Rows of `received` from each rank.
+        sent: Contiguous; alive until the wait.
+        recv_splits: Rows of `received` from each rank, in the order of places.
         send_splits: Rows of `sent` to each rank.
     """
-    if not _goes_by_messages(group, sent):
-        with call(group, what):
-            _all_to_all_of_backend(group, received, sent, recv_splits, send_splits)
-        return
-    to = dict(enumerate(sent.split(list(send_splits))))
-    come = dict(enumerate(received.split(list(recv_splits))))
-    own_to, own_come = to.pop(group.rank), come.pop(group.rank)
-    transfers = Transfers(group, what, to, come)
-    own_come.copy_(own_to)
-    transfers.wait()
+
+    def __init__(
+        self,
+        group: RankGroup,
+        what: Call,
+        received: Tensor,
+        sent: Tensor,
+        recv_splits: Sequence[int],
+        send_splits: Sequence[int],
+    ) -> None:
+        splits = list(recv_splits), list(send_splits)
+        self._own: tuple[Tensor, Tensor] | None = None
+        if not _goes_by_messages(group, sent):
+            collective = partial(_all_to_all_of_backend, group, received, sent, *splits)
+            self._transfers = Transfers(group, what, {0: sent}, {0: received}, collective)
+            return
+        come = dict(enumerate(received.split(splits[0])))
+        to = dict(enumerate(sent.split(splits[1])))
+        self._own = come.pop(group.rank), to.pop(group.rank)
+        self._transfers = Transfers(group, what, to, come)
+
+    def wait(self) -> None:
+        """As that of `Transfers`."""
+        if self._own is not None:
+            self._own[0].copy_(self._own[1])
+        self._transfers.wait()
 
 
 def _all_to_all_of_backend(
     group: RankGroup,
     received: Tensor,
     sent: Tensor,
-    recv_splits: Sequence[int],
-    send_splits: Sequence[int],
-) -> None:
+    recv_splits: list[int],
+    send_splits: list[int],
+) -> dist.Work | None:
     process_group = group.process_group
     if group.is_in_order:
-        dist.all_to_all_single(
-            received, sent, list(recv_splits), list(send_splits), group=process_group
+        return dist.all_to_all_single(
+            received, sent, recv_splits, send_splits, group=process_group, async_op=True
         )
-        return
     in_order = sorted(range(group.size), key=group.places.__getitem__)
-    parts = received.split(list(recv_splits)), sent.split(list(send_splits))
-    dist.all_to_all(*([part[place] for place in in_order] for part in parts), group=process_group)
+    parts = received.split(recv_splits), sent.split(send_splits)
+    come, to = ([part[place] for place in in_order] for part in parts)
+    return dist.all_to_all(come, to, group=process_group, async_op=True)
 
 
 def all_gather(group: RankGroup, what: Call, own: Tensor) -> Tensor:

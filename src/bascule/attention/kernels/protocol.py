@@ -165,7 +165,6 @@ class BlockForm:
         head_dim: D; None where the caller does not say.
         has_bias: Whether something is added to the scores.
         block: Tokens of the longest block where queries see only some blocks of keys, else None.
-        needs_lse: Whether the LSE is used, as it is to merge parts.
     """
 
     device_type: str
@@ -173,7 +172,6 @@ class BlockForm:
     head_dim: int | None = None
     has_bias: bool = False
     block: int | None = None
-    needs_lse: bool = True
 
 
 class BlockKernel(Protocol):

@@ -36,8 +36,6 @@ from bascule.attention.kernels.protocol import merge as merge
 from bascule.attention.kernels.protocol import wide_dtype as wide_dtype
 from bascule.attention.kernels.skipping import (
     CpuLoopKernel,
-    ParoKernel,
-    SpargeKernel,
     TritonKernel,
 )
 from bascule.errors import ConfigError
@@ -133,8 +131,6 @@ KERNELS: dict[str, BlockKernel] = {
     "triton": TritonKernel(),
     "flex": FlexKernel(),
 }
-QUANTIZED: dict[str, BlockKernel] = {"sparge": SpargeKernel(), "paro": ParoKernel()}
-"""Only taken by name: they round queries and keys to 8 bits."""
 _WITHOUT_LSE = ("sdpa", "math")
 _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan for a hidden key
 
@@ -148,23 +144,21 @@ def select_block_kernel(
     head_dim: int | None = None,
     has_bias: bool = False,
     block: int | None = None,
-    needs_lse: bool = True,
 ) -> BlockKernel:
     """The kernel of that name, or (None) the first in `KERNELS` that fits.
 
     Args:
-        name: A key of `KERNELS` or `QUANTIZED`.
+        name: A key of `KERNELS`.
         device_type: Where the tensors are.
         dtype: Of q, k and v. Without it only kernels that take all dtypes fit.
         head_dim: D; the same.
         has_bias: Whether something is added to the scores.
         block: Tokens of the longest block where queries see only some blocks of keys, else None.
-        needs_lse: Whether the LSE is used, as it is to merge parts.
 
     Raises:
         ConfigError: There is no such kernel, or it cannot compute that.
     """
-    form = BlockForm(device_type, dtype, head_dim, has_bias, block, needs_lse)
+    form = BlockForm(device_type, dtype, head_dim, has_bias, block)
     fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
     if name is None:
         if not fitting:
@@ -175,9 +169,9 @@ def select_block_kernel(
             f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
             f"merged: choose one of {', '.join(KERNELS)}"
         )
-    kernel = {**KERNELS, **QUANTIZED}.get(name)
+    kernel = KERNELS.get(name)
     if kernel is None:
-        raise ConfigError(f"kernel {name!r}: choose one of {', '.join([*KERNELS, *QUANTIZED])}")
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}")
     reason = kernel.unfit(form)
     if reason is not None:
         advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_reasons(form)}"

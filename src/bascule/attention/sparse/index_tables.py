@@ -123,7 +123,6 @@ class SparseTables:
                 dtype=q.dtype,
                 head_dim=q.shape[-1],
                 block=int(max(plan.q.lens.max(initial=1), plan.kv.lens.max(initial=1))),
-                needs_lse=plan.ring_degree > 1 or q.requires_grad,
             ),
             scale=scale,
         )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bascule.attention.api import SequenceLayout
-from bascule.attention.ulysses import HeadShares
+from bascule.comm.heads import HeadShares
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.forward import Attended, AttentionShape
 from bascule.integrations.diffusers.hooks import SplitModel
@@ -183,7 +183,7 @@ def sent_bytes(layout: SequenceLayout, place: tuple[int, int], shape: AttentionS
     """
     ring, ulysses = place
     num_kv = _kv_heads(shape, layout.ulysses_degree)
-    own = HeadShares.split(shape.num_heads, num_kv, layout.ulysses_degree).of(ulysses)
+    own = HeadShares.split(num_kv, layout.ulysses_degree).of(ulysses)
     queries = shape.num_heads // num_kv
     tokens, row_tokens = layout.num_tokens(*place), layout.ring_lens[ring]
     heads = tokens * (num_kv - own) * (queries + 2) + (row_tokens - tokens) * own * queries

@@ -1,31 +1,26 @@
-"""The form of a call of mesh attention: what all ranks must mean alike before they exchange."""
+"""What all ranks must mean alike before they exchange rows, and what marks their exchanges."""
 
 import zlib
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bascule.attention.call_spec import CallSpec, spec_of
 from bascule.attention.shards import SequenceLayout, num_tokens
 from bascule.comm.agree import Statement, agree
-from bascule.comm.meshes import AttentionMesh
+from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 
 
-def form_of(
-    head_dim: int,
-    dtype: torch.dtype,
-    wire: Wire | None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    mask: Tensor | None = None,
-    replicated: tuple[int, ...] = (),
+def rows_of_call(
+    q: Tensor, wire: Wire | None, mask: Tensor | None, replicated: tuple[int, ...]
 ) -> str:
     """What rows are and see, and how they travel, as text."""
-    text = f"head_dim {head_dim}, {dtype}, causal={is_causal}, scale={scale}"
+    text = f"head_dim {q.shape[-1]}, {q.dtype}"
     if replicated:
         text = f"{text}, replicated segments {replicated}"
     if mask is not None:
@@ -39,33 +34,26 @@ def form_of(
     return text if wire.v_centre is None else f"{text}, with v_centre"
 
 
-def agree_on(
-    ranks: AttentionMesh,
-    layout: SequenceLayout,
-    shape: tuple[int, ...],
-    num_kv_heads: int,
-    form: str,
-) -> None:
+def agree_on(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: int) -> None:
     """Before the first exchange of a form, make sure that all ranks mean the same.
 
     One all-gather for each form of call; later calls of that form gather nothing.
 
     Args:
-        ranks: The mesh.
+        spec: What all must mean alike.
         layout: Which tokens each rank has.
-        shape: (B, H, T) of the queries of this rank.
-        num_kv_heads: K.
-        form: What `form_of` says.
+        batch: B.
+        tokens: T, of the queries of this rank.
 
     Raises:
         CommError: They do not.
         RemoteConfigError: A rank has another number of tokens than the layout gives it.
     """
+    ranks = spec.ranks
     group = ranks.whole
-    key = None if group is None else (group.ranks, layout, shape, num_kv_heads, form)
+    key = None if group is None else (group.ranks, layout, batch, tokens, spec)
     if group is not None and group.calls.has_agreed(key):
         return
-    batch, num_heads, tokens = shape
     wanted = num_tokens(layout.own_runs(*ranks.place))
     error = None
     if tokens != wanted:
@@ -76,14 +64,36 @@ def agree_on(
     if group is not None:
         text = (
             f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, "
-            f"stripe={layout.stripe}, batch {batch}, "
-            f"{num_heads} heads for {num_kv_heads}, {form}"
+            f"stripe={layout.stripe}, batch {batch}, {spec.meaning}"
         )
         statement = Statement({"the call": text}, np.zeros(0, np.int64), error)
         agree(group, statement, what="attention", step=0, capacity=0)
         group.calls.agree(key)
     elif error is not None:
         raise error
+
+
+def numbers_of(spec: str) -> str:
+    """How many calls the groups of a call's mesh have made, as text; "" for compilers."""
+    if torch.compiler.is_compiling():
+        return ""
+    return str([group.calls.number for group in _groups(spec)])
+
+
+def going_back(spec: str, numbers: str, grad: Tensor) -> None:
+    """Mark what follows as the backward of the call of these numbers: ranks must take the same.
+
+    Compilers do not see it.
+    """
+    if torch.compiler.is_compiling() or is_fake(grad):
+        return
+    for group in _groups(spec):
+        group.calls.mean(f"gradients of {numbers}")
+
+
+def _groups(spec: str) -> list[RankGroup]:
+    ranks = spec_of(spec).ranks
+    return [group for group in (ranks.ring, ranks.ulysses) if group is not None]
 
 
 _digests = WeakIdKeyDictionary()

@@ -1,0 +1,108 @@
+"""What is fixed of a call of attention, as operators of torch can take it: one string."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bascule.attention.shards import SequenceLayout
+from bascule.comm.guard.calls import Call
+from bascule.comm.heads import HeadShares
+from bascule.comm.meshes import AttentionMesh, mesh_named
+
+_SEPARATOR = "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """What all ranks must mean alike, and no operator computes with.
+
+    Attributes:
+        mesh: Name of the mesh, or of the bag.
+        num_heads: Query heads of all ranks.
+        num_kv_heads: Key-value heads of all Ulysses ranks, repeated where ranks are more.
+        zigzag: As in `SequenceLayout`.
+        stripe: As in `SequenceLayout`.
+        causal: Whether a token sees none that comes later.
+        scale: Factor of the scores.
+        kernel: Name of the kernel; "" is the fastest.
+        wire: Format in which rows travel; "" is as they are.
+        rows: What rows and masks are, as text: width, dtype, what is replicated.
+        step: Step number in errors; 0 where there are none.
+    """
+
+    mesh: str
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    zigzag: bool = False
+    stripe: int = 0
+    causal: bool = False
+    scale: float = 1.0
+    kernel: str = ""
+    wire: str = ""
+    rows: str = ""
+    step: int = 0
+
+    @property
+    def text(self) -> str:
+        """As one string; `spec_of` reads it."""
+        fields = (
+            self.mesh,
+            f"{self.num_heads}",
+            f"{self.num_kv_heads}",
+            f"{self.zigzag}",
+            f"{self.stripe}",
+            f"{self.causal}",
+            f"{self.scale}",
+            self.kernel,
+            self.wire,
+            self.rows,
+            f"{self.step}",
+        )
+        return _SEPARATOR.join(fields)
+
+    @property
+    def ranks(self) -> AttentionMesh:
+        """The mesh."""
+        return mesh_named(self.mesh)
+
+    @property
+    def meaning(self) -> str:
+        """All but the mesh, the layout and the step, for people."""
+        heads = f"{self.num_heads} heads for {self.num_kv_heads}"
+        kernel = f", kernel {self.kernel}" if self.kernel else ""
+        return f"{heads}, causal={self.causal}, scale={self.scale}{kernel}, {self.rows}"
+
+    @property
+    def own_kv_heads(self) -> int:
+        """Key-value heads of this rank."""
+        ranks = self.ranks
+        return HeadShares.split(self.num_kv_heads, ranks.degrees[1]).of(ranks.place[1])
+
+    def layout(self, segments: Sequence[int]) -> SequenceLayout:
+        """Which tokens each rank has."""
+        return SequenceLayout(tuple(segments), *self.ranks.degrees, self.zigzag, stripe=self.stripe)
+
+    def call(self, what: str) -> Call:
+        """One of the exchanges of this call."""
+        return Call(what, self.step, self.meaning)
+
+
+@lru_cache(maxsize=1024)
+def spec_of(text: str) -> CallSpec:
+    """The inverse of `CallSpec.text`."""
+    mesh, heads, kv_heads, zigzag, stripe, causal, scale, kernel, wire, rows, step = text.split(
+        _SEPARATOR
+    )
+    return CallSpec(
+        mesh,
+        int(heads),
+        int(kv_heads),
+        zigzag == "True",
+        int(stripe),
+        causal == "True",
+        float(scale),
+        kernel,
+        wire,
+        rows,
+        int(step),
+    )
