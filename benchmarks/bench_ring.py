@@ -38,8 +38,9 @@ from _links import Link, on, sleep_until
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bascule.attention.kernels.protocol import EVERYTHING, Grads, OutLse, Seen
+from bascule.attention.kernels.protocol import Grads, OutLse
 from bascule.attention.kernels.registry import CpuFlashKernel
+from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.ring import RingPlan, Tile, ring_backward, ring_forward
 from bascule.comm.groups import member_of, resolve
 
@@ -99,9 +100,9 @@ class SleepyKernel(CpuFlashKernel):
 
     seconds: float
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         end = time.perf_counter() + self.seconds
-        result = super().forward(q, k, v, seen, scale)
+        result = super().forward(q, k, v, mask, scale)
         sleep_until(end)
         return result
 
@@ -113,11 +114,11 @@ class SleepyKernel(CpuFlashKernel):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
         end = time.perf_counter() + self.seconds
-        result = super().backward(grad, q, k, v, out, lse, seen, scale)
+        result = super().backward(grad, q, k, v, out, lse, mask, scale)
         sleep_until(end)
         return result
 

@@ -23,9 +23,9 @@ import torch
 from _common import ratio, summary, time_interleaved, verdict, write_results
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import EVERYTHING, BlockRows, Seen
 from bascule.attention.kernels.registry import CpuFlashKernel
 from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.mask import EVERYTHING, AttentionMask, BlockRows
 
 NUM_HEADS, NUM_TOKENS, HEAD_DIM = 4, 8192, 64
 SCALE = HEAD_DIM**-0.5
@@ -62,7 +62,7 @@ def main() -> None:
 def measure(dtype: torch.dtype, block: int, density: float, rounds: int) -> list[dict[str, Any]]:
     """Forward and backward of one mask."""
     mask = np.random.default_rng(0).random((NUM_HEADS, *(NUM_TOKENS // block,) * 2)) < density
-    seen, share = Seen(blocks=rows_of(mask, block)), float(mask.mean())
+    seen, share = AttentionMask(blocks=rows_of(mask, block)), float(mask.mean())
     generator = torch.Generator().manual_seed(0)
     shape = (1, NUM_HEADS, NUM_TOKENS, HEAD_DIM)
     heads = [torch.randn(shape, generator=generator).to(dtype) for _ in range(4)]

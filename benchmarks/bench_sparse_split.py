@@ -35,8 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.attention.kernels.protocol import BlockRows, Seen, merge
+from bascule.attention.kernels.protocol import merge
 from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.plan.routes import cumulative, ranges
 from bascule.plan.sparse import (
     BlockLayout,
@@ -73,7 +74,7 @@ class Rank:
     work: float
     tokens: Tensor
     queries: Tensor
-    rounds: list[tuple[Tensor, Tensor, Seen]]
+    rounds: list[tuple[Tensor, Tensor, AttentionMask]]
 
     def attend(self) -> list[tuple[Tensor, Tensor]]:
         """Out and LSE of each round."""
@@ -174,7 +175,7 @@ def slowest_rank(plan: SparsePlan, masks: Bools, inputs: Sequence[Tensor]) -> Ra
 
     q, k, v = (x.flatten(0, 1) for x in inputs)
     own = plan.q_rows(number)
-    rounds: list[tuple[Tensor, Tensor, Seen]] = []
+    rounds: list[tuple[Tensor, Tensor, AttentionMask]] = []
     for keys in map(plan.kv_rows, plan.owners(number)):
         at = tokens(keys)
         rounds.append((k[at][None, None], v[at][None, None], seen_of(masks, own, keys)))
@@ -182,14 +183,14 @@ def slowest_rank(plan: SparsePlan, masks: Bools, inputs: Sequence[Tensor]) -> Ra
     return Rank(float(plan.loads[number]), at, q[at][None, None], rounds)
 
 
-def seen_of(masks: Bools, rows: PackedRows, keys: PackedRows) -> Seen:
+def seen_of(masks: Bools, rows: PackedRows, keys: PackedRows) -> AttentionMask:
     """What the queries of a rank see of the keys of a round."""
     is_seen = masks[rows.heads[:, None], rows.blocks[:, None], keys.blocks]
     is_seen &= rows.heads[:, None] == keys.heads
     q_bounds, k_bounds, row_bounds = (
         cumulative(sizes) for sizes in (rows.lens, keys.lens, is_seen.sum(axis=1))
     )
-    return Seen(blocks=BlockRows(q_bounds, k_bounds, row_bounds, is_seen.nonzero()[1]))
+    return AttentionMask(blocks=BlockRows(q_bounds, k_bounds, row_bounds, is_seen.nonzero()[1]))
 
 
 def dense(inputs: Sequence[Tensor], masks: Bools, block: int) -> Tensor:

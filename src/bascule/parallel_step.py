@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention import packed
-from bascule.attention.kernels.packed_kernels import check_call
+from bascule.attention.call_spec import check_call
 from bascule.comm import mean
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples
 from bascule.comm.guard.failures import tell, telling

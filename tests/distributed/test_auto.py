@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from bascule import Cluster, CommError, SequenceParallel, TransformerCost
-from bascule.attention.kernels.packed_kernels import PackedSequences, reference
 from tests.distributed.harness import raised_by, run_ranks
+from tests.helpers.oracle import packed_attention
 
 NODE = Cluster(
     num_nodes=1,
@@ -48,7 +48,7 @@ def _attend_on_every_batch() -> list[str]:
         moved = step.route(q=q[own], k=k[own], v=v[own])
         out = step.restore(step.attend(moved["q"], moved["k"], moved["v"]))
         if all_lens:
-            wanted, _ = reference(q, k, v, PackedSequences.build(all_lens, torch.device("cpu")))
+            wanted, _ = packed_attention(q, k, v, all_lens)
             torch.testing.assert_close(out, wanted[own], rtol=1e-10, atol=1e-12)
         metrics = step.metrics()
         assert metrics["makespan"] <= metrics["makespan_unbalanced"] * (1 + 1e-9)

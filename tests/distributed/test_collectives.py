@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bascule.attention.kernels import registry
+from bascule.attention.kernels.protocol import KernelQuery, OutLse
+from bascule.attention.mask import AttentionMask
 from bascule.parallel import SequenceParallel, Step
 from tests.distributed.calls_made import (
     ALL_GATHER,
@@ -148,11 +152,25 @@ def test_collectives_of_a_training_step(topology: str, attention: int, checkpoin
         assert backward == {ALL_TO_ALL: 2 + attention + recomputed, REDUCE_SCATTER: 1}
 
 
-def operations(step: Step) -> tuple[int, int]:
-    """Torch operations of an attention call, forward and backward; of the plan's second call.
+class VarlenKernel:
+    """Stands for a kernel that takes packed sequences in one launch each way."""
 
-    The reference kernel is itself a constant number of operations.
-    """
+    def unfit(self, form: KernelQuery) -> None:
+        """It computes anything."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """Zeros."""
+        return torch.zeros_like(q), torch.zeros(q.shape[:3])
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: object
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros."""
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+
+
+def operations(step: Step) -> tuple[int, int]:
+    """Torch operations of an attention call, forward and backward; of the plan's second call."""
     num_tokens = step.local.positions.size
     q, k, v = (torch.randn(num_tokens, heads, 2) for heads in (10, 5, 5))
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -165,11 +183,12 @@ def operations(step: Step) -> tuple[int, int]:
 
 
 def count_operations(topology: str) -> list[tuple[int, int]]:
-    parallel = SequenceParallel(None, topology, COST, kernel="reference")
-    return [operations(parallel.plan([3] * count)) for count in (2, 20, 200)]
+    with mock.patch.dict(registry.KERNELS, {"varlen": VarlenKernel()}):
+        parallel = SequenceParallel(None, topology, COST, kernel="varlen")
+        return [operations(parallel.plan([3] * count)) for count in (2, 64, 2048)]
 
 
-@pytest.mark.parametrize("topology", ["g1n3", "g3n1", "g2n1+g1n1"])
+@pytest.mark.parametrize("topology", ["g1n3", "g3n1", "g2n1+g1n1", "g1r2n1+g1n1"])
 def test_attention_takes_as_many_operations_for_many_sequences(topology: str) -> None:
     for few, some, many in run_ranks(count_operations, 3, topology):
         assert few == some == many

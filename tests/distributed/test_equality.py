@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.attention.kernels.packed_kernels import PackedSequences, cpu_flash
+from bascule.attention import PackedSequences, attend_packed
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
 from tests.distributed.cases import (
@@ -70,7 +70,7 @@ def without_balancing(model: MMDiT, batch: Batch, dtype: torch.dtype) -> Gradien
     """Every rank trains on its own samples, with the same attention kernel."""
     samples = own_samples(batch, model.config, dist.get_rank(), dtype)
     seqs = PackedSequences.build(samples.seq_lens, torch.device("cpu"))
-    exchange = LocalExchange(samples.seq_lens, attend=lambda q, k, v: cpu_flash(q, k, v, seqs)[0])
+    exchange = LocalExchange(samples.seq_lens, attend=lambda q, k, v: attend_packed(q, k, v, seqs))
     losses = samples.losses(model(samples.inputs, exchange))
     num_tokens = torch.tensor(float(losses.numel()))
     dist.all_reduce(num_tokens)

@@ -185,7 +185,7 @@ def test_a_loader_used_wrongly_on_one_rank(wrong: Callable[..., object]) -> None
 
 def unlike_constructions() -> list[tuple[list[str], str]]:
     heard: list[tuple[list[str], str]] = []
-    unlike: list[dict[str, Any]] = [{"kernel": "sdpa"}, {"timeout_s": 30.0}, {"kernel": "nope"}]
+    unlike: list[dict[str, Any]] = [{"kernel": "plain"}, {"timeout_s": 30.0}, {"kernel": "nope"}]
     for one in unlike:
         options: dict[str, Any] = {"timeout_s": 60.0} | (one if dist.get_rank() else {})
         heard.append(

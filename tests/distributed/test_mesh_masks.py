@@ -15,7 +15,7 @@ from torch.nn import functional
 from bascule.attention.agreement import digest_of
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.attention.kernels.protocol import wide_dtype
-from bascule.attention.masks import without_lost_scores
+from bascule.attention.tiles import without_lost_scores
 from bascule.errors import ConfigError
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.test_mesh_attention import Three, difference, make_mesh, reference, three

@@ -180,7 +180,9 @@ def refused_tensors() -> list[Error]:
         raised_by(step.route, x=torch.zeros(3)),
         raised_by(step.route, x=torch.tensor(1.0)),
         raised_by(step.restore, x.to("meta")),
-        raised_by(SequenceParallel(None, "g2n1", COST, kernel="varlen").plan([2]).attend, x, x, x),
+        raised_by(
+            SequenceParallel(None, "g2n1", COST, kernel="aten_flash").plan([2]).attend, x, x, x
+        ),
     ]
 
 
@@ -189,7 +191,7 @@ def test_tensors_that_do_not_fit_the_plan() -> None:
         assert all("ConfigError" in classes for classes, _ in errors), errors
         assert "4 query heads for 3 key-value heads" in errors[0][1]
         assert "gives this rank 4" in errors[2][1] and "4 rows" in errors[5][1]
-        assert "'varlen' runs on CUDA devices" in errors[8][1]
+        assert "'aten_flash' runs on CUDA devices" in errors[8][1]
 
 
 def many_sequences() -> None:

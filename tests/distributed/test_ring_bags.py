@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.kernels.packed_kernels import PackedSequences, reference
 from bascule.parallel import SequenceParallel, Step
 from bascule.plan.topology.spec import Topology
 from tests.distributed.calls_made import ALL_GATHER, ALL_TO_ALL, RING, calls_made
@@ -19,6 +18,7 @@ from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
 from tests.distributed.test_bench import bench, summary
 from tests.distributed.test_equality import Layouts, errors_in_bf16, train_everywhere
 from tests.distributed.test_training import checkpointed, sharded, two_plans_alive
+from tests.helpers.oracle import packed_attention
 
 # World size: (query heads, key-value heads): topologies. Some heads do not divide among the groups.
 LAYOUTS: dict[int, Layouts] = {
@@ -80,7 +80,7 @@ def lengths_of(num_ranks: int) -> list[Lengths]:
 def attend_everywhere(spec: str, num_heads: int, num_kv_heads: int) -> int:
     """Output and gradients of random tensors against all tokens in one process."""
     rank, compared = dist.get_rank(), 0
-    for kernel in ("reference", "cpu_flash"):
+    for kernel in ("plain", "cpu_flash"):
         parallel = SequenceParallel(None, spec, COST, kernel=kernel)
         for lens in lengths_of(dist.get_world_size()):
             step = parallel.plan(lens[rank])
@@ -102,8 +102,7 @@ def compare(
 
     tensors = normal(heads[0]), normal(heads[1]), normal(heads[1])
     grad = normal(heads[0]).detach()
-    seqs = PackedSequences.build(flat, torch.device("cpu"))
-    wanted = reference(*tensors, seqs, causal=causal, scale=scale)[0]
+    wanted, _ = packed_attention(*tensors, flat, causal=causal, scale=scale)
     wanted_grads = torch.autograd.grad(wanted, tensors, grad)
     first = sum(map(sum, lens[: dist.get_rank()]))
     own = slice(first, first + sum(lens[dist.get_rank()]))
@@ -207,7 +206,7 @@ def test_a_bag_with_more_ranks_than_heads_needs_a_ring() -> None:
 def too_few_heads_or_no_blocks() -> list[tuple[list[str], str]]:
     spec = "g2r2n1+g1n2"
     errors: list[tuple[list[str], str]] = []
-    for kernel, heads in ((None, 1), ("sdpa", 2)):
+    for kernel, heads in ((None, 1), ("cudnn", 2)):
         step = SequenceParallel(None, spec, COST, kernel=kernel).plan([6])
         x = torch.zeros(step.local.positions.size, heads, 2)
         errors.append(raised_by(step.attend, x, x, x))
@@ -219,7 +218,10 @@ def test_what_one_bag_cannot_do_is_refused_on_all_ranks() -> None:
     assert all(errors == of_rank[0] for errors in of_rank)
     (few_classes, few), (kernel_classes, kernel) = of_rank[0]
     assert "ConfigError" in few_classes and "use g1r4n1+g1n2" in few
-    assert "ConfigError" in kernel_classes and "kernel 'sdpa' gives no log-sum-exp" in kernel
+    assert (
+        "ConfigError" in kernel_classes
+        and "kernel 'cudnn' runs on CUDA devices, not on cpu" in kernel
+    )
 
 
 def die_in_the_ring(timeout_s: float) -> tuple[list[str], str]:

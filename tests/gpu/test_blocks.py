@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import BlockKernel, Seen, merge
-from bascule.attention.kernels.registry import KERNELS, select_block_kernel
+from bascule.attention.kernels.protocol import AttentionKernel, merge
+from bascule.attention.kernels.registry import KERNELS, select_kernel
+from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE, dense
 
@@ -26,9 +27,9 @@ ALWAYS = ["plain", "aten_flash", "efficient"]
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 
-def kernel_or_skip(name: str, dtype: torch.dtype, head_dim: int, has_bias: bool) -> BlockKernel:
+def kernel_or_skip(name: str, dtype: torch.dtype, head_dim: int, has_bias: bool) -> AttentionKernel:
     try:
-        return select_block_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
+        return select_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
     except ConfigError as reason:
         pytest.skip(str(reason))
 
@@ -77,11 +78,11 @@ def test_two_blocks_are_the_whole(
     bias = make_bias(kind, shape[2], shape[3], dtype)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide_bias = None if bias is None else bias.double()
-    want, want_lse = dense(exact[0], exact[1], exact[2], Seen(bias=wide_bias), SCALE)
+    want, want_lse = dense(exact[0], exact[1], exact[2], AttentionMask(bias=wide_bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), device="cuda").view(want.shape).to(dtype)
     wanted = torch.autograd.grad(want, exact, grad.double())
     tiles = [
-        (k[:, :, at], v[:, :, at], Seen(bias=None if bias is None else bias[..., at]))
+        (k[:, :, at], v[:, :, at], AttentionMask(bias=None if bias is None else bias[..., at]))
         for at in cut_in_two(shape[3])
     ]
     with torch.no_grad():
@@ -113,16 +114,16 @@ def test_a_causal_block(name: str, dtype: torch.dtype) -> None:
     hidden = place[:, None] < place[None, :]
     bias = torch.zeros(1, 1, 133, 133, dtype=torch.float64, device="cuda")
     bias = bias.masked_fill(hidden, -math.inf)
-    want, _ = dense(exact[0], exact[1], exact[2], Seen(bias=bias), SCALE)
+    want, _ = dense(exact[0], exact[1], exact[2], AttentionMask(bias=bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), device="cuda").view(want.shape).to(dtype)
     wanted = torch.autograd.grad(want, exact, grad.double())
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, Seen(causal=True), SCALE)
+        out, lse = kernel.forward(q, k, v, AttentionMask(causal=True), SCALE)
         assert close(out, want.detach(), TOLERANCE[dtype])
-        grads = kernel.backward(grad, q, k, v, out, lse, Seen(causal=True), SCALE)
+        grads = kernel.backward(grad, q, k, v, out, lse, AttentionMask(causal=True), SCALE)
     assert all(close(a, b, 2 * TOLERANCE[dtype]) for a, b in zip(grads, wanted, strict=True))
 
 
 @pytest.mark.parametrize("name", ALWAYS)
 def test_torchs_own_kernels_fit(name: str) -> None:
-    select_block_kernel(name, "cuda", dtype=torch.bfloat16, head_dim=64)
+    select_kernel(name, "cuda", dtype=torch.bfloat16, head_dim=64)

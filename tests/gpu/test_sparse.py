@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.registry import select_block_kernel
+from bascule.attention.kernels.registry import select_kernel
 from bascule.errors import ConfigError
 from tests.unit.test_sparse_blocks import (
     NAMES,
@@ -51,7 +51,7 @@ def test_out_lse_and_gradients(
     if call is attend_in_halves and case_name == "single block":
         pytest.skip("one block has no halves")
     try:
-        kernel = select_block_kernel(name, "cuda", dtype=dtype, head_dim=dim, block=block)
+        kernel = select_kernel(name, "cuda", dtype=dtype, head_dim=dim, block=block)
     except ConfigError as reason:
         pytest.skip(str(reason))
     case = make_case(case_name, block)
@@ -67,7 +67,7 @@ def test_out_lse_and_gradients(
 
 @pytest.mark.parametrize(("block", "dim"), [(16, 16), (40, 32), (200, 64), (512, 128)])
 def test_triton_takes_blocks_of_any_length(block: int, dim: int) -> None:
-    kernel = select_block_kernel("triton", "cuda", dtype=torch.float16, head_dim=dim, block=block)
+    kernel = select_kernel("triton", "cuda", dtype=torch.float16, head_dim=dim, block=block)
     case = random_case(7, 5, 6, block, 0.6)
     tensors = case.inputs(torch.float16, dim)
     want, _, wanted, grad = reference(case, tensors)
@@ -77,5 +77,5 @@ def test_triton_takes_blocks_of_any_length(block: int, dim: int) -> None:
 
 
 def test_triton_is_the_first_choice() -> None:
-    kernel = select_block_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, block=128)
+    kernel = select_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, block=128)
     assert type(kernel).__name__ == "TritonKernel"

@@ -17,13 +17,13 @@ from bascule.attention.kernels.cuda import (
 )
 from bascule.attention.kernels.flex import flex, gradients_by_recomputation
 from bascule.attention.kernels.protocol import (
-    BlockForm,
-    BlockKernel,
-    Seen,
+    AttentionKernel,
+    KernelQuery,
     merge,
     without_empty_rows,
 )
-from bascule.attention.kernels.registry import KERNELS, select_block_kernel
+from bascule.attention.kernels.registry import KERNELS, select_kernel
+from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
 
 ON_CPU = ["plain", "cpu_flash"]
@@ -53,14 +53,16 @@ def make_bias(kind: str, rows: int, columns: int) -> Tensor | None:
     return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -math.inf)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
+) -> tuple[Tensor, Tensor]:
     """Softmax written out; 0 and -inf for a query without keys."""
     repeat = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
     scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
-    if seen.bias is not None:
-        scores = scores + seen.bias
-    if seen.causal:
+    if mask.bias is not None:
+        scores = scores + mask.bias
+    if mask.causal:
         place = torch.arange(scores.shape[-1])
         scores = scores.masked_fill(place[:, None] < place[None, :], -math.inf)
     empty = scores.isneginf().all(-1)
@@ -78,15 +80,15 @@ CASES = [(bias, False) for bias in BIASES] + [("none", True)]
 @pytest.mark.parametrize(("kind", "causal"), CASES)
 def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
     q, k, v = inputs(rows=7) if causal else inputs()
-    seen = Seen(causal, make_bias(kind, q.shape[2], k.shape[2]))
-    want, want_lse = dense(q, k, v, seen, SCALE)
+    mask = AttentionMask(causal, make_bias(kind, q.shape[2], k.shape[2]))
+    want, want_lse = dense(q, k, v, mask, SCALE)
     with torch.no_grad():
-        out, lse = KERNELS[name].forward(q, k, v, seen, SCALE)
+        out, lse = KERNELS[name].forward(q, k, v, mask, SCALE)
     torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     with torch.no_grad():
-        found = KERNELS[name].backward(grad, q, k, v, out, lse, seen, SCALE)
+        found = KERNELS[name].backward(grad, q, k, v, out, lse, mask, SCALE)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -94,14 +96,14 @@ def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
 def test_values_of_a_head_may_lie_apart(name: str) -> None:
     """Torch's operator for CPUs then reads what is not theirs."""
     q, k, v = (x.detach() for x in inputs())
-    seen = Seen()
-    out, lse = KERNELS[name].forward(q, k, v, seen, SCALE)
+    mask = AttentionMask()
+    out, lse = KERNELS[name].forward(q, k, v, mask, SCALE)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    wanted = KERNELS[name].backward(grad, q, k, v, out, lse, seen, SCALE)
+    wanted = KERNELS[name].backward(grad, q, k, v, out, lse, mask, SCALE)
     q, k, v, grad, result = (x.mT.contiguous().mT for x in (q, k, v, grad, out))
-    found = KERNELS[name].forward(q, k, v, seen, SCALE)
+    found = KERNELS[name].forward(q, k, v, mask, SCALE)
     torch.testing.assert_close(found, (out, lse), rtol=1e-10, atol=1e-12)
-    grads = KERNELS[name].backward(grad, q, k, v, result, lse, seen, SCALE)
+    grads = KERNELS[name].backward(grad, q, k, v, result, lse, mask, SCALE)
     torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -118,14 +120,14 @@ def test_scores_that_are_no_numbers_are_not_those_of_hidden_keys(
     hidden = torch.zeros(1, 1, columns, columns, dtype=dtype)
     hidden[:, :, columns // 2] = -math.inf
     for keys, queries in ((k, some_q), (some_k, q), (no_k, q.abs())):
-        for seen in (Seen(), Seen(causal=True), Seen(bias=hidden)):
-            found = KERNELS["cpu_flash"].forward(queries, keys, v, seen, SCALE)
+        for mask in (AttentionMask(), AttentionMask(causal=True), AttentionMask(bias=hidden)):
+            found = KERNELS["cpu_flash"].forward(queries, keys, v, mask, SCALE)
             wide_q, wide_k, wide_v = (x.double() for x in (queries, keys, v))
-            bias = None if seen.bias is None else seen.bias.double()
+            bias = None if mask.bias is None else mask.bias.double()
             out, lse = KERNELS["plain"].forward(
-                wide_q, wide_k, wide_v, Seen(seen.causal, bias), SCALE
+                wide_q, wide_k, wide_v, AttentionMask(mask.causal, bias), SCALE
             )
-            want = without_empty_rows(out, lse, seen.bias)
+            want = without_empty_rows(out, lse, mask.bias)
             tolerance = 1e-5 if dtype != torch.bfloat16 else 2e-2
             close = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
             torch.testing.assert_close([x.double() for x in found], [*want], **close)
@@ -137,12 +139,16 @@ def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
     """Forward and backward of keys in two blocks, with the LSE of all."""
     q, k, v = inputs()
     kernel, bias = KERNELS[name], make_bias(kind, 5, 7)
-    want, want_lse = dense(q, k, v, Seen(bias=bias), SCALE)
+    want, want_lse = dense(q, k, v, AttentionMask(bias=bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     blocks = [(slice(0, 3), bias), (slice(3, 7), bias)]
     parts = [
-        (k[:, :, at], v[:, :, at], Seen(bias=None if b is None else b[..., at].contiguous()))
+        (
+            k[:, :, at],
+            v[:, :, at],
+            AttentionMask(bias=None if b is None else b[..., at].contiguous()),
+        )
         for at, b in blocks
     ]
     with torch.no_grad():
@@ -159,13 +165,13 @@ def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
 def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
     q, k, v = inputs()
     bias = make_bias(kind, 5, 7)
-    want, lse = dense(q, k, v, Seen(bias=bias), SCALE)
+    want, lse = dense(q, k, v, AttentionMask(bias=bias), SCALE)
     grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for at in (slice(0, 3), slice(3, 7)):
-        part = Seen(bias=None if bias is None else bias[..., at])
-        attend = partial(dense, seen=part, scale=SCALE)
+        part = AttentionMask(bias=None if bias is None else bias[..., at])
+        attend = partial(dense, mask=part, scale=SCALE)
         whole = want.detach(), lse.detach()
         more = gradients_by_recomputation(attend, grad, q, k[:, :, at], v[:, :, at], *whole)
         dq += more[0]
@@ -181,12 +187,12 @@ def test_flex_forward(kind: str, causal: bool) -> None:
 
     q, k, v = (x.detach().float() for x in (inputs(rows=7) if causal else inputs()))
     bias = make_bias(kind, q.shape[2], k.shape[2])
-    seen = Seen(causal, None if bias is None else bias.float())
-    out, lse = flex(flex_attention, q, k, v, seen, SCALE)
-    torch.testing.assert_close((out, lse), dense(q, k, v, seen, SCALE), rtol=1e-5, atol=1e-5)
+    mask = AttentionMask(causal, None if bias is None else bias.float())
+    out, lse = flex(flex_attention, q, k, v, mask, SCALE)
+    torch.testing.assert_close((out, lse), dense(q, k, v, mask, SCALE), rtol=1e-5, atol=1e-5)
 
 
-FAKE: list[tuple[BlockKernel, torch.dtype, bool]] = [
+FAKE: list[tuple[AttentionKernel, torch.dtype, bool]] = [
     (AtenFlashKernel(), torch.bfloat16, False),
     (AtenFlashKernel(), torch.float16, True),
     (AtenCudnnKernel(), torch.bfloat16, False),
@@ -198,20 +204,20 @@ FAKE: list[tuple[BlockKernel, torch.dtype, bool]] = [
 @pytest.mark.parametrize(("kernel", "dtype", "causal"), FAKE)
 @pytest.mark.parametrize(("rows", "columns"), [(37, 37), (64, 64)])
 def test_cuda_operators_take_these_arguments(
-    kernel: BlockKernel, dtype: torch.dtype, causal: bool, rows: int, columns: int
+    kernel: AttentionKernel, dtype: torch.dtype, causal: bool, rows: int, columns: int
 ) -> None:
     """Shapes and dtypes by torch's own rules for its operators; no number is computed."""
     with torch.device("meta"):
         q = torch.empty(2, 6, rows, 64, dtype=dtype)
         k = torch.empty(2, 3, columns, 64, dtype=dtype)
-        takes_bias = kernel.unfit(BlockForm("cuda", dtype, 64, has_bias=True)) is None
+        takes_bias = kernel.unfit(KernelQuery("cuda", dtype, 64, has_bias=True)) is None
         biases = [None, torch.empty(2, 1, 1, columns, dtype=dtype)]
         for bias in biases[: 1 + takes_bias]:
-            seen = Seen(causal, bias)
-            out, lse = kernel.forward(q, k, k, seen, SCALE)
+            mask = AttentionMask(causal, bias)
+            out, lse = kernel.forward(q, k, k, mask, SCALE)
             assert out.shape == q.shape and out.dtype == dtype
             assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
-            grads = kernel.backward(out, q, k, k, out, lse, seen, SCALE)
+            grads = kernel.backward(out, q, k, k, out, lse, mask, SCALE)
             assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
             assert all(x.dtype == dtype for x in grads)
 
@@ -237,16 +243,16 @@ def test_a_float32_bias_of_16_bit_queries_is_cast_for_cuda() -> None:
     kernel = AtenEfficientKernel()
     with torch.device("meta"), BiasDtypes() as noted:
         q = torch.empty(1, 2, 5, 64, dtype=torch.bfloat16)
-        seen = Seen(bias=torch.empty(1, 1, 5, 5))
-        out, lse = kernel.forward(q, q, q, seen, SCALE)
-        kernel.backward(out, q, q, q, out, lse, seen, SCALE)
+        mask = AttentionMask(bias=torch.empty(1, 1, 5, 5))
+        out, lse = kernel.forward(q, q, q, mask, SCALE)
+        kernel.backward(out, q, q, q, out, lse, mask, SCALE)
     assert len(noted.found) == 2 and set(noted.found.values()) == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "aten_flash", "cudnn"])
 def test_kernels_of_cuda_are_refused_on_cpus(name: str) -> None:
     with pytest.raises(ConfigError, match=f"'{name}' (runs on CUDA|needs the module).*cpu_flash"):
-        select_block_kernel(name, "cpu", dtype=torch.bfloat16, head_dim=64)
+        select_kernel(name, "cpu", dtype=torch.bfloat16, head_dim=64)
 
 
 REFUSED = [
@@ -269,19 +275,17 @@ def test_a_kernel_that_cannot_is_refused_with_the_reason(
     name: str, dtype: torch.dtype, head_dim: int, has_bias: bool, text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
-        select_block_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
+        select_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
 
 
 def test_the_first_that_fits_is_selected() -> None:
     dtypes = (None, torch.float64, torch.float32, torch.bfloat16)
     for dtype, head_dim, has_bias in itertools.product(dtypes, (None, 7, 64), (False, True)):
-        form = BlockForm("cuda", dtype, head_dim, has_bias)
+        form = KernelQuery("cuda", dtype, head_dim, has_bias)
         fitting = [kernel for kernel in KERNELS.values() if kernel.unfit(form) is None]
-        chosen = select_block_kernel(
-            None, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias
-        )
+        chosen = select_kernel(None, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
         assert chosen is fitting[0]
-    assert select_block_kernel(None, "cpu") is KERNELS["cpu_flash"]
-    assert select_block_kernel(None, "cuda", dtype=torch.float64, head_dim=64) is KERNELS["plain"]
-    masked = select_block_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, has_bias=True)
+    assert select_kernel(None, "cpu") is KERNELS["cpu_flash"]
+    assert select_kernel(None, "cuda", dtype=torch.float64, head_dim=64) is KERNELS["plain"]
+    masked = select_kernel(None, "cuda", dtype=torch.bfloat16, head_dim=64, has_bias=True)
     assert masked is KERNELS["efficient"]

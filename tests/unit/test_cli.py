@@ -78,7 +78,10 @@ def test_plan_of_an_idle_batch(capsys: pytest.CaptureFixture[str]) -> None:
         (("bench", "--data", "g1b1i256f1s0", "--steps", "0"), "--steps 0"),
         (("bench", "--data", "g1b1i256f1s0", "--ranks", "1", "--num-heads", "7"), "--num-heads 7"),
         (("bench", "--data", "g1b1i256f1s0", "--ranks", "2", "--topology", "g3n1"), "g3n1"),
-        (("bench", "--data", "g1b1i256f1s0", "--ranks", "1", "--kernel", "varlen"), "use '"),
+        (
+            ("bench", "--data", "g1b1i256f1s0", "--ranks", "1", "--kernel", "aten_flash"),
+            "use one of cpu_flash",
+        ),
         (("bench", "--data", "g1b1i256f1s0", "--ranks", "1", "--kernel", "magic"), "cpu_flash"),
     ],
 )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.flex import SPARSE_BLOCK, flex
-from bascule.attention.kernels.protocol import BlockKernel, BlockRows, Seen, merge
+from bascule.attention.kernels.protocol import AttentionKernel, merge
 from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import RingPlan, Tile, ring_attention
 from tests.unit.test_blocks import SCALE, dense
 
@@ -118,22 +119,24 @@ NAMES = (
 def reference(case: Case, tensors: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Dense masked attention in float64: out, LSE, gradients of q, k and v, and that of out."""
     q, k, v = (x.detach().double().cpu().requires_grad_() for x in tensors)
-    out, lse = dense(q, k, v, Seen(bias=case.bias), SCALE)
+    out, lse = dense(q, k, v, AttentionMask(bias=case.bias), SCALE)
     grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
     grad = grad.to(tensors[0].dtype)
     grads = torch.autograd.grad(out, (q, k, v), grad.double())
     return out.detach(), lse.detach(), list(grads), grad
 
 
-def attend(kernel: BlockKernel, case: Case, tensors: list[Tensor], grad: Tensor) -> list[Tensor]:
+def attend(
+    kernel: AttentionKernel, case: Case, tensors: list[Tensor], grad: Tensor
+) -> list[Tensor]:
     """Out, LSE and gradients of q, k and v."""
-    (q, k, v), seen = tensors, Seen(blocks=case.rows)
+    (q, k, v), seen = tensors, AttentionMask(blocks=case.rows)
     out, lse = kernel.forward(q, k, v, seen, SCALE)
     return [out, lse, *kernel.backward(grad, q, k, v, out, lse, seen, SCALE)]
 
 
 def attend_in_halves(
-    kernel: BlockKernel, case: Case, tensors: list[Tensor], grad: Tensor
+    kernel: AttentionKernel, case: Case, tensors: list[Tensor], grad: Tensor
 ) -> list[Tensor]:
     """The same of two halves of the keys, merged, each with the LSE of all in backward."""
     q, k, v = tensors
@@ -143,7 +146,7 @@ def attend_in_halves(
         (slice(0, cut), Case(case.q_lens, case.k_lens[:middle], case.mask[:, :middle])),
         (slice(cut, None), Case(case.q_lens, case.k_lens[middle:], case.mask[:, middle:])),
     ]
-    parts = [(k[:, :, at], v[:, :, at], Seen(blocks=half.rows)) for at, half in halves]
+    parts = [(k[:, :, at], v[:, :, at], AttentionMask(blocks=half.rows)) for at, half in halves]
     (out, lse), (more, more_lse) = (kernel.forward(q, *part, SCALE) for part in parts)
     out, lse = merge(out.to(lse.dtype), lse, more.to(lse.dtype), more_lse)
     out = out.to(q.dtype)
@@ -217,7 +220,7 @@ def test_blocks_that_are_not_seen_are_not_read() -> None:
     q, k, v = case.inputs(torch.float64)
     hidden = torch.from_numpy(np.repeat(~mask[2], case.k_lens))
     k[:, :, hidden] = v[:, :, hidden] = math.nan
-    seen = Seen(blocks=case.rows)
+    seen = AttentionMask(blocks=case.rows)
     out, lse = kernel.forward(q, k, v, seen, SCALE)
     grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, seen, SCALE)
     assert all(bool(x.isfinite().all()) for x in (out, *grads))
@@ -249,7 +252,7 @@ def test_nan_goes_where_it_is_seen(which: int) -> None:
     case = make_case("random", 8)
     q, k, v = tensors = case.inputs(torch.float64)
     tensors[which][0, 0, 5] = math.nan
-    out, _ = CpuLoopKernel().forward(q, k, v, Seen(blocks=case.rows), SCALE)
+    out, _ = CpuLoopKernel().forward(q, k, v, AttentionMask(blocks=case.rows), SCALE)
     sees = case.bias[0, 0] == 0
     hit = sees[:, 5] if which else sees.any(dim=1) & (torch.arange(sees.shape[0]) == 5)
     assert hit.any() and not hit.all()
@@ -262,7 +265,7 @@ def test_no_queries_or_no_keys(num_q: int, num_k: int) -> None:
     case = Case(np.full(num_q, 4), np.full(num_k, 4), np.zeros((num_q, num_k), dtype=np.bool_))
     rows = BlockRows(bounds(case.q_lens), bounds(case.k_lens), bounds([0] * num_q), bounds([])[1:])
     q, k, v = case.inputs(torch.float64)
-    seen, kernel = Seen(blocks=rows), CpuLoopKernel()
+    seen, kernel = AttentionMask(blocks=rows), CpuLoopKernel()
     out, lse = kernel.forward(q, k, v, seen, SCALE)
     assert out.shape == q.shape and not out.any() and lse.isneginf().all()
     grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, seen, SCALE)
@@ -275,7 +278,7 @@ def test_a_tile_of_a_ring_may_have_blocks() -> None:
     q, k, v = (x.requires_grad_() for x in case.inputs(torch.float64))
     want, _, wanted, grad = reference(case, [q, k, v])
     everything = slice(None)
-    tiles = [[Tile(everything, everything, Seen(blocks=case.rows))]]
+    tiles = [[Tile(everything, everything, AttentionMask(blocks=case.rows))]]
     plan = RingPlan(None, [k.shape[2]], tiles, CpuLoopKernel(), SCALE)
     out, _ = ring_attention(q, k, v, plan)
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
@@ -319,5 +322,5 @@ def test_flex_attends_to_padded_blocks(name: str) -> None:
 
     q, k, v = case.inputs(torch.float32)
     want, want_lse, _, _ = reference(case, [q, k, v])
-    out, lse = flex(eager, q, k, v, Seen(blocks=case.rows), SCALE)
+    out, lse = flex(eager, q, k, v, AttentionMask(blocks=case.rows), SCALE)
     torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-5)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from bascule.attention.kernels.protocol import BlockForm, BlockRows, Seen
-from bascule.attention.kernels.registry import KERNELS, select_block_kernel
+from bascule.attention.kernels.protocol import KernelQuery
+from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.errors import ConfigError
 from tests.unit.test_blocks import SCALE
 from tests.unit.test_sparse_blocks import DIM, Case, make_case
@@ -55,15 +56,15 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     rows, q = rows_of([0, 2], [0, 3], [0, 1], [0]), torch.zeros(1, 1, 2, DIM)
     k = torch.zeros(1, 1, 4, DIM)
     with pytest.raises(ConfigError, match=r"keys \(1, 1, 4, 16\) for blocks of 2 .* and 3 keys"):
-        CpuLoopKernel().forward(q, k, k, Seen(blocks=rows), SCALE)
+        CpuLoopKernel().forward(q, k, k, AttentionMask(blocks=rows), SCALE)
     with pytest.raises(ConfigError, match=r"queries \(1, 2, 1, 16\)"):
-        CpuLoopKernel().forward(q.view(1, 2, 1, DIM), k, k, Seen(blocks=rows), SCALE)
+        CpuLoopKernel().forward(q.view(1, 2, 1, DIM), k, k, AttentionMask(blocks=rows), SCALE)
     with pytest.raises(ConfigError, match="needs blocks"):
-        CpuLoopKernel().forward(q, q, q, Seen(), SCALE)
+        CpuLoopKernel().forward(q, q, q, AttentionMask(), SCALE)
     with pytest.raises(ConfigError, match="give the blocks alone"):
-        Seen(causal=True, blocks=rows)
+        AttentionMask(causal=True, blocks=rows)
     with pytest.raises(ConfigError, match="give the blocks alone"):
-        Seen(bias=torch.zeros(1, 1, 2, 3), blocks=rows)
+        AttentionMask(bias=torch.zeros(1, 1, 2, 3), blocks=rows)
 
 
 SPARSE = ("cpu_loop", "triton", "flex")
@@ -72,7 +73,7 @@ SPARSE = ("cpu_loop", "triton", "flex")
 def test_which_kernels_take_blocks() -> None:
     for name, kernel in KERNELS.items():
         forms = [
-            BlockForm(device, dtype, 64, block=128)
+            KernelQuery(device, dtype, 64, block=128)
             for device in ("cpu", "cuda")
             for dtype in (torch.bfloat16, torch.float32)
         ]
@@ -81,9 +82,9 @@ def test_which_kernels_take_blocks() -> None:
     for name in ("cpu_loop", "triton"):
         kernel = KERNELS[name]
         device = "cpu" if name == "cpu_loop" else "cuda"
-        form = BlockForm(device, torch.bfloat16, 64)
+        form = KernelQuery(device, torch.bfloat16, 64)
         assert kernel.unfit(form) == "computes the scores of given blocks, not all"
-    assert select_block_kernel(None, "cpu", block=128) is KERNELS["cpu_loop"]
+    assert select_kernel(None, "cpu", block=128) is KERNELS["cpu_loop"]
 
 
 REFUSED = [
@@ -109,4 +110,4 @@ def test_a_kernel_that_cannot_is_refused_with_the_reason(
 ) -> None:
     form: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, **other}
     with pytest.raises(ConfigError, match=text):
-        select_block_kernel(name, device, block=block, **form)
+        select_kernel(name, device, block=block, **form)

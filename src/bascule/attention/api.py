@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import ops
 from bascule.attention.agreement import rows_of_call
-from bascule.attention.call_spec import CallSpec
-from bascule.attention.kernels.packed_kernels import check_call
-from bascule.attention.masks import without_lost_scores
+from bascule.attention.call_spec import CallSpec, check_call
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.shards import (
     Run,
@@ -27,6 +25,7 @@ from bascule.attention.shards import (
     take_runs,
     with_replicated,
 )
+from bascule.attention.tiles import without_lost_scores
 from bascule.attention.ulysses import TokenOrder, own_run, to_heads, to_tokens
 from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.guard.failures import told

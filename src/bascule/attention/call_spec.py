@@ -1,13 +1,19 @@
 """What is fixed of a call of attention, as operators of torch can take it: one string."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.guard.calls import Call
 from bascule.comm.heads import HeadShares
 from bascule.comm.meshes import AttentionMesh, mesh_named
+from bascule.errors import ConfigError
 
 _SEPARATOR = "\n"
 
@@ -106,3 +112,27 @@ def spec_of(text: str) -> CallSpec:
         rows,
         int(step),
     )
+
+
+def check_call(
+    what: str, tensors: Sequence[Any], causal: Any, scale: Any, kernel: Any = None
+) -> None:
+    """Refuse what attention cannot be called with, whatever its shapes.
+
+    Raises:
+        ConfigError: What should be a dense tensor is none, causal is no bool, the scale no finite
+            number, or the kernel no name.
+    """
+    for x in tensors:
+        if not isinstance(x, Tensor):
+            raise ConfigError(f"{what}: q, k or v is a {type(x).__name__}: give tensors")
+        if x.layout != torch.strided:
+            raise ConfigError(f"{what}: q, k or v has the layout {x.layout}: give dense tensors")
+    if not isinstance(kernel, str | None):
+        raise ConfigError(f"{what}: kernel={kernel!r}: give a kernel's name, or None")
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if not isinstance(causal, bool) or not (scale is None or (is_number and math.isfinite(scale))):
+        raise ConfigError(
+            f"{what}: causal={causal!r} and scale={scale!r}: give True or False, and a finite "
+            "number or None"
+        )

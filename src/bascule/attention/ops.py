@@ -20,10 +20,10 @@ from torch import Tensor
 
 from bascule.attention.agreement import agree_on, digest_of, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, spec_of
-from bascule.attention.kernels.registry import select_block_kernel
-from bascule.attention.masks import tiles_of
+from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.shards import Run, SequenceLayout, num_tokens, take_runs
+from bascule.attention.tiles import tiles_of
 from bascule.comm import quantize
 from bascule.comm.guard.calls import Call
 from bascule.comm.heads import HeadShares
@@ -181,12 +181,12 @@ def ring_plan(
         group=ranks.ring,
         kv_lens=layout.ring_lens,
         tiles=tiles,
-        kernel=select_block_kernel(
+        kernel=select_kernel(
             spec.kernel or None,
             q.device.type,
             dtype=q.dtype,
             head_dim=q.shape[-1],
-            has_bias=any(tile.seen.bias is not None for row in tiles for tile in row),
+            has_bias=any(tile.mask.bias is not None for row in tiles for tile in row),
         ),
         scale=spec.scale,
         wire=Wire(spec.wire, *centres) if spec.wire else None,  # pyright: ignore[reportArgumentType]

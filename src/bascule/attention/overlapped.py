@@ -20,7 +20,8 @@ from torch import Tensor
 
 from bascule.attention.agreement import agree_on, going_back, numbers_of
 from bascule.attention.call_spec import spec_of
-from bascule.attention.kernels.protocol import Seen, wide_dtype
+from bascule.attention.kernels.protocol import wide_dtype
+from bascule.attention.mask import AttentionMask
 from bascule.attention.ops import naming, ring_attention_backward, ring_plan
 from bascule.attention.ring import Merged, RingPlan
 from bascule.attention.shards import SequenceLayout, num_tokens
@@ -101,11 +102,11 @@ def _attend(
     if not q.numel() or not k.numel():
         return
     (tile,) = plan.tiles[0]
-    bias = tile.seen.bias
+    bias = tile.mask.bias
     if bias is not None:
         bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
         bias = bias[:, :, :, columns] if bias.shape[3] > 1 else bias
-    merged.add(slice(None), *plan.kernel.forward(q, k, v, Seen(bias=bias), plan.scale))
+    merged.add(slice(None), *plan.kernel.forward(q, k, v, AttentionMask(bias=bias), plan.scale))
 
 
 def _empty_lse(q: Tensor) -> Tensor:

@@ -9,17 +9,15 @@ width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 """
 
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import pairwise
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from bascule.attention.call_spec import CallSpec
-from bascule.attention.kernels.packed_kernels import KERNELS, PackedSequences, select_kernel
-from bascule.attention.kernels.protocol import BlockKernel, Seen
-from bascule.attention.kernels.registry import KERNELS as BLOCK_KERNELS
-from bascule.attention.kernels.registry import select_block_kernel
+from bascule.attention.kernels.protocol import AttentionKernel
+from bascule.attention.kernels.registry import KERNELS, select_kernel
+from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import RingPlan, Tile, ring_attention
 from bascule.attention.ulysses import TokenOrder, to_heads, to_tokens
 from bascule.comm.groups import RankGroup
@@ -32,9 +30,6 @@ from bascule.plan import routes
 from bascule.plan.batch import Plan
 from bascule.plan.topology.spec import Topology
 
-_BLOCK_NAMES = {"reference": "plain", "varlen": "aten_flash"}
-"""Kernels that have another name where they compute blocks."""
-
 
 @dataclass(frozen=True)
 class PackedRing:
@@ -46,12 +41,12 @@ class PackedRing:
     Attributes:
         piece_lens: (R, n) tokens of each sequence on each ring rank.
         group: The ring.
-        step: Step number in errors.
+        device: Of the tensors.
     """
 
     piece_lens: routes.Ints
     group: RankGroup
-    step: int
+    device: torch.device
 
     @cached_property
     def kv_lens(self) -> list[int]:
@@ -61,23 +56,22 @@ class PackedRing:
     @cached_property
     def tiles(self) -> list[list[Tile]]:
         """By ring rank, the pieces here against its pieces of the same sequences."""
-        slices = [_slices(lens) for lens in self.piece_lens]
-        here = slices[self.group.rank]
-        return [
-            [
-                Tile(rows, keys)
-                for rows, keys in zip(here, there, strict=True)
-                if rows.start < rows.stop and keys.start < keys.stop
-            ]
-            for there in slices
-        ]
+        return self._tiles(causal=False)
 
     @cached_property
     def causal_tiles(self) -> list[list[Tile]]:
         """The same where a token sees none that comes later in its sequence."""
-        own = self.group.rank
-        diagonal = [Tile(tile.q, tile.k, Seen(causal=True)) for tile in self.tiles[own]]
-        return [*self.tiles[:own], diagonal, *([] for _ in self.tiles[own + 1 :])]
+        return self._tiles(causal=True)
+
+    def _tiles(self, *, causal: bool) -> list[list[Tile]]:
+        own, here = self.group.rank, self.piece_lens[self.group.rank].tolist()
+        tiles: list[list[Tile]] = []
+        for other, lens in enumerate(self.piece_lens.tolist()):
+            packed = PackedSequences.build(here, self.device, lens)
+            mask = AttentionMask(causal=causal and other == own, packed=packed)
+            is_seen = packed.num_pairs and not (causal and other > own)
+            tiles.append([Tile(slice(None), slice(None), mask)] if is_seen else [])
+        return tiles
 
     @property
     def num_sent(self) -> int:
@@ -123,7 +117,7 @@ class Bag:
         first = int(topology.first_ranks[bag]) + place * degree
         sharing = group.part(range(first, first + degree), ULYSSES_AXIS) if degree > 1 else None
         around = group.part(topology.ring(rank), RING_AXIS) if ring_degree > 1 else None
-        ring = None if around is None else PackedRing(by_group.sum(axis=1), around, step)
+        ring = None if around is None else PackedRing(by_group.sum(axis=1), around, device)
         mesh = AttentionMesh(around, sharing, None)
         return cls(mesh, by_group[place], ring, device, step)
 
@@ -149,6 +143,20 @@ class Bag:
             return TokenOrder(self.tokens)
         whole, back = _rows_of(self.chunk_lens.T), _rows_of(self.chunk_lens)
         return TokenOrder(self.tokens, table_on(whole, self.device), table_on(back, self.device))
+
+    def plan(self, kernel: AttentionKernel, *, causal: bool, scale: float) -> RingPlan:
+        """What this rank attends to, in each round of the ring."""
+        if self.ring is None:
+            return _alone(self.seqs, kernel, causal=causal, scale=scale)
+        return RingPlan(
+            group=self.ring.group,
+            kv_lens=self.ring.kv_lens,
+            tiles=self.ring.causal_tiles if causal else self.ring.tiles,
+            kernel=kernel,
+            scale=scale,
+            step=self.step,
+            form=f"causal={causal}",
+        )
 
     def own_kv_heads(self, num_kv_heads: int) -> int:
         """Key-value heads that this rank attends with."""
@@ -191,25 +199,73 @@ def attend(
         ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
     """
     refuse_derivatives("attend", q_CHD, k_CKD, v_CKD)
-    if bag.ring is None:
-        within = select_kernel(kernel, q_CHD.device.type, q_CHD.dtype)
-    else:
-        within = partial(_around, bag.ring, _block_kernel(kernel, q_CHD))
     check_shapes(bag, q_CHD, k_CKD, v_CKD)
+    factor = q_CHD.shape[2] ** -0.5 if scale is None else scale
+    plan = bag.plan(packed_kernel(kernel, q_CHD), causal=causal, scale=factor)
     if bag.degree == 1:
-        return within(q_CHD, k_CKD, v_CKD, bag.seqs, causal=causal, scale=scale)[0]
+        return _around(plan, q_CHD[None], k_CKD[None], v_CKD[None])[0]
     spec = CallSpec(
         mesh=bag.mesh.name,
         num_heads=q_CHD.shape[1],
         num_kv_heads=k_CKD.shape[1],
         causal=causal,
-        scale=q_CHD.shape[2] ** -0.5 if scale is None else scale,
+        scale=factor,
         kernel=kernel or "",
         step=bag.step,
     )
     q, k, v = to_heads(q_CHD[None], k_CKD[None], v_CKD[None], bag.order, spec)
-    out = within(q[0], k[0], v[0], bag.seqs, causal=causal, scale=scale)[0]
-    return to_tokens(out[None], bag.order, spec)[0]
+    return to_tokens(_around(plan, q, k, v), bag.order, spec)[0]
+
+
+def attend_packed(
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    seqs: PackedSequences,
+    *,
+    kernel: str | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Exact attention within each packed sequence on one rank; (T, H, D) as q. Differentiable.
+
+    Args:
+        q_THD: Queries.
+        k_TKD: Keys; H is a multiple of K.
+        v_TKD: Values.
+        seqs: The sequences.
+        kernel: Name of the attention kernel; None takes the fastest.
+        causal: Whether a token sees none that comes later in its sequence.
+        scale: Factor of the scores. Default: D^-0.5.
+    """
+    factor = q_THD.shape[2] ** -0.5 if scale is None else scale
+    plan = _alone(seqs, packed_kernel(kernel, q_THD), causal=causal, scale=factor)
+    return _around(plan, q_THD[None], k_TKD[None], v_TKD[None])[0]
+
+
+def _alone(
+    seqs: PackedSequences, kernel: AttentionKernel, *, causal: bool, scale: float
+) -> RingPlan:
+    """A ring of one rank, which has the whole sequences."""
+    tile = Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))
+    tokens = sum(seqs.seq_lens)
+    return RingPlan(group=None, kv_lens=[tokens], tiles=[[tile]], kernel=kernel, scale=scale)
+
+
+def _around(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(1, T, H, D) as q."""
+    out, _ = ring_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), plan)
+    return out.transpose(1, 2)
+
+
+def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:
+    """The kernel of that name, or (None) the fastest, for packed sequences.
+
+    Raises:
+        ConfigError: There is no such kernel, or it cannot compute that.
+    """
+    device, width = q.device.type, q.shape[-1]
+    return select_kernel(name, device, dtype=q.dtype, head_dim=width, is_packed=True)
 
 
 def check(
@@ -221,9 +277,7 @@ def check(
         ConfigError: There is no such kernel, or none for a ring although there is one; the shapes
             do not fit the bag or each other; or the heads are too few for a bag.
     """
-    select_kernel(kernel, q.device.type, q.dtype)
-    if topology.rings:
-        _block_kernel(kernel, q)
+    packed_kernel(kernel, q)
     check_shapes(bag, q, k, v)
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
     if num_kv_heads < degree:
@@ -275,52 +329,11 @@ def sent_bytes(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> int:
     return (into + back + around) * head_dim * q_CHD.element_size()
 
 
-def _around(
-    ring: PackedRing,
-    block: BlockKernel,
-    q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    seqs: PackedSequences,
-    *,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    """A `Kernel` that attends to the pieces on the other ring ranks, too; `seqs` are those here."""
-    plan = RingPlan(
-        group=ring.group,
-        kv_lens=ring.kv_lens,
-        tiles=ring.causal_tiles if causal else ring.tiles,
-        kernel=block,
-        scale=q_THD.shape[2] ** -0.5 if scale is None else scale,
-        step=ring.step,
-        form=f"causal={causal}",
-    )
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_THD, k_TKD, v_TKD))
-    out, lse = ring_attention(q, k, v, plan)
-    return out[0].transpose(0, 1), lse[0].T
-
-
 def check_kernel(name: object) -> None:
-    """Refuse what is the name of no kernel, for whole sequences or for rings.
+    """Refuse what is the name of no kernel.
 
     Raises:
         ConfigError: Lists them.
     """
-    names = [*dict.fromkeys([*KERNELS, *BLOCK_KERNELS])]
-    if name is not None and name not in names:
-        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(names)}")
-
-
-def _block_kernel(name: str | None, q: Tensor) -> BlockKernel:
-    """The kernel for blocks that computes as the one of this name for whole sequences.
-
-    Raises:
-        ConfigError: There is none, or none for such queries.
-    """
-    block = name if name is None else _BLOCK_NAMES.get(name, name)
-    return select_block_kernel(block, q.device.type, dtype=q.dtype, head_dim=q.shape[-1])
-
-
-def _slices(lens: routes.Ints) -> list[slice]:
-    return [slice(start, stop) for start, stop in pairwise(routes.cumulative(lens).tolist())]
+    if name is not None and name not in KERNELS:
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}")

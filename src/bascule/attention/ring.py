@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import EVERYTHING, BlockKernel, Seen, merge, wide_dtype
+from bascule.attention.kernels.protocol import AttentionKernel, merge, wide_dtype
+from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.derivatives import only_first
@@ -29,12 +30,12 @@ class Tile:
     Attributes:
         q: Which queries of this rank.
         k: Which keys of the shard.
-        seen: What those see of these.
+        mask: What those see of these.
     """
 
     q: slice
     k: slice
-    seen: Seen = EVERYTHING
+    mask: AttentionMask = EVERYTHING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +57,7 @@ class RingPlan:
     group: RankGroup | None
     kv_lens: Sequence[int]
     tiles: Sequence[Sequence[Tile]]
-    kernel: BlockKernel
+    kernel: AttentionKernel
     scale: float
     wire: Wire | None = None
     step: int = 0
@@ -116,7 +117,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tenso
                     q[:, :, tile.q],
                     keys[:, :, tile.k],
                     values[:, :, tile.k],
-                    tile.seen,
+                    tile.mask,
                     plan.scale,
                 )
                 merged.add(tile.q, *part)
@@ -139,7 +140,7 @@ def ring_backward(
             values[:, :, tile.k],
             out[:, :, tile.q],
             lse[:, :, tile.q],
-            tile.seen,
+            tile.mask,
             plan.scale,
         )
 

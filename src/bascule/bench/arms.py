@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from bascule.attention.kernels.packed_kernels import PackedSequences, select_kernel
+from bascule.attention import PackedSequences, attend_packed
 from bascule.bench.flow import FlowBatch
 from bascule.comm.groups import RankGroup
 from bascule.comm.mean import global_mean
@@ -127,15 +127,14 @@ def build_model(
     return model
 
 
-def unbalanced(device: torch.device, dtype: torch.dtype, kernel: str | None = None) -> MakeExchange:
+def unbalanced(device: torch.device, kernel: str | None = None) -> MakeExchange:
     """Every rank attends to its own samples; nothing moves."""
-    attention = select_kernel(kernel, device.type, dtype)
 
     def make(seq_lens: list[int]) -> Exchange:
         seqs = PackedSequences.build(seq_lens, device)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-            return attention(q, k, v, seqs, causal=False, scale=None)[0]
+            return attend_packed(q, k, v, seqs, kernel=kernel)
 
         return LocalExchange(seq_lens, attend=attend, device=device)
 

@@ -196,7 +196,7 @@ class Comparison(Paired):
             device=device,
             timeout_s=options.timeout_s,
         )
-        without = unbalanced(device, self.dtype, options.kernel)
+        without = unbalanced(device, options.kernel)
         self.arms = [self.arm(without), self.arm(balanced(self.parallel))]
 
     def run(self) -> Iterator[StepRecord]:

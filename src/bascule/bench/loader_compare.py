@@ -59,7 +59,7 @@ class LoaderComparison(Paired):
 
     def __init__(self, options: BenchOptions, device: torch.device) -> None:
         super().__init__(options, device)
-        attend = unbalanced(device, self.dtype, options.kernel)
+        attend = unbalanced(device, options.kernel)
         self.arms = [self.arm(attend), self.arm(attend)]
         self._feed = _Feed()
         self._loader = BalancedLoader(

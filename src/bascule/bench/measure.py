@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from bascule.attention.kernels.packed_kernels import PackedSequences, select_kernel
+from bascule.attention import PackedSequences, attend_packed
 from bascule.comm.groups import device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_reduce
@@ -73,10 +73,9 @@ def _block_seconds(
     """Seconds of forward and backward of all blocks, from one block of each kind."""
     device = next(model.parameters()).device
     seqs = PackedSequences.build([length], device)
-    attention = select_kernel(kernel, device.type, dtype)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        return attention(q, k, v, seqs, causal=False, scale=None)[0]
+        return attend_packed(q, k, v, seqs, kernel=kernel)
 
     exchange = LocalExchange([length], attend=attend, device=device)
     is_image = torch.arange(length, device=device) >= length // 8

@@ -81,15 +81,17 @@ def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     import torch
 
-    from bascule.attention.kernels.packed_kernels import select_kernel
+    from bascule.attention import select_kernel
     from bascule.bench.compare import model_config, open_stream
     from bascule.bench.launch import device_type
 
     options.check(num_ranks)
-    select_kernel(options.kernel, device_type(), getattr(torch, options.dtype))
     with _without_warnings():  # rank 0 will warn of the same photos
         stream = open_stream(options, 0, num_ranks)
-    model_config(options, stream)
+    config = model_config(options, stream)
+    dtype = getattr(torch, options.dtype)
+    head_dim = config.d_model // config.num_heads
+    select_kernel(options.kernel, device_type(), dtype=dtype, head_dim=head_dim, is_packed=True)
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

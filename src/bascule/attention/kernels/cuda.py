@@ -6,6 +6,7 @@ and (B, H, Sq, 1) from cuDNN.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,17 +14,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from bascule.attention.kernels.protocol import (
-    BlockForm,
     Grads,
+    KernelQuery,
     OutLse,
-    Seen,
     finite,
     no_blocks,
     no_module,
+    not_packed,
     repeated_heads,
     summed_heads,
     without_empty_rows,
 )
+from bascule.attention.mask import AttentionMask, PackedSequences
 
 _HALVES = (torch.bfloat16, torch.float16)
 _LSE_ALIGNMENT = 32
@@ -34,14 +36,20 @@ _aten: Any = torch.ops.aten
 class AtenFlashKernel:
     """Torch's flash attention for CUDA devices: half precision, no bias."""
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
-        return _no_flash(form, capability=8)
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
+        return _no_flash(form, capability=8, takes_packed=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
+        if mask.packed is not None:
+            seqs = mask.packed
+            out, lse, *_ = _aten._flash_attention_forward(
+                *_tokens(q, k, v), *_bounds(seqs), 0.0, mask.causal, False, scale=scale
+            )
+            return _without_keys(out.transpose(0, 1)[None], lse[None], seqs)
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, seen.causal, False, scale=scale
+            q, k, v, 0.0, mask.causal, False, scale=scale
         )
         return out, lse
 
@@ -53,16 +61,25 @@ class AtenFlashKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
-        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of dropout, not read
+        """As `AttentionKernel`."""
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, not read
+        if mask.packed is not None:
+            grads = _aten._flash_attention_backward(
+                *_tokens(grad, q, k, v, out),
+                lse[0].contiguous(),
+                *_bounds(mask.packed),
+                *(0.0, mask.causal, state, state.new_empty(0)),
+                scale=scale,
+            )
+            return _gradients_of(grads, mask.packed)
         return _aten._scaled_dot_product_flash_attention_backward(
             grad,
             *(q, k, v, out, lse.contiguous()),
             *(None, None, q.shape[2], k.shape[2]),
-            *(0.0, seen.causal, state, state[0]),
+            *(0.0, mask.causal, state, state[0]),
             scale=scale,
         )
 
@@ -70,20 +87,20 @@ class AtenFlashKernel:
 class AtenEfficientKernel:
     """Torch's memory-efficient attention: half and single precision, with bias."""
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         if form.device_type != "cuda":
             return f"runs on CUDA devices, not on {form.device_type}"
         if form.dtype not in (*_HALVES, torch.float32):
             return f"takes bfloat16, float16 or float32, not {form.dtype}"
         alignment = 4 if form.dtype == torch.float32 else 8
-        return no_blocks(form) or _no_head_dim(form, alignment, None)
+        return not_packed(form) or _no_head_dim(form, alignment, None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
-        k, v, bias = repeated_heads(k, q), repeated_heads(v, q), _aligned(seen.bias, q, k)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
+        k, v, bias = repeated_heads(k, q), repeated_heads(v, q), _aligned(mask.bias, q, k)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, 0.0, seen.causal, scale=scale
+            q, k, v, bias, True, 0.0, mask.causal, scale=scale
         )
         return without_empty_rows(out, lse[..., : q.shape[2]], bias)
 
@@ -95,16 +112,16 @@ class AtenEfficientKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
+        """As `AttentionKernel`."""
         wide_k, wide_v = repeated_heads(k, q), repeated_heads(v, q)
         padded = functional.pad(finite(lse), (0, -q.shape[2] % _LSE_ALIGNMENT), value=math.inf)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, not read
         dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-            *(grad, q, wide_k, wide_v, _aligned(seen.bias, q, wide_k), out, padded),
-            *(seed, seed, 0.0, [True, True, True, False], seen.causal),
+            *(grad, q, wide_k, wide_v, _aligned(mask.bias, q, wide_k), out, padded),
+            *(seed, seed, 0.0, [True, True, True, False], mask.causal),
             scale=scale,
         )
         return dq, summed_heads(dk, k), summed_heads(dv, v)
@@ -113,14 +130,14 @@ class AtenEfficientKernel:
 class AtenCudnnKernel:
     """CuDNN's attention through torch: half precision, no bias."""
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         return _no_flash(form, capability=8, largest=128)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-            *(q, repeated_heads(k, q), repeated_heads(v, q), None, True, 0.0, seen.causal, False),
+            *(q, repeated_heads(k, q), repeated_heads(v, q), None, True, 0.0, mask.causal, False),
             scale=scale,
         )
         return out, lse.reshape(q.shape[:3])
@@ -133,10 +150,10 @@ class AtenCudnnKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
+        """As `AttentionKernel`."""
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, not read
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             *(
@@ -147,7 +164,7 @@ class AtenCudnnKernel:
                 out,
                 lse[..., None].contiguous(),
             ),
-            *(seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, seen.causal),
+            *(seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal),
             scale=scale,
         )
         return dq, summed_heads(dk, k), summed_heads(dv, v)
@@ -159,18 +176,23 @@ class FlashAttn2Kernel:
     Source: `_wrapped_flash_attn_forward` and `_backward` of flash_attn/flash_attn_interface.py.
     """
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
-        return no_module("flash_attn") or _no_flash(form, capability=8)
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
+        return no_module("flash_attn") or _no_flash(form, capability=8, takes_packed=True)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
         from flash_attn import (  # pyright: ignore[reportMissingImports]
             flash_attn_interface as package,
         )
 
+        if mask.packed is not None:
+            out, lse, *_ = package._wrapped_flash_attn_varlen_forward(
+                *_tokens(q, k, v), *_bounds(mask.packed), 0.0, scale, mask.causal
+            )
+            return _without_keys(out.transpose(0, 1)[None], lse[None], mask.packed)
         out, lse, *_ = package._wrapped_flash_attn_forward(
-            *_as_rows(q, k, v), 0.0, scale, seen.causal, -1, -1, 0.0, None, False
+            *_as_rows(q, k, v), 0.0, scale, mask.causal, -1, -1, 0.0, None, False
         )
         return out.transpose(1, 2), lse
 
@@ -182,18 +204,27 @@ class FlashAttn2Kernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
+        """As `AttentionKernel`."""
         from flash_attn import (  # pyright: ignore[reportMissingImports]
             flash_attn_interface as package,
         )
 
+        no_window = -1, -1, 0.0, None, False
+        if mask.packed is not None:
+            grads = [torch.empty_like(x) for x in _tokens(q, k, v)]
+            package._wrapped_flash_attn_varlen_backward(
+                *_tokens(grad, q, k, v, out),
+                *(lse[0].contiguous(), *grads, *_bounds(mask.packed)),
+                *(0.0, scale, mask.causal, *no_window),
+            )
+            return _gradients_of(grads, mask.packed)
         grads = [torch.empty_like(x) for x in _as_rows(q, k, v)]
         package._wrapped_flash_attn_backward(
             *_as_rows(grad, q, k, v, out),
-            *(lse.contiguous(), *grads, 0.0, scale, seen.causal, -1, -1, 0.0, None, False),
+            *(lse.contiguous(), *grads, 0.0, scale, mask.causal, *no_window),
         )
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
@@ -206,16 +237,16 @@ class FlashAttn3Kernel:
     the repository of flash-attn.
     """
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         return no_module("flash_attn_interface") or _no_flash(form, capability=9)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
         import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
 
         out, lse, *_ = package._flash_attn_forward(
-            *_as_rows(q, k, v), softmax_scale=scale, causal=seen.causal
+            *_as_rows(q, k, v), softmax_scale=scale, causal=mask.causal
         )
         return out.transpose(1, 2), lse
 
@@ -227,22 +258,24 @@ class FlashAttn3Kernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
+        """As `AttentionKernel`."""
         import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
 
         grads = [torch.empty_like(x) for x in _as_rows(q, k, v)]
         no_lengths = (None,) * 6
         package._flash_attn_backward(
-            *_as_rows(grad, q, k, v, out), lse.contiguous(), *no_lengths, *grads, scale, seen.causal
+            *_as_rows(grad, q, k, v, out), lse.contiguous(), *no_lengths, *grads, scale, mask.causal
         )
         dq, dk, dv = (x.transpose(1, 2) for x in grads)
         return dq, dk, dv
 
 
-def _no_flash(form: BlockForm, capability: int, largest: int = 256) -> str | None:
+def _no_flash(
+    form: KernelQuery, capability: int, largest: int = 256, *, takes_packed: bool = False
+) -> str | None:
     """Why a kernel of the flash-attention family cannot compute that."""
     if form.device_type != "cuda":
         return f"runs on CUDA devices, not on {form.device_type}"
@@ -252,10 +285,11 @@ def _no_flash(form: BlockForm, capability: int, largest: int = 256) -> str | Non
         return "takes no mask"
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < capability:
         return f"needs a device of compute capability {capability}.0"
-    return no_blocks(form) or _no_head_dim(form, 8, largest)
+    refused = no_blocks(form) if takes_packed else not_packed(form)
+    return refused or _no_head_dim(form, 8, largest)
 
 
-def _no_head_dim(form: BlockForm, alignment: int, largest: int | None) -> str | None:
+def _no_head_dim(form: KernelQuery, alignment: int, largest: int | None) -> str | None:
     if form.head_dim is None or form.head_dim % alignment:
         return f"takes head widths that are multiples of {alignment}, not {form.head_dim}"
     if largest is not None and form.head_dim > largest:
@@ -275,3 +309,28 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
     """(B, S, H, D) each, contiguous."""
     return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def _tokens(*tensors: Tensor) -> list[Tensor]:
+    """(S, H, D) of (1, H, S, D) each."""
+    return [x[0].transpose(0, 1) for x in tensors]
+
+
+def _bounds(seqs: PackedSequences) -> tuple[Tensor, Tensor, int, int]:
+    """As flash attention takes packed sequences."""
+    return seqs.cu_seqlens, seqs.cu_kv_lens, seqs.max_len, seqs.max_kv_len
+
+
+def _without_keys(out: Tensor, lse: Tensor, seqs: PackedSequences) -> OutLse:
+    """Out 0 and LSE -inf in sequences without keys here, for which flash attention gives inf."""
+    is_empty = seqs.without_keys
+    if is_empty is None:
+        return out, lse
+    return out.masked_fill(is_empty[:, None], 0.0), lse.masked_fill(is_empty, -math.inf)
+
+
+def _gradients_of(grads: Sequence[Tensor], seqs: PackedSequences) -> Grads:
+    """(1, H, S, D) of (S, H, D) each; of queries without keys here 0, which nothing wrote."""
+    dq, dk, dv = (x.transpose(0, 1)[None] for x in grads)
+    is_empty = seqs.without_keys
+    return (dq if is_empty is None else dq.masked_fill(is_empty[:, None], 0.0)), dk, dv

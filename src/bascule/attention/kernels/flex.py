@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import (
-    BlockForm,
-    BlockRows,
     Grads,
+    KernelQuery,
     OutLse,
-    Seen,
     blocks_of,
     repeated_heads,
     without_empty_rows,
 )
+from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.plan.routes import Ints, cumulative, ranges
 
 SPARSE_BLOCK = 128
@@ -37,8 +36,8 @@ class FlexKernel:
     Its backward is that of the block's own output and LSE; see `gradients_by_recomputation`.
     """
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         if form.device_type != "cuda":
             return f"runs on CUDA devices, not on {form.device_type}: it has no backward there"
         if form.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -50,12 +49,12 @@ class FlexKernel:
                 f"pads blocks to {SPARSE_BLOCK} tokens, and takes those of more than half of it, "
                 f"not {form.block}"
             )
-        return None
+        return "takes no packed sequences" if form.is_packed else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
-        out, lse = flex(_compiled(), q, k, v, seen, scale)
-        return without_empty_rows(out, lse, seen.bias)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
+        out, lse = flex(_compiled(), q, k, v, mask, scale)
+        return without_empty_rows(out, lse, mask.bias)
 
     def backward(
         self,
@@ -65,23 +64,28 @@ class FlexKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
-        attend = partial(flex, _compiled(), seen=seen, scale=scale)
+        """As `AttentionKernel`."""
+        attend = partial(flex, _compiled(), mask=mask, scale=scale)
         return gradients_by_recomputation(attend, grad, q, k, v, out, lse)
 
 
 def flex(
-    flex_attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float
+    flex_attention: Callable[..., Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float,
 ) -> OutLse:
     """Out and LSE of flex attention, with a bias and a causal mask as a change of the scores."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    if seen.blocks is not None:
-        return _flex_rows(flex_attention, q, k, v, blocks_of(seen, q, k), scale)
-    bias, causal = seen.bias, seen.causal
+    if mask.blocks is not None:
+        return _flex_rows(flex_attention, q, k, v, blocks_of(mask, q, k), scale)
+    bias, causal = mask.bias, mask.causal
     whole = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
     def change(score: Tensor, b: Tensor, h: Tensor, row: Tensor, column: Tensor) -> Tensor:

@@ -1,162 +1,28 @@
-"""What all kernels for blocks have in common: their protocol, what they are asked for, merging.
+"""What all attention kernels have in common: their protocol, what they are asked for, merging.
 
-Shapes: as in `blocks`.
+Shapes: as in `registry`.
 """
 
 import importlib.util
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
-from scipy import sparse
 from torch import Tensor
 
-from bascule.comm.staging import table_on
+from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.errors import ConfigError
-from bascule.plan.routes import Ints
 
 Grads = tuple[Tensor, Tensor, Tensor]
 """Of q, k and v, in their dtype or a wider one."""
 OutLse = tuple[Tensor, Tensor]
 """Output (B, H, Sq, D) and LSE (B, H, Sq)."""
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTables:
-    """The arrays of `BlockRows` on a device, as int32."""
-
-    q_bounds: Tensor
-    k_bounds: Tensor
-    row_bounds: Tensor
-    columns: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class BlockRows:
-    """Which key blocks each query block sees: a block-sparse mask, by rows.
-
-    Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads, one after
-    the other: which of them belong together is only in `columns`. Blocks have one token or more.
-
-    Attributes:
-        q_bounds: (Q + 1,) bounds of the query blocks among the queries.
-        k_bounds: (K + 1,) bounds of the key blocks among the keys.
-        row_bounds: (Q + 1,) bounds of the rows of query blocks in `columns`.
-        columns: (N,) key blocks that a query block sees, ascending in each row.
-
-    Raises:
-        ConfigError: The arrays do not fit together.
-    """
-
-    q_bounds: Ints
-    k_bounds: Ints
-    row_bounds: Ints
-    columns: Ints
-    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, bounds in (("query", self.q_bounds), ("key", self.k_bounds)):
-            if bounds[0] or (np.diff(bounds) < 1).any():
-                raise ConfigError(
-                    f"bounds {bounds.tolist()} of {name} blocks: give 0, then the end of each "
-                    "block, which has one token or more"
-                )
-        num_q, num_k = self.q_bounds.size - 1, self.k_bounds.size - 1
-        rows, columns = self.row_bounds, self.columns
-        if rows.size != num_q + 1 or rows[0] or rows[-1] != columns.size or (self.counts < 0).any():
-            raise ConfigError(
-                f"{rows.size} row bounds up to {rows[-1]} for {num_q} query blocks that see "
-                f"{columns.size} key blocks: give {num_q + 1}, from 0 up to {columns.size}"
-            )
-        is_first = np.zeros(columns.size + 1, dtype=np.bool_)
-        is_first[rows] = True
-        if columns.size and (columns.min() < 0 or columns.max() >= num_k):
-            raise ConfigError(
-                f"key blocks {columns.min()} to {columns.max()} are seen, and there are {num_k}: "
-                f"give numbers from 0 to {num_k - 1}"
-            )
-        if ((np.diff(columns) < 1) & ~is_first[1:-1]).any():
-            raise ConfigError("a query block's key blocks must be ascending, each of them once")
-
-    @property
-    def block(self) -> int:
-        """Tokens of the longest block; 0 without blocks."""
-        return int(
-            max(np.diff(self.q_bounds).max(initial=0), np.diff(self.k_bounds).max(initial=0))
-        )
-
-    @property
-    def counts(self) -> Ints:
-        """(Q,) key blocks that each query block sees."""
-        return np.diff(self.row_bounds)
-
-    @cached_property
-    def transposed(self) -> "BlockRows":
-        """Which query blocks each key block is seen by."""
-        shape = (self.q_bounds.size - 1, self.k_bounds.size - 1)
-        ones = np.ones(self.columns.size, dtype=np.int8)
-        by_key = sparse.csr_array((ones, self.columns, self.row_bounds), shape).tocsc()
-        bounds, columns = (x.astype(np.int64) for x in (by_key.indptr, by_key.indices))
-        return BlockRows(self.k_bounds, self.q_bounds, bounds, columns)
-
-    @cached_property
-    def runs(self) -> list[tuple[slice, Ints]]:
-        """The queries of neighbouring blocks that see the same key blocks, and those key blocks."""
-        rows = np.split(self.columns, self.row_bounds[1:-1])
-        starts = [i for i in range(len(rows)) if not i or not np.array_equal(rows[i], rows[i - 1])]
-        bounds = self.q_bounds[[*starts, -1]].tolist()
-        return [(slice(*bounds[n : n + 2]), rows[start]) for n, start in enumerate(starts)]
-
-    def on(self, device: torch.device) -> BlockTables:
-        """The arrays on a device."""
-        arrays = (self.q_bounds, self.k_bounds, self.row_bounds, self.columns)
-        return self.keep(
-            device,
-            lambda: BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays)),
-        )
-
-    def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` gives; it is called once a key."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Seen:
-    """What queries see of keys; by default everything.
-
-    Attributes:
-        causal: Whether query i sees only keys 0 to i. Needs as many queries as keys.
-        bias: Added to the scaled scores; broadcasts to (B, H, Sq, Sk); of the dtype of the queries
-            or, for queries of 16 bits, float32. None adds nothing.
-        blocks: Which blocks of keys are seen, by blocks of queries; with neither of the others.
-
-    Raises:
-        ConfigError: There are blocks and one of the others.
-    """
-
-    causal: bool = False
-    bias: Tensor | None = None
-    blocks: BlockRows | None = None
-
-    def __post_init__(self) -> None:
-        if self.blocks is not None and (self.causal or self.bias is not None):
-            raise ConfigError(
-                "blocks of keys that are seen, and a causal mask or a bias: give the blocks alone"
-            )
-
-
-EVERYTHING = Seen()
-
-
-@dataclass(frozen=True, slots=True)
-class BlockForm:
+class KernelQuery:
     """What a call asks of a kernel.
 
     Attributes:
@@ -165,6 +31,7 @@ class BlockForm:
         head_dim: D; None where the caller does not say.
         has_bias: Whether something is added to the scores.
         block: Tokens of the longest block where queries see only some blocks of keys, else None.
+        is_packed: Whether queries and keys are sequences packed one after another.
     """
 
     device_type: str
@@ -172,16 +39,17 @@ class BlockForm:
     head_dim: int | None = None
     has_bias: bool = False
     block: int | None = None
+    is_packed: bool = False
 
 
-class BlockKernel(Protocol):
+class AttentionKernel(Protocol):
     """Exact attention of one block and its gradients. Nothing of it is recorded by autograd."""
 
-    def unfit(self, form: BlockForm) -> str | None:
+    def unfit(self, form: KernelQuery) -> str | None:
         """Why it cannot compute that, as the end of a sentence; None if it can."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         """Out (B, H, Sq, D) and LSE."""
         ...
 
@@ -193,21 +61,76 @@ class BlockKernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
         """Gradients of q, k and v, where `out` and `lse` are those over all keys."""
         ...
 
 
-def no_blocks(form: BlockForm) -> str | None:
+def no_blocks(form: KernelQuery) -> str | None:
     """Why a kernel that computes all scores cannot compute that."""
     return None if form.block is None else "computes all scores, not only those of some blocks"
 
 
-def only_blocks(form: BlockForm) -> str | None:
+def not_packed(form: KernelQuery) -> str | None:
+    """Why a kernel for whole tensors cannot compute that."""
+    return "takes no packed sequences" if form.is_packed else no_blocks(form)
+
+
+def only_blocks(form: KernelQuery) -> str | None:
     """Why a kernel for block-sparse attention cannot compute that."""
     return "computes the scores of given blocks, not all" if form.block is None else None
+
+
+def forward_each(
+    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
+) -> OutLse:
+    """Out and LSE of packed sequences, by a kernel that takes one at a time."""
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
+    for alone, of_queries, of_keys in _each_sequence(mask, (q, out, lse), (k, v)):
+        part = kernel.forward(of_queries[0], of_keys[0], of_keys[1], alone, scale)
+        for whole, found in zip(of_queries[1:], part, strict=True):
+            whole.copy_(found)
+    return out, lse
+
+
+def backward_each(
+    kernel: AttentionKernel,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: AttentionMask,
+    scale: float,
+) -> Grads:
+    """Gradients of `forward_each`."""
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
+    for alone, of_queries, of_keys in _each_sequence(mask, (dq, grad, q, out, lse), (dk, dv, k, v)):
+        (to_q, grad_, q_, out_, lse_), (to_k, to_v, k_, v_) = of_queries, of_keys
+        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, alone, scale)
+        for whole, found in zip((to_q, to_k, to_v), parts, strict=True):
+            whole.copy_(found)
+    return dq, dk, dv
+
+
+def _each_sequence(
+    mask: AttentionMask, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> Iterator[tuple[AttentionMask, list[Tensor], list[Tensor]]]:
+    """The parts of (1, H, S, ...) tensors that belong to a sequence with queries and keys."""
+    assert mask.packed is not None
+    q_lens, k_lens = mask.packed.seq_lens, mask.packed.kv_lens
+    queries, keys = (
+        zip(*(x.split(lens, dim=2) for x in xs), strict=True)
+        for xs, lens in ((of_queries, q_lens), (of_keys, k_lens))
+    )
+    alone = AttentionMask(causal=mask.causal)
+    for q, k in zip(queries, keys, strict=True):
+        if q[0].shape[2] and k[0].shape[2]:
+            yield alone, list(q), list(k)
 
 
 def no_module(name: str) -> str | None:
@@ -217,15 +140,17 @@ def no_module(name: str) -> str | None:
     return None
 
 
-def blocks_of(seen: Seen, q: Tensor, k: Tensor) -> BlockRows:
+def blocks_of(mask: AttentionMask, q: Tensor, k: Tensor) -> BlockRows:
     """The blocks that are seen, where they fit the queries and keys.
 
     Raises:
         ConfigError: There are none, or they do not.
     """
-    rows = seen.blocks
+    rows = mask.blocks
     if rows is None:
-        raise ConfigError("a kernel for block-sparse attention needs blocks: give Seen(blocks=...)")
+        raise ConfigError(
+            "a kernel for block-sparse attention needs blocks: give AttentionMask(blocks=...)"
+        )
     num_q, num_k = int(rows.q_bounds[-1]), int(rows.k_bounds[-1])
     if q.shape[:3] != (1, 1, num_q) or k.shape[:3] != (1, 1, num_k):
         raise ConfigError(

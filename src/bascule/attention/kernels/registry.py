@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, with what is needed to merge it with the rest.
+"""The attention kernels: attention of some queries to some keys, and what merges it with the rest.
 
 Shapes: B batch, H query heads, K key-value heads (H is a multiple of K), Sq and Sk tokens, D head
 width. LSE is the natural-log sum-exp of the scaled scores, (B, H, Sq), in float64 for float64
@@ -19,38 +19,42 @@ from bascule.attention.kernels.cuda import (
     FlashAttn3Kernel,
 )
 from bascule.attention.kernels.flex import FlexKernel
-from bascule.attention.kernels.protocol import BlockForm as BlockForm
-from bascule.attention.kernels.protocol import BlockKernel as BlockKernel
+from bascule.attention.kernels.protocol import AttentionKernel as AttentionKernel
 from bascule.attention.kernels.protocol import (
     Grads,
     OutLse,
-    Seen,
+    backward_each,
     finite,
+    forward_each,
     no_blocks,
     repeated_heads,
     summed_heads,
     with_adjacent_values,
     without_empty_rows,
 )
+from bascule.attention.kernels.protocol import KernelQuery as KernelQuery
 from bascule.attention.kernels.protocol import merge as merge
 from bascule.attention.kernels.protocol import wide_dtype as wide_dtype
 from bascule.attention.kernels.skipping import (
     CpuLoopKernel,
     TritonKernel,
 )
+from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
 
 
 class PlainKernel:
     """Matmul and softmax: any device and dtype, O(Sq Sk) memory."""
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         return no_blocks(form)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
-        scores = _scores(q, k, seen, scale)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
+        if mask.packed is not None:
+            return forward_each(self, q, k, v, mask, scale)
+        scores = _scores(q, k, mask, scale)
         lse = torch.logsumexp(scores, dim=-1)
         weights = _weights(scores, lse)
         return (weights @ repeated_heads(v, q).to(weights.dtype)).to(q.dtype), lse
@@ -63,13 +67,15 @@ class PlainKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
+        """As `AttentionKernel`."""
+        if mask.packed is not None:
+            return backward_each(self, grad, q, k, v, out, lse, mask, scale)
         wide = wide_dtype(q)
         grad, out = grad.to(wide), out.to(wide)
-        weights = _weights(_scores(q, k, seen, scale), lse)
+        weights = _weights(_scores(q, k, mask, scale), lse)
         delta = (grad * out).sum(dim=-1, keepdim=True)
         dscores = weights * (grad @ repeated_heads(v, q).to(wide).mT - delta) * scale
         dq = dscores @ repeated_heads(k, q).to(wide)
@@ -80,22 +86,24 @@ class PlainKernel:
 class CpuFlashKernel:
     """Torch's flash attention for CPUs: any floating dtype, with bias."""
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         if form.device_type != "cpu":
             return f"runs on CPUs, not on {form.device_type}"
         return no_blocks(form)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
+        if mask.packed is not None:
+            return forward_each(self, q, k, v, mask, scale)
         q, k, v = map(with_adjacent_values, (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, seen.causal, attn_mask=seen.bias, scale=scale
+            q, k, v, 0.0, mask.causal, attn_mask=mask.bias, scale=scale
         )
         if k.shape[2] < _FEW_KEYS:
             wide_q, wide_k = q.to(lse.dtype), k.to(lse.dtype)
-            out, lse = _by_highest(out, lse, _scores(wide_q, wide_k, seen, scale))
-        return without_empty_rows(out, lse, seen.bias)
+            out, lse = _by_highest(out, lse, _scores(wide_q, wide_k, mask, scale))
+        return without_empty_rows(out, lse, mask.bias)
 
     def backward(
         self,
@@ -105,21 +113,23 @@ class CpuFlashKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`, in float32 at least: torch is slow in float16, and rounds each part."""
-        wide, bias = wide_dtype(q), seen.bias
+        """As `AttentionKernel`, in float32 at least: torch is slow in 16 bits, and rounds parts."""
+        if mask.packed is not None:
+            return backward_each(self, grad, q, k, v, out, lse, mask, scale)
+        wide, bias = wide_dtype(q), mask.bias
         tensors = (with_adjacent_values(x.to(wide)) for x in (grad, q, k, v, out))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(*tensors, lse if bias is None else finite(lse), 0.0, seen.causal),
+            *(*tensors, lse if bias is None else finite(lse), 0.0, mask.causal),
             attn_mask=None if bias is None else bias.to(wide),
             scale=scale,
         )
 
 
 # In the order of preference.
-KERNELS: dict[str, BlockKernel] = {
+KERNELS: dict[str, AttentionKernel] = {
     "cpu_flash": CpuFlashKernel(),
     "cpu_loop": CpuLoopKernel(),
     "flash_attn_3": FlashAttn3Kernel(),
@@ -136,7 +146,7 @@ _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan
 
 
 @lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
-def select_block_kernel(
+def select_kernel(
     name: str | None,
     device_type: str,
     *,
@@ -144,7 +154,8 @@ def select_block_kernel(
     head_dim: int | None = None,
     has_bias: bool = False,
     block: int | None = None,
-) -> BlockKernel:
+    is_packed: bool = False,
+) -> AttentionKernel:
     """The kernel of that name, or (None) the first in `KERNELS` that fits.
 
     Args:
@@ -154,11 +165,12 @@ def select_block_kernel(
         head_dim: D; the same.
         has_bias: Whether something is added to the scores.
         block: Tokens of the longest block where queries see only some blocks of keys, else None.
+        is_packed: Whether queries and keys are sequences packed one after another.
 
     Raises:
         ConfigError: There is no such kernel, or it cannot compute that.
     """
-    form = BlockForm(device_type, dtype, head_dim, has_bias, block)
+    form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed)
     fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]
     if name is None:
         if not fitting:
@@ -179,15 +191,15 @@ def select_block_kernel(
     return kernel
 
 
-def _reasons(form: BlockForm) -> str:
+def _reasons(form: KernelQuery) -> str:
     return "; ".join(f"{name} {kernel.unfit(form)}" for name, kernel in KERNELS.items())
 
 
-def _scores(q: Tensor, k: Tensor, seen: Seen, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
     scores = (q @ repeated_heads(k, q).mT).to(wide_dtype(q)) * scale
-    if seen.bias is not None:
-        scores = scores + seen.bias
-    if seen.causal:
+    if mask.bias is not None:
+        scores = scores + mask.bias
+    if mask.causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -math.inf)
     return scores

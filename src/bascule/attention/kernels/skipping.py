@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import (
-    BlockForm,
-    BlockRows,
     Grads,
+    KernelQuery,
     OutLse,
-    Seen,
     blocks_of,
     no_module,
     nothing_seen,
@@ -21,6 +19,7 @@ from bascule.attention.kernels.protocol import (
     wide_dtype,
     with_adjacent_values,
 )
+from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.plan.routes import Ints
 
 _aten: Any = torch.ops.aten
@@ -32,15 +31,15 @@ class CpuLoopKernel:
     A query block meets the key blocks that it sees, gathered next to each other, in one call.
     """
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         if form.device_type != "cpu":
             return f"runs on CPUs, not on {form.device_type}"
         return only_blocks(form)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
-        rows = blocks_of(seen, q, k)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
+        rows = blocks_of(mask, q, k)
         q, k, v = map(with_adjacent_values, (q, k, v))
         keys, values = _Blocks(rows, k), _Blocks(rows, v)
         out, lse = nothing_seen(q)
@@ -59,11 +58,11 @@ class CpuLoopKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
-        rows, wide = blocks_of(seen, q, k), wide_dtype(q)
+        """As `AttentionKernel`."""
+        rows, wide = blocks_of(mask, q, k), wide_dtype(q)
         grad, q, k, v, out = map(with_adjacent_values, (grad, q, k, v, out))
         keys, values = _Blocks(rows, k), _Blocks(rows, v)
         dq = torch.zeros_like(q)
@@ -118,8 +117,8 @@ class _Blocks:
 class TritonKernel:
     """Triton kernels of `triton_sparse`: half and single precision, blocks of any length."""
 
-    def unfit(self, form: BlockForm) -> str | None:
-        """As `BlockKernel`."""
+    def unfit(self, form: KernelQuery) -> str | None:
+        """As `AttentionKernel`."""
         if form.device_type != "cuda":
             return f"runs on CUDA devices, not on {form.device_type}"
         if form.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -128,11 +127,11 @@ class TritonKernel:
             return f"takes head widths 16, 32, 64 and 128, not {form.head_dim}"
         return only_blocks(form) or no_module("triton")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> OutLse:
-        """As `BlockKernel`."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """As `AttentionKernel`."""
         from bascule.attention.kernels import triton_sparse
 
-        return triton_sparse.attend(q, k, v, blocks_of(seen, q, k), scale)
+        return triton_sparse.attend(q, k, v, blocks_of(mask, q, k), scale)
 
     def backward(
         self,
@@ -142,10 +141,10 @@ class TritonKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        seen: Seen,
+        mask: AttentionMask,
         scale: float,
     ) -> Grads:
-        """As `BlockKernel`."""
+        """As `AttentionKernel`."""
         from bascule.attention.kernels import triton_sparse
 
-        return triton_sparse.gradients(grad, q, k, v, out, lse, blocks_of(seen, q, k), scale)
+        return triton_sparse.gradients(grad, q, k, v, out, lse, blocks_of(mask, q, k), scale)

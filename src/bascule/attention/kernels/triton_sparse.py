@@ -19,7 +19,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import BlockRows, Grads, OutLse, nothing_seen
+from bascule.attention.kernels.protocol import Grads, OutLse, nothing_seen
+from bascule.attention.mask import BlockRows
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))

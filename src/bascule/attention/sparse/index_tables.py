@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import BlockRows, Seen
-from bascule.attention.kernels.registry import select_block_kernel
+from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import RingPlan, Tile
 from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.meshes import AttentionMesh
@@ -114,10 +114,10 @@ class SparseTables:
             group=self.ranks.ring,
             kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
             tiles=[
-                [Tile(everything, everything, Seen(blocks=self._blocks(there, masks)))]
+                [Tile(everything, everything, AttentionMask(blocks=self._blocks(there, masks)))]
                 for there in self.kv_rows
             ],
-            kernel=select_block_kernel(
+            kernel=select_kernel(
                 kernel,
                 q.device.type,
                 dtype=q.dtype,

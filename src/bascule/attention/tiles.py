@@ -14,7 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import Seen, wide_dtype
+from bascule.attention.kernels.protocol import wide_dtype
+from bascule.attention.mask import AttentionMask
 from bascule.attention.ring import Tile
 from bascule.attention.shards import Run, SequenceLayout, positions_on
 
@@ -42,7 +43,7 @@ def tiles_of(
         if not causal:
             tiles.append([Tile(everything, everything)])
         elif other == ring:
-            tiles.append([Tile(everything, everything, Seen(causal=True))])
+            tiles.append([Tile(everything, everything, AttentionMask(causal=True))])
         elif not layout.zigzag:
             tiles.append([Tile(everything, everything)] if other < ring else [])
         elif other < ring:  # of its two pieces only the early one is before both of this rank's
@@ -101,7 +102,7 @@ def _masked(
             bias = _bias(part.index_select(3, columns), level, q.dtype)
         if causal:
             bias = bias.masked_fill(rows[:, None] < columns[None, :], -math.inf)
-        tiles.append(Tile(everything, everything, Seen(bias=bias)))
+        tiles.append(Tile(everything, everything, AttentionMask(bias=bias)))
     return tiles
 
 

@@ -1,0 +1,222 @@
+"""What queries see of keys: one type for all kernels, rings and layouts.
+
+Shapes: B batch, H query heads, Sq queries, Sk keys.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from bascule.comm.staging import table_on
+from bascule.errors import ConfigError
+from bascule.plan.routes import Ints
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """Sequences packed one after another: the queries of each see the keys of the same one.
+
+    The bounds are on the device of the tokens; the lengths on the host, since kernels must not read
+    the device to learn them.
+
+    Attributes:
+        seq_lens: Queries of each sequence.
+        kv_lens: Keys of each; as many as queries, unless the keys are those of another rank.
+        device: Of the bounds.
+    """
+
+    seq_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def build(
+        cls, seq_lens: Sequence[int], device: torch.device, kv_lens: Sequence[int] | None = None
+    ) -> "PackedSequences":
+        """From lengths; those without any token are left out, since kernels disagree about them."""
+        pairs = zip(seq_lens, seq_lens if kv_lens is None else kv_lens, strict=True)
+        kept = [pair for pair in pairs if pair != (0, 0)]
+        return cls(tuple(q for q, _ in kept), tuple(k for _, k in kept), device)
+
+    @cached_property
+    def cu_seqlens(self) -> Tensor:
+        """(n + 1,) int32 bounds of the sequences among the queries."""
+        return table_on(_bounds(self.seq_lens), self.device)
+
+    @cached_property
+    def cu_kv_lens(self) -> Tensor:
+        """(n + 1,) int32 bounds of the sequences among the keys."""
+        if self.kv_lens == self.seq_lens:
+            return self.cu_seqlens
+        return table_on(_bounds(self.kv_lens), self.device)
+
+    @cached_property
+    def without_keys(self) -> Tensor | None:
+        """(Sq,) bool, the queries of sequences that have no keys here; None if all have some."""
+        if all(self.kv_lens):
+            return None
+        is_empty = np.repeat(np.array(self.kv_lens) == 0, self.seq_lens)
+        return table_on(is_empty, self.device)
+
+    @property
+    def max_len(self) -> int:
+        """Queries of the longest sequence, 0 if there is none."""
+        return max(self.seq_lens, default=0)
+
+    @property
+    def max_kv_len(self) -> int:
+        """Keys of the longest sequence, 0 if there is none."""
+        return max(self.kv_lens, default=0)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a query and a key that it sees, if the mask is not causal."""
+        return sum(q * k for q, k in zip(self.seq_lens, self.kv_lens, strict=True))
+
+
+def _bounds(lens: Sequence[int]) -> npt.NDArray[np.int32]:
+    return np.cumsum((0, *lens), dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """The arrays of `BlockRows` on a device, as int32."""
+
+    q_bounds: Tensor
+    k_bounds: Tensor
+    row_bounds: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BlockRows:
+    """Which key blocks each query block sees: a block-sparse mask, by rows.
+
+    Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads, one after
+    the other: which of them belong together is only in `columns`. Blocks have one token or more.
+
+    Attributes:
+        q_bounds: (Q + 1,) bounds of the query blocks among the queries.
+        k_bounds: (K + 1,) bounds of the key blocks among the keys.
+        row_bounds: (Q + 1,) bounds of the rows of query blocks in `columns`.
+        columns: (N,) key blocks that a query block sees, ascending in each row.
+
+    Raises:
+        ConfigError: The arrays do not fit together.
+    """
+
+    q_bounds: Ints
+    k_bounds: Ints
+    row_bounds: Ints
+    columns: Ints
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, bounds in (("query", self.q_bounds), ("key", self.k_bounds)):
+            if bounds[0] or (np.diff(bounds) < 1).any():
+                raise ConfigError(
+                    f"bounds {bounds.tolist()} of {name} blocks: give 0, then the end of each "
+                    "block, which has one token or more"
+                )
+        num_q, num_k = self.q_bounds.size - 1, self.k_bounds.size - 1
+        rows, columns = self.row_bounds, self.columns
+        if rows.size != num_q + 1 or rows[0] or rows[-1] != columns.size or (self.counts < 0).any():
+            raise ConfigError(
+                f"{rows.size} row bounds up to {rows[-1]} for {num_q} query blocks that see "
+                f"{columns.size} key blocks: give {num_q + 1}, from 0 up to {columns.size}"
+            )
+        is_first = np.zeros(columns.size + 1, dtype=np.bool_)
+        is_first[rows] = True
+        if columns.size and (columns.min() < 0 or columns.max() >= num_k):
+            raise ConfigError(
+                f"key blocks {columns.min()} to {columns.max()} are seen, and there are {num_k}: "
+                f"give numbers from 0 to {num_k - 1}"
+            )
+        if ((np.diff(columns) < 1) & ~is_first[1:-1]).any():
+            raise ConfigError("a query block's key blocks must be ascending, each of them once")
+
+    @property
+    def block(self) -> int:
+        """Tokens of the longest block; 0 without blocks."""
+        return int(
+            max(np.diff(self.q_bounds).max(initial=0), np.diff(self.k_bounds).max(initial=0))
+        )
+
+    @property
+    def counts(self) -> Ints:
+        """(Q,) key blocks that each query block sees."""
+        return np.diff(self.row_bounds)
+
+    @cached_property
+    def transposed(self) -> "BlockRows":
+        """Which query blocks each key block is seen by."""
+        shape = (self.q_bounds.size - 1, self.k_bounds.size - 1)
+        ones = np.ones(self.columns.size, dtype=np.int8)
+        by_key = sparse.csr_array((ones, self.columns, self.row_bounds), shape).tocsc()
+        bounds, columns = (x.astype(np.int64) for x in (by_key.indptr, by_key.indices))
+        return BlockRows(self.k_bounds, self.q_bounds, bounds, columns)
+
+    @cached_property
+    def runs(self) -> list[tuple[slice, Ints]]:
+        """The queries of neighbouring blocks that see the same key blocks, and those key blocks."""
+        rows = np.split(self.columns, self.row_bounds[1:-1])
+        starts = [i for i in range(len(rows)) if not i or not np.array_equal(rows[i], rows[i - 1])]
+        bounds = self.q_bounds[[*starts, -1]].tolist()
+        return [(slice(*bounds[n : n + 2]), rows[start]) for n, start in enumerate(starts)]
+
+    def on(self, device: torch.device) -> BlockTables:
+        """The arrays on a device."""
+        arrays = (self.q_bounds, self.k_bounds, self.row_bounds, self.columns)
+        return self.keep(
+            device,
+            lambda: BlockTables(*(table_on(x.astype(np.int32), device) for x in arrays)),
+        )
+
+    def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` gives; it is called once a key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionMask:
+    """What queries see of keys; by default everything.
+
+    Attributes:
+        causal: Whether query i sees only keys 0 to i. Needs as many queries as keys, of packed
+            sequences in each.
+        bias: Added to the scaled scores; broadcasts to (B, H, Sq, Sk); of the dtype of the queries
+            or, for queries of 16 bits, float32. None adds nothing.
+        blocks: Which blocks of keys are seen, by blocks of queries; with none of the others.
+        packed: The sequences that queries and keys belong to, of a batch of one; without a bias.
+
+    Raises:
+        ConfigError: There are blocks and one of the others, or a bias for packed sequences.
+    """
+
+    causal: bool = False
+    bias: Tensor | None = None
+    blocks: BlockRows | None = None
+    packed: PackedSequences | None = None
+
+    def __post_init__(self) -> None:
+        others = self.causal or self.bias is not None or self.packed is not None
+        if self.blocks is not None and others:
+            raise ConfigError(
+                "a mask of blocks that is also causal, packed or added to: give the blocks alone"
+            )
+        if self.packed is not None and self.bias is not None:
+            raise ConfigError("a mask of packed sequences with a bias: give one of them")
+
+
+EVERYTHING = AttentionMask()
