@@ -13,6 +13,7 @@ from bascule.comm.guard.failures import told
 from bascule.data.redistribute import StepData, Verdict
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
+from bascule.plan.routes import Route
 
 Interval = tuple[float, float]
 """Start and end, in seconds of `time.perf_counter`."""
@@ -71,9 +72,10 @@ class Batch:
         values = values[: self.num_samples]
         if not self.verdict.applied:
             return values
-        # Samples travel like sequences of one token.
-        ones = dataclasses.replace(self.plan, seq_lens=np.ones_like(self.plan.seq_lens))
-        route = ones.route(self._group.rank).inverse()
+        source, dest = self.plan.source_ranks, self.plan.bag_of
+        route = Route.of_items(
+            source, dest, np.ones_like(dest), self._group.rank, self.plan.num_ranks
+        ).inverse()
         name = f"restore of microbatch {self.microbatch}"
         bound = BoundRoute(route, self._group, values.device, self.step, name)
         return exchange(bound, [values])[0]

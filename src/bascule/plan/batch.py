@@ -199,9 +199,8 @@ class Plan:
         starts = routes.chunk_starts(*args, place)
         lens = routes.chunk_starts(*args, place + 1) - starts
         dest = self.topology.first_ranks[bags][piece_seq] + place
-        order = np.argsort(dest, kind="stable")
-        rows = (routes.cumulative(seq_lens)[piece_seq] + starts)[order]
-        return routes.ranges(rows, lens[order]), routes.sums_by(dest, lens, self.num_ranks)
+        rows = routes.cumulative(seq_lens)[piece_seq] + starts
+        return routes.sending(rows, lens, dest, self.num_ranks)
 
     @cached_property
     def digest(self) -> str:

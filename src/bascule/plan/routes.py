@@ -8,11 +8,14 @@ gathers before the exchange and `restore` after it, one pass over the data each.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Ranks = npt.NDArray[np.integer[Any]]
+"""Numbers of ranks; small ones, of which there may be one a token, are sorted in linear time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +33,44 @@ class Route:
     send_splits: Ints
     recv_splits: Ints
     recv_index: Ints | None
+
+    @classmethod
+    def of_items(
+        cls,
+        source: Ranks,
+        dest: Ranks,
+        lens: Ints,
+        rank: int,
+        num_ranks: int,
+        *,
+        starts: Ints | None = None,
+    ) -> "Route":
+        """The part of one rank in moving items, each a run of rows, from rank to rank.
+
+        Items are listed in the order in which they are to lie, on every rank alike. Items that
+        neither come from this rank nor go to it may be left out. O(items log items + rows of the
+        rank).
+
+        Args:
+            source: (n,) rank that has each item.
+            dest: (n,) rank that gets it. An item that goes to several ranks is listed for each.
+            lens: (n,) its rows.
+            rank: This rank.
+            num_ranks: All ranks.
+            starts: (n,) its first row on the rank that has it. Default: items lie as listed.
+        """
+        sent, received = np.flatnonzero(source == rank), np.flatnonzero(dest == rank)
+        first = cumulative(lens[sent])[:-1] if starts is None else starts[sent]
+        send_index, send_splits = sending(first, lens[sent], dest[sent], num_ranks)
+        arrival = np.argsort(source[received], kind="stable")
+        places = np.empty_like(arrival)
+        places[arrival] = cumulative(lens[received[arrival]])[:-1]
+        return cls(
+            send_index=send_index,
+            send_splits=send_splits,
+            recv_splits=sums_by(source[received], lens[received], num_ranks),
+            recv_index=ranges(places, lens[received]),
+        )
 
     def inverse(self) -> "Route":
         """The exchange that brings every row back to where it came from."""
@@ -97,6 +138,19 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
     return result
 
 
+def sending(first: Ints, lens: Ints, dest: Ranks, num_ranks: int) -> tuple[Ints, Ints]:
+    """Row to send at each place, and rows to each rank: by destination, then as listed.
+
+    Args:
+        first: (n,) first row of each item.
+        lens: (n,) its rows.
+        dest: (n,) rank that gets it.
+        num_ranks: All ranks.
+    """
+    order = np.argsort(dest, kind="stable")
+    return ranges(first[order], lens[order]), sums_by(dest, lens, num_ranks)
+
+
 def ranges(starts: Ints, lengths: Ints) -> Ints:
     """The concatenation of `arange(start, start + length)`."""
     used = lengths > 0
@@ -114,7 +168,7 @@ def cumulative(lengths: Ints) -> Ints:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
 
 
-def sums_by(groups: Ints, values: Ints, num_groups: int) -> Ints:
+def sums_by(groups: Ranks, values: Ints, num_groups: int) -> Ints:
     """(num_groups,) sum of the values in each group; exact below 2^53."""
     return np.bincount(groups, weights=values, minlength=num_groups).astype(np.int64)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.routes import Ints, Route, cumulative, ranges, sums_by
+from bascule.plan.routes import Ints, Route, ranges, sums_by
 from bascule.plan.sparse.block_layout import BlockLayout
 
 Ranks = npt.NDArray[np.int16]
@@ -105,20 +105,4 @@ def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -
         parts.append(travel.pieces(rank, num_ranks, copies, base))
         base = base + copies * travel.num_heads * travel.layout.offsets(num_ranks)[1]
     start, lens, source, dest = (np.concatenate(part) for part in zip(*parts, strict=True))
-    sent = np.flatnonzero(source == rank)
-    sent = sent[_by_rank(dest[sent])]
-    received = np.flatnonzero(dest == rank)
-    arrival = _by_rank(source[received])
-    places = np.empty_like(arrival)
-    places[arrival] = cumulative(lens[received[arrival]])[:-1]
-    return Route(
-        send_index=ranges(start[sent], lens[sent]),
-        send_splits=sums_by(dest[sent], lens[sent], num_ranks),
-        recv_splits=sums_by(source[received], lens[received], num_ranks),
-        recv_index=ranges(places, lens[received]),
-    )
-
-
-def _by_rank(ranks: Ranks) -> Ints:
-    """Stable order by rank."""
-    return np.argsort(ranks, kind="stable")
+    return Route.of_items(source, dest, lens, rank, num_ranks, starts=start)
