@@ -13,7 +13,7 @@ from bascule.attention import packed
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import tell, told
+from bascule.comm.guard.failures import tell, telling, told
 from bascule.comm.making import new_group
 from bascule.errors import ConfigError
 from bascule.parallel_step import Step as Step
@@ -141,7 +141,12 @@ class SequenceParallel:
 
     def _plan(self, values: routes.Ints, error: Exception | None) -> "Step":
         self._num_plans += 1
-        settings = self._settings(self.topology) | {"step": str(self._num_plans)}
+        settings = dict.fromkeys(_SETTINGS, "")
+        try:
+            settings = self._settings(self.topology)
+        except Exception as met:  # of the user's cost
+            error = error or met
+        settings |= {"step": str(self._num_plans)}
         lens = agree(
             self._plan_group,
             Statement(settings, values, error),
@@ -152,14 +157,15 @@ class SequenceParallel:
         # Derived from what all ranks gathered, hence the same on all of them.
         most = max(part.size for part in lens)
         self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        plan = plan_batch(
-            lens,
-            self.topology,
-            self.cost,
-            planner=self.planner,
-            limits=self.limits,
-            cluster=self.cluster,
-        )
+        with telling(f"step {self._num_plans}: plan"):
+            plan = plan_batch(
+                lens,
+                self.topology,
+                self.cost,
+                planner=self.planner,
+                limits=self.limits,
+                cluster=self.cluster,
+            )
         return Step(self, plan, self._num_plans)
 
     def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:

@@ -16,6 +16,7 @@ from bascule.attention import packed
 from bascule.attention.call_spec import check_call
 from bascule.comm import mean
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples
+from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.guard.failures import tell, telling
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
@@ -102,6 +103,7 @@ class Step:
         bag, kernel = self._bag, self._parallel.kernel
         with telling(f"step {self.number}: attend"):
             check_call("attend", (q_CHD, k_CKD, v_CKD), causal, scale)
+            refuse_derivatives("attend", q_CHD, k_CKD, v_CKD)
             self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
             self.sent_bytes += packed.sent_bytes(bag, q_CHD, k_CKD)
@@ -202,6 +204,7 @@ class Step:
 
     def _agree_on_form(self, what: str, tensors: dict[str, Tensor], num_rows: int) -> None:
         """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""
+        refuse_derivatives(what, *tensors.values())
         error = None if tensors else ConfigError(f"{what}: give at least one tensor")
         for name, x in tensors.items():
             error = error or self._misfit(what, name, x, num_rows)

@@ -24,13 +24,17 @@ _WAIT_S = 0.5  # waits are counted, not clocked: a virtual machine that was paus
 _GRACE_S = 20.0  # after the first failure, the others have this long to notice
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 _PRELOAD = [
+    "diffusers.models.transformers.transformer_flux",
     "pytest",
+    "torch._inductor.compile_fx",
     "torch._dynamo",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "bascule.parallel",
     "bascule.models",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.trainer",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)

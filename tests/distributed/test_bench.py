@@ -113,7 +113,7 @@ def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str,
 
 
 def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--data", "g1b1i64f1s0,g1b1i512f1s0", "--steps", "1", "--gamma", "0")
+    done = bench(tmp_path, "--data", "g1b1i64f1s0,g1b1i256f1s0", "--steps", "1", "--gamma", "0")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: ") == 1
     assert "warning: in 1 of 1 steps one sequence alone" in done.stdout

@@ -54,7 +54,10 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch]) -> int:
 
 @pytest.mark.parametrize("world_size", LAYOUTS)
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
-    layouts, batches = LAYOUTS[world_size], all_batches(world_size, num_random=6)
+    layouts, batches = (
+        LAYOUTS[world_size],
+        all_batches(world_size, num_random=6 if world_size < 8 else 2),
+    )
     compared = run_ranks(train_everywhere, world_size, layouts, batches)
     assert compared[0] == len(batches) * sum(map(len, layouts.values()))
 

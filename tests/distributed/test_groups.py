@@ -4,9 +4,13 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.comm.groups import member_of, resolve, timeout_of
 from bascule.comm.guard.calls import Call
+from bascule.comm.guard.failures import end_all
 from bascule.comm.making import new_group
+from bascule.comm.meshes import AttentionMesh, mesh_of_all
 from bascule.comm.transfers import all_reduce
 from bascule.parallel import SequenceParallel
 from tests.distributed.cases import COST
@@ -60,3 +64,55 @@ def after_unlike_calls() -> None:
 
 def test_slow_ranks_that_failed_before_are_waited_for_in_a_new_group() -> None:
     run_ranks(after_unlike_calls, 2)
+
+
+def timeouts_of_a_mesh() -> list[float]:
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    mesh = AttentionMesh.of(axes, timeout_s=7.0)
+    found = [timeout_of(group, torch.device("cpu")) for group in mesh.groups if group is not None]
+    return [each.total_seconds() for each in found if each is not None]
+
+
+def test_the_timeout_of_a_mesh_is_that_of_all_its_groups() -> None:
+    assert all(found == [7.0] * 3 for found in run_ranks(timeouts_of_a_mesh, 4))
+
+
+def mesh_after_one_rank_ended_it() -> float:
+    """The other one has not noticed, and learns of it."""
+    before = mesh_of_all(1, 2).whole
+    assert before is not None
+    all_reduce(before, Call("all_reduce"), torch.ones(3))
+    if dist.get_rank() == 0:
+        end_all("a failure")
+    else:
+        time.sleep(2.0)
+    after = mesh_of_all(1, 2).whole
+    assert after is not None and after.key != before.key
+    return float(all_reduce(after, Call("all_reduce"), torch.ones(3)).sum())
+
+
+def test_a_mesh_that_one_rank_ended_is_made_anew_by_all() -> None:
+    assert run_ranks(mesh_after_one_rank_ended_it, 2) == [6.0, 6.0]
+
+
+def meetings_without_the_other() -> list[str]:
+    if dist.get_rank():
+        time.sleep(12)
+        return []
+    return [raised_by(new_group, [0, 1], "pair", 1.0)[1] for _ in range(2)]
+
+
+def test_a_rank_that_waited_in_vain_is_not_counted_again() -> None:
+    for text in run_ranks(meetings_without_the_other, 2)[0]:
+        assert "not all of ranks [0, 1] came" in text, text
+
+
+def part_of_an_ended_group() -> str | None:
+    group = member_of(resolve(None), "all")
+    all_reduce(group, Call("all_reduce"), torch.ones(3))
+    end_all("a failure")
+    return group.part([0, 1], "pair").calls.ended if dist.get_rank() < 2 else "a failure"
+
+
+def test_what_ended_a_group_ended_parts_of_it_that_are_made_later() -> None:
+    assert run_ranks(part_of_an_ended_group, 3) == ["a failure"] * 3

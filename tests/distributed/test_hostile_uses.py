@@ -230,3 +230,13 @@ def a_mesh_after_its_groups() -> tuple[list[str], str]:
 def test_a_mesh_whose_groups_are_gone_says_so() -> None:
     for classes, text in run_ranks(a_mesh_after_its_groups, 2):
         assert "CommError" in classes and "destroyed" in text, text
+
+
+def epoch_before_the_first_iteration() -> int:
+    loader = loader_of()
+    loader.set_epoch(3)
+    return loader.state_dict()["epoch"]
+
+
+def test_the_state_before_the_first_iteration_has_its_epoch() -> None:
+    assert run_ranks(epoch_before_the_first_iteration, 1) == [3]

@@ -23,6 +23,7 @@ CASES: list[dict[str, Any]] = [
     {"shape": (1, 9, 3, 4), "segments": (17, 5), "replicated": (1,)},
     {"shape": (1, 9, 9, 4), "segments": (11, 3, 8), "replicated": (1,)},
     {"shape": (2, 7, 7, 4), "segments": (2, 19, 4, 6), "replicated": (0, 3)},
+    {"shape": (1, 7, 7, 4), "segments": (3, 6, 5), "replicated": (2, 0)},
     {"shape": (1, 7, 7, 4), "segments": (1, 2), "replicated": (0,)},
     {"shape": (1, 7, 7, 4), "segments": (6,), "replicated": (0,)},
     {"shape": (1, 7, 7, 4), "segments": (0, 13), "replicated": (0,)},

@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bascule.attention.api import AttentionMesh
+from bascule.attention.sparse.block_sparse import PooledRule, sparse_attention
 from bascule.attention.sparse.rules import (
     always_computed,
     block_scores,
@@ -18,6 +20,7 @@ from bascule.attention.sparse.rules import (
     temporal_mask,
 )
 from bascule.errors import ConfigError
+from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order
 
 LENS = (4, 3, 8, 8, 8, 1, 8, 2)
 KV_LENS = (8, 8, 5, 8, 1)
@@ -208,3 +211,20 @@ def test_illegal_input() -> None:
         temporal_mask((3, 2, 2), [4, 4, 4], radius=-1)
     with pytest.raises(ConfigError, match="blocks have 10 tokens, and there are 12"):
         spatial_mask((3, 2, 2), [2, 5, 5], num_text=1)
+
+
+def test_a_rule_gets_scaled_scores() -> None:
+    lens = block_lens([40], 16)
+    home = BlockLayout.striped(lens, 1, 1)
+    plan = in_order(2, home, home, 1, 1)
+    q, k, v = (normal(1, 2, 40, 8, seed=seed) for seed in range(3))
+    found: list[tuple[Tensor, PackedRows]] = []
+
+    def keep(scores: Tensor, rows: PackedRows) -> Tensor:
+        found.append((scores, rows))
+        return torch.ones_like(scores, dtype=torch.bool)
+
+    sparse_attention(q, k, v, AttentionMesh(None, None, None), plan, PooledRule(keep), scale=0.3)
+    scores, rows = found[0]
+    wanted = block_scores(q, k, lens, lens, scale=0.3)[:, rows.heads, rows.blocks]
+    torch.testing.assert_close(scores, wanted)

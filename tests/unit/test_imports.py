@@ -36,3 +36,38 @@ def test_loads_without_torch(args: tuple[str, ...]) -> None:
 def test_the_check_sees_torch() -> None:
     modules = modules_imported_by("-c", "import bascule.comm")
     assert {"bascule.comm", "torch"} <= modules
+
+
+ALONE = """
+import importlib, os, pkgutil, sys
+import torch.distributed.fsdp, torch.distributed.tensor, diffusers, transformers, numpy, scipy, tyro
+import bascule
+wanted = ["bascule:" + name for name in dir(bascule) if name != "annotations"]
+for package in ("attention", "comm", "data", "integrations", "plan", "sim", "report", "workload"):
+    spec = importlib.util.find_spec("bascule." + package)
+    found = pkgutil.walk_packages(spec.submodule_search_locations, f"bascule.{package}.")
+    wanted += [one.name + ":" for one in found if "triton" not in one.name]
+failed = []
+for one in wanted:
+    pid = os.fork()
+    if not pid:
+        module, _, name = one.partition(":")
+        try:
+            loaded = importlib.import_module(module)
+            name and getattr(loaded, name)
+        except BaseException as error:
+            print(one, type(error).__name__, error, flush=True)
+            os._exit(1)
+        os._exit(0)
+    failed += [one] if os.waitpid(pid, 0)[1] else []
+print(len(wanted), "modules and names,", len(failed), "failed")
+"""
+
+
+def test_every_module_and_public_name_can_be_imported_first() -> None:
+    """A circle of imports shows only to who begins at the wrong end of it."""
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True, timeout=110
+    )
+    assert process.returncode == 0, process.stderr
+    assert " 0 failed" in process.stdout, process.stdout

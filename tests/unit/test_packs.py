@@ -325,3 +325,15 @@ def test_samples_may_come_one_by_one() -> None:
 def test_bounds_that_are_no_numbers_are_refused(bounds: Any) -> None:
     with pytest.raises(ConfigError, match="cu_seqlens must be whole numbers that begin with 0"):
         unpack({"cu_seqlens": bounds, "input_ids": ids(1, 2)})
+
+
+def test_given_bounds_of_items_come_before_those_of_their_tokens() -> None:
+    pack = {
+        "cu_seqlens": ids(0, 2, 4),
+        "input_ids": ids(7, 7, 1, 1),
+        "image_grid_thw": torch.tensor([[1, 2, 2], [1, 2, 2]]),
+        "pixel_values": torch.arange(8.0)[:, None],
+    }
+    given = {"pixel_values": [0, 4, 8], "image_grid_thw": [0, 1, 2]}
+    samples = unpack(pack, cu_items=given, image_token_id=7)
+    assert [len(sample["pixel_values"]) for sample in samples] == [4, 4]

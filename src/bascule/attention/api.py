@@ -117,7 +117,9 @@ def attention(
         attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
             or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
             key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
-            finite number gives what it gives in one process.
+            finite number so large that its scores are lost in it, as finfo.min, weighs them alike,
+            as in one process; its query and keys get no gradient from it (torch's own kernels
+            differ there).
         is_causal: Whether a token sees only itself and those before it in the sequence, of what
             the mask lets it see.
         scale: Factor of the scores. Default: D^-0.5.

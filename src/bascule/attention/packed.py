@@ -21,7 +21,6 @@ from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import RingPlan, Tile, ring_attention
 from bascule.attention.ulysses import TokenOrder, to_heads, to_tokens
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.heads import HeadShares
 from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
@@ -198,7 +197,6 @@ def attend(
     Raises:
         ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
     """
-    refuse_derivatives("attend", q_CHD, k_CKD, v_CKD)
     check_shapes(bag, q_CHD, k_CKD, v_CKD)
     factor = q_CHD.shape[2] ** -0.5 if scale is None else scale
     plan = bag.plan(packed_kernel(kernel, q_CHD), causal=causal, scale=factor)

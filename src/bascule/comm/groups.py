@@ -51,6 +51,17 @@ class RankGroup:
     key: str = ""
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
 
+    def __reduce__(self) -> str:
+        """Refused: a copy could not make calls.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"the ranks of {self.name!r} cannot be copied or pickled, and neither can what refers "
+            "to them (a step, a mesh, a loader): make it anew where it is needed"
+        )
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """What torch's collectives take.

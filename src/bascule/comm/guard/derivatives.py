@@ -25,7 +25,7 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
     """Refuse forward-mode derivatives and vmap, which torch's operators would drop without a word.
 
     Raises:
-        ConfigError: A tensor carries a tangent, or this is called within torch.func.jvp or vmap.
+        ConfigError: A tensor carries a tangent, or this is called within a transform of torch.func.
     """
     kind = None
     if not torch.compiler.is_compiling():
@@ -33,6 +33,8 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
         kind = None if transform is None else transform.key()
     if kind == TransformType.Vmap:
         raise ConfigError(f"{what} under torch.vmap: give the batch as a dim of the tensors")
+    if kind == TransformType.Grad:
+        raise ConfigError(f"{what} within torch.func.grad or vjp: use torch.autograd.grad")
     has_tangent = kind == TransformType.Jvp or any(
         isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     )

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 
 from bascule.comm.groups import RankGroup, calls_in_use, process_groups_in_use
 from bascule.comm.guard import notes
@@ -33,6 +34,9 @@ ROLL_CALL_S = 2.0
 
 _CAUSE_S = 0.5  # how long the error that ended a connection may take to appear in the store
 _CLOSING_MARK = 0x7FFFFFFF
+_IS_ENOUGH: tuple[type[BaseException], ...] = tuple(
+    filter(None, [getattr(torch.utils.checkpoint, "_StopRecomputationError", None)])
+)
 
 
 def begin(group: RankGroup, what: Call) -> Begun:
@@ -114,13 +118,13 @@ def tell(error: BaseException, where: str) -> None:
     """Leave a note of an error: ranks that wait for this one end with it, in about two seconds.
 
     Where all ranks meet the same error, none waits, and all can go on. Errors that came from other
-    ranks are known to them.
+    ranks are known to them; that by which checkpointing ends a recomputation early is none.
 
     Args:
         error: What went wrong.
         where: What this rank was doing.
     """
-    if isinstance(error, CommError) or not dist.is_initialized():
+    if isinstance(error, (CommError, *_IS_ENOUGH)) or not dist.is_initialized():
         return
     is_input = isinstance(error, ConfigError | PlanError)
     cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"

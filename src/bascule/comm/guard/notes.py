@@ -93,7 +93,7 @@ class Failure:
 
 def write(kind: str, of: int | str, text: str) -> None:
     """Leave a note; the last one of a kind, and of a rank or name, counts."""
-    _get_default_store().set(_key(kind, of), text)
+    _get_default_store().set(_key(kind, of), _writable(text))
 
 
 def erase(kind: str, rank: int) -> None:
@@ -109,7 +109,7 @@ def read(kind: str, of: int | str) -> str | None:
 
 def replace(kind: str, name: str, before: str, text: str) -> None:
     """Leave a note, if the last one is still the one that was read before, "" for none."""
-    _get_default_store().compare_set(_key(kind, name), before, text)
+    _get_default_store().compare_set(_key(kind, name), before, _writable(text))
 
 
 def read_position(rank: int) -> Position | None:
@@ -146,6 +146,11 @@ def without_failure(ranks: Sequence[int]) -> list[int]:
 def arrive(meeting: str, num: int = 1) -> int:
     """Count this rank at a meeting, or with -1 take that back; how many are there now."""
     return _get_default_store().add(_key("meeting", meeting), num)
+
+
+def _writable(text: str) -> str:
+    """The same without what no store takes: names of files may hold bytes that are no text."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _key(kind: str, of: int | str) -> str:

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -21,9 +20,6 @@ from bascule.integrations.diffusers.sparse.layers import SparseLayers, SparsePas
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig
 from bascule.integrations.diffusers.tables import Cut, Link, SplitTable, links_to, modules_of
 from bascule.integrations.sdpa.call_mode import error_of
-
-# By what checkpointing ends a recomputation that has all it needs.
-_IS_ENOUGH = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 
 class SplitModel:
@@ -228,7 +224,7 @@ class SplitModel:
 
     def _tell(self, error: BaseException | None, where: str) -> None:
         """Let ranks that wait for this one know that it does not come."""
-        if error is not None and not isinstance(error, _IS_ENOUGH):
+        if error is not None:
             tell(error, f"{where} of {type(self.model).__name__}")
 
     def _begin_block(self, name: str) -> Callable[..., None]:

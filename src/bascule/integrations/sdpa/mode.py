@@ -16,8 +16,8 @@ from torch.nn import functional
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.empty import RESHAPES, reshape_empty
 from bascule.integrations.sdpa.call_mode import CallMode
+from bascule.integrations.sdpa.empty import RESHAPES, reshape_empty
 
 # They call scaled_dot_product_attention where no mode sees it.
 _HIDING = (

@@ -1,0 +1,159 @@
+"""Errors of a user's own code in a step that only one rank meets: all know within seconds."""
+
+import copy
+import pickle
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.parallel import SequenceParallel
+from tests.distributed.cases import COST
+from tests.distributed.harness import raised_by, run_ranks
+from tests.distributed.inference_cases import make_mesh
+
+KNOWN_WITHIN_S = 30.0  # of waits of 60 s; on a quiet machine 2 s
+Heard = tuple[list[str], str, float]
+
+
+def timed(call: Callable[[], object]) -> Heard:
+    start = time.monotonic()
+    classes, text = raised_by(call)
+    return classes, text, time.monotonic() - start
+
+
+def cost_that_fails(late: bool) -> Heard:
+    """On one rank, before the gather of the lengths or after it."""
+    num_calls = 0
+
+    def cost(lens: Any) -> Any:
+        nonlocal num_calls
+        num_calls += len(lens) > (1 if late else 0)
+        if dist.get_rank() and num_calls > 2:
+            raise RuntimeError("my cost")
+        return np.asarray(lens, float)
+
+    parallel = SequenceParallel(None, "g1n2", cost, timeout_s=60)
+
+    def plan_and_move() -> None:
+        for _ in range(8):
+            parallel.plan([6, 3]).route(x=torch.zeros(9))
+
+    return timed(plan_and_move)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_cost_that_fails_on_one_rank(late: bool) -> None:
+    for _, text, seconds in run_ranks(cost_that_fails, 2, late):
+        assert "my cost" in text, text
+        assert seconds < KNOWN_WITHIN_S
+
+
+def recomputation_that_fails(spec: str) -> Heard:
+    """Checkpointing ends recomputations by an error of its own, which is none of the user's."""
+    parallel, num_calls = SequenceParallel(None, spec, COST, timeout_s=60), 0
+
+    def train() -> None:
+        with parallel.plan([6, 3]) as step:
+            x = torch.randn(9, 4, 4, requires_grad=True)
+
+            def attend(q: Tensor) -> Tensor:
+                nonlocal num_calls
+                num_calls += 1
+                if dist.get_rank() and num_calls == 2:
+                    raise ValueError("in the recomputation")
+                return step.attend(q, q, q)
+
+            out = checkpoint(attend, step.route(x=x)["x"], use_reentrant=False)
+            step.mean(step.restore(out).square()).backward()
+
+    return timed(train)
+
+
+@pytest.mark.parametrize("spec", ["g1n2", "g2n1"])
+def test_a_recomputation_that_fails_on_one_rank(spec: str) -> None:
+    for _, text, seconds in run_ranks(recomputation_that_fails, 2, spec):
+        assert "in the recomputation" in text, text
+        assert seconds < KNOWN_WITHIN_S
+
+
+def error_without_text() -> Heard:
+    parallel = SequenceParallel(None, "g2n1", COST, timeout_s=60)
+
+    def train() -> None:
+        with parallel.plan([2]) as step:
+            if dist.get_rank():
+                raise ValueError("file \udcff")
+            step.route(x=torch.zeros(2))
+
+    return timed(train)
+
+
+def test_an_error_with_bytes_that_are_no_text_is_told() -> None:
+    (_, text, seconds), _ = run_ranks(error_without_text, 2)
+    assert "file \udcff" in text, ascii(text)
+    assert seconds < KNOWN_WITHIN_S
+
+
+def copies() -> list[str]:
+    mesh = AttentionMesh.of(make_mesh(1, 2), timeout_s=15.0)
+    step = SequenceParallel(None, "g2n1", COST, timeout_s=15).plan([2])
+    calls: list[Callable[[], object]] = [
+        lambda: copy.deepcopy(step),
+        lambda: pickle.dumps(step),
+        lambda: copy.deepcopy(mesh),
+        lambda: torch.func.grad(lambda x: step.route(x=x)["x"].sum())(torch.ones(2)),
+    ]
+    return [raised_by(call)[1] for call in calls]
+
+
+def test_what_cannot_be_copied_or_transformed_says_so() -> None:
+    for *copied, transformed in run_ranks(copies, 2):
+        assert all("cannot be copied or pickled" in text for text in copied), copied
+        assert "torch.autograd.grad" in transformed
+
+
+def gradients_of_lost_scores(ring: int, ulysses: int) -> list[float]:
+    """Largest differences to one process, of rows with scores; and of the others' gradient."""
+    mesh, size = AttentionMesh.of(make_mesh(ring, ulysses), timeout_s=15.0), 8
+    layout = SequenceLayout((size,), ring, ulysses)
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(1, 2, size, 4, generator=generator) for _ in range(4)]
+    mask = torch.zeros(1, 1, size, size)
+    mask[:, :, 5:] = torch.finfo(torch.float32).min
+    grad = wholes.pop()
+    lost = grad.clone()
+    lost[:, :, :5] = 0
+    found: list[float] = []
+    for weights in (grad - lost, lost):
+        leaves = [x.clone().requires_grad_() for x in wholes]
+        parts = [split(x, mesh, layout, 2) for x in leaves]
+        out = gather(attention(*parts, mesh, layout=layout, attn_mask=mask), mesh, layout, 2)
+        (out * weights).sum().backward()
+        alone = [x.clone().requires_grad_() for x in wholes]
+        want = functional.scaled_dot_product_attention(*alone, attn_mask=mask)
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+        if weights is lost:
+            found.append(max(float(x.grad.abs().max()) for x in leaves[:2] if x.grad is not None))
+            continue
+        (want * weights).sum().backward()
+        for x, y in zip(leaves, alone, strict=True):
+            assert x.grad is not None and y.grad is not None
+            dist.all_reduce(x.grad)
+            found.append(float((x.grad - y.grad).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_what_loses_its_scores_in_a_mask_gives_them_no_gradient(ring: int, ulysses: int) -> None:
+    for *seen, lost in run_ranks(gradients_of_lost_scores, 2, ring, ulysses):
+        assert max(seen) < 1e-5
+        assert lost == 0.0

@@ -1,0 +1,35 @@
+"""Decisions of the loader and of cost tracking, one rank's part at a time."""
+
+import numpy as np
+
+from bascule.comm.groups import RankGroup
+from bascule.data.cost_tracker import _drift
+from bascule.data.redistribute import _without_idle_ranks
+from bascule.data.samples.loaded import DataRanks, Loaded, Offer
+from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.limits import Limits
+from bascule.plan.topology.spec import Topology
+
+
+def test_the_overhead_of_a_step_is_no_drift() -> None:
+    cost = PolynomialCost(0.0, 1e-3, 0.0, 0.5)
+    lens = [[np.array([100, 50]), np.array([30])]]
+    seconds = np.array([[0.15 + 0.5, 0.03 + 0.5]])
+    assert _drift(cost, lens, seconds) < 1e-9
+    assert _drift(cost, lens, seconds.max(axis=1)) < 1e-9
+
+
+def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
+    lens, bag_of = np.array([8, 8, 16]), np.array([0, 0, 1])
+    loads, cost = np.array([16.0, 16.0]), PolynomialCost(0.0, 1.0, 0.0)
+    plan = Plan(Topology(((1, 1),), 2), np.array([2, 1]), lens, bag_of, loads, 0.0, "none")
+    for tokens, wanted in ((24, [1, 0, 1]), (16, [0, 0, 1])):
+        found = _without_idle_ranks(plan, np.array([1, 1, 0]), cost, Limits(tokens=tokens))
+        assert found.bag_of.tolist() == wanted
+
+
+def test_ranks_plan_with_the_oldest_cost_that_one_of_them_has() -> None:
+    ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 0]))
+    said = [Offer(cost_version=version).values(1) for version in (2, 1)]
+    assert Loaded.of(said, ranks, 1).cost_version == 1
