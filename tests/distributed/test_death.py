@@ -92,7 +92,7 @@ NAMES = {
     "plan": "all_gather (plan)",
     "samples": "all_gather (samples)",
     "route": "all_to_all (route)",
-    "attention": "all_to_all (attention)",
+    "attention": "all_to_all (tokens to heads)",
     "restore": "all_to_all (route back)",
     "mean": "all_reduce (mean)",
     "backward": "all_to_all (",

@@ -135,8 +135,8 @@ def gradients_of_lost_scores(ring: int, ulysses: int) -> list[float]:
     found: list[float] = []
     for weights in (grad - lost, lost):
         leaves = [x.clone().requires_grad_() for x in wholes]
-        parts = [split(x, mesh, layout, 2) for x in leaves]
-        out = gather(attention(*parts, mesh, layout=layout, attn_mask=mask), mesh, layout, 2)
+        q, k, v = (split(x, mesh, layout, 2) for x in leaves)
+        out = gather(attention(q, k, v, mesh, layout=layout, attn_mask=mask), mesh, layout, 2)
         (out * weights).sum().backward()
         alone = [x.clone().requires_grad_() for x in wholes]
         want = functional.scaled_dot_product_attention(*alone, attn_mask=mask)

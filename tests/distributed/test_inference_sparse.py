@@ -18,7 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import Cut, Parallelized, SparseConfig, SplitTable, parallelize
-from bascule.workload.mask_model import save_masks
+from bascule.workload import save_masks
 from tests.distributed.harness import raised_by, run_ranks
 from tests.distributed.inference_bytes import counted
 from tests.distributed.inference_cases import Case, difference, make_inputs, make_mesh, make_model

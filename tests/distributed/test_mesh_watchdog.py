@@ -55,7 +55,7 @@ NAMES = {
     (3, 1, "forward"): ("ring (keys and values, round", "[ring_attention of (2, 7, "),
     (3, 1, "backward"): ("ring (", "[ring_attention_backward of (2, 7, "),
     (1, 3, "forward"): ("all_to_all (tokens to heads)", "[overlapped_attention of (2, 7, "),
-    (1, 3, "backward"): ("all_to_all (tokens to heads)", "[tokens_to_heads of (2, 7, "),
+    (1, 3, "backward"): ("all_to_all (tokens to heads)", "[tokens_to_heads of (2, "),
     (1, 3, "gather"): ("all_gather (tokens)", "[gather_tokens of ("),
 }
 

@@ -167,7 +167,7 @@ BAGS: dict[Callable[[], Heard], tuple[str, ...]] = {
     another_collective: ("unlike calls", "all_reduce (mean)", "all_to_all (route)"),
     plan_for_route: ("wait for each other", "all_gather (plan)", "all_to_all (route)"),
     new_form_for_old: ("wait for each other", "all_gather (route)", "all_to_all (route)"),
-    unlike_attention: ("unlike calls", "all_to_all (attention)"),
+    unlike_attention: ("unlike calls", "all_to_all (tokens to heads)"),
     unlike_attention_in_rings: ("unlike calls", "ring (keys and values, round 1)"),
     one_plans_once_more: ("step 3: all_gather (plan)", "step 2: all_gather (route)"),
 }

@@ -72,7 +72,9 @@ def test_kernels_in_half_precision(
     leaves = inputs(dtype, num_heads, num_kv_heads, head_dim)
     exact = tuple(x.detach().double().cpu().requires_grad_() for x in leaves)
     seqs = PackedSequences.build(SEQ_LENS, torch.device("cuda"))
-    want, want_lse = packed_attention(*exact, SEQ_LENS, causal=causal, scale=0.1)
+    want, want_lse = packed_attention(
+        exact[0], exact[1], exact[2], SEQ_LENS, causal=causal, scale=0.1
+    )
     out = attend_packed(*leaves, seqs, kernel=name, causal=causal, scale=0.1)
     assert out.dtype == dtype and out.shape == want.shape
     assert relative_error(out.cpu(), want) < 1e-2
@@ -98,12 +100,12 @@ def test_keys_of_another_rank(name: str) -> None:
     q, grad = torch.randn(2, 1, 4, sum(q_lens), 64, device="cuda", dtype=torch.bfloat16).unbind()
     k, v = torch.randn(2, 1, 4, sum(k_lens), 64, device="cuda", dtype=torch.bfloat16).unbind()
     plain = KERNELS["plain"]
-    exact = [x.double() for x in (q, k, v)]
-    want, want_lse = plain.forward(*exact, mask, 0.1)
+    wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
+    want, want_lse = plain.forward(wide_q, wide_k, wide_v, mask, 0.1)
     out, lse = kernel.forward(q, k, v, mask, 0.1)
     assert torch.equal(lse.isneginf(), want_lse.isneginf())
     assert relative_error(out, want) < 1e-2
-    wanted = plain.backward(grad.double(), *exact, want, want_lse, mask, 0.1)
+    wanted = plain.backward(grad.double(), wide_q, wide_k, wide_v, want, want_lse, mask, 0.1)
     found = kernel.backward(grad, q, k, v, want.to(q.dtype), want_lse.float(), mask, 0.1)
     for part, ref in zip(found, wanted, strict=True):
         assert part.isfinite().all()

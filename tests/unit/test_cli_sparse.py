@@ -16,7 +16,7 @@ from bascule.plan.costs.fit_attention import AttentionLoad
 from bascule.report import sparse_picture
 from bascule.report.sparse_picture import write_picture
 from bascule.sim.sparse_study import WAYS, Setting
-from bascule.workload.mask_model import save_masks
+from bascule.workload import save_masks
 from tests.unit.test_cli import run
 from tests.unit.test_imports import modules_imported_by
 from tests.unit.test_sparse_study import (

@@ -27,7 +27,8 @@ from bascule.plan.sparse import (
     sparse_imbalance,
 )
 from bascule.plan.sparse.choose_mesh import Strategies, all_degrees, choose_strategy
-from bascule.workload.mask_model import MaskModel, load_masks, save_masks, synthetic_masks
+from bascule.workload import load_masks, save_masks
+from bascule.workload.mask_model import MaskModel, synthetic_masks
 from tests.unit.test_checks import NO_NUMBERS, UNREADABLE, refusal, title
 from tests.unit.test_hostile_plans import refused
 

@@ -92,10 +92,10 @@ def test_keys_of_another_rank(name: str) -> None:
     q, _, _ = inputs(q_lens, 4, 2)
     _, k, v = inputs(k_lens, 4, 2)
     mask = AttentionMask(packed=PackedSequences.build(q_lens, CPU, k_lens))
-    batched = [x.detach().transpose(0, 1)[None] for x in (q, k, v)]
-    out, lse = KERNELS[name].forward(*batched, mask, 0.5)
+    here_q, here_k, here_v = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = KERNELS[name].forward(here_q, here_k, here_v, mask, 0.5)
     grad = torch.randn(out.shape, dtype=out.dtype)
-    found = KERNELS[name].backward(grad, *batched, out, lse, mask, 0.5)
+    found = KERNELS[name].backward(grad, here_q, here_k, here_v, out, lse, mask, 0.5)
     pairs = zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True)
     outs, sums = list[Tensor](), list[Tensor]()
     for rows, keys, values in pairs:

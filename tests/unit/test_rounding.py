@@ -37,7 +37,7 @@ def test_gradients_of_keys_that_many_blocks_see() -> None:
     )
     kernel = CpuLoopKernel()
     found = kernel.backward(grad, q, k, v, *kernel.forward(q, k, v, mask, 0.25), mask, 0.25)
-    wide = [x.double() for x in (q, k, v)]
-    exact = kernel.backward(grad.double(), *wide, *kernel.forward(*wide, mask, 0.25), mask, 0.25)
+    grad, q, k, v = (x.double() for x in (grad, q, k, v))
+    exact = kernel.backward(grad, q, k, v, *kernel.forward(q, k, v, mask, 0.25), mask, 0.25)
     for one, other in zip(found[1:], exact[1:], strict=True):
         assert off_by(one[:, :, :size], other[:, :, :size]) < 0.005

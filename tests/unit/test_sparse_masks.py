@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
+from bascule.workload import load_masks, save_masks
 from bascule.workload.mask_model import (
     COGVIDEOX15,
     WAN21,
     MaskModel,
-    load_masks,
-    save_masks,
     synthetic_masks,
 )
 

@@ -1,7 +1,8 @@
 """What is fixed of a call of attention, as operators of torch can take it: one string."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -13,7 +14,7 @@ from bascule.attention.shards import SequenceLayout
 from bascule.comm.guard.calls import Call
 from bascule.comm.heads import HeadShares
 from bascule.comm.meshes import AttentionMesh, mesh_named
-from bascule.errors import ConfigError
+from bascule.errors import CommError, ConfigError
 
 _SEPARATOR = "\n"
 
@@ -136,3 +137,13 @@ def check_call(
             f"{what}: causal={causal!r} and scale={scale!r}: give True or False, and a finite "
             "number or None"
         )
+
+
+@contextmanager
+def naming(what: str, tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Add to a failed collective's error which operator it belongs to, and the shapes."""
+    try:
+        yield
+    except CommError as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
+        raise CommError(f"{error} [{what} of {shapes}, {tensors[0].dtype}]") from error

@@ -9,8 +9,6 @@ Shapes: as in `api`; T here without a rank's copies of what other ranks answer f
 attention lie in memory as (B, T, H, D).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.agreement import agree_on, digest_of, going_back, numbers_of
-from bascule.attention.call_spec import CallSpec, spec_of
+from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.shards import Run, SequenceLayout, num_tokens, take_runs
@@ -30,7 +28,6 @@ from bascule.comm.heads import HeadShares
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_gather, reduce_scatter
-from bascule.errors import CommError
 
 
 @torch.library.custom_op("bascule::ring_attention", mutates_args=())
@@ -206,16 +203,6 @@ def _of_own_heads(mask: Tensor | None, q: Tensor, k: Tensor, ranks: AttentionMes
     queries = q.shape[1] // k.shape[1]
     shares = HeadShares.split(mask.shape[1] // queries, ranks.degrees[1])
     return mask.narrow(1, shares.first(ranks.place[1]) * queries, q.shape[1])
-
-
-@contextmanager
-def naming(what: str, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Add to a failed collective's error which operator it belongs to, and the shapes."""
-    try:
-        yield
-    except CommError as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise CommError(f"{error} [{what} of {shapes}, {tensors[0].dtype}]") from error
 
 
 def laid_out(x: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from bascule.attention.agreement import agree_on, going_back, numbers_of
-from bascule.attention.call_spec import spec_of
+from bascule.attention.call_spec import naming, spec_of
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.mask import AttentionMask
-from bascule.attention.ops import naming, ring_attention_backward, ring_plan
+from bascule.attention.ops import ring_attention_backward, ring_plan
 from bascule.attention.ring import Merged, RingPlan
 from bascule.attention.shards import SequenceLayout, num_tokens
 from bascule.attention.ulysses import exchange_of, heads_to_tokens, tokens_to_heads

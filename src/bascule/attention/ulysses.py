@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.agreement import agree_on, going_back, numbers_of
-from bascule.attention.call_spec import CallSpec, spec_of
+from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.derivatives import only_first
@@ -98,7 +98,9 @@ def tokens_to_heads(
     call = spec_of(spec)
     if segments:
         agree_on(call, call.layout(segments), *xs[0].shape[:2])
-    whole = exchange_of(call, lens).start_to_heads(xs, call.call("all_to_all (tokens to heads)"))()
+    what = call.call("all_to_all (tokens to heads)")
+    with naming("tokens_to_heads", xs):
+        whole = exchange_of(call, lens).start_to_heads(xs, what)()
     return whole if order is None else whole.index_select(1, order)
 
 
@@ -121,7 +123,9 @@ def heads_to_tokens(
     """
     call = spec_of(spec)
     xs = xs if order is None else [x.index_select(1, order) for x in xs]
-    return exchange_of(call, lens).start_to_tokens(xs, call.call("all_to_all (heads to tokens)"))()
+    what = call.call("all_to_all (heads to tokens)")
+    with naming("heads_to_tokens", xs):
+        return exchange_of(call, lens).start_to_tokens(xs, what)()
 
 
 @heads_to_tokens.register_fake

@@ -16,8 +16,9 @@ from bascule.bench.arms import Arm, MakeExchange, balanced, build_model, unbalan
 from bascule.bench.flow import FlowBatch
 from bascule.bench.measure import measure_cost
 from bascule.bench.options import BenchOptions
-from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.guard.failures import reporting
+from bascule.comm.groups import RankGroup, device_of, member_of, resolve
+from bascule.comm.guard.calls import Call
+from bascule.comm.transfers import all_gather, all_reduce
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from bascule.parallel import SequenceParallel, Step
@@ -120,8 +121,7 @@ class Paired:
     def in_turns(self, step: int) -> Iterator[int]:
         """The arms, each after a barrier; they take turns in who goes first."""
         for arm in (0, 1) if step % 2 == 0 else (1, 0):
-            with reporting(self.group, "barrier (before a measured step)", step + 1):
-                dist.barrier()
+            self.reduced(torch.zeros(1), "before a measured step", step + 1)
             yield arm
 
     def flow(self, batch: SampleBatch) -> FlowBatch:
@@ -135,20 +135,14 @@ class Paired:
 
     def slowest(self, step: int, *seconds: float) -> list[float]:
         """Each of them on the rank where it is largest."""
-        slowest = torch.tensor(seconds, dtype=torch.float64)
-        return self.reduced(slowest, "seconds", step, dist.ReduceOp.MAX).tolist()
+        call = Call("all_gather (seconds)", step)
+        of_ranks = torch.tensor(seconds, dtype=torch.float64, device=device_of(self.group))
+        return all_gather(self.group, call, of_ranks).amax(0).tolist()
 
-    def reduced(
-        self,
-        numbers: torch.Tensor,
-        what: str,
-        step: int,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    ) -> torch.Tensor:
-        """The same tensor, reduced over all ranks."""
-        with reporting(self.group, f"all_reduce ({what})", step):
-            dist.all_reduce(numbers, op=op)
-        return numbers
+    def reduced(self, numbers: torch.Tensor, what: str, step: int) -> torch.Tensor:
+        """The sum of a tensor over all ranks."""
+        call = Call(f"all_reduce ({what})", step)
+        return all_reduce(self.group, call, numbers.to(device_of(self.group))).to(numbers.device)
 
     @torch.no_grad()
     def grad_difference(self, step: int) -> float:
@@ -179,7 +173,8 @@ class Paired:
 
     def _longest(self, step: int) -> int:
         longest = torch.tensor([max(self.stream.batch(step).seq_lens, default=0), 256])
-        return int(self.reduced(longest, "longest sequence", 0, dist.ReduceOp.MAX).max())
+        longest = longest.to(device_of(self.group))
+        return int(all_gather(self.group, Call("all_gather (longest sequence)"), longest).max())
 
 
 class Comparison(Paired):

@@ -20,7 +20,8 @@ from bascule.plan.sparse import check_degrees
 from bascule.plan.sparse.choose_mesh import all_degrees
 from bascule.report.sparse_picture import check_picture, draw, write_picture
 from bascule.sim.sparse_study import Bools, Mesh, Setting, study
-from bascule.workload.mask_model import COGVIDEOX15, WAN21, load_masks, synthetic_masks
+from bascule.workload import load_masks
+from bascule.workload.mask_model import COGVIDEOX15, WAN21, synthetic_masks
 
 MODELS = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
 

@@ -21,8 +21,6 @@ from bascule.plan.routes import Ints
 from bascule.plan.sparse.block_layout import block_lens
 from bascule.plan.sparse.counts import Bools, Floats
 from bascule.workload.codes import keyed_generator
-from bascule.workload.mask_files import load_masks as load_masks
-from bascule.workload.mask_files import save_masks as save_masks
 
 Singles = npt.NDArray[np.float32]
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from bascule.attention.call_spec import check_call
-from bascule.attention.ops import naming
+from bascule.attention.call_spec import check_call, naming
 from bascule.attention.ring import ring_attention
 from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled

@@ -82,13 +82,6 @@ def waiting(group: RankGroup, begun: Begun) -> Iterator[None]:
 
 
 @contextmanager
-def reporting(group: RankGroup, what: str, step: int) -> Iterator[None]:
-    """Around a collective of torch's own on a group: `call` without its mark."""
-    with call(group, Call(what, step)):
-        yield
-
-
-@contextmanager
 def telling(where: str) -> Iterator[None]:
     """An error that this rank meets within ends the others, too, if they wait for it."""
     try:

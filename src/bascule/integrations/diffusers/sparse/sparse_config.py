@@ -21,7 +21,7 @@ from bascule.plan.checks import is_int
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows
 from bascule.plan.sparse.choose_mesh import Strategies
-from bascule.workload.mask_model import load_masks
+from bascule.workload import load_masks
 
 _METHODS = "minimal_move", "stripe", "paper", "in_order"
 
