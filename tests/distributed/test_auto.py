@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from bascule import Cluster, CommError, SequenceParallel, TransformerCost
-from tests.distributed.harness import raised_by, run_ranks
 from tests.helpers.oracle import packed_attention
+from tests.helpers.ranks import raised_by, run_ranks
 
 NODE = Cluster(
     num_nodes=1,

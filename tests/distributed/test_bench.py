@@ -1,60 +1,13 @@
 """The main job, as a user starts it: two local ranks, real photos and synthetic streams."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from PIL import Image
 
-SMALL = [
-    "--ranks",
-    "2",
-    "--d-model",
-    "32",
-    "--num-heads",
-    "2",
-    "--num-single",
-    "1",
-    "--warmup",
-    "1",
-]
+from tests.helpers.bench import bench, summary
+
 BF16 = ("--dtype", "bfloat16")
-
-
-def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `bascule bench` with a tiny model."""
-    command = [sys.executable, "-m", "bascule.cli", "bench", *SMALL, "--out", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, timeout=110, env=environment
-    )
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
-NAMES = ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png", "hubble_deep_field.jpg")
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Real photos of different sizes from scikit-image, captions, and a file that is no photo."""
-    skimage = pytest.importorskip("skimage")
-    source = Path(skimage.__file__).parent / "data"
-    folder = tmp_path_factory.mktemp("photos of any size")
-    for number, name in enumerate(NAMES):
-        with Image.open(source / name) as photo:
-            photo.resize((photo.width // (number + 2), photo.height // (number + 2))).save(
-                folder / name
-            )
-    (folder / "chelsea.txt").write_text("a cat 🐈")
-    (folder / "broken.png").write_bytes(b"not a photo")
-    return folder
 
 
 def test_loss_falls_and_both_curves_coincide(photos: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from bascule.bench.loader_compare import LoaderComparison, join_samples, split_samples
 from bascule.bench.options import BenchOptions
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_bench import bench, photos, summary  # noqa: F401  (a fixture)
+from tests.helpers.bench import bench, summary
+from tests.helpers.ranks import run_ranks
 
 LONG_AND_SHORT = "g1b4i128f1s0,g1b3i256f1s0"
 
@@ -73,7 +73,7 @@ def test_samples_move_and_the_maths_stays(
     assert sum(step["plan"]["moved_tokens"] > 0 for step in steps) >= 3
 
 
-def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:
     arguments = ("--photos", str(photos), "--batch-size", "3", "--steps", "16", "--lr", "0.003")
     _, result, steps = bench_loader(tmp_path, *arguments)
     assert result["loader"]["applied_steps"] > 8

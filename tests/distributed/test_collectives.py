@@ -15,14 +15,14 @@ from bascule.attention.kernels import registry
 from bascule.attention.kernels.protocol import KernelQuery, OutLse
 from bascule.attention.mask import AttentionMask
 from bascule.parallel import SequenceParallel, Step
-from tests.distributed.calls_made import (
+from tests.helpers.calls_made import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
     calls_made,
 )
-from tests.distributed.cases import (
+from tests.helpers.cases import (
     COST,
     averaged,
     config_of,
@@ -31,7 +31,7 @@ from tests.distributed.cases import (
     own_samples,
     random_batch,
 )
-from tests.distributed.harness import run_ranks
+from tests.helpers.ranks import run_ranks
 
 Counts = dict[str, int]
 

@@ -14,9 +14,8 @@ from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import Cut, SplitTable, parallelize
 from bascule.integrations.diffusers.compiling import check_mode
-from tests.distributed.harness import run_ranks
-from tests.distributed.inference_cases import difference
-from tests.distributed.inference_toy import (
+from tests.helpers.inference_cases import difference
+from tests.helpers.inference_toy import (
     TABLE,
     grads_of,
     make_toy,
@@ -24,6 +23,7 @@ from tests.distributed.inference_toy import (
     toy_inputs,
     worst,
 )
+from tests.helpers.ranks import run_ranks
 
 GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 

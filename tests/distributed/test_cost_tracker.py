@@ -16,7 +16,7 @@ from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.solver.solve import assign
-from tests.distributed.harness import raised_by, run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 
 TRUTH = PolynomialCost(2e-9, 1e-6, 1e-5, overhead=2e-4)
 UNKNOWING = PolynomialCost(0.0, 1.0, 0.0)  # as if tokens were all that counts

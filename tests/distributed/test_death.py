@@ -16,8 +16,8 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import ROLL_CALL_S, roll_call
 from bascule.comm.guard.notes import Failure
 from bascule.parallel import SequenceParallel, Step
-from tests.distributed.cases import COST, config_of, make_model, random_batch, rank_loss
-from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
+from tests.helpers.cases import COST, config_of, make_model, random_batch, rank_loss
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 TIMEOUT_S = 8.0
 SHORT_TIMEOUT_S = 3.0

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bascule.errors import CommError
 from bascule.parallel import SequenceParallel, Step
-from tests.distributed.cases import COST, LENGTHS
-from tests.distributed.harness import raised_by, run_ranks
+from tests.helpers.cases import COST, LENGTHS
+from tests.helpers.ranks import raised_by, run_ranks
 
 FLOAT8 = [
     getattr(torch, name)

@@ -13,8 +13,8 @@ from bascule.comm.making import new_group
 from bascule.comm.meshes import AttentionMesh, mesh_of_all
 from bascule.comm.transfers import all_reduce
 from bascule.parallel import SequenceParallel
-from tests.distributed.cases import COST
-from tests.distributed.harness import raised_by, run_ranks
+from tests.helpers.cases import COST
+from tests.helpers.ranks import raised_by, run_ranks
 
 
 def beside_groups_of_some_ranks(topologies: list[str]) -> None:

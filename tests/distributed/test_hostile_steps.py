@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.parallel import SequenceParallel
-from tests.distributed.cases import COST
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_cases import make_mesh
+from tests.helpers.cases import COST
+from tests.helpers.inference_cases import make_mesh
+from tests.helpers.ranks import raised_by, run_ranks
 
 KNOWN_WITHIN_S = 30.0  # of waits of 60 s; on a quiet machine 2 s
 Heard = tuple[list[str], str, float]

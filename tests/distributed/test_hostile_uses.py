@@ -14,10 +14,10 @@ from torch.autograd import forward_ad
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.data.loader import BalancedLoader
 from bascule.parallel import SequenceParallel
-from tests.distributed.cases import COST
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_cases import make_mesh
-from tests.distributed.test_loader_leaving import await_word, tell
+from tests.helpers.cases import COST
+from tests.helpers.inference_cases import make_mesh
+from tests.helpers.loader_checks import await_word, tell
+from tests.helpers.ranks import raised_by, run_ranks
 
 KNOWN_WITHIN_S = 30.0  # of waits of 60 s; on a quiet machine 2 s
 Heard = tuple[list[str], str, float]

@@ -15,8 +15,8 @@ from torch.overrides import _get_current_function_mode_stack
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import sequence_parallel
-from tests.distributed.harness import run_ranks
-from tests.distributed.inference_cases import difference, make_mesh
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.ranks import run_ranks
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ring, Ulysses
 sdpa: Callable[..., Tensor] = functional.scaled_dot_product_attention

@@ -11,9 +11,9 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 from bascule.integrations.diffusers import parallelize
-from tests.distributed.harness import run_ranks
-from tests.distributed.inference_cases import difference, make_mesh
-from tests.distributed.inference_toy import CHANNELS, TABLE, WIDTH, make_toy, toy_inputs
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_toy import CHANNELS, TABLE, WIDTH, make_toy, toy_inputs
+from tests.helpers.ranks import run_ranks
 
 
 class Adapted(nn.Module):

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from bascule.integrations.diffusers import parallelize
-from tests.distributed.harness import run_ranks
-from tests.distributed.inference_cases import difference, make_mesh
-from tests.distributed.inference_toy import (
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_toy import (
     TABLE,
     direct,
     make_toy,
@@ -19,6 +18,7 @@ from tests.distributed.inference_toy import (
     toy_inputs,
     worst,
 )
+from tests.helpers.ranks import run_ranks
 
 
 def pickled(model: nn.Module) -> nn.Module:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.integrations.diffusers import SparseConfig, parallelize
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_cases import (
+from tests.helpers.inference_cases import (
     Case,
     Inputs,
     difference,
@@ -18,6 +17,7 @@ from tests.distributed.inference_cases import (
     make_mesh,
     make_model,
 )
+from tests.helpers.ranks import raised_by, run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow

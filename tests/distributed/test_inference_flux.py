@@ -16,15 +16,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import parallelize
-from tests.distributed.harness import run_ranks
-from tests.distributed.inference_cases import (
+from tests.helpers.inference_cases import (
     Case,
     difference,
     make_inputs,
     make_mesh,
     make_model,
 )
-from tests.distributed.inference_toy import TABLE, make_toy, toy_inputs
+from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow

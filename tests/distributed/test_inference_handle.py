@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import Cut, SplitTable, parallelize
-from tests.distributed.harness import run_ranks
-from tests.distributed.inference_cases import difference, make_mesh
-from tests.distributed.inference_toy import (
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_toy import (
     TABLE,
     grads_of,
     make_toy,
@@ -24,6 +23,7 @@ from tests.distributed.inference_toy import (
     toy_inputs,
     worst,
 )
+from tests.helpers.ranks import run_ranks
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ring, Ulysses
 SHAPES: list[dict[str, Any]] = [

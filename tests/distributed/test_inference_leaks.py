@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 
 from bascule.integrations.diffusers import parallelize
-from tests.distributed.harness import run_ranks
-from tests.distributed.held import Held, check_held, needs_proc
-from tests.distributed.inference_toy import TABLE, make_toy, toy_inputs
+from tests.helpers.held import Held, check_held, needs_proc
+from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
+from tests.helpers.ranks import run_ranks
 
 DEGREES = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}
 

@@ -11,9 +11,9 @@ from torch.distributed.fsdp import fully_shard
 
 from bascule.comm.quantize import Wire
 from bascule.integrations.diffusers import SparseConfig, parallelize
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_cases import difference, make_mesh
-from tests.distributed.inference_toy import TABLE, Toy, direct, make_toy, toy_gradients, toy_inputs
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_toy import TABLE, Toy, direct, make_toy, toy_gradients, toy_inputs
+from tests.helpers.ranks import raised_by, run_ranks
 
 
 def disagreements() -> dict[str, tuple[list[str], str]]:

@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention.api import AttentionMesh, attention
 from bascule.parallel import SequenceParallel, Step
-from tests.distributed.cases import COST
-from tests.distributed.harness import run_ranks
+from tests.helpers.cases import COST
+from tests.helpers.ranks import run_ranks
 
 LENS = [[30, 9, 2], [4], [7]]
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import NUM_FORMS
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_cases import make_mesh
-from tests.distributed.inference_toy import TABLE, make_toy, toy_inputs
-from tests.distributed.sparse_reference import lens_of
-from tests.distributed.test_inference_sparse import BLOCK, LAYERS, STEPS, make_masks, split_toy
+from tests.helpers.inference_cases import make_mesh
+from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
+from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.sparse_reference import lens_of
+from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, split_toy
 
 FIELDS: dict[str, tuple[Any, Any]] = {
     "keep": (0.5, 0.6),

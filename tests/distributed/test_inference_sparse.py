@@ -1,8 +1,6 @@
 """Models with block-sparse attention on meshes against one process with dense masked attention."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,24 +15,23 @@ from torch.overrides import _get_current_function_mode_stack
 
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import Cut, Parallelized, SparseConfig, SplitTable, parallelize
+from bascule.integrations.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.workload import save_masks
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_bytes import counted
-from tests.distributed.inference_cases import Case, difference, make_inputs, make_mesh, make_model
-from tests.distributed.inference_toy import (
+from tests.helpers.inference_bytes import counted
+from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
+from tests.helpers.inference_toy import (
     CHANNELS,
     TABLE,
-    Toy,
     grads_of,
     make_toy,
     toy_gradients,
     toy_inputs,
     worst,
 )
-from tests.distributed.sparse_reference import Bools, lens_of, one_process
+from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.sparse_reference import Bools, lens_of, one_process
+from tests.helpers.sparse_toy import BLOCK, LAYERS, STEPS, make_masks, split_toy
 
-BLOCK, STEPS, LAYERS = 4, 3, 2
 MESHES = [(1, 1), (2, 1), (1, 2), (2, 2)]  # ring, Ulysses
 LARGE_MESHES = [(4, 1), (1, 4), (3, 1), (1, 3), (4, 2), (2, 4)]
 TOYS: dict[str, dict[str, Any]] = {
@@ -49,17 +46,6 @@ TOYS: dict[str, dict[str, Any]] = {
 }
 MODELS = [Case("wan", 5, 2, 7, (3, 5)), Case("cogvideox", 5, 2, 7, (3, 5))]
 SMALL = [Case("wan", 4, 1, 8, (1, 3)), Case("cogvideox", 4, 1, 1, (1, 2))]
-
-
-def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
-    """Every step has another head that sees all, and rows that see nothing."""
-    generator = np.random.default_rng(heads * num_blocks)
-    shape = steps, LAYERS, heads, num_blocks, num_blocks
-    masks = generator.random(shape) < generator.random((steps, LAYERS, heads, 1, 1)) * 0.6
-    for step in range(steps):
-        masks[step, :, step % heads] = True
-        masks[step, :, (step + 1) % heads, ::2] = False
-    return masks
 
 
 def make_config(case: dict[str, Any], masks: Bools, **settings: Any) -> SparseConfig:
@@ -182,14 +168,6 @@ def test_wan_and_cogvideox_over_three_steps(meshes: list[tuple[int, int]]) -> No
             assert "sparse: 2 layers of density" in found["said"], found["said"]
             if found["new plans are worth it"]:
                 assert found["planned"] > LAYERS, found
-
-
-@contextmanager
-def split_toy(mesh: Any, **settings: Any) -> Iterator[tuple[Toy, Parallelized]]:
-    model = make_toy(num_blocks=LAYERS)
-    config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "move_cost": 0.0} | settings))
-    with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:
-        yield model, handle
 
 
 def options(ring: int, ulysses: int) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
 from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_cases import difference, make_mesh
-from tests.distributed.inference_toy import (
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_toy import (
     TABLE,
     grads_of,
     make_toy,
@@ -26,7 +25,8 @@ from tests.distributed.inference_toy import (
     toy_inputs,
     worst,
 )
-from tests.distributed.sparse_reference import Bools, lens_of, one_process
+from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.sparse_reference import Bools, lens_of, one_process
 
 BLOCK, LAYERS, SEGMENTS = 4, 2, (0, 32)
 DENSE_STEPS = (True, False, False, True)

@@ -15,9 +15,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from bascule.integrations.diffusers import Cut, SparseConfig, SplitTable, parallelize
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_cases import difference, make_mesh
-from tests.distributed.inference_toy import (
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.inference_toy import (
     CHANNELS,
     TABLE,
     WIDTH,
@@ -29,7 +28,8 @@ from tests.distributed.inference_toy import (
     toy_inputs,
     worst,
 )
-from tests.distributed.sparse_reference import one_process
+from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.sparse_reference import one_process
 
 Found = dict[str, Any]
 

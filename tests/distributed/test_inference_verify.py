@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from bascule.comm.quantize import Wire
 from bascule.errors import CommError, ConfigError
 from bascule.integrations.diffusers import Parallelized, parallelize
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.inference_bytes import counted
-from tests.distributed.inference_cases import make_mesh
-from tests.distributed.inference_toy import TABLE, Toy, make_toy, toy_inputs
+from tests.helpers.inference_bytes import counted
+from tests.helpers.inference_cases import make_mesh
+from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs
+from tests.helpers.ranks import raised_by, run_ranks
 
 MESHES = [(2, 1), (2, 2), (1, 4)]  # ring, Ulysses
 Hook = Callable[[nn.Module, Any, tuple[Tensor, Tensor]], Any]

@@ -17,8 +17,8 @@ from bascule.attention import packed
 from bascule.attention.api import AttentionMesh, attention
 from bascule.errors import CommError
 from bascule.parallel import SequenceParallel, Step
-from tests.distributed.cases import COST
-from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
+from tests.helpers.cases import COST
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 KNOWN_WITHIN_S = 30.0  # of waits that the groups would allow 60 s; on a quiet machine 2 s
 LENS = [[30, 9, 2], [4], [7]]

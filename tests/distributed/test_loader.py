@@ -18,8 +18,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.samples import sample_transfer
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
-from tests.distributed.harness import run_ranks
-from tests.distributed.loader_cases import (
+from tests.helpers.loader_cases import (
     COST,
     FAST,
     PER_RANK,
@@ -37,6 +36,7 @@ from tests.distributed.loader_cases import (
     same,
     sample_of,
 )
+from tests.helpers.ranks import run_ranks
 
 
 def check_all(schedules: list[tuple[int, Schedule]], num_ranks: int) -> list[list[Record]]:

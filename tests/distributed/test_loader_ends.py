@@ -12,8 +12,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.samples.loaded import Ends
 from bascule.plan.limits import Limits
-from tests.distributed.harness import run_ranks
-from tests.distributed.loader_cases import (
+from tests.helpers.loader_cases import (
     COST,
     FAST,
     PER_RANK,
@@ -24,6 +23,7 @@ from tests.distributed.loader_cases import (
     run_schedule,
     sample_of,
 )
+from tests.helpers.ranks import run_ranks
 
 
 def loader_of(samples: Any, **settings: Any) -> BalancedLoader:

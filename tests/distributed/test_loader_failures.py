@@ -1,10 +1,6 @@
 """What fails on one rank is the same error on every rank, naming where; and no thread stays."""
 
 import multiprocessing
-import os
-import random
-import re
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,16 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.data.loader import BalancedLoader
 from bascule.data.redistribute import Redistributor
 from bascule.plan.limits import Limits
-from tests.distributed.harness import run_ranks, run_to_the_end
-from tests.distributed.loader_cases import (
+from tests.helpers.loader_cases import (
     COST,
     FAST,
     PER_RANK,
@@ -31,12 +24,16 @@ from tests.distributed.loader_cases import (
     loader_threads,
     sample_of,
 )
+from tests.helpers.loader_checks import (
+    TIMEOUT_S,
+    Heard,
+    check_deaths,
+    loader_of,
+)
+from tests.helpers.ranks import run_ranks, run_to_the_end
 
-TIMEOUT_S = 6.0
 BAD_RANK = 1
 BAD_STEP = 2
-
-Heard = tuple[list[str], str]
 
 
 class Data(Dataset[Any]):
@@ -187,11 +184,6 @@ def test_what_no_plan_can_keep_names_the_step() -> None:
     assert f"step {BAD_STEP}" in text, text
 
 
-def loader_of(samples: Any, **settings: Any) -> BalancedLoader:
-    given: dict[str, Any] = {"timeout_s": TIMEOUT_S, "bytes_per_s": FAST, "collate_fn": list}
-    return BalancedLoader(samples, cost=COST, min_gain=0.0, **{**given, **settings})
-
-
 def leave() -> tuple[float, Heard | None]:
     """Two epochs left early by all, then one left by one rank only."""
     rank = dist.get_rank()
@@ -307,57 +299,6 @@ def closed_under_way() -> None:
 
 def test_a_forgotten_iteration_does_not_close_the_next() -> None:
     run_ranks(closed_under_way, 2)
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def dying(place: str, seed: int) -> tuple[Heard, float]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    victim = seed % world
-    draw = random.Random(seed)
-    when = draw.randrange(1, 6)
-    moment = draw.uniform(0.0, 0.2)
-    start = [time.monotonic()]
-
-    def load() -> Iterator[list[dict[str, Any]]]:
-        for k, group in enumerate(endless(rank)):
-            if rank == victim and place == "loading" and k == when:
-                die()
-            time.sleep(0.002)
-            yield [{**sample, "big": torch.zeros(20_000)} for sample in group * 3]
-
-    def run() -> None:
-        for batch in loader_of(load(), timeout_s=3.0):
-            if rank == victim and place == "any moment" and batch.step == 0:
-                threading.Timer(moment, die).start()
-            if rank == victim and place == "between steps" and batch.step == when:
-                die()
-            start[0] = time.monotonic()
-
-    heard = heard_by(run)
-    return heard, time.monotonic() - start[0]
-
-
-PLACES = ("loading", "between steps", "any moment")
-
-
-def check_deaths(place: str, seed: int, num_ranks: int) -> None:
-    outcomes = run_to_the_end(dying, num_ranks, place, seed)
-    victim = seed % num_ranks
-    assert outcomes[victim].exit_code == -signal.SIGKILL, outcomes[victim]
-    for rank, outcome in enumerate(outcomes):
-        if rank == victim:
-            continue
-        assert outcome.error is None, outcome.error
-        (classes, text), seconds = outcome.value
-        assert "CommError" in classes, text
-        assert "group 'loader'" in text and text.startswith("step "), text
-        # A rank that only times out later than the others may be missing for them, too.
-        missing = re.search(r"no report from ranks \[([\d, ]+)\]", text)
-        assert missing and str(victim) in missing[1].split(", "), text
-        assert seconds < 3.0 + ROLL_CALL_S + 3.0, seconds
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.packs import Pack
-from tests.distributed.harness import run_ranks
-from tests.distributed.loader_cases import COST, FAST, PER_RANK, loader_threads
+from tests.helpers.loader_cases import COST, FAST, PER_RANK, loader_threads
+from tests.helpers.ranks import run_ranks
 
 BAD_RANK = 1
 Case = tuple[Callable[[], object], str]

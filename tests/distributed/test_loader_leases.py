@@ -23,9 +23,8 @@ from bascule.data.leases import Lease, pool_of
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.plan.costs.cost_models import PolynomialCost
-from tests.distributed.harness import run_ranks
-from tests.distributed.held import Held, check_held, needs_proc
-from tests.distributed.loader_cases import (
+from tests.helpers.held import Held, check_held, needs_proc
+from tests.helpers.loader_cases import (
     COST,
     FAST,
     PER_RANK,
@@ -34,6 +33,7 @@ from tests.distributed.loader_cases import (
     loader_threads,
     sample_of,
 )
+from tests.helpers.ranks import run_ranks
 
 
 def loader_of(samples: Any, **settings: Any) -> BalancedLoader:

@@ -7,21 +7,18 @@ import atexit
 import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _get_default_store,  # pyright: ignore[reportPrivateUsage]
-)
 
 from bascule.comm.groups import member_of, resolve
 from bascule.data import departures, loader, prefetch
 from bascule.data.departures import Departure, Departures
 from bascule.data.loader import BalancedLoader
-from tests.distributed.harness import run_ranks, run_to_the_end
-from tests.distributed.loader_cases import COST, FAST, endless, loader_threads
+from tests.helpers.loader_cases import COST, FAST, endless, loader_threads
+from tests.helpers.loader_checks import await_word, tell
+from tests.helpers.ranks import run_ranks, run_to_the_end
 
 BAD_RANK = 1
 BAD_STEP = 3
@@ -47,15 +44,6 @@ def hurry() -> None:
     """Threads that have nothing to do look around more often."""
     prefetch._LOOK_S = 0.05  # pyright: ignore[reportPrivateUsage]
     loader.PATIENCE_S = 2.0
-
-
-def tell(key: str) -> None:
-    _get_default_store().set(f"test/{key}", "")
-
-
-def await_word(key: str) -> None:
-    """What stands for a collective of the model, in which ranks wait for each other."""
-    _get_default_store().wait([f"test/{key}"], timedelta(seconds=60))
 
 
 def outcome(run: Callable[[str, Seen], None], name: str) -> Case:

@@ -1,76 +1,18 @@
 """A run that stops anywhere goes on with exactly the samples that were not delivered."""
 
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
 from bascule.data.source import ResumableSampler
 from bascule.plan.costs.cost_models import PolynomialCost
-from tests.distributed.harness import run_ranks
-from tests.distributed.loader_cases import COST, FAST, TIMEOUT_S, allow_workers, heard_by
-
-State = dict[str, Any]
-Delivered = list[tuple[tuple[int, int, int], list[int]]]
-
-
-class Numbers(Dataset[Any]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        return {"id": place, "input_ids": torch.zeros(1 + place * 7919 % 50, dtype=torch.int64)}
-
-
-def balanced(inner: Any, group: Any, **settings: Any) -> BalancedLoader:
-    given: dict[str, Any] = {"cost": COST, "ends": "finish", "bytes_per_s": FAST, "min_gain": 0.0}
-    return BalancedLoader(
-        inner, mesh_or_group=group, collate_fn=list, timeout_s=TIMEOUT_S, **{**given, **settings}
-    )
-
-
-def over(
-    size: int, group: Any, *, batch_size: int, num_workers: int = 0, **settings: Any
-) -> BalancedLoader:
-    """The dataset, dealt over the ranks of a group."""
-    sampler = ResumableSampler(
-        size, rank=dist.get_rank(group), num_ranks=dist.get_world_size(group)
-    )
-    inner: DataLoader[Any] = DataLoader(
-        Numbers(size), batch_size, sampler=sampler, num_workers=num_workers, collate_fn=list
-    )
-    return balanced(inner, group, **settings)
-
-
-def ids_of(batch: Batch) -> list[int]:
-    return [] if batch.is_padding else [sample["id"] for sample in batch.data or []]
-
-
-def run(loader: BalancedLoader, stop: int | None = None) -> tuple[Delivered, list[State]]:
-    """What is delivered up to a microbatch, and the state before and after each."""
-    delivered: Delivered = []
-    states = [loader.state_dict()]
-    if stop == 0:
-        return delivered, states
-    for batch in loader:
-        delivered.append(((batch.epoch, batch.step, batch.microbatch), ids_of(batch)))
-        states.append(loader.state_dict())
-        if len(delivered) == stop:
-            break
-    return delivered, states
-
-
-def flat(delivered: Delivered) -> list[int]:
-    return [i for _, ids in delivered for i in ids]
+from tests.helpers.loader_cases import allow_workers, heard_by
+from tests.helpers.loader_checks import Numbers, State, balanced, check_chains, flat, over, run
+from tests.helpers.ranks import run_ranks
 
 
 def gathered(group: Any, ids: list[int]) -> Counter[int]:
@@ -121,41 +63,6 @@ def test_every_point_of_an_epoch_at_the_same_and_other_numbers_of_ranks(
             before = [i for told in stopped for ids in told[k][1][:point] for i in ids]
             after = [i for rest in rests for i in rest[k][point]]
             assert sorted(before + after) == list(range(29)), (k, point, before, after)
-
-
-def one_round(runs: list[tuple[int, State | None, int]], turn: int) -> list[Any]:
-    """Of each run that is not over: this rank's ids, the state, and whether it is over."""
-    told = []
-    for size, state, seed in runs:
-        draw = random.Random(100 * seed + turn)
-        settings = {"batch_size": draw.randint(1, 4), "accumulate": draw.randint(1, 3)}
-        loader = over(size, None, **settings)
-        if state is not None:
-            loader.load_state_dict(state)
-        delivered, states = run(loader, draw.randint(0, 3) if turn < 4 else None)
-        told.append((flat(delivered), states[-1], loader.state_dict()["epoch"] == 1))
-    return told
-
-
-def check_chains(seeds: range) -> int:
-    """Epochs stopped at random again and again, on another number of ranks each time."""
-    seen: dict[int, list[int]] = {seed: [] for seed in seeds}
-    runs = [(5 + 9 * (seed % 6), None, seed) for seed in seeds]
-    num_stops = 0
-    for turn, num_ranks in enumerate((2, 3, 1, 4, 2)):
-        results = run_ranks(one_round, num_ranks, runs, turn)
-        left = []
-        for (size, _, seed), of_rank in zip(runs, zip(*results, strict=True), strict=True):
-            seen[seed] += [i for ids, _, _ in of_rank for i in ids]
-            assert len({str(state) for _, state, _ in of_rank}) == 1
-            if not of_rank[0][2]:
-                left.append((size, of_rank[0][1], seed))
-        runs = left
-        num_stops += len(left)
-    assert not runs
-    for seed in seeds:
-        assert sorted(seen[seed]) == list(range(5 + 9 * (seed % 6))), seed
-    return num_stops
 
 
 def test_runs_resumed_again_and_again_on_other_numbers_of_ranks() -> None:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tests.distributed.harness import run_ranks
-from tests.distributed.loader_cases import Schedule, check_exactly_once, check_mean, run_many
-from tests.distributed.test_loader_failures import PLACES, check_deaths
-from tests.distributed.test_loader_resume import check_chains
+from tests.helpers.loader_cases import Schedule, check_exactly_once, check_mean, run_many
+from tests.helpers.loader_checks import PLACES, check_chains, check_deaths
+from tests.helpers.ranks import run_ranks
 
 NUM_SCHEDULES = 500
 NUM_KILLS = 50

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
-from tests.distributed.harness import run_ranks
-from tests.distributed.loader_cases import COST, FAST, TIMEOUT_S, Schedule, sample_of
+from tests.helpers.loader_cases import COST, FAST, TIMEOUT_S, Schedule, sample_of
+from tests.helpers.ranks import run_ranks
 
 
 class Tiny(torch.nn.Module):

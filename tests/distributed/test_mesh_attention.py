@@ -1,8 +1,6 @@
 """Ulysses by ring against one process, for shapes and masks on which peers fail or are wrong."""
 
 import itertools
-import math
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.attention.shards import positions_on
 from bascule.errors import ConfigError
-from tests.distributed.harness import run_ranks
+from tests.helpers.mesh_cases import difference, make_mask, make_mesh, reference
+from tests.helpers.ranks import run_ranks
 
 DEGREES = [
     (ring, ulysses)
@@ -22,60 +21,6 @@ DEGREES = [
     if ring * ulysses in (2, 3, 4, 6, 8)
 ]
 MASKS = ("none", "key padding", "bool", "additive", "empty rows", "by head", "causal")
-
-
-Three = tuple[Tensor, Tensor, Tensor]
-
-
-def three(tensors: Iterable[Tensor]) -> Three:
-    """Queries, keys and values."""
-    q, k, v = tensors
-    return q, k, v
-
-
-def make_mesh(ring: int, ulysses: int) -> AttentionMesh:
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    return AttentionMesh.of(mesh)
-
-
-def make_mask(kind: str, batch: int, heads: int, length: int, dtype: torch.dtype) -> Tensor | None:
-    generator = torch.Generator().manual_seed(length)
-    if kind in ("none", "causal"):
-        return None
-    if kind == "additive":
-        return torch.randn(1, 1, length, length, generator=generator, dtype=dtype)
-    if kind == "key padding":
-        mask = torch.rand(batch, 1, 1, length, generator=generator) < 0.7
-        mask[..., :1] = True
-        return mask
-    shape = (batch, heads if kind == "by head" else 1, length, length)
-    mask = torch.rand(shape, generator=generator) < 0.5
-    if kind == "empty rows":
-        mask[:, :, ::2] = False
-    else:
-        mask[..., 0] = True
-    return mask
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Plain softmax over the whole sequence; rows that see nothing give 0."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    empty = torch.isneginf(scores).all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    return weights @ v
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp(min=1e-300))
 
 
 def compare(

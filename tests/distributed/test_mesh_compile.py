@@ -17,8 +17,8 @@ from bascule.attention.call_spec import CallSpec
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.ulysses import TokenOrder, heads_to_tokens, tokens_to_heads
 from bascule.comm.quantize import Wire
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.test_mesh_attention import Three, difference, make_mask, make_mesh, three
+from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three
+from tests.helpers.ranks import raised_by, run_ranks
 
 MESHES = [(1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (3, 1), (1, 3), (2, 3)]
 SOME_MESHES = [(2, 1), (1, 2), (2, 2)]

@@ -5,17 +5,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_mesh_attention import (
+from bascule.attention.api import SequenceLayout, attention, gather, split
+from tests.helpers.mesh_cases import (
     difference,
     make_mask,
     make_mesh,
     reference,
+    summed,
     three,
 )
+from tests.helpers.ranks import run_ranks
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 3), (3, 1), (2, 3), (4, 2)]
 CASES: list[dict[str, Any]] = [
@@ -40,23 +40,6 @@ def layout_of(case: dict[str, Any], ring: int, ulysses: int) -> SequenceLayout:
     return SequenceLayout(
         case["segments"], ring, ulysses, case.get("zig", False), case["replicated"]
     )
-
-
-def placed(local: Tensor, mesh: AttentionMesh, layout: SequenceLayout) -> Tensor:
-    """A rank's tokens where they belong in the sequence, zeros elsewhere."""
-    whole = local.new_zeros(*local.shape[:2], layout.seq_len, local.shape[3])
-    first = 0
-    for start, stop in layout.shares(*mesh.place):
-        whole[:, :, start:stop] += local[:, :, first : first + stop - start]
-        first += stop - start
-    assert first == local.shape[2]
-    return whole
-
-
-def summed(local: Tensor, mesh: AttentionMesh, layout: SequenceLayout) -> Tensor:
-    whole = placed(local, mesh, layout)
-    dist.all_reduce(whole)
-    return whole
 
 
 def compare(ring: int, ulysses: int, case: dict[str, Any]) -> float:

@@ -17,8 +17,8 @@ from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gath
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.tiles import without_lost_scores
 from bascule.errors import ConfigError
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.test_mesh_attention import Three, difference, make_mesh, reference, three
+from tests.helpers.mesh_cases import Three, difference, make_mesh, reference, three
+from tests.helpers.ranks import raised_by, run_ranks
 
 ALONE = AttentionMesh(None, None, None)
 WORLDS = [(2, 1), (1, 2), (2, 2), (3, 1)]

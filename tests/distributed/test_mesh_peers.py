@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.attention.kernels.registry import merge
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.test_mesh_attention import Three, difference, make_mesh, reference, three
+from tests.helpers.mesh_cases import Three, difference, make_mesh, reference, three
+from tests.helpers.ranks import raised_by, run_ranks
 
 EXACT = 1e-10
 

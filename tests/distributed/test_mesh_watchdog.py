@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.comm.guard.failures import ROLL_CALL_S
-from tests.distributed.harness import raised_by, run_to_the_end
+from tests.helpers.ranks import raised_by, run_to_the_end
 
 TIMEOUT_S = 4.0
 VICTIM = 1

@@ -14,8 +14,8 @@ from bascule.parallel import SequenceParallel
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
-from tests.distributed.cases import COST
-from tests.distributed.harness import raised_by, run_ranks
+from tests.helpers.cases import COST
+from tests.helpers.ranks import raised_by, run_ranks
 
 Error = tuple[list[str], str]
 

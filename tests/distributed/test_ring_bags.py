@@ -12,13 +12,19 @@ from torch import Tensor
 
 from bascule.parallel import SequenceParallel, Step
 from bascule.plan.topology.spec import Topology
-from tests.distributed.calls_made import ALL_GATHER, ALL_TO_ALL, RING, calls_made
-from tests.distributed.cases import COST, LENGTHS, all_batches
-from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
-from tests.distributed.test_bench import bench, summary
-from tests.distributed.test_equality import Layouts, errors_in_bf16, train_everywhere
-from tests.distributed.test_training import checkpointed, sharded, two_plans_alive
+from tests.helpers.bench import bench, summary
+from tests.helpers.calls_made import ALL_GATHER, ALL_TO_ALL, RING, calls_made
+from tests.helpers.cases import COST, LENGTHS, all_batches
 from tests.helpers.oracle import packed_attention
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.training import (
+    Layouts,
+    checkpointed,
+    errors_in_bf16,
+    sharded,
+    train_everywhere,
+    two_plans_alive,
+)
 
 # World size: (query heads, key-value heads): topologies. Some heads do not divide among the groups.
 LAYOUTS: dict[int, Layouts] = {

@@ -19,9 +19,9 @@ from bascule.attention.sparse.block_sparse import (
 from bascule.attention.sparse.rules import block_scores, keep_top_k
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.test_mesh_attention import difference, make_mesh, reference
-from tests.property.sparse_simulation import dense_masks
+from tests.helpers.mesh_cases import difference, make_mesh, reference
+from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.sparse_simulation import dense_masks
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 MESHES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (4, 1), (1, 4)]

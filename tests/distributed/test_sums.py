@@ -20,9 +20,9 @@ from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.routes import Route
-from tests.distributed.calls_made import ALL_TO_ALL, calls_made
-from tests.distributed.cases import COST
-from tests.distributed.harness import run_ranks
+from tests.helpers.calls_made import ALL_TO_ALL, calls_made
+from tests.helpers.cases import COST
+from tests.helpers.ranks import run_ranks
 
 BIG, ONE = 256.0, 1.0  # in bfloat16, BIG + ONE is BIG
 

@@ -6,9 +6,7 @@ numbers of tokens differ by up to a hundred times, and so do those of the two pr
 
 import copy
 import json
-import os
 import shutil
-import socket
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from bascule.data.collators import collate_padded
 from bascule.data.loader import BalancedLoader
 from bascule.data.source import ResumableSampler
 from bascule.errors import ConfigError
-from tests.distributed.harness import raised_by, run_ranks, run_to_the_end
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("transformers")
 
@@ -86,20 +85,6 @@ def make_model(kind: str) -> Any:
         num_key_value_heads=2,
     )
     return Qwen2ForCausalLM(config)
-
-
-def join_world() -> None:
-    """What torchrun would have set; accelerate reads it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    port = [0]
-    if rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = [free.getsockname()[1]]
-    dist.broadcast_object_list(port)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0])}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(size), "ACCELERATE_USE_CPU": "true"}
 
 
 def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **given: Any) -> Any:

@@ -23,8 +23,8 @@ from bascule.comm.transfers import all_gather, all_reduce, all_to_all, broadcast
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner
-from tests.distributed.cases import COST
-from tests.distributed.harness import raised_by, run_ranks
+from tests.helpers.cases import COST
+from tests.helpers.ranks import raised_by, run_ranks
 
 KNOWN_WITHIN_S = 30.0  # of waits that the groups would allow 60 s; on a quiet machine 2 s
 LENS = [30, 9, 2], [4]  # on two ranks; whoever balances them moves some

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from bascule import TransformerCost
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_trainer import join_world
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("transformers")
 pytest.importorskip("skimage")

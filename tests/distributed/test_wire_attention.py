@@ -19,16 +19,16 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Format, Wire, measure_error
 from bascule.comm.transfers import Transfers
 from bascule.errors import ConfigError
-from tests.distributed.harness import raised_by, run_ranks
-from tests.distributed.test_mesh_attention import (
+from tests.helpers.mesh_cases import (
     Three,
     difference,
     make_mask,
     make_mesh,
     reference,
+    summed,
     three,
 )
-from tests.distributed.test_mesh_joint import summed
+from tests.helpers.ranks import raised_by, run_ranks
 
 # Shapes are batch, heads, key-value heads, width.
 CASES: list[dict[str, Any]] = [

@@ -13,7 +13,7 @@ from bascule.attention.kernels.registry import KERNELS
 from bascule.errors import ConfigError
 from bascule.models import Exchange, LocalExchange, MMDiT, PackedBatch
 from bascule.parallel import SequenceParallel
-from tests.distributed.cases import (
+from tests.helpers.cases import (
     COST,
     Batch,
     Gradients,
@@ -25,8 +25,8 @@ from tests.distributed.cases import (
     norm_of,
     random_batch,
 )
-from tests.distributed.harness import run_ranks
 from tests.helpers.oracle import packed_attention
+from tests.helpers.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bascule.attention.kernels.registry import select_kernel
 from bascule.errors import ConfigError
-from tests.unit.test_sparse_blocks import (
+from tests.helpers.sparse_blocks import (
     NAMES,
     attend,
     attend_in_halves,

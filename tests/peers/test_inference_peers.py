@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from bascule.integrations.diffusers import parallelize
-from tests.distributed.harness import run_ranks
-from tests.distributed.inference_cases import (
+from tests.helpers.inference_cases import (
     Case,
     difference,
     make_inputs,
     make_mesh,
     make_model,
 )
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.attention.api import AttentionMesh, SequenceLayout, split
 from bascule.errors import ConfigError
 from bascule.integrations.xdit import in_batch_attn_func, unified_attn_func, usp
-from tests.distributed.harness import run_ranks
-from tests.distributed.test_mesh_attention import difference, make_mesh, reference, three
+from tests.helpers.mesh_cases import difference, make_mesh, reference, three
+from tests.helpers.ranks import run_ranks
 
 Defaults = dict[str, str | None]  # by parameter, the source of its default
 

@@ -12,7 +12,7 @@ from bascule.errors import ConfigError
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.topology.spec import Topology
-from tests.property.simulation import assert_certificate, assert_sound, flat, squares
+from tests.helpers.simulation import assert_certificate, assert_sound, flat, squares
 
 COST = TransformerCost(3072, gamma=0.426)
 PLANNERS = st.sampled_from(["lpt", "knapsack"])

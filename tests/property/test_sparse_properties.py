@@ -14,8 +14,8 @@ from bascule.plan.sparse import (
     partition_heads,
     sparse_imbalance,
 )
-from tests.property.simulation import exchange
-from tests.property.sparse_simulation import (
+from tests.helpers.simulation import exchange
+from tests.helpers.sparse_simulation import (
     Bools,
     at_home,
     attend,

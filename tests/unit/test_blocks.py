@@ -25,9 +25,9 @@ from bascule.attention.kernels.protocol import (
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
+from tests.helpers.blocks import SCALE, dense
 
 ON_CPU = ["plain", "cpu_flash"]
-SCALE = 0.4
 
 
 def inputs(
@@ -51,25 +51,6 @@ def make_bias(kind: str, rows: int, columns: int) -> Tensor | None:
     else:
         hidden[..., 0] = False
     return torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -math.inf)
-
-
-def dense(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Softmax written out; 0 and -inf for a query without keys."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    scores = torch.einsum("bhqd,bhkd->bhqk", q, k) * scale
-    if mask.bias is not None:
-        scores = scores + mask.bias
-    if mask.causal:
-        place = torch.arange(scores.shape[-1])
-        scores = scores.masked_fill(place[:, None] < place[None, :], -math.inf)
-    empty = scores.isneginf().all(-1)
-    safe = scores.masked_fill(empty[..., None], 0.0)
-    out = torch.einsum("bhqk,bhkd->bhqd", safe.softmax(-1), v)
-    lse = safe.logsumexp(-1)
-    return out.masked_fill(empty[..., None], 0.0), lse.masked_fill(empty, -math.inf)
 
 
 BIASES = ("none", "additive", "keys", "rows", "empty rows")

@@ -6,18 +6,7 @@ from pathlib import Path
 import pytest
 
 from bascule import Plan
-from bascule.cli import main
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of the command line."""
-    code = 0
-    try:
-        main(list(arguments))
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+from tests.helpers.cli import run
 
 
 def test_plan_draws_a_bar_for_each_rank(capsys: pytest.CaptureFixture[str]) -> None:

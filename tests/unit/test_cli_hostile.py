@@ -27,8 +27,8 @@ from bascule.workload.codes import (
     sample_lengths,
 )
 from bascule.workload.manifest import read_manifest
-from tests.unit.test_checks import refusal
-from tests.unit.test_cli import run
+from tests.helpers.cli import run
+from tests.helpers.refusals import refusal
 
 LENGTHS = ("--lengths", "500,400/300,2")
 SYNTHETIC = ("sparse", "--model", "wan2.1", "--ranks", "2")

@@ -9,8 +9,7 @@ from bascule.cli.reading import InputOptions
 from bascule.plan.batch import plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
-from tests.unit.test_cli import run
-from tests.unit.test_imports import modules_imported_by
+from tests.helpers.cli import modules_imported_by, run
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,8 @@ from bascule.report import sparse_picture
 from bascule.report.sparse_picture import write_picture
 from bascule.sim.sparse_study import WAYS, Setting
 from bascule.workload import save_masks
-from tests.unit.test_cli import run
-from tests.unit.test_imports import modules_imported_by
-from tests.unit.test_sparse_study import (
+from tests.helpers.cli import modules_imported_by, run
+from tests.helpers.sparse_studies import (
     DEAR_ROUNDS,
     HEAD_DIM,
     LATENCY,

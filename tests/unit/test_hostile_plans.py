@@ -29,7 +29,7 @@ from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
 from bascule.plan.topology.search import suggest_topology
 from bascule.plan.topology.spec import Topology
-from tests.unit.test_checks import NO_NUMBERS, NO_VECTORS, UNREADABLE, refusal, title
+from tests.helpers.refusals import NO_NUMBERS, NO_VECTORS, UNREADABLE, refusal, refused, title
 
 COST = TransformerCost(64)
 BATCH = [[5, 9], [6, 7]]
@@ -45,11 +45,6 @@ MACHINE: dict[str, Any] = {
 NODE = Cluster(**MACHINE)
 SINGLES = Cluster(**{**MACHINE, "num_nodes": 2, "ranks_per_node": 1})  # no wires in a bag
 ITERATIONS = [[[5], [6]], [[7], [8]], [[9], [10]], [[3], [4]]]
-
-
-def refused(*calls: Callable[[], object]) -> None:
-    for call in calls:
-        refusal(call)
 
 
 def with_cost(cost: Any) -> list[Callable[[], object]]:

@@ -29,8 +29,7 @@ from bascule.plan.sparse import (
 from bascule.plan.sparse.choose_mesh import Strategies, all_degrees, choose_strategy
 from bascule.workload import load_masks, save_masks
 from bascule.workload.mask_model import MaskModel, synthetic_masks
-from tests.unit.test_checks import NO_NUMBERS, UNREADABLE, refusal, title
-from tests.unit.test_hostile_plans import refused
+from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 
 MATRIX = np.arange(16.0).reshape(4, 4)
 MASKS = np.ones((2, 4, 4), bool)

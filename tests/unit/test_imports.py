@@ -5,17 +5,7 @@ import sys
 
 import pytest
 
-
-def modules_imported_by(*args: str) -> set[str]:
-    """Names of all modules that a fresh interpreter imports when it runs with these arguments."""
-    process = subprocess.run(
-        [sys.executable, "-X", "importtime", *args], capture_output=True, text=True, timeout=60
-    )
-    # Lines read "import time:   self [us] | cumulative | indented name".
-    lines = process.stderr.splitlines()
-    errors = [line for line in lines if not line.startswith("import time:")]
-    assert process.returncode == 0, "\n".join(errors)
-    return {line.rpartition("|")[2].strip() for line in lines if line.startswith("import time:")}
+from tests.helpers.cli import modules_imported_by
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.step import plan_step
 from bascule.plan.topology.search import suggest_topology
 from bascule.plan.topology.spec import Topology
-from tests.property.simulation import assert_certificate, assert_chunks, assert_sound, squares
+from tests.helpers.simulation import assert_certificate, assert_chunks, assert_sound, squares
 
 COST = TransformerCost(3072, gamma=0.426)
 PLANNERS = ["lpt", "knapsack"]

@@ -10,7 +10,7 @@ from bascule.plan import metrics
 from bascule.plan.batch import plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
-from tests.property.simulation import assert_certificate, squares
+from tests.helpers.simulation import assert_certificate, squares
 
 COST = TransformerCost(3072, gamma=0.426)
 

@@ -11,7 +11,7 @@ from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync, plan_step, step_makespan
-from tests.property.simulation import assert_sound, squares
+from tests.helpers.simulation import assert_sound, squares
 
 SYNCS: list[Sync] = ["microbatch", "step"]
 

@@ -14,9 +14,9 @@ from bascule.comm import quantize
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.quantize import Deviation, Format, Wire, measure_error
 from bascule.errors import ConfigError
-from tests.distributed.harness import run_ranks
+from tests.helpers.ranks import run_ranks
+from tests.helpers.rows import FORMATS, normal, there_and_back, with_offsets
 
-FORMATS: list[Format] = ["int8", "e4m3"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LARGEST = {"int8": 127.0, "e4m3": 448.0}
 
@@ -53,14 +53,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def relative(x: Tensor, reference: Tensor) -> float:
     return float((x.double() - reference.double()).norm() / reference.double().norm())
-
-
-def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def there_and_back(wire: Wire, x: Tensor, centre: Tensor | None = None) -> Tensor:
-    return wire.unpack(wire.pack(x, centre), x.dtype, centre)
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -197,16 +189,6 @@ def test_wrong_input_is_refused() -> None:
 
 
 # --- centres --------------------------------------------------------------------------------------
-
-
-def with_offsets(x: Tensor, seed: int) -> Tensor:
-    """8 sigma in 4 channels, the same for every token; channels and signs differ by head."""
-    generator = torch.Generator().manual_seed(seed)
-    offset = torch.zeros(x.shape[1], 1, x.shape[-1])
-    for head in offset:
-        channels = torch.randperm(x.shape[-1], generator=generator)[:4]
-        head[0, channels] = torch.tensor([8.0, -8.0, 8.0, -8.0])
-    return x + offset
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

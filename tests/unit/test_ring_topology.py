@@ -14,8 +14,8 @@ from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
-from tests.property.simulation import assert_sound
-from tests.unit.test_cli import run
+from tests.helpers.cli import run
+from tests.helpers.simulation import assert_sound
 
 COST = TransformerCost(3072, gamma=0.426)
 

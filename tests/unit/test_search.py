@@ -14,7 +14,7 @@ from bascule.plan.costs.prices import price
 from bascule.plan.limits import Limits
 from bascule.plan.topology.search import suggest_topology
 from bascule.plan.topology.spec import Topology
-from tests.property.simulation import assert_chunks, assert_delivery
+from tests.helpers.simulation import assert_chunks, assert_delivery
 
 COST = TransformerCost(1024, num_layers=4)
 H100 = (400e12, 80e9, 150e9, 25e9, 1e-5)

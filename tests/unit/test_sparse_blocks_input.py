@@ -11,8 +11,8 @@ from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.errors import ConfigError
-from tests.unit.test_blocks import SCALE
-from tests.unit.test_sparse_blocks import DIM, Case, make_case
+from tests.helpers.blocks import SCALE
+from tests.helpers.sparse_blocks import DIM, Case, make_case
 
 
 def test_rows_by_key_and_runs() -> None:

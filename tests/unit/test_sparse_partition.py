@@ -9,7 +9,7 @@ import pytest
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import partition_blocks, partition_heads
 from bascule.plan.sparse.moves import _disjoint
-from tests.property.sparse_simulation import MASK_KINDS, clustered_mask, mask_of, toeplitz_mask
+from tests.helpers.sparse_simulation import MASK_KINDS, clustered_mask, mask_of, toeplitz_mask
 
 # Heads
 

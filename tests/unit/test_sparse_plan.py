@@ -21,7 +21,7 @@ from bascule.plan.sparse import (
     partition_heads,
     sparse_imbalance,
 )
-from tests.property.sparse_simulation import MASK_KINDS, mask_of, random_mask
+from tests.helpers.sparse_simulation import MASK_KINDS, mask_of, random_mask
 
 
 def contiguous_rho(masks: np.ndarray, ulysses: int, ring: int) -> float:

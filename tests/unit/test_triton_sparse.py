@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_sparse_blocks import (
+from tests.helpers.sparse_blocks import (
     NAMES,
     Case,
     attend,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from bascule.data.samples.wire import ALIGNMENT, parcel, read
 from bascule.errors import ConfigError
-from tests.distributed.loader_cases import same
+from tests.helpers.loader_cases import same
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 

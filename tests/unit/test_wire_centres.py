@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bascule.comm.quantize import Format, Wire, take_centres
-from tests.unit.test_quantize import FORMATS, normal, there_and_back, with_offsets
+from tests.helpers.rows import FORMATS, normal, there_and_back, with_offsets
 
 
 def with_outliers(x: Tensor, factor: float) -> Tensor:

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan
-from tests.property.simulation import exchange
+from tests.helpers.simulation import exchange
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ from bascule.attention.kernels.protocol import AttentionKernel, merge
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
-from tests.unit.test_blocks import SCALE, dense
+from tests.helpers.blocks import SCALE, dense
 
 pytestmark = [
     pytest.mark.gpu,
