@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from _common import ratio, summary, time_interleaved, verdict, write_results
+from bascule.attention.kernels.packed_kernels import PackedSequences
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bascule.attention import packed
-from bascule.attention.kernels.packed_kernels import PackedSequences
 from bascule.attention.packed import Bag, attend
 from bascule.comm.groups import RankGroup
 from bascule.comm.meshes import AttentionMesh

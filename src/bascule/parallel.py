@@ -56,7 +56,7 @@ class SequenceParallel:
     """
 
     @told("construction of a SequenceParallel")
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public)
         self,
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
         topology: Topology | str,

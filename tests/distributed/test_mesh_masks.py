@@ -12,8 +12,8 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from bascule.attention.agreement import digest_of
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.call_marks import digest_of
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.tiles import without_lost_scores
 from bascule.errors import ConfigError

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import ops
-from bascule.attention.agreement import rows_of_call
+from bascule.attention.call_marks import rows_of_call
 from bascule.attention.call_spec import CallSpec, check_call
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.shards import (
@@ -87,7 +87,7 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
 
 
 @told("attention over a mesh")
-def attention(
+def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -139,39 +139,50 @@ def attention(
     ranks = place_in(mesh)
     if not torch.compiler.is_compiling():
         check_call("attention", (q, k, v), is_causal, scale, kernel)
-        if not isinstance(wire, Wire | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"attention: wire={wire!r}: give a Wire, as Wire('int8'), or None")
     refuse_derivatives("attention", q, k, v, attn_mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, attn_mask)
-    _check_centres(wire, k)
-    num_kv_heads = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1])
+    _check_wire(wire, k)
     wire = None if ranks.degrees == (1, 1) else wire
-    segments, spec = (
-        list(layout.segments),
-        CallSpec(
-            mesh=ranks.name,
-            num_heads=q.shape[1],
-            num_kv_heads=num_kv_heads,
-            zigzag=layout.zigzag,
-            stripe=layout.stripe,
-            causal=is_causal,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale,
-            kernel=kernel or "",
-            wire="" if wire is None else wire.format,
-            rows=rows_of_call(q, wire, attn_mask, layout.replicated),
-        ),
+    spec = CallSpec(
+        mesh=ranks.name,
+        num_heads=q.shape[1],
+        num_kv_heads=_enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]),
+        zigzag=layout.zigzag,
+        stripe=layout.stripe,
+        causal=is_causal,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        kernel=kernel or "",
+        wire="" if wire is None else wire.format,
+        rows=rows_of_call(q, wire, attn_mask, layout.replicated),
     )
-    q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
-    q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), attn_mask, is_causal)
-    wire = None if wire is None else _with_centres(wire, k, v, segments, spec)
-    k, v = (_repeated(x, num_kv_heads) for x in (k, v))
     overlaps = q.device.type == "cpu" if overlap is None else overlap
-    if overlaps and _can_overlap(ranks, layout, is_causal, wire):
-        out, *_ = overlapped_attention(q, k, v, attn_mask, segments, spec.text)
+    return _attend(q, k, v, attn_mask, ranks, layout, wire, spec, overlaps=overlaps)
+
+
+def _attend(  # noqa: PLR0913  (compilers take tensors by themselves)
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    ranks: Place,
+    layout: SequenceLayout,
+    wire: Wire | None,
+    spec: CallSpec,
+    *,
+    overlaps: bool,
+) -> Tensor:
+    """`attention` of what was checked."""
+    segments = list(layout.segments)
+    q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
+    q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), mask, spec.causal)
+    wire = None if wire is None else _with_centres(wire, k, v, segments, spec)
+    k, v = (_repeated(x, spec.num_kv_heads) for x in (k, v))
+    if overlaps and _can_overlap(ranks, layout, spec.causal, wire):
+        out, *_ = overlapped_attention(q, k, v, mask, segments, spec.text)
     else:
-        out = _in_turn(q, k, v, attn_mask, ranks, layout, wire, spec)
+        out = _in_turn(q, k, v, mask, ranks, layout, wire, spec)
     return _replicated(out, ranks, layout, spec) if layout.replicated else out
 
 
@@ -312,12 +323,15 @@ def _check(
             )
 
 
-def _check_centres(wire: Wire | None, k: Tensor) -> None:
-    """Refuse centres of other keys.
+def _check_wire(wire: Wire | None, k: Tensor) -> None:
+    """Refuse what is no wire, and centres of other keys.
 
     Raises:
         ConfigError: Names the shapes.
     """
+    is_wire = torch.compiler.is_compiling() or isinstance(wire, Wire | None)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not is_wire:
+        raise ConfigError(f"attention: wire={wire!r}: give a Wire, as Wire('int8'), or None")
     wanted = (*k.shape[:2], 1, k.shape[3])
     for centre in () if wire is None else (wire.k_centre, wire.v_centre):
         if centre is not None and tuple(centre.shape) != wanted:

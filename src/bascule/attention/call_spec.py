@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.guard.calls import Call
-from bascule.comm.heads import HeadShares
+from bascule.comm.head_exchange import HeadShares
 from bascule.comm.meshes import AttentionMesh, mesh_named
 from bascule.errors import CommError, ConfigError
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.agreement import agree_on, digest_of, going_back, numbers_of
+from bascule.attention.call_marks import agree_on, digest_of, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
@@ -24,7 +24,7 @@ from bascule.attention.shards import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.tiles import tiles_of
 from bascule.comm import quantize
 from bascule.comm.guard.calls import Call
-from bascule.comm.heads import HeadShares
+from bascule.comm.head_exchange import HeadShares
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_gather, reduce_scatter

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.agreement import agree_on, going_back, numbers_of
+from bascule.attention.call_marks import agree_on, going_back, numbers_of
 from bascule.attention.call_spec import naming, spec_of
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.mask import AttentionMask

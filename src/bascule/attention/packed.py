@@ -21,7 +21,7 @@ from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import RingPlan, Tile, ring_attention
 from bascule.attention.ulysses import TokenOrder, to_heads, to_tokens
 from bascule.comm.groups import RankGroup
-from bascule.comm.heads import HeadShares
+from bascule.comm.head_exchange import HeadShares
 from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.agreement import agree_on, going_back, numbers_of
+from bascule.attention.call_marks import agree_on, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.derivatives import only_first
-from bascule.comm.heads import HeadExchange, HeadShares
+from bascule.comm.head_exchange import HeadExchange, HeadShares
 from bascule.comm.meshes import Place
 from bascule.comm.quantize import Format, Wire
 

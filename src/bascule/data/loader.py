@@ -99,7 +99,7 @@ class BalancedLoader:
     """
 
     @told("BalancedLoader")
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public)
         self,
         loader: Iterable[Any] | None,
         *,

@@ -127,18 +127,8 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
     _refuse_made(names)
     num_padding = pack.tokens - total if pack.fixed else 0
     cu_samples = _cumulative(lens)
-    made: dict[str, Any] = {}
-    cu_items: dict[str, Tensor] = {}
     gaps = {name: gap for name in names if any(gap := _gap(name, samples))}
-    for name in names:
-        if name in pack.token_fields and any(s.get(name) is not None for s in samples):
-            parts = token_rows(name, samples, lens, pack.ignore_index)
-            parts.append(padding(name, parts[0], num_padding, pack.pad_id, pack.ignore_index))
-            made[name], cu_items[name] = torch.cat(parts), cu_samples
-        else:
-            made[name], counts = join(name, samples)
-            if counts is not None:
-                cu_items[name] = _cumulative(counts)
+    made, cu_items = _joined(samples, names, lens, num_padding, pack)
     if not samples:
         made = _no_samples(num_padding, pack)
         cu_items = dict.fromkeys(made, cu_samples)
@@ -154,6 +144,25 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
         "cu_items": cu_items,
         _MARK: gaps,
     }
+
+
+def _joined(
+    samples: list[Any], names: Sequence[str], lens: list[int], num_padding: int, pack: Pack
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """By name, the values of all samples, and the bounds of each sample among them."""
+    cu_samples = _cumulative(lens)
+    made: dict[str, Any] = {}
+    cu_items: dict[str, Tensor] = {}
+    for name in names:
+        if name in pack.token_fields and any(s.get(name) is not None for s in samples):
+            parts = token_rows(name, samples, lens, pack.ignore_index)
+            parts.append(padding(name, parts[0], num_padding, pack.pad_id, pack.ignore_index))
+            made[name], cu_items[name] = torch.cat(parts), cu_samples
+        else:
+            made[name], counts = join(name, samples)
+            if counts is not None:
+                cu_items[name] = _cumulative(counts)
+    return made, cu_items
 
 
 def unpack(

@@ -67,7 +67,7 @@ class PhotoStream:
             out of range, or (``strict``) a photo that cannot be decoded.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (public)
         self,
         folder: str | Path,
         batch_size: int,

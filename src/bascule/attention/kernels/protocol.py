@@ -96,7 +96,7 @@ def forward_each(
     return out, lse
 
 
-def backward_each(
+def backward_each(  # noqa: PLR0913  (those of `AttentionKernel.backward`)
     kernel: AttentionKernel,
     grad: Tensor,
     q: Tensor,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bascule.attention.api import SequenceLayout
-from bascule.comm.heads import HeadShares
+from bascule.comm.head_exchange import HeadShares
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.forward import Attended, AttentionShape
 from bascule.integrations.diffusers.hooks import SplitModel

@@ -53,7 +53,7 @@ class Assignment:
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
-def assign(
+def assign(  # noqa: PLR0913  (public)
     costs: ArrayLike,
     num_bins: int | None = None,
     *,

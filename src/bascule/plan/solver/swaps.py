@@ -11,7 +11,7 @@ Floats = npt.NDArray[np.float64]
 _MIN_GAIN = 1e-9
 
 
-def exchange(
+def exchange(  # noqa: PLR0913  (of one search)
     times: Floats,
     kinds: Ints,
     carried: Floats,

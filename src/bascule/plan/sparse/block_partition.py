@@ -63,7 +63,7 @@ class BlockPlan:
         return int((self.q_of != self.q_home).sum()), int((self.kv_of != self.kv_home).sum())
 
 
-def partition_blocks(
+def partition_blocks(  # noqa: PLR0913  (public)
     block_matrix: npt.ArrayLike,
     ring_degree: int,
     *,
