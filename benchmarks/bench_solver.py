@@ -1,11 +1,12 @@
 """The solver against its lower bound, against the paper's greedy, and against a bare heap.
 
-Run: `python benchmarks/bench_solver.py` (about eight minutes; `--quick`: half a minute, fewer steps
-and rounds, nothing written); writes results/solver.json and results/solver_growth.svg.
+Run: `python benchmarks/bench_solver.py` (about twelve minutes; `--quick`: a few minutes, with fewer
+steps and rounds, nothing written); writes results/solver.json and results/solver_growth.svg.
 
 Quality needs no clock: the gap is certified by the solver's own lower bound. Time is measured
 against the least that a longest-first solver can cost in Python: one sort and one `heapreplace` an
-item, over the same costs, in turns with the solver.
+item, over the same costs, in turns with the solver. Each stage of the solver is also left out once,
+on the cases that it is for, to show what it is worth.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import scipy
 from _common import RESULTS, ratio, summary, time_interleaved, write_results
+from _solver_stages import stages, stages_table
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Column, Table
@@ -101,6 +103,11 @@ def main() -> None:
     console.print(limited_table(limited))
     local = list(locality(min(steps, 20)))
     console.print(locality_table(local))
+    batches = {
+        mix: [table1_lengths(mix, step) for step in range(1 if quick else 3)] for mix in MIXES
+    }
+    ablation = list(stages(batches))
+    console.print(stages_table(ablation))
     speeds = [time_case(*case, rounds) for case in speed_cases()]
     console.print(speed_table(speeds))
     growth = growth_exponent(rounds)
@@ -111,6 +118,7 @@ def main() -> None:
             "quality": [asdict(row) | {"met": row.met} for row in table1 + lognormal],
             "limited": limited,
             "locality": local,
+            "stages": ablation,
             "speed": [asdict(row) for row in speeds],
             "growth": growth,
         }

@@ -34,7 +34,6 @@ class Case:
             speeds=self.speeds,
             limits=self.limits,
             sizes=self.sizes,
-            ranks_per_bin=None,
             carried_loads=self.carried,
         )
 

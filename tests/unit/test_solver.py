@@ -1,5 +1,6 @@
 """The solver on cases small enough to check by hand, and its errors."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,27 +19,19 @@ from bascule.plan.solver.bounds import (
     surplus_bound,
     threshold_bound,
 )
-from bascule.plan.solver.constrain import Homes, constrain
-from bascule.plan.solver.homes import _pull
+from bascule.plan.solver.homes import Homes
+from bascule.plan.solver.improve import improve
+from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.refine import refine
 from bascule.plan.solver.solve import Assignment, assign
 from bascule.plan.solver.starts import by_speed, longest_first, topped_up
-from bascule.plan.solver.swaps import exchange
 
 
 def problem_of(
     costs: Sequence[float], speeds: Sequence[float], carried: Sequence[float] | None = None
 ):
-    return build_problem(
-        costs,
-        None,
-        speeds=speeds,
-        limits=None,
-        sizes=None,
-        ranks_per_bin=None,
-        carried_loads=carried,
-    )
+    return build_problem(costs, None, speeds=speeds, carried_loads=carried)
 
 
 def test_finds_the_best_and_certifies_it():
@@ -139,7 +132,8 @@ def test_many_different_speeds_follow_the_same_rule_as_few(fill_first: bool):
 def test_slow_bins_are_filled_by_pairs():
     costs, speeds = [10.0, 9.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0], [1.0, 1.0, 3.0]
     problem = problem_of(costs, speeds)
-    (bin_of,) = topped_up(problem, longest_first(problem), 7.0 / problem.unit)
+    bin_of = topped_up(problem, longest_first(problem), 7.0 / problem.unit)
+    assert bin_of is not None
     assert np.bincount(bin_of, weights=costs).tolist() == [7.0, 7.0, 21.0]
 
 
@@ -214,15 +208,8 @@ class TestBounds:
         assert assign([20.0, 20.0], speeds=[1.0] * 32 + [8.0]).gap == 0.0
 
     def test_spill(self):
-        problem = build_problem(
-            [4.0, 4.0, 4.0],
-            None,
-            speeds=[1.0, 8.0],
-            limits=Limits(items=2),
-            sizes=None,
-            ranks_per_bin=None,
-            carried_loads=None,
-        )
+        limits = Limits(items=2)
+        problem = build_problem([4.0, 4.0, 4.0], None, speeds=[1.0, 8.0], limits=limits)
         assert spill_bound(problem) == 4.0
 
 
@@ -276,6 +263,19 @@ class TestLimits:
         plan = assign(costs, 3, sizes=sizes, limits=Limits(tokens=10, items=2))
         assert np.bincount(plan.bin_of).tolist() == [2, 2, 2]
         assert np.bincount(plan.bin_of, weights=sizes).tolist() == [10, 10, 10]
+
+    def test_tokens_bytes_and_items_at_once(self):
+        costs, tokens, num_bytes = [6.0, 5.0, 1.0, 1.0], [9, 1, 9, 1], [1, 9, 1, 9]
+        limits = Limits(tokens=10, num_bytes=10, items=2)
+        sizes = {"tokens": tokens, "bytes": num_bytes}
+        plan = assign(costs, 2, sizes=sizes, limits=limits)
+        for size in sizes.values():
+            assert np.bincount(plan.bin_of, weights=size).tolist() == [10, 10]
+        assert plan.makespan == 7.0
+        with pytest.raises(ConfigError, match="sizes is missing; pass bytes"):
+            assign(costs, 2, sizes={"tokens": tokens}, limits=limits)
+        with pytest.raises(ConfigError, match=r"sizes\['bytes'\] has 1 entries; 4"):
+            assign(costs, 2, sizes={"tokens": tokens, "bytes": [1]}, limits=limits)
 
 
 class TestHome:
@@ -356,19 +356,11 @@ def test_groups_of_two_are_exchanged_where_single_items_do_not_help():
 
 def test_an_item_that_comes_home_sends_back_what_gains_most():
     """Two items a bin: 0 wants to bin 1, where 2 and 3 want to bin 0."""
-    problem = build_problem(
-        [1.0] * 4,
-        2,
-        speeds=None,
-        limits=Limits(items=2),
-        sizes=None,
-        ranks_per_bin=None,
-        carried_loads=None,
-    )
+    problem = build_problem([1.0] * 4, 2, limits=Limits(items=2))
     homes = Homes(np.array([1, 0, 0, 0]), np.array([9.0, 1.0, 1.0, 5.0]), np.inf)
-    pulled = _pull(problem, np.array([0, 0, 1, 1]), homes)
-    assert pulled.tolist() == [1, 0, 1, 0]
-    assert homes.away(pulled) == 1.0
+    home = improve(problem, np.array([0, 0, 1, 1]), np.inf, homes)
+    assert home.tolist() == [1, 0, 1, 0]
+    assert homes.total_away(home) == 1.0
 
 
 def test_spill_counts_the_part_of_an_item_that_does_not_fit():
@@ -380,7 +372,6 @@ def test_spill_counts_the_part_of_an_item_that_does_not_fit():
         limits=Limits(tokens=10),
         sizes=[4, 4, 4],
         ranks_per_bin=[1, 1],
-        carried_loads=None,
     )
     assert spill_bound(problem) == 2.0
 
@@ -390,38 +381,72 @@ def test_slow_bins_give_back_two_items():
     problem = problem_of([7.0, 8.0, 10.0, 7.0, 9.0, 10.0, 3.0, 1.0], [1.0, 1.0, 4.0])
     start = longest_first(problem)
     assert problem.makespan(start) * problem.unit == 9.75
-    (topped,) = topped_up(problem, start, problem.work.sum() / 6.0)
+    topped = topped_up(problem, start, problem.work.sum() / 6.0)
+    assert topped is not None
     assert problem.makespan(topped) * problem.unit == 9.25
 
 
 def test_groups_of_two_repair_a_limit():
     """26 tokens of 25 on bin 0: 3 + 3 for 5 is the only exchange that keeps both limits."""
     sizes = [20.0, 3.0, 3.0, 5.0, 14.0, 5.0]
-    problem = build_problem(
-        sizes,
-        2,
-        speeds=None,
-        limits=Limits(tokens=25),
-        sizes=sizes,
-        ranks_per_bin=None,
-        carried_loads=None,
-    )
-    repaired = constrain(problem, np.array([0, 0, 0, 1, 1, 1]), problem.work.sum())
+    problem = build_problem(sizes, 2, limits=Limits(tokens=25), sizes=sizes)
+    repaired = improve(problem, np.array([0, 0, 0, 1, 1, 1]), problem.work.sum())
     assert np.bincount(repaired, sizes).tolist() == [25.0, 25.0]
 
 
-@pytest.mark.parametrize(("items", "expected"), [(2, [0, 0, 1, 1]), (3, [1, 0, 1, 1])])
+@pytest.mark.parametrize(("items", "expected"), [(2, [2, 2]), (3, [1, 3])])
 def test_exchanges_keep_the_limit_of_items(items: int, expected: list[int]):
-    """Bag 0 is late; all items are alike, so that no swap helps, but a move to bag 1 does."""
-    found = exchange(
+    """Bin 0 is late; all items are alike, so that no swap helps, but a move to bin 1 does."""
+    problem = build_problem(
         np.full((2, 4), 5.0),
-        np.array([0, 1]),
-        np.array([20.0, 0.0]),
-        np.array([0, 0, 1, 1]),
-        tokens=np.ones(4, np.int64),
-        room=None,
+        2,
+        carried_loads=[20.0, 0.0],
         limits=Limits(items=items),
-        target=0.0,
-        max_steps=1,
+        kind_of=np.array([0, 1]),
     )
-    assert found.tolist() == expected
+    found = improve(problem, np.array([0, 0, 1, 1]), 25.0 / problem.unit)
+    assert np.bincount(found).tolist() == expected
+
+
+class TestKinds:
+    def test_items_go_to_the_kind_on_which_they_cost_less(self):
+        costs = np.array([[1.0, 1.0, 9.0, 9.0], [9.0, 9.0, 1.0, 1.0]])
+        problem = build_problem(costs, 2, kind_of=np.array([0, 1]))
+        found = solve(problem)
+        assert found.bin_of.tolist() == [0, 0, 1, 1]
+        assert found.bound == pytest.approx(2.0)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_bound_and_answer_enclose_the_best_of_all(self, seed: int):
+        rng = np.random.default_rng(seed)
+        kind_of, limits = np.array([0, 0, 1]), Limits(items=3) if seed % 2 else None
+        wires = rng.uniform(0.0, 3.0, size=6)
+        costs = rng.uniform(1.0, 9.0, size=6) + np.outer([1.0, 2.0], wires)
+        problem = build_problem(
+            costs, 3, kind_of=kind_of, carried_loads=rng.uniform(0.0, 3.0, 3), limits=limits
+        )
+        found = solve(problem)
+        options = (np.array(option) for option in itertools.product(range(3), repeat=6))
+        best = min(problem.loads(o).max() for o in options if not problem.excess(o))
+        assert found.bound <= best * (1 + 1e-9)
+        assert best <= problem.loads(found.bin_of).max() * (1 + 1e-9) <= best * 1.2
+        assert not problem.excess(found.bin_of)
+
+
+class TestFoundBy:
+    @pytest.mark.parametrize(
+        ("arguments", "name"),
+        [
+            ({"costs": [], "num_bins": 2}, "nothing to do"),
+            ({"costs": [2.0, 1.0], "num_bins": 2}, "longest first"),
+            ({"costs": [3, 3, 2, 2, 2], "num_bins": 2}, "longest first, refined"),
+            ({"costs": [4, 4], "num_bins": 2, "home": [1, 0]}, "relabelled"),
+        ],
+    )
+    def test_names_the_stage(self, arguments: dict[str, object], name: str):
+        assert assign(**arguments).found_by == name  # type: ignore[arg-type]
+
+    def test_names_the_repair_of_limits(self):
+        costs, sizes = [10.0, 5.0, 5.0], [1.0, 9.0, 9.0]
+        plan = assign(costs, 2, sizes=sizes, limits=Limits(tokens=10))
+        assert plan.found_by == "longest first, improved"

@@ -16,6 +16,7 @@ from bascule.errors import CommError, PlanError
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost, PolynomialCost, describe_cost
 from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.solver.problem import build_problem
 from bascule.plan.step import Sync, plan_step, step_makespan
 from bascule.plan.topology.spec import Topology
 
@@ -328,13 +329,13 @@ def _without_idle_ranks(plan: Plan, weights: Ints, cost: Cost, limits: Limits | 
 
 
 def _keeps(plan: Plan, limits: Limits | None) -> bool:
-    """Whether a plan keeps the limits."""
-    if limits is None:
-        return True
-    if limits.tokens is not None and int(plan.tokens.max()) > limits.tokens:
+    """Whether a plan keeps the limits on tokens and items; every bag is a rank."""
+    lens = plan.seq_lens
+    try:
+        problem = build_problem(lens, plan.num_ranks, limits=limits, sizes=lens)
+    except PlanError:  # no plan does
         return False
-    most = int(np.bincount(plan.bag_of, minlength=1).max())
-    return limits.items is None or most <= limits.items
+    return not problem.excess(plan.bag_of)
 
 
 def _assemble(

@@ -332,8 +332,7 @@ def plan_batch(
     prices = price(lens, counts, topology, cost, cluster, carried)
     found = decide(planner, prices, limits)
     if planner != "knapsack":
-        source = Source(ranks, lens, topology, cluster)
-        found = bring_home(found, prices, source, limits, tolerance)
+        found = bring_home(found, Source(ranks, lens, topology, cluster), tolerance)
     plan = Plan(
         topology=topology,
         source_counts=counts,

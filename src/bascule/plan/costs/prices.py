@@ -2,8 +2,7 @@
 
 Bags of one *kind* have the same size and the same wires. Without a cluster a bag of P ranks simply
 takes a P-th of a cost, so that there is one kind, whatever the sizes. With one, a sequence has a
-price a kind: bags of different size are unrelated machines, and the solver, which knows one cost
-an item, is called in a loop.
+price a kind: bags of different size are unrelated machines.
 
 A bag of P = G * R ranks with a ring takes each rank, for a sequence of L tokens,
 
@@ -17,7 +16,6 @@ ones in fact hide some of the others' too. Source: the latency model of db-SP, r
 `(R - 1) * max(compute, exchange) + compute`, double-buffered as in FastUSP.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,20 +29,15 @@ from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster
 from bascule.plan.lengths import source_of
 from bascule.plan.limits import Limits
 from bascule.plan.routes import Ints
-from bascule.plan.solver.solve import assign, knapsack
-from bascule.plan.solver.swaps import exchange
+from bascule.plan.solver.portfolio import solve
+from bascule.plan.solver.problem import Problem, build_problem
+from bascule.plan.solver.solve import knapsack
 from bascule.plan.topology.spec import Topology
 
 Floats = npt.NDArray[np.float64]
 
-_ROUNDS = 2
-_HALVINGS = 40
-_CLOSE = 1.0 + 1e-4
 _MOST_WORK = 1e300
 """Largest sum of costs: what follows stays finite."""
-
-_MAX_PAIRS = 1_000_000
-"""Pairs of sequences that the final search looks at."""
 
 _RING_VALUES = 2
 """Of the width of the model, what a token sends around a ring: its keys and values."""
@@ -73,14 +66,44 @@ class Prices:
         work = self.work[self.kinds[bag_of], np.arange(bag_of.size)]
         return self.carried + np.bincount(bag_of, work, self.sizes.size) / self.sizes
 
+    def problem(self, limits: Limits | None) -> Problem:
+        """The sequences as items and the bags as bins, within limits on tokens and items.
+
+        Raises:
+            PlanError: The sequences together exceed the limits.
+        """
+        return build_problem(
+            self.work,
+            None,
+            speeds=self.sizes,
+            limits=limits,
+            sizes=self.lens,
+            carried_loads=self.carried,
+            kind_of=self.kinds,
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """The bag of every sequence, the cost of every bag, and what no decision can beat."""
+    """The bag of every sequence, the cost of every bag, and what no decision can beat.
 
+    Attributes:
+        problem: What was decided: sequences as items, bags as bins.
+        bag_of: (num_seqs,) bag of each sequence.
+        loads: (num_bags,) cost of each bag.
+        lower_bound: No decision has a smaller makespan.
+    """
+
+    problem: Problem
     bag_of: Ints
     loads: Floats
     lower_bound: float
+
+    @staticmethod
+    def of(problem: Problem, bag_of: Ints, bound: float) -> "Decision":
+        """A decision with its loads."""
+        loads = problem.loads(bag_of)
+        return Decision(problem, bag_of, loads, min(bound, float(loads.max())))
 
     @property
     def makespan(self) -> float:
@@ -201,9 +224,9 @@ def decide(planner: str, prices: Prices, limits: Limits | None) -> Decision:
     """
     of_type("planner", planner, str, '"lpt" or "knapsack"')
     if planner == "lpt":
-        if prices.work.shape[0] == 1:
-            return _solve(prices, prices.work[0], limits)
-        return _decide_by_kind(prices, limits)
+        problem = prices.problem(limits)
+        found = solve(problem)
+        return Decision.of(problem, found.bin_of, found.bound)
     if planner != "knapsack":
         raise ConfigError(f'planner {shown(planner)}: choose "lpt" or "knapsack"')
     if limits is not None and limits != Limits():
@@ -211,151 +234,7 @@ def decide(planner: str, prices: Prices, limits: Limits | None) -> Decision:
     # The paper's greedy knows one cost a sequence: the least that it can have.
     least = prices.work.min(axis=0)
     found = knapsack(least, speeds=prices.sizes, carried_loads=prices.carried)
-    if prices.work.shape[0] == 1:
-        return Decision(found.bin_of, found.loads, found.lower_bound)
-    return _certified(prices, found.bin_of, found.lower_bound)
-
-
-def _solve(prices: Prices, work: Floats, limits: Limits | None) -> Decision:
-    """By one cost a sequence, which the loads of the answer then show."""
-    sizes = None if limits is None or limits.tokens is None else prices.lens
-    found = assign(
-        work, speeds=prices.sizes, limits=limits, sizes=sizes, carried_loads=prices.carried
-    )
-    return Decision(found.bin_of, found.loads, found.lower_bound)
-
-
-def _decide_by_kind(prices: Prices, limits: Limits | None) -> Decision:
-    """Guess the kind of bag that each sequence ends on, solve at those prices, correct the guess.
-
-    The first guess is the fluid optimum: the longest sequences on the largest bags, cut where all
-    kinds of bag finish together. The second is that no sequence leaves its kind.
-    """
-    every = np.arange(prices.lens.size)
-    guess, weights = _fluid(prices)
-    least = _solve(prices, prices.work.min(axis=0), limits)
-    answers = [least.bag_of]
-    if limits is None:
-        answers.append(_within_kinds(prices, guess))
-    for _ in range(_ROUNDS):
-        answers.append(_solve(prices, prices.work[guess, every], limits).bag_of)
-        if np.array_equal(guess, prices.kinds[answers[-1]]):
-            break
-        guess = prices.kinds[answers[-1]]
-    best = _earliest(prices, answers)
-    makespan = float(prices.loads(best).max())
-    bound = max(least.lower_bound, _price_bound(prices, weights, makespan))
-    answers.sort(key=lambda bag_of: float(prices.loads(bag_of).max()))
-    best = _earliest(prices, (_polish(prices, bag_of, limits, bound) for bag_of in answers[:2]))
-    makespan = float(prices.loads(best).max())
-    return _certified(prices, best, max(bound, _price_bound(prices, weights, makespan)))
-
-
-def _polish(prices: Prices, bag_of: Ints, limits: Limits | None, bound: float) -> Ints:
-    """Moves and swaps at true prices."""
-    kinds = np.unique(prices.kinds, return_index=True)[1]
-    num_bags, tokens = prices.sizes.size, None if limits is None else limits.tokens
-    return exchange(
-        prices.work / prices.sizes[kinds][:, None],
-        prices.kinds,
-        prices.carried,
-        bag_of,
-        tokens=prices.lens,
-        room=None if tokens is None else tokens * prices.sizes.astype(np.float64),
-        limits=limits,
-        target=bound * _CLOSE,
-        max_steps=min(4 * num_bags, _MAX_PAIRS * num_bags // max(bag_of.size, 1) ** 2),
-    )
-
-
-def _earliest(prices: Prices, answers: Iterable[Ints]) -> Ints:
-    return min(answers, key=lambda bag_of: float(prices.loads(bag_of).max()))
-
-
-def _certified(prices: Prices, bag_of: Ints, bound: float) -> Decision:
-    loads = prices.loads(bag_of)
-    return Decision(bag_of, loads, min(bound, float(loads.max())))
-
-
-def _within_kinds(prices: Prices, guess: Ints) -> Ints:
-    """Every sequence on a bag of the kind guessed, each kind solved by itself."""
-    bag_of = np.zeros(guess.size, dtype=np.int64)
-    for kind in np.unique(guess).tolist():
-        bags, seqs = np.flatnonzero(prices.kinds == kind), np.flatnonzero(guess == kind)
-        speeds, carried = prices.sizes[bags], prices.carried[bags]
-        found = assign(prices.work[kind, seqs], speeds=speeds, carried_loads=carried)
-        bag_of[seqs] = bags[found.bin_of]
-    return bag_of
-
-
-def _fluid(prices: Prices) -> tuple[Ints, Floats]:
-    """Kinds that a fluid would choose, and what a second of each kind of bag is worth to it.
-
-    Long sequences lose least to wires, so they take the largest bags: for a makespan, each kind in
-    turn is filled with the longest sequences left. Bisection finds where the last kind is full.
-    """
-    num_kinds = prices.work.shape[0]
-    order = np.argsort(-prices.lens, kind="stable")
-    sums = np.cumsum(prices.work[:, order], axis=1)
-    ranks = prices.sizes.astype(np.float64)
-    speeds: Floats = np.bincount(prices.kinds, ranks, num_kinds).astype(np.float64)
-    before: Floats = np.bincount(prices.kinds, ranks * prices.carried, num_kinds).astype(np.float64)
-    low, high = 0.0, float((before.sum() + sums[:, -1:].max(initial=0.0)) / speeds.min())
-    ends = np.zeros(num_kinds + 1, dtype=np.int64)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        ends, fits = _fill(sums, middle * speeds - before)
-        low, high = (low, middle) if fits else (middle, high)
-    ends, _ = _fill(sums, high * speeds - before)
-    guess = np.empty(order.size, dtype=np.int64)
-    for turn, kind in enumerate(reversed(range(num_kinds))):
-        guess[order[ends[turn] : ends[turn + 1]]] = kind
-    return guess, _weights(prices.work[:, order], ends, speeds)
-
-
-def _fill(sums: Floats, room: Floats) -> tuple[Ints, bool]:
-    """Where the sequences of each kind end, largest kind first; whether all of them fit."""
-    num_kinds, num_seqs = sums.shape
-    ends = np.zeros(num_kinds + 1, dtype=np.int64)
-    for turn, kind in enumerate(reversed(range(num_kinds))):
-        done = float(sums[kind, ends[turn] - 1]) if ends[turn] else 0.0
-        end = int(np.searchsorted(sums[kind], done + max(float(room[kind]), 0.0), side="right"))
-        ends[turn + 1] = max(end, ends[turn])
-    fits = bool(ends[-1] == num_seqs)
-    ends[-1] = num_seqs
-    return ends, fits
-
-
-def _weights(work: Floats, ends: Ints, speeds: Floats) -> Floats:
-    """Prices at which the sequence between two kinds costs both the same; largest kind first."""
-    num_kinds, num_seqs = work.shape
-    weights = np.ones(num_kinds)
-    for turn, kind in enumerate(reversed(range(num_kinds - 1))):
-        last = min(int(ends[turn + 1]), num_seqs - 1)
-        here, above = (float(work[k, last]) if num_seqs else 0.0 for k in (kind, kind + 1))
-        weights[kind] = weights[kind + 1] * (above / here if here > 0 else 1.0)
-    return weights / (weights * speeds).sum()
-
-
-def _price_bound(prices: Prices, weights: Floats, makespan: float) -> float:
-    """Linear programming duality: any weights of the kinds' time give a bound.
-
-    With the work of kind k at most S_k T - R_k (speeds S, carried work R), and weights w with
-    sum w S = 1: T >= sum_k w_k R_k + sum_i min_k w_k work_ki, the minimum over the kinds on which
-    sequence i alone ends by the makespan of an answer at hand.
-    """
-    num_kinds, num_seqs = prices.work.shape
-    earliest = np.full((num_kinds, num_seqs), np.inf)
-    first = np.zeros(num_kinds)
-    for kind in range(num_kinds):
-        bags = prices.kinds == kind
-        first[kind] = (prices.sizes[bags] * prices.carried[bags]).sum()
-        size = prices.sizes[bags][0]
-        earliest[kind] = prices.carried[bags].min() + prices.work[kind] / size
-    priced = np.where(earliest <= makespan * (1 + 1e-12), weights[:, None] * prices.work, np.inf)
-    alone = float(earliest.min(axis=0).max(initial=0.0))
-    slack = 1.0 - 1e-12  # sums are rounded
-    return max(alone, float(((weights * first).sum() + priced.min(axis=0).sum()) * slack))
+    return Decision.of(prices.problem(None), found.bin_of, found.lower_bound)
 
 
 def bag_carried(carried_loads: npt.ArrayLike | None, topology: Topology) -> Floats:

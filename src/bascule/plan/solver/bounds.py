@@ -122,7 +122,8 @@ def on_grid(problem: Problem, bound: float) -> float:
     For identical bins without carried loads; changes nothing unless costs are few whole units.
     O(n).
     """
-    if problem.num_items == 0 or not problem.identical or problem.carried.any():
+    is_plain = problem.identical and problem.num_kinds == 1 and not problem.carried.any()
+    if problem.num_items == 0 or not is_plain:
         return bound
     if not np.array_equal(problem.work * problem.unit, problem.costs):
         return bound
@@ -163,13 +164,9 @@ def spill_bound(problem: Problem) -> float:
     for speed in np.unique(problem.speeds)[1:]:
         fast = problem.speeds >= speed
         work = 0.0
-        if problem.max_items is not None:
-            spilled = problem.num_items - problem.max_items * int(fast.sum())
-            if spilled > 0:
-                work = float(problem.costs[problem.order[::-1][:spilled]].sum())
-        if problem.sizes is not None and problem.capacity is not None:
-            spilled_size = float(problem.sizes.sum() - problem.capacity[fast].sum())
-            work = max(work, _cheapest(problem.costs, problem.sizes, spilled_size))
+        for use, room in zip(problem.use, problem.room, strict=True):
+            spilled = float(use.sum() - room[fast].sum())
+            work = max(work, _cheapest(problem.costs, use, spilled))
         best = max(best, _pooled(work, problem.speeds[~fast], problem.carried[~fast]))
     return best
 
@@ -201,19 +198,15 @@ def _split_bound(problem: Problem, fast_speed: float) -> float:
 
 
 def _best_times(problem: Problem, among: np.ndarray) -> Floats:
-    """Earliest completion of each item, alone, on the bins ``among`` that can hold its size."""
+    """Earliest completion of each item, alone, on the bins ``among`` that can hold it."""
     best = np.full(problem.num_items, np.inf)
-    limits = np.full(problem.num_bins, np.inf) if problem.capacity is None else problem.capacity
-    if problem.capacity is None:
-        kinds = [(speed, np.inf) for speed in np.unique(problem.speeds[among])]
-    else:
-        kinds = np.unique(np.stack([problem.speeds, limits])[:, among], axis=1).T
-    for speed, limit in kinds:
-        alike = among & (problem.speeds == speed) & (limits == limit)
-        times = problem.carried[alike].min() + problem.costs / speed
-        if problem.sizes is not None and problem.capacity is not None:
-            times = np.where(problem.sizes <= limit, times, np.inf)
-        np.minimum(best, times, out=best)
+    alike = np.stack([problem.speeds, *problem.room])
+    kinds = np.unique(alike[:, among], axis=1) if problem.limited else np.unique(alike[:, among])
+    for kind in kinds.T.reshape(-1, alike.shape[0]):
+        bins = among & (alike == kind[:, None]).all(axis=0)
+        times = problem.carried[bins].min() + problem.costs / kind[0]
+        fits = (problem.use <= kind[1:, None]).all(axis=0)
+        np.minimum(best, np.where(fits, times, np.inf), out=best)
     return best
 
 

@@ -22,17 +22,17 @@ def place_longest(problem: Problem) -> Ints:
     An item for which there is no room goes to the bin with the most, and passes its limit.
     """
     bin_of = np.empty(problem.num_items, dtype=np.int64)
-    loads = problem.carried_work.copy()
-    use, room = _resources(problem)
+    loads, room = problem.carried_work.copy(), problem.room.copy()
+    work = problem.kind_work[problem.kind_of] if problem.num_kinds > 1 else problem.kind_work
     for item in problem.order.tolist():
-        left = room - use[:, item, None]
+        left = room - problem.use[:, item, None]
         fits = (left >= 0.0).all(axis=0)
+        ends = loads + work[:, item]
         if fits.any():
-            ends = (loads + problem.work[item]) / problem.speeds
-            chosen = int(np.where(fits, ends, np.inf).argmin())
+            chosen = int(np.where(fits, ends / problem.speeds, np.inf).argmin())
         else:
             chosen = int(left.min(axis=0).argmax())
-        loads[chosen] += problem.work[item]
+        loads[chosen] = ends[chosen]
         room[:, chosen] = left[:, chosen]
         bin_of[item] = chosen
     return bin_of
@@ -46,13 +46,8 @@ def place_exactly(problem: Problem) -> Ints | None:
     items, bins = problem.num_items, problem.num_bins
     if items * bins > _MAX_EXACT_CELLS:
         return None
-    use, limit = _resources(problem)
-    return _place_program(
-        items,
-        bins,
-        [_within(row, bound) for row, bound in zip(use, limit, strict=True)],
-        whole=True,
-    )
+    limits = [_within(use, room) for use, room in zip(problem.use, problem.room, strict=True)]
+    return _place_program(items, bins, limits, whole=True)
 
 
 def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) -> Ints | None:
@@ -69,20 +64,20 @@ def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) 
         target: Completion time that the fastest bin is measured against.
         longest: Share of the fastest bin's time until ``target`` above which an item is long.
     """
-    bins = problem.num_bins
-    share = problem.work / (target * float(problem.speeds.max()))
-    split, fixed = np.flatnonzero(share <= longest), np.flatnonzero(share > longest)
+    bins, fastest = problem.num_bins, target * float(problem.speeds.max())
+    is_long = problem.work > longest * fastest
+    split, fixed = np.flatnonzero(~is_long), np.flatnonzero(is_long)
     if split.size == 0 or problem.num_items * bins > _MAX_RELAXED_CELLS:
         return None
-    use, limit = _resources(problem)
+    at = start[fixed]
     constraints = [
-        _within(row[split], bound - np.bincount(start[fixed], weights=row[fixed], minlength=bins))
-        for row, bound in zip(use, limit, strict=True)
+        _within(use[split], room - np.bincount(at, use[fixed], bins))
+        for use, room in zip(problem.use, problem.room, strict=True)
     ]
+    share = problem.kind_work[problem.kind_of] / fastest
+    before = problem.carried_work / fastest + np.bincount(at, share[at, fixed], bins)
     relative = problem.speeds / problem.speeds.max()
-    loads = problem.carried_work / (target * float(problem.speeds.max()))
-    loads += np.bincount(start[fixed], weights=share[fixed], minlength=bins)
-    constraints.append(_within(share[split], -loads, makespan=relative))
+    constraints.append(_within(share[:, split], -before, makespan=relative))
     placed = _place_program(split.size, bins, constraints, whole=False)
     if placed is None:
         return None
@@ -92,15 +87,17 @@ def place_relaxed(problem: Problem, start: Ints, target: float, longest: float) 
 
 
 def _within(use: Floats, limit: Floats, makespan: Floats | None = None) -> LinearConstraint:
-    """Per bin, the use of its items is at most ``limit + makespan * variable``.
+    """Per bin, the (items,) or (bins, items) use is at most ``limit + makespan * variable``.
 
     Variables are the share of item i in bin b, at i * bins + b, and the makespan.
     """
-    bins, cells = limit.size, use.size * limit.size
-    rows = np.concatenate((np.tile(np.arange(bins), use.size), np.arange(bins)))
+    bins, items = limit.size, int(use.shape[-1])
+    cells = bins * items
+    rows = np.arange(cells + bins) % bins
     columns = np.concatenate((np.arange(cells), np.full(bins, cells)))
     slope = np.zeros(bins) if makespan is None else makespan
-    data = np.concatenate((np.repeat(use, bins), -slope))
+    shares: Floats = np.zeros((items, bins)) + use.T.reshape(items, -1)
+    data = np.append(shares, -slope)
     matrix = csc_array((data, (rows, columns)), shape=(bins, cells + 1))
     return LinearConstraint(matrix, -np.inf, limit)
 
@@ -126,14 +123,3 @@ def _place_program(
         return None
     shares = np.asarray(result.x, dtype=np.float64)[:-1].reshape(items, bins)
     return shares.argmax(axis=1).astype(np.int64)
-
-
-def _resources(problem: Problem) -> tuple[Floats, Floats]:
-    """Use per resource and item, and limit per resource and bin; sizes first, then counts."""
-    items, bins = problem.num_items, problem.num_bins
-    use, limit = np.ones((2, items)), np.full((2, bins), np.inf)
-    if problem.sizes is not None and problem.capacity is not None:
-        use[0], limit[0] = problem.sizes, problem.capacity
-    if problem.max_items is not None:
-        limit[1] = problem.max_items
-    return use, limit

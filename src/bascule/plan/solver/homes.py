@@ -1,128 +1,138 @@
-"""Fewest size units away from home, at a makespan within a tolerance of the best found."""
+"""Bins that items would rather be in, and the labels of equal bins that suit them best."""
+
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from bascule.plan.solver.constrain import Homes, constrain, total_excess
 from bascule.plan.solver.problem import Floats, Ints, Problem
 
-_MAX_RELABELLED = 1024
-"""Largest set of equal bins that is relabelled: the assignment problem is cubic."""
+_MAX_EXACT = 256
+"""Most equal bins that are relabelled optimally; the assignment problem is cubic."""
 
 
-def bring_home(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
-    """Move items home without passing the ceiling or a limit.
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """Sets of bins (nodes) that items would rather be in.
 
-    Everything at home, repaired by the exchanges that move least, is the best where it succeeds.
-    Otherwise the given answer is, or the same with equal bins relabelled to where their items come
-    from. What fits is then pulled home. O(n log n) without the repair.
-
-    Args:
-        problem: Items, bins and limits.
-        bin_of: An assignment within the limits and the ceiling.
-        homes: Preferred bins, the weights, and the ceiling.
+    Attributes:
+        weights: (items,) what it costs to be wholly outside the item's region.
+        of_items: (items,) region of each item.
+        shares: (bins, regions) share of each bin in each region.
     """
-    start = np.where(homes.bins >= 0, homes.bins, bin_of)
-    relabelled = _relabel(problem, bin_of, homes)
-    repaired = _pull(problem, constrain(problem, start, homes.ceiling, homes), homes)
-    candidates = [bin_of, relabelled, repaired]
-    if not _within(problem, repaired, homes):
-        candidates = [_pull(problem, candidate, homes) for candidate in candidates[:2]]
-    return min(candidates, key=homes.away)
+
+    weights: Floats
+    of_items: Ints
+    shares: Floats
 
 
-def _within(problem: Problem, bin_of: Ints, homes: Homes) -> bool:
-    return problem.makespan(bin_of) <= homes.ceiling and not total_excess(problem, bin_of)
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where items would rather be, and what it costs to be elsewhere.
+
+    Attributes:
+        bins: (items,) preferred bin; -1 for none.
+        weights: (items,) what it costs to be in another bin; 0 where there is no preferred one.
+        ceiling: Completion time that no bin may pass, in units of work per unit of speed.
+        kept: (bins,) share of the weight that the preferred bin saves; 1 if None.
+        regions: What else is preferred, if anything.
+    """
+
+    bins: Ints
+    weights: Floats
+    ceiling: float
+    kept: Floats | None = None
+    regions: Regions | None = None
+
+    def away(self, items: Ints, bins: Ints) -> Floats:
+        """Weight that is away if each item is in the bin given for it; broadcasts."""
+        at_home = self.bins[items] == bins
+        saved = at_home if self.kept is None else at_home * self.kept[bins]
+        away = self.weights[items] * (1.0 - saved)
+        if self.regions is not None:
+            share = self.regions.shares[bins, self.regions.of_items[items]]
+            away += self.regions.weights[items] * (1.0 - share)
+        return away
+
+    @property
+    def most_away(self) -> float:
+        """All weight that could be away; positive."""
+        far = 0.0 if self.regions is None else float(self.regions.weights.sum())
+        return max(float(self.weights.sum()) + far, 1e-300)
+
+    def total_away(self, bin_of: Ints) -> float:
+        """Weight away from home under an assignment."""
+        return float(self.away(np.arange(bin_of.size), bin_of).sum())
+
+    def reordered(self, order: Ints) -> "Homes":
+        """The same for items in another order."""
+        regions = self.regions
+        if regions is not None:
+            regions = Regions(regions.weights[order], regions.of_items[order], regions.shares)
+        return Homes(self.bins[order], self.weights[order], self.ceiling, self.kept, regions)
 
 
-def _relabel(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
-    """Permute bins of equal speed, limit and carried work so that most weight is at home."""
-    limits = np.zeros(problem.num_bins) if problem.capacity is None else problem.capacity
-    kinds = np.stack([problem.speeds, problem.carried_work, limits], axis=1)
-    kind_of = np.unique(kinds, axis=0, return_inverse=True)[1].ravel()
+def relabel(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
+    """Permute bins of equal kind, speed, room and carried work so that most weight is at home.
+
+    Optimal up to a few hundred equal bins; beyond, pairs that suit each other best are matched
+    first, and regions do not count. O(k^3) for k equal bins, k <= 256.
+    """
+    alike = np.stack([problem.kind_of, problem.speeds, problem.carried_work, *problem.room], axis=1)
+    if (alike == alike[0]).all():
+        groups = [np.arange(problem.num_bins)]
+    else:
+        group_of = np.unique(alike, axis=0, return_inverse=True)[1].ravel()
+        groups = [np.flatnonzero(group_of == group) for group in range(int(group_of.max()) + 1)]
     label = np.arange(problem.num_bins)
-    for kind in range(int(kind_of.max()) + 1):
-        bins = np.flatnonzero(kind_of == kind)
-        if not 1 < bins.size <= _MAX_RELABELLED:
-            continue
-        position = np.full(problem.num_bins + 1, -1)
-        position[bins] = np.arange(bins.size)
-        source, wanted = position[bin_of], position[homes.bins]
-        counted = (source >= 0) & (wanted >= 0)
-        gain = np.zeros((bins.size, bins.size))
-        np.add.at(gain, (source[counted], wanted[counted]), homes.weights[counted])
-        rows, columns = linear_sum_assignment(gain, maximize=True)
-        label[bins[rows]] = bins[columns]
+    for bins in groups:
+        if 1 < bins.size <= _MAX_EXACT:
+            rows, columns = linear_sum_assignment(_gains(bin_of, bins, homes), maximize=True)
+            label[bins[rows]] = bins[columns]
+        elif bins.size > 1:
+            label[bins] = _match(bin_of, bins, homes, problem.num_bins)
     return label[bin_of]
 
 
-def _pull(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
-    """Move items home, heaviest first, where they fit or can swap with an item that gains too.
-
-    An item swaps with one that is away in its home bin, best with one that comes home, too.
-    """
-    bin_of = bin_of.copy()
-    room = _Room(problem, bin_of, homes.ceiling)
-    away = np.flatnonzero((homes.bins >= 0) & (homes.bins != bin_of))
-    guests: list[list[int]] = [[] for _ in range(problem.num_bins)]
-    for item in np.flatnonzero(homes.bins != bin_of).tolist():
-        guests[int(bin_of[item])].append(item)
-    for item in away[np.argsort(-homes.weights[away], kind="stable")].tolist():
-        source, home = int(bin_of[item]), int(homes.bins[item])
-        if source == home:
-            continue
-        partner = -1
-        if not room.fits(item, source, home, -1):
-            swaps = [g for g in guests[home] if room.fits(item, source, home, g)]
-            if not swaps:
-                continue
-            partner = max(swaps, key=lambda g: float(homes.weights[g]) * (homes.bins[g] == source))
-            guests[home].remove(partner)
-            if homes.bins[partner] != source:  # one that came home stays
-                guests[source].append(partner)
-            bin_of[partner] = source
-        room.move(item, source, home, partner)
-        guests[source].remove(item)
-        bin_of[item] = home
-    return bin_of
+def _gains(bin_of: Ints, bins: Ints, homes: Homes) -> Floats:
+    """(k, k) weight that comes home if the bin of a row takes the place of a column."""
+    num = bins.size
+    row_of = np.full(max(int(bins.max()), int(bin_of.max()), int(homes.bins.max())) + 2, -1)
+    row_of[bins] = np.arange(num)
+    row, column = row_of[bin_of], row_of[homes.bins]
+    there = (row >= 0) & (column >= 0)
+    weights = homes.weights if homes.kept is None else homes.weights * homes.kept[homes.bins]
+    gains = np.bincount(row[there] * num + column[there], weights[there], num * num)
+    gains = gains.reshape(num, num).astype(np.float64)
+    regions = homes.regions
+    if regions is None:
+        return gains
+    here, shares = row >= 0, regions.shares[bins]
+    cell = row[here] * shares.shape[1] + regions.of_items[here]
+    from_region = np.bincount(cell, regions.weights[here], shares.size).reshape(shares.shape)
+    return from_region @ shares.T + gains
 
 
-class _Room:
-    """What each bin holds, and whether an exchange keeps two bins within what they can hold."""
-
-    def __init__(self, problem: Problem, bin_of: Ints, ceiling: float) -> None:
-        num_bins, num_items = problem.num_bins, problem.num_items
-        unlimited = np.full(num_bins, np.inf)
-        sizes: Floats = np.zeros(num_items) if problem.sizes is None else problem.sizes
-        capacity = unlimited if problem.capacity is None else problem.capacity
-        counts = np.ones(num_items)
-        most = unlimited if problem.max_items is None else np.full(num_bins, problem.max_items)
-        # Per resource: use per item, used per bin, limit per bin.
-        limits = (problem.speeds * ceiling, capacity, most)
-        self._use = np.stack([problem.work, sizes, counts]).T.tolist()
-        self._limit = np.stack(limits).T.tolist()
-        used = [
-            problem.bin_work(bin_of),
-            np.bincount(bin_of, weights=sizes, minlength=num_bins),
-            np.bincount(bin_of, minlength=num_bins),
-        ]
-        self._used = np.stack(used).T.tolist()
-
-    def fits(self, item: int, source: int, home: int, partner: int) -> bool:
-        """Whether ``item`` may move from ``source`` home, and ``partner`` back (-1: none)."""
-        back = (0.0, 0.0, 0.0) if partner < 0 else self._use[partner]
-        for kind in range(3):
-            change = self._use[item][kind] - back[kind]
-            if change > 0.0 and self._used[home][kind] + change > self._limit[home][kind]:
-                return False
-            if change < 0.0 and self._used[source][kind] - change > self._limit[source][kind]:
-                return False
-        return True
-
-    def move(self, item: int, source: int, home: int, partner: int) -> None:
-        """Account for the exchange."""
-        back = (0.0, 0.0, 0.0) if partner < 0 else self._use[partner]
-        for kind in range(3):
-            change = self._use[item][kind] - back[kind]
-            self._used[home][kind] += change
-            self._used[source][kind] -= change
+def _match(bin_of: Ints, bins: Ints, homes: Homes, num_bins: int) -> Ints:
+    """Labels for many equal bins: in rounds, pairs that are each other's best choice."""
+    member = np.zeros(num_bins + 1, dtype=bool)
+    member[bins] = True
+    useful = member[bin_of] & member[homes.bins]
+    cell = bin_of[useful] * num_bins + homes.bins[useful]
+    pairs, place = np.unique(cell, return_inverse=True)
+    gain = np.bincount(place.ravel(), homes.weights[useful], pairs.size)
+    order = np.argsort(-gain, kind="stable")
+    rows, columns = pairs[order] // num_bins, pairs[order] % num_bins
+    label = np.full(num_bins, -1)
+    taken = np.zeros(num_bins, dtype=bool)
+    while rows.size:
+        first_row, first_column = np.zeros((2, rows.size), dtype=bool)
+        first_row[np.unique(rows, return_index=True)[1]] = True
+        first_column[np.unique(columns, return_index=True)[1]] = True
+        best = first_row & first_column
+        label[rows[best]] = columns[best]
+        taken[columns[best]] = True
+        free = (label[rows] < 0) & ~taken[columns]
+        rows, columns = rows[free], columns[free]
+    label[bins[label[bins] < 0]] = bins[~taken[bins]]
+    return label[bins]

@@ -11,6 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bascule.plan.solver.exchanges import (
+    Groups,
+    Moves,
+    Offers,
+    Pairing,
+    best_exchanges,
+    bin_groups,
+    match_bins,
+    split_groups,
+)
 from bascule.plan.solver.problem import Floats, Ints, Problem
 
 MAX_ROUNDS = 64
@@ -22,64 +32,9 @@ _MAX_LOOKUPS_PER_ITEM = 12
 _FREE_LOOKUPS = 1 << 16
 """Binary searches that a refinement of any size may spend."""
 
-_MAX_GROUPS = 1 << 13
-"""Most groups of two items in one round."""
-
-_MAX_SAMPLED = 32
-"""Most items of a bin that form groups of two."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pairing:
-    """Late bins and the early bins that each is compared with.
-
-    Attributes:
-        late: (K,) late bins, latest first.
-        early: (M, K) early bins; column k is compared with late bin k; no bin occurs twice.
-    """
-
-    late: Ints
-    early: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """One or two items of a bin that leave it together, sorted by slot, then by work.
-
-    Attributes:
-        slot: Position of the bin among the bins compared.
-        work: Work of the items together.
-        first: The item.
-        second: The second item; -1 if there is none.
-    """
-
-    slot: Ints
-    work: Floats
-    first: Ints
-    second: Ints
-
-    def take(self, index: Ints | slice) -> "Groups":
-        """The groups at ``index``."""
-        return Groups(self.slot[index], self.work[index], self.first[index], self.second[index])
-
-
-@dataclass(frozen=True, slots=True)
-class Offers:
-    """The best exchange found for each group that a late bin could give.
-
-    Attributes:
-        score: What the exchange leaves behind; lower is better.
-        row: Row of the early bin in ``Pairing.early``.
-        taken: The group that comes back, an index; -1 if none does.
-    """
-
-    score: Floats
-    row: Ints
-    taken: Ints
-
 
 @dataclass(slots=True)
-class State:
+class _State:
     """The assignment being refined; items are numbered by ascending work.
 
     Attributes:
@@ -94,10 +49,9 @@ class State:
     bin_of: Ints
     loads: Floats
 
-    def move(self, items: Ints, bins: Ints) -> None:
-        """Move each item to a bin; entries of -1 are skipped."""
-        real = items >= 0
-        self.bin_of[items[real]] = bins[real]
+    def make(self, moves: Moves) -> None:
+        """Move items to bins."""
+        self.bin_of[moves[0]] = moves[1]
         moved = np.bincount(self.bin_of, self.work, self.loads.size)
         self.loads = self.problem.carried_work + moved
 
@@ -109,19 +63,20 @@ def refine(problem: Problem, bin_of: Ints, target: float) -> Ints:
     O((n + m) log n) per round, at most ``MAX_ROUNDS`` rounds.
 
     Args:
-        problem: Items and bins; its limits are ignored.
+        problem: Items and bins of one kind; its limits are ignored.
         bin_of: The start.
         target: Completion time, in units of work per unit of speed, that is good enough.
     """
     ascending = problem.order[::-1]
-    state = State(problem, problem.work[ascending], bin_of[ascending], problem.bin_work(bin_of))
+    state = _State(problem, problem.work[ascending], bin_of[ascending], problem.bin_work(bin_of))
     budget = _FREE_LOOKUPS + _MAX_LOOKUPS_PER_ITEM * problem.num_items
     depth = 0
     for _ in range(MAX_ROUNDS):
         pairing = _pair_bins(state, target, alone=depth > 0)
         if pairing is None or budget < 0:
             break
-        groups = bin_groups(state, pairing, in_twos=depth > 0)
+        slots = pairing.slot_of_bin(problem.num_bins)[state.bin_of]
+        groups = bin_groups(state.work, slots, in_twos=depth > 0)
         lookups = _exchange(state, pairing, groups)
         if lookups == 0:
             if depth:
@@ -129,13 +84,13 @@ def refine(problem: Problem, bin_of: Ints, target: float) -> Ints:
             depth = 1
         else:
             depth = 0
-        budget -= abs(lookups)
+        budget -= lookups
     refined = np.empty_like(bin_of)
     refined[ascending] = state.bin_of
     return refined
 
 
-def _pair_bins(state: State, target: float, *, alone: bool) -> Pairing | None:
+def _pair_bins(state: _State, target: float, *, alone: bool) -> Pairing | None:
     """Pair the late bins with the early ones; ``alone``: the latest with all. None: all is done."""
     times = state.loads / state.problem.speeds
     late = np.flatnonzero((times > target) & (state.loads > state.problem.carried_work))
@@ -148,106 +103,19 @@ def _pair_bins(state: State, target: float, *, alone: bool) -> Pairing | None:
     return match_bins(late, early[np.argsort(times[early], kind="stable")])
 
 
-def match_bins(late: Ints, early: Ints) -> Pairing | None:
-    """Compare the k-th late bin with the k-th early one, and with every K-th after it."""
-    if late.size == 0 or early.size == 0:
-        return None
-    late = late[: early.size]
-    num_each = early.size // late.size
-    return Pairing(late, early[: num_each * late.size].reshape(num_each, late.size))
-
-
-def bin_groups(state: State, pairing: Pairing, *, in_twos: bool) -> Groups:
-    """Items of the paired bins: slots 0..K-1 are the late bins, then the early ones."""
-    num_items = state.work.size
-    bins = np.concatenate((pairing.late, pairing.early.ravel()))
-    slot_of = np.full(state.problem.num_bins, -1)
-    slot_of[bins] = np.arange(bins.size)
-    keys = slot_of[state.bin_of] * num_items + np.arange(num_items)
-    keys = np.sort(keys[keys >= 0])
-    slot, item = np.divmod(keys, num_items)
-    singles = Groups(slot, state.work[item], item, np.full(item.size, -1))
-    return _in_twos(singles) if in_twos else singles
-
-
-def _in_twos(singles: Groups) -> Groups:
-    """Add groups of two items of a bin, for as many bins as the budget allows.
-
-    From a bin with many items, an even sample by work is taken.
-    """
-    sampled = singles.take(sample(singles.slot, _MAX_SAMPLED))
-    counts = np.bincount(sampled.slot)
-    allowed = np.cumsum(counts * (counts - 1) // 2) <= _MAX_GROUPS
-    inside = sampled.take(np.flatnonzero(allowed[sampled.slot]))
-    ends = np.cumsum(counts)[inside.slot]
-    index = np.arange(inside.slot.size)
-    partners = ends - index - 1
-    one = np.repeat(index, partners)
-    offset = np.arange(one.size) - np.repeat(np.cumsum(partners) - partners, partners)
-    other = one + 1 + offset
-    slot = np.concatenate((singles.slot, inside.slot[one]))
-    work = np.concatenate((singles.work, inside.work[one] + inside.work[other]))
-    first = np.concatenate((singles.first, inside.first[one]))
-    second = np.concatenate((singles.second, inside.first[other]))
-    order = np.lexsort((work, slot))
-    return Groups(slot, work, first, second).take(order)
-
-
-def sample(slot: Ints, most: int) -> Ints:
-    """Indices of at most ``most`` evenly spaced entries of each slot; slots ascend."""
-    counts = np.bincount(slot)
-    within = np.arange(slot.size) - (np.cumsum(counts) - counts)[slot]
-    span = np.maximum(counts, most)[slot]
-    return np.flatnonzero(within * most // span != (within - 1) * most // span)
-
-
-def _exchange(state: State, pairing: Pairing, groups: Groups) -> int:
+def _exchange(state: _State, pairing: Pairing, groups: Groups) -> int:
     """Make the best exchange of every late bin that has one; returns the lookups, 0 if none."""
     given, offered = split_groups(groups, pairing.late.size)
     offers = _search(state, pairing, given, offered)
     before = state.loads[pairing.late] / state.problem.speeds[pairing.late]
-    improved = make_exchanges(state, pairing, given, offered, offers, before)
-    return given.slot.size * pairing.early.shape[0] if improved else 0
+    moves = best_exchanges(pairing, given, offered, offers, before)
+    if moves is None:
+        return 0
+    state.make(moves)
+    return given.slot.size * pairing.early.shape[0]
 
 
-def split_groups(groups: Groups, num_late: int) -> tuple[Groups, Groups]:
-    """The groups of the late bins, and those of the early ones with slots from 0."""
-    split = int(np.searchsorted(groups.slot, num_late))
-    late, early = groups.take(slice(split)), groups.take(slice(split, None))
-    return late, Groups(early.slot - num_late, early.work, early.first, early.second)
-
-
-def make_exchanges(
-    state: State,
-    pairing: Pairing,
-    given: Groups,
-    offered: Groups,
-    offers: Offers,
-    before: Floats,
-) -> bool:
-    """Per late bin, make the offer with the lowest score, ties to the first, if below ``before``.
-
-    Every late bin must have a group. Returns whether any exchange was made.
-    """
-    lanes = np.arange(pairing.late.size)
-    best = np.minimum.reduceat(offers.score, np.searchsorted(given.slot, lanes))
-    improved = np.flatnonzero(best < before)
-    if improved.size == 0:
-        return False
-    hits = np.flatnonzero(offers.score == best[given.slot])[::-1]
-    chosen = np.empty_like(lanes)
-    chosen[given.slot[hits]] = hits  # of several hits in a slot the last written, first one stays
-    chosen = chosen[improved]
-    taken = offers.taken[chosen]
-    some = taken >= 0
-    early = pairing.early[offers.row[chosen], improved]
-    late, taken = pairing.late[improved][some], taken[some]
-    parts = (given.first[chosen], given.second[chosen], offered.first[taken], offered.second[taken])
-    state.move(np.concatenate(parts), np.concatenate((early, early, late, late)))
-    return True
-
-
-def _search(state: State, pairing: Pairing, given: Groups, offered: Groups) -> Offers:
+def _search(state: _State, pairing: Pairing, given: Groups, offered: Groups) -> Offers:
     """For every given group, the early bin and the return with the earliest later bin.
 
     With an exchange that lowers the late bin by d, both complete together at the ideal

@@ -50,18 +50,18 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
     return bin_of
 
 
-def topped_up(problem: Problem, start: Ints, target: float) -> list[Ints]:
+def topped_up(problem: Problem, start: Ints, target: float) -> Ints | None:
     """Fill the slow bins as if they were knapsacks; the fastest bins level what is left, by LPT.
 
     Each bin below the top speed gives back its two shortest items of ``start`` and takes the pair,
     of these and of what lies on the fastest bins, that fills it best until ``target``. Few items on
-    a slow bin leave much room for error, many on a fast one little. Nothing if too large.
+    a slow bin leave much room for error, many on a fast one little. None if too large.
     O(k n log n) for k slow bins.
     """
     fast = problem.speeds == problem.speeds.max()
     slow = np.flatnonzero(~fast)
     if slow.size * problem.num_items > _MAX_PAIRED:
-        return []
+        return None
     ascending = problem.order[::-1]
     bins, work = start[ascending], problem.work[ascending]
     by_bin = np.argsort(bins, kind="stable")
@@ -80,7 +80,7 @@ def topped_up(problem: Problem, start: Ints, target: float) -> list[Ints]:
     bins[rest] = fastest[_heap(work[rest], loads[fastest])]
     bin_of = np.empty_like(bins)
     bin_of[ascending] = bins
-    return [bin_of]
+    return bin_of
 
 
 def _best_pairs(work: Floats, room: Floats) -> list[tuple[int, int, int]]:
