@@ -179,5 +179,7 @@ class HeadExchange:
 def _per_rank(x: Tensor, run: _Run, factor: int) -> Tensor:
     """(ranks, B, T, heads, D) view of consecutive runs of heads, one a rank."""
     first, num_ranks, num = run
-    heads = x.narrow(2, first * factor, num_ranks * num * factor)
-    return heads.unflatten(2, (num_ranks, num * factor)).movedim(2, 0)
+    if num_ranks * num * factor != x.shape[2]:
+        x = x.narrow(2, first * factor, num_ranks * num * factor)
+    batch, tokens, _, width = x.shape
+    return x.view(batch, tokens, num_ranks, num * factor, width).permute(2, 0, 1, 3, 4)
