@@ -62,7 +62,7 @@ class Step:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            tell(error, f"step {self.number}: the code of this rank")
+            tell(error, f"step {self.number}: the code of this rank", leaves=True)
 
     def route(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Bring tokens from where they were loaded to where they are computed.

@@ -15,6 +15,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.errors import CommError
+from bascule.integrations.sdpa import sequence_parallel
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
@@ -157,3 +159,79 @@ def test_what_loses_its_scores_in_a_mask_gives_them_no_gradient(ring: int, ulyss
     for *seen, lost in run_ranks(gradients_of_lost_scores, 2, ring, ulysses):
         assert max(seen) < 1e-5
         assert lost == 0.0
+
+
+def scales_that_are_not_positive(ring: int, ulysses: int) -> list[float]:
+    """Torch's flash attention gives nan for them under a causal mask (2.13, CPU)."""
+    mesh, layout = AttentionMesh.of(make_mesh(ring, ulysses)), SequenceLayout((9,), ring, ulysses)
+    generator = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(1, 2, 9, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
+    later = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    found: list[float] = []
+    for scale in (-0.3, 0.0):
+        leaves = [x.clone().requires_grad_() for x in wholes]
+        q, k, v = (split(x, mesh, layout, 2) for x in leaves)
+        out = gather(
+            attention(q, k, v, mesh, layout=layout, is_causal=True, scale=scale), mesh, layout, 2
+        )
+        out.sum().backward()
+        alone = [x.clone().requires_grad_() for x in wholes]
+        scores = (alone[0] @ alone[1].mT * scale).masked_fill(later, float("-inf"))
+        want = scores.softmax(-1) @ alone[2]
+        want.sum().backward()
+        found.append(float((out - want).abs().max()))
+        for x, y in zip(leaves, alone, strict=True):
+            assert x.grad is not None and y.grad is not None
+            dist.all_reduce(x.grad)
+            found.append(float((x.grad - y.grad).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_scales_that_are_not_positive(ring: int, ulysses: int) -> None:
+    for found in run_ranks(scales_that_are_not_positive, 2, ring, ulysses):
+        assert max(found) < 1e-10, found
+
+
+def refused_by_the_mode(ring: int, ulysses: int) -> Heard:
+    mesh = AttentionMesh.of(make_mesh(ring, ulysses), timeout_s=60.0)
+    layout = SequenceLayout((8,), ring, ulysses)
+    own = split(torch.randn(1, 4, 8, 4), mesh, layout, 2)
+
+    def attend() -> None:
+        with sequence_parallel(mesh, layout):
+            functional.scaled_dot_product_attention(own, own, own)
+            dropout = 0.1 if dist.get_rank() else 0.0
+            functional.scaled_dot_product_attention(own, own, own, dropout_p=dropout)
+
+    return timed(attend)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_what_the_mode_refuses_on_one_rank(ring: int, ulysses: int) -> None:
+    for _, text, seconds in run_ranks(refused_by_the_mode, 2, ring, ulysses):
+        assert "dropout" in text, text
+        assert seconds < KNOWN_WITHIN_S
+
+
+def left_by_an_error_of_all() -> Heard:
+    """All ranks get the error; one leaves the step by it, the other goes on."""
+    parallel = SequenceParallel(None, "g1n2", COST, timeout_s=60)
+    step = parallel.plan([4])
+
+    def move() -> None:
+        with step:
+            try:
+                step.route(x=torch.ones(4, 1 + dist.get_rank()))
+            except CommError:
+                if dist.get_rank():
+                    raise
+                step.route(x=torch.ones(4))
+
+    return timed(move)
+
+
+def test_a_rank_that_leaves_a_step_by_an_error_of_all() -> None:
+    for classes, text, seconds in run_ranks(left_by_an_error_of_all, 2):
+        assert "CommError" in classes and "disagree" in text, text
+        assert seconds < KNOWN_WITHIN_S

@@ -46,7 +46,7 @@ def lse_of(name: str, tensors: Sequence[Tensor], seq_lens: Sequence[int], scale:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("scale", [None, 0.7, 0.0, -0.3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (3, 1), (1, 1)])
 def test_equals_dense_attention(

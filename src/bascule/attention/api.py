@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import ops
 from bascule.attention.call_marks import rows_of_call
-from bascule.attention.call_spec import CallSpec, check_call
+from bascule.attention.call_spec import CallSpec, check_call, with_positive_scale
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.shards import (
     Run,
@@ -145,6 +145,8 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
     _check(q, k, v, ranks, layout, attn_mask)
     _check_wire(wire, k)
     wire = None if ranks.degrees == (1, 1) else wire
+    rows = f"{rows_of_call(q, wire, attn_mask, layout.replicated)}, given scale {scale}"
+    q, factor = with_positive_scale(q, scale)
     spec = CallSpec(
         mesh=ranks.name,
         num_heads=q.shape[1],
@@ -152,10 +154,10 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
         zigzag=layout.zigzag,
         stripe=layout.stripe,
         causal=is_causal,
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=factor,
         kernel=kernel or "",
         wire="" if wire is None else wire.format,
-        rows=rows_of_call(q, wire, attn_mask, layout.replicated),
+        rows=rows,
     )
     overlaps = q.device.type == "cpu" if overlap is None else overlap
     return _attend(q, k, v, attn_mask, ranks, layout, wire, spec, overlaps=overlaps)

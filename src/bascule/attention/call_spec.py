@@ -139,6 +139,17 @@ def check_call(
         )
 
 
+def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """Queries and the factor of their scores, above 0: the same scores.
+
+    Torch's flash attention for CPUs (2.13) takes the factor of what a causal mask hides, too, and
+    gives nan where it is not above 0.
+    """
+    if scale is None:
+        return q, q.shape[-1] ** -0.5
+    return (q, scale) if scale > 0 else (q * scale, 1.0)
+
+
 @contextmanager
 def naming(what: str, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Add to a failed collective's error which operator it belongs to, and the shapes."""
@@ -146,4 +157,4 @@ def naming(what: str, tensors: Sequence[Tensor]) -> Iterator[None]:
         yield
     except CommError as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise CommError(f"{error} [{what} of {shapes}, {tensors[0].dtype}]") from error
+        raise type(error)(f"{error} [{what} of {shapes}, {tensors[0].dtype}]") from error

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bascule.attention.call_spec import CallSpec
+from bascule.attention.call_spec import CallSpec, with_positive_scale
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
@@ -198,7 +198,7 @@ def attend(
         ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
     """
     check_shapes(bag, q_CHD, k_CKD, v_CKD)
-    factor = q_CHD.shape[2] ** -0.5 if scale is None else scale
+    q_CHD, factor = with_positive_scale(q_CHD, scale)
     plan = bag.plan(packed_kernel(kernel, q_CHD), causal=causal, scale=factor)
     if bag.degree == 1:
         return _around(plan, q_CHD[None], k_CKD[None], v_CKD[None])[0]
@@ -236,7 +236,7 @@ def attend_packed(
         causal: Whether a token sees none that comes later in its sequence.
         scale: Factor of the scores. Default: D^-0.5.
     """
-    factor = q_THD.shape[2] ** -0.5 if scale is None else scale
+    q_THD, factor = with_positive_scale(q_THD, scale)
     plan = _alone(seqs, packed_kernel(kernel, q_THD), causal=causal, scale=factor)
     return _around(plan, q_THD[None], k_TKD[None], v_TKD[None])[0]
 

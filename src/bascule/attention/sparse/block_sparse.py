@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from bascule.attention.call_spec import check_call, naming
+from bascule.attention.call_spec import check_call, naming, with_positive_scale
 from bascule.attention.ring import ring_attention
 from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled
@@ -155,7 +155,7 @@ def attend_sparse(
     for group in (ranks.ring, ranks.whole):
         if group is not None:
             group.calls.mean(f"{plan.digest} scale={scale}, kernel={kernel}, masks {digest}")
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    q, factor = with_positive_scale(q, scale)
     with naming("sparse_attention", (q, k, v)):
         with record_function(EXCHANGE_SPAN):
             here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
@@ -242,6 +242,10 @@ def _checked(tables: SparseTables, masks: Bools) -> Bools:
     """
     wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
     shapes = (wanted, (1, *wanted), (tables.batch, *wanted))
+    if not isinstance(masks, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"rows of a mask are a {type(masks).__name__}: give a bool array {wanted}"
+        )
     if masks.dtype != np.bool_ or masks.shape not in shapes:
         raise ConfigError(
             f"rows of a mask {masks.shape} of {masks.dtype}: give bool {wanted}, for the rows "

@@ -107,7 +107,7 @@ def told(where: str) -> Callable[[F], F]:
     return decorate
 
 
-def tell(error: BaseException, where: str) -> None:
+def tell(error: BaseException, where: str, *, leaves: bool = False) -> None:
     """Leave a note of an error: ranks that wait for this one end with it, in about two seconds.
 
     Where all ranks meet the same error, none waits, and all can go on. Errors that came from other
@@ -116,8 +116,13 @@ def tell(error: BaseException, where: str) -> None:
     Args:
         error: What went wrong.
         where: What this rank was doing.
+        leaves: Whether it leaves what others may go on with, by whatever error: one that all ranks
+            were given is known to them, but not that this one does not go on.
     """
-    if isinstance(error, (CommError, *_IS_ENOUGH)) or not dist.is_initialized():
+    if isinstance(error, _IS_ENOUGH) or not dist.is_initialized():
+        return
+    is_over = any(calls.ended for calls in calls_in_use().values())
+    if isinstance(error, CommError) and (is_over or not leaves):
         return
     is_input = isinstance(error, ConfigError | PlanError)
     cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention
+from bascule.comm.guard.failures import telling
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.sdpa.call_mode import CallMode
@@ -72,8 +73,11 @@ class SequenceParallelMode(CallMode):
             return func(*args, **kwargs)
         if self._num_local:
             return _as_it_is(func, *args, **kwargs)
-        if attends:
+        if attends and torch.compiler.is_compiling():
             return self._attend(*args, **kwargs)
+        if attends:
+            with telling("scaled_dot_product_attention over a mesh"):
+                return self._attend(*args, **kwargs)
         raise ConfigError(
             f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "
             "F.scaled_dot_product_attention, or compute it within .local() if every rank has all "
