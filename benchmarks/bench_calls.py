@@ -115,6 +115,13 @@ def bare_collectives() -> Iterator[None]:
         splits = list(recv_splits), list(send_splits)
         dist.all_to_all_single(received, sent, *splits, group=group.process_group)
 
+    class AllToAll:
+        def __init__(self, *settings: Any) -> None:
+            all_to_all(*settings)
+
+        def wait(self) -> None:
+            """It is done."""
+
     def all_gather(group: Any, what: Any, own: Tensor) -> Tensor:
         gathered = own.new_empty(group.size * own.numel())
         dist.all_gather_into_tensor(gathered, own.flatten(), group=group.process_group)
@@ -128,7 +135,7 @@ def bare_collectives() -> Iterator[None]:
     with ExitStack() as stack:
         for module, function in (
             ("comm.exchange", all_to_all),
-            ("attention.ulysses", all_to_all),
+            ("comm.head_exchange", AllToAll),
             ("comm.agree", all_gather),
             ("comm.mean", all_reduce),
         ):
