@@ -8,7 +8,7 @@ measured in a fresh process, and after a large block was freed once, as in any p
 images: from then on glibc keeps freed memory instead of returning it to the system after every
 plan, and the tables (1 MB each at g8n4) cause no page faults. The target is for the second.
 
-Attention: `ulysses.attend` on the `fake` back end, whose collectives do nothing, with a kernel that
+Attention: `packed.attend` on the `fake` back end, whose collectives do nothing, with a kernel that
 returns its query; over two bare `all_to_all_single` of the same sizes. What is left is the time
 that the host needs to prepare the exchanges. It must not depend on the number of chunks: the same
 tensors are cut into 64 and into 2,048 chunks. With one token a chunk the larger case copies more,

@@ -25,6 +25,9 @@ def test_two_plans_alive(topology: str, checkpoint: bool) -> None:
         (2, "g2n1", True),
         (4, "g1n2+g2n1", False),
         (4, "g4n1", True),
+        pytest.param(2, "g1n2", True, marks=pytest.mark.stress),
+        pytest.param(4, "g1n2+g2n1", True, marks=pytest.mark.stress),
+        pytest.param(4, "g4n1", False, marks=pytest.mark.stress),
     ],
 )
 def test_fsdp2_gives_the_same_gradients(world_size: int, topology: str, checkpoint: bool) -> None:

@@ -6,7 +6,7 @@ row is taken down by the highest of it, over the keys of all ranks: softmax does
 the LSE keeps its digits. Where the number is so large that one process loses the scores themselves
 in it, they do not count here either.
 
-Shapes: as in `mesh`.
+Shapes: as in `api`.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Torch's flex attention as a kernel for blocks.
 
-Shapes: as in `blocks`.
+Shapes: as in `kernels.registry`.
 """
 
 from collections.abc import Callable
