@@ -3,7 +3,7 @@
 Source: Ring Attention (arXiv:2310.01889), double-buffered as in FastUSP: the send of the shard in
 hand is posted before the attention that uses it, in N - 1 rounds.
 
-Shapes: as in `kernels.registry`; R ranks of the ring. Round t works on the keys of ring rank (r - t) mod R.
+Shapes: as in `registry`; R ranks of the ring. Round t works on the keys of ring rank (r - t) mod R.
 """
 
 import math

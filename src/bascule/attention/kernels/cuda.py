@@ -1,6 +1,6 @@
 """Kernels for blocks on CUDA devices: torch's own operators, and the flash-attn packages.
 
-Shapes: as in `kernels.registry`. The operators of torch give the LSE of scaled scores by the natural log, as
+Shapes: as in `registry`. The operators of torch give the LSE of scaled scores by the natural log,
 (B, H, Sq) from flash attention, padded to a multiple of 32 queries from the memory-efficient one,
 and (B, H, Sq, 1) from cuDNN.
 """

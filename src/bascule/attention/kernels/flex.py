@@ -1,6 +1,6 @@
 """Torch's flex attention as a kernel for blocks.
 
-Shapes: as in `kernels.registry`.
+Shapes: as in `registry`.
 """
 
 from collections.abc import Callable
