@@ -123,6 +123,10 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
         ConfigError: The mesh has several axes, this is no group of this rank, or torch.distributed
             is not initialised.
     """
+    if mesh_or_group is None:
+        if dist.group.WORLD is None:
+            raise ConfigError("torch.distributed is not initialised: call init_process_group first")
+        return dist.group.WORLD
     if isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
             raise ConfigError(
@@ -132,14 +136,10 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
         return mesh_or_group.get_group()
     if isinstance(mesh_or_group, dist.ProcessGroup):
         return mesh_or_group
-    if mesh_or_group is not None:
-        raise ConfigError(
-            f"{mesh_or_group!r} is no process group of this rank: give a one-axis DeviceMesh, a "
-            "process group that this rank is in, or None for all ranks"
-        )
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise ConfigError("torch.distributed is not initialised: call init_process_group first")
-    return dist.group.WORLD
+    raise ConfigError(
+        f"{mesh_or_group!r} is no process group of this rank: give a one-axis DeviceMesh, a "
+        "process group that this rank is in, or None for all ranks"
+    )
 
 
 def member_of(

@@ -326,6 +326,7 @@ _watches: "weakref.WeakKeyDictionary[dist.ProcessGroup, Watch]" = weakref.WeakKe
 def watch_of_world(end_all: Callable[[str], None]) -> Watch:
     """The one of this process."""
     world = resolve(None)
-    if world not in _watches:
-        _watches[world] = Watch(world, end_all)
-    return _watches[world]
+    watch = _watches.get(world)
+    if watch is None:
+        watch = _watches[world] = Watch(world, end_all)
+    return watch
