@@ -1,7 +1,7 @@
 """`bascule plan`: plan lengths from the command line, a file or data codes, and draw the loads."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +30,8 @@ class PlanOptions(InputOptions, ClusterOptions):
             given.
         planner: lpt, or the greedy of the KnapFormer paper.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
+        home_tolerance: By how much the makespan may grow so that more tokens stay where they were
+            loaded, 0.01 is 1 %; 0 gives up evenness alone. Shows what that costs in WIR.
         compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan.
     """
@@ -37,6 +39,7 @@ class PlanOptions(InputOptions, ClusterOptions):
     topology: str | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
     wires: bool = False
+    home_tolerance: float | None = None
     compare: bool = False
     json: Path | None = None
 
@@ -50,6 +53,7 @@ class _Batch:
     cost: Cost
     cluster: Cluster | None
     limits: Limits | None
+    home_tolerance: float | None = None
 
     @property
     def unit(self) -> str:
@@ -65,6 +69,7 @@ class _Batch:
             planner=planner,
             limits=limits,
             cluster=self.cluster,
+            home_tolerance=self.home_tolerance,
         )
 
 
@@ -80,7 +85,7 @@ def plan(options: PlanOptions) -> None:
     if topology != "auto":
         Topology.parse(topology, world_size=len(lens))
     cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None
-    batch = _Batch(lens, topology, options.cost, cluster, options.limits)
+    batch = _Batch(lens, topology, options.cost, cluster, options.limits, options.home_tolerance)
     made = batch.plan(options.planner, batch.limits)
     console = Console()
     if options.compare:
@@ -141,6 +146,12 @@ def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
         f"predicted speed-up over the batch as loaded: {speedup:.2f}x\n"
         f"{plan.moved_tokens:,} of {int(plan.seq_lens.sum()):,} tokens move to another rank"
     )
+    if batch.home_tolerance is not None:
+        even = replace(batch, home_tolerance=None).plan(plan.planner, batch.limits)
+        console.print(
+            f"kept at home: the even plan moves {even.moved_tokens:,} tokens, with a makespan of "
+            f"{even.makespan:.6g} {batch.unit} and a WIR of {even.wir:.4f}"
+        )
     for line in _binding(plan, batch):
         console.print(f"binds: {line}")
 
@@ -157,15 +168,12 @@ def _binding(plan: Plan, batch: _Batch) -> list[str]:
                 f"the limit of {batch.limits.tokens:,} tokens a rank: without it, the makespan is "
                 f"{free.makespan:.6g} {batch.unit}"
             )
-    bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
-    size = int(plan.topology.bag_sizes[bag])
-    held = plan.seq_lens[plan.bag_of == bag]
-    if held.size == 1:
-        lines.append(
-            f"the longest sequence: {held[0]:,} tokens fill bag {bag} of {size} "
-            f"rank{'s' if size > 1 else ''}; a larger bag would end earlier"
-        )
+    if plan.binding is not None:
+        lines.append(str(plan.binding))
     if batch.cluster is not None:
+        bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
+        size = int(plan.topology.bag_sizes[bag])
+        held = plan.seq_lens[plan.bag_of == bag]
         compute = float(batch.cluster.compute_seconds(batch.cost, held).sum()) / size
         share = 1.0 - compute / plan.makespan
         if share > _WIRE_SHARE:
