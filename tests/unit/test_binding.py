@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
 
 BATCH = [[10], [4000, 10], [12, 11], []]
 
@@ -57,3 +58,20 @@ def test_nothing_alone_binds(batch: list[list[int]]) -> None:
 def test_two_equal_halves_of_the_work_bind_no_sequence() -> None:
     plan = plan_batch([[30, 30], [30, 30], [30, 30], [30]], "g1n4", linear)
     assert plan.imbalance > 1.1 and plan.binding is None
+
+
+@pytest.mark.parametrize(
+    ("lens", "topology", "binds"),
+    [
+        ([[1000], [10]], "g1n2", True),
+        ([[1000], [10], []], "g1n1+g2n1", True),
+        ([[1000, 500], [500, 10]], "g1n2", True),
+        ([[500, 500, 10], [10]], "g1n2", False),
+        ([[1000], [1000]], "g1n2", False),  # nobody waits
+        ([[1000], []], "g2n1", False),  # there are no larger bags
+        ([[0], []], "g1n2", False),
+        ([[], []], "g1n2", False),
+    ],
+)
+def test_a_single_sequence_binds(lens: list[list[int]], topology: str, binds: bool) -> None:
+    assert (plan_batch(lens, topology, TransformerCost(64)).binding is not None) is binds
