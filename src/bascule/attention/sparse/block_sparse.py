@@ -166,7 +166,8 @@ def attend_sparse(
                 masks = seen(tables.rows)
             masks = _checked(tables, masks)
             ring = tables.ring(q, masks, factor, kernel)
-        out = usp_attention(*(x[0, 0][:, None] for x in (here_q, here_k, here_v)), ring)
+        q_X1D, k_X1D, v_X1D = (x[0, 0][:, None] for x in (here_q, here_k, here_v))
+        out = usp_attention(q_X1D, k_X1D, v_X1D, ring)
         with record_function(EXCHANGE_SPAN):
             rows = tables.take_home(out[:, 0])
     return rows.view(q.shape[0], q.shape[1], -1, q.shape[3]), masks
