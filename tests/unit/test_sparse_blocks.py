@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.flex import SPARSE_BLOCK, flex
+from bascule.attention.kernels.protocol import Attended
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import RingPlan, Tile
@@ -101,7 +102,7 @@ def test_blocks_that_are_not_seen_are_not_read() -> None:
     k[:, :, hidden] = v[:, :, hidden] = math.nan
     seen = AttentionMask(blocks=case.rows)
     out, lse = kernel.forward(q, k, v, seen, SCALE)
-    grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, seen, SCALE)
+    grads = kernel.backward(torch.ones_like(q), Attended(q, k, v, out, lse, seen, SCALE))
     assert all(bool(x.isfinite().all()) for x in (out, *grads))
     assert not grads[1][:, :, hidden].any() and not grads[2][:, :, hidden].any()
     assert grads[1][:, :, ~hidden].any()
@@ -147,7 +148,7 @@ def test_no_queries_or_no_keys(num_q: int, num_k: int) -> None:
     seen, kernel = AttentionMask(blocks=rows), CpuLoopKernel()
     out, lse = kernel.forward(q, k, v, seen, SCALE)
     assert out.shape == q.shape and not out.any() and lse.isneginf().all()
-    grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, seen, SCALE)
+    grads = kernel.backward(torch.ones_like(q), Attended(q, k, v, out, lse, seen, SCALE))
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
     assert not any(bool(x.any()) for x in grads)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import AttentionKernel, merge, wide_dtype
+from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge, wide_dtype
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
@@ -115,16 +115,9 @@ def ring_backward(
     grad, wide = grad.contiguous(), wide_dtype(q)
 
     def gradients(tile: Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return plan.kernel.backward(
-            grad[:, :, tile.q],
-            q[:, :, tile.q],
-            keys[:, :, tile.k],
-            values[:, :, tile.k],
-            out[:, :, tile.q],
-            lse[:, :, tile.q],
-            tile.mask,
-            plan.scale,
-        )
+        at_q, at_k = (slice(None), slice(None), tile.q), (slice(None), slice(None), tile.k)
+        done = q[at_q], keys[at_k], values[at_k], out[at_q], lse[at_q], tile.mask, plan.scale
+        return plan.kernel.backward(grad[at_q], Attended(*done))
 
     if _is_one_tile(plan) and q.numel() and k.numel():
         dq, dk, dv = gradients(plan.tiles[0][0], k, v)
