@@ -15,6 +15,7 @@ from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
+from bascule.report.step_picture import draw_step, write_step
 
 _MAX_ROWS = 64
 _BAR_WIDTH = 28
@@ -32,6 +33,7 @@ class PlanOptions(InputOptions, ClusterOptions):
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
         compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan.
+        picture: Where to draw the step before and after balancing, as an SVG.
     """
 
     topology: str | None = None
@@ -39,6 +41,7 @@ class PlanOptions(InputOptions, ClusterOptions):
     wires: bool = False
     compare: bool = False
     json: Path | None = None
+    picture: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def plan(options: PlanOptions) -> None:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"--json {options.json}: cannot be written: {reason}") from error
+    if options.picture is not None:
+        write_step(options.picture, draw_step(made, batch.cost, batch.cluster, batch.unit))
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:
