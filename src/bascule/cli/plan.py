@@ -46,7 +46,7 @@ class PlanOptions(InputOptions, ClusterOptions):
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a plan is made from."""
+    """The inputs of a plan."""
 
     lens: list[list[int]]
     topology: str
@@ -151,7 +151,7 @@ def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
 
 
 def _binding(plan: Plan, batch: _Batch) -> list[str]:
-    """What keeps the step from ending earlier."""
+    """The reasons why the step cannot end earlier, one line each."""
     if plan.makespan == 0:
         return ["nothing, the batch is idle"]
     lines: list[str] = []

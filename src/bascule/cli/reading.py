@@ -1,4 +1,4 @@
-"""Where the lengths of a batch come from, for every command that plans."""
+"""Options that say where the lengths of a batch come from, for every command that plans."""
 
 import re
 from dataclasses import dataclass
@@ -142,7 +142,9 @@ class ClusterOptions:
         if per_node is None:
             per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
         if per_node < 1 or num_ranks % per_node:
-            raise ConfigError(f"--ranks-per-node {per_node}: {num_ranks} ranks fill no whole nodes")
+            raise ConfigError(
+                f"--ranks-per-node {per_node}: {num_ranks} ranks do not fill whole nodes"
+            )
         return Cluster(
             num_ranks // per_node,
             per_node,
@@ -164,8 +166,8 @@ def _parse_lengths(text: str) -> list[list[int]]:
     wrong = [term for terms in ranks for term in terms if term and not _WHOLE.fullmatch(term)]
     if wrong:
         raise ConfigError(
-            f"--lengths {shown(text)}: {shown(wrong[0])} is no length; write whole numbers, commas "
-            "between sequences and / between ranks"
+            f"--lengths {shown(text)}: {shown(wrong[0])} is not a length; write whole numbers, "
+            "commas between sequences and / between ranks"
         )
     return [[int(term) for term in terms if term] for terms in ranks]
 
