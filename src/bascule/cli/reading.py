@@ -142,9 +142,7 @@ class ClusterOptions:
         if per_node is None:
             per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
         if per_node < 1 or num_ranks % per_node:
-            raise ConfigError(
-                f"--ranks-per-node {per_node}: {num_ranks} ranks do not fill whole nodes"
-            )
+            raise ConfigError(f"--ranks-per-node {per_node}: {num_ranks} ranks fill no whole nodes")
         return Cluster(
             num_ranks // per_node,
             per_node,

@@ -1,4 +1,4 @@
-"""A fitted latency model: the seconds of an attention call on a mesh of ranks.
+"""What an attention call takes on a mesh of Ulysses and ring degrees: a fitted latency model.
 
 The model is db-SP's equation 4: the all-to-alls, then R periods of compute, of which all but the
 last hide an exchange of keys and values, or are hidden by it. There the imbalance multiplies
@@ -41,7 +41,7 @@ NUM_STARTS = 9
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """The work and the bytes of an attention call on the slowest of U x R ranks.
+    """What an attention call asks of the slowest of U x R ranks.
 
     Args:
         ulysses_degree: U.

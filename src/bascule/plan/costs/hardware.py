@@ -1,4 +1,4 @@
-"""A description of the machines: what sending data and launching it costs, in seconds."""
+"""The machines: what wires and launches add to the cost of a sequence in a bag, in seconds."""
 
 from dataclasses import dataclass, fields
 
@@ -36,7 +36,7 @@ class Cluster:
     of which R - 1 others are in its own node (the fewest of any rank, where a bag crosses nodes).
     All sequences of a bag share their all-to-alls: once a pass, a rank of a bag with more than one
     rank spends ``2 * layers * latency_s`` on launching them, whatever it holds. What a ring adds
-    stands in `plan.costs.prices`.
+    stands in `plan.pricing`.
 
     Compute is the cost model's: a `TransformerCost` with `seconds_per_unit` is measured; one
     without is converted with `flops_per_s`; any other model must give seconds already.
