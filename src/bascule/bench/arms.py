@@ -1,4 +1,4 @@
-"""The two ways to train that are compared: every rank its own batch, and balanced."""
+"""The two ways of training that the benchmark compares: unbalanced and balanced."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ MakeExchange = Callable[[list[int]], Exchange]
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one training step gave.
+    """The results of one training step.
 
     Attributes:
         loss: Mean over the image tokens of all ranks.

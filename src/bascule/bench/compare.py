@@ -60,7 +60,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the measurement ran on: the part of the results that is not a number of a step."""
+    """The machine and the settings of a measurement."""
 
     device: str
     world_size: int
@@ -92,7 +92,7 @@ class Paired:
 
     @property
     def setting(self) -> Setting:
-        """What this runs on."""
+        """The machine and the settings of this run."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return Setting(
             device=name,

@@ -1,4 +1,4 @@
-"""Balancing in the data loader, measured: the same samples as loaded and dealt by `BalancedLoader`.
+"""Measures balancing in the data loader: the same samples with and without `BalancedLoader`.
 
 One rank a bag, no sequence parallelism. In each step, the first arm trains every rank on what it
 loaded, the second on what the loader dealt it. While the second arm computes a step, the loader's

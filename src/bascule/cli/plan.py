@@ -15,6 +15,7 @@ from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
+from bascule.report.step_picture import draw_step, write_step
 
 _MAX_ROWS = 64
 _BAR_WIDTH = 28
@@ -34,6 +35,7 @@ class PlanOptions(InputOptions, ClusterOptions):
             loaded, 0.01 is 1 %; 0 gives up evenness alone. Shows what that costs in WIR.
         compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan.
+        picture: Where to draw the step before and after balancing, as an SVG.
     """
 
     topology: str | None = None
@@ -42,11 +44,12 @@ class PlanOptions(InputOptions, ClusterOptions):
     home_tolerance: float | None = None
     compare: bool = False
     json: Path | None = None
+    picture: Path | None = None
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a plan is made from."""
+    """The inputs of a plan."""
 
     lens: list[list[int]]
     topology: str
@@ -99,6 +102,8 @@ def plan(options: PlanOptions) -> None:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"--json {options.json}: cannot be written: {reason}") from error
+    if options.picture is not None:
+        write_step(options.picture, draw_step(made, batch.cost, batch.cluster, batch.unit))
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:
@@ -157,7 +162,7 @@ def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
 
 
 def _binding(plan: Plan, batch: _Batch) -> list[str]:
-    """What keeps the step from ending earlier."""
+    """The reasons why the step cannot end earlier, one line each."""
     if plan.makespan == 0:
         return ["nothing, the batch is idle"]
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Process groups that loaders use one after the other.
+"""Process groups that are lent to one loader after the other.
 
 The thread of an iteration needs a process group that nobody else uses meanwhile: two threads in one
 group of gloo get each other's bytes. Torch keeps every group, with its threads and connections,

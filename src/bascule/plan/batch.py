@@ -1,4 +1,4 @@
-"""Plans for a batch of sequences: which bag computes each of them, and everything that follows."""
+"""Plans for a batch of sequences: which bag computes each of them, and the tables to move them."""
 
 import hashlib
 import json
@@ -259,7 +259,7 @@ class Plan:
             planner = of_type("planner", data["planner"], str, "the name of one")
             digest = data["digest"]
         except ConfigError as error:
-            raise ConfigError(f"this plan is damaged, or none: {error}") from error
+            raise ConfigError(f"this text is not a plan, or a damaged one: {error}") from error
         except _DAMAGE as error:
             raise ConfigError(
                 f"this is not a plan written by Plan.to_json: {shown(error)}"

@@ -1,4 +1,4 @@
-"""Fewer tokens on the wire: bags relabelled, and sequences kept where they were loaded.
+"""Keeps tokens where they were loaded, by renaming equal bags and moving fewer sequences.
 
 Equal bags may trade places without any load changing, so a decision is first *relabelled*: each
 bag takes the place where most of its tokens are at home already. Within a tolerance, sequences may
@@ -76,7 +76,7 @@ def node_shares(topology: Topology, cluster: Cluster) -> Floats:
 
 
 def bring_home(decision: Decision, source: Source, tolerance: float | None) -> Decision:
-    """The same makespan, or one within the tolerance, with fewer tokens away from home.
+    """Change a plan so that fewer tokens leave home; its makespan stays within the tolerance.
 
     Args:
         decision: The earliest that was found.

@@ -1,4 +1,4 @@
-"""What a study of block masks found, as a picture."""
+"""A picture of what a study of block masks found."""
 
 from importlib.util import find_spec
 from itertools import chain
