@@ -145,9 +145,9 @@ class Step:
         """
         parallel = self._parallel
         with telling(f"step {self.number}: mean"):
+            refuse_transforms("mean", per_token)
             error, form = None, None
             try:
-                refuse_transforms("mean", per_token)
                 mean.check(per_token, weights)
                 form = (per_token.shape[1:], per_token.dtype, weights is not None)
             except Exception as met:  # whatever it is, the others must not wait
