@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bascule.integrations.diffusers.handle import parallelize as parallelize
     from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig as SparseConfig
     from bascule.integrations.sdpa.mode import sequence_parallel as sequence_parallel
+    from bascule.parallel import ParallelOptions as ParallelOptions
     from bascule.parallel import SequenceParallel as SequenceParallel
     from bascule.parallel import Step as Step
     from bascule.plan.batch import Plan as Plan
@@ -58,6 +59,7 @@ _HOMES = {
     "CostTracker": "bascule.data.cost_tracker",
     "Limits": "bascule.plan.limits",
     "Pack": "bascule.data.packs",
+    "ParallelOptions": "bascule.parallel",
     "Plan": "bascule.plan.batch",
     "PlanError": "bascule.errors",
     "PolynomialCost": "bascule.plan.costs.cost_models",

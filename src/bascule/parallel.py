@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,35 @@ from bascule.errors import ConfigError
 from bascule.parallel_step import Step as Step
 from bascule.plan import routes
 from bascule.plan.batch import check_lengths, plan_batch
+from bascule.plan.checks import of_type
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
 
 _FIRST_CAPACITY = 64  # sequences a rank that the first gather of lengths has room for
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelOptions:
+    """How a SequenceParallel plans, attends and averages, where the defaults do not fit.
+
+    Attributes:
+        planner: See `plan_batch`.
+        home_tolerance: See `plan_batch`.
+        kernel: Name of the attention kernel; None takes the fastest for device and dtype.
+        device: Where the tensors are; None takes the mesh's, or the group's back end's.
+        data_group: The ranks whose gradients are averaged, if more than the group (`step.mean`).
+    """
+
+    planner: str = "lpt"
+    home_tolerance: float | None = None
+    kernel: str | None = None
+    device: torch.device | str | None = None
+    data_group: dist.ProcessGroup | None = None
+
+
+_DEFAULT = ParallelOptions()
 
 
 class SequenceParallel:
@@ -39,16 +63,12 @@ class SequenceParallel:
         topology: Bags over the ranks of the group, or their spec; replicas fill the group. "auto"
             chooses bags for every step and needs a cluster.
         cost: Predicts the cost of a sequence from its tokens.
-        planner: See `plan_batch`.
         limits: Hard limits per rank.
         cluster: See `plan_batch`: prices wires, and says which ranks share a node.
         plan_group: A gloo group of the same ranks for the lengths, so that planning never waits for
             the device; made here if None.
-        data_group: The ranks whose gradients are averaged, if more than the group (`step.mean`).
-        kernel: Name of the attention kernel; None takes the fastest for device and dtype. In a ring
-            it must have a form for blocks, too.
-        device: Where the tensors are; None takes the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
+        options: What is seldom changed.
 
     Raises:
         ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
@@ -56,20 +76,17 @@ class SequenceParallel:
     """
 
     @told("construction of a SequenceParallel")
-    def __init__(  # noqa: PLR0913  (public)
+    def __init__(
         self,
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
         topology: Topology | str,
         cost: Cost,
         *,
-        planner: str = "lpt",
         limits: Limits | None = None,
         cluster: Cluster | None = None,
         plan_group: dist.ProcessGroup | None = None,
-        data_group: dist.ProcessGroup | None = None,
-        kernel: str | None = None,
-        device: torch.device | str | None = None,
         timeout_s: float = 600.0,
+        options: ParallelOptions = _DEFAULT,
     ) -> None:
         given = groups.resolve(mesh_or_group)
         ranks = tuple(dist.get_process_group_ranks(given))
@@ -80,19 +97,20 @@ class SequenceParallel:
             else groups.member_of(groups.resolve(plan_group), "plan")
         )
         self.cost = cost
-        self.planner = planner
         self.limits = limits
         self.cluster = cluster
-        self.kernel = kernel
+        self.options = options
         self._num_plans = 0
         self._capacity = _FIRST_CAPACITY
         self._agreed: set[Hashable] = set()
         self._used: set[str] = set()
         error, data = None, None
         try:
-            self.device = _device(device, mesh_or_group, given)
-            packed.check_kernel(kernel)
-            data = None if data_group is None else _data_group(data_group, ranks)
+            of_type("options", options, ParallelOptions, "ParallelOptions(..)")
+            self.device = _device(options.device, mesh_or_group, given)
+            packed.check_kernel(options.kernel)
+            if options.data_group is not None:
+                data = _data_group(options.data_group, ranks)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         self.topology = self._agree_on_settings(topology, len(ranks), error)
@@ -162,9 +180,10 @@ class SequenceParallel:
                 lens,
                 self.topology,
                 self.cost,
-                planner=self.planner,
+                planner=self.options.planner,
                 limits=self.limits,
                 cluster=self.cluster,
+                home_tolerance=self.options.home_tolerance,
             )
         return Step(self, plan, self._num_plans)
 
@@ -227,9 +246,9 @@ class SequenceParallel:
         return topology
 
     def _settings(self, topology: Topology | str) -> dict[str, str]:
-        cost = describe_cost(self.cost)
-        values = (topology, cost, self.planner, self.limits, self.cluster)
-        values = (*values, self.kernel, self._timeout_s, self.device.type)
+        chosen = self.options
+        values = (topology, describe_cost(self.cost), self.limits, self.cluster, self._timeout_s)
+        values = (*values, chosen.planner, chosen.home_tolerance, chosen.kernel, self.device.type)
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
@@ -239,11 +258,12 @@ class SequenceParallel:
 _SETTINGS: tuple[str, ...] = (
     "topology",
     "cost",
-    "planner",
     "limits",
     "cluster",
-    "kernel",
     "timeout_s",
+    "planner",
+    "home_tolerance",
+    "kernel",
     "device",
 )
 

@@ -108,11 +108,10 @@ class Step:
         scale: float | None = None,
     ) -> Tensor:
         """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
-        bag, kernel = self._bag, self._parallel.kernel
+        bag, kernel = self._bag, self._parallel.options.kernel
         with telling(f"step {self.number}: attend"):
             refuse_transforms("attend", q_CHD, k_CKD, v_CKD)
             check_settings("attend", causal, scale)
-            check_tensors("attend", q_CHD, k_CKD, v_CKD)
             self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
             self.sent_bytes += packed.sent_bytes(bag, q_CHD, k_CKD)
@@ -203,13 +202,17 @@ class Step:
     ) -> None:
         """Heads and dtype decide the sizes, and must do for the bags of all ranks."""
         topology, parallel = self.plan.topology, self._parallel
+        try:
+            check_tensors("attend", q, k, v)
+        except ConfigError as error:
+            parallel.agree_once("attend", f"attend: {error}", error, self.number)
         degree = int(topology.ulysses_groups.bag_sizes.max())  # of "auto", another every step
         dtypes = q.dtype, k.dtype, v.dtype
         form = (degree, q.shape[1:], k.shape[1:], v.shape[1:], dtypes, causal, scale)
         if not parallel.has_agreed("attend", form):
             error = None
             try:
-                packed.check(topology, self._bag, parallel.kernel, q, k, v)
+                packed.check(topology, self._bag, parallel.options.kernel, q, k, v)
             except ConfigError as met:
                 error = met
             parallel.agree_once("attend", form, error, self.number)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bascule.attention.kernels import registry
 from bascule.attention.kernels.protocol import KernelQuery, OutLse
 from bascule.attention.mask import AttentionMask
-from bascule.parallel import SequenceParallel, Step
+from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from tests.helpers.calls_made import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -184,7 +184,7 @@ def operations(step: Step) -> tuple[int, int]:
 
 def count_operations(topology: str) -> list[tuple[int, int]]:
     with mock.patch.dict(registry.KERNELS, {"varlen": VarlenKernel()}):
-        parallel = SequenceParallel(None, topology, COST, kernel="varlen")
+        parallel = SequenceParallel(None, topology, COST, options=ParallelOptions(kernel="varlen"))
         return [operations(parallel.plan([3] * count)) for count in (2, 64, 2048)]
 
 

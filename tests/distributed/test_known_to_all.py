@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.attention import packed
 from bascule.attention.api import AttentionMesh, attention
 from bascule.errors import CommError
-from bascule.parallel import SequenceParallel, Step
+from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
@@ -226,13 +226,14 @@ WRONG: list[dict[str, Any]] = [
     {"timeout_s": float("nan")},
     {"timeout_s": 0},
     {"timeout_s": 1e300},
-    {"device": "xyz"},
-    {"device": 1.5},
-    {"data_group": 3},
-    *([] if torch.cuda.is_available() else [{"device": "cuda"}]),
+    {"options": 3},
+    {"options": ParallelOptions(device="xyz")},
+    {"options": ParallelOptions(device=1.5)},  # pyright: ignore[reportArgumentType]
+    {"options": ParallelOptions(data_group=3)},  # pyright: ignore[reportArgumentType]
+    *([] if torch.cuda.is_available() else [{"options": ParallelOptions(device="cuda")}]),
     {"plan_group": "plan"},
     {"mesh_or_group": [0, 1]},
-    {"planner": "magic", "cost": None},
+    {"options": ParallelOptions("magic"), "cost": None},
 ]
 
 
@@ -260,7 +261,7 @@ def test_one_rank_constructs_wrongly(wrong: dict[str, Any]) -> None:
 def small_data_group() -> tuple[list[str], str]:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     own = alone[dist.get_rank()]
-    return raised_by(SequenceParallel, None, "g1n2", COST, timeout_s=15, data_group=own)
+    return raised_by(SequenceParallel, None, "g1n2", COST, options=ParallelOptions(data_group=own))
 
 
 def test_a_data_group_without_all_ranks_is_refused() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.errors import CommError
-from bascule.parallel import SequenceParallel
+from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
@@ -67,7 +67,8 @@ def differing_settings() -> list[Error]:
     both: list[tuple[Any, Any, dict[str, Any], dict[str, Any]]] = [
         ("g1n1", "g2n1+g1n1", {}, {}),
         ("g1n1", "g1n1", {"cost": COST}, {"cost": TransformerCost(64, gamma=1.5)}),
-        ("g1n1", "g1n1", {"planner": "lpt"}, {"planner": "knapsack"}),
+        ("g1n1", "g1n1", {}, {"options": ParallelOptions("knapsack")}),
+        ("g1n1", "g1n1", {}, {"options": ParallelOptions(home_tolerance=0.5)}),
         ("g1n1", "g1n1", {"limits": None}, {"limits": Limits(tokens=100)}),
         ("g1n1", "g1n1", {"cost": COST}, {"cost": lambda lens: np.asarray(lens) * 1.0}),
         ("g1n1", "g1n1", {"cluster": cluster_of(1e12)}, {"cluster": cluster_of(2e12)}),
@@ -91,13 +92,14 @@ def differing_settings() -> list[Error]:
 def test_ranks_with_different_settings() -> None:
     of_rank = run_ranks(differing_settings, 3)
     errors = [same_on_all(list(errors)) for errors in zip(*of_rank, strict=True)]
-    wanted = ["topology", "cost", "planner", "limits", "cost", "cluster", "cost"]
+    wanted = ["topology", "cost", "planner", "home_tolerance"]
+    wanted += ["limits", "cost", "cluster", "cost"]
     for (classes, text), what in zip(errors, wanted, strict=True):
         assert "CommError" in classes and "ConfigError" not in classes
         assert f"disagree on {what}" in text, text
         assert "ranks [0, 1]: " in text and "ranks [2]: " in text, text
     assert "g2n1" in errors[0][1] and "gamma=1.5" in errors[1][1] and "knapsack" in errors[2][1]
-    assert "tokens=100" in errors[3][1]
+    assert "tokens=100" in errors[4][1]
 
 
 def failures() -> list[Error]:
@@ -126,7 +128,9 @@ def refused_topologies() -> list[Error]:
     errors = [raised_by(SequenceParallel, None, spec, COST) for spec in specs]
     odd = dist.get_rank() == 1
     errors.append(raised_by(SequenceParallel, None, "g1nx" if odd else "g1n1", COST))
-    errors.append(raised_by(SequenceParallel(None, "g1n1", COST, planner="magic").plan, [1]))
+    errors.append(
+        raised_by(SequenceParallel(None, "g1n1", COST, options=ParallelOptions("magic")).plan, [1])
+    )
     SequenceParallel(None, "g1n1", COST)
     return errors
 
@@ -181,7 +185,12 @@ def refused_tensors() -> list[Error]:
         raised_by(step.route, x=torch.tensor(1.0)),
         raised_by(step.restore, x.to("meta")),
         raised_by(
-            SequenceParallel(None, "g2n1", COST, kernel="aten_flash").plan([2]).attend, x, x, x
+            SequenceParallel(None, "g2n1", COST, options=ParallelOptions(kernel="aten_flash"))
+            .plan([2])
+            .attend,
+            x,
+            x,
+            x,
         ),
     ]
 
@@ -235,7 +244,9 @@ def meshes() -> dict[str, Any]:
     if group == 0:
         assert of_axis.plan([9]).plan.num_ranks == 2
     values = torch.ones(1 + rank, requires_grad=True)
-    everywhere = SequenceParallel(mesh["sp"], "g2n1", COST, data_group=dist.group.WORLD).plan([])
+    everywhere = SequenceParallel(
+        mesh["sp"], "g2n1", COST, options=ParallelOptions(data_group=dist.group.WORLD)
+    ).plan([])
     everywhere.mean(values).backward()
     assert values.grad is not None and bool((values.grad == 4 / 10).all())
     return {"refused": refused}

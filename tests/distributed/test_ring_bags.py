@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.parallel import SequenceParallel, Step
+from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.topology.spec import Topology
 from tests.helpers.bench import bench, summary
 from tests.helpers.calls_made import ALL_GATHER, ALL_TO_ALL, RING, calls_made
@@ -90,7 +90,7 @@ def attend_everywhere(spec: str, num_heads: int, num_kv_heads: int) -> int:
     """Output and gradients of random tensors against all tokens in one process."""
     rank, compared = dist.get_rank(), 0
     for kernel in ("plain", "cpu_flash"):
-        parallel = SequenceParallel(None, spec, COST, kernel=kernel)
+        parallel = SequenceParallel(None, spec, COST, options=ParallelOptions(kernel=kernel))
         for lens in lengths_of(dist.get_world_size()):
             step = parallel.plan(lens[rank])
             for causal, scale in ((False, None), (True, None), (True, 0.7)):
@@ -216,7 +216,7 @@ def too_few_heads_or_no_blocks() -> list[tuple[list[str], str]]:
     spec = "g2r2n1+g1n2"
     errors: list[tuple[list[str], str]] = []
     for kernel, heads in ((None, 1), ("cudnn", 2)):
-        step = SequenceParallel(None, spec, COST, kernel=kernel).plan([6])
+        step = SequenceParallel(None, spec, COST, options=ParallelOptions(kernel=kernel)).plan([6])
         x = torch.zeros(step.local.positions.size, heads, 2)
         errors.append(raised_by(step.attend, x, x, x))
     return errors

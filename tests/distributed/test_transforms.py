@@ -14,6 +14,7 @@ from bascule import SequenceParallel, Step
 from bascule.attention import AttentionMesh, SequenceLayout, split
 from bascule.attention.api import attention
 from bascule.errors import CommError, ConfigError
+from bascule.parallel import ParallelOptions
 from tests.helpers.cases import COST
 from tests.helpers.ranks import run_ranks
 
@@ -154,7 +155,7 @@ def refused_devices() -> list[str]:
     said: list[str] = []
     for device in ("cuda", "foo", 3.5):
         try:
-            SequenceParallel(None, "g1n2", COST, device=device)  # pyright: ignore
+            SequenceParallel(None, "g1n2", COST, options=ParallelOptions(device=device))  # pyright: ignore
         except CommError as error:
             said.append(str(error))
     return said

@@ -21,7 +21,7 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_gather, all_reduce
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
-from bascule.parallel import SequenceParallel, Step
+from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
@@ -184,10 +184,8 @@ class Comparison(Paired):
             self.mesh,
             self.topology,
             self.cost,
-            planner=options.planner,
-            kernel=options.kernel,
-            device=device,
             timeout_s=options.timeout_s,
+            options=ParallelOptions(options.planner, kernel=options.kernel, device=device),
         )
         without = unbalanced(device, options.kernel)
         self.arms = [self.arm(without), self.arm(balanced(self.parallel))]
