@@ -115,7 +115,7 @@ def unbalanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
 
 def balanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
     """What `parallelize` does: nothing moves that gains less than it costs."""
-    planner = SparsePlanner(ulysses, ring, move_cost=SparseConfig(keep=1.0).move_cost)
+    planner = SparsePlanner(ulysses, ring, target=SparseConfig(keep=1.0).target)
     return planner.plan(masks, BlockLayout.striped(lens, ulysses, ring))
 
 

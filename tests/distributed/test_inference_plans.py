@@ -20,7 +20,6 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "method": ("minimal_move", "stripe"),
     "stripe": (8, 16),
     "target": (1.005, 1.01),
-    "move_cost": (0.0, 1.0),
     "tolerance": (0.05, 0.06),
     "dense_layers": ((0,), (1,)),
     "passes_per_step": (1, 2),

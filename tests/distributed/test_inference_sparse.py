@@ -49,7 +49,7 @@ SMALL = [Case("wan", 4, 1, 8, (1, 3)), Case("cogvideox", 4, 1, 1, (1, 2))]
 
 
 def make_config(case: dict[str, Any], masks: Bools, **settings: Any) -> SparseConfig:
-    settings = {"block": BLOCK, "tolerance": 0.0, "move_cost": 0.0, **settings}
+    settings = {"block": BLOCK, "tolerance": 0.0, "target": 1.005, **settings}
     if "method" in case:
         settings["method"] = case["method"]
     return SparseConfig(**(case.get("rule") or {"masks": masks}), **settings)
@@ -331,7 +331,7 @@ def test_what_is_refused_on_all_ranks() -> None:
         ({"keep": 0.5, "passes_per_step": 0}, "passes_per_step=0): must be an integer, 1 at least"),
         ({"keep": 0.5, "tolerance": -0.1}, "tolerance=-0.1): must be a number, 0 at least"),
         ({"keep": 0.5, "target": 0.9}, "target=0.9): must be a number, 1 at least"),
-        ({"keep": 0.5, "move_cost": -1}, "move_cost=-1): must be a number, 0 at least"),
+        ({"keep": 0.5, "tolerance": -1}, "tolerance=-1): must be a number, 0 at least"),
         ({"keep": 0.5, "block": "4"}, "block='4'): must be an integer, 1 at least"),
         ({"keep": 0.5, "block": True}, "block=True): must be an integer"),
         ({"keep": 0.5, "passes_per_step": 1.5}, "passes_per_step=1.5): must be an integer"),

@@ -171,7 +171,7 @@ def test_the_fit_of_measured_calls_is_the_same_on_all_ranks() -> None:
 def compiled() -> float:
     """By torch.compile around it, steps with different plans."""
     masks, model = make_masks(), make_toy(num_blocks=LAYERS)
-    config = SparseConfig(masks=masks, block=BLOCK, tolerance=0.0, move_cost=0.0)
+    config = SparseConfig(masks=masks, block=BLOCK, tolerance=0.0, target=1.005)
     steps = [toy_inputs(text=SEGMENTS[0], image=SEGMENTS[1], seed=s) for s in range(len(masks))]
     with parallelize(model, mesh=make_mesh(2, 1), table=TABLE, sparse=config) as handle:
         with torch.no_grad():

@@ -260,12 +260,8 @@ class SparseLayers:
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self.meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
-                planner = SparsePlanner(
-                    *degrees,
-                    method=self.config.method,
-                    target=self.config.target,
-                    move_cost=self.config.move_cost,
-                )
+                method, target = self.config.method, self.config.target
+                planner = SparsePlanner(*degrees, method=method, target=target)
                 columns = columns_of(work, degrees)
                 plan = planner.plan(columns, home, num_kv_heads=key.num_kv_heads)
                 reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)

@@ -48,9 +48,8 @@ class SparseConfig:
             "in_order" is without balance, to compare with.
         stripe: Tokens that a rank gets at a time when a segment is dealt to the ranks in turns; a
             multiple of `block`. Default: `block`, the most even.
-        target: Imbalance that "minimal_move" is to reach.
-        move_cost: Work that takes as long as to send two rows of a head, see `SparsePlanner`: what
-            gains less does not move. Default: that of an H100 with NVLink, for 16 bits.
+        target: Imbalance at which "minimal_move" moves no more. A ring without Ulysses ranks in
+            which nothing moves needs no exchange at all, so the default leaves stripes alone.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
         dense_layers: Layers that attend to everything, by the order of attention calls.
         passes_per_step: Forward passes of a denoising step: 2 where guidance takes a pass of its
@@ -68,8 +67,7 @@ class SparseConfig:
     block: int = 64
     method: str = "minimal_move"
     stripe: int | None = None
-    target: float = 1.005
-    move_cost: float = 3000.0
+    target: float = 1.02
     tolerance: float = 0.05
     dense_layers: tuple[int, ...] = ()
     passes_per_step: int = 1
@@ -87,7 +85,7 @@ class SparseConfig:
             share = getattr(self, name)
             if share is not None and not (_is_number(share) and 0 < share <= 1):
                 raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
-        for name, least in (("target", 1), ("tolerance", 0), ("move_cost", 0)):
+        for name, least in (("target", 1), ("tolerance", 0)):
             value = getattr(self, name)
             if not (_is_number(value) and value >= least):
                 raise ConfigError(
