@@ -2,20 +2,15 @@
 
 import dataclasses
 import itertools
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.fit_attention import (
-    AttentionLatency,
-    AttentionLoad,
-    fit_attention_latency,
-)
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
+from bascule.plan.costs.fit_attention import fit_attention_latency
 from bascule.plan.sparse.choose_mesh import StrategyChoice, choose_strategy
 
 A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6, 2e-12)
@@ -184,64 +179,6 @@ def test_illegal_coefficients() -> None:
         replace(A800, p2p_s_per_byte=math.nan)
     with pytest.raises(ConfigError, match=r"AttentionLatency\(fit_error=-0\.1\)"):
         replace(A800, fit_error=-0.1)
-
-
-def test_a_saved_latency_is_loaded_exactly(tmp_path: Path) -> None:
-    exact = replace(A800, launch_s=math.pi / 3e5, fit_error=1 / 3)
-    for latency in (A800, CPU, exact):
-        latency.save(tmp_path / "latency.json")
-        assert AttentionLatency.load(tmp_path / "latency.json") == latency
-    saved = json.loads((tmp_path / "latency.json").read_text())
-    assert saved == dataclasses.asdict(exact)
-    # Another tool may write it: whole numbers, and keys in another order.
-    whole = dict.fromkeys(reversed(saved), 1)
-    (tmp_path / "whole.json").write_text(json.dumps(whole))
-    assert AttentionLatency.load(str(tmp_path / "whole.json")) == AttentionLatency(**whole)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"launch_s": -1.0}, r"launch_s=-1\.0\): must be finite"),
-        ({"launch_s": "1e-5"}, "launch_s='1e-5'"),
-        ({"launch_s": None}, "launch_s=None"),
-        ({"launch_s": [1.0]}, r"launch_s=\[1\.0\]"),
-        ({"launch_s": True}, "launch_s=True"),
-        ({"p2p_s_per_byte": math.nan}, "p2p_s_per_byte=nan"),
-        ({"p2p_s_per_byte": math.inf}, "p2p_s_per_byte=inf"),
-        ({"fit_error": "small"}, "fit_error='small'"),
-        ({"flops": 1.0}, "flops; it must hold all_to_all_latency_s, .*, fit_error, as"),
-    ],
-)
-def test_a_latency_file_with_other_fields(
-    tmp_path: Path, changes: dict[str, object], message: str
-) -> None:
-    path = tmp_path / "latency.json"
-    path.write_text(json.dumps(dataclasses.asdict(A800) | changes))
-    with pytest.raises(ConfigError, match=message) as error:
-        AttentionLatency.load(path)
-    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "not valid JSON"),
-        (b"{", "not valid JSON"),
-        (b"\xff", "cannot read"),
-        (b"[1, 2]", "holds no fields; it must hold all_to_all_latency_s"),
-        (b"{}", "holds no fields"),
-        (b'{"launch_s": 1}', "holds launch_s; it must hold"),
-    ],
-)
-def test_a_file_that_holds_no_latency(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "latency.json"
-    path.write_bytes(content)
-    with pytest.raises(ConfigError, match=message) as error:
-        AttentionLatency.load(path)
-    assert str(path) in str(error.value)
-    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
-        AttentionLatency.load(tmp_path / "missing.json")
 
 
 PER_WORK = AttentionLatency(0.0, 0.0, 0.0, 0.0, 1.0, 0.0)

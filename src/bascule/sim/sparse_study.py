@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, plan_under
 from bascule.plan.sparse.choose_mesh import Degrees as Mesh

@@ -200,9 +200,11 @@ def _best_move(side: _Side) -> tuple[float, int, int]:
     others = rounds.copy()
     others[source] = 0.0
     ranked = np.sort(others, axis=0)
+    is_first = others == ranked[-1]
     for dest in (rank for rank in range(size) if rank != source):
         grown = rounds[dest] + profiles[:, (dest - turns) % size]
-        rest: Floats = np.where(others[dest] == ranked[-1], ranked[-2], ranked[-1])
+        rest = ranked[-1].copy()
+        np.copyto(rest, ranked[-2], where=is_first[dest])
         ends = np.maximum(np.maximum(left, grown), rest).sum(axis=1)
         place = int(ends.argmin())
         if ends[place] < best[0]:
