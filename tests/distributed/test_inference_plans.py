@@ -60,7 +60,7 @@ def of_many_lengths() -> dict[str, Any]:
         sizes: list[int] = []
         for image in range(8, 28):
             model(**toy_inputs(text=3, image=image))
-            sizes.append(len(layers._planned))
+            sizes.append(len(layers))
         found["sizes"] = sizes
         for image in (50, 51, 52, 53, 50, 54, 50):
             model(**toy_inputs(text=3, image=image))

@@ -8,7 +8,7 @@ import math
 import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
 
 import numpy as np
 import torch
@@ -17,13 +17,12 @@ from torch import Tensor
 from bascule.attention.sparse.block_sparse import Bools, PooledRule, RowsSeen
 from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int
+from bascule.plan.checks import is_int, listed, number, of_type, put, real, whole
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows
 from bascule.plan.sparse.choose_mesh import Strategies
+from bascule.plan.sparse.planner import PLANNERS
 from bascule.workload import load_masks
-
-_METHODS = "minimal_move", "stripe", "paper", "in_order"
 
 _SAMPLED = 32
 """Masks of a layer in a step that are compared between ranks."""
@@ -83,36 +82,25 @@ class SparseConfig:
             )
         for name in ("keep", "mass"):
             share = getattr(self, name)
-            if share is not None and not (_is_number(share) and 0 < share <= 1):
+            if share is not None and not 0 < (real(share) or 0) <= 1:
                 raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
-        for name, least in (("target", 1), ("tolerance", 0)):
-            value = getattr(self, name)
-            if not (_is_number(value) and value >= least):
-                raise ConfigError(
-                    f"SparseConfig({name}={value!r}): must be a number, {least} at least"
-                )
-        for name in ("block", "passes_per_step"):
-            _check_integer(name, getattr(self, name), 1)
-        if not isinstance(self.dense_layers, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+        number("SparseConfig(target", self.target, 1.0)
+        number("SparseConfig(tolerance", self.tolerance, most=np.inf)
+        whole("SparseConfig(block", self.block, 1)
+        whole("SparseConfig(passes_per_step", self.passes_per_step, 1)
+        for layer in listed("SparseConfig(dense_layers", self.dense_layers):
+            whole("SparseConfig(dense_layers", layer)
+        of_type("SparseConfig(strategies", self.strategies, (Strategies, NoneType), "Strategies")
+        if self.method not in PLANNERS:
             raise ConfigError(
-                f"SparseConfig(dense_layers={self.dense_layers!r}): give numbers, as in (0, 1)"
-            )
-        if not isinstance(self.strategies, Strategies | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"SparseConfig(strategies={self.strategies!r}): give Strategies(latency)"
-            )
-        for layer in self.dense_layers:
-            _check_integer("dense_layers", layer, 0)
-        if self.method not in _METHODS:
-            raise ConfigError(
-                f"SparseConfig(method={self.method!r}): must be one of {', '.join(_METHODS)}"
+                f"SparseConfig(method={self.method!r}): must be one of {', '.join(PLANNERS)}"
             )
         if not is_int(self.dealt) or self.dealt < 1 or self.dealt % self.block:
             raise ConfigError(
                 f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
             )
         if self.masks is not None:
-            object.__setattr__(self, "masks", _loaded(self.masks))
+            put(self, "masks", _loaded(self.masks))
 
     @property
     def array(self) -> Bools | None:
@@ -125,51 +113,28 @@ class SparseConfig:
         """Tokens that a rank gets at a time."""
         return self.block if self.stripe is None else self.stripe
 
+    def masks_of(
+        self, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
+    ) -> Bools | None:
+        """(H, N, N) what a layer sees in a step by the masks that were given; None: a rule says it.
 
-def settings_of(config: SparseConfig | None) -> dict[str, str]:
-    """What must be the same on every rank, by the same names for any; of many masks, a sample."""
-    values = {field.name: getattr(config, field.name, None) for field in fields(SparseConfig)}
-    if config is not None and config.array is not None:
-        values["masks"] = _fingerprint(config.array)
-    strategies = values.pop("strategies")
-    for field in fields(Strategies):
-        values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
-    given = "none" if config is None else "given"
-    return {"sparse": given} | {f"sparse: {name}": str(value) for name, value in values.items()}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerMasks:
-    """What a layer sees in a step.
-
-    Attributes:
-        config: What was asked for.
-        lens: (N,) tokens of each block.
-        is_text: (N,) whether a block is of text.
-        masks: (H, N, N) of a file; None: a rule makes them of queries and keys.
-    """
-
-    config: SparseConfig
-    lens: Ints
-    is_text: Bools
-    masks: Bools | None
-
-    @classmethod
-    def of(
-        cls, config: SparseConfig, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
-    ) -> "LayerMasks":
-        """For a model with these heads and blocks.
+        Args:
+            step: Denoising step.
+            layer: By the order of attention calls.
+            num_heads: H.
+            lens: (N,) tokens of each block.
+            is_text: (N,) whether a block is of text.
 
         Raises:
-            ConfigError: The masks of the file are of other sizes; says both.
+            ConfigError: The masks are of other sizes; says both.
         """
-        if config.array is None:
-            return cls(config, lens, is_text, None)
-        steps, layers, *sizes = config.array.shape
+        if self.array is None:
+            return None
+        steps, layers, *sizes = self.array.shape
         if sizes != [num_heads, lens.size, lens.size]:
             raise ConfigError(
                 f"sparse: masks of {sizes[0]} heads and {sizes[1]} x {sizes[2]} blocks, and the "
-                f"model has {num_heads} heads and {lens.size} blocks of {config.block} tokens, "
+                f"model has {num_heads} heads and {lens.size} blocks of {self.block} tokens, "
                 f"{int(is_text.sum())} of them text"
             )
         if steps > 1 and step >= steps:
@@ -183,44 +148,50 @@ class LayerMasks:
                 f"sparse: attention call {layer} of masks for layers 0 to {layers - 1}: give masks "
                 "for each, or one for all"
             )
-        chosen = config.array[step if steps > 1 else 0, layer if layers > 1 else 0]
-        return cls(config, lens, is_text, chosen)
+        return self.array[step if steps > 1 else 0, layer if layers > 1 else 0]
 
-    @property
-    def whole(self) -> Bools | None:
-        """(H, N, N) those of a file, with text."""
-        if self.masks is None or not self.is_text.any():
-            return self.masks
-        return self.masks | self.is_text[:, None] | self.is_text
+    def seen(self, masks: Bools | None, lens: Ints, is_text: Bools) -> RowsSeen | PooledRule:
+        """What attention asks which blocks are seen: masks, or the rule; text sees and is seen.
 
-    @property
-    def seen(self) -> RowsSeen | PooledRule:
-        """For attention."""
-        return PooledRule(self._kept) if self.masks is None else self._rows
+        Args:
+            masks: (H, N, N) as of `masks_of`.
+            lens: (N,) tokens of each block.
+            is_text: (N,) whether a block is of text.
+        """
+        if masks is not None:
+            return lambda rows: (
+                masks[rows.heads, rows.blocks] | is_text[rows.blocks, None] | is_text
+            )
 
-    def _rows(self, rows: PackedRows) -> Bools:
-        """(X, N)."""
-        assert self.masks is not None
-        masks = self.masks[rows.heads, rows.blocks]
-        return masks | self.is_text[rows.blocks, None] | self.is_text
+        def kept(scores: Tensor, rows: PackedRows) -> Tensor:
+            """(B, X, N)."""
+            always = always_computed(is_text.size, np.flatnonzero(is_text))
+            always = always[torch.from_numpy(rows.blocks)].to(scores.device)
+            if self.mass is not None:
+                return keep_mass(scores, self.mass, lens, always)
+            assert self.keep is not None
+            return keep_top_k(scores, math.ceil(self.keep * is_text.size), always)
 
-    def _kept(self, scores: Tensor, rows: PackedRows) -> Tensor:
-        """(B, X, N)."""
-        always = always_computed(self.is_text.size, np.flatnonzero(self.is_text))
-        always = always[torch.from_numpy(rows.blocks)].to(scores.device)
-        if self.config.mass is not None:
-            return keep_mass(scores, self.config.mass, self.lens, always)
-        assert self.config.keep is not None
-        return keep_top_k(scores, math.ceil(self.config.keep * self.is_text.size), always)
+        return PooledRule(kept)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def with_text(masks: Bools | None, is_text: Bools) -> Bools | None:
+    """(H, N, N) masks in which text sees all, and all see text."""
+    if masks is None or not is_text.any():
+        return masks
+    return masks | is_text[:, None] | is_text
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if not is_int(value) or value < least:
-        raise ConfigError(f"SparseConfig({name}={value!r}): must be an integer, {least} at least")
+def settings_of(config: SparseConfig | None) -> dict[str, str]:
+    """What must be the same on every rank, by the same names for any; of many masks, a sample."""
+    values = {field.name: getattr(config, field.name, None) for field in fields(SparseConfig)}
+    if config is not None and config.array is not None:
+        values["masks"] = _fingerprint(config.array)
+    strategies = values.pop("strategies")
+    for field in fields(Strategies):
+        values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
+    given = "none" if config is None else "given"
+    return {"sparse": given} | {f"sparse: {name}": str(value) for name, value in values.items()}
 
 
 def _fingerprint(masks: Bools) -> str:
