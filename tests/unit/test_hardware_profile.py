@@ -16,6 +16,7 @@ from bascule.errors import ConfigError
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.costs.hardware import Cluster, HardwareProfile
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
+from tests.helpers.sparse_studies import even_load
 
 FIT = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, math.pi / 3e5, 2e-12, fit_error=1 / 3)
 KNOWN = HardwareProfile.load("h100-datasheet")
@@ -57,7 +58,7 @@ def test_attention_is_predicted_by_the_fit_or_by_rates() -> None:
     rates = {"attention_flops_per_s": 2e12, "intra_bytes_per_s": 0.5e9, "launch_s": 7e-6}
     profile = dataclasses.replace(KNOWN, source="given", **rates)
     latency = profile.attention_latency(head_dim)
-    dense = AttentionLoad.even((1, 1), seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
+    dense = even_load((1, 1), seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
     flops = 2 * 2 * seq_len**2 * num_heads * head_dim  # two products, two FLOPs a term
     assert latency(dense) == pytest.approx(flops / 2e12 + 7e-6)
     sent, passed = AttentionLoad(2, 1, 0.0, 1e6, 0.0), AttentionLoad(1, 2, 0.0, 0.0, 1e6)

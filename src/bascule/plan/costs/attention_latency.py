@@ -55,41 +55,6 @@ class AttentionLoad:
             put(self, name, number(f"AttentionLoad({name}", getattr(self, name)))
 
     @classmethod
-    def even(
-        cls,
-        degrees: tuple[int, int],
-        *,
-        seq_len: int,
-        num_heads: int,
-        head_dim: int,
-        density: float = 1.0,
-        imbalance: float = 1.0,
-        bytes_per_value: int = 2,
-    ) -> "AttentionLoad":
-        """The load of one sequence whose tokens and heads are shared evenly, in query-key pairs.
-
-        Args:
-            degrees: (U, R).
-            seq_len: Tokens.
-            num_heads: Heads, of queries as of keys and values.
-            head_dim: Values of a head.
-            density: Share of the query-key pairs that is computed.
-            imbalance: Max over mean of the ranks' work, as `sparse_imbalance` gives it.
-            bytes_per_value: As they travel.
-        """
-        ulysses, ring = degrees
-        share = seq_len * num_heads / (ulysses * ring)  # rows of a rank
-        row_bytes = head_dim * bytes_per_value
-        return cls(
-            ulysses,
-            ring,
-            imbalance * density * share * seq_len,
-            4.0 * share * row_bytes * (ulysses - 1) / ulysses,
-            2.0 * share * row_bytes if ring > 1 else 0.0,
-            4.0 * share * row_bytes,
-        )
-
-    @classmethod
     def of_plan(cls, plan: "SparsePlan", batch: int, row_bytes: int) -> "AttentionLoad":
         """The load of a plan, in query-key pairs; of bytes other than p2p the mean over the ranks.
 

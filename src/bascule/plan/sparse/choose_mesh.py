@@ -45,14 +45,12 @@ class StrategyChoice:
         degrees: (U, R).
         predicted_s: Seconds of the call.
         foregone_s: Predicted seconds lost since the last switch, by not being on the fastest mesh.
-        num_choices: Choices so far, this one included.
-        num_switches: How many of them left the mesh of the one before.
+        num_switches: Choices so far that left the mesh of the one before.
     """
 
     degrees: Degrees
     predicted_s: float
     foregone_s: float = 0.0
-    num_choices: int = 1
     num_switches: int = 0
 
 
@@ -106,10 +104,9 @@ def choose_strategy(
     gain_s = current_s - seconds_of[best]
     counts = gain_s > min_gain * current_s
     foregone_s = last.foregone_s + (gain_s if counts else 0.0)
-    num_choices = last.num_choices + 1
     if counts and foregone_s >= switch_s:
-        return StrategyChoice(best, seconds_of[best], 0.0, num_choices, last.num_switches + 1)
-    return StrategyChoice(last.degrees, current_s, foregone_s, num_choices, last.num_switches)
+        return StrategyChoice(best, seconds_of[best], 0.0, last.num_switches + 1)
+    return StrategyChoice(last.degrees, current_s, foregone_s, last.num_switches)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,9 @@ from bascule.plan.sparse.heads import partition_heads
 from bascule.plan.sparse.sparse_baselines import REWARD, in_order, paper_plan
 from bascule.plan.sparse.sparse_plan import SparsePlan
 
+TARGET = 1.005
+"""Imbalance at which moves end."""
+
 PLANNERS = (*METHODS, "paper", "in_order")
 """The methods, and what they are compared with."""
 
@@ -43,7 +46,7 @@ class SparsePlanner:
     ulysses_degree: int = 1
     ring_degree: int = 1
     method: str = "minimal_move"
-    target: float = 1.005
+    target: float = TARGET
     cut_above: float = 0.01
     reward: float = REWARD
 

@@ -31,7 +31,7 @@ from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig, with_text
 from bascule.plan.routes import Ints
-from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, block_lens
+from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose_mesh import Degrees, LayerPlans, columns_of
 
 logger = logging.getLogger(__name__)
@@ -242,8 +242,7 @@ class SparseLayers:
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self.meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
-                method, target = self.config.method, self.config.target
-                planner = SparsePlanner(*degrees, method=method, target=target)
+                planner = self.config.planner(*degrees)
                 columns = columns_of(work, degrees)
                 plan = planner.plan(columns, home, num_kv_heads=key.num_kv_heads)
                 reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)

@@ -21,8 +21,11 @@ from bascule.plan.checks import is_int, listed, number, of_type, put, real, whol
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows
 from bascule.plan.sparse.choose_mesh import Strategies
-from bascule.plan.sparse.planner import PLANNERS
+from bascule.plan.sparse.planner import PLANNERS, TARGET, SparsePlanner
 from bascule.workload import load_masks
+
+STILL_TARGET = 1.02
+"""Up to which a ring without Ulysses ranks is left as it is."""
 
 _SAMPLED = 32
 """Masks of a layer in a step that are compared between ranks."""
@@ -47,8 +50,8 @@ class SparseConfig:
             "in_order" is without balance, to compare with.
         stripe: Tokens that a rank gets at a time when a segment is dealt to the ranks in turns; a
             multiple of `block`. Default: `block`, the most even.
-        target: Imbalance at which "minimal_move" moves no more. A ring without Ulysses ranks in
-            which nothing moves needs no exchange at all, so the default leaves stripes alone.
+        target: Imbalance at which "minimal_move" moves no more. Default: 1.005; 1.02 on a ring
+            without Ulysses ranks, which needs no exchange at all as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
         dense_layers: Layers that attend to everything, by the order of attention calls.
         passes_per_step: Forward passes of a denoising step: 2 where guidance takes a pass of its
@@ -66,7 +69,7 @@ class SparseConfig:
     block: int = 64
     method: str = "minimal_move"
     stripe: int | None = None
-    target: float = 1.02
+    target: float | None = None
     tolerance: float = 0.05
     dense_layers: tuple[int, ...] = ()
     passes_per_step: int = 1
@@ -84,7 +87,8 @@ class SparseConfig:
             share = getattr(self, name)
             if share is not None and not 0 < (real(share) or 0) <= 1:
                 raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
-        number("SparseConfig(target", self.target, 1.0)
+        if self.target is not None:
+            number("SparseConfig(target", self.target, 1.0)
         number("SparseConfig(tolerance", self.tolerance, most=np.inf)
         whole("SparseConfig(block", self.block, 1)
         whole("SparseConfig(passes_per_step", self.passes_per_step, 1)
@@ -112,6 +116,13 @@ class SparseConfig:
     def dealt(self) -> int:
         """Tokens that a rank gets at a time."""
         return self.block if self.stripe is None else self.stripe
+
+    def planner(self, ulysses_degree: int, ring_degree: int) -> SparsePlanner:
+        """How plans are made on a mesh."""
+        target = self.target
+        if target is None:
+            target = STILL_TARGET if ulysses_degree == 1 else TARGET
+        return SparsePlanner(ulysses_degree, ring_degree, method=self.method, target=target)
 
     def masks_of(
         self, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
