@@ -160,6 +160,8 @@ def _moved(
     matrix: Floats, homes: Placement, ring_degree: int, budget: float, *, keys_stay: bool
 ) -> Placement:
     """Move blocks from home until the ring ends within the budget, or no move lowers its end."""
+    if ring_degree == 1 or barrier_ends(tile_work(matrix, *homes, ring_degree)) <= budget:
+        return homes
     places = np.eye(ring_degree)
     q_of, kv_of = homes[0].copy(), homes[1].copy()
     q_profiles, kv_profiles = matrix @ places[kv_of], matrix.T @ places[q_of]
@@ -167,8 +169,6 @@ def _moved(
     q = _Side(matrix, q_profiles, tiles, q_of)
     kv = _Side(matrix.T, kv_profiles, tiles.T, kv_of)
     least_fall = _LEAST_FALL * float(matrix.sum()) / ring_degree
-    if ring_degree == 1:
-        return homes
     while (end := float(barrier_ends(tiles))) > budget:
         q_end, *q_move = _best_move(q)
         kv_end, *kv_move = (np.inf, 0, 0) if keys_stay else _best_move(kv)

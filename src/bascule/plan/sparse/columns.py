@@ -103,14 +103,11 @@ class Columns:
         rings = zip(matrices, q_of, column_of, strict=True)
         return np.stack([tile_work(*ring, self.ring_degree) for ring in rings])
 
-    def plan(
-        self, ring_of: Ints, matrices: Floats, rings: Sequence[BlockPlan], num_kv_heads: int
-    ) -> SparsePlan:
+    def plan(self, ring_of: Ints, rings: Sequence[BlockPlan], num_kv_heads: int) -> SparsePlan:
         """The plan of these rings.
 
         Args:
             ring_of: (H, Q) ring that computes a query block of a head.
-            matrices: (U, Q, C) the work of each ring.
             rings: (U,) where query blocks and columns are in each.
             num_kv_heads: Key-value heads.
         """
@@ -119,7 +116,7 @@ class Columns:
         )
         degrees = self.ulysses_degree, self.ring_degree
         kv_of = column_of if self.are_blocks else _kv_at_home(self.kv, self.ulysses_degree)
-        tiles = self.tiles(matrices, q_of, column_of)
+        tiles = np.stack([x.tiles for x in rings])
         return SparsePlan(*degrees, num_kv_heads, self.q, self.kv, ring_of, q_of, kv_of, tiles)
 
 

@@ -108,7 +108,7 @@ class SparsePlanner:
             )
             for matrix in matrices
         ]
-        return columns.plan(ring_of, matrices, rings, num_kv)
+        return columns.plan(ring_of, rings, num_kv)
 
     def _rings(self, columns: Columns) -> Ints:
         """(H, Q) ring of every query block of every head."""

@@ -7,6 +7,7 @@ Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks 
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +146,12 @@ def paper_plan(columns: Columns, *, num_kv_heads: int, reward: float = REWARD) -
         kv_home=columns.home,
         reward=reward,
     )
-    return columns.plan(ring_of, matrices, [shared] * columns.ulysses_degree, num_kv_heads)
+    placed = shared.q_of, shared.kv_of
+    rings = [
+        replace(shared, tiles=tile_work(matrix, *placed, columns.ring_degree))
+        for matrix in matrices
+    ]
+    return columns.plan(ring_of, rings, num_kv_heads)
 
 
 def in_order(
