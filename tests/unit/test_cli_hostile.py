@@ -280,6 +280,17 @@ def test_profiles_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         assert path.name in sentence(capsys, *command, "--profile", str(path))
 
 
+def test_a_profile_without_what_is_asked_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "new.json"
+    HardwareProfile(device="new").save(path)
+    given = ("--profile", str(path))
+    assert "tells no memory" in sentence(capsys, "plan", *LENGTHS, *given, "--kb-per-token", "1")
+    assert "new has no matmul_flops" in sentence(capsys, "plan", *LENGTHS, *given, "--wires")
+    assert "new has no matmul_flops" in sentence(capsys, "topology", *LENGTHS, *given)
+
+
 # The same, asked of the functions
 
 

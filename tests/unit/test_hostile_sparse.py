@@ -28,7 +28,7 @@ from bascule.plan.sparse import (
     plan_under,
     sparse_imbalance,
 )
-from bascule.plan.sparse.choose_mesh import Strategies, all_degrees, choose_strategy
+from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
 from bascule.plan.sparse.sparse_baselines import paper_blocks, paper_heads
 from bascule.workload import load_masks, save_masks
 from bascule.workload.mask_model import MaskModel, synthetic_masks
@@ -232,7 +232,6 @@ def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
             lambda: SparsePlanner(cut_above=value),
             lambda: PlanReuse(SparsePlanner(1, 2), planned(), value),
             lambda: Strategies(LATENCY, switch_s=value),
-            lambda: choose_strategy(LATENCY, [LOAD], switch_s=value),
         )
     if shown(value) != "None":
         refused(
@@ -241,10 +240,9 @@ def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
             lambda: planned_with_kv_heads(value),
         )
     refused(
-        lambda: choose_strategy(LATENCY, value),
-        lambda: choose_strategy(value, [LOAD]),
-        lambda: choose_strategy(LATENCY, [value]),
-        lambda: choose_strategy(LATENCY, [LOAD], min_gain=value),
+        lambda: Strategies(LATENCY).choose(value),
+        lambda: Strategies(value),
+        lambda: Strategies(LATENCY).choose([value]),
         lambda: fit_attention_latency(value, [1.0]),
         lambda: fit_attention_latency([LOAD] * 8, [value] * 8),
     )
@@ -289,7 +287,7 @@ def test_settings_of_the_wrong_type() -> None:
         lambda: SparsePlanner(1, 2).plan(MASKS, [5] * 4),
         lambda: partition_blocks(MATRIX, 2, keys_stay="no"),
         lambda: Strategies(None),
-        lambda: choose_strategy(LATENCY, [LOAD], 5),
+        lambda: Strategies(LATENCY).choose([LOAD], 5),
     )
     for method in (None, 5, ["paper"], np.array(["paper"]), "Paper", "in_order "):
         refused(

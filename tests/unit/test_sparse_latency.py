@@ -11,7 +11,7 @@ import pytest
 from bascule.errors import ConfigError
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.costs.fit_attention import fit_attention_latency
-from bascule.plan.sparse.choose_mesh import StrategyChoice, choose_strategy
+from bascule.plan.sparse.choose_mesh import Strategies, StrategyChoice
 from tests.helpers.sparse_studies import even_load
 
 A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6, 2e-12)
@@ -184,6 +184,17 @@ def test_illegal_coefficients() -> None:
 
 PER_WORK = AttentionLatency(0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
 """A call takes as many seconds as its work, so that tests say what is predicted."""
+
+
+def choose_strategy(
+    latency: AttentionLatency,
+    loads: list[AttentionLoad],
+    last: StrategyChoice | None = None,
+    *,
+    min_gain: float = 0.03,
+    switch_s: float = 0.0,
+) -> StrategyChoice:
+    return Strategies(latency, min_gain=min_gain, switch_s=switch_s).choose(loads, last)
 
 
 def calls(*seconds: float) -> list[AttentionLoad]:

@@ -102,6 +102,9 @@ _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {
 }
 """By option, its unit, and what it replaces in a profile."""
 
+_OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")
+"""Options from which attention is predicted, where it was not measured."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MachineOptions:
@@ -131,7 +134,7 @@ class MachineOptions:
             if (value := getattr(self, option, None)) is None:
                 continue
             flag = f"--{option.replace('_', '-')}"
-            if profile.attention is not None and hasattr(MachineOptions, option):
+            if profile.attention is not None and option in _OF_ATTENTION:
                 raise ConfigError(
                     f"--profile {self.profile} and {flag}: its attention was measured, so give one "
                     "of them"
@@ -172,7 +175,10 @@ class ClusterOptions(MachineOptions):
             return limits
         if self.memory_gb is not None:
             number("--memory-gb", self.memory_gb, most=_MOST_GB)
-        num_bytes = int(self.hardware().memory_bytes or 0)
+        memory_bytes = self.hardware().memory_bytes
+        if memory_bytes is None:
+            raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
+        num_bytes = max(int(memory_bytes), 1)
         cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
         return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
 

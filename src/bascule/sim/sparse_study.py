@@ -15,7 +15,7 @@ from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner
 from bascule.plan.sparse.choose_mesh import Degrees as Mesh
-from bascule.plan.sparse.choose_mesh import StrategyChoice, choose_strategy
+from bascule.plan.sparse.choose_mesh import Strategies, StrategyChoice
 
 Bools = npt.NDArray[np.bool_]
 
@@ -237,6 +237,6 @@ def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[flo
             imbalances.setdefault(key, []).append(plan.imbalance)
         loads = [setting.load(ran[mesh, setting.tolerance]) for mesh in setting.meshes]
         last = choices[-1] if choices else None
-        choices.append(choose_strategy(setting.latency, loads, last))
+        choices.append(Strategies(setting.latency, min_gain=0.03).choose(loads, last))
     reuses = {key: Reuse(state, tuple(imbalances[key])) for key, state in states.items()}
     return LayerRun(reuses, tuple(choices))
