@@ -17,7 +17,9 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import check_degrees
+from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import all_degrees
+from bascule.plan.sparse.sparse_baselines import REWARD
 from bascule.report.sparse_picture import check_picture, draw, write_picture
 from bascule.sim.sparse_study import Bools, Mesh, Setting, study
 from bascule.workload import load_masks
@@ -85,8 +87,8 @@ class SparseOptions(MachineOptions):
     ranks: int | None = None
     head_dim: int = 128
     itemsize: int = 2
-    target: float = 1.005
-    reward: float = 2.0
+    target: float = TARGET
+    reward: float = REWARD
     tolerance: float = 0.05
     picture: Path | None = None
     head: int = 0

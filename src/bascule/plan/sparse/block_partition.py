@@ -26,6 +26,9 @@ from bascule.plan.sparse.round_metrics import (
 
 METHODS = ("stripe", "minimal_move")
 
+TARGET = 1.005
+"""Imbalance at which moves end, if no other is given."""
+
 _LEAST_FALL = 1e-4
 """Of the mean work of a rank: a move that lowers the end by less is not made, so moves end."""
 
@@ -83,7 +86,7 @@ def partition_blocks(
     method: str = "stripe",
     q_home: npt.ArrayLike | None = None,
     kv_home: npt.ArrayLike | None = None,
-    target: float = 1.005,
+    target: float = TARGET,
     keys_stay: bool = False,
 ) -> BlockPlan:
     """Choose the ring rank of every query block and every key block.

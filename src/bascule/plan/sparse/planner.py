@@ -12,14 +12,11 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import integer, number, of_type, shown
 from bascule.plan.routes import Ints
 from bascule.plan.sparse.block_layout import BlockLayout, check_degrees
-from bascule.plan.sparse.block_partition import METHODS, partition_blocks
+from bascule.plan.sparse.block_partition import METHODS, TARGET, partition_blocks
 from bascule.plan.sparse.columns import Columns, plan_under
 from bascule.plan.sparse.heads import partition_heads
 from bascule.plan.sparse.sparse_baselines import REWARD, in_order, paper_plan
 from bascule.plan.sparse.sparse_plan import SparsePlan
-
-TARGET = 1.005
-"""Imbalance at which moves end."""
 
 PLANNERS = (*METHODS, "paper", "in_order")
 """The methods, and what they are compared with."""

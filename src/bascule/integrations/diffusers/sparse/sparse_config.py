@@ -20,8 +20,9 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, put, real, whole
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows
+from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import Strategies
-from bascule.plan.sparse.planner import PLANNERS, TARGET, SparsePlanner
+from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.workload import load_masks
 
 STILL_TARGET = 1.02
