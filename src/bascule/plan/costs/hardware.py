@@ -208,7 +208,7 @@ class HardwareProfile:
 
     def __post_init__(self) -> None:
         for name in ("device", "source", "note"):
-            of_type(f"HardwareProfile({name}", getattr(self, name), str, "a text")
+            of_type(f"HardwareProfile: {name}", getattr(self, name), str, "a text")
         if self.source not in _SOURCES:
             raise ConfigError(
                 f"HardwareProfile(source={shown(self.source)}): must be one of "
@@ -220,7 +220,7 @@ class HardwareProfile:
                 put(self, field.name, check(f"HardwareProfile({field.name}", value))
         if self.attention is not None:
             advice = "an AttentionLatency, or None"
-            of_type("HardwareProfile(attention", self.attention, AttentionLatency, advice)
+            of_type("HardwareProfile: attention", self.attention, AttentionLatency, advice)
 
     def __str__(self) -> str:
         """One line: the numbers, and whether anybody measured them."""

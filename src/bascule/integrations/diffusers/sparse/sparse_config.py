@@ -95,7 +95,8 @@ class SparseConfig:
         whole("SparseConfig(passes_per_step", self.passes_per_step, 1)
         for layer in listed("SparseConfig(dense_layers", self.dense_layers):
             whole("SparseConfig(dense_layers", layer)
-        of_type("SparseConfig(strategies", self.strategies, (Strategies, NoneType), "Strategies")
+        advice = "Strategies(latency), or None"
+        of_type("SparseConfig: strategies", self.strategies, (Strategies, NoneType), advice)
         if self.method not in PLANNERS:
             raise ConfigError(
                 f"SparseConfig(method={self.method!r}): must be one of {', '.join(PLANNERS)}"
