@@ -38,7 +38,7 @@ from _links import Link, on, sleep_until
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bascule.attention.kernels.protocol import Grads, OutLse
+from bascule.attention.kernels.protocol import Attended, Grads, OutLse
 from bascule.attention.kernels.registry import CpuFlashKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.ring import RingPlan, Tile, ring_backward, ring_forward
@@ -106,19 +106,9 @@ class SleepyKernel(CpuFlashKernel):
         sleep_until(end)
         return result
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         end = time.perf_counter() + self.seconds
-        result = super().backward(grad, q, k, v, out, lse, mask, scale)
+        result = super().backward(grad, done)
         sleep_until(end)
         return result
 
@@ -155,7 +145,7 @@ def ring_calls(
     q, k, v, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     plain, scale = CpuFlashKernel(), dim**-0.5
     out, lse = plain.forward(q, k, v, EVERYTHING, scale)
-    grads = plain.backward(grad, q, k, v, out, lse, EVERYTHING, scale)
+    grads = plain.backward(grad, Attended(q, k, v, out, lse, EVERYTHING, scale))
 
     def own(x: Tensor) -> Tensor:
         return x.narrow(2, rank * tokens, tokens).contiguous()

@@ -23,6 +23,7 @@ import torch
 from _common import ratio, summary, time_interleaved, verdict, write_results
 from torch import Tensor
 
+from bascule.attention.kernels.protocol import Attended
 from bascule.attention.kernels.registry import CpuFlashKernel
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask, BlockRows
@@ -78,9 +79,9 @@ def measure(dtype: torch.dtype, block: int, density: float, rounds: int) -> list
             "sparse": lambda: sparse.forward(q_rows, k_rows, v_rows, seen, SCALE),
         },
         "backward": {
-            "dense": lambda: dense.backward(grad, q, k, v, *whole, EVERYTHING, SCALE),
+            "dense": lambda: dense.backward(grad, Attended(q, k, v, *whole, EVERYTHING, SCALE)),
             "sparse": lambda: sparse.backward(
-                grad_rows, q_rows, k_rows, v_rows, *part, seen, SCALE
+                grad_rows, Attended(q_rows, k_rows, v_rows, *part, seen, SCALE)
             ),
         },
     }

@@ -269,7 +269,7 @@ def _device(
                 raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
             return given
         except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device={device!r} is none of torch's: {error}") from error
+            raise ConfigError(f"device={device!r} is not a device of torch: {error}") from error
     on_cuda = "nccl" in dist.get_backend(group)
     if isinstance(mesh_or_group, DeviceMesh):
         on_cuda = mesh_or_group.device_type == "cuda"

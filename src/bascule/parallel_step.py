@@ -52,7 +52,7 @@ class Step:
         self.token_slot = self._tensor(self.local.slots)
 
     def __enter__(self) -> "Step":
-        """Within, an error of the user's own code soon ends the other ranks, with its text."""
+        """Begin a block in which an error of the user's code ends the other ranks too."""
         return self
 
     def __exit__(
@@ -144,7 +144,7 @@ class Step:
             return mean.global_mean(per_token, weights, parallel.data_group, self.number)
 
     def metrics(self) -> dict[str, Any]:
-        """What the plan predicts and what was moved so far, as plain values."""
+        """Predicted loads before and after balancing, and what moved so far, as plain values."""
         before = self.plan.unbalanced_loads(self._parallel.cost, self._parallel.cluster)
         return {
             "step": self.number,
@@ -219,7 +219,7 @@ class Step:
         self._parallel.agree_once(what, f"{what}({form})", error, self.number)
 
     def _misfit(self, what: str, name: str, x: Any, num_rows: int) -> ConfigError | None:
-        """Why something cannot travel."""
+        """The reason why a tensor cannot be exchanged, or None."""
         if not isinstance(x, Tensor):
             return ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
         if x.layout != torch.strided or x.is_nested or x.is_quantized or hasattr(x, "placements"):

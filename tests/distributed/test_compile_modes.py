@@ -217,7 +217,7 @@ def refusals() -> dict[str, str]:
 def test_graph_modes_are_for_collectives_that_can_be_recorded() -> None:
     for said in run_ranks(refusals, 2):
         assert said["fast cpu"] == (
-            "compile: mode 'fast' is none of default, max-autotune-no-cudagraphs, "
+            "compile: mode 'fast' is not one of default, max-autotune-no-cudagraphs, "
             "reduce-overhead, max-autotune"
         )
         for mode, nearest in GRAPH_MODES.items():

@@ -1,4 +1,4 @@
-"""The examples, as a user starts them; the README quotes them."""
+"""The examples, as a user starts them."""
 
 import os
 import re
@@ -37,17 +37,3 @@ def test_the_example_trains_alike_on_all_bags() -> None:
     for (ours, after, _), (theirs, even, _) in zip(single, shared, strict=True):
         assert abs(ours - theirs) < 1e-3 * ours
         assert even == 1.0 <= after
-
-
-def test_the_readme_quotes_the_example() -> None:
-    readme = (ROOT / "README.md").read_text()
-    section = readme.split("## Balance a training step")[1].split("\n## ")[0]
-    quoted = section.split("```python\n")[1].split("```")[0]
-    lines = set(code_lines(EXAMPLE.read_text()))
-    assert [line for line in code_lines(quoted) if line not in lines] == []
-
-
-def code_lines(text: str) -> list[str]:
-    """Lines without comments and indentation, and no empty ones."""
-    lines = (line.split("  #")[0].strip() for line in text.splitlines())
-    return [line for line in lines if line and not line.startswith("#")]

@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +30,6 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "generate_flux.py"
-GUIDE = ROOT / "docs" / "sequence_parallel.md"
 FLUX = Case("flux", 5, 2, 7, (3, 5))
 QWEN = Case("qwen", 5, 2, 7, (3, 5), ("mask",))
 WAN = Case("wan", 5, 2, 7, (3, 5))
@@ -172,36 +170,3 @@ def test_the_example_generates_the_same_latents() -> None:
     assert "the mesh agrees with one process" in done.stdout
     found = re.search(r"latents \(1, 165, 16\), relative difference (\S+)", done.stdout)
     assert found is not None and 0 < float(found.group(1)) < 1e-5
-
-
-def run_the_guide() -> dict[str, Any]:
-    """Its code from top to bottom, with the pipeline of the example."""
-    example: dict[str, Any] = runpy.run_path(str(EXAMPLE))
-    random, device = torch.Generator().manual_seed(3), torch.device("cpu")
-    prompt = {
-        "prompt_embeds": torch.randn(1, 7, 32, generator=random),
-        "pooled_prompt_embeds": torch.randn(1, 32, generator=random),
-    }
-    given = {
-        "pipeline": example["make_pipeline"](device),
-        "prompt": prompt,
-        "inputs": example["transformer_inputs"](prompt, device),
-        "torch": torch,
-    }
-    given["pipeline"].set_progress_bar_config(disable=True)
-    for code in re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL):
-        exec(code, given)
-    x, mask, own = given["x"], given["mask"], given["out"]
-    text = torch.randn(1, 5, 77, 16, generator=torch.Generator().manual_seed(1))
-    attend = nn.functional.scaled_dot_product_attention
-    return {
-        "guide": difference(own, attend(attend(x, x, x, attn_mask=mask), text, text)),
-        "compiled": difference(given["output"], given["model"](**given["inputs"]).sample),
-        "error": str(given["verdict"]),
-    }
-
-
-def test_the_code_of_the_guide_runs() -> None:
-    for found in run_ranks(run_the_guide, 2):
-        assert found["guide"] <= 1e-6 and found["compiled"] <= 1e-6
-        assert "agrees with one process" in found["error"]

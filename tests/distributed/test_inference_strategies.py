@@ -104,7 +104,7 @@ def test_layers_change_meshes_as_their_work_changes(ring: int, ulysses: int) -> 
         assert sparse == [[(2, num_ranks // 2)] * LAYERS] * 2, found["used"]
         assert found["switches"] == [2] * LAYERS
         assert (
-            f"{LAYERS} on ring {num_ranks} x Ulysses 1; {2 * LAYERS} switches, those"
+            f"{LAYERS} on ring {num_ranks} x Ulysses 1; {2 * LAYERS} mesh switches so far"
             in found["said"]
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention import AttentionMask, PackedSequences, attend_packed, select_kernel
-from bascule.attention.kernels.protocol import AttentionKernel
+from bascule.attention.kernels.protocol import Attended, AttentionKernel
 from bascule.attention.kernels.registry import KERNELS
 from bascule.errors import ConfigError
 from bascule.models import Exchange, LocalExchange, MMDiT, PackedBatch
@@ -105,8 +105,10 @@ def test_keys_of_another_rank(name: str) -> None:
     out, lse = kernel.forward(q, k, v, mask, 0.1)
     assert torch.equal(lse.isneginf(), want_lse.isneginf())
     assert relative_error(out, want) < 1e-2
-    wanted = plain.backward(grad.double(), wide_q, wide_k, wide_v, want, want_lse, mask, 0.1)
-    found = kernel.backward(grad, q, k, v, want.to(q.dtype), want_lse.float(), mask, 0.1)
+    wanted = plain.backward(
+        grad.double(), Attended(wide_q, wide_k, wide_v, want, want_lse, mask, 0.1)
+    )
+    found = kernel.backward(grad, Attended(q, k, v, want.to(q.dtype), want_lse.float(), mask, 0.1))
     for part, ref in zip(found, wanted, strict=True):
         assert part.isfinite().all()
         assert relative_error(part, ref) < 2e-2

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import AttentionKernel, merge
+from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
@@ -98,7 +98,10 @@ def test_two_blocks_are_the_whole(
         torch.testing.assert_close(
             lse[seen].double(), want_lse[seen].detach(), rtol=1e-2, atol=2e-2
         )
-        grads = [kernel.backward(grad, q, *tile[:2], out, lse, tile[2], SCALE) for tile in tiles]
+        grads = [
+            kernel.backward(grad, Attended(q, *tile[:2], out, lse, tile[2], SCALE))
+            for tile in tiles
+        ]
     found = [grads[0][0] + grads[1][0]]
     found += [torch.cat((grads[0][i], grads[1][i]), dim=2) for i in (1, 2)]
     assert all(close(a, b, 2 * tolerance) for a, b in zip(found, wanted, strict=True))
@@ -120,7 +123,9 @@ def test_a_causal_block(name: str, dtype: torch.dtype) -> None:
     with torch.no_grad():
         out, lse = kernel.forward(q, k, v, AttentionMask(causal=True), SCALE)
         assert close(out, want.detach(), TOLERANCE[dtype])
-        grads = kernel.backward(grad, q, k, v, out, lse, AttentionMask(causal=True), SCALE)
+        grads = kernel.backward(
+            grad, Attended(q, k, v, out, lse, AttentionMask(causal=True), SCALE)
+        )
     assert all(close(a, b, 2 * TOLERANCE[dtype]) for a, b in zip(grads, wanted, strict=True))
 
 

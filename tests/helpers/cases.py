@@ -15,6 +15,7 @@ from torch import Tensor
 from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.parallel import SequenceParallel
 from bascule.plan.costs.cost_models import TransformerCost
+from bascule.training import train_step
 
 Sample = tuple[int, int]
 Batch = list[list[Sample]]
@@ -158,8 +159,7 @@ def rank_step(
 ) -> tuple[float, Gradients]:
     """The same on this rank of many, with the gradients averaged as DDP does."""
     model.zero_grad()
-    loss = rank_loss(model, batch, parallel, dtype)
-    loss.backward()
+    loss = train_step(model, [lambda model: rank_loss(model, batch, parallel, dtype)])
     return loss.item(), averaged(named_gradients(model))
 
 

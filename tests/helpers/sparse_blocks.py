@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import AttentionKernel, merge
+from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge
 from bascule.attention.mask import AttentionMask, BlockRows
 from tests.helpers.blocks import SCALE, dense
 
@@ -116,7 +116,7 @@ def attend(
     """Out, LSE and gradients of q, k and v."""
     (q, k, v), seen = tensors, AttentionMask(blocks=case.rows)
     out, lse = kernel.forward(q, k, v, seen, SCALE)
-    return [out, lse, *kernel.backward(grad, q, k, v, out, lse, seen, SCALE)]
+    return [out, lse, *kernel.backward(grad, Attended(q, k, v, out, lse, seen, SCALE))]
 
 
 def attend_in_halves(
@@ -135,7 +135,7 @@ def attend_in_halves(
     out, lse = merge(out.to(lse.dtype), lse, more.to(lse.dtype), more_lse)
     out = out.to(q.dtype)
     first, second = (
-        kernel.backward(grad, q, *part[:2], out, lse, part[2], SCALE) for part in parts
+        kernel.backward(grad, Attended(q, *part[:2], out, lse, part[2], SCALE)) for part in parts
     )
     keys = (torch.cat((first[i], second[i]), dim=2) for i in (1, 2))
     return [out, lse, first[0] + second[0], *keys]

@@ -2,28 +2,7 @@
 
 import pytest
 
-from bascule import TransformerCost, plan_batch
-from bascule.bench.compare import single_binds
 from bascule.cli.bench import warnings
-
-COST = TransformerCost(64)
-
-
-@pytest.mark.parametrize(
-    ("lens", "topology", "binds"),
-    [
-        ([[1000], [10]], "g1n2", True),
-        ([[1000], [10], []], "g1n1+g2n1", True),
-        ([[1000, 500], [500, 10]], "g1n2", True),
-        ([[500, 500, 10], [10]], "g1n2", False),
-        ([[1000], [1000]], "g1n2", False),  # nobody waits
-        ([[1000], []], "g2n1", False),  # there are no larger bags
-        ([[0], []], "g1n2", False),
-        ([[], []], "g1n2", False),
-    ],
-)
-def test_a_single_sequence_binds(lens: list[list[int]], topology: str, binds: bool) -> None:
-    assert single_binds(plan_batch(lens, topology, COST), COST) is binds
 
 
 @pytest.mark.parametrize(

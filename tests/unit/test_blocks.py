@@ -17,6 +17,7 @@ from bascule.attention.kernels.cuda import (
 )
 from bascule.attention.kernels.flex import flex, gradients_by_recomputation
 from bascule.attention.kernels.protocol import (
+    Attended,
     AttentionKernel,
     KernelQuery,
     merge,
@@ -69,7 +70,7 @@ def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     with torch.no_grad():
-        found = KERNELS[name].backward(grad, q, k, v, out, lse, mask, SCALE)
+        found = KERNELS[name].backward(grad, Attended(q, k, v, out, lse, mask, SCALE))
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -80,11 +81,11 @@ def test_values_of_a_head_may_lie_apart(name: str) -> None:
     mask = AttentionMask()
     out, lse = KERNELS[name].forward(q, k, v, mask, SCALE)
     grad = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    wanted = KERNELS[name].backward(grad, q, k, v, out, lse, mask, SCALE)
+    wanted = KERNELS[name].backward(grad, Attended(q, k, v, out, lse, mask, SCALE))
     q, k, v, grad, result = (x.mT.contiguous().mT for x in (q, k, v, grad, out))
     found = KERNELS[name].forward(q, k, v, mask, SCALE)
     torch.testing.assert_close(found, (out, lse), rtol=1e-10, atol=1e-12)
-    grads = KERNELS[name].backward(grad, q, k, v, result, lse, mask, SCALE)
+    grads = KERNELS[name].backward(grad, Attended(q, k, v, result, lse, mask, SCALE))
     torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -136,7 +137,10 @@ def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
         first, second = (kernel.forward(q, *part, SCALE) for part in parts)
         out, lse = merge(*first, *second)
         torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
-        grads = [kernel.backward(grad, q, *part[:2], out, lse, part[2], SCALE) for part in parts]
+        grads = [
+            kernel.backward(grad, Attended(q, *part[:2], out, lse, part[2], SCALE))
+            for part in parts
+        ]
     (dq, dk, dv), (more, dk_more, dv_more) = grads
     found = dq + more, torch.cat((dk, dk_more), 2), torch.cat((dv, dv_more), 2)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
@@ -198,7 +202,7 @@ def test_cuda_operators_take_these_arguments(
             out, lse = kernel.forward(q, k, k, mask, SCALE)
             assert out.shape == q.shape and out.dtype == dtype
             assert lse.shape == q.shape[:3] and lse.dtype == torch.float32
-            grads = kernel.backward(out, q, k, k, out, lse, mask, SCALE)
+            grads = kernel.backward(out, Attended(q, k, k, out, lse, mask, SCALE))
             assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
             assert all(x.dtype == dtype for x in grads)
 
@@ -226,7 +230,7 @@ def test_a_float32_bias_of_16_bit_queries_is_cast_for_cuda() -> None:
         q = torch.empty(1, 2, 5, 64, dtype=torch.bfloat16)
         mask = AttentionMask(bias=torch.empty(1, 1, 5, 5))
         out, lse = kernel.forward(q, q, q, mask, SCALE)
-        kernel.backward(out, q, q, q, out, lse, mask, SCALE)
+        kernel.backward(out, Attended(q, q, q, out, lse, mask, SCALE))
     assert len(noted.found) == 2 and set(noted.found.values()) == {torch.bfloat16}
 
 

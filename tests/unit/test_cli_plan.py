@@ -20,7 +20,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "bound_by"),
     [
-        (("--lengths", "4096,300/512"), "the longest sequence: 4,096 tokens"),
+        (("--lengths", "4096,300/512"), "sequence 0 of 4,096 tokens alone fills bag 0 of 1 rank"),
         (("--lengths", "40,40,40/10,10,10,10,90"), "the total work"),
         (("--lengths", "//"), "nothing"),
         (("--lengths", "500/500", "--topology", "g2n1", "--wires", "--intra-gbs", "1"), "wires: "),
@@ -34,6 +34,19 @@ def test_plan_says_what_binds(
     code, out, _ = run(capsys, "plan", *arguments, *gamma)
     assert code == 0
     assert f"binds: {bound_by}" in out
+
+
+def test_plan_shows_what_staying_at_home_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = "5000/300,200/100/400"
+    code, out, _ = run(capsys, "plan", "--lengths", lengths, "--home-tolerance", "0")
+    lens = [[5000], [300, 200], [100], [400]]
+    even, home = (
+        plan_batch(lens, "g1n4", InputOptions().cost, home_tolerance=x) for x in (None, 0.0)
+    )
+    assert code == 0 and home.moved_tokens == 0 and home.wir > 2 * even.wir
+    assert f"WIR (max/min) {home.wir:.4f}" in out
+    assert f"the even plan moves {even.moved_tokens} tokens" in out
+    assert f"a WIR of {even.wir:.4f}" in out
 
 
 def test_plan_compares_planners(capsys: pytest.CaptureFixture[str]) -> None:

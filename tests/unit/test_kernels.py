@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels import protocol
+from bascule.attention.kernels.protocol import Attended
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.packed import attend_packed
@@ -95,7 +96,7 @@ def test_keys_of_another_rank(name: str) -> None:
     here_q, here_k, here_v = (x.detach().transpose(0, 1)[None] for x in (q, k, v))
     out, lse = KERNELS[name].forward(here_q, here_k, here_v, mask, 0.5)
     grad = torch.randn(out.shape, dtype=out.dtype)
-    found = KERNELS[name].backward(grad, here_q, here_k, here_v, out, lse, mask, 0.5)
+    found = KERNELS[name].backward(grad, Attended(here_q, here_k, here_v, out, lse, mask, 0.5))
     pairs = zip(q.split(q_lens), k.split(k_lens), v.split(k_lens), strict=True)
     outs, sums = list[Tensor](), list[Tensor]()
     for rows, keys, values in pairs:

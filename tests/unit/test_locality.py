@@ -75,11 +75,26 @@ def test_nothing_moves_between_bags_where_nothing_is_to_gain(
         assert plan.moved_tokens <= 1500
 
 
-def test_a_giant_that_binds_leaves_the_rest_at_home() -> None:
+def test_a_giant_that_binds_leaves_the_rest_even_or_at_home() -> None:
     batch = [[5000], [300, 200], [100], [400]]
-    plan = plan_batch(batch, "g1n4", COST)
-    assert plan.moved_tokens == 0
-    assert plan.gap == 0.0
+    even = plan_batch(batch, "g1n4", COST)
+    home = plan_batch(batch, "g1n4", COST, home_tolerance=0.0)
+    assert home.makespan == even.makespan and even.gap == 0.0
+    assert home.moved_tokens == 0 < even.moved_tokens <= 200
+    assert np.sort(even.tokens).tolist() == [300, 300, 400, 5000]
+    assert even.wir < home.wir
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_giant_leaves_the_rest_as_even_as_longest_first_makes_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rest = [rng.integers(10, 400, rng.integers(0, 6)).tolist() for _ in range(4)]
+    alone = plan_batch(rest, "g1n4", COST)
+    plan = plan_batch([[60_000], *rest], "g1n5", COST)
+    others = np.sort(plan.loads)[:-1]
+    assert plan.makespan == pytest.approx(COST(np.array([60_000]))[0])
+    assert others.max() <= alone.makespan * (4 / 3)  # longest first, Graham 1969
+    assert plan.binding is not None and plan.binding.seq_id == 0
 
 
 @pytest.mark.parametrize("seed", range(10))

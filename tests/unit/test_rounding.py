@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.attention.kernels.protocol import Attended
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import Merged
@@ -36,8 +37,12 @@ def test_gradients_of_keys_that_many_blocks_see() -> None:
         for more in (0, 0, 1, 1)
     )
     kernel = CpuLoopKernel()
-    found = kernel.backward(grad, q, k, v, *kernel.forward(q, k, v, mask, 0.25), mask, 0.25)
+    found = kernel.backward(
+        grad, Attended(q, k, v, *kernel.forward(q, k, v, mask, 0.25), mask, 0.25)
+    )
     grad, q, k, v = (x.double() for x in (grad, q, k, v))
-    exact = kernel.backward(grad, q, k, v, *kernel.forward(q, k, v, mask, 0.25), mask, 0.25)
+    exact = kernel.backward(
+        grad, Attended(q, k, v, *kernel.forward(q, k, v, mask, 0.25), mask, 0.25)
+    )
     for one, other in zip(found[1:], exact[1:], strict=True):
         assert off_by(one[:, :, :size], other[:, :, :size]) < 0.005

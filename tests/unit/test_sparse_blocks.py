@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.flex import SPARSE_BLOCK, flex
+from bascule.attention.kernels.protocol import Attended
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
-from bascule.attention.ring import RingPlan, Tile, ring_attention
+from bascule.attention.ring import RingPlan, Tile
+from bascule.attention.usp import usp_attention
 from tests.helpers.blocks import SCALE
 from tests.helpers.sparse_blocks import (
     DIM,
@@ -100,7 +102,7 @@ def test_blocks_that_are_not_seen_are_not_read() -> None:
     k[:, :, hidden] = v[:, :, hidden] = math.nan
     seen = AttentionMask(blocks=case.rows)
     out, lse = kernel.forward(q, k, v, seen, SCALE)
-    grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, seen, SCALE)
+    grads = kernel.backward(torch.ones_like(q), Attended(q, k, v, out, lse, seen, SCALE))
     assert all(bool(x.isfinite().all()) for x in (out, *grads))
     assert not grads[1][:, :, hidden].any() and not grads[2][:, :, hidden].any()
     assert grads[1][:, :, ~hidden].any()
@@ -146,7 +148,7 @@ def test_no_queries_or_no_keys(num_q: int, num_k: int) -> None:
     seen, kernel = AttentionMask(blocks=rows), CpuLoopKernel()
     out, lse = kernel.forward(q, k, v, seen, SCALE)
     assert out.shape == q.shape and not out.any() and lse.isneginf().all()
-    grads = kernel.backward(torch.ones_like(q), q, k, v, out, lse, seen, SCALE)
+    grads = kernel.backward(torch.ones_like(q), Attended(q, k, v, out, lse, seen, SCALE))
     assert [x.shape for x in grads] == [x.shape for x in (q, k, v)]
     assert not any(bool(x.any()) for x in grads)
 
@@ -158,7 +160,8 @@ def test_a_tile_of_a_ring_may_have_blocks() -> None:
     everything = slice(None)
     tiles = [[Tile(everything, everything, AttentionMask(blocks=case.rows))]]
     plan = RingPlan(None, [k.shape[2]], tiles, CpuLoopKernel(), SCALE)
-    out, _ = ring_attention(q, k, v, plan)
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
+    out = usp_attention(q_THD, k_THD, v_THD, plan).transpose(0, 1)[None]
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
     found = torch.autograd.grad(out, (q, k, v), grad)
     torch.testing.assert_close(list(found), wanted, rtol=1e-10, atol=1e-12)

@@ -292,7 +292,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             load_masks(tmp_path / name)
     with pytest.raises(ConfigError, match=r"cannot read masks from .*missing\.npz"):
         load_masks(tmp_path / "missing.npz")
-    with pytest.raises(ConfigError, match=r"masks\.pt is no masks.*\.npy or an \.npz"):
+    with pytest.raises(ConfigError, match=r"masks\.pt is not a mask file.*\.npy or an \.npz"):
         load_masks(tmp_path / "masks.pt")
 
 

@@ -14,14 +14,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bascule.attention.call_spec import CallSpec, with_positive_scale
+from bascule.attention.call_spec import naming, with_positive_scale
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
-from bascule.attention.ring import RingPlan, Tile, ring_attention
-from bascule.attention.ulysses import TokenOrder, to_heads, to_tokens
+from bascule.attention.ring import RingPlan, Tile
+from bascule.attention.ulysses import TokenOrder
+from bascule.attention.usp import SharedHeads, usp_attention
 from bascule.comm.groups import RankGroup
-from bascule.comm.head_exchange import HeadShares
+from bascule.comm.head_exchange import HeadExchange, HeadShares
 from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
@@ -143,19 +144,29 @@ class Bag:
         whole, back = _rows_of(self.chunk_lens.T), _rows_of(self.chunk_lens)
         return TokenOrder(self.tokens, table_on(whole, self.device), table_on(back, self.device))
 
-    def plan(self, kernel: AttentionKernel, *, causal: bool, scale: float) -> RingPlan:
+    def plan(self, kernel: str | None, q: Tensor, *, causal: bool, scale: float) -> RingPlan:
         """What this rank attends to, in each round of the ring."""
+        found = packed_kernel(kernel, q)
         if self.ring is None:
-            return _alone(self.seqs, kernel, causal=causal, scale=scale)
+            return _alone(self.seqs, found, causal=causal, scale=scale)
         return RingPlan(
             group=self.ring.group,
             kv_lens=self.ring.kv_lens,
             tiles=self.ring.causal_tiles if causal else self.ring.tiles,
-            kernel=kernel,
+            kernel=found,
             scale=scale,
             step=self.step,
-            form=f"causal={causal}",
+            form=f"causal={causal}, kernel {kernel}",
         )
+
+    def shared_heads(self, num_heads: int, num_kv_heads: int, form: str) -> SharedHeads:
+        """How its ranks share some heads; `form` is what else must be the same on all of them."""
+        group = self.mesh.ulysses
+        assert group is not None
+        shares = HeadShares.split(num_kv_heads, self.degree)
+        exchange = HeadExchange(group, shares, self.order.lens)
+        form = f"{num_heads} heads for {num_kv_heads}, {form}"
+        return SharedHeads(exchange, self.order, form, self.step)
 
     def own_kv_heads(self, num_kv_heads: int) -> int:
         """Key-value heads that this rank attends with."""
@@ -199,20 +210,13 @@ def attend(
     """
     check_shapes(bag, q_CHD, k_CKD, v_CKD)
     q_CHD, factor = with_positive_scale(q_CHD, scale)
-    plan = bag.plan(packed_kernel(kernel, q_CHD), causal=causal, scale=factor)
-    if bag.degree == 1:
-        return _around(plan, q_CHD[None], k_CKD[None], v_CKD[None])[0]
-    spec = CallSpec(
-        mesh=bag.mesh.name,
-        num_heads=q_CHD.shape[1],
-        num_kv_heads=k_CKD.shape[1],
-        causal=causal,
-        scale=factor,
-        kernel=kernel or "",
-        step=bag.step,
-    )
-    q, k, v = to_heads(q_CHD[None], k_CKD[None], v_CKD[None], bag.order, spec)
-    return to_tokens(_around(plan, q, k, v), bag.order, spec)[0]
+    plan = bag.plan(kernel, q_CHD, causal=causal, scale=factor)
+    heads = None
+    if bag.degree > 1:
+        form = f"causal={causal}, scale={factor}, kernel {kernel}"
+        heads = bag.shared_heads(q_CHD.shape[1], k_CKD.shape[1], form)
+    with naming("attend", (q_CHD, k_CKD, v_CKD)):
+        return usp_attention(q_CHD, k_CKD, v_CKD, plan, heads)
 
 
 def attend_packed(
@@ -238,7 +242,7 @@ def attend_packed(
     """
     q_THD, factor = with_positive_scale(q_THD, scale)
     plan = _alone(seqs, packed_kernel(kernel, q_THD), causal=causal, scale=factor)
-    return _around(plan, q_THD[None], k_TKD[None], v_TKD[None])[0]
+    return usp_attention(q_THD, k_TKD, v_TKD, plan)
 
 
 def _alone(
@@ -248,12 +252,6 @@ def _alone(
     tile = Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))
     tokens = sum(seqs.seq_lens)
     return RingPlan(group=None, kv_lens=[tokens], tiles=[[tile]], kernel=kernel, scale=scale)
-
-
-def _around(plan: RingPlan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(1, T, H, D) as q."""
-    out, _ = ring_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), plan)
-    return out.transpose(1, 2)
 
 
 def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:

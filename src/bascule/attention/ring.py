@@ -8,17 +8,15 @@ Shapes: as in `registry`; R ranks of the ring. Round t works on the keys of ring
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import AttentionKernel, merge, wide_dtype
+from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge, wide_dtype
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import only_first
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import Transfers
 
@@ -78,36 +76,17 @@ class RingPlan:
         return (self.rank - turn) % self.size
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
-    """Exact attention of this rank's queries to the keys of the whole ring.
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
+    """Exact attention of this rank's queries to the keys of the whole ring, and its LSE.
 
-    Differentiable in the output; R - 1 exchanges with the neighbours forward and 2 R - 1 backward.
+    R - 1 exchanges with the neighbours. Autograd does not record it; see `usp`.
 
     Returns:
-        Out (B, H, Sq, D), and its LSE, which carries no gradient.
+        Out (B, H, Sq, D), in memory of its own, and LSE (B, H, Sq).
     """
-    return _Ring.apply(q, k, v, plan)
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
-        out, lse = ring_forward(q, k, v, plan)
-        ctx.save_for_backward(q, k, v, out, lse)
-        number = 0 if plan.group is None else plan.group.calls.number
-        ctx.plan = replace(plan, form=f"{plan.form}, gradients of {number}")
-        ctx.mark_non_differentiable(lse)
-        return out, lse
-
-    @staticmethod
-    @only_first
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        return *ring_backward(grad_outputs[0], q, k, v, out, lse, ctx.plan), None
-
-
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
-    """Out and LSE of `ring_attention`, not recorded by autograd."""
+    if _is_one_tile(plan) and q.numel() and k.numel():
+        out, lse = plan.kernel.forward(q, k, v, plan.tiles[0][0].mask, plan.scale)
+        return out.to(q.dtype), lse
     merged = Merged(q)
 
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
@@ -129,20 +108,16 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tenso
 def ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: RingPlan
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `ring_attention`, from that of its output."""
+    """Gradients of q, k and v of `ring_forward`, from that of its output.
+
+    2 R - 1 exchanges with the neighbours.
+    """
     grad, wide = grad.contiguous(), wide_dtype(q)
 
     def gradients(tile: Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return plan.kernel.backward(
-            grad[:, :, tile.q],
-            q[:, :, tile.q],
-            keys[:, :, tile.k],
-            values[:, :, tile.k],
-            out[:, :, tile.q],
-            lse[:, :, tile.q],
-            tile.mask,
-            plan.scale,
-        )
+        at_q, at_k = (slice(None), slice(None), tile.q), (slice(None), slice(None), tile.k)
+        done = q[at_q], keys[at_k], values[at_k], out[at_q], lse[at_q], tile.mask, plan.scale
+        return plan.kernel.backward(grad[at_q], Attended(*done))
 
     if _is_one_tile(plan) and q.numel() and k.numel():
         dq, dk, dv = gradients(plan.tiles[0][0], k, v)

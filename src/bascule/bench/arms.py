@@ -1,8 +1,9 @@
-"""The two ways to train that are compared: every rank its own batch, and balanced."""
+"""The two ways of training that the benchmark compares: unbalanced and balanced."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,14 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.mean import global_mean
 from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig
 from bascule.parallel import SequenceParallel
+from bascule.training import train_step
 
 MakeExchange = Callable[[list[int]], Exchange]
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one training step gave.
+    """The results of one training step.
 
     Attributes:
         loss: Mean over the image tokens of all ranks.
@@ -70,12 +72,15 @@ class Arm:
         device = batch.target_iC.device
         start = _now(device)
         exchange = self._make_exchange(batch.seq_lens)
-        predicted = self.model(batch.inputs, exchange)
-        loss = global_mean(batch.per_token_loss(predicted), None, self._group, self._num_steps)
-        loss.backward()
+
+        def loss_of(model: nn.Module) -> Tensor:
+            losses = batch.per_token_loss(model(batch.inputs, exchange))
+            return global_mean(losses, None, self._group, self._num_steps)
+
+        loss = train_step(self.model, [loss_of])
         seconds = _now(device) - start
         self.optimizer.step()
-        return StepResult(float(loss.detach()), seconds, exchange)
+        return StepResult(float(loss), seconds, exchange)
 
     def accumulate(
         self, microbatches: Sequence[Microbatch], finish: Callable[[], None]
@@ -90,18 +95,17 @@ class Arm:
         """
         self.optimizer.zero_grad(set_to_none=True)
         device = microbatches[0].flow.target_iC.device
-        total = torch.zeros((), device=device, dtype=torch.float64)
         start = _now(device)
-        for micro in microbatches:
-            predicted = self.model(micro.flow.inputs, self._make_exchange(micro.flow.seq_lens))
-            loss = micro.flow.per_token_loss(predicted).sum() * micro.factor
-            loss.backward()
-            total += loss.detach()
+        total = train_step(self.model, [partial(self._loss_of, micro) for micro in microbatches])
         _now(device)  # what `finish` waits for shall not be the device
         finish()
         seconds = _now(device) - start
         self.optimizer.step()
         return float(total), seconds
+
+    def _loss_of(self, micro: Microbatch, model: nn.Module) -> Tensor:
+        predicted = model(micro.flow.inputs, self._make_exchange(micro.flow.seq_lens))
+        return micro.flow.per_token_loss(predicted).double().sum() * micro.factor
 
 
 def build_model(

@@ -22,13 +22,11 @@ from bascule.comm.transfers import all_gather, all_reduce
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from bascule.parallel import SequenceParallel, Step
-from bascule.plan.batch import Plan
-from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, Cost, TransformerCost
+from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
 from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 
 _NUM_PROBES = 5
-_EVEN = 1.01  # up to this max/mean load, nobody waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class StepRecord:
         seconds_unbalanced: Forward and backward of the slowest rank.
         seconds_balanced: Likewise, planning and exchanges included.
         plan: Metrics of the plan, with "total_tokens", "forward_flops" and "sent_bytes" of all
-            ranks, and whether a "single_binds" (see `single_binds`).
+            ranks, and whether one sequence alone binds the step, "single_binds".
     """
 
     step: int
@@ -62,7 +60,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the measurement ran on: the part of the results that is not a number of a step."""
+    """The machine and the settings of a measurement."""
 
     device: str
     world_size: int
@@ -94,7 +92,7 @@ class Paired:
 
     @property
     def setting(self) -> Setting:
-        """What this runs on."""
+        """The machine and the settings of this run."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         return Setting(
             device=name,
@@ -222,7 +220,7 @@ class Comparison(Paired):
             "total_tokens": int(step.plan.seq_lens.sum()),
             "forward_flops": self.forward_flops(step.plan.seq_lens),
             "sent_bytes": int(sent),
-            "single_binds": single_binds(step.plan, self.cost),
+            "single_binds": step.plan.binding is not None,
         }
 
     def _batch(self, step: int) -> SampleBatch:
@@ -284,16 +282,6 @@ def model_config(options: BenchOptions, stream: SampleStream) -> MMDiTConfig:
         num_single=options.num_single,
         axes_dim=(head_dim - 2 * plane, plane, plane),
     )
-
-
-def single_binds(plan: Plan, cost: Cost) -> bool:
-    """Whether one sequence, on a bag that is not the whole world, alone takes the makespan.
-
-    Then no placement on these bags ends earlier; larger bags would, since other ranks wait.
-    """
-    sizes = plan.topology.bag_sizes[plan.bag_of]
-    longest = np.max(cost(plan.seq_lens) / sizes, initial=0.0)
-    return plan.imbalance > _EVEN and bool(longest >= plan.makespan * (1 - 1e-9))
 
 
 def peak_flops(device_name: str) -> float | None:

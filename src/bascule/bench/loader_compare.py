@@ -1,4 +1,4 @@
-"""Balancing in the data loader, measured: the same samples as loaded and dealt by `BalancedLoader`.
+"""Measures balancing in the data loader: the same samples with and without `BalancedLoader`.
 
 One rank a bag, no sequence parallelism. In each step, the first arm trains every rank on what it
 loaded, the second on what the loader dealt it. While the second arm computes a step, the loader's
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from bascule.bench.arms import Microbatch, unbalanced
-from bascule.bench.compare import Paired, Setting, StepRecord, single_binds, summarize
+from bascule.bench.compare import Paired, Setting, StepRecord, summarize
 from bascule.bench.options import BenchOptions
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
@@ -183,7 +183,7 @@ class LoaderComparison(Paired):
             "moved_tokens": sum(plan.moved_tokens for plan in plans),
             "total_tokens": int(lens.sum()),
             "forward_flops": self.forward_flops(lens),
-            "single_binds": all(single_binds(plan, self.cost) for plan in plans),
+            "single_binds": all(plan.binding is not None for plan in plans),
             "applied": dealt[0].verdict.applied,
             "reason": dealt[0].verdict.reason,
         }

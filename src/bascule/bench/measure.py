@@ -1,4 +1,4 @@
-"""What a sequence costs on this device: a short measurement of the model's own blocks."""
+"""Measures what a sequence costs on this device, with the model's own blocks."""
 
 import time
 from dataclasses import replace

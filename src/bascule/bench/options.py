@@ -1,4 +1,4 @@
-"""What `bascule bench` can be told. Imports no torch, so that its help is instant."""
+"""The options of `bascule bench`. Imports no torch, so that its help is instant."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -57,7 +57,7 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
 
 
 def _check_numbers(options: BenchOptions) -> None:
-    """Refuse numbers that no run survives, before a rank meets them.
+    """Refuse numbers that are too large for any run, before ranks are started.
 
     Raises:
         ConfigError: Names the option and its range.
@@ -208,7 +208,7 @@ def _loader_lines(loader: dict[str, Any], num_steps: int) -> str:
 
 
 def warnings(summary: dict[str, Any]) -> list[str]:
-    """What in a summary keeps its numbers from being better or believed, a line each."""
+    """Reasons why the numbers of a summary are low or should not be trusted, one line each."""
     lines: list[str] = []
     setting = summary["setting"]
     if setting["fit_error"] is not None and setting["gamma"] == 0.0:

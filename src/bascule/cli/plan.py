@@ -1,7 +1,7 @@
 """`bascule plan`: plan lengths from the command line, a file or data codes, and draw the loads."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
+from bascule.report.step_picture import draw_step, write_step
 
 _MAX_ROWS = 64
 _BAR_WIDTH = 28
@@ -30,26 +31,32 @@ class PlanOptions(InputOptions, ClusterOptions):
             given.
         planner: lpt, or the greedy of the KnapFormer paper.
         wires: Count the cluster's wires and launches too, in seconds; auto always does.
+        home_tolerance: By how much the makespan may grow so that more tokens stay where they were
+            loaded, 0.01 is 1 %; 0 gives up evenness alone. Shows what that costs in WIR.
         compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan.
+        picture: Where to draw the step before and after balancing, as an SVG.
     """
 
     topology: str | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
     wires: bool = False
+    home_tolerance: float | None = None
     compare: bool = False
     json: Path | None = None
+    picture: Path | None = None
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """What a plan is made from."""
+    """The inputs of a plan."""
 
     lens: list[list[int]]
     topology: str
     cost: Cost
     cluster: Cluster | None
     limits: Limits | None
+    home_tolerance: float | None = None
 
     @property
     def unit(self) -> str:
@@ -65,6 +72,7 @@ class _Batch:
             planner=planner,
             limits=limits,
             cluster=self.cluster,
+            home_tolerance=self.home_tolerance,
         )
 
 
@@ -80,7 +88,7 @@ def plan(options: PlanOptions) -> None:
     if topology != "auto":
         Topology.parse(topology, world_size=len(lens))
     cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None
-    batch = _Batch(lens, topology, options.cost, cluster, options.limits)
+    batch = _Batch(lens, topology, options.cost, cluster, options.limits, options.home_tolerance)
     made = batch.plan(options.planner, batch.limits)
     console = Console()
     if options.compare:
@@ -96,6 +104,8 @@ def plan(options: PlanOptions) -> None:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"--json {options.json}: cannot be written: {reason}") from error
+    if options.picture is not None:
+        write_step(options.picture, draw_step(made, batch.cost, batch.cluster, batch.unit))
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:
@@ -143,12 +153,18 @@ def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
         f"predicted speed-up over the batch as loaded: {speedup:.2f}x\n"
         f"{plan.moved_tokens:,} of {int(plan.seq_lens.sum()):,} tokens move to another rank"
     )
+    if batch.home_tolerance is not None:
+        even = replace(batch, home_tolerance=None).plan(plan.planner, batch.limits)
+        console.print(
+            f"kept at home: the even plan moves {even.moved_tokens:,} tokens, with a makespan of "
+            f"{even.makespan:.6g} {batch.unit} and a WIR of {even.wir:.4f}"
+        )
     for line in _binding(plan, batch):
         console.print(f"binds: {line}")
 
 
 def _binding(plan: Plan, batch: _Batch) -> list[str]:
-    """What keeps the step from ending earlier."""
+    """The reasons why the step cannot end earlier, one line each."""
     if plan.makespan == 0:
         return ["nothing, the batch is idle"]
     lines: list[str] = []
@@ -159,15 +175,12 @@ def _binding(plan: Plan, batch: _Batch) -> list[str]:
                 f"the limit of {batch.limits.tokens:,} tokens a rank: without it, the makespan is "
                 f"{free.makespan:.6g} {batch.unit}"
             )
-    bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
-    size = int(plan.topology.bag_sizes[bag])
-    held = plan.seq_lens[plan.bag_of == bag]
-    if held.size == 1:
-        lines.append(
-            f"the longest sequence: {held[0]:,} tokens fill bag {bag} of {size} "
-            f"rank{'s' if size > 1 else ''}; a larger bag would end earlier"
-        )
+    if plan.binding is not None:
+        lines.append(str(plan.binding))
     if batch.cluster is not None:
+        bag = int(plan.topology.bag_of_rank[plan.loads.argmax()])
+        size = int(plan.topology.bag_sizes[bag])
+        held = plan.seq_lens[plan.bag_of == bag]
         compute = float(batch.cluster.compute_seconds(batch.cost, held).sum()) / size
         share = 1.0 - compute / plan.makespan
         if share > _WIRE_SHARE:

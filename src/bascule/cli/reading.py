@@ -1,4 +1,4 @@
-"""Where the lengths of a batch come from, for every command that plans."""
+"""Options that say where the lengths of a batch come from, for every command that plans."""
 
 import re
 from dataclasses import dataclass, replace
@@ -206,8 +206,8 @@ def _parse_lengths(text: str) -> list[list[int]]:
     wrong = [term for terms in ranks for term in terms if term and not _WHOLE.fullmatch(term)]
     if wrong:
         raise ConfigError(
-            f"--lengths {shown(text)}: {shown(wrong[0])} is no length; write whole numbers, commas "
-            "between sequences and / between ranks"
+            f"--lengths {shown(text)}: {shown(wrong[0])} is not a length; write whole numbers, "
+            "commas between sequences and / between ranks"
         )
     return [[int(term) for term in terms if term] for terms in ranks]
 

@@ -14,13 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.calls import Calls
 from bascule.comm.staging import Staging
+from bascule.comm.world import this_world
 from bascule.errors import CommError, ConfigError
-
-_calls: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]" = (
-    weakref.WeakKeyDictionary()
-)
-"""Of every process group in use, and of some of its ranks: whoever refers to them must number their
-calls with all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +118,10 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
         ConfigError: The mesh has several axes, this is no group of this rank, or torch.distributed
             is not initialised.
     """
+    if mesh_or_group is None:
+        if dist.group.WORLD is None:
+            raise ConfigError("torch.distributed is not initialised: call init_process_group first")
+        return dist.group.WORLD
     if isinstance(mesh_or_group, DeviceMesh):
         if mesh_or_group.ndim != 1:
             raise ConfigError(
@@ -132,14 +131,10 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
         return mesh_or_group.get_group()
     if isinstance(mesh_or_group, dist.ProcessGroup):
         return mesh_or_group
-    if mesh_or_group is not None:
-        raise ConfigError(
-            f"{mesh_or_group!r} is no process group of this rank: give a one-axis DeviceMesh, a "
-            "process group that this rank is in, or None for all ranks"
-        )
-    if not dist.is_initialized() or dist.group.WORLD is None:
-        raise ConfigError("torch.distributed is not initialised: call init_process_group first")
-    return dist.group.WORLD
+    raise ConfigError(
+        f"{mesh_or_group!r} is no process group of this rank: give a one-axis DeviceMesh, a "
+        "process group that this rank is in, or None for all ranks"
+    )
 
 
 def member_of(
@@ -177,7 +172,7 @@ def _view(
 
 def _calls_of(group: dist.ProcessGroup, part: str) -> Calls:
     """The calls of a process group, or of a part of it; what ended the group ended all parts."""
-    parts = _calls.setdefault(group, {})
+    parts = this_world().calls.setdefault(group, {})
     if part not in parts:
         made = parts[part] = Calls(has_tags="cpu:gloo" in dist.get_backend_config(group))
         made.mean(part)
@@ -189,14 +184,14 @@ def calls_in_use() -> dict[str, Calls]:
     """By key, the calls of every group that this rank has used."""
     return {
         group.group_name + part: calls
-        for group, parts in list(_calls.items())
+        for group, parts in list(this_world().calls.items())
         for part, calls in list(parts.items())
     }
 
 
 def process_groups_in_use() -> list[dist.ProcessGroup]:
     """Every process group that this rank has made calls on."""
-    return list(_calls)
+    return list(this_world().calls)
 
 
 def device_of(group: RankGroup) -> torch.device:

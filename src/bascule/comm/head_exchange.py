@@ -74,7 +74,7 @@ class HeadExchange:
 
     group: RankGroup
     shares: HeadShares
-    lens: tuple[int, ...]
+    lens: Sequence[int]
 
     @property
     def own_tokens(self) -> slice:
@@ -85,6 +85,11 @@ class HeadExchange:
     def own_heads(self, x: Tensor) -> Tensor:
         """(B, T, share of the heads, D) this rank's heads of its own tokens."""
         return self._heads_of(x, self.group.rank)
+
+    def heads_of_each(self, xs: Sequence[Tensor]) -> list[int]:
+        """This rank's heads of tensors that have those of all ranks."""
+        own = self.shares.of(self.group.rank)
+        return [x.shape[2] // self.shares.num_kv_heads * own for x in xs]
 
     def start_to_heads(self, xs: Sequence[Tensor], call: Call) -> Callable[[], Tensor]:
         """Send (B, T, heads, D) each; what is returned waits for (B, S, share of all heads, D).

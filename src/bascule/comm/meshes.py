@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import (
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve, timeout_of
 from bascule.comm.guard.failures import is_ended
 from bascule.comm.making import check_timeout, new_group
+from bascule.comm.world import this_world
 from bascule.errors import CommError, ConfigError
 from bascule.plan.sparse.choose_mesh import Degrees, all_degrees
 
@@ -42,7 +43,8 @@ class AttentionMesh:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", _SEPARATOR.join(map(_name_of, self.groups)))
-        _named[self.name] = self
+        if any(self.groups):
+            this_world().meshes[self.name] = self
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
@@ -125,10 +127,6 @@ class AttentionMesh:
                 group.calls.hand_over()
 
 
-_named: weakref.WeakValueDictionary[str, AttentionMesh] = weakref.WeakValueDictionary()
-"""The meshes that somebody holds, by name: operators of torch are given names."""
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a traced program needs to know of a mesh: numbers, and the name of the rest.
@@ -170,15 +168,14 @@ def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
     world = resolve(None)
     if world.size() == 1:
         return AttentionMesh(None, None, None)
-    whole = _group_of_all(weakref.ref(world))
-    if is_ended(whole):
-        _group_of_all.cache_clear()  # a failure ended it
-        whole = _group_of_all(weakref.ref(world))
+    whole = this_world().kept(_group_of_all, _group_of_all)
+    if is_ended(whole):  # by a failure
+        this_world().forget(_group_of_all)
+        whole = this_world().kept(_group_of_all, _group_of_all)
     return _mesh_over(whole, ulysses, ring)
 
 
-@lru_cache(maxsize=1)
-def _group_of_all(world: weakref.ref[dist.ProcessGroup]) -> RankGroup:
+def _group_of_all() -> RankGroup:
     return new_group(range(dist.get_world_size()), "attention", _default_timeout_s())
 
 
@@ -246,7 +243,7 @@ def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def mesh_named(name: str) -> AttentionMesh:
     """The mesh of that name."""
-    known = _named.get(name)
+    known = this_world().meshes.get(name) if dist.is_initialized() else None
     if known is not None and known.exists:
         return known
     parts = name.split(_SEPARATOR)

@@ -169,9 +169,9 @@ def _all_to_all_of_backend(
 ) -> dist.Work | None:
     process_group = group.process_group
     if group.is_in_order:
-        return dist.all_to_all_single(
-            received, sent, recv_splits, send_splits, group=process_group, async_op=True
-        )
+        options = dist.AllToAllOptions()  # torch's Python function takes as long as a small one
+        options.asyncOp = True
+        return process_group.alltoall_base(received, sent, recv_splits, send_splits, options)
     in_order = sorted(range(group.size), key=group.places.__getitem__)
     parts = received.split(recv_splits), sent.split(send_splits)
     come, to = ([part[place] for place in in_order] for part in parts)

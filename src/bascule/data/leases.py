@@ -1,4 +1,4 @@
-"""Process groups that loaders use one after the other.
+"""Process groups that are lent to one loader after the other.
 
 The thread of an iteration needs a process group that nobody else uses meanwhile: two threads in one
 group of gloo get each other's bytes. Torch keeps every group, with its threads and connections,
@@ -17,17 +17,16 @@ There are never more groups than iterations that went on at once, and one.
 """
 
 import secrets
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch.distributed as dist
 
 from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup, resolve, set_timeout
+from bascule.comm.groups import RankGroup, set_timeout
 from bascule.comm.guard.failures import is_ended
 from bascule.comm.making import new_group
+from bascule.comm.world import this_world
 
 _CAPACITY = 9  # integers a rank that the first gather has room for: eight groups
 
@@ -125,21 +124,16 @@ class Pool:
         return Lease(place.group, int(said[0][0]), give_back)
 
 
-_pools: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Pool]]" = (
-    weakref.WeakKeyDictionary()
-)
-"""Of every world, by members: what torch keeps for a world is there for all loaders of it."""
-
-
 def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     """The pool of these global ranks, made where there is none that works. All of them call it.
 
     Raises:
         CommError: A member did not come.
     """
-    pools = _pools.setdefault(resolve(None), {})
-    key = tuple(members)
-    if key not in pools or is_ended(pools[key].control):
-        pools[key] = Pool(members, timeout_s)
-    set_timeout(pools[key].control, timeout_s)
-    return pools[key]
+    world, key = this_world(), (Pool, tuple(members))
+    pool = world.kept(key, lambda: Pool(members, timeout_s))
+    if is_ended(pool.control):
+        world.forget(key)
+        pool = world.kept(key, lambda: Pool(members, timeout_s))
+    set_timeout(pool.control, timeout_s)
+    return pool

@@ -1,4 +1,4 @@
-"""What a balanced loader hands out, and what it counts."""
+"""The batches of a balanced loader, and its counters."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ _GRID_FIELDS = {  # grids, patches, others with a row a grid
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """What packs look like.
+    """How packs are made: their size, and which fields hold tokens.
 
     Attributes:
         tokens: Most tokens of a pack.

@@ -1,4 +1,4 @@
-"""The thread that makes a balanced loader's steps behind the compute, some of them ahead."""
+"""The thread that prepares steps of a balanced loader ahead, while the training computes."""
 
 import atexit
 import itertools

@@ -1,4 +1,4 @@
-"""What was delivered of an epoch, and the state that says so."""
+"""How much of an epoch was delivered, and the saved state of it."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -73,7 +73,7 @@ def _counts(given: Sequence[int]) -> tuple[int, ...]:
     """Items of each source rank.
 
     Raises:
-        ValueError: There is none, or it is no whole number.
+        ValueError: The list is empty, or a count is not a whole number.
     """
     counts = tuple(whole_number(count, "a count of the state") for count in given)
     if not counts:

@@ -25,7 +25,7 @@ _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How steps are made; the same on all ranks.
+    """The settings by which steps are made; the same on all ranks.
 
     Attributes:
         accumulate: M, microbatches of a step.

@@ -136,7 +136,9 @@ def join(
     """
     if axis is not None:
         if not isinstance(mesh_or_group, DeviceMesh):
-            raise ConfigError(f"axis {axis!r} is one of a DeviceMesh: give the mesh too")
+            raise ConfigError(
+                f"axis {axis!r} names an axis of a DeviceMesh, and none was given: give the mesh"
+            )
         names = mesh_or_group.mesh_dim_names or ()
         if axis not in names:
             raise ConfigError(f"axis {axis!r}: the mesh has the axes {names}")

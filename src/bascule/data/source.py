@@ -1,4 +1,4 @@
-"""What one rank loads: samples in microbatches, from where an earlier run stopped."""
+"""Reading one rank's samples in microbatches, from where an earlier run stopped."""
 
 import copy
 import itertools
@@ -297,6 +297,6 @@ def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _sampler_of(loader: object) -> object:
-    """What decides the order of a DataLoader's samples."""
+    """The sampler that decides the order of a DataLoader's samples."""
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)

@@ -1,1 +1,1 @@
-"""Other people's objects: each is imported where it is used, and left as it was."""
+"""Adapters for other libraries; each library is imported only where it is used."""

@@ -1,4 +1,4 @@
-"""Mesh attention with the parameters that other engines call theirs with.
+"""Mesh attention under the signatures of other engines (xDiT, ParaAttention).
 
 xDiT calls one function, `USP` (xfuser 0.7.0), and reads the ranks from its own globals; here they
 are bound first: `usp(mesh)` is that function. ParaAttention (0.3.38) calls `ulysses_attn_func`,

@@ -1,4 +1,4 @@
-"""How the model meets the other ranks: it asks an `Exchange`, and never knows how many there are.
+"""The protocol by which the model reaches other ranks; it never knows how many there are.
 
 Shapes: T tokens on this rank after routing, N samples, H heads, D head_dim.
 """

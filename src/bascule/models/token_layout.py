@@ -1,4 +1,4 @@
-"""What the blocks know about the packed tokens: modality, sample and position of each.
+"""Modality, sample and position of each packed token, for the blocks of the model.
 
 Shapes: T tokens, of which t are text and i are image tokens; D head_dim.
 """

@@ -1,4 +1,4 @@
-"""Plans for a batch of sequences: which bag computes each of them, and everything that follows."""
+"""Plans for a batch of sequences: which bag computes each of them, and the tables to move them."""
 
 import hashlib
 import json
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics, routes
+from bascule.plan.binding import Binding, find_binding
 from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, shown, wholes
 from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.costs.hardware import Cluster
@@ -88,6 +89,11 @@ class Plan:
     def wir(self) -> float:
         """Max over min of the loads; infinite if a rank is idle, 1 if all are."""
         return metrics.wir(self.loads)
+
+    @property
+    def binding(self) -> Binding | None:
+        """The sequence that keeps the slowest bag busy while others wait; None if none does."""
+        return find_binding(self.topology, self.seq_lens, self.bag_of, self.loads)
 
     @cached_property
     def source_ranks(self) -> Ints:
@@ -253,7 +259,7 @@ class Plan:
             planner = of_type("planner", data["planner"], str, "the name of one")
             digest = data["digest"]
         except ConfigError as error:
-            raise ConfigError(f"this plan is damaged, or none: {error}") from error
+            raise ConfigError(f"this text is not a plan, or a damaged one: {error}") from error
         except _DAMAGE as error:
             raise ConfigError(
                 f"this is not a plan written by Plan.to_json: {shown(error)}"
@@ -285,8 +291,9 @@ def plan_batch(
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
-    Where the batch as loaded ends as early as any plan, nothing moves; otherwise equal bags are
-    laid where their tokens come from.
+    First comes the makespan, then evenness: where one sequence binds the step (`Plan.binding`), the
+    other bags are even, too. Equal bags are laid where their tokens come from, and nothing moves
+    where the batch as loaded is as good. `home_tolerance` puts staying at home before evenness.
 
     Args:
         seq_lens: One list of token counts a source rank; empty lists are legal.
@@ -306,8 +313,8 @@ def plan_batch(
             (see `Cluster`), and tokens that leave their node count before those that leave their
             rank.
         home_tolerance: By how much the makespan may pass the best one found so that more tokens
-            stay where they were loaded; 0.01 is 1 %. None leaves every load as it was found; with
-            a cluster of several nodes it means 0.005.
+            stay where they were loaded; 0.01 is 1 %, 0 gives up evenness alone. None leaves every
+            load as it was found; with a cluster of several nodes it means 0.005.
 
     Returns:
         The plan; the same on every rank that gives the same arguments.

@@ -48,10 +48,10 @@ def shown(value: object) -> str:
 
 
 def integer(name: str, value: object) -> int:
-    """An integer of either sign; of numpy too, but no bool and no float.
+    """Check an integer of either sign, also one of numpy; a bool or a float is refused.
 
     Raises:
-        ConfigError: It is none, or beyond 2^53.
+        ConfigError: It is not an integer, or beyond 2^53.
     """
     found = index_of(value)
     if found is None or abs(found) > MAX_WHOLE:
@@ -65,7 +65,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 
 def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> int:
-    """A whole number in a range; of numpy too, but no bool and no float.
+    """Check a whole number in a range, also one of numpy; a bool or a float is refused.
 
     Args:
         name: What it is, for the message; "Limits(tokens" shows "Limits(tokens=-1)".
@@ -85,7 +85,7 @@ def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> in
 
 
 def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBER) -> float:
-    """A finite real number in a range; no bool.
+    """Check a finite real number in a range; a bool is refused.
 
     Args:
         name: As for `whole`.

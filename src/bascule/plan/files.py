@@ -1,4 +1,4 @@
-"""Text files that a user names: read line by line, to an end, or refused with the reason."""
+"""Text files that a user names: read line by line, or refused with the reason."""
 
 import json
 import stat
@@ -25,8 +25,8 @@ def read_lines(path: str | Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, their ends as they are.
 
     Raises:
-        ConfigError: The file cannot be read; or it is none, such as a pipe, which may never end;
-            or a line is too long to be one. Names the file.
+        ConfigError: The file cannot be read, or it is a pipe or a device, which may never end, or
+            a line is too long. Names the file.
     """
     path = to_path(path)
     try:
@@ -45,10 +45,10 @@ def read_lines(path: str | Path) -> Iterator[str]:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is no file with an end: reading a pipe or a device may wait for ever.
+    """Refuse pipes and devices, since reading one may wait for ever.
 
     Raises:
-        ConfigError: It is no regular file.
+        ConfigError: It is not a regular file.
         OSError: There is none.
     """
     mode = path.stat().st_mode

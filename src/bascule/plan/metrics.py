@@ -1,4 +1,4 @@
-"""How even a set of loads is. Idle ranks count; an idle batch is even."""
+"""Measures of how even the loads of ranks are. Idle ranks count; an idle batch is even."""
 
 import numpy as np
 import numpy.typing as npt

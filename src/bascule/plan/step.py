@@ -1,4 +1,4 @@
-"""All microbatches of an optimiser step, planned for what the ranks wait for.
+"""Plans all microbatches of an optimiser step together.
 
 Every sequence stays in its microbatch: a plan covers what its microbatch's loaders delivered. Where
 ranks meet in every microbatch, the step takes the sum of the microbatches' makespans, so each is
@@ -87,7 +87,7 @@ def plan_step(
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
-    """What a step takes: the sum of the makespans, or the largest sum of a rank's loads.
+    """The cost of a step: the sum of the makespans, or the largest sum of a rank's loads.
 
     Raises:
         ConfigError: `sync` is neither.

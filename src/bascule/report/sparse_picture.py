@@ -1,4 +1,4 @@
-"""What a study of block masks found, as a picture."""
+"""A picture of what a study of block masks found."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""What is planned for: data codes, manifests, masks, and streams of samples."""
+"""Inputs to plan for: data codes, manifests, masks, and streams of samples."""
 
 from bascule.workload.codes import parse_data_codes as parse_data_codes
 from bascule.workload.codes import sample_lengths as sample_lengths

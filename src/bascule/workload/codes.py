@@ -1,4 +1,4 @@
-"""Where lengths come from: data codes and length files; for manifests see ``manifest``.
+"""Lengths of sequences from data codes and length files; for manifests see ``manifest``.
 
 A *data code* ``g16b4i256f1s0`` describes a stream of synthetic samples: 16 ranks, 4 samples a rank
 and step, 256 x 256 pixels, 1 frame, not compressed in time. Codes joined by commas make a mix, and

@@ -39,7 +39,7 @@ def load_masks(path: str | Path) -> Bools:
     path = to_path(path)
     readers = {".npy": _from_array, ".npz": _from_archive}
     if path.suffix not in readers:
-        raise ConfigError(f"{path} is no masks: give an .npy or an .npz file")
+        raise ConfigError(f"{path} is not a mask file: give an .npy or an .npz file")
     try:
         check_regular(path)
         with np.errstate(over="ignore"):  # sizes that a damaged file claims
@@ -67,8 +67,8 @@ def load_masks(path: str | Path) -> Bools:
         )
     if not masks.any():
         raise ConfigError(
-            f"{path}: no block of these masks is computed: True is computed, so save ~masks if "
-            "they say what is hidden"
+            f"{path}: no block of these masks is computed. True means computed, so save ~masks "
+            "if your masks say what is hidden"
         )
     return masks.reshape((1,) * (5 - masks.ndim) + masks.shape)
 
@@ -81,8 +81,8 @@ def save_masks(path: str | Path, masks: Bools) -> None:
         masks: (..., heads, q_blocks, kv_blocks) bool.
 
     Raises:
-        ConfigError: The name has another ending, which numpy would add to; the masks are not bool,
-            or the file cannot be written.
+        ConfigError: The name does not end in `.npz` (numpy would append it); the masks are not
+            bool; or the file cannot be written.
     """
     if to_path(path).suffix != ".npz":
         raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
@@ -113,7 +113,9 @@ def _from_archive(path: Path) -> npt.NDArray[Any]:
         wanted = [name for name in names if name in ("masks", "packed", "shape")]
         arrays: dict[str, Any] = {name: archive[name] for name in wanted}
     if any(not isinstance(found, np.ndarray) for found in arrays.values()):  # no .npy inside
-        raise ConfigError(f"{path}: {', '.join(arrays)} in it are no arrays: write it with numpy")
+        raise ConfigError(
+            f"{path}: {', '.join(arrays)} in it cannot be read as arrays: write the file with numpy"
+        )
     if "masks" in arrays:
         return arrays["masks"]
     if not {"packed", "shape"} <= arrays.keys():

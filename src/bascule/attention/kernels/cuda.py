@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from bascule.attention.kernels.protocol import (
+    Attended,
     Grads,
     KernelQuery,
     OutLse,
@@ -53,18 +54,9 @@ class AtenFlashKernel:
         )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, not read
         if mask.packed is not None:
             grads = _aten._flash_attention_backward(
@@ -104,18 +96,9 @@ class AtenEfficientKernel:
         )
         return without_empty_rows(out, lse[..., : q.shape[2]], bias)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         wide_k, wide_v = repeated_heads(k, q), repeated_heads(v, q)
         padded = functional.pad(finite(lse), (0, -q.shape[2] % _LSE_ALIGNMENT), value=math.inf)
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, not read
@@ -142,18 +125,9 @@ class AtenCudnnKernel:
         )
         return out, lse.reshape(q.shape[:3])
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, not read
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
             *(
@@ -196,18 +170,9 @@ class FlashAttn2Kernel:
         )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         from flash_attn import (  # pyright: ignore[reportMissingImports]
             flash_attn_interface as package,
         )
@@ -250,18 +215,9 @@ class FlashAttn3Kernel:
         )
         return out.transpose(1, 2), lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
 
         grads = [torch.empty_like(x) for x in _as_rows(q, k, v)]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import (
+    Attended,
     Grads,
     KernelQuery,
     OutLse,
@@ -56,18 +57,9 @@ class FlexKernel:
         out, lse = flex(_compiled(), q, k, v, mask, scale)
         return without_empty_rows(out, lse, mask.bias)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         attend = partial(flex, _compiled(), mask=mask, scale=scale)
         return gradients_by_recomputation(attend, grad, q, k, v, out, lse)
 

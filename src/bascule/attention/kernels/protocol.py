@@ -7,7 +7,7 @@ import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,28 @@ class KernelQuery:
     is_packed: bool = False
 
 
+class Attended(NamedTuple):
+    """What a forward was given, and what it found.
+
+    Attributes:
+        q: (B, H, Sq, D) queries.
+        k: (B, K, Sk, D) keys.
+        v: (B, K, Sk, D) values.
+        out: (B, H, Sq, D) the output over all keys, of other blocks, too.
+        lse: (B, H, Sq) that over all keys.
+        mask: What these queries see of these keys.
+        scale: Factor of the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    mask: AttentionMask
+    scale: float
+
+
 class AttentionKernel(Protocol):
     """Exact attention of one block and its gradients. Nothing of it is recorded by autograd."""
 
@@ -53,18 +75,8 @@ class AttentionKernel(Protocol):
         """Out (B, H, Sq, D) and LSE."""
         ...
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
-        """Gradients of q, k and v, where `out` and `lse` are those over all keys."""
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
+        """Gradients of q, k and v from that of the output."""
         ...
 
 
@@ -96,22 +108,13 @@ def forward_each(
     return out, lse
 
 
-def backward_each(  # noqa: PLR0913  (those of `AttentionKernel.backward`)
-    kernel: AttentionKernel,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: AttentionMask,
-    scale: float,
-) -> Grads:
+def backward_each(kernel: AttentionKernel, grad: Tensor, done: Attended) -> Grads:
     """Gradients of `forward_each`."""
+    q, k, v, out, lse, mask, scale = done
     dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
     for alone, of_queries, of_keys in _each_sequence(mask, (dq, grad, q, out, lse), (dk, dv, k, v)):
         (to_q, grad_, q_, out_, lse_), (to_k, to_v, k_, v_) = of_queries, of_keys
-        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, alone, scale)
+        parts = kernel.backward(grad_, Attended(q_, k_, v_, out_, lse_, alone, scale))
         for whole, found in zip((to_q, to_k, to_v), parts, strict=True):
             whole.copy_(found)
     return dq, dk, dv

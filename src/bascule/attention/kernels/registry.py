@@ -19,8 +19,8 @@ from bascule.attention.kernels.cuda import (
     FlashAttn3Kernel,
 )
 from bascule.attention.kernels.flex import FlexKernel
-from bascule.attention.kernels.protocol import AttentionKernel as AttentionKernel
 from bascule.attention.kernels.protocol import (
+    Attended,
     Grads,
     OutLse,
     backward_each,
@@ -32,6 +32,7 @@ from bascule.attention.kernels.protocol import (
     with_adjacent_values,
     without_empty_rows,
 )
+from bascule.attention.kernels.protocol import AttentionKernel as AttentionKernel
 from bascule.attention.kernels.protocol import KernelQuery as KernelQuery
 from bascule.attention.kernels.protocol import merge as merge
 from bascule.attention.kernels.protocol import wide_dtype as wide_dtype
@@ -59,20 +60,11 @@ class PlainKernel:
         weights = _weights(scores, lse)
         return (weights @ repeated_heads(v, q).to(weights.dtype)).to(q.dtype), lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         if mask.packed is not None:
-            return backward_each(self, grad, q, k, v, out, lse, mask, scale)
+            return backward_each(self, grad, done)
         wide = wide_dtype(q)
         grad, out = grad.to(wide), out.to(wide)
         weights = _weights(_scores(q, k, mask, scale), lse)
@@ -105,20 +97,11 @@ class CpuFlashKernel:
             out, lse = _by_highest(out, lse, _scores(wide_q, wide_k, mask, scale))
         return without_empty_rows(out, lse, mask.bias)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`, in float32 at least: torch is slow in 16 bits, and rounds parts."""
+        q, k, v, out, lse, mask, scale = done
         if mask.packed is not None:
-            return backward_each(self, grad, q, k, v, out, lse, mask, scale)
+            return backward_each(self, grad, done)
         wide, bias = wide_dtype(q), mask.bias
         tensors = (with_adjacent_values(x.to(wide)) for x in (grad, q, k, v, out))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

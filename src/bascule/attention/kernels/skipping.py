@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import (
+    Attended,
     Grads,
     KernelQuery,
     OutLse,
@@ -50,18 +51,9 @@ class CpuLoopKernel:
                 )
         return out, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         rows, wide = blocks_of(mask, q, k), wide_dtype(q)
         grad, q, k, v, out = map(with_adjacent_values, (grad, q, k, v, out))
         keys, values = _Blocks(rows, k), _Blocks(rows, v)
@@ -133,18 +125,9 @@ class TritonKernel:
 
         return triton_sparse.attend(q, k, v, blocks_of(mask, q, k), scale)
 
-    def backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: AttentionMask,
-        scale: float,
-    ) -> Grads:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`."""
+        q, k, v, out, lse, mask, scale = done
         from bascule.attention.kernels import triton_sparse
 
         return triton_sparse.gradients(grad, q, k, v, out, lse, blocks_of(mask, q, k), scale)

@@ -22,9 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from bascule.attention.call_spec import check_call, naming, with_positive_scale
-from bascule.attention.ring import ring_attention
 from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled
+from bascule.attention.usp import usp_attention
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
@@ -166,9 +166,10 @@ def attend_sparse(
                 masks = seen(tables.rows)
             masks = _checked(tables, masks)
             ring = tables.ring(q, masks, factor, kernel)
-        out, _ = ring_attention(here_q, here_k, here_v, ring)
+        q_X1D, k_X1D, v_X1D = (x[0, 0][:, None] for x in (here_q, here_k, here_v))
+        out = usp_attention(q_X1D, k_X1D, v_X1D, ring)
         with record_function(EXCHANGE_SPAN):
-            rows = tables.take_home(out[0, 0])
+            rows = tables.take_home(out[:, 0])
     return rows.view(q.shape[0], q.shape[1], -1, q.shape[3]), masks
 
 

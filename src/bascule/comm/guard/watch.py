@@ -20,6 +20,7 @@ from bascule.comm.groups import calls_in_use, resolve
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun
 from bascule.comm.guard.notes import Failure, Position, Waiting
+from bascule.comm.world import this_world
 
 PATIENCE_S = 1.0
 _TICK_S = 0.4
@@ -319,13 +320,6 @@ def _circle(way: list[tuple[int, Waiting]]) -> str:
     )
 
 
-_watches: "weakref.WeakKeyDictionary[dist.ProcessGroup, Watch]" = weakref.WeakKeyDictionary()
-"""Of every world: one, since a rank is where all its threads and groups are."""
-
-
 def watch_of_world(end_all: Callable[[str], None]) -> Watch:
-    """The one of this process."""
-    world = resolve(None)
-    if world not in _watches:
-        _watches[world] = Watch(world, end_all)
-    return _watches[world]
+    """The one of this process: a rank is where all its threads and groups are."""
+    return this_world().kept(Watch, lambda: Watch(resolve(None), end_all))

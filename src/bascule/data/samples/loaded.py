@@ -1,4 +1,4 @@
-"""What the ranks of a balanced loader loaded for a step, as all of them know it.
+"""The samples that all ranks of a balanced loader loaded for a step; every rank knows the same.
 
 Legend: M microbatches of a step, D data-parallel ranks, n samples of a step. A sample's id is its
 place in the order of microbatches, then of the ranks that loaded it, then of their loaders.

@@ -1,4 +1,4 @@
-"""What a rank brings to a step: its samples, with what the user's functions say of them."""
+"""The samples that a rank brings to a step, measured by the user's functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -63,7 +63,7 @@ def deliver(loaded: Loaded, plans: Sequence[Plan], *, pad: bool) -> Deliveries:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """What crosses the wire, for all ranks of the group.
+    """The bytes that each rank of the group sends to each other one.
 
     Attributes:
         delivery: (k,) deliveries that are sent, ordered by receiver, then as delivered.

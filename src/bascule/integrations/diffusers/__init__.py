@@ -1,4 +1,4 @@
-"""Sequence parallelism for models as they are: split, verified, and undone."""
+"""Sequence parallelism for unmodified models: split them over ranks, verify, undo."""
 
 from bascule.integrations.diffusers.handle import Parallelized as Parallelized
 from bascule.integrations.diffusers.handle import parallelize as parallelize

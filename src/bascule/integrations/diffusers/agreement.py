@@ -1,4 +1,4 @@
-"""What all ranks must mean alike before a model is split, and before gradients are averaged.
+"""The settings on which all ranks must agree before a model is split or gradients are averaged.
 
 Each agreement is one all-gather of a fixed size, so ranks that disagree, or of which one met an
 error, all raise, and none waits or sends what another cannot take.

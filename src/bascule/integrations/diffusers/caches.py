@@ -1,4 +1,4 @@
-"""Caches of steps, as diffusers has them: which of them ranks may use that share a sequence.
+"""Which of diffusers' step caches may be used by ranks that share a sequence.
 
 A cache leaves out blocks, or their attention, and takes what an earlier step gave. Each rank has
 that for its own tokens, which is right; but all must leave out the same, or some wait for others.

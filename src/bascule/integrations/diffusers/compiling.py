@@ -39,7 +39,7 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
         ConfigError: Names the mode, the reason, and the nearest mode that runs.
     """
     if mode not in get_args(Mode):
-        raise ConfigError(f"compile: mode {mode!r} is none of {', '.join(get_args(Mode))}")
+        raise ConfigError(f"compile: mode {mode!r} is not one of {', '.join(get_args(Mode))}")
     if mode not in _WITHOUT_GRAPHS:
         return
     reason = _why_not_recorded(mesh, device.type)

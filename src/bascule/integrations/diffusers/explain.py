@@ -1,4 +1,4 @@
-"""What a mesh does to a forward pass, in tokens and bytes, computed from shapes.
+"""Tokens and bytes of a forward pass on a mesh, computed from shapes.
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head width; R ring ranks, U
 Ulysses ranks.
@@ -151,7 +151,10 @@ def _meshes_of(layers: tuple[SparseLayer, ...]) -> str:
         for (ring, ulysses), count in sorted(used.items())
     )
     switches = sum(layer.num_switches for layer in layers)
-    return f"; layers: {counts}; {switches} switches, those to the next step among them"
+    return (
+        f"; layers: {counts}; {switches} mesh switches so far (including those chosen for the "
+        "next step)"
+    )
 
 
 def mesh_cost(

@@ -93,7 +93,7 @@ def parallelize(
 
 
 class Parallelized:
-    """What `parallelize` did.
+    """A model or pipeline that `parallelize` split: explain it, verify it, undo it.
 
     Attributes:
         mesh: The ranks.
@@ -124,7 +124,7 @@ class Parallelized:
         return self.parts[0].model
 
     def undo(self) -> None:
-        """Make the models what they were.
+        """Take all hooks away; the models are then as they were before.
 
         Raises:
             ConfigError: One of them runs, whose shares would then be taken for the whole.
@@ -166,7 +166,7 @@ class Parallelized:
             self._compiled.callback(compile_in_place(part.model, mode, dynamic, part.prepare))
 
     def restart(self) -> None:
-        """Another image: the next forward pass is the first step of block-sparse attention."""
+        """Begin another image: the next forward pass is step 0 of block-sparse attention."""
         for part in self.parts:
             if part.sparse is not None:
                 part.sparse.restart()
@@ -189,8 +189,8 @@ class Parallelized:
 
         Every rank computes the whole sequence too, and the first rank's blocks and outputs count:
         ranks whose weights differ are found as well. Without gradients, and not compiled; the model
-        must be deterministic. Block-sparse attention sees the same blocks on the mesh, also where a
-        rule might choose others by rounding; it counts no step.
+        must be deterministic. Block-sparse attention computes the same blocks on the mesh, also
+        where a rule might choose others because of rounding. A verification is not a step.
 
         Args:
             model: One of those that are split, as `pipeline.transformer_2`; it goes first, without
@@ -224,7 +224,7 @@ class Parallelized:
 
     @told("average_gradients")
     def average_gradients(self) -> None:
-        """Make gradients those of one process, without DDP or FSDP, which do the same.
+        """Average gradients over the mesh; not needed under DDP or FSDP, which do it themselves.
 
         After `backward()` of a loss that every rank computed from the whole output. One all-reduce
         for each dtype, after a small all-gather.
@@ -254,8 +254,8 @@ class Parallelized:
         if not found:
             names = [type(part.model).__name__ for part in self.parts]
             raise ConfigError(
-                f"{what}: {type(model).__name__} is none of the models that this handle split, "
-                f"{names}: give one of them, or none for the first"
+                f"{what}: {type(model).__name__} is not one of the models that this handle split, "
+                f"{names}: give one of them, or leave the model out for the first"
             )
         return found[0]
 

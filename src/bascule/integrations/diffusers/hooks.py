@@ -1,4 +1,4 @@
-"""The hooks by which a table acts on a model: torch's own, and gone when removed."""
+"""The torch hooks by which a split table acts on a model; removing them undoes it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Where the tokens of a model are cut and put together: one table a model.
+"""Split tables: one for each model says where its tokens are cut and put together.
 
 A table names modules as `model.named_modules()` does; `*` stands for one part of a name, and "" is
 the model itself. Tensors keep their other dims: only the tokens of a segment (text, image) are cut.
@@ -30,7 +30,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class SplitTable:
-    """What of a model is cut into the ranks' shares, and what is gathered from them.
+    """Says which tensors of a model are cut into the ranks' shares, and which are gathered.
 
     Attributes:
         segments: Their order in the sequence that is attended to.

@@ -1,4 +1,4 @@
-"""One process against the mesh, block by block: where do they differ first, and by how much."""
+"""Compares a model on a mesh with one process, block by block, and finds the first difference."""
 
 import hashlib
 import math

@@ -197,14 +197,15 @@ def sequence_parallel(
     replicated: Collection[int] = (),
     wire: Wire | None = None,
 ) -> Iterator[SequenceParallelMode]:
-    """Within, F.scaled_dot_product_attention of any model attends over the mesh.
+    """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
 
     Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. Masks are of
     the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S:
     this rank's part of a mask is refused. Causal attention, `scale` and `enable_gqa` mean what they
     mean in torch; dropout is refused. Collectives: those of `attention.mesh.attention`.
 
-    What is not torch's function is not seen: flash-attn, xformers and flex attention stay local.
+    Only calls of torch's function are replaced. A model that calls flash-attn, xformers or flex
+    attention directly keeps its local attention.
 
     Args:
         mesh: The ranks.

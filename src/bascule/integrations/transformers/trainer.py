@@ -1,4 +1,4 @@
-"""Balanced data loading for the Trainer of Hugging Face transformers, by one keyword argument.
+"""Balanced data loading for Hugging Face's Trainer, with one keyword argument.
 
 Needs ``pip install bascule[transformers]``. Only extension points of the Trainer are overridden;
 nothing of it is patched.
@@ -356,7 +356,7 @@ class _TrainLoader:
 
 
 def _check(trainer: Trainer) -> Dataset[Any]:
-    """Refuse what does not go with balancing; the dataset.
+    """Refuse settings that do not go with balancing; returns the dataset.
 
     Raises:
         ConfigError: Names the argument, and the nearest that does.

@@ -1,1 +1,1 @@
-"""What work costs: per sequence, on a machine, and fitted to measurements."""
+"""Cost models: the cost of a sequence, of a machine's wires, and fits to measured times."""

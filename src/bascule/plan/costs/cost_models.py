@@ -32,7 +32,8 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """What a cost model gives for these lengths, as float64 of their shape; any numbers.
 
     Raises:
-        ConfigError: It is no function, it raised, or gave something else than one number a length.
+        ConfigError: The cost model is not a function, raised an error, or did not give one number
+            for each length.
     """
     lens = np.asarray(seq_lens).view()
     lens.flags.writeable = False  # a function that works in place would change the batch
@@ -46,7 +47,7 @@ def describe_cost(cost: Cost) -> str:
     """Name and predictions of a cost model: equal where plans would be, also for a function.
 
     Raises:
-        ConfigError: It is none, see `evaluate`.
+        ConfigError: It is not a cost model; see `evaluate`.
     """
     name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__
     probes = list(_PROBE_LENGTHS)
@@ -118,7 +119,7 @@ class IterationFit:
         standard_errors: Of quadratic, linear, constant and overhead, in their units, from the
             measurements alone; infinite where these leave a coefficient open.
         unidentified: Names of the coefficients that the measurements leave open, or know no better
-            than the assumptions of the fit do. Their sum is known, their values are a choice.
+            than the assumptions of the fit do. Only their sum is known; the fit chose the values.
         loo_error: Relative error with which the other measurements predict one; the mean without
             the worst tenth.
         num_observations: Measurements that were fitted.

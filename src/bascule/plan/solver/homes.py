@@ -1,4 +1,4 @@
-"""Bins that items would rather be in, and the labels of equal bins that suit them best."""
+"""The bins that items prefer, and the names of equal bins that suit the items best."""
 
 from dataclasses import dataclass
 

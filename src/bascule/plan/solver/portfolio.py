@@ -226,10 +226,11 @@ def _missed(problem: Problem, closest: Ints) -> str:
 
 
 def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
-    """Of an assignment, the same relabelled, and one with items moved home: what is away least.
+    """Bring items to their preferred bins, with no bin later than the ceiling.
 
-    Everything at home, repaired by the exchanges that move least, is the best where it succeeds;
-    otherwise the relabelled assignment is where the search starts. None passes the ceiling.
+    First every item is put into its preferred bin, and bins that are then too late are repaired by
+    the cheapest moves and swaps. If that fails, the search starts from the given assignment, with
+    equal bins renamed so that more items are where they prefer to be.
 
     Args:
         problem: Items, bins and limits.

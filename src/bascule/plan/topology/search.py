@@ -1,4 +1,4 @@
-"""Which bags: among aligned power-of-two subgroups of nodes, those on which a batch ends first.
+"""Searches for the topology on which a batch ends first, among aligned bags of 2^k ranks.
 
 Every multiset of such bags that fills a unit of a few nodes is a candidate. A fluid bound ranks all
 of them at once; the solver then looks at the most promising, until the next bound is no better than

@@ -1,0 +1,260 @@
+"""A picture of one training step, before and after balancing, as an SVG."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan import metrics
+from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import Cost, evaluate
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.routes import Ints
+
+Floats = npt.NDArray[np.float64]
+
+MOST_RANKS = 64
+"""Bars of a picture; the ranks after these are left out, and it says so."""
+
+_COLORS = ("#9ecae9", "#4c9bd6", "#1f6fb2", "#f2a541", "#d1495b")
+_NUM_COLORS = len(_COLORS)
+_LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
+_BAR, _PITCH, _HEAD, _FOOT = 18.0, 23.0, 54.0, 20.0
+_WIDTH = _LEFT + _PLOT + _RIGHT
+_THINNEST = 0.005  # less is a rounding error
+_CARD = f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1:g}" rx="8" height="%g"/>'
+
+# The card has a background of its own, so that it reads the same on white and on dark pages.
+_STYLE = """\
+<style>
+text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+.title { font-weight: 600; font-size: 15px; }
+.card { fill: #fbfbf9; stroke: #c9ccd1; }
+.work { stroke: #fbfbf9; stroke-width: 0.6; }
+.wires { fill: #8d939c; }
+.wait { fill: url(#waiting); stroke: #b4b9c1; stroke-width: 0.6; }
+.end { stroke: #1f2328; stroke-width: 1.4; stroke-dasharray: 4 3; }
+</style>
+<defs><pattern id="waiting" width="6" height="6" patternUnits="userSpaceOnUse" \
+patternTransform="rotate(45)"><rect width="6" height="6" fill="#eceae4"/>\
+<rect width="2" height="6" fill="#b4b9c1"/></pattern></defs>"""
+
+
+@dataclass(frozen=True)
+class _Bar:
+    """What one rank computes: the ids of its sequences, and the cost of its part of each."""
+
+    label: str
+    seq_ids: Ints
+    costs: Floats
+    load: float
+
+    @property
+    def rest(self) -> float:
+        """What is not compute: wires, launches and carried loads."""
+        return self.load - float(self.costs.sum())
+
+
+def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str = "TFLOP") -> str:
+    """Draw one step twice: the batch as it was loaded, and below it the batch as planned.
+
+    There is one bar for each rank. A segment is a sequence, or a rank's part of one that a bag of
+    several ranks shares; its width is its cost, and its colour says how long the sequence is. The
+    hatched rest of a bar is the time that the rank waits for the slowest one. Both halves of the
+    picture have the same scale.
+
+    Args:
+        plan: The plan to draw.
+        cost: The cost model that the plan was made with.
+        cluster: The cluster that the plan was made with, if any. Wires, launches and carried loads
+            are drawn as one grey segment.
+        unit: The unit of the plan's loads, for the labels.
+
+    Returns:
+        The text of an SVG file; the same for the same plan.
+    """
+    before, after = _as_loaded(plan, cost, cluster), _as_planned(plan, cost, cluster)
+    longest = max(bar.load for bar in before + after)
+    scale = _PLOT / longest if longest > 0 else 0.0
+    colors = _Colors.of(plan.seq_lens)
+    height = _HEAD + _PITCH * min(plan.num_ranks, MOST_RANKS) + _FOOT
+    speed_up = max(bar.load for bar in before) / plan.makespan if plan.makespan > 0 else 1.0
+    first = f"Before: each rank computes what it loaded. {_waiting(before)}"
+    second = f"After: {speed_up:.2f}x as fast (predicted). {_waiting(after)}"
+    total = 2 * height + 62.0
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {total:g}" '
+        f'width="{_WIDTH:g}" height="{total:g}" role="img">',
+        f"<title>{escape(f'One step on {plan.num_ranks} ranks, before and after')}</title>",
+        _STYLE,
+        _CARD % (total - 1),
+        *_panel("before", first, before, plan, (0.0, scale, unit), colors),
+        *_panel("after", second, after, plan, (height, scale, unit), colors),
+        *_legend(2 * height, colors, plan, any(bar.rest * scale >= _THINNEST for bar in after)),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def write_step(path: Path, svg: str) -> None:
+    """Write a picture of `draw_step`.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        path.write_text(svg, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--picture {path}: cannot be written: {reason}") from error
+
+
+def _as_loaded(plan: Plan, cost: Cost, cluster: Cluster | None) -> list[_Bar]:
+    """Every sequence stays on the rank that loaded it."""
+    costs = _costs(plan, cost, cluster)
+    loads = plan.unbalanced_loads(cost, cluster)
+    bars: list[_Bar] = []
+    for rank in range(plan.num_ranks):
+        ids = _longest_first(plan, np.flatnonzero(plan.source_ranks == rank))
+        bars.append(_Bar(f"rank {rank}", ids, costs[ids], float(loads[rank])))
+    return bars
+
+
+def _as_planned(plan: Plan, cost: Cost, cluster: Cluster | None) -> list[_Bar]:
+    """The ranks of a bag share each of its sequences equally."""
+    costs = _costs(plan, cost, cluster)
+    bars: list[_Bar] = []
+    for rank in range(plan.num_ranks):
+        bag = int(plan.topology.bag_of_rank[rank])
+        size = int(plan.topology.bag_sizes[bag])
+        ids = _longest_first(plan, np.flatnonzero(plan.bag_of == bag))
+        label = f"rank {rank}" if size == 1 else f"rank {rank}, bag of {size}"
+        bars.append(_Bar(label, ids, costs[ids] / size, float(plan.loads[rank])))
+    return bars
+
+
+def _costs(plan: Plan, cost: Cost, cluster: Cluster | None) -> Floats:
+    if cluster is None:
+        return evaluate(cost, plan.seq_lens)
+    return cluster.compute_seconds(cost, plan.seq_lens)
+
+
+def _longest_first(plan: Plan, seq_ids: Ints) -> Ints:
+    return seq_ids[np.argsort(-plan.seq_lens[seq_ids], kind="stable")]
+
+
+def _waiting(bars: Sequence[_Bar]) -> str:
+    share = 1.0 - 1.0 / metrics.imbalance(np.array([bar.load for bar in bars]))
+    return f"{share:.1%} of the ranks' time is waiting."
+
+
+def _panel(
+    name: str,
+    title: str,
+    bars: Sequence[_Bar],
+    plan: Plan,
+    frame: tuple[float, float, str],
+    colors: "_Colors",
+) -> list[str]:
+    """A heading and one bar for each rank; `frame` is its top, the scale and the unit."""
+    top, scale, unit = frame
+    end = max(bar.load for bar in bars)
+    bars = bars[:MOST_RANKS]
+    x, bottom = _LEFT + end * scale, top + _HEAD + _PITCH * len(bars)
+    parts = [
+        f'<g class="{name}">',
+        f'<text class="title" x="18" y="{top + 27:g}">{escape(title)}</text>',
+    ]
+    for number, bar in enumerate(bars):
+        parts += _bar(bar, top + _HEAD + _PITCH * number, end, scale, plan, colors)
+    parts += [
+        f'<line class="end" x1="{x:.2f}" y1="{top + _HEAD - 6:g}" x2="{x:.2f}" y2="{bottom:g}"/>',
+        f'<text x="{x:.2f}" y="{bottom + 12:g}" text-anchor="end">'
+        f"{escape(f'the step ends: {end:.4g} {unit}')}</text>",
+        "</g>",
+    ]
+    return parts
+
+
+def _bar(
+    bar: _Bar, top: float, end: float, scale: float, plan: Plan, colors: "_Colors"
+) -> list[str]:
+    """The segments of one rank, then its waiting time."""
+    parts = [
+        '<g class="rank">',
+        f'<text x="{_LEFT - 8:g}" y="{top + 13.5:g}" text-anchor="end">{bar.label}</text>',
+    ]
+    place = f'y="{top:g}" height="{_BAR:g}"'
+    x = _LEFT
+    for seq_id, cost in zip(bar.seq_ids.tolist(), bar.costs.tolist(), strict=True):
+        seq_len = int(plan.seq_lens[seq_id])
+        parts.append(
+            f'<rect class="work" x="{x:.2f}" {place} width="{cost * scale:.2f}" '
+            f'fill="{colors.of_len(seq_len)}"><title>sequence {seq_id}: {seq_len:,} tokens'
+            "</title></rect>"
+        )
+        x += cost * scale
+    if bar.rest * scale >= _THINNEST:
+        parts.append(
+            f'<rect class="wires" x="{x:.2f}" {place} width="{bar.rest * scale:.2f}">'
+            "<title>wires, launches and carried loads</title></rect>"
+        )
+    parts.append(
+        f'<rect class="wait" x="{_LEFT + bar.load * scale:.2f}" {place} '
+        f'width="{(end - bar.load) * scale:.2f}"><title>waiting</title></rect>'
+    )
+    return [*parts, "</g>"]
+
+
+@dataclass(frozen=True)
+class _Colors:
+    """The longest sequence of each colour, ascending; powers of a common ratio."""
+
+    upper: tuple[int, ...]
+
+    @classmethod
+    def of(cls, seq_lens: Ints) -> "_Colors":
+        held = seq_lens[seq_lens > 0]
+        if held.size == 0:
+            return cls((0,))
+        least, most = int(held.min()), int(held.max())
+        edges = np.geomspace(least, most, _NUM_COLORS + 1)[1:]
+        upper = sorted({_rounded(float(edge)) for edge in edges[:-1]} | {most})
+        return cls(tuple(bound for bound in upper if bound <= most))
+
+    def of_len(self, seq_len: int) -> str:
+        """The colour of a sequence."""
+        index = int(np.searchsorted(self.upper, seq_len))
+        return _COLORS[_NUM_COLORS - len(self.upper) + min(index, len(self.upper) - 1)]
+
+
+def _rounded(value: float) -> int:
+    """To two digits, for a legend that can be read."""
+    step = 10 ** max(len(str(int(value))) - 2, 0)
+    return int(round(value / step) * step)
+
+
+def _legend(top: float, colors: _Colors, plan: Plan, has_wires: bool) -> list[str]:
+    """What the colours mean, in one row; colours that no sequence has are left out."""
+    used = {colors.of_len(seq_len) for seq_len in plan.seq_lens.tolist() if seq_len}
+    bounds = [bound for bound in colors.upper if colors.of_len(bound) in used]
+    entries = [(f'class="work" fill="{colors.of_len(bound)}"', f"to {bound:,}") for bound in bounds]
+    entries += [('class="wires"', "wires")] * has_wires
+    entries.append(('class="wait"', "waiting for the slowest rank"))
+    x, y = 18.0, top + 22.0
+    parts = ['<g class="legend">', f'<text x="{x:g}" y="{y + 11.5:g}">tokens</text>']
+    x += 54.0
+    for look, text in entries:
+        parts += [
+            f'<rect {look} x="{x:g}" y="{y:g}" width="16" height="14"/>',
+            f'<text x="{x + 22:g}" y="{y + 11.5:g}">{escape(text)}</text>',
+        ]
+        x += 36.0 + 7.0 * len(text)
+    if plan.num_ranks > MOST_RANKS:
+        left_out = f"({plan.num_ranks - MOST_RANKS:,} more ranks)"
+        parts.append(f'<text x="18" y="{y - 9:g}">{left_out}</text>')
+    return [*parts, "</g>"]

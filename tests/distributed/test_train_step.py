@@ -1,0 +1,125 @@
+"""One step of training: when ranks average gradients, and who hears of an error."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bascule import SequenceParallel, TransformerCost
+from bascule.errors import CommError, ConfigError
+from bascule.training import train_step
+from tests.helpers.ranks import raised_by, run_ranks
+
+WIDTH, NUM_MICROBATCHES = 6, 3
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    return model.double()
+
+
+def rows(rank: int, micro: int) -> Tensor:
+    random = torch.Generator().manual_seed(10 * micro + rank)
+    return torch.randn(4, WIDTH, generator=random).double()
+
+
+def wrapped(wrapper: str) -> nn.Module:
+    model = make_model()
+    if wrapper == "ddp":
+        return DistributedDataParallel(model)
+    if wrapper == "fsdp2":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (model[0], model[2], model):  # pyright: ignore
+            fully_shard(layer, mesh=mesh)
+    return model
+
+
+def whole_grads(model: nn.Module) -> list[Tensor]:
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads if g is not None]
+
+
+def trained(wrapper: str, sync: str) -> dict[str, Any]:
+    model, had_grads = wrapped(wrapper), list[bool]()
+    averages: list[int] = []
+    if isinstance(model, DistributedDataParallel):
+
+        def count(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+            averages.append(len(had_grads))
+            buffer = bucket.buffer() / dist.get_world_size()
+            work = dist.all_reduce(buffer, async_op=True)
+            assert work is not None
+            return work.get_future().then(lambda future: future.value()[0])
+
+        model.register_comm_hook(None, count)
+
+    def loss_of(micro: int, model: nn.Module) -> Tensor:
+        had_grads.append(all(parameter.grad is not None for parameter in model.parameters()))
+        return model(rows(dist.get_rank(), micro)).square().mean()
+
+    micros = [lambda model, k=k: loss_of(k, model) for k in range(NUM_MICROBATCHES)]
+    loss = train_step(model, micros, sync=sync)
+    assert not loss.requires_grad
+    return {"loss": loss, "grads": whole_grads(model), "had": had_grads, "averages": averages}
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("sync", ["microbatch", "step"])
+def test_gradients_are_those_of_one_process(wrapper: str, sync: str) -> None:
+    alone = make_model()
+    every = [alone(rows(rank, micro)).square().mean() for rank in (0, 1) for micro in range(3)]
+    (torch.stack(every).sum() / 2).backward()
+    found = run_ranks(trained, 2, wrapper, sync)
+    for rank, got in enumerate(found):
+        torch.testing.assert_close(got["grads"], whole_grads(alone), rtol=1e-12, atol=1e-14)
+        own = sum(loss.item() for loss in every[3 * rank :][:3])
+        assert got["loss"].item() == pytest.approx(own)
+        if wrapper == "fsdp2":  # sharded gradients exist once they were averaged
+            assert got["had"] == [False, sync == "microbatch", sync == "microbatch"]
+        else:
+            assert sorted(set(got["averages"])) == ([1, 2, 3] if sync == "microbatch" else [3])
+
+
+def fails_in_backward() -> tuple[list[str], str]:
+    parallel = SequenceParallel(None, "g1n2", TransformerCost(8))
+    step = parallel.plan([3, 4])
+
+    def loss_of(model: nn.Module) -> Tensor:
+        moved = step.route(x=torch.ones(7, WIDTH).double().requires_grad_())["x"]
+        if dist.get_rank() == 1:
+            moved.register_hook(lambda grad: grad.no_such_attribute)
+        return step.mean(step.restore(model(moved))[:, 0])
+
+    try:
+        return raised_by(train_step, make_model(), [loss_of])
+    except AttributeError as error:
+        return [], str(error)
+
+
+def test_an_error_in_backward_is_known_to_all() -> None:
+    (names, text), (_, own) = run_ranks(fails_in_backward, 2)
+    assert "no_such_attribute" in own
+    assert CommError.__name__ in names and "no_such_attribute" in text
+
+
+@pytest.mark.parametrize(("microbatches", "sync"), [([], "step"), ([torch.sum], "batch")])
+def test_wrong_arguments(microbatches: list[Any], sync: str) -> None:
+    with pytest.raises(ConfigError):
+        train_step(make_model(), microbatches, sync=sync)
+
+
+def test_one_process_needs_no_group() -> None:
+    model, alone = make_model(), make_model()
+    loss = train_step(model, [lambda model, k=k: model(rows(0, k)).mean() for k in range(2)])
+    want = alone(rows(0, 0)).mean() + alone(rows(0, 1)).mean()
+    want.backward()
+    assert torch.equal(loss, want.detach())
+    torch.testing.assert_close(whole_grads(model), whole_grads(alone), rtol=1e-12, atol=0.0)

@@ -1,0 +1,223 @@
+"""What the code of a page takes for granted: ranks, and names that it does not define."""
+
+import os
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bascule import TransformerCost
+from bascule.plan.sparse import BlockLayout, block_lens
+from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.pages import ROOT, run_python
+from tests.helpers.trainer_world import join_world
+
+Names = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class World:
+    """The names that a page is given on each of two ranks, and a look at what it left."""
+
+    given: Callable[[str], Names]
+    check: Callable[[Names], None]
+
+
+def run_page(page: str, folder: str) -> None:
+    """On one rank: the page from top to bottom, and what must be true at its end."""
+    torch.manual_seed(0)
+    names = WORLDS[page].given(folder)
+    run_python(page, names)
+    WORLDS[page].check(names)
+
+
+def _pipeline() -> Names:
+    """The tiny pipeline of the example, and its inputs."""
+    example = runpy.run_path(str(ROOT / "examples" / "generate_flux.py"))
+    random, device = torch.Generator().manual_seed(3), torch.device("cpu")
+    prompt = {
+        "prompt_embeds": torch.randn(1, 7, 32, generator=random),
+        "pooled_prompt_embeds": torch.randn(1, 32, generator=random),
+    }
+    pipeline = example["make_pipeline"](device)
+    pipeline.set_progress_bar_config(disable=True)
+    inputs = example["transformer_inputs"](prompt, device)
+    return {"pipeline": pipeline, "prompt": prompt, "inputs": inputs, "torch": torch}
+
+
+def _short(prompt: Names) -> Names:
+    """A prompt of a small image and few steps."""
+    options = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "latent"}
+    return prompt | options | {"generator": torch.Generator().manual_seed(1)}
+
+
+def _language_model() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def _texts(num: int) -> list[Names]:
+    lens = torch.randint(2, 60, (num,), generator=torch.Generator().manual_seed(1)).tolist()
+    return [{"input_ids": torch.arange(n) % 32, "labels": torch.arange(n) % 32} for n in lens]
+
+
+# --- README.md
+
+
+def _readme(folder: str) -> Names:
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader
+
+    from bascule.data import collate_padded
+
+    mesh = init_device_mesh("cpu", (2,))
+    random = torch.Generator().manual_seed(dist.get_rank())
+    to_heads = nn.Linear(64, 3 * 64)
+
+    def model(x: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+        q, k, v = to_heads(x).unflatten(-1, (3, 4, 16)).unbind(1)
+        return attend(q, k, v).flatten(1)
+
+    lens = [[300, 20], [40]] if dist.get_rank() else [[10], [5, 6, 7]]
+    samples = [[torch.randn(n, 64, generator=random) for n in step] for step in lens]
+    texts = _texts(12)[dist.get_rank() :: 2]
+    pipeline = _pipeline()
+    return (
+        pipeline
+        | {
+            "mesh": mesh,
+            "batches": [(step, torch.cat(step)) for step in samples],
+            "model": model,
+            "to_heads": to_heads,
+            "data_loader": DataLoader(texts, batch_size=2, collate_fn=collate_padded),  # pyright: ignore
+            "language_model": DistributedDataParallel(_language_model()),
+            "num_labels": lambda sample: int((sample["labels"][1:] != -100).sum()),
+            "prompt": _short(pipeline["prompt"]),
+        }
+    )
+
+
+def _check_readme(left: Names) -> None:
+    plan = left["step"].plan
+    assert plan.num_ranks == 2 and left["step"].number == 2
+    assert left["loss"].isfinite() and left["to_heads"].weight.grad.abs().sum() > 0
+    assert left["loader"].metrics()["steps"] == 3
+    left["prompt"]["generator"].manual_seed(1)
+    alone = left["pipeline"](**left["prompt"]).images
+    assert difference(left["images"], alone) < 1e-5
+
+
+# --- docs/data_loader.md
+
+
+def _loader(folder: str) -> Names:
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import TrainingArguments
+
+    join_world()
+    model = _language_model()
+    args = TrainingArguments(
+        folder,
+        per_device_train_batch_size=4,
+        max_steps=2,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return {
+        "dataset": _texts(64),
+        "model": DistributedDataParallel(model),
+        "bare_model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.01),
+        "cost": TransformerCost(16),
+        "rank": dist.get_rank(),
+        "num_ranks": dist.get_world_size(),
+        "args": args,
+        "path": f"{folder}/loader.pt",
+    }
+
+
+def _check_loader(left: Names) -> None:
+    assert type(left["loader"]).__name__ == "BalancedLoader"
+    assert type(left["trainer"]).__name__ == "BalancedTrainer"
+
+
+# --- docs/sequence_parallel.md
+
+
+def _split(folder: str) -> Names:
+    return _pipeline()
+
+
+def _check_split(left: Names) -> None:
+    x, mask, own = left["x"], left["mask"], left["out"]
+    text = torch.randn(1, 5, 77, 16, generator=torch.Generator().manual_seed(1))
+    attend = nn.functional.scaled_dot_product_attention
+    assert difference(own, attend(attend(x, x, x, attn_mask=mask), text, text)) <= 1e-6
+    assert difference(left["output"], left["model"](**left["inputs"]).sample) <= 1e-6
+    assert "agrees with one process" in str(left["verdict"])
+
+
+# --- docs/sparse_attention.md
+
+
+def _sparse(folder: str) -> Names:
+    own_folder = Path(folder) / f"rank {dist.get_rank()}"
+    own_folder.mkdir()
+    os.chdir(own_folder)  # the page writes files
+    ring, ulysses, text_tokens, video_tokens, num_heads, head_dim = 2, 1, 70, 300, 5, 16
+    lens = block_lens((text_tokens, video_tokens), 64)
+    home = BlockLayout.striped(lens, ulysses, ring).home
+    own = int(lens[home == dist.get_rank()].sum())
+    random = torch.Generator().manual_seed(dist.get_rank())
+    q, k, v = (torch.randn(1, num_heads, own, head_dim, generator=random) for _ in range(3))
+    generator = np.random.default_rng(0)
+    masks = [generator.random((num_heads, lens.size, lens.size)) < 0.6 for _ in range(3)]
+    pipeline = _pipeline()
+    pipeline["prompt"] = _short(pipeline["prompt"])
+    return pipeline | {
+        "mesh": make_mesh(ring, ulysses),
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "num_tokens": 370,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "ring": ring,
+        "ulysses": ulysses,
+        "text_tokens": text_tokens,
+        "video_tokens": video_tokens,
+        "masks_of_steps": masks,
+        "q": q,
+        "k": k,
+        "v": v,
+    }
+
+
+def _check_sparse(left: Names) -> None:
+    assert left["out"].shape == left["q"].shape and left["out"].isfinite().all()
+    assert left["state"].plan.num_ranks == 2
+
+
+WORLDS = {
+    "README.md": World(_readme, _check_readme),
+    "docs/data_loader.md": World(_loader, _check_loader),
+    "docs/sequence_parallel.md": World(_split, _check_split),
+    "docs/sparse_attention.md": World(_sparse, _check_sparse),
+}

@@ -1,0 +1,130 @@
+"""The pages: their code runs, their commands parse, their links lead somewhere, their numbers are
+those that were measured."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from bascule.cli import Command
+from tests.helpers.pages import (
+    ON_RANKS,
+    PAGES,
+    ROOT,
+    Block,
+    anchors_of,
+    blocks_of,
+    code_lines,
+    commands_of,
+    links_of,
+    python_of,
+    run_python,
+)
+
+LANGUAGES = {"", "python", "sh", "text", "mermaid"}
+MARKS = {"lines-of", "not-run"}
+QUOTES = [block for page in PAGES for block in python_of(page) if "lines-of" in block.marks]
+TARGETS = set((ROOT / "Makefile").read_text().split(".PHONY: ")[1].splitlines()[0].split())
+
+
+def test_there_are_pages() -> None:
+    assert {"README.md", "ARCHITECTURE.md", "docs/glossary.md", *ON_RANKS} <= set(PAGES)
+    assert len(QUOTES) >= 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_of_a_known_language_and_says_why_it_does_not_run(page: str) -> None:
+    for block in blocks_of(page):
+        assert block.language in LANGUAGES, f"{block}: {block.language}"
+        assert set(block.marks) <= MARKS, f"{block}: {block.marks}"
+        assert len(block.marks.get("not-run", "a sentence")) >= 10, f"{block} gives no reason"
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if python_of(page) and page not in ON_RANKS]
+)
+def test_the_code_of_a_page_runs(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one process; pages that need ranks are run by tests/distributed/test_pages.py."""
+    monkeypatch.chdir(tmp_path)
+    run_python(page, {})
+
+
+@pytest.mark.parametrize("block", QUOTES, ids=str)
+def test_quoted_lines_are_lines_of_their_file(block: Block) -> None:
+    lines = set(code_lines((ROOT / block.marks["lines-of"]).read_text()))
+    assert [line for line in code_lines(block.text) if line not in lines] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_can_be_given(page: str) -> None:
+    for words in commands_of(page):
+        command = " ".join(words)
+        if words[0] == "make":
+            targets = [word for word in words[1:] if "=" not in word]
+            assert set(targets) <= TARGETS, command
+        files = [word for word in words if word.endswith(".py")]
+        assert all((ROOT / file).is_file() for file in files), command
+        if (arguments := arguments_of(words)) is not None and ".." not in arguments:
+            with suppress_help():
+                tyro.cli(Command, prog="bascule", args=arguments)  # pyright: ignore
+
+
+@contextmanager
+def suppress_help() -> Iterator[None]:
+    """`--help` prints and exits with 0."""
+    try:
+        yield
+    except SystemExit as stop:
+        assert not stop.code, "the command line refuses it"
+
+
+def arguments_of(words: list[str]) -> list[str] | None:
+    """What a command gives to bascule; None if it is another command."""
+    if Path(words[0]).name == "bascule":
+        return words[1:]
+    return words[words.index("bascule.cli") + 1 :] if "bascule.cli" in words else None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    for file, anchor in links_of(page):
+        path = (ROOT / page).parent / file if file else ROOT / page
+        assert path.is_file(), f"{page} links to {file}, which does not exist"
+        assert not anchor or anchor in anchors_of(path), f"{page}: {file} has no #{anchor}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+
+
+def result(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
+    runs = [run["measured"] for run in result("wallclock.json")["runs"]]
+    planning = result("overhead.json")["planning"]["g1n32"]["times"]["lpt"]["median_us"] / 1e3
+    waits = result("loader.json")["overlap"]
+    shares = [waits[f"{work}, prefetch 2"]["exposed_share"] for work in ("sleep", "matmul")]
+    flux = result("inference.json")["speedup"]
+    best_peer = max(flux["diffusers"]["mean"], flux["para-attn"]["mean"])
+    rows = [line for line in (ROOT / "README.md").read_text().splitlines() if line[:2] == "| "]
+    for source, texts in {
+        "wallclock.json": [f"{min(runs):.2f}x to {max(runs):.2f}x", "five runs"],
+        "overhead.json": [f"{planning:.1f} ms"],
+        "test_equality.py": ["1e-10"],
+        "loader.json": [
+            f"{shares[0]:.1%}".replace("%", " %"),
+            f"{shares[1]:.1%}".replace("%", " %"),
+        ],
+        "inference.json": [f"{flux['bascule ring']['mean']:.2f}x", f"{best_peer:.2f}x"],
+    }.items():
+        (row,) = [row for row in rows if source in row]
+        assert all(text in row for text in texts), f"{row} does not say {texts}"
+    assert len(runs) == 5

@@ -1,0 +1,144 @@
+"""The picture of a step: what is drawn is what the plan says."""
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+import numpy as np
+import pytest
+
+from bascule import Cluster, Plan, PolynomialCost, TransformerCost, plan_batch
+from bascule.report.step_picture import MOST_RANKS, draw_step
+from tests.helpers.cli import modules_imported_by, run
+
+ROOT = Path(__file__).parents[2]
+COST = TransformerCost(512, gamma=0.5, num_layers=4)
+CLUSTER = Cluster(1, 4, 1e12, 80e9, 1e9, 1e9, 1e-3)
+LENS = [[4096, 300, 7], [512], [900, 40], [0]]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def panel_of(svg: str, name: str) -> list[dict[str, list[Element]]]:
+    """The rectangles of each rank, by their class."""
+    root = ElementTree.fromstring(svg)
+    panel = next(group for group in root.iter(f"{SVG}g") if group.get("class") == name)
+    bars = [group for group in panel if group.get("class") == "rank"]
+    return [
+        {kind: [x for x in bar if x.get("class") == kind] for kind in ("work", "wires", "wait")}
+        for bar in bars
+    ]
+
+
+def width(rects: list[Element]) -> float:
+    return sum(float(rect.get("width", "nan")) for rect in rects)
+
+
+def widths(bars: list[dict[str, list[Element]]], *kinds: str) -> np.ndarray:
+    return np.array([sum(width(bar[kind]) for kind in kinds) for bar in bars])
+
+
+@pytest.mark.parametrize("topology", ["g1n4", "g1n2+g2n1", "g4n1", "g2r2n1"])
+@pytest.mark.parametrize("cluster", [None, CLUSTER])
+def test_widths_are_loads_and_waiting_is_what_the_slowest_rank_has_more(
+    topology: str, cluster: Cluster | None
+) -> None:
+    plan = plan_batch(LENS, topology, COST, cluster=cluster)
+    svg = draw_step(plan, COST, cluster)
+    before, after = panel_of(svg, "before"), panel_of(svg, "after")
+    assert len(before) == len(after) == plan.num_ranks
+    loads = plan.unbalanced_loads(COST, cluster)
+    scale = widths(before, "work", "wires").max() / loads.max()
+    for bars, expected in ((before, loads), (after, plan.loads)):
+        drawn = widths(bars, "work", "wires")
+        np.testing.assert_allclose(drawn, expected * scale, atol=0.05)
+        waiting = (expected.max() - expected) * scale
+        np.testing.assert_allclose(widths(bars, "wait"), waiting, atol=0.02)
+        np.testing.assert_allclose(drawn + widths(bars, "wait"), expected.max() * scale, atol=0.05)
+    assert [len(bar["work"]) for bar in before] == [len(lens) for lens in LENS]
+    assert [len(bar["work"]) for bar in after] == [
+        plan.local(rank).seq_ids.size for rank in range(plan.num_ranks)
+    ]
+
+
+def test_segments_follow_each_other_and_colours_grow_with_lengths() -> None:
+    svg = draw_step(plan_batch(LENS, "g1n4", COST), COST)
+    color_of: dict[int, str] = {}
+    for bar in panel_of(svg, "before"):
+        end = 118.0
+        for rect in bar["work"] + bar["wait"]:
+            assert float(rect.get("x", "nan")) == pytest.approx(end, abs=0.05)
+            end += float(rect.get("width", "nan"))
+        for rect in bar["work"]:
+            told = re.search(r"([\d,]+) tokens", rect[0].text or "")
+            assert told is not None
+            color_of[int(told[1].replace(",", ""))] = rect.get("fill", "")
+    assert sorted(color_of) == sorted(length for lens in LENS for length in lens)
+    assert color_of[4096] != color_of[900] != color_of[300] != color_of[7]
+
+
+def test_costs_in_seconds_and_carried_loads_are_drawn() -> None:
+    cost = PolynomialCost(quadratic=1e-9, linear=1e-6, constant=1e-4)
+    plan = plan_batch([[100], [100]], "g1n2", cost, carried_loads=[0.5, 0.0])
+    svg = draw_step(plan, cost, unit="s")
+    ElementTree.fromstring(svg)
+    assert "the step ends: 0.5" in svg and " s</text>" in svg
+    assert widths(panel_of(svg, "after"), "wires")[0] > 100
+
+
+@pytest.mark.parametrize(
+    "lens", [[[], []], [[0], [0]], [[5], []], [[5], [5]], [[1, 2, 3, 10**6], [7]]]
+)
+def test_every_plan_can_be_drawn(lens: list[list[int]]) -> None:
+    for topology in ("g1n2", "g2n1"):
+        svg = draw_step(plan_batch(lens, topology, COST), COST)
+        assert len(panel_of(svg, "before")) == len(panel_of(svg, "after")) == 2
+        assert "nan" not in svg and "inf" not in svg
+
+
+def test_a_picture_of_many_ranks_says_what_it_leaves_out() -> None:
+    lens = [[10]] * 99 + [[1000]]
+    svg = draw_step(plan_batch(lens, "g1n100", COST), COST)
+    bars = panel_of(svg, "before")
+    assert len(bars) == MOST_RANKS
+    assert f"({100 - MOST_RANKS} more ranks)" in svg
+    assert widths(bars, "work").max() < 10 < widths(bars, "wait").min()  # the slowest is left out
+
+
+def test_a_plan_that_was_read_from_a_file_gives_the_same_picture() -> None:
+    plan = plan_batch(LENS, "g1n2+g2n1", COST)
+    assert draw_step(Plan.from_json(plan.to_json()), COST) == draw_step(plan, COST)
+
+
+def test_the_picture_of_the_readme_is_what_the_command_draws(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "command_line.md").read_text()
+    found = re.search(r"bascule (plan (?:[^\n]|\\\n)*--picture) docs/step\.svg", page)
+    assert found is not None
+    path = tmp_path / "step.svg"
+    code, _, err = run(capsys, *found[1].replace("\\\n", " ").split(), str(path))
+    assert code == 0, err
+    assert path.read_text() == (ROOT / "docs" / "step.svg").read_text(), "draw docs/step.svg anew"
+    code, out, err = run(capsys, *found[1].replace("\\\n", " ").split(), str(path), "--wires")
+    assert code == 0, err
+    told = re.search(r"over the batch as loaded: ([\d.]+x)", out)
+    assert told is not None and f"predicts {told[1]}" in (ROOT / "README.md").read_text()
+
+
+def test_a_picture_that_cannot_be_written_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "no folder" / "step.svg"
+    code, _, err = run(capsys, "plan", "--lengths", "5/6", "--picture", str(path))
+    assert code == 2
+    assert "--picture" in err and "cannot be written" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_a_picture_needs_no_torch(tmp_path: Path) -> None:
+    path = str(tmp_path / "step.svg")
+    arguments = ("plan", "--lengths", "50/60", "--picture", path)
+    modules = modules_imported_by("-m", "bascule.cli", *arguments)
+    assert "bascule.report.step_picture" in modules
+    assert "torch" not in modules and "plotly" not in modules
