@@ -205,6 +205,8 @@ class SequenceParallel:
         """The bags, or "auto"; the same settings on all ranks, and no error on any."""
         topology, settings = spec, dict.fromkeys(_SETTINGS, "")
         try:
+            if error is not None:
+                raise error
             if spec != "auto":
                 topology = Topology.parse(spec, world_size=world_size)
             elif self.cluster is None:

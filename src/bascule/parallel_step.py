@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from bascule.attention import packed
-from bascule.attention.call_spec import check_call
+from bascule.attention.call_spec import check_settings, check_tensors
 from bascule.comm import mean
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples
-from bascule.comm.guard.derivatives import refuse_derivatives
+from bascule.comm.guard.derivatives import refuse_transforms
 from bascule.comm.guard.failures import tell, telling
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
@@ -25,6 +25,11 @@ from bascule.plan.batch import Plan
 
 if TYPE_CHECKING:
     from bascule.parallel import SequenceParallel
+
+
+_between_graphs = torch.compiler.disable(
+    recursive=True, reason="ranks exchange rows: a graph of torch.compile ends here"
+)
 
 
 class Step:
@@ -64,6 +69,7 @@ class Step:
         if error is not None:
             tell(error, f"step {self.number}: the code of this rank", leaves=True)
 
+    @_between_graphs
     def route(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Bring tokens from where they were loaded to where they are computed.
 
@@ -82,6 +88,7 @@ class Step:
         with telling(f"step {self.number}: route"):
             return dict(zip(tensors, self._exchange("route", self._route, tensors), strict=True))
 
+    @_between_graphs
     def restore(self, tensor: Tensor) -> Tensor:
         """Bring tokens back to their source rank and order: (C, ...) to (T, ...).
 
@@ -90,6 +97,7 @@ class Step:
         with telling(f"step {self.number}: restore"):
             return self._exchange("restore", self._route.inverse, {"tensor": tensor})[0]
 
+    @_between_graphs
     def attend(
         self,
         q_CHD: Tensor,
@@ -102,13 +110,15 @@ class Step:
         """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
         bag, kernel = self._bag, self._parallel.kernel
         with telling(f"step {self.number}: attend"):
-            check_call("attend", (q_CHD, k_CKD, v_CKD), causal, scale)
-            refuse_derivatives("attend", q_CHD, k_CKD, v_CKD)
+            refuse_transforms("attend", q_CHD, k_CKD, v_CKD)
+            check_settings("attend", causal, scale)
+            check_tensors("attend", q_CHD, k_CKD, v_CKD)
             self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
             self.sent_bytes += packed.sent_bytes(bag, q_CHD, k_CKD)
             return out
 
+    @_between_graphs
     def gather_samples(self, tensor: Tensor) -> Tensor:
         """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
 
@@ -120,6 +130,7 @@ class Step:
             self._agree_on_form("gather_samples", {"tensor": tensor}, own)
             return gather_samples(tensor, counts, self._valid_samples, group, self.number)
 
+    @_between_graphs
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """Mean over the tokens of all ranks, right under FSDP's and DDP's gradient averaging.
 
@@ -134,6 +145,7 @@ class Step:
         """
         parallel = self._parallel
         with telling(f"step {self.number}: mean"):
+            refuse_transforms("mean", per_token)
             error, form = None, None
             try:
                 mean.check(per_token, weights)
@@ -204,7 +216,7 @@ class Step:
 
     def _agree_on_form(self, what: str, tensors: dict[str, Tensor], num_rows: int) -> None:
         """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""
-        refuse_derivatives(what, *tensors.values())
+        refuse_transforms(what, *tensors.values())
         error = None if tensors else ConfigError(f"{what}: give at least one tensor")
         for name, x in tensors.items():
             error = error or self._misfit(what, name, x, num_rows)

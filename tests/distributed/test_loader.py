@@ -302,6 +302,7 @@ def gradients_come_home() -> None:
         assert batch.restore(torch.zeros(len(ids), 0)).shape == (len(groups[0]), 0)
         classes, text = heard_by(batch.restore, torch.zeros(len(ids) + 1))
         assert "ConfigError" in classes and f"each of the {len(ids)} samples" in text
+        assert "ConfigError" in heard_by(batch.restore, ids.tolist())[0]
 
 
 def test_restore_is_differentiable_and_checks_its_rows() -> None:

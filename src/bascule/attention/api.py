@@ -15,7 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import ops
 from bascule.attention.call_marks import rows_of_call
-from bascule.attention.call_spec import CallSpec, check_call, with_positive_scale
+from bascule.attention.call_spec import (
+    CallSpec,
+    check_settings,
+    check_tensors,
+    with_positive_scale,
+)
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.shards import (
     Run,
@@ -138,7 +143,8 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
     """
     ranks = place_in(mesh)
     if not torch.compiler.is_compiling():
-        check_call("attention", (q, k, v), is_causal, scale, kernel)
+        check_settings("attention", is_causal, scale, kernel)
+    check_tensors("attention", q, k, v, attn_mask)
     refuse_derivatives("attention", q, k, v, attn_mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
@@ -282,17 +288,6 @@ def _check(
         raise ConfigError(
             f"attention: {shapes}: give (batch, heads, tokens, head_dim) each, k and v alike, and "
             "as many keys as queries"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ConfigError(
-            f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}: give one floating-point dtype, "
-            "under autocast too, as by k.to(q.dtype)"
-        )
-    devices = {x.device for x in (q, k, v, mask) if x is not None}
-    if len(devices) > 1 or q.is_meta:
-        raise ConfigError(
-            f"attention: q, k, v and the mask are on {sorted(map(str, devices))}: give all of them "
-            "on one device with data"
         )
     if q.shape[1] % k.shape[1] or q.shape[1] < mesh.degrees[1]:
         raise ConfigError(

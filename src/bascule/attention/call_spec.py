@@ -52,12 +52,12 @@ class CallSpec:
     @property
     def text(self) -> str:
         """As one string; `spec_of` reads it."""
-        fields = (
+        fields = (  # int: for compilers, numbers of heads may be symbols
             self.mesh,
-            f"{self.num_heads}",
-            f"{self.num_kv_heads}",
+            f"{int(self.num_heads)}",
+            f"{int(self.num_kv_heads)}",
             f"{self.zigzag}",
-            f"{self.stripe}",
+            f"{int(self.stripe)}",
             f"{self.causal}",
             f"{self.scale}",
             self.kernel,
@@ -115,20 +115,47 @@ def spec_of(text: str) -> CallSpec:
     )
 
 
-def check_call(
-    what: str, tensors: Sequence[Any], causal: Any, scale: Any, kernel: Any = None
-) -> None:
-    """Refuse what attention cannot be called with, whatever its shapes.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensors(what: str, q: Any, k: Any, v: Any, mask: Any = None) -> None:
+    """Refuse what attention computes nothing with, whatever its shapes.
 
     Raises:
-        ConfigError: What should be a dense tensor is none, causal is no bool, the scale no finite
-            number, or the kernel no name.
+        ConfigError: Something is no dense tensor, the dtypes differ or are none that attention
+            takes, the devices differ or hold no data, or there are no heads or no head width.
     """
-    for x in tensors:
+    for x in (q, k, v) if mask is None else (q, k, v, mask):
         if not isinstance(x, Tensor):
-            raise ConfigError(f"{what}: q, k or v is a {type(x).__name__}: give tensors")
-        if x.layout != torch.strided:
-            raise ConfigError(f"{what}: q, k or v has the layout {x.layout}: give dense tensors")
+            raise ConfigError(f"{what}: q, k, v or the mask is a {type(x).__name__}: give tensors")
+        if x.layout != torch.strided or x.is_nested:
+            raise ConfigError(
+                f"{what}: q, k, v or the mask is nested, or has the layout {x.layout}: give dense "
+                "tensors"
+            )
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES:
+        raise ConfigError(
+            f"{what}: q is {q.dtype}, k {k.dtype}, v {v.dtype}: give one floating-point dtype of "
+            "16, 32 or 64 bits, under autocast too, as by k.to(q.dtype)"
+        )
+    devices = {x.device for x in (q, k, v, mask) if x is not None}
+    if len(devices) > 1 or q.is_meta:
+        raise ConfigError(
+            f"{what}: q, k, v and the mask are on {sorted(map(str, devices))}: give all of them "
+            "on one device with data"
+        )
+    if min(q.dim(), k.dim()) > 2 and 0 in (q.shape[-1], q.shape[-2 if q.dim() == 3 else 1]):
+        raise ConfigError(
+            f"{what}: q {tuple(q.shape)} has no heads, or heads of no width: give one at least"
+        )
+
+
+def check_settings(what: str, causal: Any, scale: Any, kernel: Any = None) -> None:
+    """Refuse settings that attention cannot be called with.
+
+    Raises:
+        ConfigError: Causal is no bool, the scale no finite number, or the kernel no name.
+    """
     if not isinstance(kernel, str | None):
         raise ConfigError(f"{what}: kernel={kernel!r}: give a kernel's name, or None")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)

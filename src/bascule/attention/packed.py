@@ -14,7 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bascule.attention.call_spec import naming, with_positive_scale
+from bascule.attention.call_spec import (
+    check_settings,
+    check_tensors,
+    naming,
+    with_positive_scale,
+)
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
@@ -239,7 +244,12 @@ def attend_packed(
         kernel: Name of the attention kernel; None takes the fastest.
         causal: Whether a token sees none that comes later in its sequence.
         scale: Factor of the scores. Default: D^-0.5.
+
+    Raises:
+        ConfigError: An argument is wrong, or there is no such kernel.
     """
+    check_settings("attend_packed", causal, scale, kernel)
+    check_tensors("attend_packed", q_THD, k_TKD, v_TKD)
     q_THD, factor = with_positive_scale(q_THD, scale)
     plan = _alone(seqs, packed_kernel(kernel, q_THD), causal=causal, scale=factor)
     return usp_attention(q_THD, k_TKD, v_TKD, plan)
@@ -298,11 +308,6 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ConfigError(
             f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
             "heads, head_dim) each, k and v alike"
-        )
-    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
-        raise ConfigError(
-            f"attend: q is {q.dtype}, k {k.dtype} and v {v.dtype}: give all three in one "
-            "floating-point dtype"
         )
     if q.shape[0] != tokens or k.shape[0] != tokens:
         raise ConfigError(

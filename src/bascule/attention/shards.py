@@ -67,6 +67,10 @@ class SequenceLayout:
         whole("SequenceLayout(stripe", self.stripe)
         for segment in listed("SequenceLayout(replicated)", self.replicated):
             whole("SequenceLayout: a replicated segment", segment, 0, len(self.segments) - 1)
+        if len(set(self.replicated)) < len(self.replicated):
+            raise ConfigError(
+                f"SequenceLayout(replicated={self.replicated}) names a segment twice: name it once"
+            )
 
     @property
     def seq_len(self) -> int:

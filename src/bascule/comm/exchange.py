@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import only_first, refuse_derivatives
+from bascule.comm.guard.derivatives import only_first, refuse_transforms
 from bascule.comm.staging import Staging, table_on
 from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
 from bascule.plan.routes import Ints, Route
@@ -101,7 +101,7 @@ def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
     Returns:
         Each (S, ...), with its dtype and bits.
     """
-    refuse_derivatives(route.name, *tensors)
+    refuse_transforms(route.name, *tensors)
     return _Exchange.apply(route, -1, *tensors)
 
 
@@ -140,7 +140,7 @@ def spread(route: BoundRoute, parts: Sequence[Tensor]) -> Tensor:
     Returns:
         (S, D).
     """
-    refuse_derivatives(route.name, *parts)
+    refuse_transforms(route.name, *parts)
     return _Spread.apply(route, *parts)
 
 
@@ -280,7 +280,7 @@ def gather_samples(
     Returns:
         (N, ...) the samples of all ranks.
     """
-    refuse_derivatives("gather_samples", tensor)
+    refuse_transforms("gather_samples", tensor)
     return _GatherSamples.apply(tensor, max(counts), valid, group, step)
 
 

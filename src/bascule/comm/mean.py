@@ -7,7 +7,7 @@ from torch import Tensor
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import only_first, refuse_derivatives
+from bascule.comm.guard.derivatives import only_first, refuse_transforms
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 
@@ -60,7 +60,7 @@ def global_mean(values: Tensor, weights: Tensor | None, group: RankGroup, step: 
         group: The ranks whose gradients are averaged.
         step: Step number in errors.
     """
-    refuse_derivatives("mean", values)
+    refuse_transforms("mean", values)
     return _GlobalMean.apply(values, weights, group, step)
 
 

@@ -64,6 +64,10 @@ class Batch:
         Raises:
             ConfigError: There is not one row a sample.
         """
+        if not isinstance(values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"restore got a {type(values).__name__}: give a tensor with one row a sample"
+            )
         if values.ndim < 1 or values.shape[0] != self.num_samples + self.is_padding:
             raise ConfigError(
                 f"restore got values of shape {tuple(values.shape)}: give one row for each of the "

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from bascule.attention.call_spec import check_call, naming, with_positive_scale
+from bascule.attention.call_spec import check_settings, check_tensors, naming, with_positive_scale
 from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled
 from bascule.attention.usp import usp_attention
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import refuse_derivatives
+from bascule.comm.guard.derivatives import refuse_transforms
 from bascule.comm.guard.failures import told
 from bascule.comm.meshes import AttentionMesh, as_attention_mesh
 from bascule.comm.transfers import all_gather
@@ -128,12 +128,8 @@ def attend_sparse(
     kernel: str | None = None,
 ) -> tuple[Tensor, Bools]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
-    check_call("sparse_attention", (q, k, v), False, scale, kernel)
-    if q.is_meta or len({x.dtype for x in (q, k, v)} | {x.device for x in (q, k, v)}) > 2:
-        raise ConfigError(
-            f"sparse_attention: q, k and v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, "
-            f"{k.device}, {v.device}: give one dtype, on one device with data"
-        )
+    check_settings("sparse_attention", False, scale, kernel)
+    check_tensors("sparse_attention", q, k, v)
     of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
     if isinstance(seen, WholeMasks):
         wanted = (len(plan.ring_of), plan.q.lens.size, plan.kv.lens.size)
@@ -148,7 +144,7 @@ def attend_sparse(
         )
     ranks = as_attention_mesh(mesh)
     form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
-    refuse_derivatives("sparse_attention", q, k, v)
+    refuse_transforms("sparse_attention", q, k, v)
     _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form)
     tables = tables_of(plan, ranks, q.shape[0], q.device)
     digest = seen.digest if isinstance(seen, WholeMasks) else type(seen).__name__

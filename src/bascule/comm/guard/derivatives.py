@@ -1,9 +1,14 @@
-"""Which derivatives pass through exchanges between ranks: gradients of reverse mode, once."""
+"""Which transforms of torch pass through exchanges between ranks: gradients, of reverse mode."""
 
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _get_dispatch_mode,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+    _get_tracing_state,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+    _TorchDispatchModeKey,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+)
 from torch._C._functorch import (
     TransformType,
     peek_interpreter_stack,
@@ -42,4 +47,30 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
         raise ConfigError(
             f"{what} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
             "mode, or compute this part in one process"
+        )
+
+
+def refuse_transforms(what: str, *tensors: Any) -> None:
+    """`refuse_derivatives`, and what records a program without the exchange between ranks.
+
+    For exchanges that are no operators of torch.
+
+    Raises:
+        ConfigError: As there; or this is called while torch traces, or within functionalize.
+    """
+    refuse_derivatives(what, *tensors)
+    if torch.compiler.is_compiling():
+        return
+    recorder = None
+    transform = peek_interpreter_stack()
+    if transform is not None and transform.key() == TransformType.Functionalize:
+        recorder = "torch.func.functionalize"
+    elif _get_tracing_state() is not None:
+        recorder = "torch.jit.trace"
+    elif _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
+        recorder = "make_fx"
+    if recorder is not None:
+        raise ConfigError(
+            f"{what} within {recorder}, whose graph would not hold the exchange between ranks: "
+            "call it outside, or compile the model with torch.compile"
         )
