@@ -37,7 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
 from bascule.comm.meshes import AttentionMesh
 from bascule.integrations.diffusers import SparseConfig
-from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, in_order, plan_under
+from bascule.plan.sparse import BlockLayout, SparsePlan, in_order, plan_under
 from bascule.workload.mask_model import WAN21, synthetic_masks
 
 DENSITIES = (0.41, 0.68)
@@ -115,7 +115,7 @@ def unbalanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
 
 def balanced(masks: Any, lens: Any, ring: int, ulysses: int) -> SparsePlan:
     """What `parallelize` does: nothing moves that gains less than it costs."""
-    planner = SparsePlanner(ulysses, ring, move_cost=SparseConfig(keep=1.0).move_cost)
+    planner = SparseConfig(keep=1.0).planner(ulysses, ring)
     return planner.plan(masks, BlockLayout.striped(lens, ulysses, ring))
 
 

@@ -34,6 +34,7 @@ from bascule.plan.sparse import (
     sparse_imbalance,
 )
 from bascule.plan.sparse.counts import ring_work
+from bascule.plan.sparse.sparse_baselines import paper_blocks, paper_heads
 from bascule.workload.mask_model import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 
 Bools = NDArray[np.bool_]
@@ -142,7 +143,7 @@ def head_draws(num_heads: int, num_ranks: int, num_draws: int) -> dict[str, Any]
     strength = mean * (1 - mean) / (DENSITY_SPREAD * mean) ** 2 - 1
     ways = {
         "before": None,
-        "paper": {"method": "paper"},
+        "paper": None,
         "whole": {"cut_above": np.inf},
         "cut": {},
     }
@@ -154,7 +155,10 @@ def head_draws(num_heads: int, num_ranks: int, num_draws: int) -> dict[str, Any]
         counts = random.binomial(1184, density[:, None], (num_heads, 1184))
         for way, options in ways.items():
             if options is None:
-                rank_of = np.repeat(np.arange(num_heads) * num_ranks // num_heads, 1184)
+                whole = np.arange(num_heads) * num_ranks // num_heads
+                if way == "paper":
+                    whole = paper_heads(counts.sum(axis=1), num_ranks)
+                rank_of = np.repeat(whole, 1184)
                 rho[way].append(imbalance(ring_loads(rank_of, counts, num_ranks)))
                 continue
             plan = partition_heads(counts, num_ranks, **options)
@@ -188,11 +192,12 @@ def timed(mesh: tuple[int, int], quick: bool) -> Iterator[dict[str, Any]]:
     }
     if ring > 1:
         home = layout.home // ulysses
-        for method in ("stripe", "minimal_move", "paper"):
+        homes: dict[str, Any] = {"q_home": home, "kv_home": home}
+        for method in ("stripe", "minimal_move"):
             stages[f"blocks, {method}"] = lambda method=method: [
-                partition_blocks(matrix, ring, method=method, q_home=home, kv_home=home)
-                for matrix in (matrices if method != "paper" else [sum(matrices)])
+                partition_blocks(matrix, ring, method=method, **homes) for matrix in matrices
             ]
+        stages["blocks, paper"] = lambda: paper_blocks(sum(matrices), ring, **homes)
     times = time_interleaved(stages, rounds=5 if quick else 21)
     targets = dict.fromkeys(stages, 1.0) | {"counts, matrices": 2.0}
     for untargeted in ("mask.sum(-1)", "whole plan"):

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from bascule.parallel import Step as Step
     from bascule.plan.batch import Plan as Plan
     from bascule.plan.batch import plan_batch as plan_batch
+    from bascule.plan.costs.attention_latency import AttentionLatency as AttentionLatency
     from bascule.plan.costs.cost_models import PolynomialCost as PolynomialCost
     from bascule.plan.costs.cost_models import TransformerCost as TransformerCost
-    from bascule.plan.costs.fit_attention import AttentionLatency as AttentionLatency
     from bascule.plan.costs.fit_attention import fit_attention_latency as fit_attention_latency
     from bascule.plan.costs.fit_iterations import fit_iterations as fit_iterations
     from bascule.plan.costs.fit_latency import fit_latency as fit_latency
     from bascule.plan.costs.hardware import Cluster as Cluster
+    from bascule.plan.costs.hardware import HardwareProfile as HardwareProfile
     from bascule.plan.limits import Limits as Limits
     from bascule.plan.solver.solve import Assignment as Assignment
     from bascule.plan.solver.solve import assign as assign
@@ -51,12 +52,13 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
-    "AttentionLatency": "bascule.plan.costs.fit_attention",
+    "AttentionLatency": "bascule.plan.costs.attention_latency",
     "BalancedLoader": "bascule.data.loader",
     "Cluster": "bascule.plan.costs.hardware",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
     "CostTracker": "bascule.data.cost_tracker",
+    "HardwareProfile": "bascule.plan.costs.hardware",
     "Limits": "bascule.plan.limits",
     "Pack": "bascule.data.packs",
     "ParallelOptions": "bascule.parallel",

@@ -20,7 +20,6 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "method": ("minimal_move", "stripe"),
     "stripe": (8, 16),
     "target": (1.005, 1.01),
-    "move_cost": (0.0, 1.0),
     "tolerance": (0.05, 0.06),
     "dense_layers": ((0,), (1,)),
     "passes_per_step": (1, 2),
@@ -61,7 +60,7 @@ def of_many_lengths() -> dict[str, Any]:
         sizes: list[int] = []
         for image in range(8, 28):
             model(**toy_inputs(text=3, image=image))
-            sizes.append(len(layers._planned))
+            sizes.append(len(layers))
         found["sizes"] = sizes
         for image in (50, 51, 52, 53, 50, 54, 50):
             model(**toy_inputs(text=3, image=image))

@@ -14,7 +14,7 @@ from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
-from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
+from bascule.plan.costs.attention_latency import AttentionLatency
 from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
@@ -27,6 +27,7 @@ from tests.helpers.inference_toy import (
 )
 from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.sparse_reference import Bools, lens_of, one_process
+from tests.helpers.sparse_studies import even_load
 
 BLOCK, LAYERS, SEGMENTS = 4, 2, (0, 32)
 DENSE_STEPS = (True, False, False, True)
@@ -165,13 +166,13 @@ def test_the_fit_of_measured_calls_is_the_same_on_all_ranks() -> None:
     (first, is_kept), *others = run_ranks(measured, 2)
     assert is_kept and all(other == (first, True) for other in others)
     assert first.fit_error is not None
-    assert first(AttentionLoad.even((2, 1), seq_len=512, num_heads=4, head_dim=16)) > 0
+    assert first(even_load((2, 1), seq_len=512, num_heads=4, head_dim=16)) > 0
 
 
 def compiled() -> float:
     """By torch.compile around it, steps with different plans."""
     masks, model = make_masks(), make_toy(num_blocks=LAYERS)
-    config = SparseConfig(masks=masks, block=BLOCK, tolerance=0.0, move_cost=0.0)
+    config = SparseConfig(masks=masks, block=BLOCK, tolerance=0.0, target=1.005)
     steps = [toy_inputs(text=SEGMENTS[0], image=SEGMENTS[1], seed=s) for s in range(len(masks))]
     with parallelize(model, mesh=make_mesh(2, 1), table=TABLE, sparse=config) as handle:
         with torch.no_grad():

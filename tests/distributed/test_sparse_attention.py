@@ -16,11 +16,12 @@ from bascule.attention.sparse.block_sparse import (
     rows_of,
     sparse_attention,
 )
-from bascule.attention.sparse.rules import block_scores, keep_top_k
+from bascule.attention.sparse.rules import keep_top_k
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.helpers.mesh_cases import difference, make_mesh, reference
 from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.sparse_reference import means
 from tests.helpers.sparse_simulation import dense_masks
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -185,7 +186,9 @@ def by_rule(ring: int, ulysses: int, order: dict[str, str]) -> float:
     mine = [x[:, :, own] for x in (q, k, v)]
     out, masks = attend_sparse(mine[0], mine[1], mine[2], mesh, plan, rule)
     pooled_q, pooled_k = in_order(q, plan.q), in_order(k, plan.kv)
-    seen = keep_top_k(block_scores(pooled_q, pooled_k, plan.q.lens, plan.kv.lens), 3).numpy()
+    mean_q, mean_k = means(pooled_q, plan.q.lens.tolist()), means(pooled_k, plan.kv.lens.tolist())
+    scores = mean_q @ mean_k.repeat_interleave(2, dim=1).mT * 8**-0.5
+    seen = keep_top_k(scores, 3).numpy()
     heads, blocks = np.nonzero(plan.rank_of == rank)
     assert np.array_equal(masks, seen[:, heads, blocks])
     dense = torch.from_numpy(dense_masks(plan, seen))

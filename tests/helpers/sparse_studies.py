@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bascule.plan.costs.fit_attention import AttentionLatency
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.sim.sparse_study import Mesh, Setting
 from bascule.workload.mask_model import WAN21, synthetic_masks
 
@@ -28,3 +28,27 @@ def drifting(num_steps: int) -> list[Bools]:
 def setting_of(masks: Bools, *meshes: Mesh, latency: AttentionLatency = LATENCY) -> Setting:
     q_lens, kv_lens = (np.full(size, 8) for size in masks.shape[1:])
     return Setting(meshes, q_lens, kv_lens, latency, HEAD_DIM, ITEMSIZE, TARGET, 2.0, TOLERANCE)
+
+
+def even_load(
+    degrees: Mesh,
+    *,
+    seq_len: int,
+    num_heads: int,
+    head_dim: int,
+    density: float = 1.0,
+    imbalance: float = 1.0,
+    bytes_per_value: int = 2,
+) -> AttentionLoad:
+    """One sequence whose tokens and heads are shared evenly, in query-key pairs."""
+    ulysses, ring = degrees
+    share = seq_len * num_heads / (ulysses * ring)  # rows of a rank
+    row_bytes = head_dim * bytes_per_value
+    return AttentionLoad(
+        ulysses,
+        ring,
+        imbalance * density * share * seq_len,
+        4.0 * share * row_bytes * (ulysses - 1) / ulysses,
+        2.0 * share * row_bytes if ring > 1 else 0.0,
+        4.0 * share * row_bytes,
+    )

@@ -31,6 +31,6 @@ def make_masks(heads: int, num_blocks: int, steps: int = STEPS) -> Bools:
 @contextmanager
 def split_toy(mesh: Any, **settings: Any) -> Iterator[tuple[Toy, Parallelized]]:
     model = make_toy(num_blocks=LAYERS)
-    config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "move_cost": 0.0} | settings))
+    config = SparseConfig(**({"block": BLOCK, "tolerance": 0.0, "target": 1.005} | settings))
     with parallelize(model, mesh=mesh, table=TABLE, sparse=config) as handle:
         yield model, handle

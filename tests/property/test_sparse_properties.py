@@ -1,5 +1,7 @@
 """What holds for every mask, mesh, layout and method."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,6 +13,7 @@ from bascule.plan.sparse import (
     SparsePlanner,
     block_counts,
     critical_path_imbalance,
+    partition_blocks,
     partition_heads,
     sparse_imbalance,
 )
@@ -72,9 +75,7 @@ def plans(draw: st.DrawFn) -> tuple[Bools, SparsePlan]:
     q = draw(layouts(mask.shape[1], ulysses * ring, len(mask)))
     kv = draw(layouts(mask.shape[2], ulysses * ring, num_kv_heads))
     cut_above = draw(st.sampled_from([0.0, 0.1, np.inf]))
-    planner = SparsePlanner(
-        ulysses, ring, method=draw(METHODS), cut_above=cut_above, shared=draw(st.booleans())
-    )
+    planner = SparsePlanner(ulysses, ring, method=draw(METHODS), cut_above=cut_above)
     return mask, planner.plan(mask, q, kv, num_kv_heads=num_kv_heads)
 
 
@@ -262,3 +263,26 @@ def test_heads_are_within_their_certificate(mask: Bools, num_ranks: int, cut_abo
         assert plan.makespan <= max(mean * (1 + cut_above), mean + heaviest) * (1 + 1e-12)
     for head in plan.cut_heads:
         assert (plan.rank_of[head] == plan.bin_of[head]).any()
+
+
+@many
+@given(masks(), st.integers(1, 5), st.booleans(), st.data())
+def test_moves_only_ever_lower_the_end_of_a_ring(
+    mask: Bools, ring: int, keys_stay: bool, data: st.DataObject
+) -> None:
+    """From any home, at any target."""
+    matrix = mask.sum(axis=0)
+    homes = [data.draw(layouts(size, ring)).home for size in matrix.shape]
+    target = data.draw(st.sampled_from([0.0, 1.0, 1.05, 1.5]))
+    place: dict[str, Any] = {"q_home": homes[0], "kv_home": homes[1]}
+    stay = partition_blocks(matrix, ring, method="minimal_move", target=99.0, **place)
+    plan = partition_blocks(
+        matrix, ring, method="minimal_move", target=target, keys_stay=keys_stay, **place
+    )
+    assert stay.num_moved == (0, 0) and plan.imbalance <= stay.imbalance
+    if stay.imbalance <= target:
+        assert plan.num_moved == (0, 0)
+    if sum(plan.num_moved):
+        assert plan.imbalance < stay.imbalance
+    if keys_stay:
+        assert plan.num_moved[1] == 0

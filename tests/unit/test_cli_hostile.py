@@ -3,6 +3,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOptionalMemberAccess=false
 # What the types forbid is what is tried here.
 
+import json
 import os
 import resource
 import zipfile
@@ -15,7 +16,8 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import shown
-from bascule.plan.costs.fit_attention import AttentionLatency
+from bascule.plan.costs.attention_latency import AttentionLatency
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.files import MAX_LINE, read_lines
 from bascule.workload.codes import (
     DataCode,
@@ -100,7 +102,7 @@ def test_numbers_beyond_what_can_be_planned_for(
     [
         (("plan", "--lengths", "2147483648"), "2147483647"),
         (("plan", *LENGTHS, "--topology", "g1n999999999"), "131072"),
-        (("plan", *LENGTHS, "--wires", "--latency-us", "1e308"), "latency_s"),
+        (("plan", *LENGTHS, "--wires", "--latency-us", "1e308"), "--latency-us"),
         (("plan", *LENGTHS, "--topology", "g2n1", "--wires", "--intra-gbs", "1e-320"), "intra"),
         (("plan", "--file", "a\nb"), r"a\nb"),
         (("topology", "--data", "g8b1i256f1s0", "--steps", "999999999"), "fewer --steps"),
@@ -118,7 +120,7 @@ def test_numbers_beyond_what_can_be_planned_for(
         ((*SYNTHETIC, "--density", "1e-300"), "density"),
         ((*SYNTHETIC, "--seed", HUGE), "2^64-1"),
         ((*SYNTHETIC, "--tflops", "inf"), "--tflops inf"),
-        ((*SYNTHETIC, "--gbs", "1e-320"), "--gbs"),
+        ((*SYNTHETIC, "--intra-gbs", "1e-320"), "--intra-gbs"),
         ((*SYNTHETIC, "--latency-us", "1e308"), "--latency-us"),
         ((*BENCH, "--seed", str(2**64)), "--seed"),
         ((*BENCH, "--lr", "inf"), "--lr inf"),
@@ -263,20 +265,30 @@ def test_masks_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         assert "a pipe or a device" in told
 
 
-def test_latencies_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fields = asdict(AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5))
+def test_profiles_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    latency = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
+    head = '"bascule": "hardware profile", "version": 1'
+    fields = asdict(HardwareProfile(device="x", attention=latency))
     for number, value in enumerate(
         ("1" + "0" * 400, "1e308", "1e999", "-1e-320", "[1]", "9" * 9999)
     ):
-        text = ", ".join(
-            f'"{name}": {value if name == "launch_s" else "null" if old is None else old}'
-            for name, old in fields.items()
-        )
-        (tmp_path / f"{number}.json").write_text(f"{{{text}}}")
+        text = json.dumps(fields | {"launch_s": 7.0}).replace("7.0", value)
+        (tmp_path / f"{number}.json").write_text(f"{{{head}, {text[1:]}")
     os.mkfifo(tmp_path / "pipe.json")
     for path in sorted(tmp_path.iterdir()):
         command = ("sparse", "--model", "wan2.1", "--block", "1280", "--ring", "2")
-        assert path.name in sentence(capsys, *command, "--latency", str(path))
+        assert path.name in sentence(capsys, *command, "--profile", str(path))
+
+
+def test_a_profile_without_what_is_asked_of_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "new.json"
+    HardwareProfile(device="new").save(path)
+    given = ("--profile", str(path))
+    assert "tells no memory" in sentence(capsys, "plan", *LENGTHS, *given, "--kb-per-token", "1")
+    assert "new has no matmul_flops" in sentence(capsys, "plan", *LENGTHS, *given, "--wires")
+    assert "new has no matmul_flops" in sentence(capsys, "topology", *LENGTHS, *given)
 
 
 # The same, asked of the functions
@@ -308,7 +320,7 @@ def test_settings_of_workloads(tmp_path: Path, value: object) -> None:
 
 @pytest.mark.parametrize("path", [None, 5, b"lens", ["lens"], "a\0b"])
 def test_paths_that_are_none(path: object) -> None:
-    for read in (read_lengths, read_manifest, lambda x: list(read_lines(x)), AttentionLatency.load):
+    for read in (read_lengths, read_manifest, lambda x: list(read_lines(x)), HardwareProfile.load):
         with pytest.raises(ConfigError):
             read(path)
     if not isinstance(path, str):

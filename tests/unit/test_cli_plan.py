@@ -81,7 +81,7 @@ def test_topology_prints_a_ranking(capsys: pytest.CaptureFixture[str]) -> None:
         (("topology", "--lengths", "5/6", "--steps", "2"), "--steps 2"),
         (("topology", "--data", "g2b1i256f1s0", "--steps", "0"), "--steps 0"),
         (("topology", "--lengths", "5/6", "--ranks-per-node", "3"), "--ranks-per-node 3"),
-        (("topology", "--lengths", "5/6", "--tflops", "0"), "flops_per_s"),
+        (("topology", "--lengths", "5/6", "--tflops", "0"), "--tflops 0"),
         (("topology", "--lengths", "5/6", "--max-tokens", "2"), "tokens"),
         (("plan", "--lengths", "5/6", "--max-tokens", "5"), "rank 1, sequence 0: 6 tokens"),
         (("plan", "--lengths", "5/6", "--max-tokens", "0"), "tokens=0"),

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bascule.cli.sparse import SparseOptions
 from bascule.errors import ConfigError
-from bascule.plan.costs.fit_attention import AttentionLoad
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.report import sparse_picture
 from bascule.report.sparse_picture import write_picture
 from bascule.sim.sparse_study import WAYS, Setting
@@ -39,14 +39,13 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_machine_is_that_of_the_options() -> None:
-    seq_len, num_heads, head_dim = 3000, 8, 64
-    options = SparseOptions(head_dim=head_dim, tflops=2.0, gbs=0.5, latency_us=7.0)
-    dense = AttentionLoad.even((1, 1), seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
-    flops = 2 * 2 * seq_len**2 * num_heads * head_dim  # two products, two FLOPs a term
-    assert options.machine()(dense) == pytest.approx(flops / 2e12 + 7e-6)
-    sent, passed = AttentionLoad(2, 1, 0.0, 1e6, 0.0), AttentionLoad(1, 2, 0.0, 0.0, 1e6)
-    assert options.machine()(sent) == pytest.approx(2 * 7e-6 + 1e6 / 0.5e9 + 7e-6)
-    assert options.machine()(passed) == pytest.approx(7e-6 + 1e6 / 0.5e9 + 7e-6)
+    options = SparseOptions(tflops=2.0, intra_gbs=0.5, latency_us=7.0)
+    found, known = options.hardware(), SparseOptions().hardware()
+    assert (found.attention_flops_per_s, found.matmul_flops_per_s) == (2e12, 2e12)
+    assert found.intra_bytes_per_s == 0.5e9 and found.launch_s == pytest.approx(7e-6)
+    assert (found.source, known.source) == ("given", "datasheet")
+    assert found.inter_bytes_per_s == known.inter_bytes_per_s
+    assert known == HardwareProfile.load("h100-datasheet")
 
 
 def small_file(folder: Path) -> Path:
@@ -64,7 +63,7 @@ def test_a_file_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     for name in ("U4R1", "U2R2", "U1R4", *WAYS, "critical path", "rows moved", "sent, MiB"):
         assert name in out
     assert "plans made" in out and "lowest prediction" in out
-    assert "assumed, not measured" in out
+    assert "assumed from a data sheet, not measured" in " ".join(out.split())
     code, out, _ = run(capsys, *base, "--ring", "3", "--layers", "1", "--steps", "1")
     assert code == 0
     assert "U1R3" in out and "1 layer, 1 step" in out
@@ -82,7 +81,8 @@ def test_printed_numbers_are_those_of_the_study(
     assert code == 0
     options = SparseOptions(ulysses=2, ring=2, head_dim=16)
     lens = np.full(24, 4096)
-    setting = Setting(options.meshes, lens, lens, options.machine(), 16, 2, TARGET, 2.0, 0.05)
+    latency = HardwareProfile.load("h100-datasheet").attention_latency(16)
+    setting = Setting(options.meshes, lens, lens, latency, 16, 2, TARGET, 2.0, 0.05)
     tables = out.split("rows on other ring ranks")
     for way in WAYS:
         plan = setting.plan(way, masks, (2, 2))
@@ -159,13 +159,14 @@ def test_a_measured_machine(
 ) -> None:
     np.save(tmp_path / "one.npy", masks := drifting(1)[0])
     latency = replace(DEAR_ROUNDS, fit_error=fit_error)
-    latency.save(tmp_path / "a800.json")
-    machine = ("--latency", str(tmp_path / "a800.json"), "--head-dim", str(HEAD_DIM))
+    profile = HardwareProfile(device="A800", source="measured", attention=latency)
+    profile.save(tmp_path / "a800.json")
+    machine = ("--profile", str(tmp_path / "a800.json"), "--head-dim", str(HEAD_DIM))
     base = ("sparse", "--masks", str(tmp_path / "one.npy"), "--ring", "3", "--block", "8")
     code, out, _ = run(capsys, *base, *machine, "--target", str(TARGET))
     assert code == 0 and "assumed" not in out
-    fit = "" if fit_error is None else ", and fitted with an error of 4.1%"
-    assert out.endswith(f"predicted by a800.json: measured{fit}\n")
+    fit = "" if fit_error is None else " with an error of 4.1%"
+    assert out.endswith(f"predicted for A800: attention fitted{fit}; measured\n")
     setting = setting_of(masks, (1, 3), latency=latency)
     predicted = latency(setting.load(setting.plan("minimal_move", masks, (1, 3))))
     row = next(x for x in out.split("rows on other")[1].splitlines() if " minimal_move " in x)
@@ -177,24 +178,29 @@ def test_a_measured_machine(
     [
         (None, (), "cannot read"),
         ("{", (), "not valid JSON"),
-        ('{"launch_s": 1}', (), "must hold all_to_all_latency_s"),
+        ({"version": 9}, (), "no hardware profile"),
+        ({"attention": {"launch_s": 1}}, (), "must hold all_to_all_latency_s"),
         ({"launch_s": -1}, (), "launch_s=-1"),
-        ({}, ("--gbs", "100"), "and --gbs: a machine is measured or described"),
-        ({}, ("--latency-us", "5"), "and --latency-us: a machine is"),
+        ({}, ("--intra-gbs", "100"), "and --intra-gbs: its attention was measured"),
+        ({}, ("--latency-us", "5"), "and --latency-us: its attention was measured"),
+        ({"attention": None}, (), "has no attention_flops_per_s"),
     ],
 )
-def test_a_latency_file_that_is_none(
+def test_a_profile_that_is_none(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
-    content: str | dict[str, float] | None,
+    content: str | dict[str, object] | None,
     arguments: tuple[str, ...],
     named: str,
 ) -> None:
-    path = tmp_path / "latency.json"
-    if content is not None:
-        text = content if isinstance(content, str) else json.dumps(asdict(LATENCY) | content)
-        path.write_text(text)
-    code, out, err = run(capsys, "sparse", *WAN, "--ring", "2", "--latency", str(path), *arguments)
+    path = tmp_path / "machine.json"
+    HardwareProfile(device=str(path), attention=LATENCY).save(path)
+    if content is None:
+        path.unlink()
+    else:
+        fields = json.loads(path.read_text())
+        path.write_text(content if isinstance(content, str) else json.dumps(fields | content))
+    code, out, err = run(capsys, "sparse", *WAN, "--ring", "2", "--profile", str(path), *arguments)
     assert code == 2 and not out
     assert str(path) in err and named in err
     assert len(err.strip().splitlines()) == 1
@@ -277,7 +283,7 @@ def test_a_picture_names_the_package_that_it_needs(
         ((*WAN, "--ranks", "2", "--density", "1.5"), "density=1.5"),
         ((*WAN, "--ranks", "2", "--seed", "-1"), "-1"),
         ((*WAN, "--ranks", "2", "--head", "40"), "0 to 39"),
-        ((*WAN, "--ranks", "2", "--gbs", "0"), "--gbs 0"),
+        ((*WAN, "--ranks", "2", "--intra-gbs", "0"), "--intra-gbs 0"),
         ((*WAN, "--ranks", "2", "--tflops", "nan"), "--tflops nan"),
         ((*WAN, "--ranks", "2", "--latency-us", "-1"), "--latency-us -1"),
         ((*WAN, "--ranks", "2", "--target", "inf"), "--target inf: must be finite"),
@@ -342,7 +348,8 @@ def test_speed_ups_and_stretches_of_steps(
     assert code == 0
     lens = np.full(24, 4096)
     options = SparseOptions(ranks=2)
-    setting = Setting(options.meshes, lens, lens, options.machine(), 128, 2, TARGET, 2.0, 0.05)
+    latency = HardwareProfile.load("h100-datasheet").attention_latency(128)
+    setting = Setting(options.meshes, lens, lens, latency, 128, 2, TARGET, 2.0, 0.05)
     before, after = (
         setting.latency(setting.load(setting.plan(way, masks, (2, 1))))
         for way in ("in order", "minimal_move")

@@ -1,6 +1,7 @@
 """Masks from pooled queries and keys, and from the grid: against loops over blocks and tokens."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,6 @@ from bascule.attention.api import AttentionMesh
 from bascule.attention.sparse.block_sparse import PooledRule, sparse_attention
 from bascule.attention.sparse.rules import (
     always_computed,
-    block_scores,
     keep_density,
     keep_mass,
     keep_top_k,
@@ -32,29 +32,24 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     ).to(dtype)
 
 
-def brute_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """A pair of blocks at a time."""
+def brute_scores(q: Tensor, k: Tensor, lens: Any, scale: float) -> Tensor:
+    """(B, H, N, N) a pair of blocks at a time."""
     batch, heads = q.shape[:2]
-    scores = torch.empty(batch, heads, len(LENS), len(KV_LENS), dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            queries = q[b, h].split(list(LENS))
-            keys = k[b, h * k.shape[1] // heads].split(list(KV_LENS))
-            for i, rows in enumerate(queries):
-                for j, columns in enumerate(keys):
-                    scores[b, h, i, j] = scale * rows.mean(0) @ columns.mean(0)
+    scores = torch.empty(batch, heads, len(lens), len(lens), dtype=q.dtype)
+    for b, h in np.ndindex(batch, heads):
+        queries = q[b, h].split(list(lens))
+        keys = k[b, h * k.shape[1] // heads].split(list(lens))
+        for i, j in np.ndindex(len(lens), len(lens)):
+            scores[b, h, i, j] = scale * queries[i].mean(0) @ keys[j].mean(0)
     return scores
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_scores_against_a_loop(kv_heads: int, scale: float | None) -> None:
-    q, k = normal(2, 4, sum(LENS), 6), normal(2, kv_heads, sum(KV_LENS), 6, seed=1)
-    expected = brute_scores(q, k, 6**-0.5 if scale is None else scale)
-    scores = block_scores(q, k, LENS, KV_LENS, scale)
-    torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-12)
+def test_means_against_a_loop() -> None:
+    x = normal(2, 4, sum(LENS), 6)
+    expected = torch.stack([rows.mean(dim=2) for rows in x.split(list(LENS), dim=2)], dim=2)
+    torch.testing.assert_close(pooled(x, LENS), expected, rtol=1e-12, atol=1e-12)
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-        low = block_scores(q.to(dtype), k.to(dtype), LENS, KV_LENS, scale)
+        low = pooled(x.to(dtype), LENS)
         assert low.dtype == torch.float32
         torch.testing.assert_close(low.double(), expected, rtol=0, atol=10 * tolerance)
 
@@ -193,8 +188,6 @@ def test_illegal_input() -> None:
         pooled(x, [10, 0])
     with pytest.raises(ConfigError, match="integers of at least 1"):
         pooled(x, [5.0, 5.0])
-    with pytest.raises(ConfigError, match="4 query heads share 3 key heads"):
-        block_scores(x, x[:, :3], [10], [10])
     with pytest.raises(ConfigError, match="num_keep is -1"):
         keep_top_k(x, -1)
     for bad in (-0.1, 1.1, math.nan):
@@ -213,11 +206,13 @@ def test_illegal_input() -> None:
         spatial_mask((3, 2, 2), [2, 5, 5], num_text=1)
 
 
-def test_a_rule_gets_scaled_scores() -> None:
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_rule_gets_scaled_scores(kv_heads: int) -> None:
     lens = block_lens([40], 16)
     home = BlockLayout.striped(lens, 1, 1)
-    plan = in_order(2, home, home, 1, 1)
-    q, k, v = (normal(1, 2, 40, 8, seed=seed) for seed in range(3))
+    plan = in_order(4, home, home, 1, 1, num_kv_heads=kv_heads)
+    q = normal(1, 4, 40, 8)
+    k, v = (normal(1, kv_heads, 40, 8, seed=seed) for seed in (1, 2))
     found: list[tuple[Tensor, PackedRows]] = []
 
     def keep(scores: Tensor, rows: PackedRows) -> Tensor:
@@ -226,5 +221,5 @@ def test_a_rule_gets_scaled_scores() -> None:
 
     sparse_attention(q, k, v, AttentionMesh(None, None, None), plan, PooledRule(keep), scale=0.3)
     scores, rows = found[0]
-    wanted = block_scores(q, k, lens, lens, scale=0.3)[:, rows.heads, rows.blocks]
+    wanted = brute_scores(q, k, lens, 0.3)[:, rows.heads, rows.blocks]
     torch.testing.assert_close(scores, wanted)

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from bascule.plan.checks import shown
-from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad, fit_attention_latency
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
+from bascule.plan.costs.fit_attention import fit_attention_latency
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,
@@ -26,14 +28,15 @@ from bascule.plan.sparse import (
     plan_under,
     sparse_imbalance,
 )
-from bascule.plan.sparse.choose_mesh import Strategies, all_degrees, choose_strategy
+from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
+from bascule.plan.sparse.sparse_baselines import paper_blocks, paper_heads
 from bascule.workload import load_masks, save_masks
 from bascule.workload.mask_model import MaskModel, synthetic_masks
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 
 MATRIX = np.arange(16.0).reshape(4, 4)
 MASKS = np.ones((2, 4, 4), bool)
-METHODS = ("stripe", "minimal_move", "paper")
+METHODS = ("stripe", "minimal_move")
 LATENCY = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
 LOAD = AttentionLoad(1, 1, 1.0, 0.0, 0.0)
 SMALL: dict[str, Any] = {"grid": (2, 4, 4), "num_heads": 2, "block": 8}
@@ -70,8 +73,11 @@ def planned(**settings: Any) -> SparsePlan:
     ids=title,
 )
 def test_work_that_is_none(counts: Any) -> None:
-    for method in ("assign", "paper"):
-        refused(lambda method=method: partition_heads(counts, 2, method=method))
+    refused(
+        lambda: partition_heads(counts, 2),
+        lambda: paper_heads(counts, 2),
+        lambda: paper_blocks(counts, 2),
+    )
     for method in METHODS:
         refused(lambda method=method: partition_blocks(counts, 2, method=method))
 
@@ -170,6 +176,8 @@ def test_homes_that_are_none(home: Any) -> None:
         refused(
             lambda method=method: partition_blocks(MATRIX, 2, method=method, q_home=home),
             lambda method=method: partition_blocks(MATRIX, 2, method=method, kv_home=home),
+            lambda: paper_blocks(MATRIX, 2, q_home=home),
+            lambda: paper_blocks(MATRIX, 2, kv_home=home),
         )
     refused(
         lambda: block_counts(MASKS, kv_of=home, ring_degree=2),
@@ -184,15 +192,11 @@ _LENS = ("[0, 0, 0, 2]", "[0, 1]")
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=title)
 def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
-    for name in ("reward", "target", "toll", "first_toll"):
-        for method in METHODS:
-            told = refusal(
-                lambda name=name, method=method: partition_blocks(
-                    MATRIX, 2, method=method, **{name: value}
-                )
-            )
-            assert told.startswith(name)
-    for name in ("target", "reward", "move_cost"):
+    for method in METHODS:
+        told = refusal(lambda m=method: partition_blocks(MATRIX, 2, method=m, target=value))
+        assert told.startswith("target")
+    assert refusal(lambda: paper_blocks(MATRIX, 2, reward=value)).startswith("reward")
+    for name in ("target", "reward"):
         refused(lambda name=name: SparsePlanner(1, 2, **{name: value}))
     for name in ("ulysses_degree", "ring_degree"):
         refused(
@@ -206,7 +210,9 @@ def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
         lambda: block_counts(MASKS, ring_degree=value),
         lambda: all_degrees(value),
         lambda: block_lens([10], value),
-        lambda: partition_blocks(MATRIX, 2, method="paper", capacity=(value, 2)),
+        lambda: paper_blocks(MATRIX, 2, capacity=(value, 2)),
+        lambda: paper_blocks(MATRIX, value),
+        lambda: paper_heads([1, 2], value),
         lambda: planned().route(0, batch=value),
         lambda: planned().route(value),
         lambda: planned().wire_bytes(value),
@@ -226,7 +232,6 @@ def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
             lambda: SparsePlanner(cut_above=value),
             lambda: PlanReuse(SparsePlanner(1, 2), planned(), value),
             lambda: Strategies(LATENCY, switch_s=value),
-            lambda: choose_strategy(LATENCY, [LOAD], switch_s=value),
         )
     if shown(value) != "None":
         refused(
@@ -235,10 +240,9 @@ def test_settings_that_are_no_numbers_in_range(value: Any) -> None:
             lambda: planned_with_kv_heads(value),
         )
     refused(
-        lambda: choose_strategy(LATENCY, value),
-        lambda: choose_strategy(value, [LOAD]),
-        lambda: choose_strategy(LATENCY, [value]),
-        lambda: choose_strategy(LATENCY, [LOAD], min_gain=value),
+        lambda: Strategies(LATENCY).choose(value),
+        lambda: Strategies(value),
+        lambda: Strategies(LATENCY).choose([value]),
         lambda: fit_attention_latency(value, [1.0]),
         lambda: fit_attention_latency([LOAD] * 8, [value] * 8),
     )
@@ -251,20 +255,9 @@ def planned_with_kv_heads(number: Any) -> SparsePlan:
     return SparsePlanner(1, 2).plan(MASKS, layout(), num_kv_heads=number)
 
 
-def test_prices_and_capacities() -> None:
-    even = np.ones((2, 2))
-    wrong: Any
-    for wrong in (
-        (even,),
-        ("ab", "cd"),
-        5,
-        (even, [[math.nan, 1], [1, 0]]),
-        (even, -even),
-        even[0],
-    ):
-        refused(lambda w=wrong: partition_blocks(MATRIX, 2, method="minimal_move", prices=w))
-    for wrong in ((2,), 5, "ab", (1, 4), (2.5, 2)):
-        refused(lambda w=wrong: partition_blocks(MATRIX, 2, method="paper", capacity=w))
+@pytest.mark.parametrize("wrong", [(2,), 5, "ab", (1, 4), (2.5, 2)], ids=title)
+def test_capacities_that_are_none(wrong: Any) -> None:
+    refused(lambda: paper_blocks(MATRIX, 2, capacity=wrong))
 
 
 def test_meshes_beyond_what_can_be_planned_for() -> None:
@@ -292,16 +285,14 @@ def test_settings_of_the_wrong_type() -> None:
         lambda: PlanReuse(SparsePlanner(1, 2), None),
         lambda: SparsePlanner(1, 2).plan(MASKS, None),
         lambda: SparsePlanner(1, 2).plan(MASKS, [5] * 4),
-        lambda: SparsePlanner(1, 2, shared="no"),
-        lambda: SparsePlanner(1, 2, cluster=5),
+        lambda: partition_blocks(MATRIX, 2, keys_stay="no"),
         lambda: Strategies(None),
-        lambda: choose_strategy(LATENCY, [LOAD], 5),
+        lambda: Strategies(LATENCY).choose([LOAD], 5),
     )
     for method in (None, 5, ["paper"], np.array(["paper"]), "Paper", "in_order "):
         refused(
             lambda m=method: SparsePlanner(method=m),
             lambda m=method: partition_blocks(MATRIX, 2, method=m),
-            lambda m=method: partition_heads(MATRIX, 2, method=m),
         )
 
 
@@ -321,8 +312,8 @@ def test_a_sequence_of_no_blocks_has_a_plan(mesh: tuple[int, int], blocks: tuple
     q, kv = (BlockLayout.striped([5] * number, *mesh) for number in blocks)
     masks = np.zeros((2, *blocks), bool)
     assert block_counts(masks, ring_degree=mesh[1]).shape == (2, blocks[0], mesh[1])
-    for method in (*METHODS, "in_order"):
-        planner = SparsePlanner(*mesh, method=method, move_cost=9.0)
+    for method in (*METHODS, "paper", "in_order"):
+        planner = SparsePlanner(*mesh, method=method)
         plan = planner.plan(masks, q, kv)
         assert plan.imbalance == 1.0 and not plan.tiles.any()
         assert plan.route(0).send_splits.sum() == 2 * (plan.q.home == 0).sum() * 5 + 2 * sum(
@@ -372,7 +363,6 @@ def test_masks_that_cannot_be_saved(tmp_path: Path) -> None:
         lambda: save_masks(tmp_path / "gone" / "x.npz", MASKS),
         lambda: save_masks(5, MASKS),
         lambda: load_masks(None),
-        lambda: AttentionLatency.load(5),
-        lambda: LATENCY.save(tmp_path / "gone" / "x.json"),
+        lambda: HardwareProfile(device="x").save(tmp_path / "gone" / "x.json"),
     )
     assert not list(tmp_path.iterdir())

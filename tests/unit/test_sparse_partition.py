@@ -8,7 +8,7 @@ import pytest
 
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import partition_blocks, partition_heads
-from bascule.plan.sparse.moves import _disjoint
+from bascule.plan.sparse.sparse_baselines import paper_blocks, paper_heads
 from tests.helpers.sparse_simulation import MASK_KINDS, clustered_mask, mask_of, toeplitz_mask
 
 # Heads
@@ -97,7 +97,7 @@ def test_paper_method_is_its_text(kind: str, ring: int, reward: float, has_capac
         for weights, homes, capacity in zip(sums, initial, most, strict=True)
     ]
     capacity = None if has_capacity else matrix.shape
-    plan = partition_blocks(matrix, ring, method="paper", reward=reward, capacity=capacity)
+    plan = paper_blocks(matrix, ring, reward=reward, capacity=capacity)
     np.testing.assert_array_equal(plan.q_of, expected[0])
     np.testing.assert_array_equal(plan.kv_of, expected[1])
     rho = sum(
@@ -115,9 +115,9 @@ def test_paper_heads_are_its_text() -> None:
     blocks" """
     counts = np.random.default_rng(3).integers(1, 1000, 41)
     expected = transcribed(counts.tolist(), 8, [0] * 41, 0.0, math.inf)
-    plan = partition_heads(counts, 8, method="paper")
-    np.testing.assert_array_equal(plan.bin_of, expected)
-    assert plan.makespan >= partition_heads(counts, 8).makespan
+    found = paper_heads(counts, 8)
+    np.testing.assert_array_equal(found, expected)
+    assert np.bincount(found, counts).max() >= partition_heads(counts, 8).makespan
 
 
 # Blocks
@@ -126,60 +126,89 @@ def test_paper_heads_are_its_text() -> None:
 @pytest.mark.parametrize("kind", MASK_KINDS)
 @pytest.mark.parametrize("reward", [0.0, 2.0])
 @pytest.mark.parametrize("ring", [4, 8])
-def test_minimal_move_matches_the_paper_and_never_moves_more(
+def test_stripes_are_as_even_as_the_paper_and_move_less(
     kind: str, reward: float, ring: int
 ) -> None:
-    """From the same home, runs of blocks."""
+    """To 0.01 with 20 blocks a rank; the paper's moves are counted from runs, where it starts."""
+    matrix = mask_of(kind, (8, 160, 160)).sum(axis=0)
+    paper = paper_blocks(matrix, ring, reward=reward)
+    ours = partition_blocks(matrix, ring, method="minimal_move", target=paper.imbalance)
+    assert ours.imbalance <= paper.imbalance + 0.01
+    assert sum(ours.num_moved) <= 0.2 * sum(paper.num_moved)
+
+
+@pytest.mark.parametrize("kind", MASK_KINDS)
+@pytest.mark.parametrize("ring", [4, 8])
+def test_runs_get_more_even_by_moves_and_even_by_stripes(kind: str, ring: int) -> None:
+    """From a home that suits nobody single moves may end early, and stripes do not ask for it."""
     matrix = mask_of(kind, (8, 160, 160)).sum(axis=0)
     home = np.arange(160) * ring // 160
-    paper = partition_blocks(matrix, ring, method="paper", reward=reward)
-    ours = partition_blocks(
-        matrix, ring, method="minimal_move", q_home=home, kv_home=home, target=paper.imbalance
+    place: dict[str, Any] = {"method": "minimal_move", "q_home": home, "kv_home": home}
+    before = partition_blocks(matrix, ring, target=9.0, **place)
+    plan = partition_blocks(matrix, ring, **place)
+    stripe = partition_blocks(matrix, ring, q_home=home, kv_home=home)
+    assert max(plan.imbalance, stripe.imbalance) < before.imbalance
+    assert stripe.imbalance < 1.07
+    assert sum(plan.num_moved) < sum(paper_blocks(matrix, ring).num_moved)
+
+
+def end_of(matrix: np.ndarray, q_of: Ints, kv_of: Ints, ring: int) -> float:
+    """When a ring ends, round by round."""
+    return sum(
+        max(float(matrix[np.ix_(q_of == i, kv_of == (i - t) % ring)].sum()) for i in range(ring))
+        for t in range(ring)
     )
-    assert ours.imbalance <= paper.imbalance
-    assert sum(ours.num_moved) <= sum(paper.num_moved)
 
 
-@pytest.mark.parametrize("target", [1.2, 1.1, 1.05])
-def test_minimal_move_reaches_a_target_from_anywhere_with_few_moves(target: float) -> None:
-    """Where the paper's reward of 2, at the same home, moves half of the blocks."""
-    matrix = clustered_mask((8, 160, 160), 0).sum(axis=0)
-    home = np.arange(160) * 4 // 160
-    place = {"method": "minimal_move", "q_home": home, "kv_home": home}
-    before = partition_blocks(matrix, 4, target=9.0, **place)
-    plan = partition_blocks(matrix, 4, target=target, **place)
-    assert before.imbalance > 1.4
-    assert plan.imbalance <= target
-    assert sum(plan.num_moved) < sum(partition_blocks(matrix, 4, method="paper").num_moved)
+@pytest.mark.parametrize("seed", range(8))
+def test_moves_are_the_best_of_the_rank_that_is_waited_for(seed: int) -> None:
+    """One move, against all moves tried one by one."""
+    random = np.random.default_rng(seed)
+    ring = int(random.integers(2, 5))
+    matrix = random.integers(0, 50, (14, 11))
+    homes = [random.integers(0, ring, size) for size in matrix.shape]
+    place: dict[str, Any] = {"method": "minimal_move", "q_home": homes[0], "kv_home": homes[1]}
+    start = end_of(matrix, homes[0], homes[1], ring)
+    mean = matrix.sum() / ring
+    # A target just below the start ends after the first move.
+    plan = partition_blocks(matrix, ring, target=start / mean - 1e-3, **place)
+    ends: list[float] = []
+    for side in (0, 1):
+        longest = [
+            sum(
+                sorted(round_of)[-1] - sorted(round_of)[-2]
+                for t in range(ring)
+                if (round_of := [tile(matrix, homes, i, t, side, ring) for i in range(ring)])
+                and round_of[rank] == max(round_of)
+            )
+            for rank in range(ring)
+        ]
+        source = int(np.argmax(longest))
+        for block in np.flatnonzero(homes[side] == source):
+            for rank in range(ring):
+                moved = [home.copy() for home in homes]
+                moved[side][block] = rank
+                ends.append(end_of(matrix, moved[0], moved[1], ring))
+    assert sum(plan.num_moved) == (min(ends) < start)
+    assert plan.imbalance * mean == pytest.approx(min(*ends, start), rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["toeplitz", "clustered"])
-@pytest.mark.parametrize("ring", [4, 8])
-def test_a_hard_target_is_reached_from_home(kind: str, ring: int) -> None:
-    """From runs of blocks: other placements would move 1 - 1 / ring of the blocks."""
-    matrix = mask_of(kind, (8, 600, 600), 1).sum(axis=0)
-    home = np.arange(600) * ring // 600
-    plan = partition_blocks(
-        matrix, ring, method="minimal_move", q_home=home, kv_home=home, target=1.005
-    )
-    assert plan.imbalance <= 1.005
-    assert sum(plan.num_moved) < 0.5 * 1200
+def tile(
+    matrix: np.ndarray, homes: list[Ints], rank: int, turn: int, side: int, ring: int
+) -> float:
+    """What a rank's blocks of one kind are in a round: of queries, or of keys."""
+    q, kv = (rank, (rank - turn) % ring) if side == 0 else ((rank - turn) % ring, rank)
+    return float(matrix[np.ix_(homes[0] == q, homes[1] == kv)].sum())
 
 
-@pytest.mark.parametrize("price", [0.0, 1.0])
-def test_ranks_swap_where_no_single_move_helps(price: float) -> None:
-    """Rows of 5 and 3 on one rank, of 4 and 2 on the other."""
+def test_what_no_single_move_lowers_stays() -> None:
+    """Rows of 5 and 3 on one rank, of 4 and 2 on the other: only a swap would even them out."""
     matrix = np.multiply.outer([5, 3, 4, 2], [1, 1])
     plan = partition_blocks(
-        matrix,
-        2,
-        method="minimal_move",
-        q_home=[0, 0, 1, 1],
-        prices=(price * (1 - np.eye(2)), np.full((2, 2), np.inf)),
-        target=1.0,
+        matrix, 2, method="minimal_move", q_home=[0, 0, 1, 1], keys_stay=True, target=1.0
     )
-    assert plan.num_moved == (2, 0)
-    assert plan.loads.tolist() == [14, 14]
+    assert plan.num_moved == (0, 0)
+    assert plan.loads.tolist() == [16, 12]
 
 
 @pytest.mark.parametrize("ring", [2, 4, 8])
@@ -202,46 +231,22 @@ def test_a_ring_that_is_even_enough_does_not_move() -> None:
     assert plan.num_moved == (0, 0)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_moves_with_a_toll_are_worth_it(seed: int) -> None:
-    """What they gain is more than they cost, and no turn of the ring would cost less."""
-    random = np.random.default_rng(seed)
-    ring = int(random.integers(2, 5))
-    matrix = random.integers(0, 50, (18, 15)) * random.random((18, 1)).round(2)
-    homes = random.integers(0, ring, 18), random.integers(0, ring, 15)
-    prices = [random.integers(1, 4) * (1.0 - np.eye(ring)) for _ in range(2)]
-    place: dict[str, Any] = {"q_home": homes[0], "kv_home": homes[1], "prices": prices}
-    mean, ends = matrix.sum() / ring, []
-    at_home = partition_blocks(matrix, ring, method="minimal_move", target=99.0, **place)
-    assert at_home.num_moved == (0, 0)
-    for toll, first in ((0.0, 0.0), (2.0, 0.0), (20.0, 0.0), (2.0, 30.0), (2.0, 1e9), (1e9, 0.0)):
-        plan = partition_blocks(
-            matrix, ring, method="minimal_move", target=1.0, toll=toll, first_toll=first, **place
-        )
-
-        def cost(turn: int, plan: Any = plan) -> float:
-            q, kv = (plan.q_of + turn) % ring, (plan.kv_of + turn) % ring
-            return prices[0][homes[0], q].sum() + prices[1][homes[1], kv].sum()
-
-        assert cost(0) == min(cost(turn) for turn in range(ring))
-        gain = (at_home.imbalance - plan.imbalance) * mean
-        has_moved = sum(plan.num_moved) > 0
-        assert gain >= toll * cost(0) + first * has_moved - 1e-6
-        ends.append(plan.imbalance)
-    assert ends[0] < at_home.imbalance == ends[4] == ends[5]
-
-
 def test_keys_stay_where_they_must() -> None:
     matrix = clustered_mask((4, 64, 4), 0).sum(axis=0)
-    stay = 1 - np.eye(4), np.full((4, 4), np.inf)
     home = np.arange(64) * 4 // 64
     plan = partition_blocks(
-        matrix, 4, method="minimal_move", q_home=home, kv_home=np.arange(4), prices=stay
+        matrix, 4, method="minimal_move", q_home=home, kv_home=np.arange(4), keys_stay=True
     )
     assert plan.kv_of.tolist() == [0, 1, 2, 3]
     assert plan.num_moved[0] > 0
     before = partition_blocks(
-        matrix, 4, method="minimal_move", q_home=home, kv_home=np.arange(4), prices=stay, target=9.0
+        matrix,
+        4,
+        method="minimal_move",
+        q_home=home,
+        kv_home=np.arange(4),
+        keys_stay=True,
+        target=9.0,
     )
     assert plan.imbalance < before.imbalance
 
@@ -264,11 +269,3 @@ def test_heads_are_cut_until_the_limit_not_the_mean() -> None:
     assert plan.cut_heads.tolist() == [0]
     even = partition_heads(counts, 3, cut_above=0.0)
     assert even.loads.tolist() == [10.0] * 3 and even.cut_heads.size == 2
-
-
-def test_moves_of_a_round_gain_at_least_half_of_the_best() -> None:
-    gains = np.zeros((6, 6))
-    gains[0, 1], gains[2, 3], gains[4, 5] = 10.0, 6.0, 4.0
-    assert _disjoint(gains, np.array([0, 0, 2, 2, 4, 4])) == [(0, 1), (2, 3)]
-    gains[2, 1] = 9.0  # rank 1 has got a block already
-    assert _disjoint(gains, np.array([0, 0, 2, 2, 4, 4])) == [(0, 1), (2, 3)]

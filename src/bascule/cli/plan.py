@@ -96,6 +96,8 @@ def plan(options: PlanOptions) -> None:
     else:
         _draw(console, made, batch)
     _summarize(console, made, batch)
+    if cluster is not None:
+        console.print(f"predicted for {options.hardware()}")
     if options.json is not None:
         try:
             options.json.write_text(made.to_json() + "\n")

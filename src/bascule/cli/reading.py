@@ -1,13 +1,13 @@
 """Options that say where the lengths of a batch come from, for every command that plans."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, number, shown, whole
+from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.hardware import Cluster, HardwareProfile
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology.spec import Topology
 from bascule.workload.codes import (
@@ -93,28 +93,73 @@ class InputOptions:
         return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
 
 
+_UNITS: dict[str, tuple[float, tuple[str, ...]]] = {
+    "tflops": (1e12, ("matmul_flops_per_s", "attention_flops_per_s")),
+    "intra_gbs": (1e9, ("intra_bytes_per_s",)),
+    "inter_gbs": (1e9, ("inter_bytes_per_s",)),
+    "latency_us": (1e-6, ("launch_s",)),
+    "memory_gb": (1e9, ("memory_bytes",)),
+}
+"""By option, its unit, and what it replaces in a profile."""
+
+_OF_ATTENTION = ("tflops", "intra_gbs", "latency_us")
+"""Options from which attention is predicted, where it was not measured."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
-    """The machines; by default nodes of eight ranks like an H100 at 55 % of its peak.
+class MachineOptions:
+    """A machine, from a profile or as described.
+
+    Attributes:
+        profile: File of a hardware profile, or h100-datasheet.
+        tflops: TFLOPs that a rank sustains in a second, in place of the profile's.
+        intra_gbs: GB that a rank sends in a second within its node, likewise.
+        latency_us: Time to launch a kernel or an exchange, in microseconds, likewise.
+    """
+
+    profile: str = "h100-datasheet"
+    tflops: float | None = None
+    intra_gbs: float | None = None
+    latency_us: float | None = None
+
+    def hardware(self) -> HardwareProfile:
+        """The profile, with what is described in place of what it says.
+
+        Raises:
+            ConfigError: The file holds none, a value is out of range, or calls of attention were
+                measured and would be predicted from something else.
+        """
+        profile, changes = HardwareProfile.load(self.profile), dict[str, float]()
+        for option, (unit, fields) in _UNITS.items():
+            if (value := getattr(self, option, None)) is None:
+                continue
+            flag = f"--{option.replace('_', '-')}"
+            if profile.attention is not None and option in _OF_ATTENTION:
+                raise ConfigError(
+                    f"--profile {self.profile} and {flag}: its attention was measured, so give one "
+                    "of them"
+                )
+            checked = (number if option == "latency_us" else rate)(flag, value)
+            changes |= dict.fromkeys(fields, checked * unit)
+        return replace(profile, source="given", note="", **changes) if changes else profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions(MachineOptions):
+    """The machines; by default nodes of eight ranks.
 
     Attributes:
         ranks_per_node: Ranks in a node; at most 8 by default.
-        tflops: TFLOPs that a rank sustains in a second.
-        memory_gb: Memory that a rank has for activations, in GB.
-        intra_gbs: GB that a rank sends in a second within its node.
-        inter_gbs: The same, to other nodes.
-        latency_us: Time to launch an all-to-all, in microseconds.
+        inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
+        memory_gb: Memory that a rank has for activations, in GB, likewise.
         max_tokens: Most tokens on a rank.
         kb_per_token: KB of activations that a token holds, over all layers; with it, --memory-gb
             limits what a rank is given.
     """
 
     ranks_per_node: int | None = None
-    tflops: float = 544.0
-    memory_gb: float = 80.0
-    intra_gbs: float = 180.0
-    inter_gbs: float = 25.0
-    latency_us: float = 10.0
+    inter_gbs: float | None = None
+    memory_gb: float | None = None
     max_tokens: int | None = None
     kb_per_token: float | None = None
 
@@ -128,7 +173,12 @@ class ClusterOptions:
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
             return limits
-        num_bytes = max(int(number("--memory-gb", self.memory_gb, most=_MOST_GB) * 1e9), 1)
+        if self.memory_gb is not None:
+            number("--memory-gb", self.memory_gb, most=_MOST_GB)
+        memory_bytes = self.hardware().memory_bytes
+        if memory_bytes is None:
+            raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
+        num_bytes = max(int(memory_bytes), 1)
         cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
         return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
 
@@ -143,15 +193,7 @@ class ClusterOptions:
             per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
         if per_node < 1 or num_ranks % per_node:
             raise ConfigError(f"--ranks-per-node {per_node}: {num_ranks} ranks fill no whole nodes")
-        return Cluster(
-            num_ranks // per_node,
-            per_node,
-            self.tflops * 1e12,
-            memory_bytes=self.memory_gb * 1e9,
-            intra_bytes_per_s=self.intra_gbs * 1e9,
-            inter_bytes_per_s=self.inter_gbs * 1e9,
-            latency_s=self.latency_us * 1e-6,
-        )
+        return self.hardware().cluster(num_ranks // per_node, per_node)
 
 
 def topology_ranks(spec: str | None) -> int | None:

@@ -11,13 +11,15 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from bascule.cli.reading import MachineOptions
 from bascule.cli.sparse_tables import show
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, rate, whole
-from bascule.plan.costs.fit_attention import AttentionLatency
+from bascule.plan.checks import number, whole
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import check_degrees
+from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import all_degrees
+from bascule.plan.sparse.sparse_baselines import REWARD
 from bascule.report.sparse_picture import check_picture, draw, write_picture
 from bascule.sim.sparse_study import Bools, Mesh, Setting, study
 from bascule.workload import load_masks
@@ -43,12 +45,9 @@ _MOST = {
 }
 """Largest values of options: of masks, what is planned within hours."""
 
-_FLOPS_PER_VALUE = 4
-"""Of a query-key pair, by value of the head: a product with the key, and one with the value."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class SparseOptions:
+class SparseOptions(MachineOptions):
     """Show how uneven block-sparse attention is on a mesh, and what each way of planning gains.
 
     Masks come from a file or are drawn at random in the likeness of a video model; planning is real
@@ -72,11 +71,6 @@ class SparseOptions:
         target: Imbalance that minimal_move is to reach.
         reward: For staying at home, of the paper's greedy.
         tolerance: A plan is kept while its imbalance is at most 1 + tolerance.
-        latency: File of a machine measured at this head_dim, as AttentionLatency.save writes it; in
-            place of the next three.
-        tflops: TFLOPs that a rank sustains in a second, on the blocks that are computed.
-        gbs: GB that a rank sends in a second.
-        latency_us: Time to launch a kernel or an exchange, in microseconds.
         picture: Where to draw it all, .html or .png.
         head: Head whose mask is drawn.
     """
@@ -93,13 +87,9 @@ class SparseOptions:
     ranks: int | None = None
     head_dim: int = 128
     itemsize: int = 2
-    target: float = 1.005
-    reward: float = 2.0
+    target: float = TARGET
+    reward: float = REWARD
     tolerance: float = 0.05
-    latency: Path | None = None
-    tflops: float = 544.0
-    gbs: float = 180.0
-    latency_us: float = 10.0
     picture: Path | None = None
     head: int = 0
 
@@ -112,17 +102,8 @@ class SparseOptions:
         for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None:
                 whole(_flag(name), value, 1, most)
-        for name in ("tflops", "gbs"):
-            rate(_flag(name), getattr(self, name))
-        for name in ("target", "reward", "latency_us"):
+        for name in ("target", "reward"):
             number(_flag(name), getattr(self, name))
-        if self.latency is not None:
-            for name in ("tflops", "gbs", "latency_us"):
-                if getattr(self, name) != getattr(SparseOptions, name):
-                    raise ConfigError(
-                        f"--latency {self.latency} and --{name.replace('_', '-')}: a machine is "
-                        "measured or described, so give one of them"
-                    )
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -147,18 +128,6 @@ class SparseOptions:
                 f"{told} and --ranks {self.ranks}: the ranks are Ulysses x ring, one of {known}"
             )
         return tuple(fitting)
-
-    def machine(self) -> AttentionLatency:
-        """That was measured, or that the options describe.
-
-        Raises:
-            ConfigError: The file holds none.
-        """
-        if self.latency is not None:
-            return AttentionLatency.load(self.latency)
-        launch_s, s_per_byte = self.latency_us * 1e-6, 1.0 / (self.gbs * 1e9)
-        work_s = _FLOPS_PER_VALUE * self.head_dim / (self.tflops * 1e12)
-        return AttentionLatency(launch_s, s_per_byte, launch_s, s_per_byte, work_s, launch_s)
 
 
 def _flag(name: str) -> str:
@@ -200,7 +169,7 @@ def sparse(options: SparseOptions) -> None:
         ConfigError: The options are wrong, or do not fit the masks.
     """
     options.check()
-    meshes, latency = options.meshes, options.machine()
+    meshes, machine = options.meshes, options.hardware()
     if options.picture is not None:
         check_picture(options.picture)
     source = _source(options)
@@ -210,7 +179,7 @@ def sparse(options: SparseOptions) -> None:
         _with_heads(meshes, source),
         source.q_lens,
         source.kv_lens,
-        latency,
+        machine.attention_latency(options.head_dim),
         options.head_dim,
         options.itemsize,
         options.target,
@@ -223,7 +192,7 @@ def sparse(options: SparseOptions) -> None:
     found = study(source.name, layers, setting, *swept)
     console = Console()
     show(console, found)
-    console.print(_footer(options, latency))
+    console.print(f"predicted for {machine}")
     if options.picture is not None:
         write_picture(options.picture, draw(found, options.head))
         console.print(f"written: {options.picture}")
@@ -244,18 +213,6 @@ def _with_heads(meshes: tuple[Mesh, ...], source: _Source) -> tuple[Mesh, ...]:
     for mesh in fitting:
         check_degrees(*mesh)
     return fitting
-
-
-def _footer(options: SparseOptions, latency: AttentionLatency) -> str:
-    """What the predictions rest on."""
-    if options.latency is None:
-        return (
-            f"predicted for {options.tflops:g} TFLOP/s, {options.gbs:g} GB/s and "
-            f"{options.latency_us:g} us a launch: assumed, not measured"
-        )
-    error = latency.fit_error
-    fit = "" if error is None else f", and fitted with an error of {error:.1%}"
-    return f"predicted by {options.latency.name}: measured{fit}"
 
 
 def _source(options: SparseOptions) -> _Source:

@@ -62,6 +62,7 @@ def topology(options: TopologyOptions) -> None:
             "\n".join(row.reasons),
         )
     console.print(table)
+    console.print(f"predicted for {options.hardware()}")
     first, last = ranking.rows[0], ranking.rows[-1]
     if first.seconds > 0:
         ratio = last.seconds / first.seconds

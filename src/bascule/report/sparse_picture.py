@@ -1,5 +1,6 @@
 """A picture of what a study of block masks found."""
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -151,40 +152,34 @@ def _draw_classes(
 
 
 def _draw_tolerances(figure: "Figure", study: Study) -> None:
-    reuses = study.runs[0].reuses
     for place, mesh in enumerate(study.setting.meshes):
-        found = sorted(
-            (tolerance, reuse) for (at, tolerance), reuse in reuses.items() if at == mesh
-        )
-        rho = [sum(reuse.imbalances) / len(reuse.imbalances) for _, reuse in found]
-        plans = [float(reuse.state.num_planned) for _, reuse in found]
-        _draw_lines(figure, [tolerance for tolerance, _ in found], (rho, plans), place, mesh, 1)
+        reuses = study.runs[0].reuses.items()
+        found = sorted((tolerance, reuse) for (at, tolerance), reuse in reuses if at == mesh)
+        points = [
+            (tolerance, sum(reuse.imbalances) / len(reuse.imbalances), reuse.state.num_planned)
+            for tolerance, reuse in found
+        ]
+        _draw_lines(figure, points, place, mesh, 1)
     figure.update_xaxes(title="tolerance of a kept plan", row=3, col=1)
     _title_axes(figure, 1, "rho, mean over the steps", "plans made (dotted)")
 
 
 def _draw_rewards(figure: "Figure", study: Study) -> None:
     for place, mesh in enumerate(study.setting.meshes):
-        found = [(reward, x) for reward, x in study.rewards if x.mesh == mesh]
-        rho = [x.imbalance for _, x in found]
-        moved = [x.q_moved for _, x in found]
-        _draw_lines(figure, [reward for reward, _ in found], (rho, moved), place, mesh, 2)
+        found = [(reward, x.imbalance, x.q_moved) for reward, x in study.rewards if x.mesh == mesh]
+        _draw_lines(figure, found, place, mesh, 2)
     figure.update_xaxes(title="reward", row=3, col=2)
     _title_axes(figure, 2, "rho", "share of query rows moved (dotted)")
 
 
 def _draw_lines(
-    figure: "Figure",
-    x: list[float],
-    lines: tuple[list[float], list[float]],
-    place: int,
-    mesh: Mesh,
-    col: int,
+    figure: "Figure", points: Sequence[tuple[float, float, float]], place: int, mesh: Mesh, col: int
 ) -> None:
-    """One mesh: rho, and dotted what it costs, on the axis to the right."""
+    """One mesh: points of a setting, rho, and dotted what it costs, on the axis to the right."""
     from plotly.colors import qualitative
 
     color = qualitative.Plotly[place % len(qualitative.Plotly)]
+    x, *lines = zip(*points, strict=True)
     for is_cost, y in enumerate(lines):
         figure.add_scatter(
             x=x,

@@ -11,11 +11,11 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.routes import Ints
-from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, plan_under
+from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner
 from bascule.plan.sparse.choose_mesh import Degrees as Mesh
-from bascule.plan.sparse.choose_mesh import StrategyChoice, choose_strategy
+from bascule.plan.sparse.choose_mesh import Strategies, StrategyChoice
 
 Bools = npt.NDArray[np.bool_]
 
@@ -221,32 +221,22 @@ def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[flo
         setting: What is planned for.
         tolerances: To follow besides the setting's.
     """
-    reuses: dict[tuple[Mesh, float], Reuse] = {}
-    choices: tuple[StrategyChoice, ...] = ()
+    states: dict[tuple[Mesh, float], PlanReuse] = {}
+    imbalances: dict[tuple[Mesh, float], list[float]] = {}
+    choices: list[StrategyChoice] = []
     for masks in steps:
-        is_first = not reuses
-        if is_first:
-            reuses = _first_plans(masks, setting, (setting.tolerance, *tolerances))
-        ran = {key: plan_under(reuse.state.plan, masks) for key, reuse in reuses.items()}
+        if states:
+            states = {key: state.after(masks) for key, state in states.items()}
+        else:
+            for mesh in setting.meshes:
+                planner, plan = setting.planner(DEFAULT, mesh), setting.plan(DEFAULT, masks, mesh)
+                for tolerance in (setting.tolerance, *tolerances):
+                    states[mesh, tolerance] = PlanReuse(planner, plan, tolerance)
+        ran = {key: state.ran or state.plan for key, state in states.items()}
+        for key, plan in ran.items():
+            imbalances.setdefault(key, []).append(plan.imbalance)
         loads = [setting.load(ran[mesh, setting.tolerance]) for mesh in setting.meshes]
         last = choices[-1] if choices else None
-        choices = (*choices, choose_strategy(setting.latency, loads, last))
-        reuses = {
-            key: Reuse(
-                reuse.state if is_first else reuse.state.after(masks),
-                (*reuse.imbalances, ran[key].imbalance),
-            )
-            for key, reuse in reuses.items()
-        }
-    return LayerRun(reuses, choices)
-
-
-def _first_plans(
-    masks: Bools, setting: Setting, tolerances: Sequence[float]
-) -> dict[tuple[Mesh, float], Reuse]:
-    planned = {mesh: setting.plan(DEFAULT, masks, mesh) for mesh in setting.meshes}
-    return {
-        (mesh, tolerance): Reuse(PlanReuse(setting.planner(DEFAULT, mesh), plan, tolerance))
-        for mesh, plan in planned.items()
-        for tolerance in tolerances
-    }
+        choices.append(Strategies(setting.latency, min_gain=0.03).choose(loads, last))
+    reuses = {key: Reuse(state, tuple(imbalances[key])) for key, state in states.items()}
+    return LayerRun(reuses, tuple(choices))

@@ -19,34 +19,6 @@ from bascule.errors import ConfigError
 from bascule.plan.routes import Ints
 
 
-def block_scores(
-    q: Tensor, k: Tensor, q_lens: npt.ArrayLike, kv_lens: npt.ArrayLike, scale: float | None = None
-) -> Tensor:
-    """(B, H, N, M) scores of the mean query and the mean key of each pair of blocks.
-
-    Args:
-        q: (B, H, T, D).
-        k: (B, heads, T, D); the number of its heads divides H.
-        q_lens: (N,) tokens of each query block.
-        kv_lens: (M,) of each key block.
-        scale: Factor of the scores; default 1 / sqrt(D).
-
-    Returns:
-        In float32, of float64 inputs in float64.
-
-    Raises:
-        ConfigError: Blocks do not add up to the tokens, or heads do not divide.
-    """
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ConfigError(
-            f"block_scores: {q.shape[1]} query heads share {k.shape[1]} key heads: the number of "
-            "key heads must divide that of query heads"
-        )
-    queries = pooled(q, q_lens).unflatten(1, (k.shape[1], -1))
-    scores = torch.einsum("bgend,bgmd->bgenm", queries, pooled(k, kv_lens)).flatten(1, 2)
-    return scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-
-
 def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:
     """(B, H, N, D) mean of the tokens of each block, in float32 (of float64 in float64).
 

@@ -1,13 +1,18 @@
-"""The machines: what wires and launches add to the cost of a sequence in a bag, in seconds."""
+"""The machines: what they do in a second, and from where that is known; and clusters of them."""
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, number, put, rate, whole
+from bascule.plan.checks import MAX_RANKS, number, of_type, put, rate, shown, whole
+from bascule.plan.costs.attention_latency import AttentionLatency
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate
+from bascule.plan.files import parse_json, read_lines, to_path
 from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
@@ -148,3 +153,192 @@ def _shape(cost: Cost) -> tuple[int, int]:
             "width of the model: use a TransformerCost, or bags of one rank"
         )
     return cost.d_model, cost.num_layers
+
+
+FLOPS_PER_VALUE = 4
+"""Of a query-key pair, by value of the head: a product with the key, and one with the value."""
+
+_SOURCES = {
+    "measured": "measured",
+    "datasheet": "assumed from a data sheet, not measured",
+    "given": "given, not measured",
+}
+
+_Made = TypeVar("_Made")
+
+_FORMAT = {"bascule": "hardware profile", "version": 1}
+"""What a file of a profile begins with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HardwareProfile:
+    """What a machine does in a second, and from where that is known. None: not known.
+
+    Clusters and predictions of attention take their numbers from here.
+
+    Args:
+        device: Its name.
+        source: "measured", "datasheet" or "given".
+        matmul_flops_per_s: FLOPs in a second that a rank sustains in products of matrices.
+        attention_flops_per_s: The same in attention, on the blocks that are computed.
+        intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
+        inter_bytes_per_s: The same, to ranks of other nodes.
+        memory_bytes: Memory of a rank.
+        launch_s: Seconds to start a kernel or an exchange.
+        host_s: Seconds that the host adds to a step of a rank, whatever its sequences.
+        attention: The fit of measured calls of attention, of one width of heads; used in place of
+            the rates above to predict attention.
+        note: How the numbers came about, in words.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    device: str
+    source: str = "given"
+    matmul_flops_per_s: float | None = None
+    attention_flops_per_s: float | None = None
+    intra_bytes_per_s: float | None = None
+    inter_bytes_per_s: float | None = None
+    memory_bytes: float | None = None
+    launch_s: float | None = None
+    host_s: float | None = None
+    attention: AttentionLatency | None = None
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("device", "source", "note"):
+            of_type(f"HardwareProfile: {name}", getattr(self, name), str, "a text")
+        if self.source not in _SOURCES:
+            raise ConfigError(
+                f"HardwareProfile(source={shown(self.source)}): must be one of "
+                + ", ".join(_SOURCES)
+            )
+        for field in fields(self)[2:9]:
+            if (value := getattr(self, field.name)) is not None:
+                check = number if field.name in ("launch_s", "host_s") else rate
+                put(self, field.name, check(f"HardwareProfile({field.name}", value))
+        if self.attention is not None:
+            advice = "an AttentionLatency, or None"
+            of_type("HardwareProfile: attention", self.attention, AttentionLatency, advice)
+
+    def __str__(self) -> str:
+        """One line: the numbers, and whether anybody measured them."""
+        units = (
+            (self.matmul_flops_per_s, 1e12, "TFLOP/s"),
+            (self.intra_bytes_per_s, 1e9, "GB/s in a node"),
+            (self.inter_bytes_per_s, 1e9, "GB/s between nodes"),
+            (self.launch_s, 1e-6, "us a launch"),
+        )
+        parts = [f"{value / unit:g} {name}" for value, unit, name in units if value is not None]
+        if self.attention is not None:
+            error = self.attention.fit_error
+            fit = "" if error is None else f" with an error of {error:.1%}"
+            parts.append(f"attention fitted{fit}")
+        return f"{self.device}: {', '.join(parts) or 'no numbers'}; {_SOURCES[self.source]}"
+
+    def cluster(self, num_nodes: int, ranks_per_node: int) -> Cluster:
+        """Nodes of such ranks.
+
+        Raises:
+            ConfigError: The profile lacks a number that it takes, or there are too many ranks.
+        """
+        compute, memory, near, far, launch_s = self._known(
+            *("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s"),
+            "launch_s",
+        )
+        return Cluster(num_nodes, ranks_per_node, compute, memory, near, far, launch_s)
+
+    def attention_latency(self, head_dim: int) -> AttentionLatency:
+        """What predicts a call: the fit if there is one, or else rates and launches.
+
+        Args:
+            head_dim: Values of a head.
+
+        Raises:
+            ConfigError: There is no fit, and the profile lacks a rate.
+        """
+        if self.attention is not None:
+            return self.attention
+        compute, wire, launch_s = self._known(
+            "attention_flops_per_s", "intra_bytes_per_s", "launch_s"
+        )
+        work_s = FLOPS_PER_VALUE * whole("head_dim", head_dim, 1) / compute
+        return AttentionLatency(launch_s, 1.0 / wire, launch_s, 1.0 / wire, work_s, launch_s)
+
+    def _known(self, *names: str) -> list[float]:
+        missing = [name for name in names if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(
+                f"the hardware profile of {self.device} has no {', '.join(missing)}: add what is "
+                "missing to the file, or use another profile"
+            )
+        return [getattr(self, name) for name in names]
+
+    def save(self, path: str | Path) -> None:
+        """Write a JSON file.
+
+        Raises:
+            ConfigError: The file cannot be written; says why.
+        """
+        text = json.dumps(_FORMAT | asdict(self), indent=2) + "\n"
+        try:
+            to_path(path).write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot write {path}: {error}") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote, or take a profile that is known by its name.
+
+        Args:
+            path: Of the file; or "h100-datasheet".
+
+        Raises:
+            ConfigError: The file cannot be read, or holds something else; says what.
+        """
+        if isinstance(path, str) and path in _KNOWN:
+            return cls(**_KNOWN[path])
+        found = parse_json("".join(read_lines(path)), str(path))
+        values = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+        if {name: values.get(name) for name in _FORMAT} != _FORMAT:
+            raise ConfigError(
+                f"{path} is no hardware profile of version {_FORMAT['version']}, as "
+                f"HardwareProfile.save writes them; by name there is {', '.join(_KNOWN)}"
+            )
+        values = {name: value for name, value in values.items() if name not in _FORMAT}
+        try:
+            if values.get("attention") is not None:
+                values["attention"] = _built(AttentionLatency, values["attention"])
+            return _built(cls, values)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _built(kind: type[_Made], values: object) -> _Made:
+    """A dataclass from its fields, all of which must be there."""
+    names = [field.name for field in fields(cast(Any, kind))]
+    given = cast(dict[str, Any], values) if isinstance(values, dict) else {}
+    if given.keys() != set(names):
+        raise ConfigError(
+            f"{kind.__name__} holds {', '.join(given) or 'no fields'}; it must hold "
+            f"{', '.join(names)}"
+        )
+    return kind(**given)
+
+
+_KNOWN: dict[str, dict[str, Any]] = {
+    "h100-datasheet": {
+        "device": "NVIDIA H100 SXM",
+        "source": "datasheet",
+        "matmul_flops_per_s": 544e12,
+        "attention_flops_per_s": 544e12,
+        "intra_bytes_per_s": 180e9,
+        "inter_bytes_per_s": 25e9,
+        "memory_bytes": 80e9,
+        "launch_s": 10e-6,
+        "note": "55 % of the peak of 989 TFLOP/s in bf16, 40 % of NVLink's 450 GB/s a direction, "
+        "half of a link of 400 Gb/s; launches guessed",
+    }
+}
+"""Profiles that are known by name: nobody measured them."""

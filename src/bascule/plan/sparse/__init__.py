@@ -3,7 +3,8 @@
 Attention is cut into blocks of tokens; a mask says which query blocks see which key blocks. On a
 mesh of U Ulysses x R ring ranks every ring has some of the heads, perhaps a part of the queries of
 a head. A query block stays on a ring rank; keys and values travel around the ring. Source: db-SP,
-whose method is kept as "paper". From a striped home layout a few moves do better than all of its.
+whose method is kept to compare with ("paper"). Blocks dealt in stripes are nearly even at home; a
+few moves do the rest.
 
 Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring. Rank =
 ring rank * U + Ulysses rank.
@@ -14,6 +15,8 @@ from bascule.plan.sparse.block_layout import block_lens as block_lens
 from bascule.plan.sparse.block_layout import check_degrees as check_degrees
 from bascule.plan.sparse.block_partition import BlockPlan as BlockPlan
 from bascule.plan.sparse.block_partition import partition_blocks as partition_blocks
+from bascule.plan.sparse.columns import plan_under as plan_under
+from bascule.plan.sparse.columns import tiles_under as tiles_under
 from bascule.plan.sparse.counts import block_counts as block_counts
 from bascule.plan.sparse.heads import HeadPlan as HeadPlan
 from bascule.plan.sparse.heads import partition_heads as partition_heads
@@ -21,8 +24,6 @@ from bascule.plan.sparse.imbalance import critical_path_imbalance as critical_pa
 from bascule.plan.sparse.imbalance import sparse_imbalance as sparse_imbalance
 from bascule.plan.sparse.planner import PlanReuse as PlanReuse
 from bascule.plan.sparse.planner import SparsePlanner as SparsePlanner
-from bascule.plan.sparse.planner import in_order as in_order
-from bascule.plan.sparse.planner import plan_under as plan_under
-from bascule.plan.sparse.planner import tiles_under as tiles_under
+from bascule.plan.sparse.sparse_baselines import in_order as in_order
 from bascule.plan.sparse.sparse_plan import SparsePlan as SparsePlan
 from bascule.plan.sparse.sparse_route import PackedRows as PackedRows

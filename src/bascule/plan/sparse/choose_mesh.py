@@ -9,6 +9,7 @@ Legend: U Ulysses degree, R ring degree, N = U R ranks; H heads, Q query blocks,
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import cast
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, shown, whole
-from bascule.plan.costs.fit_attention import AttentionLatency, AttentionLoad
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PlanReuse
 from bascule.plan.sparse.block_layout import MAX_MESH_RANKS
@@ -45,84 +46,30 @@ class StrategyChoice:
         degrees: (U, R).
         predicted_s: Seconds of the call.
         foregone_s: Predicted seconds lost since the last switch, by not being on the fastest mesh.
-        num_choices: Choices so far, this one included.
-        num_switches: How many of them left the mesh of the one before.
+        num_switches: Choices so far that left the mesh of the one before.
     """
 
     degrees: Degrees
     predicted_s: float
     foregone_s: float = 0.0
-    num_choices: int = 1
     num_switches: int = 0
-
-
-def choose_strategy(
-    latency: AttentionLatency,
-    loads: Sequence[AttentionLoad],
-    last: StrategyChoice | None = None,
-    *,
-    min_gain: float = 0.03,
-    switch_s: float = 0.0,
-) -> StrategyChoice:
-    """Choose the mesh with the lowest predicted latency, but do not switch for nothing.
-
-    A gain that is at most `min_gain` of the current prediction is less than the model can tell, and
-    does not count. Those that count are summed as long as the layer stays where it is; once the sum
-    pays for a switch, it switches to what is fastest then. Equal predictions: the first.
-
-    Args:
-        latency: The fitted model.
-        loads: Of this layer in this step on every allowed mesh, with the imbalance of each.
-        last: The choice for this layer in the step before; None in the first.
-        min_gain: Least relative gain that counts; the error of the model is a good value.
-        switch_s: Seconds that a switch costs: new plans and index tables, cold caches.
-
-    Raises:
-        ConfigError: No mesh, one of them twice, or the current one is not among them.
-    """
-    of_type("choose_strategy: latency", latency, AttentionLatency, "an AttentionLatency")
-    loads = [
-        of_type("choose_strategy: a load", load, AttentionLoad, "an AttentionLoad")
-        for load in listed("choose_strategy: loads", loads)
-    ]
-    if last is not None:
-        of_type("choose_strategy: last", last, StrategyChoice, "the last choice, or None")
-    min_gain, switch_s = number("min_gain", min_gain), number("switch_s", switch_s, most=np.inf)
-    seconds_of: dict[Degrees, float] = {load.degrees: latency(load) for load in loads}
-    if not loads or len(seconds_of) < len(loads):
-        raise ConfigError(
-            f"choose_strategy: loads of {[load.degrees for load in loads]} (Ulysses, ring); give "
-            "each allowed mesh once, and at least one"
-        )
-    best = min(seconds_of, key=lambda degrees: seconds_of[degrees])
-    if last is None:
-        return StrategyChoice(best, seconds_of[best])
-    if last.degrees not in seconds_of:
-        raise ConfigError(
-            f"choose_strategy: the last mesh {last.degrees} is not among {list(seconds_of)}: give "
-            "its load too, or last=None to start anew"
-        )
-    current_s = seconds_of[last.degrees]
-    gain_s = current_s - seconds_of[best]
-    counts = gain_s > min_gain * current_s
-    foregone_s = last.foregone_s + (gain_s if counts else 0.0)
-    num_choices = last.num_choices + 1
-    if counts and foregone_s >= switch_s:
-        return StrategyChoice(best, seconds_of[best], 0.0, num_choices, last.num_switches + 1)
-    return StrategyChoice(last.degrees, current_s, foregone_s, num_choices, last.num_switches)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategies:
-    """How each layer chooses its mesh in each step.
+    """How each layer chooses its mesh in each step: the fastest, but no switch for nothing.
+
+    A gain that is at most `min_gain` of the current prediction is less than the model can tell, and
+    does not count. Those that count are summed as long as the layer stays where it is; once the sum
+    pays for a switch, it switches to what is fastest then.
 
     Args:
         latency: What a call takes, the same on every rank: `measure_attention_latency` fits it.
         meshes: (Ulysses, ring) degrees to choose from, besides the mesh on which layers start.
             Default: all of as many ranks.
-        min_gain: Least relative gain that is worth a switch, see `choose_strategy`. Default: the
-            error of the latency's fit, and 0.03 at least.
-        switch_s: Seconds that a switch costs.
+        min_gain: Least relative gain that counts. Default: the error of the latency's fit, and 0.03
+            at least.
+        switch_s: Seconds that a switch costs: new plans and index tables, cold caches.
 
     Raises:
         ConfigError: A value is out of range.
@@ -149,12 +96,45 @@ class Strategies:
                     "ring) degrees, as in ((4, 2), (8, 1))"
                 )
 
-    def choose(self, loads: list[AttentionLoad], last: StrategyChoice | None) -> StrategyChoice:
-        """The mesh of a layer in its next step, see `choose_strategy`."""
-        least = self.min_gain
-        if least is None:
-            least = max(self.latency.fit_error or 0.0, 0.03)
-        return choose_strategy(self.latency, loads, last, min_gain=least, switch_s=self.switch_s)
+    def choose(
+        self, loads: Sequence[AttentionLoad], last: StrategyChoice | None = None
+    ) -> StrategyChoice:
+        """The mesh of a layer in its next step. Of equal predictions: the first.
+
+        Args:
+            loads: Of the layer in that step on every allowed mesh, with the imbalance of each.
+            last: The choice for the step before; None in the first.
+
+        Raises:
+            ConfigError: No mesh, one of them twice, or the current one is not among them.
+        """
+        loads = [
+            of_type("Strategies: a load", load, AttentionLoad, "an AttentionLoad")
+            for load in listed("Strategies: loads", loads)
+        ]
+        of_type("Strategies: last", last, (StrategyChoice, NoneType), "the last choice, or None")
+        seconds_of = {load.degrees: self.latency(load) for load in loads}
+        if not loads or len(seconds_of) < len(loads):
+            raise ConfigError(
+                f"Strategies: loads of {[load.degrees for load in loads]} (Ulysses, ring); give "
+                "each allowed mesh once, and at least one"
+            )
+        best = min(seconds_of, key=lambda degrees: seconds_of[degrees])
+        if last is None:
+            return StrategyChoice(best, seconds_of[best])
+        if last.degrees not in seconds_of:
+            raise ConfigError(
+                f"Strategies: the last mesh {last.degrees} is not among {list(seconds_of)}: give "
+                "its load too, or last=None to start anew"
+            )
+        least = max(self.latency.fit_error or 0.0, 0.03) if self.min_gain is None else self.min_gain
+        current_s = seconds_of[last.degrees]
+        gain_s = current_s - seconds_of[best]
+        counts = gain_s > least * current_s
+        foregone_s = last.foregone_s + (gain_s if counts else 0.0)
+        if counts and foregone_s >= self.switch_s:
+            return StrategyChoice(best, seconds_of[best], 0.0, last.num_switches + 1)
+        return StrategyChoice(last.degrees, current_s, foregone_s, last.num_switches)
 
 
 @dataclass(frozen=True, slots=True)

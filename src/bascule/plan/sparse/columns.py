@@ -1,10 +1,11 @@
-"""Masks or counts as one thing: work by query block and column.
+"""Masks or counts as one thing: work by query block and column; and plans with that work.
 
 Legend: H heads, Q query blocks, K key blocks, C columns (key blocks, or ring ranks), U rings, R
 ranks of a ring.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
@@ -14,6 +15,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, of_type
 from bascule.plan.routes import Ints
 from bascule.plan.sparse.block_layout import BlockLayout
+from bascule.plan.sparse.block_partition import BlockPlan
 from bascule.plan.sparse.counts import (
     Floats,
     Work,
@@ -21,7 +23,9 @@ from bascule.plan.sparse.counts import (
     check_ranks,
     check_work,
     ring_work,
+    tile_work,
 )
+from bascule.plan.sparse.sparse_plan import SparsePlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,16 +36,20 @@ class Columns:
         work: (H, Q, C) masks or counts.
         lens: (C,) tokens that a count of one stands for.
         home: (C,) ring rank of each column at home.
-        q_lens: (Q,) tokens of each query block.
-        q_home: (Q,) ring rank of each query block at home.
+        q: The query blocks at home.
+        kv: The key blocks at home.
+        ulysses_degree: U.
+        ring_degree: R.
         are_blocks: Whether columns are key blocks, which may be moved.
     """
 
     work: Work
     lens: Ints
     home: Ints
-    q_lens: Ints
-    q_home: Ints
+    q: BlockLayout
+    kv: BlockLayout
+    ulysses_degree: int
+    ring_degree: int
     are_blocks: bool
 
     @classmethod
@@ -59,31 +67,89 @@ class Columns:
             ConfigError: The work does not fit the layouts, or is more than is counted exactly.
         """
         for name, layout in (("q", q), ("kv", kv)):
-            of_type(name, layout, BlockLayout, "a BlockLayout: blocks and where they are")
+            of_type(name, layout, BlockLayout, "a BlockLayout")
             check_ranks(f"{name}.home", layout.home, ulysses_degree * ring_degree)
         work = check_work(work, ring_degree, kv.lens.size)
         if work.shape[1] != q.lens.size:
             raise ConfigError(f"work of {work.shape[1]} query blocks for a layout of {q.lens.size}")
         _check_amount(work, int(q.lens.sum()), int(kv.lens.sum()))
-        q_home, kv_home = q.home // ulysses_degree, kv.home // ulysses_degree
+        where = q, kv, ulysses_degree, ring_degree
         if work.dtype == np.bool_:
             if ring_degree > 1:
-                return cls(work, kv.lens, kv_home, q.lens, q_home, True)
+                return cls(work, kv.lens, kv.home // ulysses_degree, *where, True)
             work = block_counts(work, kv_lens=kv.lens)
         ranks = np.arange(ring_degree)
-        return cls(work, np.ones_like(ranks), ranks, q.lens, q_home, False)
+        return cls(work, np.ones_like(ranks), ranks, *where, False)
+
+    @property
+    def q_home(self) -> Ints:
+        """(Q,) ring rank of each query block at home."""
+        return self.q.home // self.ulysses_degree
 
     def per_block(self) -> Ints:
         """(H, Q) work of each query block of each head."""
         if self.are_blocks:
-            return block_counts(self.work, kv_lens=self.lens)[:, :, 0] * self.q_lens
-        return self.work.sum(axis=2) * self.q_lens
+            return block_counts(self.work, kv_lens=self.lens)[:, :, 0] * self.q.lens
+        return self.work.sum(axis=2) * self.q.lens
 
-    def matrices(self, ring_of: Ints, ulysses_degree: int) -> Floats:
-        """(U, Q, C) work of each ring."""
-        sums = ring_work(self.work, ring_of, ulysses_degree)
-        sums *= np.multiply.outer(self.q_lens, self.lens)
+    def matrices(self, ring_of: Ints) -> Floats:
+        """(U, Q, C) work of each ring, given the ring (H, Q) of each query block of each head."""
+        sums = ring_work(self.work, ring_of, self.ulysses_degree)
+        sums *= np.multiply.outer(self.q.lens, self.lens)
         return sums
+
+    def tiles(self, matrices: Floats, q_of: Ints, column_of: Ints) -> Floats:
+        """(U, R, R) from (U, Q, C), (U, Q) and (U, C)."""
+        rings = zip(matrices, q_of, column_of, strict=True)
+        return np.stack([tile_work(*ring, self.ring_degree) for ring in rings])
+
+    def plan(self, ring_of: Ints, rings: Sequence[BlockPlan], num_kv_heads: int) -> SparsePlan:
+        """The plan of these rings.
+
+        Args:
+            ring_of: (H, Q) ring that computes a query block of a head.
+            rings: (U,) where query blocks and columns are in each.
+            num_kv_heads: Key-value heads.
+        """
+        q_of, column_of = (
+            np.stack([getattr(x, name) for x in rings]) for name in ("q_of", "kv_of")
+        )
+        degrees = self.ulysses_degree, self.ring_degree
+        kv_of = column_of if self.are_blocks else _kv_at_home(self.kv, self.ulysses_degree)
+        tiles = np.stack([x.tiles for x in rings])
+        return SparsePlan(*degrees, num_kv_heads, self.q, self.kv, ring_of, q_of, kv_of, tiles)
+
+
+def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
+    """The same decision, with other work in its tiles; errors as of `tiles_under`."""
+    return replace(plan, tiles=tiles_under(plan, work))
+
+
+def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
+    """(U, R, R) work of the tiles of a plan under masks or counts other than its own.
+
+    Raises:
+        ConfigError: The work does not fit the plan; or it is counts, and the plan moves keys.
+    """
+    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    columns = Columns.of(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
+    if columns.work.shape[0] != plan.ring_of.shape[0]:
+        raise ConfigError(
+            f"work of {columns.work.shape[0]} heads for a plan of {plan.ring_of.shape[0]}"
+        )
+    column_of = plan.kv_of
+    if not columns.are_blocks:
+        if (plan.kv_of != _kv_at_home(plan.kv, plan.ulysses_degree)).any():
+            raise ConfigError(
+                "this plan moves keys, and counts are by the ring rank where keys are at home: "
+                "give the masks, or make plans from counts"
+            )
+        column_of = np.tile(columns.home, (plan.ulysses_degree, 1))
+    return columns.tiles(columns.matrices(plan.ring_of), plan.q_of, column_of)
+
+
+def _kv_at_home(kv: BlockLayout, ulysses_degree: int) -> Ints:
+    return np.tile(kv.home // ulysses_degree, (ulysses_degree, 1))
 
 
 def _check_amount(work: Work, q_tokens: int, kv_tokens: int) -> None:

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bascule.errors import ConfigError
-from bascule.plan.baselines import greedy
-from bascule.plan.checks import amounts, number, of_type, shown
+from bascule.plan.checks import amounts, number
 from bascule.plan.metrics import imbalance
 from bascule.plan.routes import Ints
 from bascule.plan.solver.solve import Assignment, assign
@@ -38,7 +36,6 @@ def partition_heads(
     block_counts: npt.ArrayLike,
     num_ranks: int,
     *,
-    method: str = "assign",
     cut_above: float = 0.01,
 ) -> HeadPlan:
     """Assign attention heads to ranks so that all ranks have the same work.
@@ -52,8 +49,6 @@ def partition_heads(
         block_counts: (heads,) work of each head, or (heads, q_blocks) of each query block of it,
             without which no head can be cut.
         num_ranks: Ranks.
-        method: "assign", the solver; or "paper", the greedy of db-SP (section 4.2.1): heads by
-            descending work, each to the least loaded rank, never cut.
         cut_above: Imbalance of whole heads, less 1, above which heads are cut. Inf: never.
 
     Raises:
@@ -61,25 +56,16 @@ def partition_heads(
     """
     counts = amounts("block_counts", block_counts, (1, 2))
     cut_above = number("cut_above", cut_above, most=np.inf)
-    if of_type("method", method, str, '"assign" or "paper"') not in ("assign", "paper"):
-        raise ConfigError(f'method {shown(method)}: heads are partitioned by "assign" or "paper"')
     can_cut = counts.ndim == 2
     counts = counts if can_cut else counts[:, None]
     whole = assign(counts.sum(axis=1), num_ranks)
-    if method == "paper":
-        dealt = greedy(counts.sum(axis=1), num_ranks)
-        return _whole_heads(counts, dealt, num_ranks, whole.lower_bound)
     if not can_cut or imbalance(whole.loads) <= 1.0 + cut_above:
-        return _whole_heads(counts, whole.bin_of, num_ranks, whole.lower_bound)
+        rank_of = np.repeat(whole.bin_of[:, None], counts.shape[1], axis=1)
+        return _planned(counts, whole.bin_of, rank_of, num_ranks, whole.lower_bound)
     mean = float(whole.loads.mean())
     rank_of = _cut(counts, whole, (1.0 + cut_above) * mean)
     bound = max(mean, float(counts.max()))
     return _planned(counts, whole.bin_of, rank_of, num_ranks, bound)
-
-
-def _whole_heads(counts: Floats, bin_of: Ints, num_ranks: int, bound: float) -> HeadPlan:
-    rank_of = np.repeat(bin_of[:, None], counts.shape[1], axis=1)
-    return _planned(counts, bin_of, rank_of, num_ranks, bound)
 
 
 def _planned(counts: Floats, bin_of: Ints, rank_of: Ints, num_ranks: int, bound: float) -> HeadPlan:

@@ -6,9 +6,10 @@ import numpy.typing as npt
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.plan.sparse.block_layout import BlockLayout, check_degrees
+from bascule.plan.sparse.columns import tiles_under
 from bascule.plan.sparse.counts import Floats, check_masks
-from bascule.plan.sparse.planner import in_order, tiles_under
 from bascule.plan.sparse.round_metrics import barrier_imbalance, coupled_imbalance
+from bascule.plan.sparse.sparse_baselines import in_order
 from bascule.plan.sparse.sparse_plan import SparsePlan
 
 
@@ -39,7 +40,7 @@ def critical_path_imbalance(
 ) -> float:
     """The same for a ring whose ranks wait for their neighbours alone, as they in fact do.
 
-    Arguments and errors as for `sparse_imbalance`, which is never less.
+    Takes the same arguments as `sparse_imbalance`, and is at most as large.
     """
     return coupled_imbalance(_tiles_of(masks, ulysses_degree, ring_degree, plan))
 

@@ -2,10 +2,11 @@
 
 Tokens lie in blocks that are dealt to the ranks in turns, segment by segment, so that work is
 nearly even before anything is planned. Layers are counted by the attention calls of a forward pass,
-denoising steps by forward passes. After a layer's attention its next step is planned: from the
-masks of that step where there is a file of them, else from counts of what this step's rule saw.
-A plan is kept while it is even enough, as in db-SP; and where there is a choice of meshes, there is
-one for each, and the layer attends on the mesh that is predicted to be the fastest.
+denoising steps by forward passes. All that is known of a layer is one immutable `SparseLayer`.
+After a layer's attention its next step is planned: from the masks of that step where there is a
+file of them, else from counts of what this step's rule saw. A plan is kept while it is even enough,
+as in db-SP; and where there is a choice of meshes, there is one for each, and the layer attends on
+the mesh that is predicted to be the fastest.
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of this rank, D head width; N blocks of
 the sequence; R ring ranks.
@@ -13,7 +14,7 @@ the sequence; R ring ranks.
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -28,9 +29,9 @@ from bascule.attention.sparse.block_sparse import (
 )
 from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.sparse.sparse_config import LayerMasks, SparseConfig
+from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig, with_text
 from bascule.plan.routes import Ints
-from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner, block_lens
+from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose_mesh import Degrees, LayerPlans, columns_of
 
 logger = logging.getLogger(__name__)
@@ -40,47 +41,8 @@ PLAN_SPAN = "bascule: sparse attention planned"
 """How profiles call planning, with the counts that ranks tell each other for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class SparseLayer:
-    """What a layer did in a forward pass, and what became of its plans.
-
-    Attributes:
-        layer: By the order of attention calls.
-        used: The plan of this pass; its tiles are the work of this pass, of the first batch item.
-        density: Share of the pairs of tokens that this was.
-        row_bytes: Of the rows of one token and head in all batch items.
-        plans: For the next pass, with what it took to get there.
-    """
-
-    layer: int
-    used: SparsePlan
-    density: float
-    row_bytes: int
-    plans: LayerPlans
-
-    @property
-    def imbalance(self) -> float:
-        """Rho of db-SP, equation 1, in this pass."""
-        return self.used.imbalance
-
-    @property
-    def num_planned(self) -> int:
-        """Plans made so far, on all meshes."""
-        return sum(reuse.num_planned for reuse in self.plans.reuses.values())
-
-    @property
-    def num_kept(self) -> int:
-        """How often a plan was kept for other masks."""
-        return sum(reuse.num_kept for reuse in self.plans.reuses.values())
-
-    @property
-    def num_switches(self) -> int:
-        """How often the layer left its mesh."""
-        return 0 if self.plans.choice is None else self.plans.choice.num_switches
-
-
-Form = tuple[tuple[int, ...], int]  # tokens of each segment, and B
 NUM_FORMS = 4
+"""Lengths and batches whose states are kept: as many as two prompts take at two resolutions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,59 +65,78 @@ class LayerKey:
     num_kv_heads: int
     row_bytes: int
 
-    @property
-    def form(self) -> Form:
-        """What the layers of a forward pass have in common."""
-        return self.segments, self.batch
-
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
-    """A layer's plans for its next step; and whether they know the work of that step."""
+class SparseLayer:
+    """The state of a layer between two forward passes. Immutable: a pass leaves the next one.
 
-    plans: LayerPlans
-    is_known: bool
-
-
-class _Plans:
-    """Plans by what they are for, of the lengths and batches that were met last.
-
-    As many as guidance with two prompts takes at two resolutions.
+    Attributes:
+        key: Which layer, and of what sizes.
+        plans: For the next pass, with what it took to get there.
+        is_known: Whether they are made from the masks of that pass, not from counts of the last.
+        used: The plan of the last pass; its tiles are the work of that pass, of the first batch
+            item.
     """
 
-    def __init__(self) -> None:
-        self._kept: dict[Form, dict[LayerKey, _Planned]] = {}
+    key: LayerKey
+    plans: LayerPlans
+    is_known: bool
+    used: SparsePlan
 
-    def get(self, key: LayerKey) -> _Planned | None:
-        """The plans for a layer, if there are any."""
-        return self._of_form(key).get(key)
+    @property
+    def layer(self) -> int:
+        """By the order of attention calls."""
+        return self.key.layer
 
-    def put(self, key: LayerKey, planned: _Planned) -> None:
-        """Keep the plans for a layer; forget those of what was met longest ago."""
-        self._of_form(key)[key] = planned
-        while len(self._kept) > NUM_FORMS:
-            del self._kept[next(iter(self._kept))]
+    @property
+    def row_bytes(self) -> int:
+        """Of the rows of one token and head in all batch items."""
+        return self.key.batch * self.key.row_bytes
 
-    def _of_form(self, key: LayerKey) -> dict[LayerKey, _Planned]:
-        plans = self._kept[key.form] = self._kept.pop(key.form, {})
-        return plans
+    @property
+    def density(self) -> float:
+        """Share of the pairs of tokens that was computed in the last pass."""
+        pairs = self.key.num_heads * sum(self.key.segments) ** 2
+        return float(self.used.tiles.sum()) / max(pairs, 1)
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._kept.clear()
+    @property
+    def imbalance(self) -> float:
+        """Rho of db-SP, equation 1, in the last pass."""
+        return self.used.imbalance
 
-    def copy(self) -> "_Plans":
-        """Another one with the same plans."""
-        made = _Plans()
-        made._kept = {form: dict(plans) for form, plans in self._kept.items()}
-        return made
+    @property
+    def num_planned(self) -> int:
+        """Plans made so far, on all meshes."""
+        return sum(reuse.num_planned for reuse in self.plans.reuses.values())
 
-    def __len__(self) -> int:
-        return sum(map(len, self._kept.values()))
+    @property
+    def num_kept(self) -> int:
+        """How often a plan was kept for other masks."""
+        return sum(reuse.num_kept for reuse in self.plans.reuses.values())
+
+    @property
+    def num_switches(self) -> int:
+        """How often the layer left its mesh."""
+        return 0 if self.plans.choice is None else self.plans.choice.num_switches
+
+    def after(self, work: Bools | Ints | None) -> "SparseLayer":
+        """The state after a pass.
+
+        Args:
+            work: The masks (H, N, N) of the next pass, None: as those of this one. Without masks,
+                the counts (H, N, ranks) of this pass.
+        """
+        degrees, plans = self.plans.degrees, self.plans
+        used = plans.chosen.ahead
+        if work is not None:
+            plans = plans.after(work, self.key.batch, self.key.row_bytes)
+            ran = plans.reuses[degrees].ran
+            used = ran if ran is not None and not self.is_known else used
+        return replace(self, plans=plans, used=used)
 
 
 class SparseLayers:
-    """The plans of a model's layers.
+    """The states of a model's layers, of the lengths and batches that were met last.
 
     Attributes:
         config: What was asked for.
@@ -176,13 +157,17 @@ class SparseLayers:
         self.meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
         self._strategies = strategies if len(self.meshes) > 1 else None
         self._segments = segments
-        self._planned = _Plans()
+        self._kept: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
         self._noted = noted
+
+    def __len__(self) -> int:
+        """States that are kept."""
+        return sum(map(len, self._kept.values()))
 
     def restart(self) -> None:
         """The next forward pass is the first step of another image."""
         self.num_passes = 0
-        self._planned.clear()
+        self._kept.clear()
 
     def noting(self, mesh: AttentionMesh, masks: dict[int, Bools]) -> "SparseLayers":
         """The same step on a mesh, where layers see these masks (B, H, N, N), or note them there.
@@ -192,7 +177,7 @@ class SparseLayers:
         made = SparseLayers(self.config, mesh, self._segments, masks)
         made.num_passes = self.num_passes
         if mesh is self.mesh:
-            made._planned = self._planned.copy()
+            made._kept = {form: dict(layers) for form, layers in self._kept.items()}
         return made
 
     def begin(self, key: LayerKey) -> tuple[SparsePlan, RowsSeen | PooledRule]:
@@ -201,16 +186,16 @@ class SparseLayers:
         Raises:
             ConfigError: The masks are not for this model.
         """
-        masks = self._masks(key, self.num_passes)
-        planned = self._planned.get(key)
-        if planned is None:
-            planned = self._first(key, masks)
-            self._planned.put(key, planned)
-        plan = planned.plans.chosen.plan
+        lens, is_text = self._blocks(key.segments)
+        masks = self.config.masks_of(self._step(0), key.layer, key.num_heads, lens, is_text)
+        layers = self._of_form(key)
+        if key not in layers:
+            layers[key] = self._first(key, with_text(masks, is_text))
+        plan = layers[key].plans.chosen.plan
         noted = None if self._noted is None else self._noted.get(key.layer)
         if noted is not None:
             return plan, lambda rows: noted[:, rows.heads, rows.blocks]
-        return plan, masks.seen
+        return plan, self.config.seen(masks, lens, is_text)
 
     def mesh_of(self, plan: SparsePlan) -> AttentionMesh:
         """The mesh that a plan is for."""
@@ -223,49 +208,41 @@ class SparseLayers:
             key: The layer.
             masks: (B or 1, X, N) what this rank's rows saw.
         """
-        planned = self._planned.get(key)
-        assert planned is not None
-        plans, is_known = planned.plans, planned.is_known
-        degrees, used = plans.degrees, plans.chosen.ahead
-        if is_known:
+        layers = self._of_form(key)
+        layer = layers[key]
+        if layer.is_known:
             work = self._next_masks(key)
         else:
-            mesh, plan = self.meshes[degrees], plans.chosen.plan
-            work = gather_counts(mesh, plan, masks, by_rank=True)
-        if work is not None:
-            plans = plans.after(work, key.batch, key.row_bytes)
-            self._planned.put(key, _Planned(plans, is_known))
-            used = used if is_known else plans.reuses[degrees].ran
-        assert used is not None
-        if self._noted is not None and self.config.array is None and key.layer not in self._noted:
+            plan = layer.plans.chosen.plan
+            work = gather_counts(self.mesh_of(plan), plan, masks, by_rank=True)
+        layers[key] = layer.after(work)
+        if self._noted is not None and not layer.is_known and key.layer not in self._noted:
             num_blocks = masks.shape[-1]
             self._noted[key.layer] = masks.reshape(-1, key.num_heads, num_blocks, num_blocks)
-        pairs = key.num_heads * sum(key.segments) ** 2
-        density = float(used.tiles.sum()) / max(pairs, 1)
-        return SparseLayer(key.layer, used, density, key.batch * key.row_bytes, plans)
+        return layers[key]
 
-    def _first(self, key: LayerKey, masks: LayerMasks) -> _Planned:
+    def _of_form(self, key: LayerKey) -> dict[LayerKey, SparseLayer]:
+        """The states of these lengths and this batch; those met longest ago are forgotten."""
+        form = key.segments, key.batch
+        layers = self._kept[form] = self._kept.pop(form, {})
+        while len(self._kept) > NUM_FORMS:
+            del self._kept[next(iter(self._kept))]
+        return layers
+
+    def _first(self, key: LayerKey, masks: Bools | None) -> SparseLayer:
         """From the first step's masks; where a rule has yet to make them, as if all was seen."""
-        home, work = self._home(key.segments), masks.whole
-        is_known = work is not None
-        num_ranks = math.prod(self.mesh.degrees)
+        home, num_ranks = self._home(key.segments), math.prod(self.mesh.degrees)
         if np.bincount(home.home, minlength=num_ranks).min() == 0:
             logger.warning(
                 "sparse: %d blocks, %d tokens to a rank at a time, leave some of %d ranks without "
                 "tokens: use smaller blocks or stripes",
                 *(home.lens.size, self.config.dealt, num_ranks),
             )
-        if work is None:
-            work = _everything(key.num_heads, home, num_ranks)
+        work = _everything(key.num_heads, home, num_ranks) if masks is None else masks
         reuses: dict[Degrees, PlanReuse] = {}
         for degrees, mesh in self.meshes.items():
             if mesh is self.mesh or degrees[0] <= key.num_heads:
-                planner = SparsePlanner(
-                    *degrees,
-                    method=self.config.method,
-                    target=self.config.target,
-                    move_cost=self.config.move_cost,
-                )
+                planner = self.config.planner(*degrees)
                 columns = columns_of(work, degrees)
                 plan = planner.plan(columns, home, num_kv_heads=key.num_kv_heads)
                 reuses[degrees] = PlanReuse(planner, plan, self.config.tolerance)
@@ -273,28 +250,30 @@ class SparseLayers:
         plans = LayerPlans.first(
             reuses,
             self._strategies,
-            start=None if is_known else (ulysses, ring),
+            start=(ulysses, ring) if masks is None else None,
             batch=key.batch,
             row_bytes=key.row_bytes,
         )
-        return _Planned(plans, is_known)
+        return SparseLayer(key, plans, masks is not None, plans.chosen.plan)
 
     def _next_masks(self, key: LayerKey) -> Bools | None:
         """(H, N, N) of the next forward pass, where it is a step with masks of its own."""
         assert self.config.array is not None
-        now, later = (self._step(num) for num in (self.num_passes, self.num_passes + 1))
-        if now == later or later >= len(self.config.array):
+        step = self._step(1)
+        if step == self._step(0) or step >= len(self.config.array):
             return None
-        return self._masks(key, self.num_passes + 1).whole
+        lens, is_text = self._blocks(key.segments)
+        masks = self.config.masks_of(step, key.layer, key.num_heads, lens, is_text)
+        return with_text(masks, is_text)
 
-    def _masks(self, key: LayerKey, num_passes: int) -> LayerMasks:
-        counts = [block_lens([length], self.config.block).size for length in key.segments]
+    def _step(self, passes_ahead: int) -> int:
+        return (self.num_passes + passes_ahead) // self.config.passes_per_step
+
+    def _blocks(self, segments: tuple[int, ...]) -> tuple[Ints, Bools]:
+        """(N,) tokens of each block, and whether it is of text."""
+        counts = [block_lens([length], self.config.block).size for length in segments]
         is_text = np.repeat([name == TEXT for name in self._segments], counts)
-        step, lens = self._step(num_passes), block_lens(key.segments, self.config.block)
-        return LayerMasks.of(self.config, step, key.layer, key.num_heads, lens, is_text)
-
-    def _step(self, num_passes: int) -> int:
-        return num_passes // self.config.passes_per_step
+        return block_lens(segments, self.config.block), is_text
 
     def _home(self, segments: tuple[int, ...]) -> BlockLayout:
         """Blocks as a `SequenceLayout` with `stripe` cuts each segment.

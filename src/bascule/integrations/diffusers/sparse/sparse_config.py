@@ -8,7 +8,7 @@ import math
 import zlib
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType
 
 import numpy as np
 import torch
@@ -17,13 +17,16 @@ from torch import Tensor
 from bascule.attention.sparse.block_sparse import Bools, PooledRule, RowsSeen
 from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int
+from bascule.plan.checks import is_int, listed, number, of_type, put, real, whole
 from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows
+from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import Strategies
+from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.workload import load_masks
 
-_METHODS = "minimal_move", "stripe", "paper", "in_order"
+STILL_TARGET = 1.02
+"""Up to which a ring without Ulysses ranks is left as it is."""
 
 _SAMPLED = 32
 """Masks of a layer in a step that are compared between ranks."""
@@ -48,9 +51,8 @@ class SparseConfig:
             "in_order" is without balance, to compare with.
         stripe: Tokens that a rank gets at a time when a segment is dealt to the ranks in turns; a
             multiple of `block`. Default: `block`, the most even.
-        target: Imbalance that "minimal_move" is to reach.
-        move_cost: Work that takes as long as to send two rows of a head, see `SparsePlanner`: what
-            gains less does not move. Default: that of an H100 with NVLink, for 16 bits.
+        target: Imbalance at which "minimal_move" moves no more. Default: 1.005; 1.02 on a ring
+            without Ulysses ranks, which needs no exchange at all as long as nothing moves.
         tolerance: A layer keeps its plan while its imbalance is at most 1 + tolerance.
         dense_layers: Layers that attend to everything, by the order of attention calls.
         passes_per_step: Forward passes of a denoising step: 2 where guidance takes a pass of its
@@ -68,8 +70,7 @@ class SparseConfig:
     block: int = 64
     method: str = "minimal_move"
     stripe: int | None = None
-    target: float = 1.005
-    move_cost: float = 3000.0
+    target: float | None = None
     tolerance: float = 0.05
     dense_layers: tuple[int, ...] = ()
     passes_per_step: int = 1
@@ -85,36 +86,27 @@ class SparseConfig:
             )
         for name in ("keep", "mass"):
             share = getattr(self, name)
-            if share is not None and not (_is_number(share) and 0 < share <= 1):
+            if share is not None and not 0 < (real(share) or 0) <= 1:
                 raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
-        for name, least in (("target", 1), ("tolerance", 0), ("move_cost", 0)):
-            value = getattr(self, name)
-            if not (_is_number(value) and value >= least):
-                raise ConfigError(
-                    f"SparseConfig({name}={value!r}): must be a number, {least} at least"
-                )
-        for name in ("block", "passes_per_step"):
-            _check_integer(name, getattr(self, name), 1)
-        if not isinstance(self.dense_layers, tuple | list):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if self.target is not None:
+            number("SparseConfig(target", self.target, 1.0)
+        number("SparseConfig(tolerance", self.tolerance, most=np.inf)
+        whole("SparseConfig(block", self.block, 1)
+        whole("SparseConfig(passes_per_step", self.passes_per_step, 1)
+        for layer in listed("SparseConfig(dense_layers", self.dense_layers):
+            whole("SparseConfig(dense_layers", layer)
+        advice = "Strategies(latency), or None"
+        of_type("SparseConfig: strategies", self.strategies, (Strategies, NoneType), advice)
+        if self.method not in PLANNERS:
             raise ConfigError(
-                f"SparseConfig(dense_layers={self.dense_layers!r}): give numbers, as in (0, 1)"
-            )
-        if not isinstance(self.strategies, Strategies | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"SparseConfig(strategies={self.strategies!r}): give Strategies(latency)"
-            )
-        for layer in self.dense_layers:
-            _check_integer("dense_layers", layer, 0)
-        if self.method not in _METHODS:
-            raise ConfigError(
-                f"SparseConfig(method={self.method!r}): must be one of {', '.join(_METHODS)}"
+                f"SparseConfig(method={self.method!r}): must be one of {', '.join(PLANNERS)}"
             )
         if not is_int(self.dealt) or self.dealt < 1 or self.dealt % self.block:
             raise ConfigError(
                 f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
             )
         if self.masks is not None:
-            object.__setattr__(self, "masks", _loaded(self.masks))
+            put(self, "masks", _loaded(self.masks))
 
     @property
     def array(self) -> Bools | None:
@@ -127,51 +119,35 @@ class SparseConfig:
         """Tokens that a rank gets at a time."""
         return self.block if self.stripe is None else self.stripe
 
+    def planner(self, ulysses_degree: int, ring_degree: int) -> SparsePlanner:
+        """How plans are made on a mesh."""
+        target = self.target
+        if target is None:
+            target = STILL_TARGET if ulysses_degree == 1 else TARGET
+        return SparsePlanner(ulysses_degree, ring_degree, method=self.method, target=target)
 
-def settings_of(config: SparseConfig | None) -> dict[str, str]:
-    """What must be the same on every rank, by the same names for any; of many masks, a sample."""
-    values = {field.name: getattr(config, field.name, None) for field in fields(SparseConfig)}
-    if config is not None and config.array is not None:
-        values["masks"] = _fingerprint(config.array)
-    strategies = values.pop("strategies")
-    for field in fields(Strategies):
-        values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
-    given = "none" if config is None else "given"
-    return {"sparse": given} | {f"sparse: {name}": str(value) for name, value in values.items()}
+    def masks_of(
+        self, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
+    ) -> Bools | None:
+        """(H, N, N) what a layer sees in a step by the masks that were given; None: a rule says it.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerMasks:
-    """What a layer sees in a step.
-
-    Attributes:
-        config: What was asked for.
-        lens: (N,) tokens of each block.
-        is_text: (N,) whether a block is of text.
-        masks: (H, N, N) of a file; None: a rule makes them of queries and keys.
-    """
-
-    config: SparseConfig
-    lens: Ints
-    is_text: Bools
-    masks: Bools | None
-
-    @classmethod
-    def of(
-        cls, config: SparseConfig, step: int, layer: int, num_heads: int, lens: Ints, is_text: Bools
-    ) -> "LayerMasks":
-        """For a model with these heads and blocks.
+        Args:
+            step: Denoising step.
+            layer: By the order of attention calls.
+            num_heads: H.
+            lens: (N,) tokens of each block.
+            is_text: (N,) whether a block is of text.
 
         Raises:
-            ConfigError: The masks of the file are of other sizes; says both.
+            ConfigError: The masks are of other sizes; says both.
         """
-        if config.array is None:
-            return cls(config, lens, is_text, None)
-        steps, layers, *sizes = config.array.shape
+        if self.array is None:
+            return None
+        steps, layers, *sizes = self.array.shape
         if sizes != [num_heads, lens.size, lens.size]:
             raise ConfigError(
                 f"sparse: masks of {sizes[0]} heads and {sizes[1]} x {sizes[2]} blocks, and the "
-                f"model has {num_heads} heads and {lens.size} blocks of {config.block} tokens, "
+                f"model has {num_heads} heads and {lens.size} blocks of {self.block} tokens, "
                 f"{int(is_text.sum())} of them text"
             )
         if steps > 1 and step >= steps:
@@ -185,44 +161,50 @@ class LayerMasks:
                 f"sparse: attention call {layer} of masks for layers 0 to {layers - 1}: give masks "
                 "for each, or one for all"
             )
-        chosen = config.array[step if steps > 1 else 0, layer if layers > 1 else 0]
-        return cls(config, lens, is_text, chosen)
+        return self.array[step if steps > 1 else 0, layer if layers > 1 else 0]
 
-    @property
-    def whole(self) -> Bools | None:
-        """(H, N, N) those of a file, with text."""
-        if self.masks is None or not self.is_text.any():
-            return self.masks
-        return self.masks | self.is_text[:, None] | self.is_text
+    def seen(self, masks: Bools | None, lens: Ints, is_text: Bools) -> RowsSeen | PooledRule:
+        """What attention asks which blocks are seen: masks, or the rule; text sees and is seen.
 
-    @property
-    def seen(self) -> RowsSeen | PooledRule:
-        """For attention."""
-        return PooledRule(self._kept) if self.masks is None else self._rows
+        Args:
+            masks: (H, N, N) as of `masks_of`.
+            lens: (N,) tokens of each block.
+            is_text: (N,) whether a block is of text.
+        """
+        if masks is not None:
+            return lambda rows: (
+                masks[rows.heads, rows.blocks] | is_text[rows.blocks, None] | is_text
+            )
 
-    def _rows(self, rows: PackedRows) -> Bools:
-        """(X, N)."""
-        assert self.masks is not None
-        masks = self.masks[rows.heads, rows.blocks]
-        return masks | self.is_text[rows.blocks, None] | self.is_text
+        def kept(scores: Tensor, rows: PackedRows) -> Tensor:
+            """(B, X, N)."""
+            always = always_computed(is_text.size, np.flatnonzero(is_text))
+            always = always[torch.from_numpy(rows.blocks)].to(scores.device)
+            if self.mass is not None:
+                return keep_mass(scores, self.mass, lens, always)
+            assert self.keep is not None
+            return keep_top_k(scores, math.ceil(self.keep * is_text.size), always)
 
-    def _kept(self, scores: Tensor, rows: PackedRows) -> Tensor:
-        """(B, X, N)."""
-        always = always_computed(self.is_text.size, np.flatnonzero(self.is_text))
-        always = always[torch.from_numpy(rows.blocks)].to(scores.device)
-        if self.config.mass is not None:
-            return keep_mass(scores, self.config.mass, self.lens, always)
-        assert self.config.keep is not None
-        return keep_top_k(scores, math.ceil(self.config.keep * self.is_text.size), always)
+        return PooledRule(kept)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def with_text(masks: Bools | None, is_text: Bools) -> Bools | None:
+    """(H, N, N) masks in which text sees all, and all see text."""
+    if masks is None or not is_text.any():
+        return masks
+    return masks | is_text[:, None] | is_text
 
 
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if not is_int(value) or value < least:
-        raise ConfigError(f"SparseConfig({name}={value!r}): must be an integer, {least} at least")
+def settings_of(config: SparseConfig | None) -> dict[str, str]:
+    """What must be the same on every rank, by the same names for any; of many masks, a sample."""
+    values = {field.name: getattr(config, field.name, None) for field in fields(SparseConfig)}
+    if config is not None and config.array is not None:
+        values["masks"] = _fingerprint(config.array)
+    strategies = values.pop("strategies")
+    for field in fields(Strategies):
+        values[f"strategies' {field.name}"] = getattr(strategies, field.name, None)
+    given = "none" if config is None else "given"
+    return {"sparse": given} | {f"sparse: {name}": str(value) for name, value in values.items()}
 
 
 def _fingerprint(masks: Bools) -> str:
