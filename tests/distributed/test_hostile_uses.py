@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
 from bascule.data.loader import BalancedLoader
-from bascule.parallel import SequenceParallel
+from bascule.parallel import ParallelOptions, SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.loader_checks import await_word, tell
@@ -185,7 +185,11 @@ def test_a_loader_used_wrongly_on_one_rank(wrong: Callable[..., object]) -> None
 
 def unlike_constructions() -> list[tuple[list[str], str]]:
     heard: list[tuple[list[str], str]] = []
-    unlike: list[dict[str, Any]] = [{"kernel": "plain"}, {"timeout_s": 30.0}, {"kernel": "nope"}]
+    unlike: list[dict[str, Any]] = [
+        {"options": ParallelOptions(kernel="plain")},
+        {"timeout_s": 30.0},
+        {"options": ParallelOptions(kernel="nope")},
+    ]
     for one in unlike:
         options: dict[str, Any] = {"timeout_s": 60.0} | (one if dist.get_rank() else {})
         heard.append(

@@ -261,7 +261,9 @@ def test_one_rank_constructs_wrongly(wrong: dict[str, Any]) -> None:
 def small_data_group() -> tuple[list[str], str]:
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     own = alone[dist.get_rank()]
-    return raised_by(SequenceParallel, None, "g1n2", COST, options=ParallelOptions(data_group=own))
+    assert isinstance(own, dist.ProcessGroup)
+    options = ParallelOptions(data_group=own)
+    return raised_by(SequenceParallel, None, "g1n2", COST, options=options)
 
 
 def test_a_data_group_without_all_ranks_is_refused() -> None:
