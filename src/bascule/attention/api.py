@@ -321,7 +321,7 @@ def _check(
 
 
 def _check_wire(wire: Wire | None, k: Tensor) -> None:
-    """Refuse what is no wire, and centres of other keys.
+    """Refuse a wire that is not a Wire, and centres that do not fit these keys.
 
     Raises:
         ConfigError: Names the shapes.

@@ -211,7 +211,7 @@ def laid_out(x: Tensor) -> Tensor:
 
 
 def own_memory(x: Tensor) -> Tensor:
-    """Contiguous; a copy if it is a part of something, as results of operators must not be."""
+    """A contiguous tensor with storage of its own: an operator must not return part of another."""
     is_part = x.untyped_storage().nbytes() != x.numel() * x.element_size() or not x.numel()
     return x.clone(memory_format=torch.contiguous_format) if is_part else x.contiguous()
 

@@ -38,7 +38,8 @@ class SequenceLayout:
             wants them. 0 cuts runs.
 
     Raises:
-        ConfigError: Blocks are to be dealt, and paired or replicated, too; or a number is none.
+        ConfigError: A stripe is combined with zigzag or replicated segments, or a number is
+            negative or not an integer.
     """
 
     segments: tuple[int, ...]

@@ -202,7 +202,7 @@ def _with_heads(meshes: tuple[Mesh, ...], source: _Source) -> tuple[Mesh, ...]:
     """Those whose Ulysses ranks can have a head each.
 
     Raises:
-        ConfigError: There is none, or one is too large.
+        ConfigError: There is no mask, or one is too large.
     """
     fitting = tuple(mesh for mesh in meshes if mesh[0] <= source.num_heads)
     if not fitting:

@@ -34,7 +34,7 @@ def new_group(
         backend: None takes the default group's.
 
     Raises:
-        ConfigError: The timeout is none.
+        ConfigError: The timeout is not a positive number of seconds.
         CommError: A member did not come in time, or never can.
     """
     check_timeout(timeout_s)

@@ -50,7 +50,7 @@ def this_world() -> World:
     """The one of the default process group.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: torch.distributed is not initialised.
     """
     group = dist.group.WORLD
     if group is None:

@@ -74,7 +74,7 @@ def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> in
         most: Largest that is legal.
 
     Raises:
-        ConfigError: It is none; says the range.
+        ConfigError: It is not such a value; the message says the range.
     """
     found = index_of(value)
     if found is None or not least <= found <= most:
@@ -94,7 +94,7 @@ def number(name: str, value: object, least: float = 0.0, most: float = MAX_NUMBE
         most: Largest that is legal.
 
     Raises:
-        ConfigError: It is none; says the range.
+        ConfigError: It is not such a value; the message says the range.
     """
     found = real(value)
     if found is None or not least <= found <= most:
@@ -108,13 +108,13 @@ def rate(name: str, value: object) -> float:
     """A real number above 0: so far above that what is divided by it stays finite.
 
     Raises:
-        ConfigError: It is none; says the range.
+        ConfigError: It is not such a value; the message says the range.
     """
     return number(name, value, 1.0 / MAX_NUMBER)
 
 
 def index_of(value: object) -> int | None:
-    """A whole number, or None; `True` is none."""
+    """A whole number, or None; `True` does not count as one."""
     if isinstance(value, bool | np.bool_):
         return None
     try:

@@ -49,7 +49,7 @@ def check_regular(path: Path) -> None:
 
     Raises:
         ConfigError: It is not a regular file.
-        OSError: There is none.
+        OSError: There is no such file.
     """
     mode = path.stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

@@ -189,7 +189,7 @@ def _scores(q: Tensor, k: Tensor, mask: AttentionMask, scale: float) -> Tensor:
 
 
 def _by_highest(out: Tensor, lse: Tensor, scores: Tensor) -> OutLse:
-    """Out 0 and LSE -inf where no score is one, and nan where one is none."""
+    """Out 0 and LSE -inf for queries that see no key, and nan where a score is nan."""
     highest = scores.amax(dim=-1)
     is_empty, is_none = torch.isneginf(highest), highest.isnan()
     out = out.masked_fill(is_empty[..., None], 0.0).masked_fill(is_none[..., None], math.nan)

@@ -111,7 +111,8 @@ def tell(error: BaseException, where: str, *, leaves: bool = False) -> None:
     """Leave a note of an error: ranks that wait for this one end with it, in about two seconds.
 
     Where all ranks meet the same error, none waits, and all can go on. Errors that came from other
-    ranks are known to them; that by which checkpointing ends a recomputation early is none.
+    ranks are known to them; checkpointing ends a recomputation early by an exception, which counts
+    as no error.
 
     Args:
         error: What went wrong.

@@ -30,7 +30,7 @@ def whole_number(value: Any, what: str) -> int:
     """A length or weight as an integer.
 
     Raises:
-        ConfigError: It is none from 0 to 2^40.
+        ConfigError: It is not an integer from 0 to 2^40.
     """
     try:
         number = int(value)

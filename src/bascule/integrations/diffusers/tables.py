@@ -128,7 +128,7 @@ def table_of(model: nn.Module) -> SplitTable:
     """The table of a model's class, or of the nearest class that it is made from.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such entry.
     """
     for cls in type(model).__mro__:
         table = TABLES.get(f"{cls.__module__}.{cls.__qualname__}")

@@ -38,7 +38,7 @@ class BlockLayout:
             have the order of the sequence.
 
     Raises:
-        ConfigError: There are more homes than blocks or fewer, or an order is none.
+        ConfigError: There is not one home a block, or an order is not a permutation.
     """
 
     lens: Ints

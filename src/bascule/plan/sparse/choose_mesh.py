@@ -92,8 +92,8 @@ class Strategies:
             legal = [is_int(degree) and 1 <= degree <= MAX_MESH_RANKS for degree in degrees]
             if len(degrees) != 2 or not all(legal):
                 raise ConfigError(
-                    f"Strategies(meshes=..): {shown(cast(object, mesh))} is none: give (Ulysses, "
-                    "ring) degrees, as in ((4, 2), (8, 1))"
+                    f"Strategies(meshes=..): {shown(cast(object, mesh))} is not a mesh: give "
+                    "(Ulysses, ring) degrees, as in ((4, 2), (8, 1))"
                 )
 
     def choose(

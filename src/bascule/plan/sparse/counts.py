@@ -185,6 +185,6 @@ def check_ring(ring_degree: int) -> int:
     """A number of ranks in a ring.
 
     Raises:
-        ConfigError: It is none, or more than can be planned for.
+        ConfigError: It is not such a number, or larger than can be planned for.
     """
     return whole("ring_degree", ring_degree, 1, MAX_RING)

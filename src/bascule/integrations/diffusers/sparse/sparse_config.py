@@ -40,7 +40,7 @@ class SparseConfig:
     by all, whatever the masks say.
 
     Attributes:
-        masks: (steps, layers, heads, blocks, blocks) bool, True is computed, or a file for
+        masks: (steps, layers, heads, blocks, blocks) bool, True where computed, or a file for
             `workload.mask_files.load_masks`; leading dims may be missing, and one step or layer
             stands for all. Becomes the array with all five dims.
         keep: Share of the key blocks that a query block sees: those with the highest products of
@@ -228,6 +228,7 @@ def _loaded(masks: Bools | str | Path) -> Bools:
         )
     if not array.any():
         raise ConfigError(
-            f"SparseConfig: masks of shape {array.shape} in which nothing is seen: True is computed"
+            f"SparseConfig: masks of shape {array.shape} hide everything: True means that a"
+            " block is computed, so give some"
         )
     return array.reshape((1,) * (5 - array.ndim) + array.shape)
