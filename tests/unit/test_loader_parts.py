@@ -27,6 +27,7 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
     for tokens, wanted in ((24, [1, 0, 1]), (16, [0, 0, 1])):
         found = _without_idle_ranks(plan, np.array([1, 1, 0]), cost, Limits(tokens=tokens))
         assert found.bag_of.tolist() == wanted
+        assert found.loads.tolist() == np.bincount(wanted, lens).tolist()
 
 
 def test_ranks_plan_with_the_oldest_cost_that_one_of_them_has() -> None:
