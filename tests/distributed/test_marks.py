@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather
+from bascule.attention.call_spec import CallSpec
+from bascule.attention.ops import reduce_tokens
+from bascule.comm.agree import Statement, agree
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples, spread
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.guard.calls import Call, Calls
@@ -204,6 +207,12 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         )
         return attention(q.requires_grad_(), k, v, mesh, layout=lay, overlap=overlap, **settings)
 
+    agreed: list[str] = []
+
+    def note(group: Any, statement: Statement, **given: Any) -> Any:
+        agreed.extend(statement.settings.values())
+        return agree(group, statement, **given)
+
     mask = torch.ones(8, 8).tril()
     changes: dict[str, dict[str, Any]] = {
         "batch": {"batch": 2},
@@ -224,7 +233,11 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         "mask": {"attn_mask": mask},
         "bool": {"attn_mask": mask.bool()},
     }
-    found = untold(call, of=f"{degrees}, {overlap}: ", read=whole_call, **changes)
+    with mock.patch("bascule.attention.call_marks.agree", note):
+        found = untold(call, of=f"{degrees}, {overlap}: ", read=whole_call, **changes)
+    # Every form is agreed on once, by all that it is; the second time all are known.
+    if len(set(agreed)) != len(agreed) or len(agreed) != (0 if overlap else 1 + len(changes)):
+        found.append(f"agreements: {agreed}")
     for other in (mask.T.contiguous(), mask[None]):
         masked = partial(call, attn_mask=mask)
         found += untold(masked, read=whole_call, mask={"attn_mask": other})
@@ -240,6 +253,13 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         lay = SequenceLayout(*layout[:1], *degrees, *layout[1:])
         gather(torch.ones(lay.num_tokens(*mesh.place), width, dtype=dtype), mesh, lay, 0)
 
+    def sums(
+        dtype: torch.dtype = torch.float32, width: int = 2, layout: tuple[Any, ...] = ((8,),)
+    ) -> None:
+        lay = SequenceLayout(*layout[:1], *degrees, *layout[1:])
+        spec = CallSpec(mesh.name, zigzag=lay.zigzag, stripe=lay.stripe).text
+        reduce_tokens(torch.ones(8, width, dtype=dtype), list(lay.segments), spec)
+
     gathered: dict[str, dict[str, Any]] = {
         "dtype": {"dtype": torch.int32},
         "width": {"width": 3},
@@ -247,6 +267,7 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         "segments": {"layout": ((4, 4),)},
         "stripe": {"layout": ((8,), False, (), 2)},
     }
+    found += untold(sums, of="reduce: ", **gathered)
     return found + untold(whole, of="gather: ", **gathered)
 
 

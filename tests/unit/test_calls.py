@@ -1,5 +1,6 @@
 """How calls are numbered and marked, and who may make them, on one rank."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -187,33 +188,19 @@ def test_the_exchanges_of_a_call_carry_what_it_means() -> None:
 def test_rows_of_a_call_tell_all_that_changes_them() -> None:
     q, mask = torch.zeros(1, 2, 3, 8), torch.zeros(3, 3)
     centre = torch.zeros(1, 2, 1, 8)
-    said = [
-        rows_of_call(q, None, None, ()),
-        rows_of_call(q.double(), None, None, ()),
-        rows_of_call(q[..., :4], None, None, ()),
-        rows_of_call(q, None, mask, ()),
-        rows_of_call(q, None, mask[None], ()),
-        rows_of_call(q, None, mask.bool(), ()),
-        rows_of_call(q, None, None, (0,)),
-        rows_of_call(q, None, None, (1,)),
-        *(
-            rows_of_call(q, wire, None, ())
-            for wire in (
-                Wire("int8"),
-                Wire("e4m3"),
-                Wire("int8", takes_centres=True),
-                Wire("int8", centre),
-                Wire("int8", None, centre),
-                Wire("int8", centre, centre),
-            )
-        ),
-    ]
-    assert len(set(said)) == len(said)
+    tensors = (q, q.double(), q[..., :4])
+    masks = (None, mask, mask[None], mask.bool())
+    wires = (
+        *(None, Wire("int8"), Wire("e4m3"), Wire("int8", takes_centres=True)),
+        *(Wire("int8", centre), Wire("int8", None, centre), Wire("int8", centre, centre)),
+    )
+    cases = list(itertools.product(tensors, wires, masks, ((), (0,), (1,))))
+    assert len({rows_of_call(*case) for case in cases}) == len(cases)
     assert rows_of_call(q + 1, None, mask + 1, ()) == rows_of_call(q, None, mask, ())
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [5, 600])
+@pytest.mark.parametrize("size", [5, 800])
 def test_a_mask_with_other_values_has_another_digest(dtype: torch.dtype, size: int) -> None:
     mask = (torch.randn(size, size) > 0).to(dtype)
     first = digest_of(mask)
@@ -232,6 +219,7 @@ def test_a_mask_with_other_values_has_another_digest(dtype: torch.dtype, size: i
         assert before == digest_of(mask)
         inside[0, 0] = not inside[0, 0]
         assert digest_of(inside) != before
+    assert digest_of(mask[:0]) != digest_of(mask[:, :0])
     assert digest_of(None) == "none" != digest_of(mask.to("meta")) == str((size, size))
 
 
