@@ -2,17 +2,21 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from bascule.comm.agree import Statement
+from bascule.comm.groups import RankGroup
 from bascule.data.packs import Pack
 from bascule.data.progress import Progress
 from bascule.data.redistribute import Rules
-from bascule.data.setup import Options, Sources, _check_deals, interpret
-from bascule.data.source import Microbatches
+from bascule.data.samples.loaded import DataRanks
+from bascule.data.setup import Options, Sources, _check_deals, agree_on_settings, interpret
+from bascule.data.source import Microbatches, ResumableSampler
 from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.limits import Limits
@@ -103,6 +107,77 @@ def test_how_samples_are_grouped(changes: dict[str, Any], wanted: Microbatches |
         assert found == items
     else:
         assert found == list(wanted.split(iter(["abc", "de", "fghi", "jkl"])))
+
+
+RANKS = DataRanks(RankGroup(lambda: None, 0, (0,), (), "loader"), np.array([0]))
+
+
+def stated(loader: Any = (), **changes: Any) -> tuple[Statement, Sources]:
+    """What a rank says of its settings, and what follows if it is the only one."""
+    said: list[Statement] = []
+
+    def note(_: RankGroup, statement: Statement, **__: Any) -> list[Any]:
+        said.append(statement)
+        return [statement.values]
+
+    source = interpret(RULES, OPTIONS, loader)[2]
+    with mock.patch("bascule.data.setup.agree", note):
+        sources = agree_on_settings(RANKS, *made(**changes), source, None)
+    return said[0], sources
+
+
+def test_ranks_are_given_the_same_settings() -> None:
+    """But may load and collate as they like, and as many steps ahead."""
+    changes = {
+        "accumulate": 2,
+        "sync": "step",
+        "limits": Limits(tokens=5),
+        "ends": "finish",
+        "min_gain": 0.03,
+        "max_bytes": 9,
+        "bytes_per_s": 1e9,
+        "timeout_s": 61.0,
+        "length_fn": sum,
+        "weight_fn": len,
+        "unpack": list,
+        "cost": PolynomialCost(0.0, 2.0, 0.0),
+    }
+    assert set(changes) >= {field.name for field in dataclasses.fields(Rules)}
+    base = dict(stated()[0].settings)
+    for name, value in changes.items():
+        settings = stated(**{name: value})[0].settings
+        assert settings.keys() == base.keys() and settings != base
+    for free in ({"collate_fn": list}, {"prefetch": 3}, {"batch_size": 2}):
+        assert stated(**free)[0].settings == base
+
+
+def test_ranks_say_what_they_load() -> None:
+    sampler = ResumableSampler(9, rank=0, num_ranks=1, shuffle=False, seed=4)
+    for loader, places, numbers, deal in (
+        (None, [], [], (0, 0, 0)),
+        ([[1], [2], [3]], [0], [3], (0, 0, 0)),
+        (iter([[1]]), [0], [-1], (0, 0, 0)),
+        (DataLoader(range(9), batch_size=2, sampler=sampler), [0], [5], (9, 0, 4)),
+    ):
+        statement, sources = stated(loader)
+        assert sources.places.tolist() == places and sources.deal == deal
+        assert sources.num_microbatches.tolist() == numbers and statement.error is None
+
+
+def test_a_rank_that_was_given_something_wrong_says_so() -> None:
+    said: list[Exception | None] = []
+
+    def note(_: RankGroup, statement: Statement, **__: Any) -> list[Any]:
+        said.append(statement.error)
+        return [statement.values]
+
+    source, wrong = interpret(RULES, OPTIONS, [])[2], ConfigError("wrong")
+    options = dataclasses.replace(OPTIONS, cost=lambda lens: lens[:0])
+    with mock.patch("bascule.data.setup.agree", note):
+        agree_on_settings(RANKS, RULES, OPTIONS, source, wrong)
+        agree_on_settings(RANKS, RULES, options, source, None)
+        agree_on_settings(RANKS, RULES, dataclasses.replace(OPTIONS, cost=None), source, wrong)
+    assert said[0] is said[2] is wrong and isinstance(said[1], ConfigError)
 
 
 def test_microbatches_of_an_epoch() -> None:
