@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bascule.attention.kernels.registry import KERNELS
-from bascule.attention.packed import Bag, PackedRing, check, check_shapes, sent_bytes
+from bascule.attention.packed import Bag, PackedRing, check, check_kernel, check_shapes, sent_bytes
 from bascule.attention.ring import Merged
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
@@ -147,6 +147,11 @@ def test_what_does_not_fit_the_bag_is_refused() -> None:
             check_shapes(bag, *tensors)
     with pytest.raises(ConfigError):
         check(Topology(((2, 1),), 1), bag, "none", q, k, k)
+    for name in (None, *KERNELS):
+        check_kernel(name)
+    for name in ("none", "", 0):
+        with pytest.raises(ConfigError):
+            check_kernel(name)
     # Another bag has more ranks than heads.
     with pytest.raises(ConfigError):
         check(Topology(((2, 1), (4, 1)), 1), bag, None, q, k, k)

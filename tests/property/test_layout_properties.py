@@ -6,7 +6,7 @@ from itertools import chain, pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -102,6 +102,7 @@ def test_runs_and_blocks_are_dealt_as_said(layout: SequenceLayout) -> None:
 
 
 @many
+@example(SequenceLayout((), 1, 2, True))
 @given(layouts())
 def test_tokens_of_ulysses_ranks_come_into_the_order_of_the_ring_and_back(
     layout: SequenceLayout,
@@ -246,6 +247,7 @@ KERNEL = st.sampled_from(["plain", "cpu_flash"])
 
 
 @few
+@example(SequenceLayout((), 2, 1, True), "none", True, "plain", 0)
 @given(layouts(most=9), st.sampled_from(MASKS), st.booleans(), KERNEL, st.integers(0, 99))
 def test_tiles_of_a_ring_give_the_attention_of_one_process(
     layout: SequenceLayout, kind: str, causal: bool, kernel: str, seed: int
