@@ -277,6 +277,13 @@ def an_older_iteration() -> list[Any]:
     seen += [ids_of(batch) for batch in newer]
     assert not loader_threads() and training.metrics()["dropped_samples"] == 0
     training.load_state_dict(training.state_dict())
+    # What a `with` leaves to its end, a loop behind it does not.
+    with training:
+        for _ in training:
+            break
+    for _ in training:
+        break
+    assert not loader_threads()
     return seen
 
 

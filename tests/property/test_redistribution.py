@@ -227,6 +227,17 @@ def test_an_exchange_longer_than_what_it_saves_is_skipped() -> None:
     assert decide(lens, TransformerCost(64), per_byte=1e9)[2].reason == "balanced"
 
 
+@pytest.mark.parametrize("lens", [[[[100, 90]], [[100, 90]], [[]]], [[[100, 90, 90]], [[]], [[]]]])
+def test_an_exchange_is_as_long_as_for_the_rank_that_sends_or_receives_most(lens: Lens) -> None:
+    """Two samples of 16 * 91 bytes, from two ranks to one or from one to two."""
+    cost = PolynomialCost(0.0, 1e-3, 0.0)
+    free = decide(lens, cost, min_gain=0.0)[2]
+    assert free.reason == "balanced"
+    for share, reason in ((0.99, "balanced"), (1.01, "exchange")):
+        per_byte = (free.after + (free.before - free.after) * share) / (2 * 16 * 91)
+        assert decide(lens, cost, per_byte=per_byte, min_gain=0.0)[2].reason == reason
+
+
 def test_no_overflow_at_any_length() -> None:
     lens = [[[65_536, 46_341, 2**31]], [[65_536] * 3], [[2**40]]]
     loaded, (plan,), verdict, _ = decide(lens, TransformerCost(3072), min_gain=0.0)
