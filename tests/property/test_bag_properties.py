@@ -15,6 +15,7 @@ from bascule.attention.kernels.registry import KERNELS
 from bascule.attention.packed import Bag, PackedRing, check, check_kernel, check_shapes, sent_bytes
 from bascule.attention.ring import Merged
 from bascule.comm.groups import RankGroup
+from bascule.comm.head_exchange import HeadShares
 from bascule.errors import ConfigError
 from bascule.plan.topology.spec import Topology
 from tests.helpers.oracle import packed_attention
@@ -155,3 +156,16 @@ def test_what_does_not_fit_the_bag_is_refused() -> None:
     # Another bag has more ranks than heads.
     with pytest.raises(ConfigError):
         check(Topology(((2, 1), (4, 1)), 1), bag, None, q, k, k)
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_heads_are_shared_as_evenly_as_possible(num_kv_heads: int, size: int) -> None:
+    if num_kv_heads < size:
+        with pytest.raises(ConfigError):
+            HeadShares.split(num_kv_heads, size)
+        return
+    found = HeadShares.split(num_kv_heads, size)
+    shares = [found.of(rank) for rank in range(size)]
+    assert sum(shares) == found.num_kv_heads == num_kv_heads
+    assert shares == sorted(shares, reverse=True) and shares[0] - shares[-1] <= 1
+    assert [found.first(rank) for rank in range(size)] == [sum(shares[:r]) for r in range(size)]
