@@ -267,7 +267,7 @@ def test_ranks_without_images_and_no_images_anywhere() -> None:
 def an_older_iteration() -> list[Any]:
     """It is dropped when the next one of the same loader is under way."""
     training = loader_of([[sample_of(k, 4)] for k in range(6)], ends="finish")
-    older = iter(training)
+    older: Any = iter(training)
     seen = [ids_of(next(older))]
     newer = iter(training)
     seen.append(ids_of(next(newer)))

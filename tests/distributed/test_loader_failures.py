@@ -375,7 +375,11 @@ def error_that_is_kept() -> int:
         raise KeyError(len(samples))
 
     kept: list[Exception] = []
-    for functions in ({"length_fn": length_of}, {"length_fn": len, "collate_fn": collate}):
+    wrong: list[dict[str, Any]] = [
+        {"length_fn": length_of},
+        {"length_fn": len, "collate_fn": collate},
+    ]
+    for functions in wrong:
         loader = BalancedLoader([[(1, 2)]], cost=COST, bytes_per_s=FAST, **functions)
         try:
             list(loader)

@@ -69,10 +69,10 @@ def whole_call(make: Callable[[], Any]) -> Said:
 
 def untold(
     base: Callable[..., Any],
+    others: dict[str, dict[str, Any]],
     *,
     of: str = "",
     read: Callable[[Callable[[], Any]], Said] = first_exchange,
-    **others: dict[str, Any],
 ) -> list[str]:
     """Which of the changes to what is called do not show in what is read of it."""
     wanted = read(base)
@@ -107,8 +107,9 @@ def routes() -> list[str]:
         "step": {"step": 2},
         "form": {"form": "others"},
     }
-    found = untold(swap, of="exchange: ", **changes, shape={"shape": (1, 3)}, num={"num": 3})
-    found += untold(copy, of="spread: ", **changes)
+    found = untold(swap, changes, of="exchange: ")
+    found += untold(swap, {"shape": {"shape": (1, 3)}, "num": {"num": 3}}, of="exchange: ")
+    found += untold(copy, changes, of="spread: ")
     for move in (swap, copy):
         one, other = move(), move()
         back = [first_exchange(out.sum().backward) for out in (other, one)]
@@ -140,7 +141,7 @@ def samples() -> list[str]:
         "rows": {"most": 5},
         "step": {"step": 2},
     }
-    found = untold(gathered, of="samples: ", **changes)
+    found = untold(gathered, changes, of="samples: ")
     return found + [
         f"gradients of samples: {name}"
         for name, one in changes.items()
@@ -165,19 +166,25 @@ def heads() -> list[str]:
         xs = [torch.ones(batch, lens[dist.get_rank()], n, width, dtype=dtype) for n in heads]
         moved.start_to_heads(xs, call)()
 
-    return untold(
-        to_heads,
-        of="heads: ",
-        batch={"batch": 2},
-        heads={"heads": (2, 4, 2)},
-        kv_heads={"heads": (8, 4, 4), "kv_heads": 4},
-        width={"width": 4},
-        dtype={"dtype": torch.int32},
-        lens={"lens": (3, 4)},
-        what={"call": Call("other", 1, "form")},
-        step={"call": Call("exchange", 2, "form")},
-        form={"call": Call("exchange", 1, "other")},
-    )
+    changes: dict[str, dict[str, Any]] = {
+        "batch": {"batch": 2},
+        "heads": {"heads": (2, 4, 2)},
+        "kv_heads": {"heads": (8, 4, 4), "kv_heads": 4},
+        "width": {"width": 4},
+        "dtype": {"dtype": torch.int32},
+        "lens": {"lens": (3, 4)},
+        "what": {"call": Call("other", 1, "form")},
+        "step": {"call": Call("exchange", 2, "form")},
+        "form": {"call": Call("exchange", 1, "other")},
+    }
+    return untold(to_heads, changes, of="heads: ")
+
+
+def laid(given: tuple[Any, ...], degrees: tuple[int, int]) -> SequenceLayout:
+    """Segments, and then zigzag, replicated segments and stripe, as far as they are given."""
+    default: tuple[Any, ...] = ((8,), False, (), 0)
+    segments, zigzag, replicated, stripe = (*given, *default[len(given) :])
+    return SequenceLayout(segments, *degrees, zigzag, replicated, stripe)
 
 
 def on_meshes() -> list[str]:
@@ -200,7 +207,7 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         layout: tuple[Any, ...] = ((8,),),
         **settings: Any,
     ) -> Tensor:
-        lay = SequenceLayout(*layout[:1], *degrees, *layout[1:])
+        lay = laid(layout, degrees)
         tokens = lay.num_tokens(*mesh.place)
         q, k, v = (
             torch.ones(batch, h, tokens, dim, dtype=dtype) for h in (heads, kv_heads, kv_heads)
@@ -234,15 +241,15 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         "bool": {"attn_mask": mask.bool()},
     }
     with mock.patch("bascule.attention.call_marks.agree", note):
-        found = untold(call, of=f"{degrees}, {overlap}: ", read=whole_call, **changes)
+        found = untold(call, changes, of=f"{degrees}, {overlap}: ", read=whole_call)
     # Every form is agreed on once, by all that it is; the second time all are known.
     if len(set(agreed)) != len(agreed) or len(agreed) != (0 if overlap else 1 + len(changes)):
         found.append(f"agreements: {agreed}")
     for other in (mask.T.contiguous(), mask[None]):
         masked = partial(call, attn_mask=mask)
-        found += untold(masked, read=whole_call, mask={"attn_mask": other})
+        found += untold(masked, {"mask": {"attn_mask": other}}, read=whole_call)
     for other in (Wire("e4m3"), Wire("int8", takes_centres=True)):
-        found += untold(partial(call, wire=Wire("int8")), wire={"wire": other})
+        found += untold(partial(call, wire=Wire("int8")), {"wire": {"wire": other}})
     one, two = call(), call()
     back = [first_exchange(out.sum().backward) for out in (two, one)]
     found += ["which call goes back"] if back[0] == back[1] else []
@@ -250,13 +257,13 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
     def whole(
         dtype: torch.dtype = torch.float32, width: int = 2, layout: tuple[Any, ...] = ((8,),)
     ) -> None:
-        lay = SequenceLayout(*layout[:1], *degrees, *layout[1:])
+        lay = laid(layout, degrees)
         gather(torch.ones(lay.num_tokens(*mesh.place), width, dtype=dtype), mesh, lay, 0)
 
     def sums(
         dtype: torch.dtype = torch.float32, width: int = 2, layout: tuple[Any, ...] = ((8,),)
     ) -> None:
-        lay = SequenceLayout(*layout[:1], *degrees, *layout[1:])
+        lay = laid(layout, degrees)
         spec = CallSpec(mesh.name, zigzag=lay.zigzag, stripe=lay.stripe).text
         reduce_tokens(torch.ones(8, width, dtype=dtype), list(lay.segments), spec)
 
@@ -267,8 +274,8 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         "segments": {"layout": ((4, 4),)},
         "stripe": {"layout": ((8,), False, (), 2)},
     }
-    found += untold(sums, of="reduce: ", **gathered)
-    return found + untold(whole, of="gather: ", **gathered)
+    found += untold(sums, gathered, of="reduce: ")
+    return found + untold(whole, gathered, of="gather: ")
 
 
 def in_bags() -> list[str]:
@@ -301,7 +308,7 @@ def in_bags() -> list[str]:
         }
         if topology == "g2n1":
             changes["heads"] = {"heads": 8}
-        found += untold(call, of=f"{topology}: ", **changes)
+        found += untold(call, changes, of=f"{topology}: ")
         one, two = call(), call()
         back = [first_exchange(out.sum().backward) for out in (two, one)]
         found += [f"{topology}: which call goes back"] if back[0] == back[1] else []

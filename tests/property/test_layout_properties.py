@@ -230,9 +230,11 @@ def check_tiles(layout: SequenceLayout, kind: str, causal: bool, kernel: str, se
         out, lse = merged.result()
         torch.testing.assert_close(out, wanted[:, :, here].float(), rtol=1e-4, atol=1e-4)
         for tile, keys in pairs:
-            mine_and = [x[:, :, tile.q] for x in (grad[:, :, here], mine)]
-            parts = *mine_and, k[:, :, keys[tile.k]], v[:, :, keys[tile.k]], out[:, :, tile.q]
-            found = KERNELS[kernel].backward(*parts, lse[:, :, tile.q], tile.mask, 8**-0.5)
+            given_out, mine_q, mine_out = (x[:, :, tile.q] for x in (grad[:, :, here], mine, out))
+            found = KERNELS[kernel].backward(
+                *(given_out, mine_q, k[:, :, keys[tile.k]], v[:, :, keys[tile.k]]),
+                *(mine_out, lse[:, :, tile.q], tile.mask, 8**-0.5),
+            )
             for whole, part, at in zip(
                 grads, found, (here[tile.q], *[keys[tile.k]] * 2), strict=True
             ):

@@ -21,7 +21,13 @@ from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.limits import Limits
 
-FUNCTIONS = {"length_fn": len, "weight_fn": None, "unpack": None, "collate_fn": None}
+NINE: Any = range(9)
+FUNCTIONS: dict[str, Any] = {
+    "length_fn": len,
+    "weight_fn": None,
+    "unpack": None,
+    "collate_fn": None,
+}
 RULES = Rules(1, "microbatch", None, "drop_last", 0.02, None)
 OPTIONS = Options(None, None, 2, None, 60.0, PolynomialCost(0.0, 1.0, 0.0), FUNCTIONS)
 
@@ -157,7 +163,7 @@ def test_ranks_say_what_they_load() -> None:
         (None, [], [], (0, 0, 0)),
         ([[1], [2], [3]], [0], [3], (0, 0, 0)),
         (iter([[1]]), [0], [-1], (0, 0, 0)),
-        (DataLoader(range(9), batch_size=2, sampler=sampler), [0], [5], (9, 0, 4)),
+        (DataLoader(NINE, batch_size=2, sampler=sampler), [0], [5], (9, 0, 4)),
     ):
         statement, sources = stated(loader)
         assert sources.places.tolist() == places and sources.deal == deal
@@ -255,7 +261,6 @@ def test_only_loaders_that_collate_are_asked_how() -> None:
     def collate(samples: list[Any]) -> Any:
         return torch.tensor(samples)
 
-    data = [1, 2, 3]
-    batched, single = (DataLoader(data, batch_size=n, collate_fn=collate) for n in (2, None))
+    batched, single = (DataLoader(NINE, batch_size=n, collate_fn=collate) for n in (2, None))
     assert interpret(RULES, OPTIONS, batched)[2].collate_fn is collate
     assert interpret(RULES, OPTIONS, single)[2].collate_fn is not collate

@@ -111,8 +111,8 @@ def test_illegal_packs_are_refused(values: dict[str, Any], says: str) -> None:
 
 
 def test_packs_at_the_bounds_of_their_values() -> None:
-    for values in ({"tokens": 1}, {"tokens": 2**31 - 1}, {"tokens": 1, "ignore_index": 0}):
-        Pack(**values)
+    for tokens in (1, 2**31 - 1):
+        Pack(tokens, ignore_index=0)
     bytes_of = torch.tensor([1, 2], dtype=torch.uint8)
     for pad_id in (0, 255):
         pack = make_pack([{"input_ids": bytes_of}], Pack(3, fixed=True, pad_id=pad_id))
@@ -127,7 +127,8 @@ def test_packs_at_the_bounds_of_their_values() -> None:
             make_pack(given, Pack(4, fixed=True, pad_id=256))
     with pytest.raises(ConfigError):
         collate_padded(given, pad_id=256)
-    for wrong in ({"pad_id": -1}, {"multiple_of": 0}, {"ignore_index": 0.0}):
+    wrongs: list[dict[str, Any]] = [{"pad_id": -1}, {"multiple_of": 0}, {"ignore_index": 0.0}]
+    for wrong in wrongs:
         with pytest.raises(ConfigError):
             collate_padded(given, **wrong)
 
