@@ -11,6 +11,7 @@ import torch.distributed as dist
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.samples.loaded import Ends
+from bascule.errors import ConfigError
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
     COST,
@@ -261,3 +262,30 @@ def test_ranks_without_images_and_no_images_anywhere() -> None:
     some = run_ranks(no_images, 3, True)
     assert sum(map(sum, some)) == 12 and sum(map(len, some)) == 36
     assert any(some[1]) or any(some[2])  # images went to ranks that had loaded none
+
+
+def an_older_iteration() -> list[Any]:
+    """It is dropped when the next one of the same loader is under way."""
+    training = loader_of([[sample_of(k, 4)] for k in range(6)], ends="finish")
+    older: Any = iter(training)
+    seen = [ids_of(next(older))]
+    newer = iter(training)
+    seen.append(ids_of(next(newer)))
+    older.close()
+    with pytest.raises(ConfigError):  # the newer one goes on
+        training.load_state_dict(training.state_dict())
+    seen += [ids_of(batch) for batch in newer]
+    assert not loader_threads() and training.metrics()["dropped_samples"] == 0
+    training.load_state_dict(training.state_dict())
+    # What a `with` leaves to its end, a loop behind it does not.
+    with training:
+        for _ in training:
+            break
+    for _ in training:
+        break
+    assert not loader_threads()
+    return seen
+
+
+def test_an_older_iteration_ends_without_the_newer_one() -> None:
+    assert run_ranks(an_older_iteration, 1) == [[[0], [0], [1], [2], [3], [4], [5]]]

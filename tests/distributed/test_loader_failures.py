@@ -3,6 +3,7 @@
 import multiprocessing
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.redistribute import Redistributor
+from bascule.errors import CommError
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
     COST,
@@ -353,3 +355,39 @@ def test_a_group_of_a_thread_that_ended_anywhere_is_not_lent_again() -> None:
     for _, text, (first, second) in run_ranks(groups_after_an_unknown_error, 2):
         assert text == "nobody thought of it"
         assert first != second
+
+
+class Thing:
+    """What a function of the user holds when it fails."""
+
+
+def error_that_is_kept() -> int:
+    held: list[weakref.ref[Thing]] = []
+
+    def length_of(sample: Any) -> int:
+        thing = Thing()
+        held.append(weakref.ref(thing))
+        raise KeyError(sample)
+
+    def collate(samples: list[Any]) -> Any:
+        thing = Thing()
+        held.append(weakref.ref(thing))
+        raise KeyError(len(samples))
+
+    kept: list[Exception] = []
+    wrong: list[dict[str, Any]] = [
+        {"length_fn": length_of},
+        {"length_fn": len, "collate_fn": collate},
+    ]
+    for functions in wrong:
+        loader = BalancedLoader([[(1, 2)]], cost=COST, bytes_per_s=FAST, **functions)
+        try:
+            list(loader)
+        except CommError as error:
+            kept.append(error)
+    assert len(kept) == len(held) == 2
+    return sum(one() is not None for one in held)
+
+
+def test_an_error_that_is_kept_keeps_nothing_of_where_it_was_raised() -> None:
+    assert run_ranks(error_that_is_kept, 1) == [0]

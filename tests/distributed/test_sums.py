@@ -129,7 +129,7 @@ def all_means() -> float:
                     whole = torch.cat(expanded)
                 wanted, grads = mean_of(torch.cat(parts), whole)
                 own = grads.split(shape[0])[rank] * num if shape[0] else grads
-                assert mine.grad is not None and mine.grad.dtype == dtype
+                assert mine.grad is not None and mine.grad.dtype == loss.dtype == dtype
                 unit = torch.finfo(dtype).eps
                 worst = max(
                     worst,

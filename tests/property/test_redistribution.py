@@ -1,6 +1,7 @@
 """What a step decides, without processes: within limits, at the bound, each sample sent once."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bascule.comm.groups import RankGroup
-from bascule.data.redistribute import Redistributor, Rules, check_received
+from bascule.data.redistribute import Redistributor, Rules, _assemble, check_received
 from bascule.data.samples.loaded import DataRanks, Ends, Loaded, Offer
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver
 from bascule.data.samples.wire import Parcel
 from bascule.errors import PlanError
+from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost, PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
@@ -87,6 +89,9 @@ def test_every_sample_goes_to_one_rank_of_its_microbatch(data: st.DataObject) ->
     ]
     assert loaded.lens.tolist() == flat and len(plans) == accumulate
     assert verdict.after <= verdict.before * (1 + 1e-12) or not verdict.applied
+    for micro, plan in enumerate(plans):
+        here = loaded.lens[loaded.micro == micro]
+        assert plan.loads == pytest.approx(np.bincount(plan.bag_of, SECONDS(here), len(lens)))
     if not flat:
         return
     ranks = redistributor.ranks
@@ -106,6 +111,32 @@ def test_every_sample_goes_to_one_rank_of_its_microbatch(data: st.DataObject) ->
     else:
         assert deliveries.num_padding == 0
     check_transfer(Transfer.of(loaded, deliveries, ranks), loaded, deliveries, ranks)
+    check_mean(loaded, deliveries, plans)
+
+
+def check_mean(loaded: Loaded, deliveries: Deliveries, plans: Sequence[Plan]) -> None:
+    """Scaled as batches say, the means of all microbatches add up to that of all samples."""
+    values = np.cos(np.arange(loaded.lens.size))
+    num_micro, num_ranks = loaded.counts.shape
+    total, samples = 0.0, list[int]()
+    for index in range(num_ranks):
+        at = np.flatnonzero(deliveries.dest == index).tolist()
+        # What came, by delivery, and what was here, by sample.
+        came = {k: int(deliveries.ids[k]) for k in at[::2]}
+        here = {int(deliveries.ids[k]): int(deliveries.ids[k]) for k in at[1::2]}
+        for micro, part in enumerate(_assemble(deliveries, came, here, loaded, plans, index)):
+            weights = loaded.weights[part.samples]
+            assert part.plan is plans[micro]
+            assert part.is_padding == (part.loss_scale == 0 and len(part.samples) == 1)
+            assert part.is_padding or (loaded.micro[part.samples] == micro).all()
+            if part.samples:
+                mean = (values[part.samples] * weights).sum() / weights.sum()
+                total += part.loss_scale * mean / (num_micro * num_ranks)
+            else:
+                assert part.loss_scale == 0
+            samples += [] if part.is_padding else part.samples
+    assert sorted(samples) == list(range(values.size))
+    assert total == pytest.approx((values * loaded.weights).sum() / loaded.weights.sum())
 
 
 def check_transfer(transfer: Transfer, loaded: Loaded, deliveries: Any, ranks: DataRanks) -> None:
@@ -194,6 +225,17 @@ def test_an_exchange_longer_than_what_it_saves_is_skipped() -> None:
     assert decide(lens, cost, per_byte=just_under * 1.02)[2].reason == "exchange"
     # A cost that is not in seconds is not weighed against seconds.
     assert decide(lens, TransformerCost(64), per_byte=1e9)[2].reason == "balanced"
+
+
+@pytest.mark.parametrize("lens", [[[[100, 90]], [[100, 90]], [[]]], [[[100, 90, 90]], [[]], [[]]]])
+def test_an_exchange_is_as_long_as_for_the_rank_that_sends_or_receives_most(lens: Lens) -> None:
+    """Two samples of 16 * 91 bytes, from two ranks to one or from one to two."""
+    cost = PolynomialCost(0.0, 1e-3, 0.0)
+    free = decide(lens, cost, min_gain=0.0)[2]
+    assert free.reason == "balanced"
+    for share, reason in ((0.99, "balanced"), (1.01, "exchange")):
+        per_byte = (free.after + (free.before - free.after) * share) / (2 * 16 * 91)
+        assert decide(lens, cost, per_byte=per_byte, min_gain=0.0)[2].reason == reason
 
 
 def test_no_overflow_at_any_length() -> None:

@@ -234,3 +234,17 @@ def test_a_kernel_whose_module_is_missing_is_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigError, match="needs the module flash_attn, which is not installed"):
         select_kernel("flash_attn", "cuda", dtype=torch.bfloat16, **PACKED)
     select_kernel.cache_clear()
+
+
+def test_queries_that_see_no_key_give_nothing_whatever_an_operator_gave() -> None:
+    """By a bias of each head's own, and by one for all of them."""
+    out, lse = torch.full((1, 2, 3, 4), 7.0), torch.full((1, 2, 3), 5.0)
+    bias = torch.zeros(1, 2, 3, 6)
+    bias[0, 1, 2], bias[0, 0, 1, 1:] = -torch.inf, -torch.inf
+    for one, heads in ((bias, [1]), (bias[:, 1:], [0, 1])):
+        found, found_lse = protocol.without_empty_rows(out, lse, one)
+        is_empty = torch.zeros(1, 2, 3, dtype=torch.bool)
+        is_empty[0, heads, 2] = True
+        assert torch.equal(found, out.masked_fill(is_empty[..., None], 0.0))
+        assert torch.equal(found_lse, lse.masked_fill(is_empty, -torch.inf))
+    assert protocol.without_empty_rows(out, lse, None)[1] is lse

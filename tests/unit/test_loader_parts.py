@@ -4,7 +4,8 @@ import numpy as np
 
 from bascule.comm.groups import RankGroup
 from bascule.data.cost_tracker import _drift
-from bascule.data.redistribute import _without_idle_ranks
+from bascule.data.loader_batch import LoaderMetrics
+from bascule.data.redistribute import Delivered, StepData, Verdict, _without_idle_ranks
 from bascule.data.samples.loaded import DataRanks, Loaded, Offer
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import PolynomialCost
@@ -27,9 +28,38 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
     for tokens, wanted in ((24, [1, 0, 1]), (16, [0, 0, 1])):
         found = _without_idle_ranks(plan, np.array([1, 1, 0]), cost, Limits(tokens=tokens))
         assert found.bag_of.tolist() == wanted
+        assert found.loads.tolist() == np.bincount(wanted, lens).tolist()
 
 
 def test_ranks_plan_with_the_oldest_cost_that_one_of_them_has() -> None:
     ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 0]))
     said = [Offer(cost_version=version).values(1) for version in (2, 1)]
     assert Loaded.of(said, ranks, 1).cost_version == 1
+
+
+def test_steps_are_counted_with_what_the_training_waited_for() -> None:
+    lens = np.array([4, 6])
+    plan = Plan(Topology(((1, 1),), 2), np.array([1, 1]), lens, lens * 0, lens * 1.0, 0.0, "none")
+    ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 1]))
+    loaded = Loaded.of([Offer().values(1)] * 2, ranks, 1)
+    parts = [Delivered([1], True, 0.0, plan), Delivered([1], False, 1.0, plan)]
+    balanced, even = Verdict(True, "balanced", 10.0, 6.0), Verdict(False, "even", 5.0, 3.0)
+    metrics = LoaderMetrics()
+    # Waited for the middle of an exchange, its end, nothing of it, and until long after it.
+    for waited in ((2.0, 3.0), (4.0, 7.0), (5.5, 8.0), (0.0, 9.0)):
+        metrics.count(StepData(parts, loaded, balanced, 16, 48), (1.0, 5.0), waited)
+    metrics.count(StepData(parts[1:], loaded, even, 1, 2), (10.0, 12.0), (2.0, 3.0))
+    metrics.count(StepData(parts[1:], loaded, even, 0, 0), (10.0, 12.0), (9.0, 10.5))
+    assert metrics == LoaderMetrics(
+        steps=6,
+        applied=4,
+        skipped={"even": 2},
+        padded=4,
+        sent_bytes=65,
+        received_bytes=194,
+        exchange_s=20.0,
+        exposed_s=1.0 + 1.0 + 0.0 + 4.0 + 0.0 + 0.5,
+        hidden_s=20.0 - 6.5,
+        predicted_before=50.0,
+        predicted_after=4 * 6.0 + 2 * 5.0,
+    )

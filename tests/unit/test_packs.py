@@ -110,6 +110,29 @@ def test_illegal_packs_are_refused(values: dict[str, Any], says: str) -> None:
         Pack(**values)
 
 
+def test_packs_at_the_bounds_of_their_values() -> None:
+    for tokens in (1, 2**31 - 1):
+        Pack(tokens, ignore_index=0)
+    bytes_of = torch.tensor([1, 2], dtype=torch.uint8)
+    for pad_id in (0, 255):
+        pack = make_pack([{"input_ids": bytes_of}], Pack(3, fixed=True, pad_id=pad_id))
+        assert pack["input_ids"].tolist() == [1, 2, pad_id]
+        batch = collate_padded(
+            [{"input_ids": bytes_of}, {"input_ids": bytes_of[:1]}], pad_id=pad_id
+        )
+        assert batch["input_ids"].tolist() == [[1, 2], [1, pad_id]]
+    for samples in ([bytes_of], [bytes_of, bytes_of[:1]]):
+        given = [{"input_ids": ids} for ids in samples]
+        with pytest.raises(ConfigError):
+            make_pack(given, Pack(4, fixed=True, pad_id=256))
+    with pytest.raises(ConfigError):
+        collate_padded(given, pad_id=256)
+    wrongs: list[dict[str, Any]] = [{"pad_id": -1}, {"multiple_of": 0}, {"ignore_index": 0.0}]
+    for wrong in wrongs:
+        with pytest.raises(ConfigError):
+            collate_padded(given, **wrong)
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [

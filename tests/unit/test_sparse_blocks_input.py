@@ -1,6 +1,7 @@
 """Block-sparse attention: the rows of masks, and what kernels take and refuse."""
 
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -111,3 +112,19 @@ def test_a_kernel_that_cannot_is_refused_with_the_reason(
     form: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": 64, **other}
     with pytest.raises(ConfigError, match=text):
         select_kernel(name, device, block=block, **form)
+
+
+def test_what_triton_kernels_take_where_there_is_triton() -> None:
+    kernel = KERNELS["triton"]
+
+    def fits(device: str, dtype: torch.dtype, dim: int, block: int | None) -> bool:
+        return kernel.unfit(KernelQuery(device, dtype, dim, False, block, False)) is None
+
+    with mock.patch("bascule.attention.kernels.skipping.no_module", lambda _: None):
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        assert all(fits("cuda", dtype, dim, 1) for dtype in dtypes for dim in (16, 32, 64, 128))
+        assert not any(fits("cuda", torch.float32, dim, 1) for dim in (1, 15, 17, 33, 65, 96, 256))
+        assert not fits("cpu", torch.float32, 64, 1) and not fits("cuda", torch.float64, 64, 1)
+        assert not fits("cuda", torch.float32, 64, None)
+    with mock.patch("bascule.attention.kernels.skipping.no_module", lambda _: "none"):
+        assert not fits("cuda", torch.float32, 64, 1)

@@ -35,7 +35,7 @@ def tiles_of(
         causal: Whether a token sees only itself and those before it.
         q: Queries, for their dtype and device.
     """
-    if mask is not None or (causal and (layout.stripe or len(layout.segments) > 1)):
+    if mask is not None or (causal and (layout.stripe or len(layout.segments) != 1)):
         return [[tile] for tile in _masked(layout, ring, mask, causal, q)]
     everything = slice(None)
     tiles: list[list[Tile]] = []

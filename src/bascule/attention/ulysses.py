@@ -63,7 +63,7 @@ class TokenOrder:
         """
         lens, segments = layout.exchanged_lens(ring), list(layout.segments)
         tokens = [sum(parts) for parts in lens]
-        if len(lens[0]) == 1:
+        if len(lens[0]) <= 1:
             return cls(tokens, segments=segments)
         by_rank = _firsts(lens)
         by_part = _firsts(list(zip(*lens, strict=True)))

@@ -1,0 +1,265 @@
+"""Who has which tokens of a mesh, and what they see of each other's, without any communication."""
+
+import math
+from itertools import chain, pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bascule.attention.kernels.registry import KERNELS
+from bascule.attention.ring import Merged
+from bascule.attention.shards import (
+    SequenceLayout,
+    num_tokens,
+    own_tokens,
+    positions_on,
+    take_runs,
+    with_replicated,
+)
+from bascule.attention.tiles import tiles_of, without_lost_scores
+from bascule.attention.ulysses import TokenOrder
+from bascule.errors import ConfigError
+
+few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+many = settings(few, max_examples=150)
+CPU = torch.device("cpu")
+
+
+@st.composite
+def layouts(draw: st.DrawFn, most: int = 12, num_segments: int | None = None) -> SequenceLayout:
+    least, most_segments = (0, 3) if num_segments is None else (num_segments, num_segments)
+    segments = tuple(draw(st.lists(st.integers(0, most), min_size=least, max_size=most_segments)))
+    ring, ulysses = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    kind = draw(st.sampled_from(["runs", "zigzag", "stripe", "replicated", "both"]))
+    replicated: tuple[int, ...] = ()
+    if kind in ("replicated", "both"):
+        replicated = tuple(i for i in range(len(segments)) if draw(st.booleans()))
+    stripe = draw(st.integers(1, 4)) if kind == "stripe" else 0
+    return SequenceLayout(segments, ring, ulysses, kind in ("zigzag", "both"), replicated, stripe)
+
+
+def places(layout: SequenceLayout) -> list[tuple[int, int]]:
+    return [(r, u) for r in range(layout.ring_degree) for u in range(layout.ulysses_degree)]
+
+
+def tokens_of(runs: list[tuple[int, int]]) -> list[int]:
+    return [token for start, stop in runs for token in range(start, stop)]
+
+
+@many
+@given(layouts())
+def test_every_token_has_one_rank_and_shares_are_even(layout: SequenceLayout) -> None:
+    first = 0
+    for segment, length in enumerate(layout.segments):
+        owned = {place: tokens_of(layout.own(*place)[segment]) for place in places(layout)}
+        assert sorted(chain.from_iterable(owned.values())) == list(range(first, first + length))
+        assert layout.bounds()[segment] == (first, first + length)
+        ring_sizes = [
+            sum(len(owned[ring, u]) for u in range(layout.ulysses_degree))
+            for ring in range(layout.ring_degree)
+        ]
+        most = layout.stripe or 2 if layout.zigzag or layout.stripe else 1
+        assert max(ring_sizes) - min(ring_sizes) <= most
+        for ring in range(layout.ring_degree):
+            sizes = [len(owned[ring, u]) for u in range(layout.ulysses_degree)]
+            assert max(sizes) - min(sizes) <= most
+        first += length
+    assert layout.seq_len == first
+    lens = [len(positions_on(layout, ring, CPU)) for ring in range(layout.ring_degree)]
+    assert lens == layout.ring_lens and sum(lens) == first
+
+
+@many
+@given(layouts())
+def test_runs_and_blocks_are_dealt_as_said(layout: SequenceLayout) -> None:
+    """By the token: pieces in ring order, early with late ones, or blocks in turns."""
+    ring_degree, ulysses_degree = layout.ring_degree, layout.ulysses_degree
+    for segment, (start, stop) in enumerate(layout.bounds()):
+        for ring, ulysses in places(layout):
+            runs = layout.own(ring, ulysses)[segment]
+            if layout.stripe:
+                turn = np.arange(stop - start) // layout.stripe
+                mine = (turn % ring_degree == ring) & (
+                    turn // ring_degree % ulysses_degree == ulysses
+                )
+                assert tokens_of(runs) == (start + np.flatnonzero(mine)).tolist()
+                assert all(a[1] < b[0] for a, b in pairwise(runs))
+                continue
+            num = (1 + layout.zigzag) * ring_degree
+            pieces = (ring, num - 1 - ring) if layout.zigzag else (ring,)
+            assert len(runs) == len(pieces)
+            for piece, (low, high) in zip(pieces, runs, strict=True):
+                bounds = [math.ceil((stop - start) * p / num) for p in (piece, piece + 1)]
+                shares = [
+                    math.ceil((bounds[1] - bounds[0]) * u / ulysses_degree)
+                    for u in (ulysses, ulysses + 1)
+                ]
+                assert (low - start, high - start) == tuple(bounds[0] + share for share in shares)
+
+
+@many
+@example(SequenceLayout((), 1, 2, True))
+@given(layouts())
+def test_tokens_of_ulysses_ranks_come_into_the_order_of_the_ring_and_back(
+    layout: SequenceLayout,
+) -> None:
+    for ring in range(layout.ring_degree):
+        order = TokenOrder.of(layout, ring, CPU)
+        ranks = range(layout.ulysses_degree)
+        arriving = torch.tensor(
+            [token for u in ranks for token in tokens_of(layout.own_runs(ring, u))],
+            dtype=torch.int64,
+        )
+        here = arriving if order.whole is None else arriving[order.whole]
+        assert torch.equal(here, positions_on(layout, ring, CPU))
+        assert torch.equal(here if order.back is None else here[order.back], arriving)
+        assert order.lens == [num_tokens(layout.own_runs(ring, u)) for u in ranks]
+        assert order.segments == list(layout.segments)
+        if layout.zigzag:  # kernels take the early piece, then the late one, of each segment
+            assert here.tolist() == tokens_of(layout.pieces(ring))
+
+
+@many
+@given(layouts(), st.integers(0, 1))
+def test_replicated_tokens_are_left_out_and_put_back(layout: SequenceLayout, dim: int) -> None:
+    whole = torch.arange(1.0, 1 + 2 * layout.seq_len).view(-1, 2)
+    whole = whole if dim == 0 else whole.T
+    replicated = torch.cat(
+        [
+            whole.narrow(dim, *(bound[0], bound[1] - bound[0]))
+            for segment, bound in enumerate(layout.bounds())
+            if segment in layout.replicated
+        ]
+        or [whole.narrow(dim, 0, 0)],
+        dim,
+    )
+    for place in places(layout):
+        mine = take_runs(whole, layout.shares(*place), dim)
+        own = own_tokens(mine, layout, place, dim)
+        assert mine.shape[dim] == layout.num_tokens(*place)
+        assert torch.equal(own, take_runs(whole, layout.own_runs(*place), dim))
+        if layout.segments:
+            assert torch.equal(with_replicated(own, replicated, layout, place, dim), mine)
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        {"segments": [3]},
+        {"segments": (-1,)},
+        {"segments": (1.5,)},
+        {"segments": (3,), "ring_degree": 0},
+        {"segments": (3,), "ulysses_degree": 0},
+        {"segments": (3,), "stripe": -1},
+        {"segments": (3,), "replicated": (1,)},
+        {"segments": (3,), "replicated": (-1,)},
+        {"segments": (3,), "replicated": 0},
+        {"segments": (3,), "stripe": 1, "zigzag": True},
+        {"segments": (3,), "stripe": 1, "replicated": (0,)},
+    ],
+)
+def test_layouts_of_no_ranks_or_tokens_are_refused(given_: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        SequenceLayout(**given_)  # pyright: ignore[reportArgumentType]
+
+
+MASKS = ("none", "bool", "keys", "queries", "added", "far", "lost", "one number")
+
+
+def random_mask(kind: str, batch: int, heads: int, length: int, seed: int) -> Tensor | None:
+    """Of any broadcast shape; "far" rows are all taken down by 100, "lost" ones by 1e9."""
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {
+        "keys": (batch, 1, 1, length),
+        "queries": (1, heads, length, 1),
+        "one number": (1, 1, 1, 1),
+    }
+    shape = shapes.get(kind, (batch, heads, length, length))
+    if kind == "none":
+        return None
+    if kind == "bool":
+        return torch.rand(shape, generator=draw) < 0.5
+    mask = torch.randn(shape, generator=draw)
+    if kind in ("far", "lost"):
+        rows = torch.rand(*shape[:3], 1, generator=draw) < 0.5
+        mask = mask - torch.where(rows, 100.0 if kind == "far" else 1e9, 0.0)
+    hidden = torch.rand(shape, generator=draw) < 0.2
+    return mask if kind == "one number" else mask.masked_fill(hidden, -math.inf)
+
+
+def in_one_process(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    """Scores and what is added to them in float32, the rest in float64."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    is_empty = torch.isneginf(scores).all(dim=-1, keepdim=True)
+    weights = scores.double().masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
+    return weights @ v.double()
+
+
+def check_tiles(layout: SequenceLayout, kind: str, causal: bool, kernel: str, seed: int) -> None:
+    """Output and gradients, each ring rank's tiles by themselves, against one process."""
+    draw, length = torch.Generator().manual_seed(seed), layout.seq_len
+    q = torch.randn(2, 4, length, 8, generator=draw, requires_grad=True)
+    k, v = (torch.randn(2, 2, length, 8, generator=draw, requires_grad=True) for _ in range(2))
+    mask = random_mask(kind, 2, 4, length, seed)
+    wanted = in_one_process(q, k, v, mask, causal)
+    grad = torch.randn(wanted.shape, generator=draw)
+    wanted_grads = torch.autograd.grad(wanted, (q, k, v), grad.double())
+    rows = [positions_on(layout, ring, CPU) for ring in range(layout.ring_degree)]
+    q, k, v = q.detach(), k.detach(), v.detach()
+    kept = without_lost_scores(q, layout, [(0, length)], mask, causal)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for ring, here in enumerate(rows):
+        mine, merged = kept[:, :, here], Merged(kept[:, :, here])
+        full = None if mask is None else mask[(None,) * (4 - mask.dim())]
+        tiles = tiles_of(layout, ring, full, causal, mine)
+        pairs = [(tile, rows[other]) for other, of_rank in enumerate(tiles) for tile in of_rank]
+        pairs = [(t, keys) for t, keys in pairs if here[t.q].numel() and keys[t.k].numel()]
+        for tile, keys in pairs:
+            parts = mine[:, :, tile.q], k[:, :, keys[tile.k]], v[:, :, keys[tile.k]]
+            merged.add(tile.q, *KERNELS[kernel].forward(*parts, tile.mask, 8**-0.5))
+        out, lse = merged.result()
+        torch.testing.assert_close(out, wanted[:, :, here].float(), rtol=1e-4, atol=1e-4)
+        for tile, keys in pairs:
+            given_out, mine_q, mine_out = (x[:, :, tile.q] for x in (grad[:, :, here], mine, out))
+            found = KERNELS[kernel].backward(
+                *(given_out, mine_q, k[:, :, keys[tile.k]], v[:, :, keys[tile.k]]),
+                *(mine_out, lse[:, :, tile.q], tile.mask, 8**-0.5),
+            )
+            for whole, part, at in zip(
+                grads, found, (here[tile.q], *[keys[tile.k]] * 2), strict=True
+            ):
+                whole.index_add_(2, at, part)
+    if kind == "lost":  # no score, no gradient of it
+        return
+    for found, wanted_grad in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(found, wanted_grad, rtol=1e-3, atol=1e-4)
+
+
+KERNEL = st.sampled_from(["plain", "cpu_flash"])
+
+
+@few
+@example(SequenceLayout((), 2, 1, True), "none", True, "plain", 0)
+@given(layouts(most=9), st.sampled_from(MASKS), st.booleans(), KERNEL, st.integers(0, 99))
+def test_tiles_of_a_ring_give_the_attention_of_one_process(
+    layout: SequenceLayout, kind: str, causal: bool, kernel: str, seed: int
+) -> None:
+    check_tiles(layout, kind, causal, kernel, seed)
+
+
+@few
+@given(layouts(most=16, num_segments=1), KERNEL, st.integers(0, 99))
+def test_tiles_without_a_mask_see_nothing_that_comes_later(
+    layout: SequenceLayout, kernel: str, seed: int
+) -> None:
+    check_tiles(layout, "none", True, kernel, seed)

@@ -1,0 +1,84 @@
+"""What users and other modules rely on without saying it: the values that arguments have."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from bascule.attention import api, mask, packed, shards
+from bascule.attention.sparse import block_sparse, rules, timing
+from bascule.comm import quantize
+from bascule.comm.exchange import BoundRoute
+from bascule.comm.guard import calls, failures, notes
+from bascule.data import collators, cost_tracker, departures, loader, loader_batch, packs, source
+from bascule.data.samples import loaded
+
+TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
+NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
+    api.attention: {"is_causal": False},
+    packed.attend: {"causal": False},
+    packed.attend_packed: {"causal": False},
+    mask.AttentionMask: {"causal": False},
+    shards.SequenceLayout: {
+        "ring_degree": 1,
+        "ulysses_degree": 1,
+        "zigzag": False,
+        "replicated": (),
+        "stripe": 0,
+    },
+    block_sparse.sparse_attention: {},
+    block_sparse.attend_sparse: {},
+    block_sparse.gather_counts: {"by_rank": False},
+    rules.always_computed: {"dense": ()},
+    rules.spatial_mask: {"frames": 0, "num_text": 0},
+    rules.temporal_mask: {"radius": 0, "num_text": 0},
+    timing.CallShape: {"block": 64, "dtype": torch.bfloat16, "batch": 1},
+    timing.measure_attention_latency: {"rounds": 5},
+    quantize.Wire: {"takes_centres": False},
+    BoundRoute: {"form": ""},
+    calls.Call: {"step": 0, "form": "", "kind": ""},
+    calls.Calls.finish: {"is_done": True},
+    failures.tell: {"leaves": False},
+    notes.arrive: {"num": 1},
+    departures.Departure: {"reason": "", "is_final": True},
+    collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
+    cost_tracker.CostTracker: {
+        "warmup": 10,
+        "discard": 2,
+        "window": 50,
+        "max_drift": 0.1,
+        "timeout_s": 600.0,
+    },
+    loader.BalancedLoader: {
+        "accumulate": 1,
+        "sync": "microbatch",
+        "ends": "drop_last",
+        "min_gain": 0.02,
+        "prefetch": 2,
+        "pin_memory": False,
+        "timeout_s": 600.0,
+    },
+    packs.Pack: {"fixed": False, "pad_id": 0, "ignore_index": -100, "token_fields": TOKEN_FIELDS},
+    packs.unpack: {"token_fields": TOKEN_FIELDS, "merge_size": 2},
+    source.ResumableSampler: {"shuffle": True, "seed": 0},
+    loaded.Offer: {
+        **dict.fromkeys(("samples", "lens", "weights", "parcels", "num_items"), ()),
+        **dict.fromkeys(("is_short", "is_closing"), False),
+        "cost_version": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("function", NOT_NONE, ids=lambda function: function.__qualname__)
+def test_what_is_not_given_is_as_documented(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    given = {one.name: one.default for one in parameters if one.default is not one.empty}
+    assert {name: value for name, value in given.items() if value is not None} == NOT_NONE[function]
+
+
+def test_a_loader_has_done_nothing_at_first() -> None:
+    counts = loader_batch.LoaderMetrics()
+    assert not any(dataclasses.asdict(counts).values()) and counts.skipped == {}
