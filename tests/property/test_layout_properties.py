@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bascule.attention.kernels.protocol import Attended
 from bascule.attention.kernels.registry import KERNELS
 from bascule.attention.ring import Merged
 from bascule.attention.shards import (
@@ -231,10 +232,9 @@ def check_tiles(layout: SequenceLayout, kind: str, causal: bool, kernel: str, se
         torch.testing.assert_close(out, wanted[:, :, here].float(), rtol=1e-4, atol=1e-4)
         for tile, keys in pairs:
             given_out, mine_q, mine_out = (x[:, :, tile.q] for x in (grad[:, :, here], mine, out))
-            found = KERNELS[kernel].backward(
-                *(given_out, mine_q, k[:, :, keys[tile.k]], v[:, :, keys[tile.k]]),
-                *(mine_out, lse[:, :, tile.q], tile.mask, 8**-0.5),
-            )
+            at_hand = k[:, :, keys[tile.k]], v[:, :, keys[tile.k]]
+            done = Attended(mine_q, *at_hand, mine_out, lse[:, :, tile.q], tile.mask, 8**-0.5)
+            found = KERNELS[kernel].backward(given_out, done)
             for whole, part, at in zip(
                 grads, found, (here[tile.q], *[keys[tile.k]] * 2), strict=True
             ):

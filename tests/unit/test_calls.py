@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from bascule.attention.call_marks import digest_of, rows_of_call
-from bascule.attention.call_spec import CallSpec, check_call, spec_of, with_positive_scale
+from bascule.attention.call_spec import (
+    CallSpec,
+    check_settings,
+    check_tensors,
+    spec_of,
+    with_positive_scale,
+)
 from bascule.comm.guard.calls import Call, Calls
 from bascule.comm.guard.notes import Failure
 from bascule.comm.quantize import Wire
@@ -236,8 +242,6 @@ def test_scores_are_the_same_under_a_positive_scale() -> None:
 @pytest.mark.parametrize(
     "given_",
     [
-        {"tensors": (torch.ones(1), [1.0])},
-        {"tensors": (torch.ones(2, 2).to_sparse(),)},
         {"causal": 1},
         {"causal": None},
         {"scale": "1"},
@@ -247,9 +251,58 @@ def test_scores_are_the_same_under_a_positive_scale() -> None:
         {"kernel": 1},
     ],
 )
-def test_what_attention_cannot_be_called_with_is_refused(given_: dict[str, Any]) -> None:
-    right: dict[str, Any] = {"tensors": (torch.ones(1),), "causal": False, "scale": None}
+def test_settings_that_attention_does_not_have_are_refused(given_: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"causal": False, "scale": None}
     for scale in (None, 1, -0.5, 0.0):
-        check_call("attention", **{**right, "scale": scale, "kernel": "plain"})
+        check_settings("attention", **{**right, "scale": scale, "kernel": "plain"})
     with pytest.raises(ConfigError):
-        check_call("attention", **{**right, **given_})
+        check_settings("attention", **{**right, **given_})
+
+
+ONES = torch.ones(2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [1.0],
+        ONES.to_sparse(),
+        ONES.double(),
+        ONES.long(),
+        ONES.bool(),
+        ONES.to(torch.cfloat),
+        ONES.to(torch.float8_e5m2),
+        ONES.to("meta"),
+        torch.nested.nested_tensor([ONES[0], ONES[1, :2]], layout=torch.jagged),
+    ],
+    ids=lambda x: f"{type(x).__name__} {getattr(x, 'dtype', '')} {getattr(x, 'device', '')}",
+)
+def test_tensors_that_attention_does_not_take_are_refused(wrong: Any) -> None:
+    for place in range(3):
+        given_ = [ONES, ONES, ONES]
+        check_tensors("attention", *given_)
+        given_[place] = wrong
+        with pytest.raises(ConfigError):
+            check_tensors("attention", *given_)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.cfloat, torch.float8_e4m3fn])
+def test_one_dtype_is_not_enough(dtype: torch.dtype) -> None:
+    x = ONES.to(dtype)
+    with pytest.raises(ConfigError):
+        check_tensors("attention", x, x, x)
+    for good in (torch.float16, torch.bfloat16, torch.float64):
+        check_tensors("attention", *[ONES.to(good)] * 3)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4), (2, 3, 0), (1, 0, 2, 4), (1, 2, 2, 0)])
+def test_heads_there_must_be(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    with pytest.raises(ConfigError):
+        check_tensors("attention", x, x, x)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (0, 2, 1, 4), (1, 2, 0, 4)])
+def test_tokens_and_batch_may_be_none(shape: tuple[int, ...]) -> None:
+    x = torch.ones(shape)
+    check_tensors("attention", x, x, x, torch.ones(1))
