@@ -109,6 +109,21 @@ def test_the_imbalance_column_of_table_1(data: str) -> None:
         assert np.mean(wirs) == pytest.approx(published, abs=tolerance), topology
 
 
+@pytest.mark.parametrize("data", list(TABLE_1)[1:])
+def test_where_one_sequence_binds_the_others_are_as_even_as_the_papers(data: str) -> None:
+    codes = parse_data_codes(data)
+    batches = [seq_lens(sample_lengths(codes, seed=0, step=step)) for step in range(10)]
+    for batch in batches:
+        even, home, paper = (
+            plan_batch(batch, "g1n32", COST, **options)
+            for options in ({}, {"home_tolerance": 0.0}, {"planner": "knapsack"})
+        )
+        assert even.binding is not None
+        assert even.makespan == home.makespan == pytest.approx(paper.makespan, rel=1e-12)
+        assert even.wir <= paper.wir * 1.001
+        assert home.moved_tokens < even.moved_tokens < 0.5 * paper.moved_tokens
+
+
 @pytest.mark.parametrize("planner", ["lpt", "knapsack"])
 @pytest.mark.parametrize("topology", ["g1n1024", "g8n128", "g1n512+g2n128+g8n32"])
 def test_a_thousand_ranks(topology: str, planner: str) -> None:

@@ -110,32 +110,28 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
 
     Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
     backward; for replicated tokens one all-gather more, and one reduce-scatter backward; for a wire
-    that takes centres one all-reduce. No sizes are gathered: they follow from the layout. The
-    first call of a form makes sure, by one all-gather, that all ranks mean the same.
+    that takes centres one all-reduce. In the first call of a form ranks agree by one all-gather.
 
     Args:
         q: (B, H, T, D) queries of this rank's tokens, in the order of `layout.shares`.
         k: (B, K, T, D) keys; H is a multiple of K.
         v: (B, K, T, D) values.
         mesh: The ranks, or this rank's place among them.
-        layout: Which tokens each rank has. Default: one segment, the same number on every rank.
+        layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
         attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
             or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
             key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
             finite number so large that its scores are lost in it, as finfo.min, weighs them alike,
             as in one process; its query and keys get no gradient from it (torch's own kernels
             differ there).
-        is_causal: Whether a token sees only itself and those before it in the sequence, of what
-            the mask lets it see.
+        is_causal: Whether a token sees, of what the mask shows, only itself and those before it.
         scale: Factor of the scores. Default: D^-0.5.
         kernel: Name of the block kernel. Default: the fastest for the device.
-        overlap: Whether Ulysses exchanges while it computes, where it can: not together with a
-            ring, under a causal mask or with a wire. Default: on CPUs, where it measures faster; it
-            calls the kernel up to five times, with parts of queries and keys.
+        overlap: Whether Ulysses exchanges while it computes, in up to five calls of the kernel; not
+            with a ring, a causal mask or a wire. Default: on CPUs, where it measures faster.
         wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
-            values of other ranks. What it costs on your tensors: `quantize.measure_error`. The
-            backward takes the transport for the identity; gradients, and replicated tokens when
-            they are gathered, travel as they are. Default: everything travels as it is.
+            values of other ranks; see `quantize.measure_error`. Gradients and replicated tokens
+            travel as they are. Default: everything does.
 
     Raises:
         ConfigError: The shapes do not fit each other, the layout, the mesh or the wire.
@@ -149,8 +145,7 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, attn_mask)
-    _check_wire(wire, k)
-    wire = None if ranks.degrees == (1, 1) else wire
+    wire = _checked_wire(wire, k, ranks)
     rows = f"{rows_of_call(q, wire, attn_mask, layout.replicated)}, given scale {scale}"
     q, factor = with_positive_scale(q, scale)
     spec = CallSpec(
@@ -165,8 +160,8 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
         wire="" if wire is None else wire.format,
         rows=rows,
     )
-    overlaps = q.device.type == "cpu" if overlap is None else overlap
-    return _attend(q, k, v, attn_mask, ranks, layout, wire, spec, overlaps=overlaps)
+    overlap = q.device.type == "cpu" if overlap is None else overlap
+    return _attend(q, k, v, attn_mask, ranks, layout, wire, spec, overlaps=overlap)
 
 
 def _attend(  # noqa: PLR0913  (compilers take tensors by themselves)
@@ -320,11 +315,11 @@ def _check(
             )
 
 
-def _check_wire(wire: Wire | None, k: Tensor) -> None:
-    """Refuse a wire that is not a Wire, and centres that do not fit these keys.
+def _checked_wire(wire: Wire | None, k: Tensor, ranks: Place) -> Wire | None:
+    """The wire, where there is one between ranks.
 
     Raises:
-        ConfigError: Names the shapes.
+        ConfigError: It is not a Wire, or its centres do not fit these keys.
     """
     is_wire = torch.compiler.is_compiling() or isinstance(wire, Wire | None)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_wire:
@@ -336,3 +331,4 @@ def _check_wire(wire: Wire | None, k: Tensor) -> None:
                 f"attention: a centre of shape {tuple(centre.shape)} for k {tuple(k.shape)}: it "
                 f"must be {wanted}; take it with Wire.centred, or make Wire(takes_centres=True)"
             )
+    return None if ranks.degrees == (1, 1) else wire

@@ -291,9 +291,8 @@ def plan_batch(
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
-    First comes the makespan, then evenness: where one sequence binds the step (`Plan.binding`), the
-    other bags are even, too. Equal bags are laid where their tokens come from, and nothing moves
-    where the batch as loaded is as good. `home_tolerance` puts staying at home before evenness.
+    First comes the makespan, then evenness, then staying at home: equal bags are laid where their
+    tokens come from, and nothing moves where the batch as loaded is as good.
 
     Args:
         seq_lens: One list of token counts a source rank; empty lists are legal.
@@ -307,14 +306,13 @@ def plan_batch(
             no homes).
         limits: What a rank can hold; hard. Bytes are those of activations, and need a cost model
             with `bytes_per_token`; with a cluster its memory is a limit too (see `in_tokens`).
-        carried_loads: (num_ranks,) cost that each rank has already, for example of earlier
-            microbatches.
+        carried_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
         cluster: With one, all costs are seconds of a forward pass, wires and launches included
             (see `Cluster`), and tokens that leave their node count before those that leave their
             rank.
         home_tolerance: By how much the makespan may pass the best one found so that more tokens
-            stay where they were loaded; 0.01 is 1 %, 0 gives up evenness alone. None leaves every
-            load as it was found; with a cluster of several nodes it means 0.005.
+            stay where they were loaded; 0.01 is 1 %, 0 gives up evenness alone. None: nothing may,
+            but with a cluster of several nodes it means 0.005.
 
     Returns:
         The plan; the same on every rank that gives the same arguments.
@@ -324,8 +322,6 @@ def plan_batch(
         PlanError: The limits cannot be kept, or a rank would hold more than 2^31 - 1 tokens; says
             what misses by how much.
     """
-    if cluster is not None:
-        of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None")
     tolerance = _tolerance(home_tolerance, cluster)
     limits = in_tokens(limits, cost, cluster)
     seq_lens = by_rank("sequence lengths", seq_lens)
@@ -379,6 +375,8 @@ def _choose(
 
 
 def _tolerance(given: float | None, cluster: Cluster | None) -> float | None:
+    if cluster is not None:
+        of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None")
     if given is None:
         return _NODE_TOLERANCE if cluster is not None and cluster.num_nodes > 1 else None
     return number("home_tolerance", given)
