@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bascule.attention.kernels import registry
-from bascule.attention.kernels.protocol import KernelQuery, OutLse
+from bascule.attention.kernels.protocol import Attended, Grads, KernelQuery, OutLse
 from bascule.attention.mask import AttentionMask
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from tests.helpers.calls_made import (
@@ -162,11 +162,9 @@ class VarlenKernel:
         """Zeros."""
         return torch.zeros_like(q), torch.zeros(q.shape[:3])
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *settings: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad: Tensor, done: Attended) -> Grads:
         """Zeros."""
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        return torch.zeros_like(done.q), torch.zeros_like(done.k), torch.zeros_like(done.v)
 
 
 def operations(step: Step) -> tuple[int, int]:
