@@ -272,7 +272,7 @@ def test_offload_and_pipelines(results: list[dict[str, Found]]) -> None:
         assert found.pop("lengths") == [8, 30, 30]
         stranger, undone = found.pop("stranger"), found.pop("undone")
         compiled = found.pop("undone, compile")
-        assert "none of the models that this handle split" in stranger[1]
+        assert "is not one of the models that this handle split" in stranger[1]
         for what, (classes, text) in (("verify", undone), ("compile", compiled)):
             assert "ConfigError" in classes
             assert text == f"{what}: undo() was called: call parallelize again, then {what}"
