@@ -12,7 +12,7 @@ import torch
 from bascule.bench.loader_compare import LoaderComparison, join_samples, split_samples
 from bascule.bench.options import BenchOptions
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
-from tests.helpers.bench import bench, summary
+from tests.helpers.bench import bench, launched, summary
 from tests.helpers.ranks import run_ranks
 
 LONG_AND_SHORT = "g1b4i128f1s0,g1b3i256f1s0"
@@ -97,7 +97,7 @@ def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:
 def test_what_makes_no_sense_is_refused(
     tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:
-    done = bench(tmp_path, "--data", LONG_AND_SHORT, *options)
+    done = launched(tmp_path, "--data", LONG_AND_SHORT, *options)
     assert done.returncode == 2
     assert said in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1
