@@ -8,6 +8,7 @@ import copy
 import json
 import shutil
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,7 @@ def refusals() -> dict[str, Any]:
             "grouped": start(train_sampling_strategy="group_by_length"),
             "tokens": start(average_tokens_across_devices=False),
             "stream": raised_by(streaming.train)[1],
+            "empty": start(num_samples=0),
             "own": raised_by(own.train)[1],
             "scaled": (train(scaled)[0], train(same)[0]),
         }
@@ -287,6 +289,7 @@ def test_what_does_not_go_with_balancing_is_refused() -> None:
         assert "train_sampling_strategy='group_by_length'" in said["grouped"]
         assert "average_tokens_across_devices" in said["tokens"]
         assert "BalancedLoader" in said["stream"]
+        assert "train_dataset has no sample" in said["empty"]
         assert "Own.compute_loss" in said["own"] and "self.loss_scale" in said["own"]
         ours, expected = said["scaled"]
         assert ours == expected
@@ -315,10 +318,27 @@ def test_other_processes_learn_why_one_fails() -> None:
     assert f"rank 1 of group 'loader' left the iteration with {said}" in other.error, other.error
 
 
+def trains_more_epochs_than_others() -> None:
+    join_world()
+    with tempfile.TemporaryDirectory() as folder:
+        epochs = 1 + dist.get_rank()
+        options = {"num_train_epochs": epochs, "ddp_timeout": 4}
+        make_trainer(folder, "qwen2", balanced=True, num_samples=12, **options).train()
+        if dist.get_rank() == 0:
+            threading.Event().wait(30.0)  # it lives on, and does nothing
+
+
+def test_others_are_waited_for_as_long_as_the_trainer_says() -> None:
+    _, waiting = run_to_the_end(trains_more_epochs_than_others, 2, timeout_s=50.0)
+    assert waiting.error is not None and "beginning an iteration" in waiting.error, waiting.error
+
+
 def test_one_process_trains_as_before(tmp_path: Path) -> None:
     trainer = make_trainer(str(tmp_path), "qwen2", balanced=True, max_steps=2)
     trainer.train()
     assert trainer.balanced_loader is None
+    with pytest.raises(ConfigError, match="balance"):
+        type(trainer)(model=trainer.model, args=trainer.args, balance=COST)
     assert not trainer.args.ignore_data_skip
 
 

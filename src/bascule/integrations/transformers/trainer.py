@@ -21,6 +21,7 @@ from bascule.data.loader_batch import Batch
 from bascule.data.source import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.integrations.transformers.dataset_columns import Columns
+from bascule.plan.checks import of_type
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.limits import Limits
 
@@ -77,7 +78,8 @@ class BalancedTrainerMixin(_Base):
     Samples are dealt by a `ResumableSampler` seeded by ``data_seed`` or ``seed``, lose the columns
     that the model does not take (as ``remove_unused_columns`` says), move, and are collated by
     ``data_collator``. A run that resumes from a checkpoint goes on with the next sample without
-    reading those before, so ``ignore_data_skip`` is set. With one process, nothing changes.
+    reading those before, so ``ignore_data_skip`` is set. With one process, nothing changes, and
+    ``balanced_loader`` is None. The longest wait for other processes is ``ddp_timeout``.
 
     Args:
         *args: As the Trainer takes them.
@@ -94,7 +96,7 @@ class BalancedTrainerMixin(_Base):
 
     def __init__(self, *args: Any, balance: BalanceConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.balance = balance
+        self.balance = of_type("balance", balance, BalanceConfig, "BalanceConfig(cost=..)")
         self.balanced_loader: BalancedLoader | None = None
         self._scale: float | None = None
         self._scale_was_used = False
@@ -138,6 +140,7 @@ class BalancedTrainerMixin(_Base):
             ends="drop_last" if args.dataloader_drop_last else "pad_empty",
             collate_fn=self.data_collator,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+            timeout_s=float(args.ddp_timeout),
         )
         args.ignore_data_skip = True  # the loader does it, exactly and without reading
         self.balanced_loader = balanced
@@ -370,6 +373,8 @@ def _check(trainer: Trainer) -> Dataset[Any]:
             "balancing deals the samples of a train_dataset with a length: for streams, use "
             "BalancedLoader in a training loop"
         )
+    elif not len(dataset):  # pyright: ignore[reportArgumentType]
+        refused = "train_dataset has no sample: give one at least"
     elif args.train_sampling_strategy not in ("random", "sequential"):
         refused = (
             f"train_sampling_strategy={args.train_sampling_strategy!r} groups samples by "
