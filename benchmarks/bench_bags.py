@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.making import new_group
+from bascule.comm.new_groups import new_group
 from bascule.comm.transfers import all_to_all
 
 NUM_RANKS, WIDTH, ROUNDS, SET_UPS = 4, 256, 200, 10

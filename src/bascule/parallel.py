@@ -15,7 +15,7 @@ from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import tell, telling, told
-from bascule.comm.making import new_group
+from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
 from bascule.parallel_step import Step as Step
 from bascule.plan import routes

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import (
 
 from bascule.comm.groups import set_timeout, timeout_of
 from bascule.comm.guard.calls import Call
-from bascule.comm.making import new_group
+from bascule.comm.new_groups import new_group
 from bascule.comm.transfers import all_gather
 from bascule.data import prefetch
 from bascule.data.cost_tracker import CostTracker

@@ -19,9 +19,10 @@ from bascule.comm.agree import Statement, agree
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples, spread
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.guard.calls import Call, Calls
-from bascule.comm.head_exchange import HeadExchange, HeadShares
+from bascule.comm.head_exchange import HeadExchange
 from bascule.comm.quantize import Wire
 from bascule.parallel import SequenceParallel
+from bascule.plan.head_shares import HeadShares
 from bascule.plan.routes import Route
 from tests.helpers.cases import COST
 from tests.helpers.mesh_cases import make_mesh

@@ -15,8 +15,8 @@ from bascule.attention.kernels.registry import KERNELS
 from bascule.attention.packed import Bag, PackedRing, check, check_kernel, check_shapes, sent_bytes
 from bascule.attention.ring import Merged
 from bascule.comm.groups import RankGroup
-from bascule.comm.head_exchange import HeadShares
 from bascule.errors import ConfigError
+from bascule.plan.head_shares import HeadShares
 from bascule.plan.topology.spec import Topology
 from tests.helpers.oracle import packed_attention
 

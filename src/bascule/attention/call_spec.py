@@ -12,9 +12,9 @@ from torch import Tensor
 
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.guard.calls import Call
-from bascule.comm.head_exchange import HeadShares
 from bascule.comm.meshes import AttentionMesh, mesh_named
 from bascule.errors import CommError, ConfigError
+from bascule.plan.head_shares import HeadShares
 
 _SEPARATOR = "\n"
 

@@ -24,10 +24,10 @@ from bascule.attention.shards import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.tiles import tiles_of
 from bascule.comm import quantize
 from bascule.comm.guard.calls import Call
-from bascule.comm.head_exchange import HeadShares
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_gather, reduce_scatter
+from bascule.plan.head_shares import HeadShares
 
 
 @torch.library.custom_op("bascule::ring_attention", mutates_args=())

@@ -27,12 +27,13 @@ from bascule.attention.ring import RingPlan, Tile
 from bascule.attention.ulysses import TokenOrder
 from bascule.attention.usp import SharedHeads, usp_attention
 from bascule.comm.groups import RankGroup
-from bascule.comm.head_exchange import HeadExchange, HeadShares
+from bascule.comm.head_exchange import HeadExchange
 from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan import routes
 from bascule.plan.batch import Plan
+from bascule.plan.head_shares import HeadShares
 from bascule.plan.topology.spec import Topology
 
 

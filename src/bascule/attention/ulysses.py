@@ -27,9 +27,10 @@ from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.derivatives import only_first
-from bascule.comm.head_exchange import HeadExchange, HeadShares
+from bascule.comm.head_exchange import HeadExchange
 from bascule.comm.meshes import Place
 from bascule.comm.quantize import Format, Wire
+from bascule.plan.head_shares import HeadShares
 
 HeadRun = tuple[int, int]
 """(first, number) key-value heads of a rank."""

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import (
 
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve, timeout_of
 from bascule.comm.guard.failures import is_ended
-from bascule.comm.making import check_timeout, new_group
+from bascule.comm.new_groups import check_timeout, new_group
 from bascule.comm.world import this_world
 from bascule.errors import CommError, ConfigError
 from bascule.plan.sparse.choose_mesh import Degrees, all_degrees

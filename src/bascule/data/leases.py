@@ -25,7 +25,7 @@ import numpy as np
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, set_timeout
 from bascule.comm.guard.failures import is_ended
-from bascule.comm.making import new_group
+from bascule.comm.new_groups import new_group
 from bascule.comm.world import this_world
 
 _CAPACITY = 9  # integers a rank that the first gather has room for: eight groups

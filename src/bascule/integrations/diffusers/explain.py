@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from bascule.attention.api import SequenceLayout
-from bascule.comm.head_exchange import HeadShares
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.forward import Attended, AttentionShape
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
+from bascule.plan.head_shares import HeadShares
 from bascule.plan.sparse import SparsePlan
 
 _MIB = 2**20
