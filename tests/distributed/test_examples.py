@@ -1,27 +1,19 @@
 """The examples, as a user starts them."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.jobs import launch_example, run_example
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_toy_dit.py"
 
 
-def run_example(topology: str) -> list[tuple[float, float, float]]:
-    """Loss, imbalance with and imbalance without balancing of each step, on two ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(EXAMPLE), topology],
-        capture_output=True,
-        text=True,
-        timeout=50,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+def steps_of(done: subprocess.CompletedProcess[str]) -> list[tuple[float, float, float]]:
+    """Loss, imbalance with and imbalance without balancing of each step."""
     assert done.returncode == 0, done.stderr
     line = re.compile(r"step \d+: loss ([\d.]+), imbalance .* ([\d.]+) instead of ([\d.]+)")
     return [(float(a), float(b), float(c)) for a, b, c in line.findall(done.stdout)]
@@ -29,7 +21,8 @@ def run_example(topology: str) -> list[tuple[float, float, float]]:
 
 @pytest.mark.slow
 def test_the_example_trains_alike_on_all_bags() -> None:
-    single, shared = run_example("g1n2"), run_example("g2n1")
+    single = steps_of(launch_example(EXAMPLE, "g1n2"))
+    shared = steps_of(run_example(EXAMPLE, "g2n1"))
     losses = [loss for loss, _, _ in single]
     assert len(losses) == 20
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses

@@ -1,9 +1,6 @@
 """Pipelines, checkpointing, verification and compilation of diffusers' models; the example."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from tests.helpers.inference_cases import (
     make_model,
 )
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
+from tests.helpers.jobs import run_example
 from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("diffusers")
@@ -157,14 +155,7 @@ def test_a_rank_without_tokens_compiles() -> None:
 
 
 def test_the_example_generates_the_same_latents() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(EXAMPLE)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    done = run_example(EXAMPLE)
     assert done.returncode == 0, done.stderr
     assert "tokens: 7 of text, 165 of image; 85 to 87 a rank" in done.stdout
     assert "the mesh agrees with one process" in done.stdout

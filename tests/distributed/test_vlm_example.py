@@ -1,12 +1,11 @@
 """The example of a vision-language model, as a user runs it."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.jobs import run_example
 
 pytest.importorskip("transformers")
 pytest.importorskip("skimage")
@@ -15,16 +14,9 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_vlm.py"
 
 
-def run_example(*flags: str) -> tuple[list[tuple[float, float, float]], str]:
+def train(*flags: str) -> tuple[list[tuple[float, float, float]], str]:
     """Loss, imbalance with and imbalance as loaded of each step on two ranks; and the summary."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    done = subprocess.run(
-        [*launcher, "--nproc-per-node", "2", str(EXAMPLE), *flags],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    done = run_example(EXAMPLE, *flags)
     assert done.returncode == 0, done.stderr
     line = re.compile(
         r"step \d+: loss ([\d.]+), imbalance .* ([\d.]+) instead of ([\d.]+), waited .* ms"
@@ -36,8 +28,8 @@ def run_example(*flags: str) -> tuple[list[tuple[float, float, float]], str]:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_the_example_trains_alike_without_balancing() -> None:
-    balanced, said = run_example()
-    plain, said_plain = run_example("--no-balance")
+    balanced, said = train()
+    plain, said_plain = train("--no-balance")
     losses = [loss for loss, _, _ in balanced]
     assert len(losses) == len(plain) == 20
     assert sum(losses[-5:]) < 0.7 * sum(losses[:5]), losses

@@ -1,0 +1,75 @@
+"""Runs a program on the two ranks of a job, as a launcher would, without importing torch again."""
+
+import contextlib
+import io
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.helpers.ranks import run_ranks
+
+NUM_RANKS = 2
+
+
+def in_a_job(
+    program: Callable[..., object], *arguments: str, timeout_s: float = 100.0
+) -> subprocess.CompletedProcess[str]:
+    """Exit code of the worst rank, what the first rank printed, and the errors of all.
+
+    Args:
+        program: Called with the arguments on each rank, which has no process group yet.
+        *arguments: As they stand on a command line.
+        timeout_s: Longest time.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    of_rank = run_ranks(_as_rank, NUM_RANKS, program, arguments, port, timeout_s=timeout_s)
+    codes, outs, errors = zip(*of_rank, strict=True)
+    return subprocess.CompletedProcess([], max(codes), outs[0], "".join(errors))
+
+
+def script(path: str, *arguments: str) -> None:
+    """Run a file as `python FILE ARGUMENTS` does."""
+    sys.argv = [path, *arguments]
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_example(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an example on the ranks of a job."""
+    return in_a_job(script, str(path), *arguments)
+
+
+def launch_example(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a user does, with torchrun."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launcher, "--nproc-per-node", str(NUM_RANKS), str(path), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+
+
+def _as_rank(
+    program: Callable[..., object], arguments: tuple[str, ...], port: int
+) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one rank."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    dist.destroy_process_group()  # a program makes its own, as in any job
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    out, error, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        try:
+            program(*arguments)
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+    return code, out.getvalue(), error.getvalue()
