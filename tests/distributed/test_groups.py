@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.comm.groups import member_of, resolve, timeout_of
+from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import end_all
 from bascule.comm.meshes import AttentionMesh, mesh_of_all
@@ -116,3 +117,30 @@ def part_of_an_ended_group() -> str | None:
 
 def test_what_ended_a_group_ended_parts_of_it_that_are_made_later() -> None:
     assert run_ranks(part_of_an_ended_group, 3) == ["a failure"] * 3
+
+
+def marks_of_a_group_and_a_part_of_it() -> list[int]:
+    """Their messages take the same connections, and the first call of each is the same."""
+    group = member_of(resolve(None), "all")
+    if dist.get_rank() == 2:
+        return []
+    found = [group, group.part([0, 1], "pair"), group.part([1, 0], "pair")]
+    return [one.calls.begin(Call("all_reduce")).mark for one in found]
+
+
+def test_calls_of_a_part_are_marked_as_those_of_no_other_ranks() -> None:
+    first, second, _ = run_ranks(marks_of_a_group_and_a_part_of_it, 3)
+    assert first == second and len(set(first)) == 3
+
+
+def waited_for_long() -> bool:
+    """Whether the store says that rank 0 waits, once the call is done; before, it did."""
+    if dist.get_rank():
+        while notes.read(notes.WAITING, 0) is None:
+            time.sleep(0.05)
+    all_reduce(member_of(resolve(None), "all"), Call("all_reduce"), torch.ones(3))
+    return dist.get_rank() == 0 and notes.read(notes.WAITING, 0) is not None
+
+
+def test_who_waited_for_long_is_not_said_to_wait_when_it_goes_on() -> None:
+    assert run_ranks(waited_for_long, 2) == [False, False]

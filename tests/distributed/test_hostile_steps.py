@@ -1,10 +1,12 @@
 """Errors of a user's own code in a step that only one rank meets: all know within seconds."""
 
 import copy
+import itertools
 import pickle
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.kernels.registry import select_kernel
+from bascule.comm.guard import notes
 from bascule.errors import CommError
 from bascule.integrations.sdpa import sequence_parallel
 from bascule.parallel import SequenceParallel
@@ -85,6 +89,22 @@ def test_a_recomputation_that_fails_on_one_rank(spec: str) -> None:
     for _, text, seconds in run_ranks(recomputation_that_fails, 2, spec):
         assert "in the recomputation" in text, text
         assert seconds < KNOWN_WITHIN_S
+
+
+def recomputed(spec: str) -> bool:
+    """Whether this rank has said that it failed, after a recomputation that ended early."""
+    step = SequenceParallel(None, spec, COST, timeout_s=60).plan([6, 3])
+    x = torch.randn(step.local.positions.size, 4, 4, requires_grad=True)
+    out = checkpoint(lambda q: step.attend(q, q, q), x, use_reentrant=False)
+    assert isinstance(out, Tensor)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return notes.read_failure(dist.get_rank()) is not None
+
+
+@pytest.mark.parametrize("spec", ["g1n2", "g2n1"])
+def test_a_recomputation_that_ends_early_is_no_failure(spec: str) -> None:
+    assert run_ranks(recomputed, 2, spec) == [False, False]
 
 
 def error_without_text() -> Heard:
@@ -235,3 +255,44 @@ def test_a_rank_that_leaves_a_step_by_an_error_of_all() -> None:
     for classes, text, seconds in run_ranks(left_by_an_error_of_all, 2):
         assert "CommError" in classes and "disagree" in text, text
         assert seconds < KNOWN_WITHIN_S
+
+
+def failed_while_rows_travel(degrees: tuple[int, int], backward: bool, most: int) -> int:
+    """All ranks fail alike in one call of the kernel after the other; in how many of them."""
+    mesh = AttentionMesh.of(make_mesh(*degrees), timeout_s=60.0)
+    own = torch.randn(1, 2, 4, 4).requires_grad_()
+    name = "backward" if backward else "forward"
+    kernel = type(select_kernel(None, "cpu", dtype=own.dtype, head_dim=4))
+    working = getattr(kernel, name)
+
+    def attend() -> Tensor:
+        (grad,) = torch.autograd.grad(attention(own, own, own, mesh).square().sum(), own)
+        return grad
+
+    wanted, num_failed = attend(), 0
+    for fails in range(most):
+        calls = itertools.count()
+
+        def fail(*given: Any, calls: Any = calls, fails: int = fails) -> Any:
+            if next(calls) == fails:
+                raise ArithmeticError("my kernel")
+            return working(*given)
+
+        with mock.patch.object(kernel, name, fail):
+            try:
+                attend()
+            except ArithmeticError:
+                num_failed += 1
+        for group in mesh.groups:
+            assert group is None or group.calls.num_done == group.calls.number, fails
+        assert torch.equal(attend(), wanted), fails
+    return num_failed
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("degrees", "num"), [((1, 2), (3, 1)), ((2, 1), (2, 2))])
+def test_all_that_travels_arrives_where_all_ranks_fail_alike(
+    degrees: tuple[int, int], num: tuple[int, int], backward: bool
+) -> None:
+    found = run_ranks(failed_while_rows_travel, 2, degrees, backward, 5)
+    assert found == [num[backward]] * 2

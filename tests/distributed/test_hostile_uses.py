@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -125,6 +126,21 @@ def test_a_thread_that_is_refused_is_heard_of(ring: int, ulysses: int) -> None:
     for _, text, seconds in run_ranks(a_second_thread_on_one_rank, 2, ring, ulysses):
         assert "another thread uses" in text, text
         assert seconds < KNOWN_WITHIN_S
+
+
+def gathered_by_each_thread() -> None:
+    """Over all ranks of a mesh, whose group is neither that of the ring nor the other."""
+    mesh, layout = mesh_of(2, 2), SequenceLayout((8,), 2, 2)
+    own = split(torch.arange(8.0), mesh, layout, 0)
+    assert torch.equal(gather(own, mesh, layout, 0), torch.arange(8.0))
+    mesh.hand_over()
+    with ThreadPoolExecutor(1) as other:
+        whole = other.submit(gather, own, mesh, layout, 0).result()
+    assert torch.equal(whole, torch.arange(8.0))
+
+
+def test_all_groups_of_a_mesh_are_handed_over() -> None:
+    run_ranks(gathered_by_each_thread, 4)
 
 
 def loader_of(**options: Any) -> BalancedLoader:

@@ -120,6 +120,23 @@ def test_only_queries_whose_scores_are_lost_are_0() -> None:
     assert without_lost_scores(q, layout, [(0, 6)], mask, False)[0, 0, 4, 0].isnan()
 
 
+def test_under_a_causal_mask_a_query_sees_itself_and_those_before_it() -> None:
+    layout, q = SequenceLayout((4,)), torch.ones(1, 1, 4, 2)
+    places = torch.arange(4)
+    own, later = places == places[:, None], places > places[:, None]
+    for seen, causal, wanted in (
+        (own, True, [1.0, 1.0, 1.0, 1.0]),
+        (own, False, [1.0, 1.0, 1.0, 1.0]),
+        (later, True, [0.0, 0.0, 0.0, 0.0]),
+        (later, False, [1.0, 1.0, 1.0, 0.0]),
+    ):
+        mask = torch.where(seen, 0.0, -1e9)
+        for run in ((0, 4), (2, 4)):
+            rows = slice(*run)
+            found = without_lost_scores(q[:, :, rows], layout, [run], mask, causal)
+            assert found[0, 0, :, 0].tolist() == wanted[rows]
+
+
 def float32_masks(ring: int, ulysses: int) -> list[float]:
     """Of queries of 16 bits: what the output is off, over what one process is."""
     mesh, found = make_mesh(ring, ulysses), list[float]()

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.errors import CommError
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import member_of, resolve
+from bascule.errors import CommError, ConfigError, PlanError
 from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
@@ -302,3 +304,18 @@ def weights_on_the_last_rank() -> Error:
 def test_weights_on_one_rank_only_are_refused_on_all() -> None:
     classes, text = same_on_all(run_ranks(weights_on_the_last_rank, 2))
     assert "CommError" in classes and "mean" in text
+
+
+def told_in_an_agreement() -> list[Error]:
+    group, none = member_of(resolve(None), "all"), np.zeros(0, np.int64)
+    errors: list[Exception] = [ConfigError("one"), PlanError("one"), ValueError("one"), KeyError(1)]
+    own = errors if dist.get_rank() else [None] * len(errors)
+    said = [Statement({}, none, error) for error in own]
+    return [raised_by(agree, group, one, what="test", step=1, capacity=0) for one in said]
+
+
+def test_bad_input_of_a_rank_is_told_from_its_other_errors() -> None:
+    first, second = run_ranks(told_in_an_agreement, 2)
+    is_input = ["RemoteConfigError" in classes for classes, _ in first]
+    assert first == second and is_input == [True, True, False, False]
+    assert all("CommError" in classes for classes, _ in first)

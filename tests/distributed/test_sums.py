@@ -143,6 +143,16 @@ def test_means_count_every_weight_once_in_any_dtype() -> None:
     assert max(run_ranks(all_means, 2)) < 2.0
 
 
+def mean_of_far_values() -> float:
+    """Of 2^25 and 1 on one rank and -2^25 and 1 on the other; float32 has no 2^25 + 1."""
+    far = 2.0**25 * (-1.0) ** dist.get_rank()
+    return float(SequenceParallel(None, "g1n1", COST).plan([2]).mean(torch.tensor([far, ONE])))
+
+
+def test_the_values_of_a_mean_are_added_up_without_rounding() -> None:
+    assert run_ranks(mean_of_far_values, 2) == [0.5, 0.5]
+
+
 def heavy_mean(kind: torch.dtype) -> list[float]:
     values = torch.ones(2, dtype=torch.float16, requires_grad=True)
     weights = torch.tensor([70_000, 1], dtype=kind)

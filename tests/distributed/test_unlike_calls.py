@@ -354,7 +354,8 @@ def collectives_by_place(group: RankGroup, own: int) -> None:
     assert all_reduce(group, call, torch.tensor([float(own)])).tolist() == [6.0]
     large = torch.full((5001,), float(own))
     assert torch.equal(all_reduce(group, call, large), torch.full((5001,), 6.0))
-    assert broadcast(group, call, torch.tensor([own])).tolist() == [0]
+    given = torch.tensor([own])
+    assert broadcast(group, call, given).tolist() == [0] and given.tolist() == [own]
 
 
 def collectives_in_any_order(order: list[list[int]]) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
 
@@ -146,6 +147,26 @@ def test_whose_calls_they_are() -> None:
     other = Calls()
     in_thread(lambda: (other.begin(FIRST), other.finish()))
     assert not other.is_of_another(own)  # that thread has ended
+
+
+def test_who_was_refused_and_called_since_is_as_before() -> None:
+    calls = Calls()
+
+    def make() -> None:
+        calls.begin(FIRST)
+        calls.finish()
+
+    make()
+    with ThreadPoolExecutor(1) as other:
+        thread = other.submit(threading.get_ident).result()
+        with pytest.raises(ConfigError):
+            other.submit(make).result()
+        assert not calls.is_of_another(thread)
+        calls.hand_over()
+        other.submit(make).result()
+        calls.hand_over()
+        make()
+        assert calls.is_of_another(thread)  # what it tried before, it has done since
 
 
 def test_a_failure_is_told_as_its_own_or_as_found_out() -> None:

@@ -93,6 +93,13 @@ def test_equal_scores_keep_exactly_k() -> None:
     assert keep_density(torch.zeros(2, 5, 9), 0.4).sum((-2, -1)).eq(18).all()
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(2, 9), (9, 2)])
+def test_a_row_keeps_as_many_key_blocks_as_there_are(rows: int, columns: int) -> None:
+    for num_keep in (1, 2, 3, 8, 9, 10):
+        kept = keep_top_k(normal(rows, columns), num_keep).sum(-1)
+        assert kept.tolist() == [min(num_keep, columns)] * rows
+
+
 def test_what_is_always_computed() -> None:
     mask = always_computed(6, (0, 4))
     for i, j in np.ndindex(6, 6):

@@ -1,12 +1,15 @@
 """Decisions of the loader and of cost tracking, one rank's part at a time."""
 
 import numpy as np
+import pytest
 
 from bascule.comm.groups import RankGroup
 from bascule.data.cost_tracker import _drift
 from bascule.data.loader_batch import LoaderMetrics
 from bascule.data.redistribute import Delivered, StepData, Verdict, _without_idle_ranks
 from bascule.data.samples.loaded import DataRanks, Loaded, Offer
+from bascule.data.samples.sample_transfer import deliver
+from bascule.data.samples.wire import Parcel
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.limits import Limits
@@ -35,6 +38,20 @@ def test_ranks_plan_with_the_oldest_cost_that_one_of_them_has() -> None:
     ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 0]))
     said = [Offer(cost_version=version).values(1) for version in (2, 1)]
     assert Loaded.of(said, ranks, 1).cost_version == 1
+
+
+@pytest.mark.parametrize(
+    ("weights", "pads"), [([0, 1, 1], 2), ([0, 2, 0], 1), ([0, 0, 0], 0), ([1, 0, 5], 0)]
+)
+def test_what_pads_is_the_shortest_sample_that_counts(weights: list[int], pads: int) -> None:
+    ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 1]))
+    lens = np.array([1, 7, 3])
+    loading = Offer([[1, 7, 3]], lens.tolist(), weights, [Parcel((), 16)] * 3, [3])
+    loaded = Loaded.of([loading.values(1), Offer().values(1)], ranks, 1)
+    plan = Plan(Topology(((1, 1),), 2), np.array([3, 0]), lens, lens * 0, lens * 1.0, 0.0, "none")
+    found = deliver(loaded, [plan], pad=True)
+    assert found.ids.tolist() == [0, 1, 2, pads]
+    assert (found.dest.tolist(), found.num_padding) == ([0, 0, 0, 1], 1)
 
 
 def test_steps_are_counted_with_what_the_training_waited_for() -> None:

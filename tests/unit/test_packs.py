@@ -148,6 +148,7 @@ def test_packs_at_the_bounds_of_their_values() -> None:
         ({"input_ids": ids(1), "image": torch.zeros(0)}, "same shape"),
         ({"input_ids": ids(1), "image": [[0.0, 0.0]]}, "image of sample 1 is a list"),
         ({"input_ids": ids(1)}, "sample 1 lacks weight"),
+        ({"input_ids": ids(1), "weight": ids(1)}, "same shape"),
         ({"input_ids": ids(1), "cu_items": {}}, "cu_items is what make_pack makes"),
     ],
 )
