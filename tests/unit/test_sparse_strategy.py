@@ -185,7 +185,7 @@ def test_a_kept_plan_knows_the_work_that_it_was_kept_for() -> None:
     [
         ({"min_gain": -0.1}, "min_gain=-0.1"),
         ({"min_gain": 3}, "min_gain=3.: must be at least 0 and below 1"),
-        ({"meshes": ("U2R1",)}, "'U2R1' is none: give .Ulysses, ring. degrees"),
+        ({"meshes": ("U2R1",)}, "'U2R1' is not a mesh: give .Ulysses, ring. degrees"),
         ({"meshes": ((2, 0),)}, "2, 0"),
         ({"switch_s": float("nan")}, "switch_s=nan"),
         ({"latency": "fast"}, "latency is 'fast': give an AttentionLatency"),
