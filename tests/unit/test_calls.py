@@ -176,7 +176,7 @@ def test_a_failure_is_told_as_its_own_or_as_found_out() -> None:
 
 # --- what calls of attention say ------------------------------------------------------------------
 
-SPEC = CallSpec("mesh:", 8, 4, True, 3, True, 0.125, "plain", "int8", "rows", 7)
+SPEC = CallSpec("mesh:", 8, 4, True, 3, True, 0.125, "plain", "int8", "rows")
 OTHER: dict[str, Any] = {
     "mesh": "other:",
     "num_heads": 12,
@@ -188,7 +188,6 @@ OTHER: dict[str, Any] = {
     "kernel": "",
     "wire": "",
     "rows": "others",
-    "step": 0,
 }
 
 
@@ -205,11 +204,11 @@ def test_a_call_is_what_its_text_says() -> None:
 
 def test_the_exchanges_of_a_call_carry_what_it_means() -> None:
     made = {SPEC.call("exchange")}
-    for name in ("num_heads", "num_kv_heads", "causal", "scale", "kernel", "rows", "step"):
+    for name in ("num_heads", "num_kv_heads", "causal", "scale", "kernel", "rows"):
         made.add(replace(SPEC, **{name: OTHER[name]}).call("exchange"))
     made.add(SPEC.call("another"))
-    assert len(made) == 9
-    assert SPEC.call("exchange").step == 7 and SPEC.call("exchange").what == "exchange"
+    assert len(made) == 8
+    assert SPEC.call("exchange").what == "exchange"
 
 
 def test_rows_of_a_call_tell_all_that_changes_them() -> None:

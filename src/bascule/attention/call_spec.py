@@ -24,7 +24,7 @@ class CallSpec:
     """What all ranks must mean alike, and no operator computes with.
 
     Attributes:
-        mesh: Name of the mesh, or of the bag.
+        mesh: Name of the mesh.
         num_heads: Query heads of all ranks.
         num_kv_heads: Key-value heads of all Ulysses ranks, repeated where ranks are more.
         zigzag: As in `SequenceLayout`.
@@ -34,7 +34,6 @@ class CallSpec:
         kernel: Name of the kernel; "" is the fastest.
         wire: Format in which rows travel; "" is as they are.
         rows: What rows and masks are, as text: width, dtype, what is replicated.
-        step: Step number in errors; 0 where there are none.
     """
 
     mesh: str
@@ -47,7 +46,6 @@ class CallSpec:
     kernel: str = ""
     wire: str = ""
     rows: str = ""
-    step: int = 0
 
     @property
     def text(self) -> str:
@@ -63,7 +61,6 @@ class CallSpec:
             self.kernel,
             self.wire,
             self.rows,
-            f"{self.step}",
         )
         return _SEPARATOR.join(fields)
 
@@ -74,7 +71,7 @@ class CallSpec:
 
     @property
     def meaning(self) -> str:
-        """All but the mesh, the layout and the step, for people."""
+        """All but the mesh and the layout, for people."""
         heads = f"{self.num_heads} heads for {self.num_kv_heads}"
         kernel = f", kernel {self.kernel}" if self.kernel else ""
         return f"{heads}, causal={self.causal}, scale={self.scale}{kernel}, {self.rows}"
@@ -91,13 +88,13 @@ class CallSpec:
 
     def call(self, what: str) -> Call:
         """One of the exchanges of this call."""
-        return Call(what, self.step, self.meaning)
+        return Call(what, form=self.meaning)
 
 
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> CallSpec:
     """The inverse of `CallSpec.text`."""
-    mesh, heads, kv_heads, zigzag, stripe, causal, scale, kernel, wire, rows, step = text.split(
+    mesh, heads, kv_heads, zigzag, stripe, causal, scale, kernel, wire, rows = text.split(
         _SEPARATOR
     )
     return CallSpec(
@@ -111,7 +108,6 @@ def spec_of(text: str) -> CallSpec:
         kernel,
         wire,
         rows,
-        int(step),
     )
 
 

@@ -1,9 +1,9 @@
 """Ulysses attention: ranks with some tokens and all heads become ranks with all tokens, some heads.
 
 One all-to-all brings queries, keys and values there, one takes the output back; each is the
-gradient of the other. Both are operators of torch, for meshes and for bags: an operator is one node
-of a traced graph and runs eagerly, so uneven splits need no graph break, and the shapes of results
-are expressions in the lengths, so that a new length needs no new graph.
+gradient of the other. Both are operators of torch: an operator is one node of a traced graph and
+runs eagerly, so uneven splits need no graph break, and the shapes of results are expressions in the
+lengths, so that a new length needs no new graph. Bags make the same exchanges in `usp`.
 
 With a wire, rows are packed before an exchange and unpacked after it, in code that compilers see
 and fuse. What a rank sends to itself is rounded, too, so that a row is the same wherever it is
