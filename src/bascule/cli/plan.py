@@ -15,7 +15,7 @@ from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
-from bascule.report.step_picture import draw_step, write_step
+from bascule.report.step_picture import draw_step
 
 _MAX_ROWS = 64
 _BAR_WIDTH = 28
@@ -99,13 +99,18 @@ def plan(options: PlanOptions) -> None:
     if cluster is not None:
         console.print(f"predicted for {options.hardware()}")
     if options.json is not None:
-        try:
-            options.json.write_text(made.to_json() + "\n")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"--json {options.json}: cannot be written: {reason}") from error
+        _write("--json", options.json, made.to_json() + "\n")
     if options.picture is not None:
-        write_step(options.picture, draw_step(made, batch.cost, batch.cluster, batch.unit))
+        picture = draw_step(made, batch.cost, batch.cluster, batch.unit)
+        _write("--picture", options.picture, picture)
+
+
+def _write(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{option} {path}: cannot be written: {reason}") from error
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:

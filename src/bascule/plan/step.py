@@ -60,7 +60,7 @@ def plan_step(
         ConfigError: An argument is wrong; an illegal length names its microbatch.
         PlanError: The limits cannot be kept; names the microbatch.
     """
-    _check_sync(sync)
+    check_sync(sync)
     alone: list[Plan] = []
     for number, seq_lens in enumerate(listed("microbatches", microbatches)):
         try:
@@ -92,7 +92,7 @@ def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
     Raises:
         ConfigError: `sync` is neither.
     """
-    _check_sync(sync)
+    check_sync(sync)
     for plan in listed("plans", plans):
         of_type("a plan", plan, Plan, "the plans of plan_step")
     if sync == "microbatch":
@@ -100,7 +100,12 @@ def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
     return _largest_sum(plans)
 
 
-def _check_sync(sync: str) -> None:
+def check_sync(sync: str) -> None:
+    """Refuse what says nothing of when ranks wait for each other.
+
+    Raises:
+        ConfigError: It is not "microbatch" or "step".
+    """
     if of_type("sync", sync, str, '"microbatch" or "step"') not in ("microbatch", "step"):
         raise ConfigError(f'sync {shown(sync)}: choose "microbatch" or "step"')
 

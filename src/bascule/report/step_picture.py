@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
 import numpy.typing as npt
 
-from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost, evaluate
@@ -98,19 +96,6 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
-
-
-def write_step(path: Path, svg: str) -> None:
-    """Write a picture of `draw_step`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    try:
-        path.write_text(svg, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--picture {path}: cannot be written: {reason}") from error
 
 
 def _as_loaded(plan: Plan, cost: Cost, cluster: Cluster | None) -> list[_Bar]:

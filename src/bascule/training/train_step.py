@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.guard.failures import telling
 from bascule.errors import ConfigError
+from bascule.plan.step import check_sync
 
 
 def train_step(
@@ -34,8 +35,7 @@ def train_step(
     Raises:
         ConfigError: There is no microbatch, or no such `sync`.
     """
-    if sync not in ("microbatch", "step"):
-        raise ConfigError(f'train_step: sync={sync!r}: give "microbatch" or "step"')
+    check_sync(sync)
     if not microbatches:
         raise ConfigError("train_step: no microbatch: give one function at least")
     losses: list[Tensor] = []

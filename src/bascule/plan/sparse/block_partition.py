@@ -113,10 +113,12 @@ def partition_blocks(
         raise ConfigError(f"method {shown(method)}: blocks are partitioned by one of {METHODS}")
     striped = tuple(np.arange(size, dtype=np.int64) % ring_degree for size in matrix.shape)
     homes = (
-        striped[0] if q_home is None else _checked("q_home", q_home, matrix.shape[0], ring_degree),
+        striped[0]
+        if q_home is None
+        else check_ranks("q_home", q_home, ring_degree, matrix.shape[0]),
         striped[1]
         if kv_home is None
-        else _checked("kv_home", kv_home, matrix.shape[1], ring_degree),
+        else check_ranks("kv_home", kv_home, ring_degree, matrix.shape[1]),
     )
     if method == "stripe":
         placed = striped[0], striped[1]
@@ -136,10 +138,6 @@ def check_matrix(block_matrix: npt.ArrayLike) -> Floats:
     if float(matrix.sum()) > MAX_WHOLE:
         raise ConfigError(f"block_matrix has work of {matrix.sum():g} in all: at most 2^53")
     return matrix
-
-
-def _checked(name: str, home: npt.ArrayLike, size: int, ring_degree: int) -> Ints:
-    return check_ranks(name, home, ring_degree, size)
 
 
 @dataclass(slots=True)
