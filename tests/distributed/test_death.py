@@ -118,7 +118,7 @@ def test_a_rank_that_hangs_ends_the_others(place: str) -> None:
     classes, text, seconds = outcomes[0].value
     assert "CommError" in classes and f"step 2: {NAMES[place]}" in text
     assert f"missing: no report from ranks [{VICTIM}]" in text
-    assert SHORT_TIMEOUT_S - 1.0 < seconds < SHORT_TIMEOUT_S + ROLL_CALL_S + 0.9
+    assert SHORT_TIMEOUT_S - 1.0 < seconds < SHORT_TIMEOUT_S + ROLL_CALL_S + 10.0
 
 
 def part_ways() -> tuple[list[str], str, float]:

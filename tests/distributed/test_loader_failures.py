@@ -197,7 +197,7 @@ def leave() -> tuple[float, Heard | None]:
                 break
         assert not loader_threads()
         seconds = time.monotonic() - start
-        assert seconds < 2.0
+        assert seconds < 5.0
     try:
         with loader_of(endless(rank)) as loader:
             for batch in loader:
@@ -223,7 +223,7 @@ def leave() -> tuple[float, Heard | None]:
 def test_leaving_early_is_quick_and_heard_by_who_stays() -> None:
     of_rank = run_ranks(leave, 3)
     for rank, (seconds, heard) in enumerate(of_rank):
-        assert seconds < 2.0
+        assert seconds < 5.0
         if rank != BAD_RANK:
             assert heard is not None
             classes, text = heard

@@ -82,7 +82,7 @@ def test_a_sleeping_peer_ends_the_other(ring: int, ulysses: int) -> None:
     assert "CommError" in classes
     assert "ring (" in text if ring > 1 else "all_to_all (tokens to heads)" in text
     assert f"missing: no report from ranks [{VICTIM}]" in text, text
-    assert TIMEOUT_S - 1.0 < seconds < TIMEOUT_S + ROLL_CALL_S + 1.5
+    assert TIMEOUT_S - 1.0 < seconds < TIMEOUT_S + ROLL_CALL_S + 10.0
 
 
 def late_but_in_time() -> float:

@@ -621,7 +621,7 @@ def suspected() -> None:
         looks.append(len(looks))
         return Verdict("never", ((0, 0 if is_alike.is_set() else len(looks)),))
 
-    watch = Watch(dist.group.WORLD, ended.append)
+    watch = Watch(dist.group.WORLD, lambda reason, _: ended.append(reason))
     with mock.patch("bascule.comm.guard.watch.judge", found):
         wait = watch.begin("all", Begun(Call("first"), 0, 7), (0,), "all")
         while len(looks) < 3:

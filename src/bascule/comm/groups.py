@@ -4,6 +4,7 @@ The differences between versions of torch, and the few names of it that are not 
 """
 
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -11,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _world  # pyright: ignore[reportPrivateUsage]
 
 from bascule.comm.guard.calls import Calls
 from bascule.comm.staging import Staging
@@ -192,6 +194,33 @@ def calls_in_use() -> dict[str, Calls]:
 def process_groups_in_use() -> list[dist.ProcessGroup]:
     """Every process group that this rank has made calls on."""
     return list(this_world().calls)
+
+
+@dataclass(frozen=True, slots=True)
+class OtherCalls:
+    """What other code does in a process group between hosts: DDP, FSDP, the user.
+
+    Attributes:
+        group: The group.
+        key: Tells it from all others, and is the same on all members.
+        num_begun: Collectives and messages that this rank has begun.
+    """
+
+    group: dist.ProcessGroup
+    key: str
+    num_begun: int
+
+
+def other_calls() -> list[OtherCalls]:
+    """Those of every group of gloo that this rank is in."""
+    found: list[OtherCalls] = []
+    for group in [one for one in list(_world.pg_map) if dist.get_backend(one) == "gloo"]:
+        ranks = str(dist.get_process_group_ranks(group))  # names alone may differ between ranks
+        key = f"{group.group_name} {zlib.crc32(ranks.encode())}"
+        own = sum(calls.num_messages for calls in this_world().calls.get(group, {}).values())
+        begun = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+        found.append(OtherCalls(group, key, begun - own))
+    return found
 
 
 def device_of(group: RankGroup) -> torch.device:

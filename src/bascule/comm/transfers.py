@@ -81,6 +81,7 @@ class Transfers:
             self._works.append(process_group.recv([x], self._group.places[place], mark))
         for place, x in sent.items():
             self._works.append(process_group.send([x], self._group.places[place], mark))
+        self._group.calls.num_messages += len(received) + len(sent)
 
     def _post(self) -> None:
         """All in one group of sends and receives."""

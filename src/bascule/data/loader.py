@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.comm.guard.failures import told
+from bascule.comm.guard.failures import tell, told
 from bascule.data.loader_batch import Batch, LoaderMetrics
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
@@ -226,7 +226,7 @@ class BalancedLoader:
         if prefetcher is None:
             return
         prefetcher.leave(text_of(error))
-        # The others may wait for this rank in the model's collectives, which end with its process.
+        tell(error, "the loop over a BalancedLoader", leaves=True)
         self._end(prefetcher, PATIENCE_S)
         first = prefetcher.left_by_another
         if first is not None and first is not error:

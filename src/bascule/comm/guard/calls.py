@@ -66,6 +66,7 @@ class Calls:
         ended: Why there can be no more; None while there can.
         thread: The thread that made the last call.
         num_done: Calls that this rank has done its part of.
+        num_messages: Messages between hosts that they took so far.
     """
 
     def __init__(self, *, has_tags: bool = False) -> None:
@@ -75,7 +76,7 @@ class Calls:
         self.ended: str | None = None
         self.thread: int | None = None
         self._agreed: dict[Hashable, None] = {}
-        self.num_done = 0
+        self.num_done = self.num_messages = 0
         self._owner: int | None = None
         self._refused: set[int] = set()
         self._num_open = 0

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from bascule.comm.groups import RankGroup, calls_in_use, process_groups_in_use
+from bascule.comm.groups import OtherCalls, RankGroup, calls_in_use, process_groups_in_use
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure
@@ -125,12 +125,31 @@ def tell(error: BaseException, where: str, *, leaves: bool = False) -> None:
     is_over = any(calls.ended for calls in calls_in_use().values())
     if isinstance(error, CommError) and (is_over or not leaves):
         return
-    is_input = isinstance(error, ConfigError | PlanError)
-    cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"
     try:
-        watch_of_world(end_all).tell_failure(Failure(where, (), cause, is_input))
+        watch_of_world(end_all).tell_failure(_caused_elsewhere(error, where) or _own(error, where))
     except RuntimeError:  # the store is gone with its host, and so are the others
         return
+
+
+def _own(error: BaseException, where: str) -> Failure:
+    is_input = isinstance(error, ConfigError | PlanError)
+    cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"
+    return Failure(where, (), cause, is_input)
+
+
+def _caused_elsewhere(error: BaseException, where: str) -> Failure | None:
+    """What another rank said, if this may be how a collective of other code ended for it.
+
+    Such an error does not say why, so that is added to it as a note.
+    """
+    is_of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    found = notes.last_failure() if is_of_torch else None
+    if found is None:
+        return None
+    rank, failed = found
+    text = failed.told_of(rank)
+    error.add_note(text)
+    return Failure(where, (rank,), text, failed.is_input)
 
 
 def _first_line(error: BaseException) -> str:
@@ -142,10 +161,14 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else ""
 
 
-def end_all(reason: str) -> None:
+def end_all(reason: str, others: Sequence[OtherCalls] = ()) -> None:
     """Close this rank's connections in every group on the host; those that wait for it fail.
 
     The back ends of devices end waits themselves, by their timeouts.
+
+    Args:
+        reason: Why.
+        others: Calls of other code to end, too.
     """
     ended = [calls for calls in calls_in_use().values() if calls.ended is None]
     for calls in ended:
@@ -154,6 +177,8 @@ def end_all(reason: str) -> None:
         with suppress(RuntimeError, ValueError):  # the store is gone with its host
             notes.write(notes.ENDED, group.group_name, reason)
         _close(group)
+    for one in others:
+        _close(one.group)
 
 
 def is_ended(group: RankGroup) -> bool:
@@ -198,7 +223,7 @@ def failure(
         verdict: Why the call could not end, if that is known.
     """
     found = verdict or Verdict("")
-    _sign(Failure(str(what), group.ranks, found.text, found.is_input, _calls_done()))
+    _sign(Failure(str(what), group.ranks, found.text, found.is_input))
     if verdict is None:
         end_all(f"{what} failed on group {group.name!r}")
         is_input, who = _cause(group) or (False, roll_call(group, what))
@@ -212,14 +237,10 @@ def failure(
     return RemoteConfigError(message) if is_input else CommError(message)
 
 
-def _calls_done() -> dict[str, int]:
-    return {key: calls.num_done for key, calls in calls_in_use().items()}
-
-
 def _sign(own: Failure) -> None:
     """Say in the store how this rank failed."""
     try:
-        notes.write_failure(dist.get_rank(), own)
+        watch_of_world(end_all).tell_failure(own)
     except (RuntimeError, ValueError):  # the store is gone with its host
         return
 

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
 WAITING, FAILED, LEFT, ENDED = "waiting", "failed", "left", "ended"
+_LAST = "last"  # of the ranks that failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Failure:
         cause: Its own error; "" where it only noticed that others were gone.
         is_input: Whether that was bad input.
         done: By key of the group, how many calls it had done its part of.
+        others: By key of the group, how many calls of other code it had begun (`OtherCalls`).
     """
 
     where: str
@@ -85,10 +88,13 @@ class Failure:
     cause: str = ""
     is_input: bool = False
     done: Mapping[str, int] = field(default_factory=dict[str, int])
+    others: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def told_of(self, rank: int) -> str:
         """Its own error, as that of this rank, or what it found out about others."""
-        return self.cause if self.ranks else f"rank {rank} failed in {self.where}: {self.cause}"
+        if self.cause and self.ranks:
+            return self.cause
+        return f"rank {rank} failed in {self.where}{': ' if self.cause else ''}{self.cause}"
 
 
 def write(kind: str, of: int | str, text: str) -> None:
@@ -130,6 +136,17 @@ def read_failure(rank: int) -> Failure | None:
 def write_failure(rank: int, failure: Failure) -> None:
     """Say how this rank failed."""
     write(FAILED, rank, json.dumps(asdict(failure)))
+    write(FAILED, _LAST, str(rank))
+
+
+def last_failure() -> tuple[int, Failure] | None:
+    """Of the ranks that failed, the one that said so last, and how; None if that was this one.
+
+    Or if it has gone on, or none failed.
+    """
+    text = read(FAILED, _LAST)
+    failed = None if text in (None, str(dist.get_rank())) else read_failure(int(text))
+    return None if text is None or failed is None else (int(text), failed)
 
 
 def without_failure(ranks: Sequence[int]) -> list[int]:

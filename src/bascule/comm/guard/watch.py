@@ -3,29 +3,36 @@
 A thread looks at waits that take longer than a moment. It tells the other ranks where this one is,
 reads where those are that it waits for, and ends the wait if it finds that no rank in a circle will
 ever come. Slow ranks are waited for as long as the group's timeout says.
+
+It also ends waits in the collectives of other code, as DDP's, for a rank that failed before them.
 """
 
 import atexit
 import itertools
+import logging
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
-from bascule.comm.groups import calls_in_use, resolve
+from bascule.comm.groups import OtherCalls, calls_in_use, other_calls, resolve
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun
 from bascule.comm.guard.notes import Failure, Position, Waiting
+from bascule.comm.guard.stuck import stuck_behind_failure
 from bascule.comm.world import this_world
+
+logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
 _TICK_S = 0.4
 _ALL = 2**62  # calls
 _MOST_READ = 64  # notes of other ranks that one look may read
+_LOOKS_A_S = 4000  # of all ranks together at the store, while all goes well
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +95,13 @@ class Watch:
 
     Args:
         world: The default process group.
-        end_all: Ends all calls of this rank, so that what waits in one fails.
+        end_all: Ends all calls of this rank, and those given of other code; what waits in one
+            fails.
     """
 
-    def __init__(self, world: dist.ProcessGroup, end_all: Callable[[str], None]) -> None:
+    def __init__(
+        self, world: dist.ProcessGroup, end_all: Callable[[str, Sequence[OtherCalls]], None]
+    ) -> None:
         self._world = weakref.ref(world)
         self._rank = dist.get_rank()
         self._end_all = end_all
@@ -99,6 +109,8 @@ class Watch:
         self._ids = itertools.count()
         self._told = ""
         self._failures: dict[int, Failure] = {}  # by thread, until it goes on
+        self._suspicion: tuple[OtherCalls, ...] = ()
+        self._next_look = 0.0
         self._meetings: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -106,8 +118,7 @@ class Watch:
 
     def begin(self, group: str, begun: Begun, needs: tuple[int, ...], label: str) -> Wait:
         """This thread waits for others in a call, until `end`. Arguments as for `Wait`."""
-        if self._thread is None or not self._thread.is_alive():
-            self._start()
+        self._ensure_thread()
         wait = Wait(next(self._ids), group, begun, needs, label)
         self._waits[wait.id] = wait
         return wait
@@ -130,10 +141,17 @@ class Watch:
         self._meetings[name] += 1
 
     def tell_failure(self, failure: Failure) -> None:
-        """Tell those that will wait for this rank that this thread failed, until it goes on."""
-        failure = replace(failure, done=_done_by_this_thread())
-        self._failures[threading.get_ident()] = failure
+        """Tell those that will wait for this rank that this thread failed, until it goes on.
+
+        They may wait in calls of other code, which are the main thread's.
+        """
+        done = _calls_done() if failure.ranks else _done_by_this_thread()
+        is_main = threading.current_thread() is threading.main_thread()
+        failure = replace(failure, done=done, others=_others_begun() if is_main else {})
+        if is_main or not failure.ranks:
+            self._failures[threading.get_ident()] = failure
         notes.write_failure(self._rank, failure)
+        self._ensure_thread()
 
     def go_on(self) -> None:
         """This thread begins a call: that it failed before concerns those in it no more."""
@@ -147,16 +165,19 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    def _start(self) -> None:
+    def _ensure_thread(self) -> None:
+        if self._thread is not None and self._thread.is_alive():
+            return
         self._thread = threading.Thread(target=self._run, name="bascule watch", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def _run(self) -> None:
-        while not self._stop.wait(_TICK_S) and self._world() is not None:
+        while not self._stop.wait(_TICK_S) and self._world() is dist.group.WORLD is not None:
             try:
                 self._look()
-            except RuntimeError:  # the store is gone, and so is its host: collectives fail, too
+                self._look_beyond()
+            except (RuntimeError, ValueError):  # the store is gone: collectives fail, too
                 continue
         atexit.unregister(self.close)
 
@@ -185,9 +206,31 @@ class Watch:
             # Twice the same: all waits on the way were going on at one moment between.
             if verdict is not None and (not verdict.evidence or verdict == wait.suspicion):
                 wait.verdict = verdict
-                self._end_all(verdict.text)
+                self._end_all(verdict.text, ())
                 return
             wait.suspicion = verdict
+
+    def _look_beyond(self) -> None:
+        """End calls of other code that wait for a rank that failed; found twice, as circles are.
+
+        While this rank has failed itself, it says how far it came: one that makes the calls that
+        others wait for has gone on.
+        """
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + max(PATIENCE_S, dist.get_world_size() / _LOOKS_A_S)
+        for thread, failure in list(self._failures.items()):
+            if failure.others:
+                self._failures[thread] = replace(failure, others=_others_begun())
+                notes.write_failure(self._rank, self._failures[thread])
+        stuck = None if self._failures else stuck_behind_failure()
+        calls = () if stuck is None else stuck.calls
+        if stuck is not None and calls == self._suspicion:
+            logger.error("ended what waits for rank %d: %s", stuck.rank, stuck.text)
+            self._end_all(stuck.text, calls)
+            calls = ()
+        self._suspicion = calls
 
     def _tell(self) -> None:
         """Write where this rank is, or take it back."""
@@ -212,6 +255,14 @@ class Watch:
                 begun[key] = tuple(recent)
         main = threading.main_thread().ident
         return Position(0 if main is None else main, threads, begun, waits)
+
+
+def _others_begun() -> dict[str, int]:
+    return {one.key: one.num_begun for one in other_calls()}
+
+
+def _calls_done() -> dict[str, int]:
+    return {key: calls.num_done for key, calls in calls_in_use().items()}
 
 
 def _done_by_this_thread() -> dict[str, int]:
@@ -320,6 +371,6 @@ def _circle(way: list[tuple[int, Waiting]]) -> str:
     )
 
 
-def watch_of_world(end_all: Callable[[str], None]) -> Watch:
+def watch_of_world(end_all: Callable[[str, Sequence[OtherCalls]], None]) -> Watch:
     """The one of this process: a rank is where all its threads and groups are."""
     return this_world().kept(Watch, lambda: Watch(resolve(None), end_all))

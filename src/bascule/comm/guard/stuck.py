@@ -1,0 +1,40 @@
+"""Finds out that this rank waits in a collective of other code, as DDP's, for one that failed.
+
+Such collectives carry no marks, so they are known by their number alone.
+"""
+
+from dataclasses import dataclass
+
+from bascule.comm.groups import OtherCalls, other_calls
+from bascule.comm.guard import notes
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Calls of other code that cannot end.
+
+    Attributes:
+        rank: Which rank failed.
+        text: Where, and why.
+        calls: Those that this rank has begun, and that one had not.
+    """
+
+    rank: int
+    text: str
+    calls: tuple[OtherCalls, ...]
+
+
+def stuck_behind_failure() -> Stuck | None:
+    """The calls that this rank has begun, and the rank that failed last had not; None if none.
+
+    One request to the store while none failed.
+    """
+    found = notes.last_failure()
+    if found is None:
+        return None
+    rank, failed = found
+    ahead = [one for one in other_calls() if one.num_begun > failed.others.get(one.key, _ALL)]
+    return Stuck(rank, failed.told_of(rank), tuple(ahead)) if ahead else None
+
+
+_ALL = 2**62  # calls: of a group that the other rank is not in

@@ -1,0 +1,165 @@
+"""A rank that fails ends the others where they wait in collectives that are not bascule's."""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from bascule.comm.guard.watch import PATIENCE_S
+from bascule.data import BalancedLoader
+from bascule.parallel import SequenceParallel, Step
+from bascule.training import train_step
+from tests.helpers.cases import COST
+from tests.helpers.loader_checks import await_word, tell
+from tests.helpers.ranks import run_ranks
+
+WIDTH = 4
+
+Block = Callable[[nn.Module], None]
+
+
+class OwnError(Exception):
+    """Of the user's code."""
+
+
+def by_ddp(model: nn.Module) -> None:
+    DistributedDataParallel(model)(torch.ones(3, WIDTH)).sum().backward()
+
+
+def by_fsdp(model: nn.Module) -> None:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model(torch.ones(3, WIDTH)).sum().backward()
+
+
+def by_all_reduce(model: nn.Module) -> None:
+    dist.all_reduce(model(torch.ones(3, WIDTH)).detach())
+
+
+def used_step() -> Step:
+    parallel = SequenceParallel(None, "g1n3", COST, timeout_s=60)
+    step = parallel.plan([3, 4])
+    step.route(x=torch.ones(7, WIDTH))
+    return step
+
+
+def within_a_step(wait: Block, fails: bool) -> None:
+    with used_step():
+        if fails:
+            raise OwnError("the loss of this rank")
+        wait(nn.Linear(WIDTH, WIDTH))
+
+
+def within_a_training_step(wait: Block, fails: bool) -> None:
+    used_step()
+
+    def loss_of(model: nn.Module) -> Tensor:
+        if fails:
+            raise OwnError("the loss of this rank")
+        wait(nn.Linear(WIDTH, WIDTH))
+        return model(torch.ones(3, WIDTH)).sum()
+
+    train_step(nn.Linear(WIDTH, 1), [loss_of])
+
+
+def within_a_loader(wait: Block, fails: bool) -> None:
+    samples = [{"input_ids": torch.arange(3 + k)} for k in range(60)]
+    with BalancedLoader([[one] for one in samples], cost=COST) as loader:
+        for number, _ in enumerate(loader):
+            if fails and number == 1:
+                raise OwnError("the loss of this rank")
+            wait(nn.Linear(WIDTH, WIDTH))
+
+
+def by_another_call(wait: Block, fails: bool) -> None:
+    """Its own call failed, without any `with`; it goes on elsewhere."""
+    step = used_step()
+    if fails:
+        with suppress(ValueError):
+            step.route(x=torch.ones(2, WIDTH))
+        raise OwnError("7 rows")
+    wait(nn.Linear(WIDTH, WIDTH))
+
+
+def outcome(block: Callable[[Block, bool], None], wait: Block) -> tuple[str, list[str]]:
+    fails = dist.get_rank() == 1
+    try:
+        block(wait, fails)
+    except OwnError:
+        for rank in (0, 2):
+            await_word(f"heard by {rank}")  # alive, so that no closed connection tells
+        return "", []
+    except RuntimeError as error:
+        tell(f"heard by {dist.get_rank()}")
+        return str(error), getattr(error, "__notes__", [])
+    raise AssertionError("nothing was raised")
+
+
+BLOCKS = {
+    within_a_step: "OwnError: the loss of this rank",
+    within_a_training_step: "OwnError: the loss of this rank",
+    within_a_loader: "OwnError: the loss of this rank",
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+def test_ranks_in_a_collective_hear_of_one_that_failed(block: Callable[..., None]) -> None:
+    of_rank = run_ranks(outcome, 3, block, by_all_reduce)
+    for text, told in (of_rank[0], of_rank[2]):
+        assert "Timed out waiting" not in text, text
+        assert any("rank 1" in note and BLOCKS[block] in note for note in told), (text, told)
+
+
+@pytest.mark.parametrize("wait", [by_ddp, by_fsdp], ids=lambda wait: wait.__name__)
+def test_ranks_in_a_wrapper_hear_of_one_that_failed(wait: Block) -> None:
+    of_rank = run_ranks(outcome, 3, within_a_training_step, wait)
+    for text, told in (of_rank[0], of_rank[2]):
+        assert "Timed out waiting" not in text, text
+        assert any("OwnError: the loss of this rank" in note for note in told), (text, told)
+
+
+def test_a_failed_call_of_a_rank_ends_them_too() -> None:
+    """Outside of any block of bascule's nobody can add why; it is logged."""
+    of_rank = run_ranks(outcome, 3, by_another_call, by_all_reduce)
+    for text, _ in (of_rank[0], of_rank[2]):
+        assert "Timed out waiting" not in text, text
+
+
+def fail_alike_and_go_on() -> float:
+    """At unlike moments, each after as many collectives."""
+    model = DistributedDataParallel(nn.Linear(WIDTH, 1))
+    step = used_step()
+    time.sleep(0 if dist.get_rank() == 1 else 2 * PATIENCE_S + 1)
+    with suppress(OwnError), step:
+        raise OwnError
+    model(torch.ones(3, WIDTH)).sum().backward()
+    return step.mean(torch.tensor([float(dist.get_rank())])).item()
+
+
+def test_ranks_that_fail_alike_go_on() -> None:
+    assert run_ranks(fail_alike_and_go_on, 3) == [1.0] * 3
+
+
+def comes_late() -> float:
+    """The one that failed makes the others' collectives after all, each before they look twice."""
+    step = used_step()
+    if dist.get_rank() == 1:
+        with suppress(OwnError), step:
+            raise OwnError
+    total = torch.ones(1)
+    for _ in range(8):
+        if dist.get_rank() == 1:
+            time.sleep(0.3 * PATIENCE_S)
+        dist.all_reduce(total)
+    time.sleep(2 * PATIENCE_S + 1)  # they look again, at one that has come as far as they
+    return step.mean(total).item()
+
+
+def test_who_goes_on_with_collectives_of_other_code_is_waited_for() -> None:
+    assert run_ranks(comes_late, 3) == [3.0**8] * 3
