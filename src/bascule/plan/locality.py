@@ -14,7 +14,7 @@ from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import Decision
 from bascule.plan.routes import Ints
 from bascule.plan.solver.homes import Homes, Regions, relabel
-from bascule.plan.solver.portfolio import near_home, solve
+from bascule.plan.solver.portfolio import may_end_by, near_home, solve
 from bascule.plan.solver.problem import Problem
 from bascule.plan.topology.spec import Topology
 
@@ -130,12 +130,17 @@ def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
     starts = np.searchsorted(home[order], np.arange(problem.num_bins))
     sums = np.concatenate([np.zeros(1), np.cumsum(work[order])])
     within = sums[1:] - sums[starts][home[order]]
+    tried = np.ones(home.size, dtype=bool)
     for share in _RELEASED:
         room = (1.0 - share) * homes.ceiling * problem.speeds - problem.carried_work
         kept = np.zeros(home.size, dtype=bool)
         kept[order] = within <= np.maximum(room, 0.0)[home[order]]
+        rest = problem.without(kept, home)
+        is_new, tried = not np.array_equal(kept, tried), kept
+        if not is_new or not may_end_by(rest, homes.ceiling):
+            continue
         bag_of = home.copy()
-        bag_of[~kept] = solve(problem.without(kept, home), enough=homes.ceiling).bin_of
+        bag_of[~kept] = solve(rest, enough=homes.ceiling, num_improved=1).bin_of
         if problem.makespan(bag_of) <= homes.ceiling:
             return bag_of
     return None

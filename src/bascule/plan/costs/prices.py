@@ -29,7 +29,7 @@ from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster
 from bascule.plan.lengths import source_of
 from bascule.plan.limits import Limits
 from bascule.plan.routes import Ints
-from bascule.plan.solver.portfolio import solve
+from bascule.plan.solver.portfolio import MOST_IMPROVED, solve
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.solver.solve import knapsack
 from bascule.plan.topology.spec import Topology
@@ -215,8 +215,16 @@ def checked(costs: Floats, lens: Ints, counts: Ints) -> Floats:
     return costs
 
 
-def decide(planner: str, prices: Prices, limits: Limits | None) -> Decision:
+def decide(
+    planner: str, prices: Prices, limits: Limits | None, *, quickly: bool = False
+) -> Decision:
     """A bag for every sequence, so that the last bag finishes early.
+
+    Args:
+        planner: As for `plan_batch`.
+        prices: Of the sequences on all kinds of bags.
+        limits: As for `plan_batch`.
+        quickly: Whether a makespan will do that a plan may come below by a little.
 
     Raises:
         ConfigError: There is no such planner, or it keeps no limits.
@@ -225,7 +233,7 @@ def decide(planner: str, prices: Prices, limits: Limits | None) -> Decision:
     of_type("planner", planner, str, '"lpt" or "knapsack"')
     if planner == "lpt":
         problem = prices.problem(limits)
-        found = solve(problem)
+        found = solve(problem, num_improved=1 if quickly else MOST_IMPROVED)
         return Decision.of(problem, found.bin_of, found.bound)
     if planner != "knapsack":
         raise ConfigError(f'planner {shown(planner)}: choose "lpt" or "knapsack"')

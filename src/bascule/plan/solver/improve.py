@@ -40,6 +40,10 @@ _MAX_SINGLES = 128
 _WARM_UP = 8
 """Rounds after which a repair near home must keep to a schedule that ends with its budget."""
 
+_MOST_FOR_TWOS = 128
+"""Most items for bins of several kinds of which groups of two are tried; of more, single items fill
+bins as well."""
+
 _MORE_TWOS = 4
 """Times the budget that may be spent on groups of two of a bin within limits."""
 
@@ -64,7 +68,8 @@ def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None =
     score = Score.of(problem, target, homes, order)
     found, rounds = bin_of[order], _rounds(problem, homes)
     at_first = score.total_excess(score.held(found)) if homes is not None else 0.0
-    depth, unloaded = 0, False
+    is_large = problem.num_kinds > 1 and problem.num_items > _MOST_FOR_TWOS
+    depth, deepest, unloaded = 0, 1 if is_large else 2, False
     for turn in range(rounds):
         held = score.held(found)
         is_warm = homes is not None and turn >= _WARM_UP
@@ -83,7 +88,7 @@ def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None =
             depth = 1 if unloaded else 0
         elif depth == 1 and unloaded:  # other pairs of bins than before may help now
             depth, unloaded = 0, False
-        elif depth == 2:
+        elif depth == deepest:
             break
         else:
             depth += 1

@@ -1,6 +1,6 @@
 """The portfolio: starts by name, what improves them, and which of the answers is taken."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -15,6 +15,9 @@ from bascule.plan.solver.kinds import fluid, price_bound
 from bascule.plan.solver.problem import Floats, Ints, Problem
 from bascule.plan.solver.refine import refine
 from bascule.plan.solver.starts import by_speed, longest_first, topped_up
+
+_ROUNDING = 1e-9
+"""Relative difference of sums of the same costs in another order, at most."""
 
 _TOLERANCE = 1e-4
 _MIXED_TOLERANCE = 5e-4
@@ -31,8 +34,7 @@ differ: it hardly ever succeeds."""
 _GUESSES = 2
 """Times that the kind of bin of each item is guessed."""
 
-_MAX_IMPROVED = 2
-"""Starts of a problem with several kinds that are improved."""
+MOST_IMPROVED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,13 @@ class _Found:
         return _Found(name, bin_of, problem.makespan(bin_of))
 
 
-def solve(problem: Problem, tolerance: float | None = None, *, enough: float = 0.0) -> Solution:
+def solve(
+    problem: Problem,
+    tolerance: float | None = None,
+    *,
+    enough: float = 0.0,
+    num_improved: int = MOST_IMPROVED,
+) -> Solution:
     """The best assignment that the portfolio finds within the limits.
 
     Bins of one kind: starts without limits, the best of them refined. Several kinds: the same at
@@ -73,8 +81,8 @@ def solve(problem: Problem, tolerance: float | None = None, *, enough: float = 0
     Args:
         problem: Items, bins and limits.
         tolerance: Gap at which the search stops; None for the default.
-        enough: Completion time at which it stops too, in units of work per unit of speed; if
-            given, fewer starts are improved.
+        enough: Completion time at which it stops too, in units of work per unit of speed.
+        num_improved: Starts of a problem with several kinds that are improved, the best ones first.
 
     Raises:
         PlanError: No assignment within the limits was found; says what misses by how much.
@@ -92,14 +100,31 @@ def solve(problem: Problem, tolerance: float | None = None, *, enough: float = 0
             found = _within_limits(problem, target, [found])
         return Solution(found.bin_of, found.name, bound)
     guess, weights = fluid(problem)
-    starts = sorted(_of_kinds(problem, guess), key=lambda start: start.makespan)
-    starts = starts[: 1 if enough else _MAX_IMPROVED]
+    starts = list[_Found]()
+    for start in _of_kinds(problem, guess):
+        starts.append(start)
+        if start.makespan <= enough and not problem.limited:
+            return Solution(start.bin_of, start.name, bound)
+    starts = sorted(starts, key=lambda start: start.makespan)[:num_improved]
     least = starts[0].makespan * problem.unit
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
     found = _within_limits(problem, target, starts)
     makespan = float(problem.loads(found.bin_of).max())
     return Solution(found.bin_of, found.name, max(bound, price_bound(problem, weights, makespan)))
+
+
+def may_end_by(problem: Problem, makespan: float) -> bool:
+    """Whether no bound shows that a bin must complete later. O(n log n).
+
+    Args:
+        problem: Items and bins.
+        makespan: In units of work per unit of speed.
+    """
+    time = makespan * problem.unit * (1.0 + _ROUNDING)
+    if lower_bound(problem) > time:
+        return False
+    return not problem.num_items or price_bound(problem, fluid(problem)[1], time) <= time
 
 
 def _target(problem: Problem, bound: float, tolerance: float) -> float:
@@ -125,7 +150,7 @@ def _earliest(found: Sequence[_Found]) -> _Found:
     return min(found, key=lambda candidate: candidate.makespan)
 
 
-def _of_kinds(problem: Problem, guess: Ints) -> list[_Found]:
+def _of_kinds(problem: Problem, guess: Ints) -> Iterator[_Found]:
     """Assignments without limits at the costs of guessed kinds, with their true makespans.
 
     The first guess is the fluid optimum, once so that no item leaves its kind; it is corrected
@@ -140,19 +165,18 @@ def _of_kinds(problem: Problem, guess: Ints) -> list[_Found]:
         return _of_one_kind(part, _target(part, lower_bound(part), tolerance)).bin_of
 
     every = np.arange(problem.num_items)
-    found = [_Found.of(problem, "least costs", at(problem.costs))]
+    yield _Found.of(problem, "least costs", at(problem.costs))
     apart = np.zeros_like(guess)
     for kind in np.unique(guess).tolist():
         items, bins = np.flatnonzero(guess == kind), np.flatnonzero(problem.kind_of == kind)
         apart[items] = bins[at(problem.kind_costs[kind], items, bins)]
-    found.append(_Found.of(problem, "kinds apart", apart))
+    yield _Found.of(problem, "kinds apart", apart)
     for turn in range(_GUESSES):
         bin_of = at(problem.kind_costs[guess, every])
-        found.append(_Found.of(problem, f"guess {turn + 1} of kinds", bin_of))
+        yield _Found.of(problem, f"guess {turn + 1} of kinds", bin_of)
         if np.array_equal(guess, problem.kind_of[bin_of]):
             break
         guess = problem.kind_of[bin_of]
-    return found
 
 
 def _within_limits(problem: Problem, target: float, starts: Sequence[_Found]) -> _Found:

@@ -130,7 +130,11 @@ def _rank(
     limits: Limits | None,
 ) -> RankedTopology:
     topology = Topology.parse(unit, world_size=cluster.num_ranks)
-    found = [_decide(topology, lens, counts, cost, cluster, limits) for counts, lens in batches]
+    idle = bag_carried(None, topology)
+    found = [
+        decide("lpt", price(lens, counts, topology, cost, cluster, idle), limits)
+        for counts, lens in batches
+    ]
     imbalances = [metrics.imbalance(one.loads[topology.bag_of_rank]) for one in found]
     gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in found]
     return RankedTopology(
@@ -206,7 +210,8 @@ def choose_topology(
             break
         topology = Topology.parse(_topology(sizes, units[candidate]), world_size=counts.size)
         try:
-            found = _decide(topology, lens, counts, cost, cluster, limits, carried)
+            prices = price(lens, counts, topology, cost, cluster, bag_carried(carried, topology))
+            found = decide("lpt", prices, limits, quickly=True)
         except PlanError as met:
             error = met
             continue
@@ -217,19 +222,6 @@ def choose_topology(
         assert error is not None
         raise error
     return _settle(best[1], best[2].bag_of, ranks, lens, cluster)
-
-
-def _decide(
-    topology: Topology,
-    lens: Ints,
-    counts: Ints,
-    cost: Cost,
-    cluster: Cluster,
-    limits: Limits | None,
-    carried: Floats | None = None,
-) -> Decision:
-    prices = price(lens, counts, topology, cost, cluster, bag_carried(carried, topology))
-    return decide("lpt", prices, limits)
 
 
 def _candidates(cluster: Cluster) -> tuple[Ints, Ints]:
