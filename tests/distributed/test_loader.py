@@ -147,7 +147,7 @@ def peers() -> dict[str, Any]:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    refused = heard_by(BalancedLoader, [], cost=COST, mesh_or_group=mesh, axis="pp")
+    refused = heard_by(loader_with, [], cost=COST, mesh_or_group=mesh, axis="pp")
     result: dict[str, Any] = {"refused": refused}
     for name, this, index in (("dp first", mesh, rank // 2), ("dp last", swapped, rank % 2)):
         num_loaded = 0
@@ -411,8 +411,7 @@ def unlike_settings() -> list[tuple[list[str], str]]:
         {"cost": COST, "batch_size": 2, "pack": 8} if rank == 2 else {"cost": COST},
     ]
     return [
-        heard_by(BalancedLoader, [], bytes_per_s=FAST, timeout_s=TIMEOUT_S, **case)
-        for case in cases
+        heard_by(loader_with, [], bytes_per_s=FAST, timeout_s=TIMEOUT_S, **case) for case in cases
     ]
 
 
@@ -491,7 +490,7 @@ def test_unlike_rates_are_refused_on_all_ranks_alike() -> None:
 def unlike_functions() -> list[tuple[list[str], str]]:
     own = _tokens if dist.get_rank() else _all_tokens
     settings: list[dict[str, Any]] = [{"length_fn": own}, {"weight_fn": own}]
-    return [heard_by(BalancedLoader, [], cost=COST, bytes_per_s=FAST, **one) for one in settings]
+    return [heard_by(loader_with, [], cost=COST, bytes_per_s=FAST, **one) for one in settings]
 
 
 def _tokens(sample: Any) -> int:
