@@ -43,6 +43,7 @@ from bascule.comm.groups import RankGroup
 from bascule.data.loader import BalancedLoader
 from bascule.data.redistribute import Redistributor, Rules
 from bascule.data.samples.loaded import DataRanks, Loaded
+from bascule.data.setup import LoaderOptions
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.step import plan_step
 from bascule.plan.topology.spec import Topology
@@ -223,9 +224,7 @@ def train(
     loader = BalancedLoader(
         [[pool[k] for k in row] for row in chosen.tolist()],
         cost=TransformerCost(2048, num_layers=24),
-        weight_fn=hooks.weight,
-        collate_fn=hooks.collate,
-        prefetch=prefetch,
+        options=LoaderOptions(weight_fn=hooks.weight, collate_fn=hooks.collate, prefetch=prefetch),
     )
     computes: list[Interval] = []
     waited, begin, before = 0.0, 0.0, loader.metrics()

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from bascule import TransformerCost
-from bascule.data import BalancedLoader, ResumableSampler, collate_padded
+from bascule.data import BalancedLoader, LoaderOptions, ResumableSampler, collate_padded
 
 NUM_STEPS, BATCH_SIZE = 20, 5
 WIDTH, NUM_LAYERS = 64, 2
@@ -149,9 +149,11 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
         ),
         cost=TransformerCost(WIDTH, num_layers=NUM_LAYERS),
         length_fn=num_tokens,
-        weight_fn=num_asked,
-        min_gain=0.02 if balance else 0.999,
-        pin_memory=device.type == "cuda",
+        options=LoaderOptions(
+            weight_fn=num_asked,
+            min_gain=0.02 if balance else 0.999,
+            pin_memory=device.type == "cuda",
+        ),
     )
     exposed_s = 0.0
     for batch in loader:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bascule.data.cost_tracker import CostTracker as CostTracker
     from bascule.data.loader import BalancedLoader as BalancedLoader
     from bascule.data.packs import Pack as Pack
+    from bascule.data.setup import LoaderOptions as LoaderOptions
     from bascule.data.source import ResumableSampler as ResumableSampler
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
@@ -60,6 +61,7 @@ _HOMES = {
     "CostTracker": "bascule.data.cost_tracker",
     "HardwareProfile": "bascule.plan.costs.hardware",
     "Limits": "bascule.plan.limits",
+    "LoaderOptions": "bascule.data.setup",
     "Pack": "bascule.data.packs",
     "ParallelOptions": "bascule.parallel",
     "Plan": "bascule.plan.batch",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader
+from bascule.data.setup import LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import PolynomialCost
@@ -41,12 +42,9 @@ def make_loader(count: int, *, accumulate: int = 1, sync: Any = "microbatch") ->
     return BalancedLoader(
         samples(dist.get_rank(), count),
         cost=UNKNOWING,
-        batch_size=6,
         accumulate=accumulate,
         sync=sync,
-        ends="finish",
-        collate_fn=list,
-        timeout_s=15,
+        options=LoaderOptions(batch_size=6, ends="finish", collate_fn=list, timeout_s=15),
     )
 
 

@@ -17,6 +17,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.parallel import ParallelOptions, SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.inference_cases import make_mesh
+from tests.helpers.loader_cases import loader_with
 from tests.helpers.loader_checks import await_word, tell
 from tests.helpers.ranks import raised_by, run_ranks
 
@@ -146,7 +147,7 @@ def test_all_groups_of_a_mesh_are_handed_over() -> None:
 def loader_of(**options: Any) -> BalancedLoader:
     options = {"timeout_s": 60.0} | options
     samples = [[torch.ones(3)] for _ in range(4)]
-    return BalancedLoader(samples, length_fn=len, cost=COST, bytes_per_s=1e9, **options)
+    return loader_with(samples, length_fn=len, cost=COST, bytes_per_s=1e9, **options)
 
 
 def bad_state(loader: BalancedLoader) -> object:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.samples import sample_transfer
+from bascule.data.setup import LoaderOptions
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
@@ -30,6 +31,7 @@ from tests.helpers.loader_cases import (
     check_mean,
     check_restore,
     heard_by,
+    loader_with,
     note,
     run_many,
     run_schedule,
@@ -119,7 +121,9 @@ def skewed(delays: list[float]) -> list[tuple[Any, list[int]]]:
             yield [sample_of(i, n) for i, n in zip(ids, lens, strict=True)]
 
     loader = BalancedLoader(
-        load(), cost=COST, prefetch=8, collate_fn=list, bytes_per_s=FAST, timeout_s=TIMEOUT_S
+        load(),
+        cost=COST,
+        options=LoaderOptions(prefetch=8, collate_fn=list, bytes_per_s=FAST, timeout_s=TIMEOUT_S),
     )
     seen = []
     for batch in loader:
@@ -143,7 +147,7 @@ def peers() -> dict[str, Any]:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     swapped = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    refused = heard_by(BalancedLoader, [], cost=COST, mesh_or_group=mesh, axis="pp")
+    refused = heard_by(loader_with, [], cost=COST, mesh_or_group=mesh, axis="pp")
     result: dict[str, Any] = {"refused": refused}
     for name, this, index in (("dp first", mesh, rank // 2), ("dp last", swapped, rank % 2)):
         num_loaded = 0
@@ -159,12 +163,14 @@ def peers() -> dict[str, Any]:
             load(),
             cost=COST,
             mesh_or_group=this,
-            axis="dp",
-            ends="finish",
-            min_gain=0.0,
-            bytes_per_s=FAST,
-            collate_fn=list,
-            timeout_s=TIMEOUT_S,
+            options=LoaderOptions(
+                axis="dp",
+                ends="finish",
+                min_gain=0.0,
+                bytes_per_s=FAST,
+                collate_fn=list,
+                timeout_s=TIMEOUT_S,
+            ),
         )
         records = []
         for batch in loader:
@@ -225,7 +231,10 @@ def with_workers() -> list[list[Record]]:
             data, 3, shuffle=True, num_workers=num_workers, collate_fn=list, drop_last=rank == 0
         )
         loader = BalancedLoader(
-            inner, cost=COST, ends="finish", accumulate=2, min_gain=0.0, bytes_per_s=FAST
+            inner,
+            cost=COST,
+            accumulate=2,
+            options=LoaderOptions(ends="finish", min_gain=0.0, bytes_per_s=FAST),
         )
         assert len(inner) == (4, 6)[rank] and len(loader) == 6
         torch.manual_seed(rank)
@@ -255,9 +264,7 @@ def collated() -> list[Any]:
         inner,
         cost=COST,
         length_fn=lambda sample: lens[sample[1][0]],
-        min_gain=0.0,
-        bytes_per_s=FAST,
-        timeout_s=TIMEOUT_S,
+        options=LoaderOptions(min_gain=0.0, bytes_per_s=FAST, timeout_s=TIMEOUT_S),
     )
     seen = []
     for batch in loader:
@@ -283,10 +290,7 @@ def gradients_come_home() -> None:
     loader = BalancedLoader(
         [[sample_of(*one) for one in group] for group in groups],
         cost=COST,
-        min_gain=0.0,
-        bytes_per_s=FAST,
-        collate_fn=list,
-        timeout_s=TIMEOUT_S,
+        options=LoaderOptions(min_gain=0.0, bytes_per_s=FAST, collate_fn=list, timeout_s=TIMEOUT_S),
     )
     for batch in loader:
         assert batch.verdict.applied
@@ -311,7 +315,7 @@ def test_restore_is_differentiable_and_checks_its_rows() -> None:
 
 def verdicts(lens: tuple[Any, ...], **settings: Any) -> tuple[list[str], dict[str, Any], list[int]]:
     rank = dist.get_rank()
-    loader = BalancedLoader(
+    loader = loader_with(
         [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]],
         collate_fn=list,
         **{"timeout_s": TIMEOUT_S, **settings},
@@ -374,7 +378,9 @@ def measured() -> float:
 
 
 def loader_of_none() -> BalancedLoader:
-    return BalancedLoader(None, cost=COST, bytes_per_s=FAST, timeout_s=TIMEOUT_S)
+    return BalancedLoader(
+        None, cost=COST, options=LoaderOptions(bytes_per_s=FAST, timeout_s=TIMEOUT_S)
+    )
 
 
 def test_the_slowest_rank_says_how_fast_an_exchange_is() -> None:
@@ -405,8 +411,7 @@ def unlike_settings() -> list[tuple[list[str], str]]:
         {"cost": COST, "batch_size": 2, "pack": 8} if rank == 2 else {"cost": COST},
     ]
     return [
-        heard_by(BalancedLoader, [], bytes_per_s=FAST, timeout_s=TIMEOUT_S, **case)
-        for case in cases
+        heard_by(loader_with, [], bytes_per_s=FAST, timeout_s=TIMEOUT_S, **case) for case in cases
     ]
 
 
@@ -432,12 +437,14 @@ def new_costs(alike: bool) -> Any:
         [[sample_of(PER_RANK * rank + 10 * step + k, n) for k, n in enumerate(lens)]
          for step in range(12)],
         cost=PolynomialCost(0.0, 0.0, 1.0),
-        ends="finish",
-        min_gain=0.0,
-        bytes_per_s=FAST,
-        collate_fn=list,
-        timeout_s=3.0,
-        prefetch=1,
+        options=LoaderOptions(
+            ends="finish",
+            min_gain=0.0,
+            bytes_per_s=FAST,
+            collate_fn=list,
+            timeout_s=3.0,
+            prefetch=1,
+        ),
     )  # fmt: skip
     seen = []
     for batch in loader:
@@ -483,7 +490,7 @@ def test_unlike_rates_are_refused_on_all_ranks_alike() -> None:
 def unlike_functions() -> list[tuple[list[str], str]]:
     own = _tokens if dist.get_rank() else _all_tokens
     settings: list[dict[str, Any]] = [{"length_fn": own}, {"weight_fn": own}]
-    return [heard_by(BalancedLoader, [], cost=COST, bytes_per_s=FAST, **one) for one in settings]
+    return [heard_by(loader_with, [], cost=COST, bytes_per_s=FAST, **one) for one in settings]
 
 
 def _tokens(sample: Any) -> int:
@@ -507,12 +514,14 @@ def weightless(ends: str, lens: tuple[Any, ...]) -> list[tuple[list[int], float,
     loader = BalancedLoader(
         [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]],
         cost=SECONDS,
-        weight_fn=lambda sample: int(sample["id"]) % 2,
-        ends=ends,  # pyright: ignore[reportArgumentType]
-        min_gain=0.0,
-        bytes_per_s=FAST,
-        collate_fn=list,
-        timeout_s=TIMEOUT_S,
+        options=LoaderOptions(
+            weight_fn=lambda sample: int(sample["id"]) % 2,
+            ends=ends,  # pyright: ignore[reportArgumentType]
+            min_gain=0.0,
+            bytes_per_s=FAST,
+            collate_fn=list,
+            timeout_s=TIMEOUT_S,
+        ),
     )
     found = []
     for batch in loader:

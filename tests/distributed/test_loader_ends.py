@@ -21,6 +21,7 @@ from tests.helpers.loader_cases import (
     Schedule,
     check_exactly_once,
     loader_threads,
+    loader_with,
     run_schedule,
     sample_of,
 )
@@ -29,7 +30,7 @@ from tests.helpers.ranks import run_ranks
 
 def loader_of(samples: Any, **settings: Any) -> BalancedLoader:
     given: dict[str, Any] = {"bytes_per_s": FAST, "min_gain": 0.0, "collate_fn": list}
-    return BalancedLoader(samples, cost=COST, timeout_s=TIMEOUT_S, **{**given, **settings})
+    return loader_with(samples, cost=COST, timeout_s=TIMEOUT_S, **{**given, **settings})
 
 
 def ids_of(batch: Batch) -> list[int]:

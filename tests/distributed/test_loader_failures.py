@@ -24,6 +24,7 @@ from tests.helpers.loader_cases import (
     endless,
     heard_by,
     loader_threads,
+    loader_with,
     sample_of,
 )
 from tests.helpers.loader_checks import (
@@ -103,7 +104,7 @@ def failing(kind: str, seen: list[tuple[int, int]]) -> None:
     if kind == "bytes":
         settings["max_bytes_in_flight"] = 1
     inner: DataLoader[Any] = DataLoader(data, 2, num_workers=num_workers, collate_fn=list)
-    with BalancedLoader(
+    with loader_with(
         inner,
         cost=COST,
         accumulate=2,
@@ -380,7 +381,7 @@ def error_that_is_kept() -> int:
         {"length_fn": len, "collate_fn": collate},
     ]
     for functions in wrong:
-        loader = BalancedLoader([[(1, 2)]], cost=COST, bytes_per_s=FAST, **functions)
+        loader = loader_with([[(1, 2)]], cost=COST, bytes_per_s=FAST, **functions)
         try:
             list(loader)
         except CommError as error:

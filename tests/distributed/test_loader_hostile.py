@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.packs import Pack
-from tests.helpers.loader_cases import COST, FAST, PER_RANK, loader_threads
+from bascule.data.setup import LoaderOptions
+from tests.helpers.loader_cases import COST, FAST, PER_RANK, loader_threads, loader_with
 from tests.helpers.ranks import run_ranks
 
 BAD_RANK = 1
@@ -34,7 +35,7 @@ def lists(num: int = 5) -> list[list[dict[str, Any]]]:
 def loader_of(samples: Any = None, **settings: Any) -> BalancedLoader:
     given: dict[str, Any] = {"cost": COST, "min_gain": 0.0, "bytes_per_s": FAST}
     samples = lists() if samples is None else samples
-    return BalancedLoader(samples, **{**given, "collate_fn": list, **settings})
+    return loader_with(samples, **{**given, "collate_fn": list, **settings})
 
 
 def ids_of(loader: BalancedLoader) -> list[int]:
@@ -187,13 +188,15 @@ ARGUMENTS: dict[str, list[Any]] = {
     "batch_size": [0, "2", True],
     "ends": [None, [], "x"],
     "sync": [None, []],
+    "options": [None, {"prefetch": 1}, 5],
 }
 
 
 def arguments() -> Iterator[Case]:
     for name, values in ARGUMENTS.items():
         for value in values:
-            wrong = f"rank {BAD_RANK} of group 'loader': BalancedLoader({name}={value!r}): "
+            owner = "LoaderOptions" if hasattr(LoaderOptions(), name) else "BalancedLoader"
+            wrong = f"rank {BAD_RANK} of group 'loader': {owner}({name}={value!r}): "
             given = {name: value} if is_bad() else {}
             yield (lambda given=given: loader_of(**given)), wrong
     for value in (True, 0, -1):

@@ -31,6 +31,7 @@ from tests.helpers.loader_cases import (
     endless,
     heard_by,
     loader_threads,
+    loader_with,
     sample_of,
 )
 from tests.helpers.ranks import run_ranks
@@ -38,7 +39,7 @@ from tests.helpers.ranks import run_ranks
 
 def loader_of(samples: Any, **settings: Any) -> BalancedLoader:
     given: dict[str, Any] = {"cost": COST, "min_gain": 0.0, "bytes_per_s": FAST}
-    return BalancedLoader(samples, collate_fn=list, **{**given, **settings})
+    return loader_with(samples, collate_fn=list, **{**given, **settings})
 
 
 def use_one(turn: int) -> None:

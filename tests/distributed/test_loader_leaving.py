@@ -16,7 +16,8 @@ from bascule.comm.groups import member_of, resolve
 from bascule.data import departures, loader, prefetch
 from bascule.data.departures import Departure, Departures
 from bascule.data.loader import BalancedLoader
-from tests.helpers.loader_cases import COST, FAST, endless, loader_threads
+from bascule.data.setup import LoaderOptions
+from tests.helpers.loader_cases import COST, FAST, endless, loader_threads, loader_with
 from tests.helpers.loader_checks import await_word, tell
 from tests.helpers.ranks import run_ranks, run_to_the_end
 
@@ -30,7 +31,7 @@ Case = tuple[Seen, str, list[str]]
 
 
 def loader_of(**settings: Any) -> BalancedLoader:
-    return BalancedLoader(
+    return loader_with(
         endless(dist.get_rank()),
         cost=COST,
         min_gain=0.0,
@@ -281,7 +282,7 @@ def behind(has_reason: bool) -> Case:
 
     def run(_: str, seen: Seen) -> None:
         settings: dict[str, Any] = {"cost": COST, "bytes_per_s": FAST, "collate_fn": list}
-        with BalancedLoader(load(), prefetch=8, **settings) as batches:
+        with loader_with(load(), prefetch=8, **settings) as batches:
             for batch in batches:
                 seen.append((batch.step, batch.microbatch))
                 while len(loaded) < 6:
@@ -344,7 +345,9 @@ def stays_behind() -> tuple[float, str]:
             yield group
 
     waiting = BalancedLoader(
-        slow(), cost=COST, bytes_per_s=FAST, collate_fn=list, prefetch=1, min_gain=0.0
+        slow(),
+        cost=COST,
+        options=LoaderOptions(bytes_per_s=FAST, collate_fn=list, prefetch=1, min_gain=0.0),
     )
     start = time.monotonic()
     try:

@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
-from tests.helpers.loader_cases import COST, FAST, TIMEOUT_S, Schedule, sample_of
+from tests.helpers.loader_cases import COST, FAST, TIMEOUT_S, Schedule, loader_with, sample_of
 from tests.helpers.ranks import run_ranks
 
 
@@ -73,7 +72,7 @@ def train(schedule: Schedule, weights: str, packed: bool = False) -> float:
         settings = {"pack": 64}
     if weights == "tokens":
         settings["weight_fn"] = lambda sample: len(sample["input_ids"]) - 1
-    loader = BalancedLoader(
+    loader = loader_with(
         lists and [[trainable(*one, packed) for one in group] for group in lists],
         cost=COST,
         accumulate=schedule.accumulate,

@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from bascule import TransformerCost
 from bascule.data.collators import collate_padded
 from bascule.data.loader import BalancedLoader
+from bascule.data.setup import LoaderOptions
 from bascule.data.source import ResumableSampler
 from bascule.errors import ConfigError
+from bascule.plan.limits import Limits
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.trainer_world import join_world
 
@@ -92,7 +94,7 @@ def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **
     """A Trainer, quiet, on the CPU. What is `given` goes to its TrainingArguments."""
     from transformers import Trainer, TrainingArguments
 
-    from bascule.integrations.transformers.trainer import BalanceConfig, BalancedTrainerMixin
+    from bascule.integrations.transformers import BalanceConfig, BalancedTrainerMixin
 
     base = Trainer if base is None else base
 
@@ -355,10 +357,32 @@ def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None
 
 
 def test_a_cost_that_is_none_is_refused() -> None:
-    from bascule.integrations.transformers.trainer import BalanceConfig
+    from bascule.integrations.transformers import BalanceConfig
 
     with pytest.raises(ConfigError, match="cost=3"):
         BalanceConfig(cost=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_options_of_the_loader_are_those_that_the_trainer_leaves_open() -> None:
+    from bascule.integrations.transformers import BalanceConfig
+
+    given = LoaderOptions(weight_fn=num_asked, limits=Limits(tokens=9), prefetch=3, min_gain=0.1)
+    assert BalanceConfig(cost=COST, options=given).options is given
+    decided: dict[str, Any] = {
+        "axis": "dp",
+        "batch_size": 2,
+        "unpack": list,
+        "ends": "finish",
+        "collate_fn": list,
+        "pin_memory": True,
+        "timeout_s": 60.0,
+    }
+    for name, value in decided.items():
+        with pytest.raises(ConfigError, match=f"LoaderOptions.{name}="):
+            BalanceConfig(cost=COST, options=LoaderOptions(**{name: value}))
+    for wrong in (None, {"prefetch": 3}):
+        with pytest.raises(ConfigError, match="give LoaderOptions"):
+            BalanceConfig(cost=COST, options=wrong)  # pyright: ignore[reportArgumentType]
 
 
 def num_asked(sample: dict[str, Any]) -> int:
@@ -384,8 +408,8 @@ def with_accelerate(accumulate: int) -> dict[str, Any]:
     loader = BalancedLoader(
         DataLoader(texts, batch_size=BATCH_SIZE, sampler=sampler, collate_fn=collate_padded),  # pyright: ignore[reportArgumentType]
         cost=COST,
-        weight_fn=num_asked,
         accumulate=accumulate,
+        options=LoaderOptions(weight_fn=num_asked),
     )
     accelerator.register_for_checkpointing(loader)
     losses: list[float] = []

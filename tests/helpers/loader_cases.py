@@ -21,6 +21,7 @@ from torch import Tensor
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.samples.loaded import Ends
+from bascule.data.setup import LoaderOptions
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
@@ -190,6 +191,13 @@ class Record:
     reason: str
 
 
+def loader_with(samples: Any, **settings: Any) -> BalancedLoader:
+    """A loader of whose settings each goes where it belongs: to the arguments, or the options."""
+    names = LoaderOptions.__dataclass_fields__.keys() & settings.keys()
+    options = LoaderOptions(**{name: settings.pop(name) for name in names})
+    return BalancedLoader(samples, **{"options": options, **settings})
+
+
 def run_schedule(schedule: Schedule, delays: int, **settings: Any) -> list[Record]:
     """On every rank: iterate, check each sample's bits and `restore`; what was delivered."""
     rank = dist.get_rank()
@@ -208,7 +216,7 @@ def run_schedule(schedule: Schedule, delays: int, **settings: Any) -> list[Recor
 
     lens = schedule.lengths()
     records = []
-    loader = BalancedLoader(
+    loader = loader_with(
         None if lists is None else load(),
         cost=COST,
         accumulate=schedule.accumulate,

@@ -27,6 +27,7 @@ from tests.helpers.loader_cases import (
     TIMEOUT_S,
     endless,
     heard_by,
+    loader_with,
 )
 from tests.helpers.ranks import run_ranks, run_to_the_end
 
@@ -37,7 +38,7 @@ Heard = tuple[list[str], str]
 
 def loader_of(samples: Any, **settings: Any) -> BalancedLoader:
     given: dict[str, Any] = {"timeout_s": SHORT_TIMEOUT_S, "bytes_per_s": FAST, "collate_fn": list}
-    return BalancedLoader(samples, cost=COST, min_gain=0.0, **{**given, **settings})
+    return loader_with(samples, cost=COST, min_gain=0.0, **{**given, **settings})
 
 
 def die() -> None:
@@ -118,7 +119,7 @@ class Numbers(Dataset[Any]):
 
 def balanced(inner: Any, group: Any, **settings: Any) -> BalancedLoader:
     given: dict[str, Any] = {"cost": COST, "ends": "finish", "bytes_per_s": FAST, "min_gain": 0.0}
-    return BalancedLoader(
+    return loader_with(
         inner, mesh_or_group=group, collate_fn=list, timeout_s=TIMEOUT_S, **{**given, **settings}
     )
 

@@ -13,7 +13,16 @@ from bascule.attention.sparse import block_sparse, rules, timing
 from bascule.comm import quantize
 from bascule.comm.exchange import BoundRoute
 from bascule.comm.guard import calls, failures, notes
-from bascule.data import collators, cost_tracker, departures, loader, loader_batch, packs, source
+from bascule.data import (
+    collators,
+    cost_tracker,
+    departures,
+    loader,
+    loader_batch,
+    packs,
+    setup,
+    source,
+)
 from bascule.data.samples import loaded
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -55,6 +64,9 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     loader.BalancedLoader: {
         "accumulate": 1,
         "sync": "microbatch",
+        "options": setup.LoaderOptions(),
+    },
+    setup.LoaderOptions: {
         "ends": "drop_last",
         "min_gain": 0.02,
         "prefetch": 2,

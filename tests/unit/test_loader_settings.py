@@ -15,33 +15,36 @@ from bascule.data.packs import Pack
 from bascule.data.progress import Progress
 from bascule.data.redistribute import Rules
 from bascule.data.samples.loaded import DataRanks
-from bascule.data.setup import Options, Sources, _check_deals, agree_on_settings, interpret
-from bascule.data.source import Microbatches, ResumableSampler
+from bascule.data.setup import (
+    Given,
+    LoaderOptions,
+    Sources,
+    _check_deals,
+    agree_on_settings,
+    interpret,
+)
+from bascule.data.source import Microbatches, ResumableSampler, Source
 from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.limits import Limits
 
 NINE: Any = range(9)
-FUNCTIONS: dict[str, Any] = {
-    "length_fn": len,
-    "weight_fn": None,
-    "unpack": None,
-    "collate_fn": None,
-}
-RULES = Rules(1, "microbatch", None, "drop_last", 0.02, None)
-OPTIONS = Options(None, None, 2, None, 60.0, PolynomialCost(0.0, 1.0, 0.0), FUNCTIONS)
+GIVEN = Given(
+    loader=[],
+    cost=PolynomialCost(0.0, 1.0, 0.0),
+    length_fn=len,
+    accumulate=1,
+    sync="microbatch",
+    pack=None,
+    options=LoaderOptions(timeout_s=60.0),
+)
 
 
-def made(**changes: Any) -> tuple[Rules, Options]:
+def made(**changes: Any) -> tuple[Given, Source]:
     """The settings with some of them changed, checked."""
-    named = [
-        {name: value for name, value in changes.items() if hasattr(x, name)}
-        for x in (RULES, OPTIONS)
-    ]
-    functions = {name: value for name, value in changes.items() if name in FUNCTIONS}
-    options = dataclasses.replace(OPTIONS, **named[1], functions=FUNCTIONS | functions)
-    assert len(named[0]) + len(named[1]) + len(functions) == len(changes)
-    return interpret(dataclasses.replace(RULES, **named[0]), options, [])[:2]
+    options = {name: changes.pop(name) for name in list(changes) if hasattr(GIVEN.options, name)}
+    given = dataclasses.replace(GIVEN, options=dataclasses.replace(GIVEN.options, **options))
+    return interpret(dataclasses.replace(given, **changes))
 
 
 NO_COUNTS = (0, -1, True, 1.0, "1", float("nan"))
@@ -54,7 +57,7 @@ INF, NAN = float("inf"), float("nan")
         ("accumulate", (1, 7), (*NO_COUNTS, None)),
         ("prefetch", (1, 7), (*NO_COUNTS, None)),
         ("batch_size", (1, 7, None), NO_COUNTS),
-        ("max_bytes", (1, 2**40, None), NO_COUNTS),
+        ("max_bytes_in_flight", (1, 2**40, None), NO_COUNTS),
         ("min_gain", (0.0, 0, 0.999, np.float32(0.5)), (1.0, -1e-9, NAN, True, "0", None)),
         ("bytes_per_s", (1e-9, 1, INF, None), (0.0, -1.0, NAN, True, "1")),
         ("timeout_s", (1e-3, 1, 1e8), (0.0, -1.0, 1.01e8, INF, NAN, True, "1", None)),
@@ -67,6 +70,7 @@ INF, NAN = float("inf"), float("nan")
         ("weight_fn", (len, None), (3,)),
         ("unpack", (list, None), (3, "list")),
         ("collate_fn", (list, None), (3,)),
+        ("options", (LoaderOptions(),), (None, {"prefetch": 2})),
     ],
 )
 def test_arguments_within_their_range_and_no_others(
@@ -87,12 +91,13 @@ def test_packs_are_not_grouped_twice() -> None:
 
 
 def test_what_a_pack_means() -> None:
-    rules, options = made(pack=9)
-    assert options.pack == Pack(tokens=9) and rules.limits == Limits(tokens=9)
-    given = Pack(tokens=9, fixed=True)
-    rules, options = made(pack=given, limits=Limits(tokens=7))
-    assert options.pack is given and rules.limits == Limits(tokens=7)
-    assert made(limits=Limits(tokens=7))[0].limits == Limits(tokens=7) and made()[0].limits is None
+    given, _ = made(pack=9)
+    assert given.pack == Pack(tokens=9) and given.rules.limits == Limits(tokens=9)
+    pack = Pack(tokens=9, fixed=True)
+    given, _ = made(pack=pack, limits=Limits(tokens=7))
+    assert given.pack is pack and given.rules.limits == Limits(tokens=7)
+    assert made(limits=Limits(tokens=7))[0].rules.limits == Limits(tokens=7)
+    assert made()[0].rules.limits is None
 
 
 @pytest.mark.parametrize(
@@ -101,13 +106,12 @@ def test_what_a_pack_means() -> None:
         ({}, None),
         ({"batch_size": 3}, Microbatches(3, None, len)),
         ({"pack": 9}, Microbatches(None, 9, len)),
-        ({"pack": 9, "functions": FUNCTIONS | {"unpack": list}}, None),
+        ({"pack": 9, "unpack": list}, None),
     ],
 )
 def test_how_samples_are_grouped(changes: dict[str, Any], wanted: Microbatches | None) -> None:
-    options = dataclasses.replace(OPTIONS, **changes)
     items: list[Any] = [["abc"], ["de", "fghi"], ["jkl"]]
-    source = interpret(RULES, options, items)[2]
+    _, source = made(loader=items, **changes)
     found = list(source.begin((), 0, 1, None))
     if wanted is None:
         assert found == items
@@ -126,9 +130,9 @@ def stated(loader: Any = (), **changes: Any) -> tuple[Statement, Sources]:
         said.append(statement)
         return [statement.values]
 
-    source = interpret(RULES, OPTIONS, loader)[2]
+    _, source = made(loader=loader)
     with mock.patch("bascule.data.setup.agree", note):
-        sources = agree_on_settings(RANKS, *made(**changes), source, None)
+        sources = agree_on_settings(RANKS, made(**changes)[0], source, None)
     return said[0], sources
 
 
@@ -140,7 +144,7 @@ def test_ranks_are_given_the_same_settings() -> None:
         "limits": Limits(tokens=5),
         "ends": "finish",
         "min_gain": 0.03,
-        "max_bytes": 9,
+        "max_bytes_in_flight": 9,
         "bytes_per_s": 1e9,
         "timeout_s": 61.0,
         "length_fn": sum,
@@ -148,7 +152,9 @@ def test_ranks_are_given_the_same_settings() -> None:
         "unpack": list,
         "cost": PolynomialCost(0.0, 2.0, 0.0),
     }
-    assert set(changes) >= {field.name for field in dataclasses.fields(Rules)}
+    rules, others = made()[0].rules, made(**changes)[0].rules
+    for field in dataclasses.fields(Rules):
+        assert getattr(rules, field.name) != getattr(others, field.name), field.name
     base = dict(stated()[0].settings)
     for name, value in changes.items():
         settings = stated(**{name: value})[0].settings
@@ -177,19 +183,22 @@ def test_a_rank_that_was_given_something_wrong_says_so() -> None:
         said.append(statement.error)
         return [statement.values]
 
-    source, wrong = interpret(RULES, OPTIONS, [])[2], ConfigError("wrong")
-    options = dataclasses.replace(OPTIONS, cost=lambda lens: lens[:0])
+    source, wrong = made()[1], ConfigError("wrong")
+    odd, no_cost, no_options = (
+        dataclasses.replace(GIVEN, **change)
+        for change in ({"cost": lambda lens: lens[:0]}, {"cost": None}, {"options": None})
+    )
     with mock.patch("bascule.data.setup.agree", note):
-        agree_on_settings(RANKS, RULES, OPTIONS, source, wrong)
-        agree_on_settings(RANKS, RULES, options, source, None)
-        agree_on_settings(RANKS, RULES, dataclasses.replace(OPTIONS, cost=None), source, wrong)
-    assert said[0] is said[2] is wrong and isinstance(said[1], ConfigError)
+        agree_on_settings(RANKS, odd, source, None)
+        for given in (GIVEN, no_cost, no_options):
+            agree_on_settings(RANKS, given, source, wrong)
+    assert isinstance(said[0], ConfigError) and said[1:] == [wrong] * 3
 
 
 def test_microbatches_of_an_epoch() -> None:
     def length(ends: str, numbers: list[int]) -> int | None:
         sources = Sources(np.arange(len(numbers)), np.array(numbers, dtype=np.int64), (0, 0, 0))
-        return sources.epoch_length(dataclasses.replace(RULES, accumulate=4, ends=ends))
+        return sources.epoch_length(made(accumulate=4, ends=ends)[0].rules)
 
     assert [length("drop_last", [n, 20]) for n in (0, 3, 4, 7, 8)] == [0, 0, 4, 4, 8]
     for ends in ("pad_empty", "finish"):
@@ -262,5 +271,5 @@ def test_only_loaders_that_collate_are_asked_how() -> None:
         return torch.tensor(samples)
 
     batched, single = (DataLoader(NINE, batch_size=n, collate_fn=collate) for n in (2, None))
-    assert interpret(RULES, OPTIONS, batched)[2].collate_fn is collate
-    assert interpret(RULES, OPTIONS, single)[2].collate_fn is not collate
+    assert made(loader=batched)[1].collate_fn is collate
+    assert made(loader=single)[1].collate_fn is not collate

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from bascule.errors import ConfigError
-from bascule.workload.photos import PhotoStream
+from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, flow_noise, flow_timesteps
 
 
@@ -41,7 +41,7 @@ def unpatchify(batch: SampleBatch, patch: int = 16) -> np.ndarray:
 
 
 def only(folder: Path, **options: Any) -> SampleBatch:
-    stream = PhotoStream(folder, 1, **options)
+    stream = PhotoStream(folder, 1, options=PhotoOptions(**options))
     assert len(stream.files) == 1
     return stream.batch(0)
 
@@ -209,7 +209,7 @@ def test_strict_refuses_a_damaged_photo_by_name(tmp_path: Path, index: int) -> N
     for name in bad[:index] + bad[index + 1 :]:
         (tmp_path / name).unlink()
     with pytest.raises(ConfigError, match=f"cannot read the photo .*{bad[index]}"):
-        PhotoStream(tmp_path, 1, strict=True)
+        PhotoStream(tmp_path, 1, options=PhotoOptions(strict=True))
 
 
 def test_other_files_are_ignored(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_other_files_are_ignored(tmp_path: Path) -> None:
     (folder / "notes.md").write_text("x")
     (folder / "readme").write_text("x")
     (folder / "album.png").mkdir()
-    stream = PhotoStream(folder, 1, strict=True)
+    stream = PhotoStream(folder, 1, options=PhotoOptions(strict=True))
     assert stream.files == ("A photo.PNG",)
     assert stream.skipped == 0
 
@@ -246,7 +246,7 @@ def test_captions(tmp_path: Path) -> None:
     rows = [{"file": "b.png", "caption": "unused"}, {"file": "c.png", "caption": "listed", "id": 1}]
     (tmp_path / "captions.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     save(tmp_path, "d.png", seed=4)
-    stream = PhotoStream(tmp_path, 4, text_dim=8)
+    stream = PhotoStream(tmp_path, 4, options=PhotoOptions(text_dim=8))
     batch = stream.batch(0)
     assert batch.text.shape == (6 + 6 + 6, 8)
     assert stream.text_dim == stream.vec_dim == 8
@@ -257,7 +257,7 @@ def test_captions(tmp_path: Path) -> None:
         expected = table[list(captions.get(name, "").encode())]
         assert torch.equal(text, expected)
         assert torch.allclose(pooled, expected.mean(dim=0) if len(expected) else torch.zeros(8))
-    again = PhotoStream(tmp_path, 4, text_dim=8, seed=5)
+    again = PhotoStream(tmp_path, 4, options=PhotoOptions(text_dim=8), seed=5)
     assert torch.equal(again._embedding, table)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -355,17 +355,18 @@ def test_the_seed_shuffles(tmp_path: Path) -> None:
 
 def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     album(tmp_path, 5)
-    cached, uncached = PhotoStream(tmp_path, 5), PhotoStream(tmp_path, 5, cache_bytes=0)
+    cached = PhotoStream(tmp_path, 5)
+    uncached = PhotoStream(tmp_path, 5, options=PhotoOptions(cache_bytes=0))
     assert torch.equal(cached.batch(1).image, uncached.batch(1).image)
     assert len(cached._cache) == 5  # pyright: ignore[reportPrivateUsage]
     assert not uncached._cache  # pyright: ignore[reportPrivateUsage]
-    some = PhotoStream(tmp_path, 5, cache_bytes=4 * 768)
+    some = PhotoStream(tmp_path, 5, options=PhotoOptions(cache_bytes=4 * 768))
     assert sum(t.nbytes for t in some._cache.values()) <= 4 * 768  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_photo_that_changes_or_goes_later_is_named(tmp_path: Path) -> None:
     save(tmp_path, "a.png")
-    stream = PhotoStream(tmp_path, 1, cache_bytes=0)
+    stream = PhotoStream(tmp_path, 1, options=PhotoOptions(cache_bytes=0))
     save(tmp_path, "a.png", 64, 64)
     with pytest.raises(ConfigError, match=r"a\.png has changed its size"):
         stream.batch(0)
@@ -377,19 +378,23 @@ def test_a_photo_that_changes_or_goes_later_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"patch": 0}, "patch must be at least 1"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
-        ({"text_dim": 0}, "text_dim must be at least 1"),
-        ({"max_text_tokens": -1}, "max_text_tokens must be at least 0"),
-        ({"rank": 1}, "rank 1 is not in a world of 1"),
-        ({"seed": -1}, "seed, step and rank must be in"),
+        ({"patch": 0}, r"PhotoOptions.patch=0.: must be an integer, at least 1"),
+        ({"max_tokens": 0}, r"PhotoOptions.max_tokens=0.: must be"),
+        ({"text_dim": 0}, r"PhotoOptions.text_dim=0.: must be"),
+        ({"max_text_tokens": -1}, r"PhotoOptions.max_text_tokens=-1.: must be"),
     ],
 )
 def test_bad_settings_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     save(tmp_path, "a.png")
     with pytest.raises(ConfigError, match=message):
-        PhotoStream(tmp_path, 1, **options).batch(0)
-    with pytest.raises(ConfigError, match="batch_size must be at least 1, got 0"):
+        PhotoOptions(**options)
+    with pytest.raises(ConfigError, match="give PhotoOptions"):
+        PhotoStream(tmp_path, 1, options=options)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="rank 1 is not in a world of 1"):
+        PhotoStream(tmp_path, 1, rank=1)
+    with pytest.raises(ConfigError, match="seed, step and rank must be in"):
+        PhotoStream(tmp_path, 1, seed=-1).batch(0)
+    with pytest.raises(ConfigError, match="batch_size is 0; it must be"):
         PhotoStream(tmp_path, 0)
     with pytest.raises(ConfigError, match="step must not be negative"):
         PhotoStream(tmp_path, 1).batch(-1)

@@ -23,7 +23,7 @@ from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
-from bascule.workload.photos import PhotoStream
+from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 
 _NUM_PROBES = 5
@@ -248,8 +248,7 @@ def open_stream(options: BenchOptions, rank: int, world_size: int) -> SampleStre
         rank=rank,
         world_size=world_size,
         seed=options.seed,
-        max_tokens=options.max_tokens,
-        strict=options.strict,
+        options=PhotoOptions(max_tokens=options.max_tokens, strict=options.strict),
     )
 
 

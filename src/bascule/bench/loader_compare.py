@@ -19,6 +19,7 @@ from bascule.bench.compare import Paired, Setting, StepRecord, summarize
 from bascule.bench.options import BenchOptions
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
+from bascule.data.setup import LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.workload.streams import SampleBatch, pack_batch
@@ -64,15 +65,17 @@ class LoaderComparison(Paired):
         self._feed = _Feed()
         self._loader = BalancedLoader(
             self._feed,
-            length_fn=lambda sample: len(sample["is_image"]),
-            weight_fn=lambda sample: len(sample["image"]),  # the loss is a mean over these
             cost=self.cost,
+            length_fn=lambda sample: len(sample["is_image"]),
             mesh_or_group=self.mesh,
             accumulate=options.accumulate,
-            ends="finish",
-            prefetch=1,
-            collate_fn=join_samples,
-            timeout_s=options.timeout_s,
+            options=LoaderOptions(
+                weight_fn=lambda sample: len(sample["image"]),  # the loss is a mean over these
+                ends="finish",
+                prefetch=1,
+                collate_fn=join_samples,
+                timeout_s=options.timeout_s,
+            ),
         )
 
     def run(self) -> Iterator[LoaderStepRecord]:

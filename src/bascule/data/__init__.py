@@ -5,4 +5,5 @@ from bascule.data.cost_tracker import CostTracker as CostTracker
 from bascule.data.loader import BalancedLoader as BalancedLoader
 from bascule.data.loader_batch import Batch as Batch
 from bascule.data.packs import Pack as Pack
+from bascule.data.setup import LoaderOptions as LoaderOptions
 from bascule.data.source import ResumableSampler as ResumableSampler

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.failures import tell, told
 from bascule.data.loader_batch import Batch, LoaderMetrics
-from bascule.data.packs import Pack, make_pack
+from bascule.data.packs import Pack
 from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
 from bascule.data.progress import Progress
 from bascule.data.redistribute import Redistributor, Rules, StepKey
-from bascule.data.samples.loaded import DataRanks, Ends, Sample, whole_number
-from bascule.data.samples.offers import Handlers, collate_and_pin, named, num_input_ids, one
+from bascule.data.samples.loaded import DataRanks, Sample, whole_number
+from bascule.data.samples.offers import named, num_input_ids
 from bascule.data.samples.sample_transfer import measure_exchange
 from bascule.data.setup import (
+    DEFAULT_OPTIONS,
     DEFAULT_TIMEOUT_S,
-    Options,
+    Given,
+    LoaderOptions,
     agree_on_settings,
     interpret,
     is_timeout,
@@ -29,7 +30,6 @@ from bascule.data.setup import (
 from bascule.data.source import Source
 from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import Cost, describe_cost
-from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 
 
@@ -54,39 +54,19 @@ class BalancedLoader:
     Args:
         loader: This rank's samples: a DataLoader (they are taken before it collates them, and its
             collate_fn is used after they moved), any iterable of lists of samples (each a
-            microbatch), or of samples (see `batch_size` and `pack`). None on a rank that only
-            computes. A sample is a dict or tuple of CPU tensors, arrays and plain values.
-        length_fn: Tokens of a sample. Default: those of its "input_ids".
+            microbatch), or of samples (see `pack`, and `LoaderOptions.batch_size`). None on a rank
+            that only computes. A sample is a dict or tuple of CPU tensors, arrays and plain values.
         cost: Predicts what a sample of so many tokens costs; in seconds if it is a PolynomialCost.
+        length_fn: Tokens of a sample. Default: those of its "input_ids".
         mesh_or_group: The data-parallel ranks: a DeviceMesh with one axis, a process group, or None
-            for all. With `axis`, a mesh with several axes.
-        axis: Name of the data-parallel axis. Ranks that differ in other axes only (tensor or
-            pipeline parallel) get the same batches; the first of them loads.
+            for all. With `LoaderOptions.axis`, a mesh with several axes.
         accumulate: Microbatches of an optimiser step; planned together, exchanged at once.
         sync: When ranks wait for each other, as for `plan_step`.
-        batch_size: Samples of a microbatch, where the loader gives samples one by one.
         pack: Makes each microbatch one pack (see `make_pack`) instead of collating it. An integer
             is `Pack(tokens=...)`. Samples are loaded until the next would not fit, whatever lists
-            they come in, and no rank gets more tokens than the pack has (but see `limits`).
-        unpack: Samples of each item of the loader, for ready-made packs (see `packs.unpack`). Then
-            lists of items are kept as microbatches.
-        weight_fn: What a sample counts in the global mean, for `loss_scale`: a whole number, such
-            as its labels for a mean over tokens. Default: 1.
-        limits: What a rank can hold in a microbatch; hard.
-        ends: "drop_last": the epoch ends where the first rank cannot fill a step. "pad_empty" and
-            "finish": it ends when all ranks have run out, and those that ran out earlier get
-            samples of the others. With "finish", a microbatch may be empty; otherwise it then holds
-            a copy of the step's shortest sample, with a loss_scale of 0; unless no rank has a
-            sample for the step.
-        min_gain: Share of the predicted step that balancing must save for samples to move.
-        bytes_per_s: Bytes that a rank exchanges in a second, against which the gain of a cost in
-            seconds is weighed. None measures it once, here.
-        max_bytes_in_flight: Most bytes received in steps that were not used up; hard.
-        prefetch: Steps made ahead.
-        collate_fn: A microbatch from a list of samples. Default: the DataLoader's, or
-            `default_collate`. Not called for an empty microbatch, whose data are None.
-        pin_memory: Whether tensors are put into pinned memory.
-        timeout_s: Longest wait for other ranks, their loaders included; the same on all.
+            they come in, and no rank gets more tokens than the pack has (but see
+            `LoaderOptions.limits`).
+        options: What is seldom changed, and what a sample counts in the loss.
 
     Raises:
         ConfigError: An argument is wrong.
@@ -99,58 +79,38 @@ class BalancedLoader:
     """
 
     @told("BalancedLoader")
-    def __init__(  # noqa: PLR0913  (public)
+    def __init__(
         self,
         loader: Iterable[Any] | None,
         *,
-        length_fn: Callable[[Sample], int] | None = None,
         cost: Cost,
+        length_fn: Callable[[Sample], int] | None = None,
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None" = None,
-        axis: str | None = None,
         accumulate: int = 1,
         sync: Sync = "microbatch",
-        batch_size: int | None = None,
         pack: Pack | int | None = None,
-        unpack: Callable[[Any], list[Sample]] | None = None,
-        weight_fn: Callable[[Sample], int] | None = None,
-        limits: Limits | None = None,
-        ends: Ends = "drop_last",
-        min_gain: float = 0.02,
-        bytes_per_s: float | None = None,
-        max_bytes_in_flight: int | None = None,
-        prefetch: int = 2,
-        collate_fn: Callable[[list[Sample]], Any] | None = None,
-        pin_memory: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        options: LoaderOptions = DEFAULT_OPTIONS,
     ) -> None:
         length_fn = num_input_ids if length_fn is None else length_fn
         # A wrong argument is told to the other ranks, so first of all this rank must meet them.
-        meeting_s = timeout_s if is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
-        self._ranks, self._pool, self._group = join(mesh_or_group, axis, meeting_s)
-        rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes_in_flight)
-        functions = {"length_fn": length_fn, "weight_fn": weight_fn, "unpack": unpack}
-        functions["collate_fn"] = collate_fn
-        options = Options(batch_size, pack, prefetch, bytes_per_s, timeout_s, cost, functions)
+        known = options if isinstance(options, LoaderOptions) else DEFAULT_OPTIONS  # pyright: ignore[reportUnnecessaryIsInstance]
+        meeting_s = known.timeout_s if is_timeout(known.timeout_s) else DEFAULT_TIMEOUT_S
+        self._ranks, self._pool, self._group = join(mesh_or_group, known.axis, meeting_s)
+        own = loader if self._ranks.is_leader else None
+        given = Given(own, cost, length_fn, accumulate, sync, pack, options)
         source, error = Source(None, None), None
         try:
-            own = loader if self._ranks.is_leader else None
-            rules, options, source = interpret(rules, options, own)
+            given, source = interpret(given)
         except Exception as met:
             error = met
-        sources = agree_on_settings(self._ranks, rules, options, source, error)
+        sources = agree_on_settings(self._ranks, given, source, error)
+        rules, rate = given.rules, options.bytes_per_s
         self._source_places, self._deal = sources.places, sources.deal
         self._num_microbatches = sources.epoch_length(rules)
-        group = self._ranks.group
-        per_byte = measure_exchange(group) if bytes_per_s is None else 1.0 / bytes_per_s
+        per_byte = measure_exchange(self._ranks.group) if rate is None else 1.0 / rate
         self._redistributor = Redistributor(self._ranks, rules, cost, per_byte)
-        self._source = source
-        collate = source.collate_fn if collate_fn is None else collate_fn
-        if isinstance(options.pack, Pack):
-            collate = partial(make_pack, pack=options.pack)
-        collate = collate_and_pin(collate, takes_none=options.pack is not None, pin=pin_memory)
-        weight_fn = one if weight_fn is None else weight_fn
-        self._handlers = Handlers(length_fn, weight_fn, unpack, collate)
-        self._depth, self._timeout_s = prefetch, float(timeout_s)
+        self._source, self._handlers = source, given.handlers(source)
+        self._depth, self._timeout_s = options.prefetch, float(options.timeout_s)
         self._name = self._pool.next_name()
         self._first = self._progress = Progress()
         self._num_entered = 0

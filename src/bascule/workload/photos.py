@@ -16,6 +16,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import of_type, whole
 from bascule.plan.files import parse_json, read_lines
 from bascule.workload.codes import SampleShape, keyed_generator
 from bascule.workload.streams import SampleBatch, check_rank, pack_batch, sample_normals
@@ -36,14 +37,46 @@ class _Photo:
     columns: int
 
 
+@dataclass(frozen=True, slots=True)
+class PhotoOptions:
+    """How photos and captions become tokens, where the defaults do not fit.
+
+    Attributes:
+        patch: Side P of a patch in pixels.
+        max_tokens: Most image tokens of a photo.
+        max_text_tokens: Most text tokens; the rest of a caption is cut off.
+        text_dim: Width of a text embedding, and of the pooled vector, which is their mean.
+        strict: Refuse a folder with a photo that cannot be decoded.
+        cache_bytes: Room for decoded photos in memory, filled by name while they fit.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    patch: int = 16
+    max_tokens: int = 4096
+    max_text_tokens: int = 512
+    text_dim: int = 64
+    strict: bool = False
+    cache_bytes: int = 256 * 2**20
+
+    def __post_init__(self) -> None:
+        for name in ("patch", "max_tokens", "text_dim"):
+            whole(f"PhotoOptions({name}", getattr(self, name), 1)
+        whole("PhotoOptions(max_text_tokens", self.max_text_tokens)
+
+
+_DEFAULT = PhotoOptions()
+
+
 class PhotoStream:
     """Photos at their own size, with the bytes of their captions as text tokens.
 
-    A photo becomes ``h * w`` tokens of ``3 * patch**2`` values in [-1, 1], channels first within a
-    token. A photo above ``max_tokens`` is scaled down, one with a side below the patch is stretched
-    to it, and what is left of a multiple of the patch is cut off around the centre. A caption is
-    ``name.txt`` beside ``name.jpg``, else the entry of the photo in ``captions.jsonl`` (lines
-    ``{"file": "name.jpg", "caption": "..."}``); without one the sample has no text tokens.
+    A photo becomes ``h * w`` tokens of ``3 * P**2`` values in [-1, 1], channels first within a
+    token. A photo of more tokens than it may have is scaled down, one with a side below the patch
+    is stretched to it, and what is left of a multiple of the patch is cut off around the centre. A
+    caption is ``name.txt`` beside ``name.jpg``, else the entry of the photo in ``captions.jsonl``
+    (lines ``{"file": "name.jpg", "caption": "..."}``); without one the sample has no text tokens.
 
     Every rank reads and checks every photo once, here, so all ranks agree on which photos there
     are. Photos that cannot be decoded are left out, counted in ``skipped`` and logged by rank 0.
@@ -55,19 +88,14 @@ class PhotoStream:
         rank: This rank.
         world_size: Ranks.
         seed: Seed of the order.
-        patch: Side P of a patch in pixels.
-        max_tokens: Most image tokens of a photo.
-        max_text_tokens: Most text tokens; the rest of a caption is cut off.
-        text_dim: Width of a text embedding, and of the pooled vector, which is their mean.
-        strict: Refuse a folder with a photo that cannot be decoded.
-        cache_bytes: Room for decoded photos in memory, filled by name while they fit.
+        options: How photos and captions become tokens.
 
     Raises:
         ConfigError: No folder, no readable photo in it, a bad line in ``captions.jsonl``, a value
             out of range, or (``strict``) a photo that cannot be decoded.
     """
 
-    def __init__(  # noqa: PLR0913  (public)
+    def __init__(
         self,
         folder: str | Path,
         batch_size: int,
@@ -75,35 +103,21 @@ class PhotoStream:
         rank: int = 0,
         world_size: int = 1,
         seed: int = 0,
-        patch: int = 16,
-        max_tokens: int = 4096,
-        max_text_tokens: int = 512,
-        text_dim: int = 64,
-        strict: bool = False,
-        cache_bytes: int = 256 * 2**20,
+        options: PhotoOptions = _DEFAULT,
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("patch", patch, 1),
-            ("max_tokens", max_tokens, 1),
-            ("max_text_tokens", max_text_tokens, 0),
-            ("text_dim", text_dim, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} must be at least {least}, got {value}")
+        whole("batch_size", batch_size, 1)
+        self._options = of_type("options", options, PhotoOptions, "PhotoOptions(..)")
         check_rank(rank, world_size)
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.in_channels = 3 * patch**2
-        self.text_dim = self.vec_dim = text_dim
+        self.in_channels = 3 * options.patch**2
+        self.text_dim = self.vec_dim = options.text_dim
         self.skipped = 0
-        self._patch = patch
-        self._max_tokens = max_tokens
-        self._embedding = sample_normals([0], [256], text_dim, seed=0, stream="t_bytes")
+        self._embedding = sample_normals([0], [256], options.text_dim, seed=0, stream="t_bytes")
         self._cache: dict[Path, NDArray[np.uint8]] = {}
-        self._photos = self._scan(Path(folder), max_text_tokens, strict, cache_bytes)
+        self._photos = self._scan(Path(folder))
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -145,9 +159,8 @@ class PhotoStream:
         }
         return [int(orders[number // num_photos][number % num_photos]) for number in ids]
 
-    def _scan(
-        self, folder: Path, max_text_tokens: int, strict: bool, cache_bytes: int
-    ) -> list[_Photo]:
+    def _scan(self, folder: Path) -> list[_Photo]:
+        options, room = self._options, self._options.cache_bytes
         paths = _photo_paths(folder)
         listed = _listed_captions(folder)
         unknown = sorted(listed.keys() - {path.name for path in paths})
@@ -157,16 +170,16 @@ class PhotoStream:
         bad: list[str] = []
         for path in paths:
             try:
-                tokens, rows, columns = _decode(path, self._patch, self._max_tokens)
+                tokens, rows, columns = _decode(path, options.patch, options.max_tokens)
             except ConfigError as error:
-                if strict:
+                if options.strict:
                     raise
                 bad.append(str(error))
                 continue
-            caption = _caption(path, listed)[:max_text_tokens]
+            caption = _caption(path, listed)[: options.max_text_tokens]
             photos.append(_Photo(path, caption, rows, columns))
-            if tokens.nbytes <= cache_bytes:
-                cache_bytes -= tokens.nbytes
+            if tokens.nbytes <= room:
+                room -= tokens.nbytes
                 self._cache[path] = tokens
         self.skipped = len(bad)
         if bad and self.rank == 0:
@@ -182,7 +195,8 @@ class PhotoStream:
         """(h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
         if photo.path in self._cache:
             return self._cache[photo.path]
-        tokens, rows, columns = _decode(photo.path, self._patch, self._max_tokens)
+        options = self._options
+        tokens, rows, columns = _decode(photo.path, options.patch, options.max_tokens)
         if (rows, columns) != (photo.rows, photo.columns):
             raise ConfigError(f"{photo.path} has changed its size since the run began")
         return tokens

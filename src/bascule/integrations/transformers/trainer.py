@@ -4,8 +4,8 @@ Needs ``pip install bascule[transformers]``. Only extension points of the Traine
 nothing of it is patched.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,44 +20,12 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.source import ResumableSampler
 from bascule.errors import ConfigError
+from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns
 from bascule.plan.checks import of_type
-from bascule.plan.costs.cost_models import Cost
-from bascule.plan.limits import Limits
 
 _SCALE = "bascule_loss_scale"  # travels among the inputs from the loader to `training_step`
 _IGNORED = -100  # the Trainer counts labels that differ from it
-
-
-@dataclass(frozen=True, slots=True)
-class BalanceConfig:
-    """How a Trainer's samples are balanced. All processes are given the same.
-
-    Attributes:
-        cost: Predicts what a sample of so many tokens costs.
-        length_fn: Tokens of a sample. Default: those of its "input_ids".
-        weight_fn: What a sample counts in the mean, for losses that the Trainer does not divide by
-            ``num_items_in_batch``: a whole number. Default: 1.
-        limits: What a process can hold in a microbatch; hard.
-        min_gain: Share of the predicted step that balancing must save for samples to move.
-        max_bytes_in_flight: Most bytes received in steps that were not used up; hard.
-        prefetch: Steps made ahead.
-    """
-
-    cost: Cost
-    length_fn: Callable[[Any], int] | None = None
-    weight_fn: Callable[[Any], int] | None = None
-    limits: Limits | None = None
-    min_gain: float = 0.02
-    max_bytes_in_flight: int | None = None
-    prefetch: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("cost", "length_fn", "weight_fn"):
-            value = getattr(self, name)
-            if not callable(value) and (value is not None or name == "cost"):
-                raise ConfigError(f"BalanceConfig({name}={value!r}): must be a function")
-
 
 if TYPE_CHECKING:
     _Base = Trainer
@@ -73,7 +41,7 @@ class BalancedTrainerMixin(_Base):
     * Where the Trainer divides by ``num_items_in_batch`` (models of transformers with labels), it
       counts labels over all processes, and the mean is exact wherever the samples are.
     * Elsewhere the loss is multiplied by `loss_scale`, which makes it the mean over all samples of
-      the step, weighted by `BalanceConfig.weight_fn`.
+      the step, weighted by `LoaderOptions.weight_fn`.
 
     Samples are dealt by a `ResumableSampler` seeded by ``data_seed`` or ``seed``, lose the columns
     that the model does not take (as ``remove_unused_columns`` says), move, and are collated by
@@ -131,16 +99,14 @@ class BalancedTrainerMixin(_Base):
             loader,
             cost=self.balance.cost,
             length_fn=self.balance.length_fn,
-            weight_fn=self.balance.weight_fn,
-            limits=self.balance.limits,
-            min_gain=self.balance.min_gain,
-            max_bytes_in_flight=self.balance.max_bytes_in_flight,
-            prefetch=self.balance.prefetch,
             accumulate=args.gradient_accumulation_steps,
-            ends="drop_last" if args.dataloader_drop_last else "pad_empty",
-            collate_fn=self.data_collator,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            timeout_s=float(args.ddp_timeout),
+            options=replace(
+                self.balance.options,
+                ends="drop_last" if args.dataloader_drop_last else "pad_empty",
+                collate_fn=self.data_collator,
+                pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
+                timeout_s=float(args.ddp_timeout),
+            ),
         )
         args.ignore_data_skip = True  # the loader does it, exactly and without reading
         self.balanced_loader = balanced
@@ -383,8 +349,9 @@ def _check(trainer: Trainer) -> Dataset[Any]:
     elif peers > 1 or args.n_gpu > 1:
         refused = (
             "balancing takes every process of the Trainer for a data-parallel rank with one "
-            "device: with tensor, context or sequence parallelism, use BalancedLoader(axis=...) "
-            "in a training loop; instead of DataParallel, start with torchrun"
+            "device: with tensor, context or sequence parallelism, use BalancedLoader with "
+            "LoaderOptions(axis=...) in a training loop; instead of DataParallel, start with "
+            "torchrun"
         )
     elif counts_labels and not args.average_tokens_across_devices:
         refused = (

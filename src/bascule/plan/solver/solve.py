@@ -45,7 +45,7 @@ class Assignment:
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
-def assign(  # noqa: PLR0913  (public)
+def assign(  # noqa: PLR0913  (the promised signature)
     costs: ArrayLike,
     num_bins: int | None = None,
     *,

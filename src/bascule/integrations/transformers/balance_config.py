@@ -1,0 +1,52 @@
+"""What a user says of balancing to Hugging Face's Trainer, and what its own arguments say."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bascule.data.setup import DEFAULT_OPTIONS, LoaderOptions
+from bascule.errors import ConfigError
+from bascule.plan.checks import of_type
+from bascule.plan.costs.cost_models import Cost
+
+_DECIDED = {
+    "axis": "every process is a data-parallel rank; use BalancedLoader in a training loop",
+    "batch_size": "set per_device_train_batch_size of the TrainingArguments",
+    "unpack": "a dataset gives samples; use BalancedLoader in a training loop",
+    "ends": "set dataloader_drop_last of the TrainingArguments",
+    "collate_fn": "give the Trainer a data_collator",
+    "pin_memory": "set dataloader_pin_memory of the TrainingArguments",
+    "timeout_s": "set ddp_timeout of the TrainingArguments",
+}
+"""Options that follow from the Trainer's arguments, and what to give where they are wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceConfig:
+    """How a Trainer's samples are balanced. All processes are given the same.
+
+    Attributes:
+        cost: Predicts what a sample of so many tokens costs.
+        length_fn: Tokens of a sample. Default: those of its "input_ids".
+        options: How samples are weighed and moved. `weight_fn` is for losses that the Trainer does
+            not divide by ``num_items_in_batch``. The Trainer decides on axis, batch_size, unpack,
+            ends, collate_fn, pin_memory and timeout_s, by its own arguments.
+
+    Raises:
+        ConfigError: One is of a wrong type, or in the options what the Trainer's arguments say.
+    """
+
+    cost: Cost
+    length_fn: Callable[[Any], int] | None = None
+    options: LoaderOptions = DEFAULT_OPTIONS
+
+    def __post_init__(self) -> None:
+        of_type("options", self.options, LoaderOptions, "LoaderOptions(..)")
+        for name in ("cost", "length_fn"):
+            value = getattr(self, name)
+            if not callable(value) and (value is not None or name == "cost"):
+                raise ConfigError(f"BalanceConfig({name}={value!r}): must be a function")
+        for name, advice in _DECIDED.items():
+            value = getattr(self.options, name)
+            if value != getattr(DEFAULT_OPTIONS, name):
+                raise ConfigError(f"LoaderOptions({name}={value!r}) in a BalanceConfig: {advice}")
