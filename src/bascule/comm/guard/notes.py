@@ -81,6 +81,7 @@ class Failure:
         is_input: Whether that was bad input.
         done: By key of the group, how many calls it had done its part of.
         others: By key of the group, how many calls of other code it had begun (`OtherCalls`).
+        version: How often it has said so before; each time with what it has begun since.
     """
 
     where: str
@@ -89,6 +90,7 @@ class Failure:
     is_input: bool = False
     done: Mapping[str, int] = field(default_factory=dict[str, int])
     others: Mapping[str, int] = field(default_factory=dict[str, int])
+    version: int = 0
 
     def told_of(self, rank: int) -> str:
         """Its own error, as that of this rank, or what it found out about others."""

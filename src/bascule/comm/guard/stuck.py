@@ -17,11 +17,13 @@ class Stuck:
         rank: Which rank failed.
         text: Where, and why.
         calls: Those that this rank has begun, and that one had not.
+        version: Of the note of that one.
     """
 
     rank: int
     text: str
     calls: tuple[OtherCalls, ...]
+    version: int
 
 
 def stuck_behind_failure() -> Stuck | None:
@@ -34,7 +36,7 @@ def stuck_behind_failure() -> Stuck | None:
         return None
     rank, failed = found
     ahead = [one for one in other_calls() if one.num_begun > failed.others.get(one.key, _ALL)]
-    return Stuck(rank, failed.told_of(rank), tuple(ahead)) if ahead else None
+    return Stuck(rank, failed.told_of(rank), tuple(ahead), failed.version) if ahead else None
 
 
 _ALL = 2**62  # calls: of a group that the other rank is not in

@@ -23,7 +23,7 @@ from bascule.comm.groups import OtherCalls, calls_in_use, other_calls, resolve
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun
 from bascule.comm.guard.notes import Failure, Position, Waiting
-from bascule.comm.guard.stuck import stuck_behind_failure
+from bascule.comm.guard.stuck import Stuck, stuck_behind_failure
 from bascule.comm.world import this_world
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Watch:
         self._ids = itertools.count()
         self._told = ""
         self._failures: dict[int, Failure] = {}  # by thread, until it goes on
-        self._suspicion: tuple[OtherCalls, ...] = ()
+        self._stuck: dict[int, Stuck] = {}  # by rank that failed, where it was found first
         self._next_look = 0.0
         self._meetings: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -211,10 +211,9 @@ class Watch:
             wait.suspicion = verdict
 
     def _look_beyond(self) -> None:
-        """End calls of other code that wait for a rank that failed; found twice, as circles are.
+        """End calls of other code that wait for a rank that failed, and came no further.
 
-        While this rank has failed itself, it says how far it came: one that makes the calls that
-        others wait for has gone on.
+        While this rank has failed itself, it says how far it came.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -222,15 +221,20 @@ class Watch:
         self._next_look = now + max(PATIENCE_S, dist.get_world_size() / _LOOKS_A_S)
         for thread, failure in list(self._failures.items()):
             if failure.others:
-                self._failures[thread] = replace(failure, others=_others_begun())
-                notes.write_failure(self._rank, self._failures[thread])
+                version = failure.version + 1
+                failure = replace(failure, others=_others_begun(), version=version)
+                self._failures[thread] = failure
+                notes.write_failure(self._rank, failure)
         stuck = None if self._failures else stuck_behind_failure()
-        calls = () if stuck is None else stuck.calls
-        if stuck is not None and calls == self._suspicion:
+        if stuck is None:
+            return
+        before = self._stuck.setdefault(stuck.rank, stuck)
+        if before.calls != stuck.calls or before.version > stuck.version:
+            self._stuck[stuck.rank] = stuck
+        elif before.version < stuck.version:  # since the first look neither has come any further
+            del self._stuck[stuck.rank]
             logger.error("ended what waits for rank %d: %s", stuck.rank, stuck.text)
-            self._end_all(stuck.text, calls)
-            calls = ()
-        self._suspicion = calls
+            self._end_all(stuck.text, stuck.calls)
 
     def _tell(self) -> None:
         """Write where this rank is, or take it back."""
