@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bascule.attention.sparse import timing
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
-from bascule.plan.costs.attention_latency import AttentionLatency
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
@@ -167,6 +169,44 @@ def test_the_fit_of_measured_calls_is_the_same_on_all_ranks() -> None:
     assert is_kept and all(other == (first, True) for other in others)
     assert first.fit_error is not None
     assert first(even_load((2, 1), seq_len=512, num_heads=4, head_dim=16)) > 0
+
+
+def timed(num_heads: int) -> tuple[list[AttentionLoad], list[float], set[int]]:
+    """What calls would take, drawn by rank, round and call; with the tokens of a rank."""
+    mesh, drawn = AttentionMesh.of(make_mesh(2, 1)), DRAWN[dist.get_rank(), :, :, num_heads - 1]
+    num_calls, asked = (2 + min(num_heads, 2) - 1) * 6, list[Any]()
+
+    def seconds(call: Any, *_: Any) -> float:
+        asked.append(call)
+        return drawn[(len(asked) - 1) // num_calls, (len(asked) - 1) % num_calls]
+
+    shape = CallShape(num_tokens=512, num_heads=num_heads, head_dim=8, block=4)
+    with mock.patch.object(timing, "_seconds", seconds):
+        given = {"device": torch.device("cpu"), "rounds": 3}
+        loads, found = timing.time_sparse_attention(mesh, shape, **given)
+    assert len(asked) == 4 * num_calls == 4 * len(loads)
+    return loads, found, {call.q[2] for call in asked}
+
+
+DRAWN = np.random.default_rng(0).random((2, 4, 18, 2))  # by rank, round, call and heads
+DRAWN[:, 0] += 100.0  # of the round that warms up
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+def test_timed_are_the_slowest_ranks_with_as_many_tokens_on_every_mesh(num_heads: int) -> None:
+    """Of 512 and 128 tokens, of which each sees none, an eighth or half, on two ranks; or alone."""
+    meshes = [(1, 1), (2, 1), (1, 2)] if num_heads == 2 else [(1, 1), (1, 2)]
+    for loads, seconds, tokens in run_ranks(timed, 2, num_heads):
+        slowest = DRAWN[:, 1:, : len(loads), num_heads - 1].max(axis=0)
+        assert seconds == np.median(slowest, axis=0).tolist()
+        assert tokens == {256, 64}
+        wanted = [
+            (degrees, num_heads * share * seen)
+            for degrees in meshes
+            for share in (256, 64)
+            for seen in (share * max(degrees) * density for density in (0, 1 / 8, 1 / 2))
+        ]
+        assert sorted((load.degrees, load.work) for load in loads) == sorted(wanted)
 
 
 def compiled() -> float:

@@ -259,6 +259,15 @@ def test_a_version_of_the_cost_that_all_ranks_know() -> None:
     assert Loaded.of(values, ranks, 1).cost_version == 2
 
 
+def test_another_iteration_begins_with_the_newest_cost() -> None:
+    loaded, _, before, redistributor = decide([[[4000, 100]], [[30]]])
+    newest = PolynomialCost(0.0, 1.0, 0.0, 7.0)
+    redistributor.costs += [PolynomialCost(0.0, 3.0, 0.0), newest]
+    assert redistributor.decide(loaded)[1] == before  # in this one ranks agree on it first
+    redistributor.begin(redistributor.ranks.group)
+    assert redistributor.decide(loaded)[1].before == 4000 + 100 + 7
+
+
 def test_a_rank_without_a_sample_that_counts_gets_the_shortest_of_the_richest() -> None:
     lens: Lens = [[[800, 400, 200, 250]], [[]]]
     ranks = ranks_of(2)
@@ -278,6 +287,26 @@ def test_ranks_without_a_sample_that_counts_take_theirs_from_unlike_ranks() -> N
     (plan,), verdict = redistributor.decide(loaded)
     assert verdict.applied
     assert sorted(plan.bag_of[2:].tolist()) == [0, 1, 2, 3]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data())
+def test_no_rank_is_idle_where_there_are_enough_samples_of_any_weight(data: st.DataObject) -> None:
+    """Where as many samples count as there are ranks, each rank gets one of these."""
+    lens = data.draw(batches(2))
+    num_ranks, ranks = len(lens), ranks_of(len(lens))
+    loaded = loaded_of(lens, ranks, 2)
+    size = loaded.lens.size
+    weights = data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 5]), min_size=size, max_size=size))
+    loaded = dataclasses.replace(loaded, weights=np.array(weights, dtype=np.int64))
+    rules = dataclasses.replace(RULES, accumulate=2, min_gain=0.0)
+    plans, verdict = Redistributor(ranks, rules, SECONDS, 0.0).decide(loaded)
+    for micro, plan in enumerate(plans if verdict.applied else ()):
+        counted = loaded.weights[loaded.micro == micro] > 0
+        if counted.size >= num_ranks:
+            assert set(plan.bag_of.tolist()) == set(range(num_ranks))
+        if np.count_nonzero(counted) >= num_ranks:
+            assert set(plan.bag_of[counted].tolist()) == set(range(num_ranks))
 
 
 def test_what_is_received_is_bounded_not_what_is_sent() -> None:

@@ -1,13 +1,16 @@
 """`bascule plan` and `bascule topology` beyond the first look: limits, wires, rankings."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bascule import Plan
-from bascule.cli.reading import InputOptions
+from bascule.cli.reading import ClusterOptions, InputOptions
 from bascule.plan.batch import plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.cli import modules_imported_by, run
 
@@ -174,3 +177,40 @@ def test_the_best_topology_is_so_much_faster_than_the_last(
     ]
     ratio = float(out.split(", ")[-1].split("x as fast")[0])
     assert ratio == pytest.approx(max(seconds) / min(seconds), rel=1e-2) and ratio > 1.5
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8, 12, 13, 14, 16, 22, 24, 72, 77])
+def test_nodes_are_as_large_as_eight_ranks_allow(num_ranks: int) -> None:
+    machines = ClusterOptions().machines(num_ranks)
+    assert machines.num_ranks == num_ranks and machines.ranks_per_node <= 8
+    assert not any(num_ranks % size == 0 for size in range(machines.ranks_per_node + 1, 9))
+
+
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({"tflops": 3.0}, {"flops_per_s": 3e12}),
+        ({"intra_gbs": 0.5}, {"intra_bytes_per_s": 0.5e9}),
+        ({"inter_gbs": 0.25}, {"inter_bytes_per_s": 0.25e9}),
+        ({"latency_us": 0.5}, {"latency_s": 0.5e-6}),
+        ({"memory_gb": 4.0}, {"memory_bytes": 4e9}),
+        ({"ranks_per_node": 2}, {"num_nodes": 3, "ranks_per_node": 2}),
+    ],
+)
+def test_an_option_replaces_one_number_of_a_machine(
+    given: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    known = HardwareProfile.load("h100-datasheet").cluster(1, 6)
+    assert ClusterOptions(**given).machines(6) == replace(known, **changed)
+
+
+@pytest.mark.parametrize(
+    ("kb_per_token", "max_tokens", "limit"),
+    [(10.0, None, 200), (10.0, 150, 150), (10.0, 500, 200), (0.5, None, 4000), (None, 7, 7)],
+)
+def test_a_rank_holds_what_fits_into_its_memory(
+    kb_per_token: float | None, max_tokens: int | None, limit: int
+) -> None:
+    """2 MB; and no more tokens than were allowed."""
+    options = ClusterOptions(memory_gb=2e-3, kb_per_token=kb_per_token, max_tokens=max_tokens)
+    assert options.limits is not None and options.limits.tokens == limit

@@ -9,13 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from rich.console import Console
 
 from bascule.cli.sparse import SparseOptions
+from bascule.cli.sparse_tables import _strategies
 from bascule.errors import ConfigError
 from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.sparse.choose_mesh import StrategyChoice
 from bascule.report import sparse_picture
 from bascule.report.sparse_picture import write_picture
-from bascule.sim.sparse_study import WAYS, Setting
+from bascule.sim.sparse_study import WAYS, LayerRun, Setting, Study
 from bascule.workload import save_masks
 from tests.helpers.cli import modules_imported_by, run
 from tests.helpers.pages import python_of
@@ -358,3 +361,28 @@ def test_speed_ups_and_stretches_of_steps(
     row = next(line for line in table.splitlines() if " minimal_move " in line)
     assert f" {before / after:.3f}x " in row and before > after * 1.01
     assert any(f"{name} 0 to 2 " in out for name in ("U2R1", "U1R2"))
+
+
+@pytest.mark.parametrize("num_layers", [1, 64, 66])
+def test_the_table_of_meshes_tells_every_step_of_the_first_layers(
+    capsys: pytest.CaptureFixture[str], num_layers: int
+) -> None:
+    """Its stretches of steps, read back, are what was chosen; layers left out are counted."""
+    meshes, masks = ((4, 1), (2, 2), (1, 4)), drifting(1)[0]
+    drawn = np.random.default_rng(0).integers(0, len(meshes), (num_layers, 9))
+    chosen = [[meshes[place] for place in layer] for layer in drawn]
+    runs = tuple(LayerRun({}, tuple(StrategyChoice(x, 1.0) for x in layer)) for layer in chosen)
+    study = Study("drawn", setting_of(masks, *meshes), masks, (), runs, ())
+    Console(width=300).print(_strategies(study))
+    out = capsys.readouterr().out
+    read: list[list[tuple[int, int]]] = []
+    for row in (line for line in out.splitlines() if re.search("U[0-9]R[0-9]", line)):
+        steps: list[tuple[int, int]] = []
+        for stretch in re.findall(r"U(\d)R(\d) (\d+)(?: to (\d+))?", row):
+            ulysses, ring, first, last = (int(number or -1) for number in stretch)
+            assert first == len(steps)
+            steps += [(ulysses, ring)] * (max(first, last) - first + 1)
+        read.append(steps)
+    assert read == chosen[:64]
+    left_out = [str(num_layers - 64)] if num_layers > 64 else []
+    assert re.findall(r"(\d+) more layers", out) == left_out

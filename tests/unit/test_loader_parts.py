@@ -1,10 +1,17 @@
 """Decisions of the loader and of cost tracking, one rank's part at a time."""
 
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
+import torch
 
 from bascule.comm.groups import RankGroup
-from bascule.data.cost_tracker import _drift
+from bascule.data.cost_tracker import CostTracker, _drift
 from bascule.data.loader_batch import LoaderMetrics
 from bascule.data.redistribute import Delivered, StepData, Verdict, _without_idle_ranks
 from bascule.data.samples.loaded import DataRanks, Loaded, Offer
@@ -22,6 +29,39 @@ def test_the_overhead_of_a_step_is_no_drift() -> None:
     seconds = np.array([[0.15 + 0.5, 0.03 + 0.5]])
     assert _drift(cost, lens, seconds) < 1e-9
     assert _drift(cost, lens, seconds.max(axis=1)) < 1e-9
+
+
+def tracker_of(places: list[int]) -> Any:
+    """A tracker of costs on rank 0 of a group, as it is once all ranks have agreed on it."""
+    ranks = tuple(range(len(places)))
+    group = RankGroup(lambda: None, 0, ranks, (), "loader")
+    tracker: Any = CostTracker.__new__(CostTracker)
+    tracker._ranks, tracker._group = DataRanks(group, np.array(places)), group
+    tracker._left_out, tracker._wanted, tracker._units = 0, 99, []
+    tracker._num_gathered, tracker._on_cuda = 0, False
+    return tracker
+
+
+def test_a_step_with_padding_in_any_microbatch_teaches_nothing() -> None:
+    counts, lens, bag_of = np.array([[1, 1], [4, 6], [0, 1]])
+    plan = Plan(Topology(((1, 1),), 2), counts, lens, bag_of, lens * 1.0, 0.0, "none")
+    tracker, clock = tracker_of([0, 1]), SimpleNamespace(seconds=lambda: 0.25)
+    for padded in itertools.product((False, True), repeat=3):
+        batches = [SimpleNamespace(plan=plan, is_padding=one) for one in padded]
+        tracker._observe(batches, [clock] * 3)
+        unit = tracker._units[-1]
+        assert [lens.tolist() for lens in unit.seq_lens] == [[4] * 3, [6] * 3]
+        assert math.isnan(unit.seconds()) if any(padded) else unit.seconds() == 0.75
+
+
+def test_a_data_parallel_rank_takes_as_long_as_the_slowest_of_its_peers() -> None:
+    places, times = [1, 0, 1, 0, 0], torch.rand(5, 7, dtype=torch.float64)
+    tracker = tracker_of(places)
+    tracker._units = [SimpleNamespace(seconds=lambda: 0.0)] * 7
+    with mock.patch("bascule.data.cost_tracker.all_gather", lambda *_: times):
+        found = tracker._gather()
+    wanted = [times[[1, 3, 4]].amax(0), times[[0, 2]].amax(0)]
+    assert found.tolist() == torch.stack(wanted, dim=1).tolist()
 
 
 def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:

@@ -1,5 +1,6 @@
 """The packed MM-DiT on one process. What ranks add is tested in `tests/distributed`."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
+from bascule.models.blocks import sinusoid
 from bascule.models.rope import apply_rotary, rotary_table
 from bascule.models.rows import look_up, permute_rows, scale_rows, sum_rows, sum_rows_by_matmul
 from bascule.models.token_layout import Interleaving
@@ -235,6 +237,18 @@ def test_timesteps_keep_their_precision_in_a_bf16_model() -> None:
     pooled = torch.zeros(2, CONFIG.vec_dim, dtype=torch.bfloat16)
     vec = model.condition(torch.tensor([0.999, 1.0]), pooled)
     assert not torch.equal(vec[0], vec[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_scalars_are_embedded_by_their_own_value(dtype: torch.dtype) -> None:
+    """A thousand times 100 is beyond float16, and bfloat16 has no 3500."""
+    scalars = torch.tensor([0.0, 0.3, 0.999, 1.0, 3.5, 7.3, 100.0], dtype=dtype)
+    frequencies = (-math.log(10_000.0) / 128 * torch.arange(128.0)).exp()
+    angles = 1000.0 * scalars.double()[:, None] * frequencies.double()
+    wanted = torch.cat([angles.cos(), angles.sin()], dim=1)
+    found = sinusoid(scalars)
+    assert found.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=5e-3)
 
 
 def test_rotary_tables_keep_float32_in_a_bf16_model() -> None:

@@ -1,6 +1,7 @@
 """Sums of many parts in 16 bits are rounded once, at the end."""
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,13 +15,14 @@ def off_by(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def test_parts_for_some_queries_are_merged_wide() -> None:
+@pytest.mark.parametrize("rows", [slice(1, 3), slice(None)])
+def test_parts_for_some_queries_or_all_are_merged_wide(rows: slice) -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.zeros(1, 1, 3, 64, dtype=torch.bfloat16)
-    merged, rows = Merged(q), slice(1, 3)
-    parts = [torch.randn(1, 1, 2, 64, generator=generator).bfloat16() for _ in range(16)]
+    merged, shape = Merged(q), q[:, :, rows].shape
+    parts = [torch.randn(shape, generator=generator).bfloat16() for _ in range(16)]
     for part in parts:
-        merged.add(rows, part, torch.zeros(1, 1, 2))
+        merged.add(rows, part, torch.zeros(shape[:3]))
     exact = torch.stack(parts).double().mean(0)
     assert off_by(merged.result()[0][:, :, rows], exact) < 0.0022
 

@@ -6,7 +6,7 @@ are bound first: `usp(mesh)` is that function. ParaAttention (0.3.38) calls `uly
 
 What an engine asks for and mesh attention does not do is refused, not ignored.
 
-Shapes: as in `mesh`; J joint tokens, which every rank has.
+Shapes: as in `attention.api`; J joint tokens, which every rank has.
 """
 
 from collections.abc import Mapping

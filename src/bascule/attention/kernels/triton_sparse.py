@@ -6,7 +6,7 @@ two programs write to the same place.
 
 Source: FlashAttention-2 (arXiv:2307.08691), algorithms 1 and 2, over the blocks that are seen.
 
-Shapes: as in `sparse_blocks`; D is a power of two from 16 on.
+Shapes: as in `skipping`; D is a power of two from 16 on.
 """
 # pyright: reportIndexIssue=false
 # A kernel is a function only where Triton is not installed.

@@ -51,7 +51,7 @@ class PooledRule:
     They are taken where they are computed: of keys only the means of a ring's own heads travel.
 
     Attributes:
-        keep: From scaled scores (B, X, C) of these rows to bool, as `sparse_masks.keep_top_k`.
+        keep: From scaled scores (B, X, C) of these rows to bool, as `rules.keep_top_k`.
     """
 
     keep: Callable[[Tensor, PackedRows], Tensor]

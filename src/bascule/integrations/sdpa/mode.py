@@ -1,6 +1,6 @@
 """Any model's attention over a mesh: calls of scaled_dot_product_attention are replaced.
 
-Shapes: as in `attention.mesh`; T tokens of this rank, S of the whole sequence.
+Shapes: as in `attention.api`; T tokens of this rank, S of the whole sequence.
 """
 
 import math
@@ -202,7 +202,7 @@ def sequence_parallel(
     Each rank gives the queries, keys and values of its own tokens, (B, H, T, D) each. Masks are of
     the whole sequence, the same on every rank, and broadcast to (B, H, S, S), with the last dim S:
     this rank's part of a mask is refused. Causal attention, `scale` and `enable_gqa` mean what they
-    mean in torch; dropout is refused. Collectives: those of `attention.mesh.attention`.
+    mean in torch; dropout is refused. Collectives: those of `attention.api.attention`.
 
     Only calls of torch's function are replaced. A model that calls flash-attn, xformers or flex
     attention directly keeps its local attention.

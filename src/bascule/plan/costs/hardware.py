@@ -41,7 +41,7 @@ class Cluster:
     of which R - 1 others are in its own node (the fewest of any rank, where a bag crosses nodes).
     All sequences of a bag share their all-to-alls: once a pass, a rank of a bag with more than one
     rank spends ``2 * layers * latency_s`` on launching them, whatever it holds. What a ring adds
-    stands in `plan.pricing`.
+    stands in `plan.costs.prices`.
 
     Compute is the cost model's: a `TransformerCost` with `seconds_per_unit` is measured; one
     without is converted with `flops_per_s`; any other model must give seconds already.
