@@ -38,6 +38,8 @@ from bascule.plan.batch import Plan
 from bascule.plan.head_shares import HeadShares
 from bascule.plan.topology.spec import Topology
 
+_NUM_PREPARED = 64
+
 
 @dataclass(frozen=True)
 class PackedRing:
@@ -207,6 +209,8 @@ class Bag:
             form = f"causal={causal}, scale={scale}, kernel {kernel}"
             heads = self.shared_heads(q.shape[1], k.shape[1], form)
             found = self.plan(kernel, q, causal=causal, scale=scale), heads
+            if len(self._prepared) >= _NUM_PREPARED:  # scales may change from call to call
+                self._prepared.clear()
             self._prepared[key] = found
         return found
 

@@ -31,7 +31,7 @@ class Staging(threading.local):
         self._taken: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def take(self, role: str, numel: int, like: Tensor) -> Tensor:
-        """(numel,) without values, of the dtype and device of `like`; for no other's eyes."""
+        """(numel,) without values, of the dtype and device of `like`; others are given the same."""
         if not like.is_cpu:
             return like.new_empty(numel)
         key = (role, numel, like.dtype)
