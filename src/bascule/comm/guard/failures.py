@@ -70,7 +70,12 @@ class Ongoing:
 
 
 def begin(group: RankGroup, what: Call) -> Ongoing:
-    """Number and mark the next call of a group, see `Calls.begin`."""
+    """Number and mark the next call of a group, see `Calls.begin`.
+
+    Raises:
+        CommError: The group was destroyed, or ended. ConfigError: as there.
+    """
+    _ = group.process_group  # one that was destroyed refuses, before anything of it is begun
     watch = watch_of_world(end_all)
     if group.calls.ended is not None:  # others may have groups that have not ended
         watch.tell_failure(Failure(str(what), (), f"its groups were ended: {group.calls.ended}"))
