@@ -56,7 +56,7 @@ class Link:
             num_bytes = sum(x.nbytes for x in sent.values())
             self._free_at = max(self._free_at, now) + num_bytes / self.bytes_per_s
             now = self._free_at
-        own, mark = torch.tensor([now], dtype=torch.float64), transfers._begun.mark
+        own, mark = torch.tensor([now], dtype=torch.float64), transfers._ongoing.begun.mark
         stamps = {place: torch.zeros_like(own) for place in received}
         works, through = transfers._works, group.process_group
         works.extend(through.recv([x], group.places[place], mark) for place, x in stamps.items())

@@ -184,6 +184,11 @@ class Step:
         return packed.Bag.of(self.plan, parallel.group, parallel.device, self.number)
 
     @cached_property
+    def _degree(self) -> int:
+        """The most ranks that share heads; of "auto", others every step."""
+        return int(self.plan.topology.ulysses_groups.bag_sizes.max())
+
+    @cached_property
     def _valid_samples(self) -> Tensor:
         counts = self.plan.source_counts
         starts = np.arange(counts.size) * counts.max()
@@ -201,18 +206,17 @@ class Step:
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
     ) -> None:
         """Heads and dtype decide the sizes, and must do for the bags of all ranks."""
-        topology, parallel = self.plan.topology, self._parallel
+        parallel = self._parallel
         try:
             check_tensors("attend", q, k, v)
         except ConfigError as error:
             parallel.agree_once("attend", f"attend: {error}", error, self.number)
-        degree = int(topology.ulysses_groups.bag_sizes.max())  # of "auto", another every step
         dtypes = q.dtype, k.dtype, v.dtype
-        form = (degree, q.shape[1:], k.shape[1:], v.shape[1:], dtypes, causal, scale)
+        form = (self._degree, q.shape[1:], k.shape[1:], v.shape[1:], dtypes, causal, scale)
         if not parallel.has_agreed("attend", form):
             error = None
             try:
-                packed.check(topology, self._bag, parallel.options.kernel, q, k, v)
+                packed.check(self.plan.topology, self._bag, parallel.options.kernel, q, k, v)
             except ConfigError as met:
                 error = met
             parallel.agree_once("attend", form, error, self.number)

@@ -16,7 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.kernels.registry import select_kernel
 from bascule.comm.guard import notes
 from bascule.errors import CommError
@@ -158,7 +165,12 @@ def gradients_of_lost_scores(ring: int, ulysses: int) -> list[float]:
     for weights in (grad - lost, lost):
         leaves = [x.clone().requires_grad_() for x in wholes]
         q, k, v = (split(x, mesh, layout, 2) for x in leaves)
-        out = gather(attention(q, k, v, mesh, layout=layout, attn_mask=mask), mesh, layout, 2)
+        out = gather(
+            attention(q, k, v, mesh, attn_mask=mask, options=AttentionOptions(layout=layout)),
+            mesh,
+            layout,
+            2,
+        )
         (out * weights).sum().backward()
         alone = [x.clone().requires_grad_() for x in wholes]
         want = functional.scaled_dot_product_attention(*alone, attn_mask=mask)
@@ -192,7 +204,12 @@ def scales_that_are_not_positive(ring: int, ulysses: int) -> list[float]:
         leaves = [x.clone().requires_grad_() for x in wholes]
         q, k, v = (split(x, mesh, layout, 2) for x in leaves)
         out = gather(
-            attention(q, k, v, mesh, layout=layout, is_causal=True, scale=scale), mesh, layout, 2
+            attention(
+                q, k, v, mesh, is_causal=True, scale=scale, options=AttentionOptions(layout=layout)
+            ),
+            mesh,
+            layout,
+            2,
         )
         out.sum().backward()
         alone = [x.clone().requires_grad_() for x in wholes]

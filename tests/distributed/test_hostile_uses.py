@@ -12,7 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.data.loader import BalancedLoader
 from bascule.parallel import ParallelOptions, SequenceParallel
 from tests.helpers.cases import COST
@@ -226,8 +233,8 @@ def no_tensors() -> list[tuple[list[str], str]]:
     calls: list[Callable[[], Any]] = [
         lambda: attention(None, None, None, mesh),  # pyright: ignore[reportArgumentType]
         lambda: attention(q.to_sparse(), q, q, mesh),
-        lambda: attention(q, q, q, mesh, wire="int8"),  # pyright: ignore[reportArgumentType]
-        lambda: attention(q, q, q, mesh, kernel=5),  # pyright: ignore[reportArgumentType]
+        lambda: attention(q, q, q, mesh, options=AttentionOptions(wire="int8")),  # pyright: ignore[reportArgumentType]
+        lambda: attention(q, q, q, mesh, options=AttentionOptions(kernel=5)),  # pyright: ignore[reportArgumentType]
         lambda: SequenceLayout("9"),  # pyright: ignore[reportArgumentType]
         lambda: SequenceLayout((9,), 0),
         lambda: SequenceLayout((9,), 2, replicated=(1,)),

@@ -25,7 +25,7 @@ from bascule.parallel import SequenceParallel
 from bascule.plan.head_shares import HeadShares
 from bascule.plan.routes import Route
 from tests.helpers.cases import COST
-from tests.helpers.mesh_cases import make_mesh
+from tests.helpers.mesh_cases import as_given, make_mesh
 from tests.helpers.ranks import run_ranks
 
 Said = list[Call | str]
@@ -213,7 +213,8 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         q, k, v = (
             torch.ones(batch, h, tokens, dim, dtype=dtype) for h in (heads, kv_heads, kv_heads)
         )
-        return attention(q.requires_grad_(), k, v, mesh, layout=lay, overlap=overlap, **settings)
+        given = as_given({**settings, "layout": lay, "overlap": overlap})
+        return attention(q.requires_grad_(), k, v, mesh, **given)
 
     agreed: list[str] = []
 

@@ -9,10 +9,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.shards import positions_on
 from bascule.errors import ConfigError
-from tests.helpers.mesh_cases import difference, make_mask, make_mesh, reference
+from tests.helpers.mesh_cases import as_given, difference, make_mask, make_mesh, reference
 from tests.helpers.ranks import run_ranks
 
 DEGREES = [
@@ -52,11 +59,11 @@ def compare(
         k_local,
         v_local,
         mesh,
-        layout=layout,
         attn_mask=mask,
         is_causal=kind == "causal",
-        kernel=case.get("kernel"),
-        overlap=case.get("overlap"),
+        options=AttentionOptions(
+            layout=layout, kernel=case.get("kernel"), overlap=case.get("overlap")
+        ),
     )
     grads = torch.autograd.grad(out, local, split(grad, mesh, layout, 2))
     found = [gather(x.detach(), mesh, layout, 2) for x in (out, *grads)]
@@ -120,7 +127,7 @@ def refusals() -> list[str]:
     ]
     for arguments in wrong:
         try:
-            attention(q, q, q, mesh, **arguments)
+            attention(q, q, q, mesh, **as_given(arguments))
         except ConfigError as error:
             said.append(str(error))
     try:

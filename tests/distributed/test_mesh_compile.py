@@ -12,7 +12,7 @@ from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[rep
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import ops
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, split
+from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention, split
 from bascule.attention.call_spec import CallSpec
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.ulysses import TokenOrder, heads_to_tokens, tokens_to_heads
@@ -54,7 +54,15 @@ def with_projection(
 ) -> Tensor:
     """Attention with something before and after it for the compiler to fuse."""
     q, k = (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) for x in (q, k))
-    out = attention(q, k, v, mesh, layout=layout, attn_mask=mask, is_causal=causal, wire=wire)
+    out = attention(
+        q,
+        k,
+        v,
+        mesh,
+        attn_mask=mask,
+        is_causal=causal,
+        options=AttentionOptions(layout=layout, wire=wire),
+    )
     return torch.nn.functional.gelu(out.transpose(1, 2).flatten(2)).sin()
 
 
@@ -132,7 +140,7 @@ def nodes_of_a_ring() -> list[str]:
         return make_boxed_func(graph.forward)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return attention(q, k, v, mesh, layout=layout, attn_mask=mask)
+        return attention(q, k, v, mesh, attn_mask=mask, options=AttentionOptions(layout=layout))
 
     leaves = tensors(CASES[1], mesh, layout)
     mask = make_mask("key padding", 2, 7, layout.seq_len, torch.float32)

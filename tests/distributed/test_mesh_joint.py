@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.attention.api import SequenceLayout, attention, gather, split
+from bascule.attention.api import AttentionOptions, SequenceLayout, attention, gather, split
 from tests.helpers.mesh_cases import (
     difference,
     make_mask,
@@ -55,7 +55,13 @@ def compare(ring: int, ulysses: int, case: dict[str, Any]) -> float:
     )
     mask = make_mask(kind, batch, heads, layout.seq_len, torch.float64)
     leaves = three(split(x.detach(), mesh, layout, 2).requires_grad_() for x in wholes)
-    out = attention(*leaves, mesh, layout=layout, attn_mask=mask, is_causal=kind == "causal")
+    out = attention(
+        *leaves,
+        mesh,
+        attn_mask=mask,
+        is_causal=kind == "causal",
+        options=AttentionOptions(layout=layout),
+    )
     generator.manual_seed(100 + dist.get_rank())
     own_grad = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     grads = torch.autograd.grad(out, leaves, own_grad)

@@ -12,7 +12,14 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.call_marks import digest_of
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.tiles import without_lost_scores
@@ -83,7 +90,9 @@ def hidden_rows(ring: int, ulysses: int) -> list[tuple[Any, float, float]]:
         whole, causal = normal(seed, layout.seq_len, dtype), "causal" in kind
         mask = hiding(kind, number, layout.seq_len, seed, dtype)
         leaves = three(split(x, mesh, layout, 2).requires_grad_() for x in whole)
-        out = attention(*leaves, mesh, layout=layout, attn_mask=mask, is_causal=causal)
+        out = attention(
+            *leaves, mesh, attn_mask=mask, is_causal=causal, options=AttentionOptions(layout=layout)
+        )
         given = gather(out.detach(), mesh, layout, 2)
         wanted = one_process(*whole, causal_too(mask, causal))
         grads = torch.autograd.grad(out, leaves, split(whole[0], mesh, layout, 2))
@@ -147,7 +156,10 @@ def float32_masks(ring: int, ulysses: int) -> list[float]:
         whole = normal(0, 24, dtype)
         mask = hiding("rows", number, 24, 1, torch.float32) + level
         out = attention(
-            *three(split(x, mesh, layout, 2) for x in whole), mesh, layout=layout, attn_mask=mask
+            *three(split(x, mesh, layout, 2) for x in whole),
+            mesh,
+            attn_mask=mask,
+            options=AttentionOptions(layout=layout),
         )
         want = one_process(*three(x.float() for x in whole), mask)
         off = [difference(x.float(), want) for x in (gather(out, mesh, layout, 2),)]
@@ -244,7 +256,9 @@ def not_numbers(ring: int, ulysses: int) -> list[tuple[Tensor, Tensor]]:
         for key, channels in values.items():
             v[:, :, key, :3] = torch.tensor(channels)
         local = (split(x, mesh, layout, 2) for x in (q, k, v))
-        out = attention(*three(local), mesh, layout=layout, is_causal=causal)
+        out = attention(
+            *three(local), mesh, is_causal=causal, options=AttentionOptions(layout=layout)
+        )
         wanted = one_process(q, k, v, causal_too(torch.zeros(13, 13), True) if causal else None)
         found.append((gather(out, mesh, layout, 2), wanted))
     return found
@@ -268,7 +282,7 @@ def errors_in_16_bits(ring: int) -> list[tuple[Any, list[float]]]:
         leaves = three(x.double().requires_grad_() for x in whole)
         exact = torch.autograd.grad(reference(*leaves, None, causal), leaves, grad.double())
         leaves = three(split(x, mesh, layout, 2).requires_grad_() for x in whole)
-        out = attention(*leaves, mesh, layout=layout, is_causal=causal)
+        out = attention(*leaves, mesh, is_causal=causal, options=AttentionOptions(layout=layout))
         shares = torch.autograd.grad(out, leaves, split(grad, mesh, layout, 2))
         grads = [gather(x, mesh, layout, 2).double() for x in shares]
         off = [

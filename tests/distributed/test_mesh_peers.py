@@ -6,7 +6,6 @@ the same inputs: a case on which it would be right could not tell the difference
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.kernels.registry import merge
 from tests.helpers.mesh_cases import Three, difference, make_mesh, reference, three
 from tests.helpers.ranks import raised_by, run_ranks
@@ -41,13 +47,12 @@ def on_mesh(
     tensors: Three,
     mask: Tensor | None = None,
     segments: tuple[int, ...] | None = None,
-    **options: Any,
 ) -> Tensor:
     """The whole output, of mesh attention on whole tensors."""
     mesh = make_mesh(ring, ulysses)
     layout = SequenceLayout(segments or (tensors[0].shape[2],), ring, ulysses)
     local = three(split(x, mesh, layout, 2) for x in tensors)
-    out = attention(*local, mesh, layout=layout, attn_mask=mask, **options)
+    out = attention(*local, mesh, attn_mask=mask, options=AttentionOptions(layout=layout))
     return gather(out, mesh, layout, 2)
 
 
@@ -162,7 +167,7 @@ def error_of_joint_text(ring: int) -> float:
     mesh, layout = make_mesh(ring, 1), SequenceLayout((6, 12), ring, 1, replicated=(0,))
     tensors = normal(4, 18)
     local = three(split(x, mesh, layout, 2) for x in tensors)
-    out = gather(attention(*local, mesh, layout=layout), mesh, layout, 2)
+    out = gather(attention(*local, mesh, options=AttentionOptions(layout=layout)), mesh, layout, 2)
     return difference(out, reference(*tensors, None, False))
 
 
@@ -181,7 +186,7 @@ def gradient_error() -> dict[str, float]:
     local = three(split(x.detach(), mesh, layout, 2).requires_grad_() for x in tensors)
     weight = normal(4, 16, seed=9)[0]
     want = torch.autograd.grad(reference(*tensors, None, False), tensors, weight)
-    out = attention(*local, mesh, layout=layout)
+    out = attention(*local, mesh, options=AttentionOptions(layout=layout))
     found = torch.autograd.grad(out, local, split(weight, mesh, layout, 2))
     whole = [gather(x, mesh, layout, 2) for x in found]
     detached = ring_in_one_process(tensors, 2, lambda *_: None, lambda lse: lse.detach())

@@ -10,7 +10,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.comm.guard.failures import ROLL_CALL_S
 from tests.helpers.ranks import raised_by, run_to_the_end
 
@@ -34,11 +41,11 @@ def second_call(ring: int, ulysses: int, place: str, on_victim: Callable[[], Non
     mesh = AttentionMesh.of(device_mesh, timeout_s=TIMEOUT_S)
     layout = SequenceLayout((5, 18), ring, ulysses)
     local = split(torch.randn(2, 7, 23, 4), mesh, layout, 2).requires_grad_()
-    out = attention(local, local, local, mesh, layout=layout)
+    out = attention(local, local, local, mesh, options=AttentionOptions(layout=layout))
     out.sum().backward()
     gather(out.detach(), mesh, layout, 2)
     if place == "backward":
-        out = attention(local, local, local, mesh, layout=layout)
+        out = attention(local, local, local, mesh, options=AttentionOptions(layout=layout))
     if dist.get_rank() == VICTIM:
         on_victim()
     start = time.monotonic()

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from bascule import SequenceParallel, Step
 from bascule.attention import AttentionMesh, SequenceLayout, split
-from bascule.attention.api import attention
+from bascule.attention.api import AttentionOptions, attention
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import ParallelOptions
 from tests.helpers.cases import COST
@@ -110,7 +110,7 @@ def compiled_with_a_layout() -> None:
     layout = SequenceLayout((13,), *mesh.degrees)
     torch.manual_seed(0)
     x = split(torch.randn(1, 4, 13, 8, dtype=torch.float64), mesh, layout, 2)
-    call = lambda x: attention(x, x, x, mesh, layout=layout)  # noqa: E731
+    call = lambda x: attention(x, x, x, mesh, options=AttentionOptions(layout=layout))  # noqa: E731
     found = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)(x)
     torch.testing.assert_close(found, call(x), rtol=1e-12, atol=1e-14)
 

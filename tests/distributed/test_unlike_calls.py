@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Begun, Call, Calls
@@ -24,6 +31,7 @@ from bascule.errors import CommError, ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner
 from tests.helpers.cases import COST
+from tests.helpers.mesh_cases import as_given
 from tests.helpers.ranks import raised_by, run_ranks
 
 KNOWN_WITHIN_S = 30.0  # of waits that the groups would allow 60 s; on a quiet machine 2 s
@@ -231,9 +239,9 @@ def unlike_settings(degrees: tuple[int, int], what: str, used_before: bool) -> H
     ]
     q = torch.randn(1, 4, 4, 8)
     for settings in both if used_before else ():
-        attention(q, q, q, mesh, **settings)
+        attention(q, q, q, mesh, **as_given(settings))
     settings = both[dist.get_rank() % 2]
-    return heard(lambda: attention(q, q, q, mesh, **settings))
+    return heard(lambda: attention(q, q, q, mesh, **as_given(settings)))
 
 
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
@@ -251,7 +259,7 @@ def replicated_on_one_rank() -> Heard:
     mesh, is_odd = mesh_of(1, 2), dist.get_rank() == 1
     layout = SequenceLayout((4, 4), 1, 2, replicated=(0,) if is_odd else ())
     q = torch.randn(1, 2, 6 if is_odd else 4, 8)
-    return heard(lambda: attention(q, q, q, mesh, layout=layout))
+    return heard(lambda: attention(q, q, q, mesh, options=AttentionOptions(layout=layout)))
 
 
 def test_tokens_replicated_on_one_rank_only_end_all_ranks() -> None:
@@ -371,10 +379,20 @@ def collectives_in_any_order(order: list[list[int]]) -> None:
     q = torch.randn(2, 3, 22, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layout = SequenceLayout((5, 17), *mesh.degrees)
     local = split(q, mesh, layout, 2)
-    out = gather(attention(local, local, local, mesh, layout=layout), mesh, layout, 2)
+    out = gather(
+        attention(local, local, local, mesh, options=AttentionOptions(layout=layout)),
+        mesh,
+        layout,
+        2,
+    )
     whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     assert float((out - whole).abs().max()) < 1e-12
-    out = gather(attention(local, local, local, device_mesh, layout=layout), mesh, layout, 2)
+    out = gather(
+        attention(local, local, local, device_mesh, options=AttentionOptions(layout=layout)),
+        mesh,
+        layout,
+        2,
+    )
     assert float((out - whole).abs().max()) < 1e-12
 
 

@@ -12,7 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gather, split
+from bascule.attention.api import (
+    AttentionMesh,
+    AttentionOptions,
+    SequenceLayout,
+    attention,
+    gather,
+    split,
+)
 from bascule.attention.shards import own_tokens, positions_on
 from bascule.comm import quantize
 from bascule.comm.groups import RankGroup
@@ -123,7 +130,13 @@ def compare(
     own_k, own_v = (own_tokens(x.detach(), layout, mesh.place, 2) for x in leaves[1:])
     wire = make_wire(fmt, centres, own_k, own_v, mesh)
     causal = kind == "causal"
-    out = attention(*leaves, mesh, layout=layout, attn_mask=mask, is_causal=causal, wire=wire)
+    out = attention(
+        *leaves,
+        mesh,
+        attn_mask=mask,
+        is_causal=causal,
+        options=AttentionOptions(layout=layout, wire=wire),
+    )
     own_grad = torch.randn(out.shape, generator=torch.manual_seed(dist.get_rank())).to(out)
     grads = torch.autograd.grad(out, leaves, own_grad)
     found = [gather(out.detach(), mesh, layout, 2), *(summed(x, mesh, layout) for x in grads)]
@@ -180,7 +193,7 @@ def error_at(
     found: dict[str, float] = {}
     for centres in (*CENTRES, "no wire"):
         wire = make_wire("int8", centres, *local[1:], mesh) if centres != "no wire" else None
-        out = attention(*local, mesh, layout=layout, wire=wire)
+        out = attention(*local, mesh, options=AttentionOptions(layout=layout, wire=wire))
         assert out.dtype == dtype
         error = gather(out, mesh, layout, 2).double() - exact
         found[centres] = float(error.norm() / spread)
@@ -238,9 +251,13 @@ def bytes_sent(ring: int, ulysses: int) -> list[dict[str, int]]:
     found: list[dict[str, int]] = []
     outs: list[Tensor] = []
     for wire in (None, Wire("e4m3"), Wire("int8", takes_centres=True)):
-        attention(*leaves, mesh, layout=layout, wire=wire)  # the first call agrees on the form
+        attention(
+            *leaves, mesh, options=AttentionOptions(layout=layout, wire=wire)
+        )  # the first call agrees on the form
         with counted(mesh) as sent:
-            outs.append(attention(*leaves, mesh, layout=layout, wire=wire))
+            outs.append(
+                attention(*leaves, mesh, options=AttentionOptions(layout=layout, wire=wire))
+            )
         found.append(sent)
     for out in outs[:2]:
         with counted(mesh) as sent:
@@ -275,7 +292,7 @@ def packings() -> tuple[int, int]:
         return pack(self, x, centre)
 
     with mock.patch.object(Wire, "pack", counting):
-        out = attention(q, q, q, mesh, wire=Wire("int8"))
+        out = attention(q, q, q, mesh, options=AttentionOptions(wire=Wire("int8")))
         forward = calls[0]
         out.sum().backward()
     return forward, calls[0] - forward
@@ -307,7 +324,11 @@ def disagreements(ring: int, ulysses: int) -> list[tuple[list[str], str]]:
         if "wire" in mine:
             centre = torch.zeros(1, 4, 1, 8) if mine.get("centres") == "zero" else None
             wire = Wire(mine["wire"], centre, centre, mine.get("centres") == "taken")
-        said.append(raised_by(lambda x=x, wire=wire: attention(x, x, x, mesh, wire=wire)))
+        said.append(
+            raised_by(
+                lambda x=x, wire=wire: attention(x, x, x, mesh, options=AttentionOptions(wire=wire))
+            )
+        )
     return said
 
 
@@ -324,14 +345,16 @@ def test_one_rank_needs_no_wire() -> None:
     q, k, v = normal({"shape": (2, 6, 3, 16)}, 9, torch.float64)
     want = reference(q, k, v, None, False)
     for wire in (Wire("int8"), Wire("e4m3", takes_centres=True)):
-        assert difference(attention(q, k, v, mesh, wire=wire), want) < 1e-12
+        assert (
+            difference(attention(q, k, v, mesh, options=AttentionOptions(wire=wire)), want) < 1e-12
+        )
 
 
 def test_wrong_wires_are_refused() -> None:
     mesh, q = AttentionMesh(None, None, None), torch.zeros(2, 6, 3, 8)
     wrong = Wire("int8", v_centre=torch.zeros(2, 1, 1, 8))
     with pytest.raises(ConfigError, match=r"\(2, 1, 1, 8\) .* must be \(2, 6, 1, 8\)"):
-        attention(q, q, q, mesh, wire=wrong)
+        attention(q, q, q, mesh, options=AttentionOptions(wire=wrong))
     with pytest.raises(ConfigError, match="takes_centres"):
         Wire("int8", torch.zeros(2, 6, 1, 8), takes_centres=True)
 

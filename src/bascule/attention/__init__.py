@@ -1,6 +1,7 @@
 """Attend: kernels, and the rings and all-to-alls that make one attention of many ranks."""
 
 from bascule.attention.api import AttentionMesh as AttentionMesh
+from bascule.attention.api import AttentionOptions as AttentionOptions
 from bascule.attention.api import SequenceLayout as SequenceLayout
 from bascule.attention.api import attention as attention
 from bascule.attention.api import gather as gather

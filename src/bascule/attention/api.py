@@ -8,6 +8,7 @@ rank, D head width; R ring ranks, U Ulysses ranks.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -91,20 +92,40 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
     return whole.movedim(0, dim)
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """How tokens lie and travel, and what computes, where the defaults of `attention` do not fit.
+
+    Attributes:
+        layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
+        kernel: Name of the block kernel. Default: the fastest for the device.
+        wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
+            values of other ranks; see `quantize.measure_error`. Gradients and replicated tokens
+            travel as they are. Default: everything does.
+        overlap: Whether Ulysses exchanges while it computes, in up to five calls of the kernel; not
+            with a ring, a causal mask or a wire. Default: on CPUs, where it measures faster.
+    """
+
+    layout: SequenceLayout | None = None
+    kernel: str | None = None
+    wire: Wire | None = None
+    overlap: bool | None = None
+
+
+_DEFAULT = AttentionOptions()
+
+
 @told("attention over a mesh")
-def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mesh: AttentionMesh | DeviceMesh | Place,
     *,
-    layout: SequenceLayout | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
-    kernel: str | None = None,
-    wire: Wire | None = None,
-    overlap: bool | None = None,
+    options: AttentionOptions = _DEFAULT,
 ) -> Tensor:
     """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
 
@@ -113,11 +134,10 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
     that takes centres one all-reduce. In the first call of a form ranks agree by one all-gather.
 
     Args:
-        q: (B, H, T, D) queries of this rank's tokens, in the order of `layout.shares`.
+        q: (B, H, T, D) queries of this rank's tokens, in the order of the layout's `shares`.
         k: (B, K, T, D) keys; H is a multiple of K.
         v: (B, K, T, D) values.
         mesh: The ranks, or this rank's place among them.
-        layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
         attn_mask: Of the whole sequence and all heads, the same on every rank: bool (True is seen)
             or added to the scores, float32 or as q; broadcasts to (B, H, S, S), as (B, 1, 1, S) for
             key padding. A token that sees nothing gives 0; one whose keys are all hidden by a
@@ -126,26 +146,21 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
             differ there).
         is_causal: Whether a token sees, of what the mask shows, only itself and those before it.
         scale: Factor of the scores. Default: D^-0.5.
-        kernel: Name of the block kernel. Default: the fastest for the device.
-        overlap: Whether Ulysses exchanges while it computes, in up to five calls of the kernel; not
-            with a ring, a causal mask or a wire. Default: on CPUs, where it measures faster.
-        wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
-            values of other ranks; see `quantize.measure_error`. Gradients and replicated tokens
-            travel as they are. Default: everything does.
+        options: What is seldom changed.
 
     Raises:
         ConfigError: The shapes do not fit each other, the layout, the mesh or the wire.
         CommError: The ranks disagree, or a rank did not come in time.
     """
-    ranks = place_in(mesh)
+    ranks, layout = place_in(mesh), options.layout
     if not torch.compiler.is_compiling():
-        check_settings("attention", is_causal, scale, kernel)
+        check_settings("attention", is_causal, scale, options.kernel)
     check_tensors("attention", q, k, v, attn_mask)
     refuse_derivatives("attention", q, k, v, attn_mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, attn_mask)
-    wire = _checked_wire(wire, k, ranks)
+    wire = _checked_wire(options.wire, k, ranks)
     rows = f"{rows_of_call(q, wire, attn_mask, layout.replicated)}, given scale {scale}"
     q, factor = with_positive_scale(q, scale)
     spec = CallSpec(
@@ -156,33 +171,33 @@ def attention(  # noqa: PLR0913  (what torch's attention takes, and the mesh)
         stripe=layout.stripe,
         causal=is_causal,
         scale=factor,
-        kernel=kernel or "",
+        kernel=options.kernel or "",
         wire="" if wire is None else wire.format,
         rows=rows,
     )
-    overlap = q.device.type == "cpu" if overlap is None else overlap
-    return _attend(q, k, v, attn_mask, ranks, layout, wire, spec, overlaps=overlap)
+    overlap = q.device.type == "cpu" if options.overlap is None else options.overlap
+    given = AttentionOptions(layout, options.kernel, wire, overlap)
+    return _attend(q, k, v, attn_mask, ranks, spec, given)
 
 
-def _attend(  # noqa: PLR0913  (compilers take tensors by themselves)
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
     ranks: Place,
-    layout: SequenceLayout,
-    wire: Wire | None,
     spec: CallSpec,
-    *,
-    overlaps: bool,
+    options: AttentionOptions,
 ) -> Tensor:
-    """`attention` of what was checked."""
+    """`attention` of what was checked, by options that leave nothing open."""
+    layout, wire = options.layout, options.wire
+    assert layout is not None
     segments = list(layout.segments)
     q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
     q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), mask, spec.causal)
     wire = None if wire is None else _with_centres(wire, k, v, segments, spec)
     k, v = (_repeated(x, spec.num_kv_heads) for x in (k, v))
-    if overlaps and _can_overlap(ranks, layout, spec.causal, wire):
+    if options.overlap and _can_overlap(ranks, layout, spec.causal, wire):
         out, *_ = overlapped_attention(q, k, v, mask, segments, spec.text)
     else:
         out = _in_turn(q, k, v, mask, ranks, layout, wire, spec)

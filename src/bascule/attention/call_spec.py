@@ -1,10 +1,10 @@
 """What is fixed of a call of attention, as operators of torch can take it: one string."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -173,11 +173,21 @@ def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     return (q, scale) if scale > 0 else (q * scale, 1.0)
 
 
-@contextmanager
-def naming(what: str, tensors: Sequence[Tensor]) -> Iterator[None]:
+class naming:  # noqa: N801 - it is called as a function is
     """Add to a failed collective's error which operator it belongs to, and the shapes."""
-    try:
-        yield
-    except CommError as error:
-        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
-        raise type(error)(f"{error} [{what} of {shapes}, {tensors[0].dtype}]") from error
+
+    __slots__ = ("_tensors", "_what")
+
+    def __init__(self, what: str, tensors: Sequence[Tensor]) -> None:
+        self._what, self._tensors = what, tensors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, CommError):
+            xs = self._tensors
+            shapes = ", ".join(str(tuple(x.shape)) for x in xs)
+            raise type(error)(f"{error} [{self._what} of {shapes}, {xs[0].dtype}]") from error

@@ -63,7 +63,7 @@ def overlapped_attention(
             _attend(theirs, plan, wq[:, :, part], wk, wv, part, everyone)
             found, lse[:, :, part] = theirs.result()
             out[:, part] = found.transpose(1, 2)
-        leave = exchange.start_to_tokens([out], call.call("all_to_all (heads to tokens)"))
+        leave = exchange.start_to_tokens(out, heads[:1], call.call("all_to_all (heads to tokens)"))
         try:
             for columns in others:
                 _attend(mine, plan, own_q, wk[:, :, columns], wv[:, :, columns], own, columns)

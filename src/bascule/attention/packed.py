@@ -8,7 +8,8 @@ Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-val
 width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -27,6 +28,7 @@ from bascule.attention.ring import RingPlan, Tile
 from bascule.attention.ulysses import TokenOrder
 from bascule.attention.usp import SharedHeads, usp_attention
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.comm.head_exchange import HeadExchange
 from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
@@ -35,6 +37,8 @@ from bascule.plan import routes
 from bascule.plan.batch import Plan
 from bascule.plan.head_shares import HeadShares
 from bascule.plan.topology.spec import Topology
+
+_NUM_PREPARED = 64
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class PackedRing:
         return sum(self.kv_lens) - self.kv_lens[(self.group.rank + 1) % self.group.size]
 
 
+Prepared = tuple[RingPlan, SharedHeads | None]
+"""What `usp_attention` takes with the tensors."""
+
+
 @dataclass(frozen=True)
 class Bag:
     """What a rank needs to know of its bag.
@@ -102,6 +110,9 @@ class Bag:
     ring: PackedRing | None
     device: torch.device
     step: int
+    _prepared: dict[Hashable, Prepared] = field(
+        default_factory=dict[Hashable, Prepared], repr=False, compare=False
+    )
 
     @classmethod
     def of(cls, plan: Plan, group: RankGroup, device: torch.device, step: int) -> "Bag":
@@ -165,14 +176,43 @@ class Bag:
             form=f"causal={causal}, kernel {kernel}",
         )
 
-    def shared_heads(self, num_heads: int, num_kv_heads: int, form: str) -> SharedHeads:
+    def shared_heads(self, num_heads: int, num_kv_heads: int, form: str) -> SharedHeads | None:
         """How its ranks share some heads; `form` is what else must be the same on all of them."""
         group = self.mesh.ulysses
-        assert group is not None
+        if group is None:
+            return None
         shares = HeadShares.split(num_kv_heads, self.degree)
-        exchange = HeadExchange(group, shares, self.order.lens)
+        exchange = HeadExchange(group, shares, self.order.lens, has_batch=False)
         form = f"{num_heads} heads for {num_kv_heads}, {form}"
-        return SharedHeads(exchange, self.order, form, self.step)
+        own = shares.of(group.rank)
+        return SharedHeads(
+            exchange,
+            self.order,
+            (num_heads // num_kv_heads * own, own),
+            Call("all_to_all (tokens to heads)", self.step, form),
+            Call("all_to_all (heads to tokens)", self.step, form),
+        )
+
+    def prepared(
+        self, kernel: str | None, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+    ) -> Prepared:
+        """What calls with tensors of these shapes do, checked and built at the first of them.
+
+        Raises:
+            ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
+        """
+        like = q.shape, k.shape, v.shape, q.dtype, q.device, k.device, v.device
+        key = (kernel, causal, scale, *like)
+        found = self._prepared.get(key)
+        if found is None:
+            check_shapes(self, q, k, v)
+            form = f"causal={causal}, scale={scale}, kernel {kernel}"
+            heads = self.shared_heads(q.shape[1], k.shape[1], form)
+            found = self.plan(kernel, q, causal=causal, scale=scale), heads
+            if len(self._prepared) >= _NUM_PREPARED:  # scales may change from call to call
+                self._prepared.clear()
+            self._prepared[key] = found
+        return found
 
     def own_kv_heads(self, num_kv_heads: int) -> int:
         """Key-value heads that this rank attends with."""
@@ -214,13 +254,8 @@ def attend(
     Raises:
         ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
     """
-    check_shapes(bag, q_CHD, k_CKD, v_CKD)
     q_CHD, factor = with_positive_scale(q_CHD, scale)
-    plan = bag.plan(kernel, q_CHD, causal=causal, scale=factor)
-    heads = None
-    if bag.degree > 1:
-        form = f"causal={causal}, scale={factor}, kernel {kernel}"
-        heads = bag.shared_heads(q_CHD.shape[1], k_CKD.shape[1], form)
+    plan, heads = bag.prepared(kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=factor)
     with naming("attend", (q_CHD, k_CKD, v_CKD)):
         return usp_attention(q_CHD, k_CKD, v_CKD, plan, heads)
 

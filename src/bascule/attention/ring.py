@@ -112,7 +112,7 @@ def ring_backward(
 
     2 R - 1 exchanges with the neighbours.
     """
-    grad, wide = grad.contiguous(), wide_dtype(q)
+    grad = grad.contiguous()
 
     def gradients(tile: Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         at_q, at_k = (slice(None), slice(None), tile.q), (slice(None), slice(None), tile.k)
@@ -120,8 +120,10 @@ def ring_backward(
         return plan.kernel.backward(grad[at_q], Attended(*done))
 
     if _is_one_tile(plan) and q.numel() and k.numel():
-        dq, dk, dv = gradients(plan.tiles[0][0], k, v)
+        done = Attended(q, k, v, out, lse, plan.tiles[0][0].mask, plan.scale)
+        dq, dk, dv = plan.kernel.backward(grad, done)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    wide = wide_dtype(q)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
     travelling = _Travelling(plan, k, wide)
 
@@ -145,8 +147,8 @@ def ring_backward(
 
 def _is_one_tile(plan: RingPlan) -> bool:
     """Whether one call of the kernel does it all."""
-    everything, tiles = slice(None), plan.tiles[0]
-    return plan.size == 1 and [(tile.q, tile.k) for tile in tiles] == [(everything, everything)]
+    tiles = plan.tiles[0]
+    return plan.size == len(tiles) == 1 and tiles[0].q == tiles[0].k == slice(None)
 
 
 class Merged:

@@ -116,8 +116,7 @@ def _tokens_to_heads(
         agree_on(call, call.layout(segments), *xs[0].shape[:2])
     what = call.call("all_to_all (tokens to heads)")
     with naming("tokens_to_heads", xs):
-        whole = exchange_of(call, lens).start_to_heads(xs, what)()
-    return whole if order is None else whole.index_select(1, order)
+        return exchange_of(call, lens).start_to_heads(xs, what, order)()
 
 
 @torch.library.register_fake("bascule::tokens_to_heads")
@@ -138,10 +137,11 @@ def _heads_to_tokens(
     One all-to-all over the Ulysses ranks; `order` is as `TokenOrder.back`.
     """
     call = spec_of(spec)
-    xs = xs if order is None else [x.index_select(1, order) for x in xs]
     what = call.call("all_to_all (heads to tokens)")
+    rows = xs[0] if len(xs) == 1 else torch.cat(xs, 2)
+    heads = [x.shape[2] for x in xs]
     with naming("heads_to_tokens", xs):
-        return exchange_of(call, lens).start_to_tokens(xs, what)()
+        return exchange_of(call, lens).start_to_tokens(rows, heads, what, order)()
 
 
 @torch.library.register_fake("bascule::heads_to_tokens")

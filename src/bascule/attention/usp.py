@@ -9,7 +9,6 @@ Source: USP (arXiv:2405.07719), here for packed sequences and for blocks of a sp
 Shapes: T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head width.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,33 +27,35 @@ class SharedHeads:
     """How Ulysses ranks bring all tokens of some heads together, and take them back.
 
     Attributes:
-        exchange: Who has which tokens and heads.
+        exchange: Who has which tokens and heads; without B.
         order: How the tokens lie where they are together.
-        form: What all ranks must mean alike, as text.
-        step: Step number in errors; 0 where there are none.
+        num_heads: This rank's queries' and keys'.
+        to_heads: The call that brings tokens together.
+        to_tokens: The call that takes them back.
     """
 
     exchange: HeadExchange
     order: TokenOrder
-    form: str
-    step: int = 0
+    num_heads: tuple[int, int]
+    to_heads: Call
+    to_tokens: Call
 
-    def bring(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """From (1, T, heads, D) each to (1, share of the heads, S, D) each. One all-to-all."""
-        call = Call("all_to_all (tokens to heads)", self.step, self.form)
-        rows = self.exchange.start_to_heads(xs, call)()
-        if self.order.whole is not None:
-            rows = rows.index_select(1, self.order.whole)
-        shares = self.exchange.heads_of_each(xs)
-        return [x.transpose(1, 2) for x in rows.split_with_sizes(shares, 2)]
+    def bring(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """From (T, heads, D) each to (1, share of the heads, S, D) each. One all-to-all."""
+        whole = self.exchange.start_to_heads((q, k, v), self.to_heads, self.order.whole)()
+        num_q, num_kv = self.num_heads
+        return whole.transpose(1, 2).split_with_sizes((num_q, num_kv, num_kv), 1)
 
-    def take_back(self, xs: Sequence[Tensor]) -> list[Tensor]:
+    def bring_one(self, x: Tensor) -> Tensor:
+        """`bring` of what has the heads of queries."""
+        whole = self.exchange.start_to_heads((x,), self.to_heads, self.order.whole)()
+        return whole.transpose(1, 2)
+
+    def take_back(self, *xs: Tensor) -> list[Tensor]:
         """The inverse of `bring`. One all-to-all."""
-        xs = [x.transpose(1, 2) for x in xs]
-        if self.order.back is not None:
-            xs = [x.index_select(1, self.order.back) for x in xs]
-        call = Call("all_to_all (heads to tokens)", self.step, self.form)
-        return self.exchange.start_to_tokens(xs, call)()
+        rows = (xs[0] if len(xs) == 1 else torch.cat(xs, 1)).transpose(1, 2)
+        heads = [x.shape[1] for x in xs]
+        return self.exchange.start_to_tokens(rows, heads, self.to_tokens, self.order.back)()
 
     def go_back(self, number: int) -> None:
         """Mark what follows as the backward of the call before which the group made so many."""
@@ -84,33 +85,38 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, heads: SharedHeads | None
     ) -> Tensor:
-        q, k, v = _by_head((q, k, v), heads)
+        if heads is None:
+            q, k, v = _by_head(q), _by_head(k), _by_head(v)
+        else:
+            q, k, v = heads.bring(q, k, v)
         out, lse = ring_forward(q, k, v, plan)
-        ctx.save_for_backward(q, k, v, out.detach(), lse)
         ctx.plan, ctx.heads = plan, heads
         ctx.rings = 0 if plan.group is None else plan.group.calls.number
-        if heads is not None:
-            (out,) = heads.take_back([out])
-            ctx.number = heads.exchange.group.calls.number
-            return out.squeeze_(0)  # in place: a view could not be written to
-        return out.transpose_(1, 2).squeeze_(0)
+        if heads is None:
+            ctx.save_for_backward(q, k, v, out.detach(), lse)
+            return out.transpose_(1, 2).squeeze_(0)  # in place: a view could not be written to
+        ctx.save_for_backward(q, k, v, out, lse)
+        (own,) = heads.take_back(out)
+        ctx.number = heads.exchange.group.calls.number
+        return own
 
     @staticmethod
     @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        heads: SharedHeads | None = ctx.heads
+        saved = ctx.saved_tensors  # first: checkpointing may compute them, with calls of its own
+        (grad,), heads, plan = grads, ctx.heads, ctx.plan
         if heads is not None:
             heads.go_back(ctx.number)
-        (grad,) = _by_head(grads, heads)
-        plan = replace(ctx.plan, form=f"{ctx.plan.form}, gradients of {ctx.rings}")
+        grad = _by_head(grad) if heads is None else heads.bring_one(grad)
+        if plan.group is not None:
+            plan = replace(plan, form=f"{plan.form}, gradients of {ctx.rings}")
+        q, k, v, out, lse = saved
         found = ring_backward(grad, q, k, v, out, lse, plan)
         if heads is None:
             return *(x.transpose(1, 2)[0] for x in found), None, None
-        return *(x[0] for x in heads.take_back(found)), None, None
+        return *heads.take_back(*found), None, None
 
 
-def _by_head(xs: Sequence[Tensor], heads: SharedHeads | None) -> list[Tensor]:
-    """(1, heads of this rank, all tokens, D) of (T, heads, D)."""
-    xs = [x[None] for x in xs]
-    return [x.transpose(1, 2) for x in xs] if heads is None else heads.bring(xs)
+def _by_head(x: Tensor) -> Tensor:
+    """(1, heads, T, D) of (T, heads, D)."""
+    return x.transpose(0, 1)[None]

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from bascule.comm.world import this_world
 from bascule.errors import CommError, ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankGroup:
     """Ranks that make calls together: a process group, or some members of one.
 
@@ -74,17 +75,17 @@ class RankGroup:
             )
         return group
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of members."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def is_part(self) -> bool:
         """Whether the process group has more members: its collectives are none of this group."""
         return self.size < self.process_group.size()
 
-    @property
+    @cached_property
     def is_in_order(self) -> bool:
         """Whether the process group has its members in the same order."""
         return self.places == tuple(range(self.size))

@@ -3,12 +3,12 @@
 Source: DeepSpeed Ulysses (arXiv:2309.14509), here with uneven tokens and heads, all tensors in one
 exchange, and nothing of a rank's own on the wire.
 
-Shapes: B batch, T tokens of a rank, S of all U ranks, D head width. Tensors are (B, tokens, heads,
-D); ranks bring their tokens one after the other.
+Shapes: B batch, T tokens of a rank, S of all U ranks, D head width. Tensors at home are (B, T,
+heads, D); ranks bring their tokens one after the other.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,11 +18,63 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import AllToAll
 from bascule.plan.head_shares import HeadShares
 
-_Run = tuple[int, int, int]
-"""(first key-value head, ranks, key-value heads of each)."""
+_NUM_FORMS = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """Consecutive ranks with equal shares of the heads.
+
+    Attributes:
+        start: Where what goes to them, or comes from them, begins in the buffer.
+        shape: (B, T, ranks, share of all heads, D) of that.
+        strides: In the buffer, which is (ranks, B, T, share, D) there.
+        heads: For each tensor, the first of their heads and how many; None: all.
+        views: For each tensor, (B, T, ranks, share, D) of these.
+        shares: Heads of each tensor that each of the ranks has.
+    """
+
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    heads: list[tuple[int, int]] | None
+    views: list[tuple[int, ...]]
+    shares: list[int]
+
+    def of_buffer(self, flat: Tensor) -> Tensor:
+        """(B, T, ranks, share of all heads, D) of what travels, in one operator."""
+        return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start)
+
+    def of_tensors(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """(B, T, ranks, share, D) of each tensor with the heads of all ranks."""
+        if self.heads is not None:
+            pairs = zip(xs, self.heads, strict=True)
+            xs = [x.narrow(-2, first, num_heads) for x, (first, num_heads) in pairs]
+        return [x.view(shape) for x, shape in zip(xs, self.views, strict=True)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """What every exchange of tensors of these shapes needs, in both directions.
+
+    Attributes:
+        call: The call, with all that decides how many bytes go where.
+        by_heads: (U,) elements of each rank's heads and this rank's tokens.
+        by_tokens: (U,) elements of each rank's tokens and this rank's heads.
+        whole: (B, S, this rank's heads of all tensors, D).
+        homes: Shape of each tensor at home.
+        runs: At most two, for any number of ranks.
+    """
+
+    call: Call
+    by_heads: list[int]
+    by_tokens: list[int]
+    whole: tuple[int, int, int, int]
+    homes: list[tuple[int, ...]]
+    runs: list[_Run]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HeadExchange:
     """Who has which tokens and heads.
 
@@ -30,11 +82,14 @@ class HeadExchange:
         group: The Ulysses ranks.
         shares: Key-value heads of each; query heads, and packed rows, go with theirs.
         lens: (U,) tokens that each rank brings.
+        has_batch: Whether tensors at home have B; otherwise they are (T, heads, D), and B is 1.
     """
 
     group: RankGroup
     shares: HeadShares
     lens: Sequence[int]
+    has_batch: bool = True
+    _forms: dict[Hashable, _Form] = field(default_factory=dict[Hashable, _Form], repr=False)
 
     @property
     def own_tokens(self) -> slice:
@@ -44,107 +99,135 @@ class HeadExchange:
 
     def own_heads(self, x: Tensor) -> Tensor:
         """(B, T, share of the heads, D) this rank's heads of its own tokens."""
-        return self._heads_of(x, self.group.rank)
+        each, rank = x.shape[2] // self.shares.num_kv_heads, self.group.rank
+        return x.narrow(2, self.shares.first(rank) * each, self.shares.of(rank) * each)
 
-    def heads_of_each(self, xs: Sequence[Tensor]) -> list[int]:
-        """This rank's heads of tensors that have those of all ranks."""
-        own = self.shares.of(self.group.rank)
-        return [x.shape[2] // self.shares.num_kv_heads * own for x in xs]
-
-    def start_to_heads(self, xs: Sequence[Tensor], call: Call) -> Callable[[], Tensor]:
-        """Send (B, T, heads, D) each; what is returned waits for (B, S, share of all heads, D).
+    def start_to_heads(
+        self, xs: Sequence[Tensor], call: Call, order: Tensor | None = None
+    ) -> Callable[[], Tensor]:
+        """Send tensors at home; what is returned waits for (B, S, share of all heads, D).
 
         The result has memory of its own, and this rank's heads of all tensors side by side.
+
+        Args:
+            xs: Tensors at home.
+            call: What this is.
+            order: (S,) which of the tokens, as they come, is at each place; None: as they come.
         """
-        batch, num_tokens, _, width = xs[0].shape
-        factors = [x.shape[2] // self.shares.num_kv_heads for x in xs]
-        each, own = sum(factors) * width, self.shares.of(self.group.rank)
-        sizes = [batch * num_tokens * each * of for of in self._shares]
-        sent = self.group.staging.take("sent", sum(sizes), xs[0])
-        for run, place in self._blocks(sent, (batch, num_tokens, sum(factors), width)):
-            parts = [_per_rank(x, run, factor) for x, factor in zip(xs, factors, strict=True)]
-            torch.cat(parts, dim=3, out=place)
-        rows = xs[0].new_empty(batch, sum(self.lens), sum(factors) * own, width)
-        received = rows.view(-1)
-        if batch > 1:
-            received = self.group.staging.take("received", rows.numel(), rows)
-        lens = [batch * tokens * each * own for tokens in self.lens]
-        marked = self._marked(call, xs[0], factors)
-        moving = AllToAll(self.group, marked, received, sent, lens, sizes)
+        form = self._form_at_home(xs, call)
+        sent = self.group.staging.take("sent", sum(form.by_heads), xs[0])
+        for run in form.runs:
+            torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
+        batch = form.whole[0]
+        if batch == 1 and order is None:  # it arrives where it stays
+            rows = xs[0].new_empty(form.whole)
+            received = rows.view(-1)
+        else:
+            received = self.group.staging.take("received", sum(form.by_tokens), xs[0])
+            rows = received.view(form.whole)
+        moving = AllToAll(self.group, form.call, received, sent, form.by_tokens, form.by_heads)
 
         def finish() -> Tensor:
             moving.wait()
+            whole = rows
             if batch > 1:
-                come = [part.view(batch, -1) for part in received.split(lens)]
-                torch.cat(come, dim=1, out=rows.view(batch, -1))
-            return rows
+                come = [part.view(batch, -1) for part in received.split(form.by_tokens)]
+                whole = torch.cat(come, dim=1).view(form.whole)
+            return whole if order is None else whole.index_select(1, order)
 
         return finish
 
-    def start_to_tokens(self, xs: Sequence[Tensor], call: Call) -> Callable[[], list[Tensor]]:
-        """The inverse: send (B, S, share of the heads, D) each, wait for (B, T, heads, D)."""
-        (batch, _, _, width), own = xs[0].shape, self.shares.of(self.group.rank)
-        num_tokens, factors = self.lens[self.group.rank], [x.shape[2] // own for x in xs]
-        each, rows = sum(factors) * width, xs[0] if len(xs) == 1 else torch.cat(list(xs), 2)
-        if batch > 1:
-            rows = torch.cat([part.reshape(-1) for part in rows.split(self.lens, dim=1)])
-        lens = [batch * tokens * each * own for tokens in self.lens]
-        sizes = [batch * num_tokens * each * of for of in self._shares]
-        received = self.group.staging.take("received", sum(sizes), xs[0])
-        marked = self._marked(call, xs[0], factors)
+    def start_to_tokens(
+        self, rows: Tensor, heads: Sequence[int], call: Call, order: Tensor | None = None
+    ) -> Callable[[], list[Tensor]]:
+        """The inverse: send (B, S, share of all heads, D), wait for tensors at home.
+
+        Args:
+            rows: This rank's heads of all tensors side by side.
+            heads: How many of each.
+            call: What this is.
+            order: (S,) as for `start_to_heads`, the inverse.
+        """
+        form = self._form_of_heads(rows, heads, call)
+        if order is not None:
+            rows = rows.index_select(1, order)
+        if form.whole[0] > 1:
+            rows = torch.cat([part.reshape(-1) for part in rows.split(list(self.lens), dim=1)])
         sent = rows.contiguous().view(-1)
-        moving = AllToAll(self.group, marked, received, sent, sizes, lens)
+        received = self.group.staging.take("received", sum(form.by_heads), rows)
+        moving = AllToAll(self.group, form.call, received, sent, form.by_heads, form.by_tokens)
 
         def finish() -> list[Tensor]:
             moving.wait()
-            heads = [factor * self.shares.num_kv_heads for factor in factors]
-            outs = [xs[0].new_empty(batch, num_tokens, num, width) for num in heads]
-            for run, block in self._blocks(received, (batch, num_tokens, sum(factors), width)):
-                parts = block.split([factor * run[2] for factor in factors], dim=3)
-                for out, part, factor in zip(outs, parts, factors, strict=True):
-                    _per_rank(out, run, factor).copy_(part)
+            outs = [received.new_empty(shape) for shape in form.homes]
+            for run in form.runs:
+                block = run.of_buffer(received)
+                parts = [block] if len(outs) == 1 else block.split_with_sizes(run.shares, 3)
+                for out, part in zip(run.of_tensors(outs), parts, strict=True):
+                    out.copy_(part)
             return outs
 
         return finish
 
-    def _marked(self, call: Call, x: Tensor, factors: Sequence[int]) -> Call:
-        """With all that decides how many bytes go where."""
-        heads = f"{factors} for each of {self.shares.num_kv_heads} heads"
-        rows = f"{x.shape[0]} x {self.lens} x {heads} x {x.shape[3]} {x.dtype}"
-        return Call(call.what, call.step, f"{rows}, {call.form}")
+    def _form_at_home(self, xs: Sequence[Tensor], call: Call) -> _Form:
+        key = (call, xs[0].dtype, *[x.shape for x in xs])
+        form = self._forms.get(key)
+        if form is None:
+            batch = xs[0].shape[0] if self.has_batch else 1
+            factors = [x.shape[-2] // self.shares.num_kv_heads for x in xs]
+            form = self._keep(key, self._made(call, xs[0], batch, factors))
+        return form
 
-    @property
-    def _shares(self) -> list[int]:
-        return [self.shares.of(rank) for rank in range(self.shares.size)]
+    def _form_of_heads(self, rows: Tensor, heads: Sequence[int], call: Call) -> _Form:
+        key = (call, rows.dtype, rows.shape, *heads)
+        form = self._forms.get(key)
+        if form is None:
+            factors = [num // self.shares.of(self.group.rank) for num in heads]
+            form = self._keep(key, self._made(call, rows, rows.shape[0], factors))
+        return form
 
-    def _blocks(
-        self, flat: Tensor, shape: tuple[int, int, int, int]
-    ) -> Iterator[tuple[_Run, Tensor]]:
-        """Runs of ranks with equal shares, and their (ranks, B, T, heads, D) of a flat tensor.
+    def _keep(self, key: Hashable, form: _Form) -> _Form:
+        if len(self._forms) >= _NUM_FORMS:
+            self._forms.clear()
+        self._forms[key] = form
+        return form
 
-        At most two, for any number of ranks. `shape` is (B, T, heads for each key-value head, D).
-        """
-        batch, tokens, each, width = shape
+    def _made(self, call: Call, x: Tensor, batch: int, factors: list[int]) -> _Form:
+        """For tensors with so many heads for each key-value head."""
+        shares, rank, width = self.shares, self.group.rank, x.shape[-1]
+        tokens, own, each = self.lens[rank], shares.of(rank), sum(factors)
+        heads = f"{factors} for each of {shares.num_kv_heads} heads"
+        rows = f"{batch} x {self.lens} x {heads} x {width} {x.dtype}"
+        home = (batch, tokens) if self.has_batch else (tokens,)
+        return _Form(
+            call=Call(call.what, call.step, f"{rows}, {call.form}"),
+            by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
+            by_tokens=[batch * num * each * width * own for num in self.lens],
+            whole=(batch, sum(self.lens), each * own, width),
+            homes=[(*home, factor * shares.num_kv_heads, width) for factor in factors],
+            runs=self._runs(batch, tokens, factors, width),
+        )
+
+    def _runs(self, batch: int, tokens: int, factors: list[int], width: int) -> list[_Run]:
+        runs: list[_Run] = []
         first = start = 0
         for num_ranks, num in (
             (self.shares.num_more, self.shares.base + 1),
             (self.shares.size - self.shares.num_more, self.shares.base),
         ):
-            stop = start + num_ranks * batch * tokens * each * num * width
-            if num_ranks:
-                block = flat[start:stop].view(num_ranks, batch, tokens, each * num, width)
-                yield (first, num_ranks, num), block
-            first, start = first + num_ranks * num, stop
-
-    def _heads_of(self, x: Tensor, rank: int) -> Tensor:
-        each = x.shape[2] // self.shares.num_kv_heads
-        return x.narrow(2, self.shares.first(rank) * each, self.shares.of(rank) * each)
-
-
-def _per_rank(x: Tensor, run: _Run, factor: int) -> Tensor:
-    """(ranks, B, T, heads, D) view of consecutive runs of heads, one a rank."""
-    first, num_ranks, num = run
-    if num_ranks * num * factor != x.shape[2]:
-        x = x.narrow(2, first * factor, num_ranks * num * factor)
-    batch, tokens, _, width = x.shape
-    return x.view(batch, tokens, num_ranks, num * factor, width).permute(2, 0, 1, 3, 4)
+            if not num_ranks:
+                continue
+            row, of_run = sum(factors) * num * width, num_ranks * num
+            is_all = num_ranks == self.shares.size
+            runs.append(
+                _Run(
+                    start=start,
+                    shape=(batch, tokens, num_ranks, sum(factors) * num, width),
+                    strides=(tokens * row, row, batch * tokens * row, width, 1),
+                    heads=None if is_all else [(first * f, of_run * f) for f in factors],
+                    views=[(batch, tokens, num_ranks, num * f, width) for f in factors],
+                    shares=[f * num for f in factors],
+                )
+            )
+            first, start = first + of_run, start + num_ranks * batch * tokens * row
+        return runs

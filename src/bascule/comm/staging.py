@@ -7,6 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+_NUM_KEPT = 256
+
 
 def table_on(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A table of a plan on a device; one made in inference mode may be used in training."""
@@ -26,16 +28,27 @@ class Staging(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._taken: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def take(self, role: str, numel: int, like: Tensor) -> Tensor:
-        """(numel,) without values, of the dtype and device of `like`."""
-        if like.device.type != "cpu":
+        """(numel,) without values, of the dtype and device of `like`; others are given the same."""
+        if not like.is_cpu:
             return like.new_empty(numel)
-        num_bytes = numel * like.element_size()
-        buffer = self._buffers.get(role)
-        if buffer is None or buffer.numel() < num_bytes:
-            # A plain tensor also where one is made in inference mode, to be written later outside.
+        key = (role, numel, like.dtype)
+        taken = self._taken.get(key)
+        if taken is None:
+            # Plain tensors also where they are made in inference mode, to be written later outside.
             with torch.inference_mode(False):
-                buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            self._buffers[role] = buffer
-        return buffer[:num_bytes].view(like.dtype)
+                taken = self._keep(key, like.element_size())
+        return taken
+
+    def _keep(self, key: tuple[str, int, torch.dtype], element_size: int) -> Tensor:
+        role, numel, dtype = key
+        buffer = self._buffers.get(role)
+        if buffer is None or buffer.numel() < numel * element_size:
+            buffer = self._buffers[role] = torch.empty(numel * element_size, dtype=torch.uint8)
+            self._taken.clear()  # they may lie in the buffer before
+        if len(self._taken) >= _NUM_KEPT:
+            self._taken.clear()
+        taken = self._taken[key] = buffer[: numel * element_size].view(dtype)
+        return taken

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bascule.comm.groups import RankGroup, timeout_of
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.failures import begin, call, failure, waiting
+from bascule.comm.guard.failures import begin, call, failure
 
 # torch 2.13 renamed these two; both names exist in some versions.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -57,9 +57,9 @@ class Transfers:
         self._is_tagged = (
             collective is None
             and group.calls.has_tags
-            and all(x.device.type == "cpu" for xs in self._kept for x in xs.values())
+            and all(x.is_cpu for xs in self._kept for x in xs.values())
         )
-        self._begun = begin(group, what)
+        self._ongoing = begin(group, what)
         self._works: list[dist.Work] = []
         try:
             if collective is not None:
@@ -75,7 +75,7 @@ class Transfers:
 
     def _post_tagged(self) -> None:
         """Messages of no bytes, too: ranks always meet. What `dist.isend` checks is known here."""
-        process_group, mark = self._group.process_group, self._begun.mark
+        process_group, mark = self._group.process_group, self._ongoing.begun.mark
         sent, received = self._kept
         for place, x in received.items():
             self._works.append(process_group.recv([x], self._group.places[place], mark))
@@ -103,7 +103,7 @@ class Transfers:
         try:
             if self._works:
                 timeout = timeout_of(self._group, _HOST) if self._is_tagged else None
-                with waiting(self._group, self._begun):
+                with self._ongoing:
                     for work in self._works:
                         work.wait() if timeout is None else work.wait(timeout)
         finally:
@@ -143,14 +143,14 @@ class AllToAll:
         recv_splits: Sequence[int],
         send_splits: Sequence[int],
     ) -> None:
-        splits = list(recv_splits), list(send_splits)
         self._own: tuple[Tensor, Tensor] | None = None
         if not _goes_by_messages(group, sent):
+            splits = list(recv_splits), list(send_splits)
             collective = partial(_all_to_all_of_backend, group, received, sent, *splits)
             self._transfers = Transfers(group, what, {0: sent}, {0: received}, collective)
             return
-        come = dict(enumerate(received.split(splits[0])))
-        to = dict(enumerate(sent.split(splits[1])))
+        come = dict(enumerate(received.split_with_sizes(recv_splits)))
+        to = dict(enumerate(sent.split_with_sizes(send_splits)))
         self._own = come.pop(group.rank), to.pop(group.rank)
         self._transfers = Transfers(group, what, to, come)
 
@@ -254,7 +254,7 @@ def broadcast(group: RankGroup, what: Call, x: Tensor) -> Tensor:
 
 def _goes_by_messages(group: RankGroup, x: Tensor) -> bool:
     """Where they carry marks, or where the collectives of the back end need other ranks, too."""
-    return group.is_part or (group.calls.has_tags and x.device.type == "cpu")
+    return (group.calls.has_tags and x.is_cpu) or group.is_part
 
 
 def as_bytes(x: Tensor) -> Tensor:

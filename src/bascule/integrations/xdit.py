@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention.api import attention
+from bascule.attention.api import AttentionOptions, attention
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.groups import member_of
 from bascule.comm.meshes import (
@@ -117,7 +117,12 @@ class Usp:
             assert joint_query is not None
             layout = _with_joint(layout, joint_query.shape[2], joint_strategy == "front")
         return attention(
-            query, key, value, self.mesh, layout=layout, is_causal=is_causal, kernel=backend
+            query,
+            key,
+            value,
+            self.mesh,
+            is_causal=is_causal,
+            options=AttentionOptions(layout=layout, kernel=backend),
         )
 
     def _layout(self, query: Tensor) -> SequenceLayout:
@@ -215,7 +220,7 @@ def in_batch_attn_func(
     num_ranks = ranks.degrees[0] * ranks.degrees[1]
     layout = SequenceLayout((tokens * num_ranks,) * batch, *ranks.degrees)
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
-    out = attention(q, k, v, ranks, layout=layout, scale=scale)
+    out = attention(q, k, v, ranks, scale=scale, options=AttentionOptions(layout=layout))
     return out[0].unflatten(1, (batch, tokens)).transpose(0, 1)
 
 

@@ -11,6 +11,8 @@ import zlib
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from bascule.comm.staging import Staging
 from bascule.errors import CommError, ConfigError
@@ -18,7 +20,7 @@ from bascule.errors import CommError, ConfigError
 _NUM_REMEMBERED, _NUM_AGREED = 32, 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Call:
     """What one call of all ranks of a group is; alike on all of them.
 
@@ -37,9 +39,13 @@ class Call:
     def __str__(self) -> str:
         return f"step {self.step}: {self.what}"
 
+    @cached_property
+    def meaning(self) -> bytes:
+        """What goes into its mark."""
+        return (self.kind or f"{self}|{self.form}").encode(errors="replace")
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+
+class Begun(NamedTuple):
     """A call that this rank has begun.
 
     Attributes:
@@ -120,10 +126,8 @@ class Calls:
                     "take turns in unlike orders: let one thread use it, give each its own, or "
                     "have the other one call hand_over() on its mesh when it is done"
                 )
-            number = self.number
-            meant = call.kind or f"{call}|{call.form}"
-            self._meant = zlib.crc32(meant.encode(errors="replace"), self._meant)
-            begun = Begun(call, number, self._meant & 0x7FFFFFFF)
+            self._meant = zlib.crc32(call.meaning, self._meant)
+            begun = Begun(call, self.number, self._meant & 0x7FFFFFFF)
             self.recent.append(begun)
             self.thread = own
             self._refused.discard(own)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from bascule.comm.groups import OtherCalls, RankGroup, calls_in_use, process_gro
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure
-from bascule.comm.guard.watch import Verdict, watch_of_world
+from bascule.comm.guard.watch import Verdict, Watch, watch_of_world
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -39,14 +40,48 @@ _IS_ENOUGH: tuple[type[BaseException], ...] = tuple(
 )
 
 
-def begin(group: RankGroup, what: Call) -> Begun:
-    """Number and mark the next call of a group, see `Calls.begin`."""
+# Context managers that every call enters are classes: a generator takes twice as long.
+
+
+class Ongoing:
+    """A call that this rank has begun, and a context in which it waits for the other members.
+
+    Made by `begin`.
+
+    Attributes:
+        begun: The call.
+    """
+
+    __slots__ = ("_group", "_wait", "_watch", "begun")
+
+    def __init__(self, group: RankGroup, begun: Begun, watch: Watch) -> None:
+        self._group, self.begun, self._watch = group, begun, watch
+
+    def __enter__(self) -> None:
+        group = self._group
+        self._wait = self._watch.begin(group.key, self.begun, group.ranks, repr(group.name))
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._watch.end(self._wait, is_done=error is None)
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            raise failure(self._group, self.begun.call, error, self._wait.verdict) from error
+
+
+def begin(group: RankGroup, what: Call) -> Ongoing:
+    """Number and mark the next call of a group, see `Calls.begin`.
+
+    Raises:
+        CommError: The group was destroyed, or ended. ConfigError: as there.
+    """
+    _ = group.process_group  # one that was destroyed refuses, before anything of it is begun
     watch = watch_of_world(end_all)
     if group.calls.ended is not None:  # others may have groups that have not ended
         watch.tell_failure(Failure(str(what), (), f"its groups were ended: {group.calls.ended}"))
     begun = group.calls.begin(what)
     watch.go_on()
-    return begun
+    return Ongoing(group, begun, watch)
 
 
 @contextmanager
@@ -57,38 +92,31 @@ def call(group: RankGroup, what: Call) -> Iterator[Begun]:
         CommError: The call failed, or can never end. RemoteConfigError: by a rank's bad input.
         ConfigError: Another thread is in a call of the group.
     """
-    begun, is_done = begin(group, what), False
+    ongoing, is_done = begin(group, what), False
     try:
-        with waiting(group, begun):
-            yield begun
+        with ongoing:
+            yield ongoing.begun
         is_done = True
     finally:
         group.calls.finish(is_done=is_done)
 
 
-@contextmanager
-def waiting(group: RankGroup, begun: Begun) -> Iterator[None]:
-    """Wait for the other members in a call that was begun."""
-    watch = watch_of_world(end_all)
-    wait = watch.begin(group.key, begun, group.ranks, repr(group.name))
-    try:
-        yield
-    except BaseException as error:
-        watch.end(wait, is_done=False)
-        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-            raise failure(group, begun.call, error, wait.verdict) from error
-        raise
-    watch.end(wait, is_done=True)
-
-
-@contextmanager
-def telling(where: str) -> Iterator[None]:
+class telling:  # noqa: N801 - it is called as a function is
     """An error that this rank meets within ends the others, too, if they wait for it."""
-    try:
-        yield
-    except BaseException as error:
-        tell(error, where)
-        raise
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            tell(error, self._where)
 
 
 def told(where: str) -> Callable[[F], F]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, attention
+from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
 from bascule.comm.guard.failures import telling
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
@@ -127,11 +127,10 @@ class SequenceParallelMode(CallMode):
             key,
             value,
             self.mesh,
-            layout=layout,
             attn_mask=mask,
             is_causal=is_causal,
             scale=scale,
-            wire=self.wire,
+            options=AttentionOptions(layout=layout, wire=self.wire),
         )
 
     def _attend(
