@@ -116,14 +116,8 @@ class Usp:
             query, key, value = joined
             assert joint_query is not None
             layout = _with_joint(layout, joint_query.shape[2], joint_strategy == "front")
-        return attention(
-            query,
-            key,
-            value,
-            self.mesh,
-            is_causal=is_causal,
-            options=AttentionOptions(layout=layout, kernel=backend),
-        )
+        options = AttentionOptions(layout=layout, kernel=backend)
+        return attention(query, key, value, self.mesh, is_causal=is_causal, options=options)
 
     def _layout(self, query: Tensor) -> SequenceLayout:
         if self.layout is not None:
