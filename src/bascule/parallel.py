@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import packed
 from bascule.comm import groups
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import Statement, agree, agree_on, agree_once
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import tell, telling, told
 from bascule.comm.new_groups import new_group
@@ -102,7 +102,6 @@ class SequenceParallel:
         self.options = options
         self._num_plans = 0
         self._capacity = _FIRST_CAPACITY
-        self._agreed: set[Hashable] = set()
         self._used: set[str] = set()
         error, data = None, None
         try:
@@ -198,16 +197,12 @@ class SequenceParallel:
         """
         if error is not None and what in self._used:
             raise error
-        if not self.has_agreed(what, form):
-            settings = {f"the form of {what}": str(form)}
-            statement = Statement(settings, np.zeros(0, np.int64), error)
-            agree(self._plan_group, statement, what=what, step=step, capacity=0)
-            self._agreed.add((what, form))
-            self._used.add(what)
 
-    def has_agreed(self, what: str, form: Hashable) -> bool:
-        """Whether all ranks have agreed on this form of an exchange."""
-        return (what, form) in self._agreed
+        def say() -> tuple[dict[str, str], Exception | None]:
+            return {f"the form of {what}": str(form)}, error
+
+        agree_once(self.group, (what, form), say, what=what, step=step, over=self._plan_group)
+        self._used.add(what)
 
     def agree_on_error(self, what: str, error: Exception | None, step: int) -> None:
         """Let all ranks know whether one of them failed at `what`; one gather.
@@ -215,8 +210,7 @@ class SequenceParallel:
         Raises:
             CommError: A rank gave an error (RemoteConfigError if its input was bad), on all ranks.
         """
-        statement = Statement({}, np.zeros(0, np.int64), error)
-        agree(self._plan_group, statement, what=what, step=step, capacity=0)
+        agree_on(self._plan_group, {}, error, what=what, step=step)
 
     def _agree_on_settings(
         self, spec: Topology | str, world_size: int, error: Exception | None
@@ -236,13 +230,7 @@ class SequenceParallel:
         except Exception as met:  # whatever it is, the others must not wait
             error = met
             settings = dict.fromkeys(_SETTINGS, "")
-        agree(
-            self._plan_group,
-            Statement(settings, np.zeros(0, np.int64), error),
-            what="construction",
-            step=0,
-            capacity=0,
-        )
+        agree_on(self._plan_group, settings, error, what="construction")
         return topology
 
     def _settings(self, topology: Topology | str) -> dict[str, str]:

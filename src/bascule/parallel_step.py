@@ -213,7 +213,7 @@ class Step:
             parallel.agree_once("attend", f"attend: {error}", error, self.number)
         dtypes = q.dtype, k.dtype, v.dtype
         form = (self._degree, q.shape[1:], k.shape[1:], v.shape[1:], dtypes, causal, scale)
-        if not parallel.has_agreed("attend", form):
+        if not parallel.group.calls.has_agreed(("attend", form)):
             error = None
             try:
                 packed.check(self.plan.topology, self._bag, parallel.options.kernel, q, k, v)

@@ -2,7 +2,6 @@
 
 import zlib
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
@@ -10,7 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.attention.call_spec import CallSpec, spec_of
 from bascule.attention.shards import SequenceLayout, num_tokens
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree_once
 from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
@@ -52,25 +51,21 @@ def agree_on(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: int) ->
     ranks = spec.ranks
     group = ranks.whole
     key = None if group is None else (group.ranks, layout, batch, tokens, spec)
-    if group is not None and group.calls.has_agreed(key):
-        return
-    wanted = num_tokens(layout.own_runs(*ranks.place))
-    error = None
-    if tokens != wanted:
-        error = ConfigError(
-            f"attention: q has {tokens} tokens, and the layout gives this rank {wanted} of "
-            f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
-        )
-    if group is not None:
+
+    def say() -> tuple[dict[str, str], ConfigError | None]:
+        wanted, error = num_tokens(layout.own_runs(*ranks.place)), None
+        if tokens != wanted:
+            error = ConfigError(
+                f"attention: q has {tokens} tokens, and the layout gives this rank {wanted} of "
+                f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
+            )
         text = (
             f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, "
             f"stripe={layout.stripe}, batch {batch}, {spec.meaning}"
         )
-        statement = Statement({"the call": text}, np.zeros(0, np.int64), error)
-        agree(group, statement, what="attention", step=0, capacity=0)
-        group.calls.agree(key)
-    elif error is not None:
-        raise error
+        return {"the call": text}, error
+
+    agree_once(group, key, say, what="attention")
 
 
 def numbers_of(spec: str) -> str:

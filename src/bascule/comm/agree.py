@@ -6,7 +6,7 @@ hold the same facts afterwards, or raise the same error.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -72,6 +72,49 @@ def agree(
         table = _gather(group, _message(statement, most), what, step)
     first = table.shape[1] - max(most, capacity)
     return [row[first : first + row[_COUNT]] for row in table]
+
+
+def agree_on(
+    group: RankGroup,
+    settings: Mapping[str, str],
+    error: Exception | None = None,
+    *,
+    what: str,
+    step: int = 0,
+) -> None:
+    """Make sure that all ranks mean the same, and that none has met an error; see `agree`."""
+    agree(
+        group, Statement(settings, np.zeros(0, np.int64), error), what=what, step=step, capacity=0
+    )
+
+
+def agree_once(
+    group: RankGroup | None,
+    form: Hashable,
+    say: Callable[[], tuple[Mapping[str, str], Exception | None]],
+    *,
+    what: str,
+    step: int = 0,
+    over: RankGroup | None = None,
+) -> None:
+    """`agree_on`, the first time that a group makes a call of a form; later nothing.
+
+    Args:
+        group: Whose call. None: this rank alone, which raises its own error.
+        form: What tells the forms of calls apart.
+        say: What this rank means, and what is wrong with it.
+        what: Name of the call in errors.
+        step: Step number in errors.
+        over: A group of the same ranks that gathers instead, as one of the host.
+    """
+    if group is not None and group.calls.has_agreed(form):
+        return
+    settings, error = say()
+    if group is not None:
+        agree_on(over or group, settings, error, what=what, step=step)
+        group.calls.agree(form)
+    elif error is not None:
+        raise error
 
 
 def _message(statement: Statement, capacity: int) -> Ints:

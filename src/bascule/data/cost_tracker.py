@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree_on
 from bascule.comm.groups import set_timeout
 from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_gather, broadcast
@@ -130,8 +130,7 @@ class CostTracker:
                 f"{said}: warmup and window must be whole numbers of at least {MIN_OBSERVATIONS}, "
                 "discard one of at least 0, max_drift and timeout_s above 0"
             )
-        statement = Statement({"the tracker": said}, np.zeros(0, dtype=np.int64), error)
-        agree(self._group, statement, what="construction of a tracker", step=0, capacity=0)
+        agree_on(self._group, {"the tracker": said}, error, what="construction of a tracker")
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the loader; what is done with each is timed."""

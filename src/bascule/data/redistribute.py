@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.groups import RankGroup
 from bascule.data.samples.loaded import CLOSING, FLAGS, DataRanks, Ends, Ints, Loaded, Offer, Sample
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver, exchange
@@ -209,9 +209,8 @@ class Redistributor:
             RemoteConfigError: A rank met bad input.
             CommError: A rank failed.
         """
-        none = np.zeros(0, dtype=np.int64)
         what = f"epoch {key.epoch}, making batches"
-        agree(self.ranks.group, Statement({}, none, error), what=what, step=key.step, capacity=0)
+        agree_on(self.ranks.group, {}, error, what=what, step=key.step)
 
     @property
     def _cost(self) -> Cost:

@@ -25,7 +25,7 @@ from bascule.attention.call_spec import check_settings, check_tensors, naming, w
 from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled
 from bascule.attention.usp import usp_attention
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree_once
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.derivatives import refuse_transforms
@@ -268,18 +268,14 @@ def _agree_on(
     """
     group = ranks.whole
     key = None if group is None else (group.ranks, plan.digest, q, k, v, form)
-    if group is not None and group.calls.has_agreed(key):
-        return
-    error = _misfit(ranks, plan, q, k, v)
-    if group is not None:
+
+    def say() -> tuple[dict[str, str], ConfigError | None]:
         heads, blocks = plan.ring_of.shape
         tokens = int(plan.q.lens.sum())
         said = f"{heads} heads x {blocks} blocks of {tokens} tokens, {form}, digest {plan.digest}"
-        statement = Statement({"the plan": said}, np.zeros(0, np.int64), error)
-        agree(group, statement, what="sparse attention", step=0, capacity=0)
-        group.calls.agree(key)
-    elif error is not None:
-        raise error
+        return {"the plan": said}, _misfit(ranks, plan, q, k, v)
+
+    agree_once(group, key, say, what="sparse attention")
 
 
 def _misfit(

@@ -7,11 +7,10 @@ error, all raise, and none waits or sends what another cannot take.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Wire
 from bascule.errors import CommError, ConfigError
@@ -89,10 +88,9 @@ def agree_on_gradients(group: RankGroup, models: Sequence[nn.Module]) -> None:
 def _agree(
     group: RankGroup | None, settings: Mapping[str, str], error: Exception | None, what: str
 ) -> None:
-    statement = Statement(settings, np.zeros(0, np.int64), error)
     try:
         if group is not None:
-            agree(group, statement, what=what, step=0, capacity=0)
+            agree_on(group, settings, error, what=what)
     except CommError:
         if error is None:
             raise
