@@ -132,7 +132,10 @@ def test_yunchang_ring_with_lse_faked_as_zeros() -> None:
 def refusals_without_lse() -> list[str]:
     q = torch.zeros(1, 4, 3, 8)
     mesh = make_mesh(2, 1)
-    return [raised_by(attention, q, q, q, mesh, kernel=name)[1] for name in ("sdpa", "TORCH_MATH")]
+    return [
+        raised_by(attention, q, q, q, mesh, options=AttentionOptions(kernel=name))[1]
+        for name in ("sdpa", "TORCH_MATH")
+    ]
 
 
 def test_yunchang_back_ends_without_lse_are_refused_in_a_ring() -> None:
@@ -221,7 +224,7 @@ def test_ranks_with_unlike_lengths_and_no_layout_raise_alike() -> None:
 def wrong_number_on_one_rank() -> tuple[list[str], str]:
     mesh, layout = make_mesh(3, 1), SequenceLayout((13,), 3, 1)
     q = torch.zeros(1, 6, 4, 8)
-    return raised_by(attention, q, q, q, mesh, layout=layout)
+    return raised_by(attention, q, q, q, mesh, options=AttentionOptions(layout=layout))
 
 
 def test_a_wrong_number_of_tokens_on_one_rank_is_raised_on_all() -> None:
@@ -234,7 +237,9 @@ def silently_smaller() -> tuple[list[str], str]:
     """para-attn takes a ring of 1 where 3 does not divide 4 ranks."""
     mesh = AttentionMesh.of(init_device_mesh("cpu", (4,), mesh_dim_names=("ring",)))
     q = torch.zeros(1, 4, 3, 8)
-    return raised_by(attention, q, q, q, mesh, layout=SequenceLayout((12,), 3, 1))
+    return raised_by(
+        attention, q, q, q, mesh, options=AttentionOptions(layout=SequenceLayout((12,), 3, 1))
+    )
 
 
 def test_para_attention_ring_of_3_on_4_ranks_is_refused() -> None:

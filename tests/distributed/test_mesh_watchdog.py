@@ -52,7 +52,9 @@ def second_call(ring: int, ulysses: int, place: str, on_victim: Callable[[], Non
     if place == "gather":
         said = raised_by(gather, out, mesh, layout, 2)
     elif place == "forward":
-        said = raised_by(attention, local, local, local, mesh, layout=layout)
+        said = raised_by(
+            attention, local, local, local, mesh, options=AttentionOptions(layout=layout)
+        )
     else:
         said = raised_by(out.sum().backward)
     return *said, time.monotonic() - start
