@@ -21,7 +21,7 @@ LAYOUTS: dict[int, Layouts] = {
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
     layouts, batches = (
         LAYOUTS[world_size],
-        all_batches(world_size, num_random=6 if world_size < 8 else 2),
+        all_batches(world_size, num_random=3 if world_size < 8 else 1),
     )
     compared = run_ranks(train_everywhere, world_size, layouts, batches)
     assert compared[0] == len(batches) * sum(map(len, layouts.values()))
