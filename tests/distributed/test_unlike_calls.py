@@ -25,7 +25,8 @@ from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Begun, Call, Calls
 from bascule.comm.guard.notes import Failure, Position, Waiting
-from bascule.comm.guard.watch import Verdict, Watch, judge
+from bascule.comm.guard.verdicts import Verdict, judge
+from bascule.comm.guard.watch import Watch
 from bascule.comm.transfers import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import SequenceParallel

@@ -15,7 +15,8 @@ from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.failures import end_all, failure
-from bascule.comm.guard.watch import Verdict, watch_of_world
+from bascule.comm.guard.verdicts import Verdict
+from bascule.comm.guard.watch import watch_of_world
 from bascule.errors import ConfigError
 
 _LONGEST_S = 1e7

@@ -23,7 +23,8 @@ from bascule.comm.groups import OtherCalls, RankGroup, calls_in_use, process_gro
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure
-from bascule.comm.guard.watch import Verdict, Watch, watch_of_world
+from bascule.comm.guard.verdicts import Verdict
+from bascule.comm.guard.watch import Watch, watch_of_world
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import (
 
 WAITING, FAILED, LEFT, ENDED = "waiting", "failed", "left", "ended"
 _LAST = "last"  # of the ranks that failed
+_NOTHING = "-"  # which no note is; what a store says of a key that is not there
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Waiting:
         number: Of the call, as in `calls.Begun`.
         mark: Of the call.
         text: What errors call it.
+        on: The thread of the same rank that it waits for; None where it waits for other ranks.
     """
 
     id: int
@@ -39,6 +41,7 @@ class Waiting:
     number: int
     mark: int
     text: str
+    on: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +113,12 @@ def erase(kind: str, rank: int) -> None:
 
 
 def read(kind: str, of: int | str) -> str | None:
-    """The note of a rank or of what has a name, or None. Never waits."""
-    store, key = _get_default_store(), _key(kind, of)
-    return store.get(key).decode() if store.check([key]) else None
+    """The note of a rank or of what has a name, or None; one request, which never waits.
+
+    As `get` does for what was erased a moment after `check`.
+    """
+    text = _get_default_store().compare_set(_key(kind, of), _NOTHING, _NOTHING).decode()
+    return None if text == _NOTHING else text
 
 
 def replace(kind: str, name: str, before: str, text: str) -> None:

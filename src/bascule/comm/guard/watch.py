@@ -14,16 +14,18 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
 
 from bascule.comm.groups import OtherCalls, calls_in_use, other_calls, resolve
 from bascule.comm.guard import notes
-from bascule.comm.guard.calls import Begun
+from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure, Position, Waiting
 from bascule.comm.guard.stuck import Stuck, stuck_behind_failure
+from bascule.comm.guard.verdicts import MOST_READ, Verdict, judge
 from bascule.comm.world import this_world
 
 logger = logging.getLogger(__name__)
@@ -31,24 +33,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_S = 1.0
 _TICK_S = 0.4
 _ALL = 2**62  # calls
-_MOST_READ = 64  # notes of other ranks that one look may read
 _LOOKS_A_S = 4000  # of all ranks together at the store, while all goes well
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why a wait can never end.
-
-    Attributes:
-        text: As errors say it.
-        evidence: (rank, id of its wait) along a way of waits, (rank, None) at its end if that rank
-            failed; what must be found twice to be certain. Empty if it is.
-        is_input: Whether a rank was given bad input.
-    """
-
-    text: str
-    evidence: tuple[tuple[int, int | None], ...] = ()
-    is_input: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +51,7 @@ class Wait:
         verdict: Why it can never end; None while it may.
         is_told: Whether others may have read of it.
         suspicion: What the last look found.
+        on: The thread of this rank that it waits for; None where it waits for other ranks.
     """
 
     id: int
@@ -78,11 +64,15 @@ class Wait:
     verdict: Verdict | None = None
     is_told: bool = False
     suspicion: Verdict | None = None
+    on: int | None = None
 
     @property
     def note(self) -> Waiting:
         """What it tells others."""
         own, begun = dist.get_rank(), self.begun
+        if self.on is not None:
+            text = begun.call.what
+            return Waiting(self.id, self.thread, "", (own,), 0, 0, text, self.on)
         needs = tuple(rank for rank in self.needs if rank != own)
         text = f"{begun.call} on {self.label}"
         return Waiting(self.id, self.thread, self.group, needs, begun.number, begun.mark, text)
@@ -131,6 +121,20 @@ class Watch:
         if is_done and wait.thread in self._failures:  # it went on, and the others with it
             del self._failures[wait.thread]
             notes.erase(notes.FAILED, self._rank)
+
+    @contextmanager
+    def waiting_for(self, thread: threading.Thread, what: str) -> Iterator[None]:
+        """This thread waits for another one of this rank: who waits for it waits for that one."""
+        self._ensure_thread()
+        begun = Begun(Call(what), 0, 0)
+        wait = Wait(next(self._ids), "", begun, (self._rank,), "", on=thread.ident)
+        self._waits[wait.id] = wait
+        try:
+            yield
+        finally:
+            del self._waits[wait.id]
+            if wait.is_told:
+                self._tell()
 
     def num_met(self, name: str) -> int:
         """How many meetings of that name came about."""
@@ -184,7 +188,7 @@ class Watch:
     def _look(self) -> None:
         now = time.monotonic()
         late = [wait for wait in list(self._waits.values()) if now - wait.since > PATIENCE_S]
-        if not late:
+        if all(wait.on is not None for wait in late):  # a loader is ahead of the training
             return
         for wait in late:
             wait.is_told = True
@@ -194,14 +198,14 @@ class Watch:
 
         def position_of(rank: int) -> Position | None:
             if rank not in found:
-                found[rank] = notes.read_position(rank) if len(found) < _MOST_READ else None
+                found[rank] = notes.read_position(rank) if len(found) < MOST_READ else None
             return found[rank]
 
         def failure_of(rank: int) -> Failure | None:
             own = next(iter(list(self._failures.values())), None)
             return own if rank == self._rank else notes.read_failure(rank)
 
-        for wait in late:
+        for wait in [one for one in late if one.on is None]:
             verdict = judge(self._rank, wait.note, position_of, failure_of)
             # Twice the same: all waits on the way were going on at one moment between.
             if verdict is not None and (not verdict.evidence or verdict == wait.suspicion):
@@ -276,103 +280,6 @@ def _done_by_this_thread() -> dict[str, int]:
         key: _ALL if calls.is_of_another(own) else calls.num_done
         for key, calls in calls_in_use().items()
     }
-
-
-def judge(
-    rank: int,
-    wait: Waiting,
-    position_of: Callable[[int], Position | None],
-    failure_of: Callable[[int], Failure | None],
-) -> Verdict | None:
-    """Why a wait can never end, or None if it may.
-
-    Certain at once if a rank that is needed made another call in place of this one. Otherwise a
-    rank that is needed failed before this call, and has not made it since; or a way from rank to
-    rank, each waiting in a call that the next has not made, comes back to this one. These are
-    certain if they are found twice. A rank that fails where this one failed, too, met what all did;
-    and one that waits for a rank that failed will not wait for ever.
-
-    Args:
-        rank: Whose wait it is.
-        wait: The wait.
-        position_of: Where a rank is, this one included; None for another that does not wait.
-        failure_of: How a rank failed, this one included; None for one that did not, or went on.
-    """
-    seen: set[tuple[int, int]] = set()
-
-    def failure_before(at: Waiting, other: int) -> Failure | None:
-        failed, own = failure_of(other), failure_of(rank)
-        if failed is None or not failed.cause or failed.done.get(at.group, 0) > at.number:
-            return None
-        is_alike = (
-            other != rank
-            and own is not None
-            and own.done.get(at.group) == failed.done.get(at.group)
-        )
-        return None if is_alike else failed
-
-    def follow(of: int, at: Waiting, way: list[tuple[int, Waiting]]) -> Verdict | None:
-        way = [*way, (of, at)]
-        evidence = tuple((who, where.id) for who, where in way)
-        for other in at.needs:
-            position = position_of(other)
-            begun = (
-                {one[0]: one[1:] for one in position.begun.get(at.group, ())} if position else {}
-            )
-            if at.number in begun and begun[at.number][0] != at.mark:
-                return Verdict(_unlike(of, at, other, begun, position_of(of)))
-            if begun and max(begun) >= at.number:
-                continue  # it came; its part is on the way
-            failed = failure_before(at, other)
-            if failed is not None and of == rank:
-                return Verdict(failed.told_of(other), (*evidence, (other, None)), failed.is_input)
-            if failed is not None or position is None:
-                continue
-            thread = position.threads.get(at.group, position.main)
-            for after in (one for one in position.waits if one.thread == thread):
-                if (other, after.id) == (rank, wait.id):
-                    others = ((at, who) for _, at in way[1:] for who in at.needs[:_MOST_READ])
-                    is_broken = any(failure_before(at, who) is not None for at, who in others)
-                    return None if is_broken else Verdict(_circle(way), evidence)
-                if (other, after.id) not in seen:
-                    seen.add((other, after.id))
-                    found = follow(other, after, way)
-                    if found is not None:
-                        return found
-        return None
-
-    return follow(rank, wait, [])
-
-
-def _unlike(
-    rank: int,
-    wait: Waiting,
-    other: int,
-    theirs: Mapping[int, tuple[int, str]],
-    position: Position | None,
-) -> str:
-    """Names the first calls that differ: marks tell of all calls before, too."""
-    own = {wait.number: (wait.mark, wait.text)}
-    if position is not None:
-        own |= {one[0]: one[1:] for one in position.begun.get(wait.group, ())}
-    both = sorted(own.keys() & theirs.keys())
-    first = next((number for number in both if own[number][0] != theirs[number][0]), wait.number)
-    mine, other_one = own[first][1], theirs[first][1]
-    if mine == other_one.partition(" on ")[0] or mine.partition(" on ")[0] == other_one:
-        other_one += " of another form (shapes, dtypes, a mask, a scale, a kernel)"
-    return (
-        f"ranks make unlike calls: rank {rank} made {mine} where rank {other} made "
-        f"{other_one}: all ranks must make the same calls, with the same settings, in the "
-        "same order"
-    )
-
-
-def _circle(way: list[tuple[int, Waiting]]) -> str:
-    said = "; ".join(f"rank {rank} in {wait.text}" for rank, wait in way)
-    return (
-        f"ranks wait for each other for ever: {said}: all ranks must make the same calls in the "
-        "same order"
-    )
 
 
 def watch_of_world(end_all: Callable[[str, Sequence[OtherCalls]], None]) -> Watch:
