@@ -5,6 +5,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import packed
 from bascule.attention.api import AttentionMesh, attention
-from bascule.errors import CommError
+from bascule.comm.groups import member_of, resolve
+from bascule.comm.guard import failures, notes
+from bascule.comm.guard.calls import Call
+from bascule.errors import CommError, ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
@@ -439,6 +443,23 @@ def all_fail_alike() -> list[str]:
 def test_all_ranks_that_fail_alike_can_go_on() -> None:
     for texts in run_ranks(all_fail_alike, 2):
         assert texts == ["ConfigError", "ConfigError"]
+
+
+def still_failed() -> list[bool]:
+    """After a call that was interrupted, and after one that was not."""
+    group = member_of(resolve(None), "all")
+    failures.tell(ConfigError("oops"), "here")
+    found: list[bool] = []
+    for interrupt in (KeyboardInterrupt, None):
+        with suppress(KeyboardInterrupt), failures.call(group, Call("a wait")):
+            if interrupt is not None:
+                raise interrupt
+        found.append(notes.read_failure(dist.get_rank()) is not None)
+    return found
+
+
+def test_a_rank_goes_on_by_no_call_that_was_interrupted() -> None:
+    assert run_ranks(still_failed, 1) == [[True, False]]
 
 
 def fails_beside_a_slow_thread() -> tuple[str, float]:

@@ -4,6 +4,7 @@ Loaders wait ten minutes for other ranks, and a world of the harness ends long b
 """
 
 import atexit
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -211,6 +212,22 @@ def test_who_waits_in_a_collective_of_the_model_learns_why_it_failed() -> None:
         else:  # its collective ends with the process that failed; the loader says why
             assert "Timed out" not in one.error, one.error
             assert f"rank {BAD_RANK} of group 'loader' left the iteration with {SAID}" in one.error
+
+
+def errors_logged() -> list[str]:
+    hurry()
+    said: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("bascule").addHandler(handler)
+    outcome(in_a_with, "logged")
+    return said
+
+
+def test_who_failed_logs_nothing_of_itself_and_the_others_that_it_did() -> None:
+    for rank, said in enumerate(run_ranks(errors_logged, 3)):
+        assert len(said) == (0 if rank == BAD_RANK else 1), (rank, said)
+        assert all(f"rank {BAD_RANK} of group 'loader'" in x and SAID in x for x in said), said
 
 
 def at_exit() -> str:

@@ -247,11 +247,11 @@ def test_a_wire_compiles_to_one_graph_for_all_lengths(ring: int, ulysses: int) -
         assert graphs <= 4, graphs
 
 
-def check_operators(ring: int, ulysses: int) -> int:
+def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> int:
     """Torch's own checks: schemas, aliasing, and that fake results are like real ones."""
     zigzag = ring > 1 < ulysses
     mesh, layout = make_mesh(ring, ulysses), SequenceLayout((5, 18), ring, ulysses, zigzag)
-    q, k, v = tensors(CASES[1], mesh, layout)
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors(CASES[1], mesh, layout))
     segments, spec = [5, 18], CallSpec(mesh.name, 7, 7, zigzag=zigzag, scale=0.5).text
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     calls: list[tuple[Any, tuple[Any, ...]]] = []
@@ -288,9 +288,10 @@ def check_operators(ring: int, ulysses: int) -> int:
     return len(calls)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-def test_operators_are_what_their_schemas_say(ring: int, ulysses: int) -> None:
-    assert min(run_ranks(check_operators, ring * ulysses, ring, ulysses)) >= 4
+def test_operators_are_what_their_schemas_say(ring: int, ulysses: int, dtype: torch.dtype) -> None:
+    assert min(run_ranks(check_operators, ring * ulysses, ring, ulysses, dtype)) >= 4
 
 
 def with_a_device_mesh() -> float:

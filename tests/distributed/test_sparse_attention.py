@@ -219,6 +219,7 @@ def refused() -> list[tuple[list[str], str]]:
     plan, masks = make_plan(2, 1, {})
     other, _ = make_plan(2, 1, {"kind": "clustered"})
     x = torch.zeros(1, 4, own_tokens(plan, rank).numel(), 8)
+    odd = x.bfloat16() if rank else x.double()
     seen = rows_of(masks)
     return [
         raised_by(sparse_attention, x, x, x, mesh, other if rank else plan, seen),
@@ -226,6 +227,8 @@ def refused() -> list[tuple[list[str], str]]:
         raised_by(sparse_attention, x, x, x, make_mesh(1, 2), plan, seen),
         raised_by(sparse_attention, x, x, x, mesh, plan, lambda _: masks),
         raised_by(sparse_attention, x, x, x, mesh, plan, seen, kernel="cpu_flash"),
+        # They agreed on the plan above, for another dtype.
+        raised_by(sparse_attention, odd, odd, odd, mesh, plan, seen),
     ]
 
 
@@ -236,6 +239,7 @@ def test_what_is_refused_alike_on_all_ranks() -> None:
         "a plan for 1 x 2 ranks (Ulysses x ring) on a mesh of 2 x 1",
         "rows of a mask",
         "kernel 'cpu_flash'",
+        "disagree on the plan",
     ]
     for outcomes in run_ranks(refused, 2):
         for part, (classes, text) in zip(parts, outcomes, strict=True):

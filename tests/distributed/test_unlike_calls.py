@@ -86,6 +86,17 @@ def two_steps() -> Heard:
     return heard(lambda: [step.route(x=x) for step in order])
 
 
+def two_steps_in_which_no_row_moves() -> Heard:
+    """Ranks meet all the same: who is in another call, or gone, is noticed where it happens."""
+    parallel = parallel_of()
+    steps = [parallel.plan([4]), parallel.plan([4])]
+    assert not any(step.plan.moved_tokens for step in steps)
+    for step in steps:
+        step.route(x=torch.ones(4, 2))
+    order = steps[:: -1 if dist.get_rank() else 1]
+    return heard(lambda: [step.route(x=torch.ones(4, 2)) for step in order])
+
+
 def two_means() -> Heard:
     parallel = parallel_of()
     steps = [parallel.plan(LENS[dist.get_rank()]), parallel.plan(LENS[dist.get_rank()])]
@@ -170,6 +181,7 @@ def one_plans_once_more() -> Heard:
 BAGS: dict[Callable[[], Heard], tuple[str, ...]] = {
     two_exchanges: ("unlike calls", "all_to_all (route)"),
     two_steps: ("unlike calls", "step 1: all_to_all (route)", "step 2: all_to_all (route)"),
+    two_steps_in_which_no_row_moves: ("unlike calls", "step 1: all_to_all", "step 2: all_to_all"),
     two_means: ("unlike calls", "step 1: all_reduce (mean)", "step 2: all_reduce (mean)"),
     two_backwards: ("unlike calls", "step 1: all_to_all", "step 2: all_to_all"),
     two_samples: ("unlike calls", "all_gather (samples)"),

@@ -55,7 +55,7 @@ def make_bias(kind: str, rows: int, columns: int) -> Tensor | None:
 
 
 BIASES = ("none", "additive", "keys", "rows", "empty rows")
-CASES = [(bias, False) for bias in BIASES] + [("none", True)]
+CASES = [(bias, causal) for causal in (False, True) for bias in BIASES]
 
 
 @pytest.mark.parametrize("name", ON_CPU)

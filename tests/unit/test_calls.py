@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bascule.attention.call_marks import digest_of, rows_of_call
 from bascule.attention.call_spec import (
@@ -18,6 +19,7 @@ from bascule.attention.call_spec import (
     spec_of,
     with_positive_scale,
 )
+from bascule.comm.guard import failures, notes
 from bascule.comm.guard.calls import Call, Calls
 from bascule.comm.guard.notes import Failure
 from bascule.comm.quantize import Wire
@@ -172,6 +174,21 @@ def test_who_was_refused_and_called_since_is_as_before() -> None:
 def test_a_failure_is_told_as_its_own_or_as_found_out() -> None:
     assert Failure("here", (), "oops").told_of(3) == "rank 3 failed in here: oops"
     assert Failure("here", (0, 1), "rank 1 is gone").told_of(3) == "rank 1 is gone"
+
+
+@pytest.mark.parametrize("is_input", [False, True])
+def test_a_failure_that_ended_a_collective_of_other_code_is_passed_on_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, is_input: bool
+) -> None:
+    failed = Failure("there", (), "oops", is_input)
+    monkeypatch.setattr(notes, "last_failure", lambda: (3, failed))
+    for error in (RuntimeError("closed"), dist.DistBackendError("closed")):
+        found = failures._caused_elsewhere(error, "here")
+        assert found is not None
+        assert found == Failure("here", (3,), failed.told_of(3), is_input)
+        assert found.told_of(1) == failed.told_of(3) and error.__notes__ == [failed.told_of(3)]
+    for error in (ValueError("own"), NotImplementedError("own")):  # of no collective
+        assert failures._caused_elsewhere(error, "here") is None
 
 
 # --- what calls of attention say ------------------------------------------------------------------

@@ -149,10 +149,14 @@ def test_later_steps_of_data_codes_are_other_batches(capsys: pytest.CaptureFixtu
     assert seconds[0] != seconds[1]
 
 
-def test_the_table_of_loads(capsys: pytest.CaptureFixture[str]) -> None:
-    """Bags of 2 and of 6 = 3 x 2 ranks; each row has its bag, its tokens, its load and the old."""
+@pytest.mark.parametrize("lengths", [("900/40//30////",), ("900/40//30", "--ranks", "8")])
+def test_the_table_of_loads(capsys: pytest.CaptureFixture[str], lengths: tuple[str, ...]) -> None:
+    """Bags of 2 and of 6 = 3 x 2 ranks; each row has its bag, its tokens, its load and the old.
+
+    Ranks that are not listed come after those that are.
+    """
     plan = plan_batch([[900], [40], [], [30], *[[]] * 4], "g2n1+g3r2n1", TransformerCost(3072))
-    arguments = ("--lengths", "900/40//30////", "--topology", "g2n1+g3r2n1")
+    arguments = ("--lengths", *lengths, "--topology", "g2n1+g3r2n1")
     code, out, _ = run(capsys, "plan", *arguments)
     assert code == 0
     rows = [[x.strip() for x in row.split("│")[1:-1]] for row in out.splitlines() if "(g" in row]

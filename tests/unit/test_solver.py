@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -257,6 +258,19 @@ class TestLimits:
     def test_no_combination_fits(self):
         with pytest.raises(PlanError, match=r"12 tokens on bin \d, above its limit of 10 by 2"):
             assign([1] * 3, 2, sizes=[6, 6, 6], limits=Limits(tokens=10))
+
+    @pytest.mark.parametrize("sizes", sorted(set(itertools.permutations([6, 7, 7]))))
+    def test_the_smallest_item_of_a_bin_too_full_is_named(self, sizes: tuple[int, ...]):
+        with pytest.raises(PlanError) as caught:
+            assign([1] * 3, 2, sizes=sizes, limits=Limits(tokens=10))
+        said = re.search(
+            r"puts (\d+) .*its (\d+) items is item (\d) with (\d)\)", str(caught.value)
+        )
+        assert said is not None, caught.value
+        used, num_items, item, size = map(int, said.groups())
+        others = [size for at, size in enumerate(sizes) if at != item]
+        assert num_items == 2 and size == sizes[item]
+        assert any(size <= other and size + other == used for other in others)
 
     def test_limits_on_both_resources(self):
         costs, sizes = [3.0] * 6, [1, 1, 1, 9, 9, 9]

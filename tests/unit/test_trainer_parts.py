@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from bascule import ConfigError
 from bascule.data.loader import BalancedLoader
 from bascule.integrations.transformers.dataset_columns import Columns
-from bascule.integrations.transformers.trainer import _TrainLoader
+from bascule.integrations.transformers.trainer import _check, _TrainLoader
 
 
 class Words(Dataset[Any]):
@@ -71,3 +72,54 @@ def test_no_label_of_padding_counts_where_labels_are_counted(
         is_hidden = ignores and is_padding and name != "input_ids"
         wanted = torch.full_like(given[name], -100) if is_hidden else given[name]
         assert value.dtype == wanted.dtype and torch.equal(value, wanted)
+
+
+def _loss(*_: object, **__: object) -> None:
+    """A loss function of the user's own."""
+
+
+def _trainer(*, counts: bool, loss: object, peers: tuple[int, int, int], **args: object) -> Any:
+    """What `_check` asks a Trainer."""
+    usual = {
+        "train_sampling_strategy": "random",
+        "n_gpu": 0,
+        "average_tokens_across_devices": True,
+    }
+    tp, cp, sp = peers
+    return SimpleNamespace(
+        args=SimpleNamespace(**usual | args),
+        train_dataset=Words(),
+        model_accepts_loss_kwargs=counts,
+        compute_loss_func=loss,
+        get_tp_size=lambda: tp,
+        get_cp_size=lambda: cp,
+        get_sp_size=lambda: sp,
+    )
+
+
+@pytest.mark.parametrize("averages", [True, False])
+@pytest.mark.parametrize("loss", [None, _loss])
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_loss_over_the_labels_of_one_process_is_refused_whoever_divides_it(
+    counts: bool, loss: object, averages: bool
+) -> None:
+    """The Trainer gives the number of labels to such a model, and to any loss function."""
+    trainer = _trainer(
+        counts=counts, loss=loss, peers=(1, 1, 1), average_tokens_across_devices=averages
+    )
+    if averages or not (counts or loss):
+        assert _check(trainer) is trainer.train_dataset
+        return
+    with pytest.raises(ConfigError, match="average_tokens_across_devices=False"):
+        _check(trainer)
+
+
+@pytest.mark.parametrize(
+    ("peers", "num_gpus"), [((2, 1, 1), 1), ((1, 2, 1), 1), ((1, 1, 2), 1), ((1, 1, 1), 2)]
+)
+def test_processes_that_are_no_data_parallel_rank_of_one_device_are_refused(
+    peers: tuple[int, int, int], num_gpus: int
+) -> None:
+    trainer = _trainer(counts=False, loss=None, peers=peers, n_gpu=num_gpus)
+    with pytest.raises(ConfigError, match="data-parallel rank with one device"):
+        _check(trainer)
