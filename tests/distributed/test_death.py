@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard import notes
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import ROLL_CALL_S, roll_call
 from bascule.comm.guard.notes import Failure
 from bascule.parallel import SequenceParallel, Step
@@ -208,7 +207,7 @@ def called() -> str:
     notes.write_failure(1, Failure("step 4: elsewhere", ranks=(1, 2)))
     notes.write_failure(0, Failure("step 4: here", ranks=(0, 1)))
     pair = RankGroup(lambda: dist.group.WORLD, 0, (0, 1), (0, 1), "pair")
-    return roll_call(pair, Call("here", 4))
+    return roll_call(pair.ranks, "step 4: here")
 
 
 def test_who_is_missing_is_asked_among_all_ranks_concerned() -> None:

@@ -1,5 +1,7 @@
 """Ranks that wait outside of bascule, as in a collective of DDP, are ended, too."""
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +20,7 @@ from bascule.parallel import SequenceParallel, Step
 from bascule.training import train_step
 from tests.helpers.cases import COST
 from tests.helpers.loader_checks import await_word, tell
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 WIDTH = 4
 
@@ -124,6 +126,25 @@ def test_ranks_in_a_wrapper_hear_of_one_that_failed(wait: Block) -> None:
         assert any("OwnError: the loss of this rank" in note for note in told), (text, told)
 
 
+def first_call_is_wrong(wait: Block, fails: bool) -> None:
+    """All ranks would have to agree on it, and the others do not come."""
+    step = SequenceParallel(None, "g1n3", COST, timeout_s=60).plan([3, 4])
+    with step:
+        if fails:
+            try:
+                step.route(x=torch.ones(2, WIDTH))
+            except ValueError as error:
+                raise OwnError(str(error)) from error
+        wait(nn.Linear(WIDTH, WIDTH))
+
+
+def test_ranks_hear_of_bad_input_that_was_to_be_agreed_on() -> None:
+    of_rank = run_ranks(outcome, 3, first_call_is_wrong, by_all_reduce)
+    for text, told in (of_rank[0], of_rank[2]):
+        assert "Timed out waiting" not in text, text
+        assert any("this rank's part of the plan has 7 rows" in note for note in told), told
+
+
 def test_a_failed_call_of_a_rank_ends_them_too() -> None:
     """Outside of any block of bascule's nobody can add why; it is logged."""
     of_rank = run_ranks(outcome, 3, by_another_call, by_all_reduce)
@@ -183,3 +204,21 @@ def test_a_rank_that_restores_alone_ends_all() -> None:
     for classes, text in run_ranks(restores_alone, 2):
         assert "CommError" in classes and "restore" in text, text
         assert "wait for each other" in text and "Timed out" not in text, text
+
+
+def dies_in_a_step() -> tuple[str, list[str]]:
+    with_note: tuple[str, list[str]] = "", []
+    try:
+        with used_step():
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        with_note = str(error), error.__notes__
+    return with_note
+
+
+def test_who_died_is_named_where_the_others_waited_in_a_collective() -> None:
+    first, _, last = run_to_the_end(dies_in_a_step, 3)
+    for text, told in (first.value, last.value):
+        assert "no report from ranks [1]" in told[0], (text, told)

@@ -15,6 +15,7 @@ import torch
 
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
+from bascule.comm.guard.failures import tell
 from bascule.comm.transfers import all_gather
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
@@ -60,10 +61,18 @@ def agree(
     Raises:
         RemoteConfigError: A rank met bad input.
         CommError: A rank met another error, the settings differ, or the gather failed.
+        The error of the statement: the gather failed.
     """
     settings = {_CALL: f"{what}, step {step}", **statement.settings}
     statement = replace(statement, settings=settings)
-    table = _gather(group, _message(statement, capacity), what, step)
+    if statement.error is not None:  # in case the others do not come
+        tell(statement.error, f"step {step}: {what}", goes_on=True)
+    try:
+        table = _gather(group, _message(statement, capacity), what, step)
+    except CommError as lost:
+        if statement.error is None:
+            raise
+        raise statement.error from lost
     _raise_differences(table, group, settings, [_CALL], what, step)
     _raise_reported(table, group, what, step)
     _raise_differences(table, group, settings, sorted(settings), what, step)

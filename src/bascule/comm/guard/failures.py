@@ -8,9 +8,11 @@ groups in milliseconds, at no cost while all goes well. What it ended stays ende
 
 import functools
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -36,6 +38,7 @@ ROLL_CALL_S = 2.0
 
 _CAUSE_S = 0.5  # how long the error that ended a connection may take to appear in the store
 _CLOSING_MARK = 0x7FFFFFFF
+_BROKEN_OFF = re.compile("gloo.*Connection (closed|reset) by peer")
 _IS_ENOUGH: tuple[type[BaseException], ...] = tuple(
     filter(None, [getattr(torch.utils.checkpoint, "_StopRecomputationError", None)])
 )
@@ -136,7 +139,7 @@ def told(where: str) -> Callable[[F], F]:
     return decorate
 
 
-def tell(error: BaseException, where: str, *, leaves: bool = False) -> None:
+def tell(error: BaseException, where: str, *, leaves: bool = False, goes_on: bool = False) -> None:
     """Leave a note of an error: ranks that wait for this one end with it, in about two seconds.
 
     Where all ranks meet the same error, none waits, and all can go on. Errors that came from other
@@ -148,6 +151,7 @@ def tell(error: BaseException, where: str, *, leaves: bool = False) -> None:
         where: What this rank was doing.
         leaves: Whether it leaves what others may go on with, by whatever error: one that all ranks
             were given is known to them, but not that this one does not go on.
+        goes_on: Whether it goes on with bascule's calls, so that only who waits elsewhere ends.
     """
     if isinstance(error, _IS_ENOUGH) or not dist.is_initialized():
         return
@@ -155,7 +159,8 @@ def tell(error: BaseException, where: str, *, leaves: bool = False) -> None:
     if isinstance(error, CommError) and (is_over or not leaves):
         return
     try:
-        watch_of_world(end_all).tell_failure(_caused_elsewhere(error, where) or _own(error, where))
+        failed = _caused_elsewhere(error, where) or _own(error, where)
+        watch_of_world(end_all).tell_failure(replace(failed, goes_on=goes_on))
     except RuntimeError:  # the store is gone with its host, and so are the others
         return
 
@@ -167,18 +172,24 @@ def _own(error: BaseException, where: str) -> Failure:
 
 
 def _caused_elsewhere(error: BaseException, where: str) -> Failure | None:
-    """What another rank said, if this may be how a collective of other code ended for it.
+    """What another rank said, or that one is gone, if that may have ended a collective of torch.
 
-    Such an error does not say why, so that is added to it as a note.
+    Its error does not say why, so that is added to it as a note.
     """
-    is_of_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
-    found = notes.last_failure() if is_of_torch else None
-    if found is None:
+    if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         return None
-    rank, failed = found
-    text = failed.told_of(rank)
-    error.add_note(text)
-    return Failure(where, (rank,), text, failed.is_input)
+    rank, failed = notes.last_failure() or (None, None)
+    if rank is not None and failed is not None and failed.cause:
+        text = failed.told_of(rank)
+        error.add_note(text)
+        return Failure(where, (rank,), text, failed.is_input)
+    if not _BROKEN_OFF.search(_first_line(error)):
+        return None
+    every = tuple(range(dist.get_world_size()))
+    _sign(Failure(where, every))
+    who = roll_call(every, where)
+    error.add_note(who)
+    return Failure(where, every, who)
 
 
 def _first_line(error: BaseException) -> str:
@@ -251,17 +262,18 @@ def failure(
         error: What torch raised.
         verdict: Why the call could not end, if that is known.
     """
-    found = verdict or Verdict("")
+    found, ended_before = verdict or Verdict(""), group.calls.ended
     _sign(Failure(str(what), group.ranks, found.text, found.is_input))
     if verdict is None:
         end_all(f"{what} failed on group {group.name!r}")
-        is_input, who = _cause(group) or (False, roll_call(group, what))
+        is_input, who = _cause(group) or (False, ended_before or roll_call(group.ranks, str(what)))
     else:
         is_input, who = verdict.is_input, verdict.text
     lines = str(error).strip().splitlines() or [repr(error)]
     message = (
         f"{what} failed on group {group.name!r} of ranks {list(group.ranks)} ({who}): {lines[0]}"
     )
+    group.calls.ended = group.calls.ended and message
     logger.error("%s", message)
     return RemoteConfigError(message) if is_input else CommError(message)
 
@@ -290,13 +302,13 @@ def _cause(group: RankGroup) -> tuple[bool, str] | None:
         time.sleep(0.02)
 
 
-def roll_call(group: RankGroup, what: Call) -> str:
+def roll_call(ranks: Sequence[int], where: str) -> str:
     """Who else noticed, and where: each survivor signs in the store and waits a moment."""
     deadline = time.monotonic() + ROLL_CALL_S
     try:
         while True:
-            signed = _signed(group.ranks)
-            missing = notes.without_failure(sorted(_concerned(group.ranks, signed)))
+            signed = _signed(ranks)
+            missing = notes.without_failure(sorted(_concerned(ranks, signed)))
             if not missing or time.monotonic() > deadline:
                 break
             time.sleep(0.05)
@@ -308,7 +320,7 @@ def roll_call(group: RankGroup, what: Call) -> str:
     elsewhere = [
         f"rank {rank} last failed in {one.where}"
         for rank, one in signed.items()
-        if one.where != str(what)
+        if one.where != where
     ]
     return "; ".join([said, *elsewhere])
 

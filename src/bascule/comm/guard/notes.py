@@ -84,6 +84,7 @@ class Failure:
         is_input: Whether that was bad input.
         done: By key of the group, how many calls it had done its part of.
         others: By key of the group, how many calls of other code it had begun (`OtherCalls`).
+        goes_on: Whether it makes the calls of bascule that follow, as to agree on its error.
         version: How often it has said so before; each time with what it has begun since.
     """
 
@@ -93,6 +94,7 @@ class Failure:
     is_input: bool = False
     done: Mapping[str, int] = field(default_factory=dict[str, int])
     others: Mapping[str, int] = field(default_factory=dict[str, int])
+    goes_on: bool = False
     version: int = 0
 
     def told_of(self, rank: int) -> str:

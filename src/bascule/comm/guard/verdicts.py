@@ -49,7 +49,9 @@ def judge(
 
     def failure_before(at: Waiting, other: int) -> Failure | None:
         failed, own = failure_of(other), failure_of(rank)
-        if failed is None or not failed.cause or failed.done.get(at.group, 0) > at.number:
+        if failed is None or failed.goes_on or not failed.cause:
+            return None
+        if failed.done.get(at.group, 0) > at.number:
             return None
         is_alike = (
             other != rank

@@ -149,6 +149,10 @@ class Watch:
 
         They may wait in calls of other code, which are the main thread's.
         """
+        before = self._failures.get(threading.get_ident())
+        if before is not None and before.goes_on and not failure.cause:
+            cause = before.told_of(self._rank)  # the others had to come to agree on it
+            failure = replace(failure, cause=cause, is_input=before.is_input)
         done = _calls_done() if failure.ranks else _done_by_this_thread()
         is_main = threading.current_thread() is threading.main_thread()
         failure = replace(failure, done=done, others=_others_begun() if is_main else {})
