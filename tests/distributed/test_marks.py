@@ -242,7 +242,7 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         "mask": {"attn_mask": mask},
         "bool": {"attn_mask": mask.bool()},
     }
-    with mock.patch("bascule.attention.call_marks.agree", note):
+    with mock.patch("bascule.comm.agree.agree", note):
         found = untold(call, changes, of=f"{degrees}, {overlap}: ", read=whole_call)
     # Every form is agreed on once, by all that it is; the second time all are known.
     if len(set(agreed)) != len(agreed) or len(agreed) != (0 if overlap else 1 + len(changes)):
