@@ -178,15 +178,16 @@ def _caused_elsewhere(error: BaseException, where: str) -> Failure | None:
     """
     if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
         return None
-    rank, failed = notes.last_failure() or (None, None)
-    if rank is not None and failed is not None and failed.cause:
-        text = failed.told_of(rank)
+    caused = {rank: one for rank, one in notes.last_failures().items() if one.cause}
+    if caused:
+        rank = min(caused, key=lambda rank: bool(caused[rank].ranks))  # its own, if one has it
+        text = caused[rank].told_of(rank)
         error.add_note(text)
-        return Failure(where, (rank,), text, failed.is_input)
+        return Failure(where, (rank,), text, caused[rank].is_input)
     if not _BROKEN_OFF.search(_first_line(error)):
         return None
     every = tuple(range(dist.get_world_size()))
-    _sign(Failure(where, every))
+    watch_of_world(end_all).tell_failure(Failure(where, every))
     who = roll_call(every, where)
     error.add_note(who)
     return Failure(where, every, who)
@@ -281,7 +282,7 @@ def failure(
 def _sign(own: Failure) -> None:
     """Say in the store how this rank failed."""
     try:
-        watch_of_world(end_all).tell_failure(own)
+        watch_of_world(end_all).tell_failure(own, is_over=True)
     except (RuntimeError, ValueError):  # the store is gone with its host
         return
 

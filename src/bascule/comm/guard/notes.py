@@ -15,7 +15,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 WAITING, FAILED, LEFT, ENDED = "waiting", "failed", "left", "ended"
-_LAST = "last"  # of the ranks that failed
+_ANY = "any"  # of the ranks that failed
+_NUM_SLOTS = 16  # of these, for those that said so last
 _NOTHING = "-"  # which no note is; what a store says of a key that is not there
 
 
@@ -146,17 +147,21 @@ def read_failure(rank: int) -> Failure | None:
 def write_failure(rank: int, failure: Failure) -> None:
     """Say how this rank failed."""
     write(FAILED, rank, json.dumps(asdict(failure)))
-    write(FAILED, _LAST, str(rank))
+    write(FAILED, f"{_ANY} {rank % _NUM_SLOTS}", str(rank))
+    write(FAILED, _ANY, str(rank))
 
 
-def last_failure() -> tuple[int, Failure] | None:
-    """Of the ranks that failed, the one that said so last, and how; None if that was this one.
+def last_failures() -> dict[int, Failure]:
+    """How other ranks failed, those that said so last, by rank; not those that have gone on.
 
-    Or if it has gone on, or none failed.
+    One request while none failed, and then some more.
     """
-    text = read(FAILED, _LAST)
-    failed = None if text in (None, str(dist.get_rank())) else read_failure(int(text))
-    return None if text is None or failed is None else (int(text), failed)
+    if read(FAILED, _ANY) is None:
+        return {}
+    said = [read(FAILED, f"{_ANY} {slot}") for slot in range(_NUM_SLOTS)]
+    ranks = sorted({int(text) for text in said if text is not None} - {dist.get_rank()})
+    found = {rank: read_failure(rank) for rank in ranks}
+    return {rank: failure for rank, failure in found.items() if failure is not None}
 
 
 def without_failure(ranks: Sequence[int]) -> list[int]:

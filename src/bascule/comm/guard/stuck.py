@@ -27,16 +27,17 @@ class Stuck:
 
 
 def stuck_behind_failure() -> Stuck | None:
-    """The calls that this rank has begun, and the rank that failed last had not; None if none.
+    """The calls that this rank has begun, and a rank that failed had not; None if there are none.
 
     One request to the store while none failed.
     """
-    found = notes.last_failure()
-    if found is None:
-        return None
-    rank, failed = found
-    ahead = [one for one in other_calls() if one.num_begun > failed.others.get(one.key, _ALL)]
-    return Stuck(rank, failed.told_of(rank), tuple(ahead), failed.version) if ahead else None
+    failures = notes.last_failures()
+    begun = other_calls() if failures else []
+    for rank, failed in failures.items():
+        ahead = [one for one in begun if one.num_begun > failed.others.get(one.key, _ALL)]
+        if ahead:
+            return Stuck(rank, failed.told_of(rank), tuple(ahead), failed.version)
+    return None
 
 
 _ALL = 2**62  # calls: of a group that the other rank is not in

@@ -144,19 +144,23 @@ class Watch:
         """Say that one more did."""
         self._meetings[name] += 1
 
-    def tell_failure(self, failure: Failure) -> None:
+    def tell_failure(self, failure: Failure, *, is_over: bool = False) -> None:
         """Tell those that will wait for this rank that this thread failed, until it goes on.
 
         They may wait in calls of other code, which are the main thread's.
+
+        Args:
+            failure: What went wrong.
+            is_over: Whether the calls of all threads end with it, as their connections do.
         """
         before = self._failures.get(threading.get_ident())
         if before is not None and before.goes_on and not failure.cause:
             cause = before.told_of(self._rank)  # the others had to come to agree on it
             failure = replace(failure, cause=cause, is_input=before.is_input)
-        done = _calls_done() if failure.ranks else _done_by_this_thread()
+        done = _calls_done() if is_over else _done_by_this_thread()
         is_main = threading.current_thread() is threading.main_thread()
         failure = replace(failure, done=done, others=_others_begun() if is_main else {})
-        if is_main or not failure.ranks:
+        if is_main or not is_over:
             self._failures[threading.get_ident()] = failure
         notes.write_failure(self._rank, failure)
         self._ensure_thread()
