@@ -222,3 +222,24 @@ def test_who_died_is_named_where_the_others_waited_in_a_collective() -> None:
     first, _, last = run_to_the_end(dies_in_a_step, 3)
     for text, told in (first.value, last.value):
         assert "no report from ranks [1]" in told[0], (text, told)
+
+
+def fail_alike_beside_a_loader() -> int:
+    """Which is ahead of the slower rank, and waits for its loader meanwhile."""
+    step, num_batches = used_step(), 0
+    options = LoaderOptions(timeout_s=60, min_gain=0.0, bytes_per_s=1e12, collate_fn=list)
+    sample = {"input_ids": torch.arange(5)}
+    with BalancedLoader([[sample]] * 8, cost=COST, options=options) as loader:
+        for number, _ in enumerate(loader):
+            num_batches += 1
+            if number == 1:
+                is_slow = dist.get_rank() == 0
+                time.sleep(PATIENCE_S if is_slow else 0)
+                with suppress(RuntimeError), step:
+                    raise RuntimeError("of all ranks")
+                time.sleep(3 * PATIENCE_S if is_slow else 0)
+    return num_batches
+
+
+def test_an_error_that_all_ranks_meet_ends_no_loader() -> None:
+    assert run_ranks(fail_alike_beside_a_loader, 3) == [8] * 3
