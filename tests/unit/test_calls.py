@@ -181,7 +181,8 @@ def test_a_failure_that_ended_a_collective_of_other_code_is_passed_on_as_it_was(
     monkeypatch: pytest.MonkeyPatch, is_input: bool
 ) -> None:
     failed = Failure("there", (), "oops", is_input)
-    monkeypatch.setattr(notes, "last_failure", lambda: (3, failed))
+    others = {1: Failure("elsewhere", (3,), "found out"), 3: failed}  # its own error comes first
+    monkeypatch.setattr(notes, "last_failures", lambda: others)
     for error in (RuntimeError("closed"), dist.DistBackendError("closed")):
         found = failures._caused_elsewhere(error, "here")
         assert found is not None

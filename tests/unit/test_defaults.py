@@ -27,7 +27,7 @@ from bascule.data.samples import loaded
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
-    api.attention: {"is_causal": False},
+    api.attention: {"is_causal": False, "options": api.AttentionOptions()},
     packed.attend: {"causal": False},
     packed.attend_packed: {"causal": False},
     mask.AttentionMask: {"causal": False},
@@ -50,7 +50,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     BoundRoute: {"form": ""},
     calls.Call: {"step": 0, "form": "", "kind": ""},
     calls.Calls.finish: {"is_done": True},
-    failures.tell: {"leaves": False},
+    failures.tell: {"leaves": False, "goes_on": False},
     notes.arrive: {"num": 1},
     departures.Departure: {"reason": "", "is_final": True},
     collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
