@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bascule.comm.groups import OtherCalls, other_calls
+from bascule.comm.guard import notes, watch
 from bascule.comm.guard.watch import PATIENCE_S
 from bascule.data import BalancedLoader, LoaderOptions
 from bascule.parallel import SequenceParallel, Step
@@ -45,7 +48,7 @@ def by_all_reduce(model: nn.Module) -> None:
 
 
 def used_step() -> Step:
-    parallel = SequenceParallel(None, "g1n3", COST, timeout_s=60)
+    parallel = SequenceParallel(None, f"g1n{dist.get_world_size()}", COST, timeout_s=60)
     step = parallel.plan([3, 4])
     step.route(x=torch.ones(7, WIDTH))
     return step
@@ -243,3 +246,24 @@ def fail_alike_beside_a_loader() -> int:
 
 def test_an_error_that_all_ranks_meet_ends_no_loader() -> None:
     assert run_ranks(fail_alike_beside_a_loader, 3) == [8] * 3
+
+
+def goes_on_while_it_is_told() -> bool:
+    """The watch says how far a rank came just as that rank's next call ends."""
+    step, counted = used_step(), other_calls
+
+    def count_slowly() -> list[OtherCalls]:
+        time.sleep(2 * PATIENCE_S)
+        return counted()
+
+    with suppress(OwnError), step:
+        raise OwnError
+    with mock.patch.object(watch, "other_calls", count_slowly):
+        time.sleep(2 * PATIENCE_S)  # the watch is counting
+        step.mean(torch.ones(1))
+        time.sleep(2 * PATIENCE_S)
+    return notes.read_failure(dist.get_rank()) is None
+
+
+def test_who_went_on_is_not_said_to_have_failed_again() -> None:
+    assert run_ranks(goes_on_while_it_is_told, 2) == [True, True]

@@ -33,7 +33,7 @@ def rows_of_call(
     return text if wire.v_centre is None else f"{text}, with v_centre"
 
 
-def agree_on(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: int) -> None:
+def agree_on_call(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: int) -> None:
     """Before the first exchange of a form, make sure that all ranks mean the same.
 
     One all-gather for each form of call; later calls of that form gather nothing.

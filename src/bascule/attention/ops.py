@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.call_marks import agree_on, digest_of, going_back, numbers_of
+from bascule.attention.call_marks import agree_on_call, digest_of, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
@@ -49,7 +49,7 @@ def ring_attention(
     call = spec_of(spec)
     ranks, layout = call.ranks, call.layout(segments)
     if ranks.ulysses is None:  # else said before the all-to-all
-        agree_on(call, layout, q.shape[0], q.shape[2])
+        agree_on_call(call, layout, q.shape[0], q.shape[2])
     plan = ring_plan(ranks, layout, q, k, mask, (k_centre, v_centre), call)
     with naming("ring_attention", (q, k, v)):
         out, lse = ring_forward(q, k, v, plan)
@@ -97,7 +97,7 @@ def _(grad: Tensor, saved: list[Tensor], *_: Any) -> list[Tensor]:
 def take_centres(k: Tensor, v: Tensor, segments: list[int], spec: str) -> Tensor:
     """`quantize.take_centres` over all ranks of the mesh. One all-reduce."""
     call = spec_of(spec)
-    agree_on(call, call.layout(segments), k.shape[0], k.shape[2])
+    agree_on_call(call, call.layout(segments), k.shape[0], k.shape[2])
     with naming("take_centres", (k, v)):
         return own_memory(quantize.take_centres(k, v, call.ranks.whole))
 

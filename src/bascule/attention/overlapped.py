@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.call_marks import agree_on, going_back, numbers_of
+from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
 from bascule.attention.call_spec import naming, spec_of
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.mask import AttentionMask
@@ -41,7 +41,7 @@ def overlapped_attention(
     """
     call = spec_of(spec)
     ranks, layout = call.ranks, call.layout(segments)
-    agree_on(call, layout, q.shape[0], q.shape[2])
+    agree_on_call(call, layout, q.shape[0], q.shape[2])
     exchange = exchange_of(call, _lens(layout))
     xs = [x.transpose(1, 2) for x in (q, k, v)]
     heads = [exchange.own_heads(x).shape[2] for x in xs]

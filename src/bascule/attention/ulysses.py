@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.call_marks import agree_on, going_back, numbers_of
+from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.shards import SequenceLayout
 from bascule.comm.groups import RankGroup
@@ -113,7 +113,7 @@ def _tokens_to_heads(
     """
     call = spec_of(spec)
     if segments:
-        agree_on(call, call.layout(segments), *xs[0].shape[:2])
+        agree_on_call(call, call.layout(segments), *xs[0].shape[:2])
     what = call.call("all_to_all (tokens to heads)")
     with naming("tokens_to_heads", xs):
         return exchange_of(call, lens).start_to_heads(xs, what, order)()

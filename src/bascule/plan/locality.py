@@ -135,9 +135,10 @@ def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
         room = (1.0 - share) * homes.ceiling * problem.speeds - problem.carried_work
         kept = np.zeros(home.size, dtype=bool)
         kept[order] = within <= np.maximum(room, 0.0)[home[order]]
-        rest = problem.without(kept, home)
-        is_new, tried = not np.array_equal(kept, tried), kept
-        if not is_new or not may_end_by(rest, homes.ceiling):
+        if np.array_equal(kept, tried):
+            continue
+        tried, rest = kept, problem.without(kept, home)
+        if not may_end_by(rest, homes.ceiling):
             continue
         bag_of = home.copy()
         bag_of[~kept] = solve(rest, enough=homes.ceiling, num_improved=1).bin_of

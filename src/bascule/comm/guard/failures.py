@@ -274,7 +274,8 @@ def failure(
     message = (
         f"{what} failed on group {group.name!r} of ranks {list(group.ranks)} ({who}): {lines[0]}"
     )
-    group.calls.ended = group.calls.ended and message
+    if group.calls.ended is not None:  # what follows in it says why, too
+        group.calls.ended = message
     logger.error("%s", message)
     return RemoteConfigError(message) if is_input else CommError(message)
 

@@ -99,6 +99,7 @@ class Watch:
         self._ids = itertools.count()
         self._told = ""
         self._failures: dict[int, Failure] = {}  # by thread, until it goes on
+        self._failing = threading.Lock()  # these and the note of them change together
         self._stuck: dict[int, Stuck] = {}  # by rank that failed, where it was found first
         self._next_look = 0.0
         self._meetings: Counter[str] = Counter()
@@ -119,8 +120,9 @@ class Watch:
         if wait.is_told:  # at once: others must not take this rank for one that waits
             self._tell()
         if is_done and wait.thread in self._failures:  # it went on, and the others with it
-            del self._failures[wait.thread]
-            notes.erase(notes.FAILED, self._rank)
+            with self._failing:
+                del self._failures[wait.thread]
+                notes.erase(notes.FAILED, self._rank)
 
     @contextmanager
     def waiting_for(self, thread: threading.Thread, what: str) -> Iterator[None]:
@@ -160,16 +162,21 @@ class Watch:
         done = _calls_done() if is_over else _done_by_this_thread()
         is_main = threading.current_thread() is threading.main_thread()
         failure = replace(failure, done=done, others=_others_begun() if is_main else {})
-        if is_main or not is_over:
-            self._failures[threading.get_ident()] = failure
-        notes.write_failure(self._rank, failure)
+        with self._failing:
+            if is_main or not is_over:
+                self._failures[threading.get_ident()] = failure
+            notes.write_failure(self._rank, failure)
         self._ensure_thread()
 
     def go_on(self) -> None:
         """This thread begins a call: that it failed before concerns those in it no more."""
-        failure = self._failures.get(threading.get_ident()) if self._failures else None
-        if failure is not None:
-            notes.write_failure(self._rank, replace(failure, done=_done_by_this_thread()))
+        own = threading.get_ident()
+        if own not in self._failures:
+            return
+        with self._failing:
+            failure = replace(self._failures[own], done=_done_by_this_thread())
+            self._failures[own] = failure
+            notes.write_failure(self._rank, failure)
 
     def close(self) -> None:
         """End the thread, and join it."""
@@ -231,13 +238,15 @@ class Watch:
         if now < self._next_look:
             return
         self._next_look = now + max(PATIENCE_S, dist.get_world_size() / _LOOKS_A_S)
-        for thread, failure in list(self._failures.items()):
-            if failure.others:
-                version = failure.version + 1
-                failure = replace(failure, others=_others_begun(), version=version)
-                self._failures[thread] = failure
-                notes.write_failure(self._rank, failure)
-        stuck = None if self._failures else stuck_behind_failure()
+        main = threading.main_thread().ident or 0
+        with self._failing:
+            of_main = self._failures.get(main)
+            if of_main is not None:
+                version = of_main.version + 1
+                said = replace(of_main, others=_others_begun(), version=version)
+                self._failures[main] = said
+                notes.write_failure(self._rank, said)
+        stuck = stuck_behind_failure() if of_main is None else None
         if stuck is None:
             return
         before = self._stuck.setdefault(stuck.rank, stuck)
