@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -113,7 +113,8 @@ class SequenceParallel:
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         self.topology = self._agree_on_settings(topology, len(ranks), error)
-        self.group = self._make(ranks, "exchange", backend=dist.get_backend(given))
+        group = self._make(ranks, "exchange", backend=dist.get_backend(given))
+        self.group = replace(group, control=self._plan_group)
         self.data_group = self.group if data is None else data
 
     @property
@@ -201,7 +202,7 @@ class SequenceParallel:
         def say() -> tuple[dict[str, str], Exception | None]:
             return {f"the form of {what}": str(form)}, error
 
-        agree_once(self.group, (what, form), say, what=what, step=step, over=self._plan_group)
+        agree_once(self.group, (what, form), say, what=what, step=step)
         self._used.add(what)
 
     def agree_on_error(self, what: str, error: Exception | None, step: int) -> None:

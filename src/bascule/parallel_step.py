@@ -22,6 +22,7 @@ from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan import metrics, routes
 from bascule.plan.batch import Plan
+from bascule.plan.traffic import Traffic
 
 if TYPE_CHECKING:
     from bascule.parallel import SequenceParallel
@@ -44,14 +45,14 @@ class Step:
         local: What this rank computes on, as numpy arrays.
         local_seq_ids: Global ids of the sequences of this rank's bag, ascending.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
-        sent_bytes: What this rank sent to other ranks so far, forward passes only.
+        traffic: What this rank sent to other ranks so far, forward passes only.
     """
 
     def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int) -> None:
         self._parallel = parallel
         self.plan = plan
         self.number = number
-        self.sent_bytes = 0
+        self.traffic = Traffic()
         self.local = plan.local(parallel.rank)
         self.local_seq_ids = self._tensor(self.local.seq_ids)
         self.token_slot = self._tensor(self.local.slots)
@@ -114,7 +115,7 @@ class Step:
             check_settings("attend", causal, scale)
             self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
-            self.sent_bytes += packed.sent_bytes(bag, q_CHD, k_CKD)
+            self.traffic += packed.traffic(bag, q_CHD, k_CKD)
             return out
 
     @_between_graphs
@@ -169,7 +170,7 @@ class Step:
             "wir_unbalanced": metrics.wir(before),
             "tokens": self.plan.tokens.tolist(),
             "moved_tokens": self.plan.moved_tokens,
-            "sent_bytes": self.sent_bytes,
+            "sent_bytes": self.traffic.total,
         }
 
     @cached_property
@@ -199,7 +200,7 @@ class Step:
     ) -> tuple[Tensor, ...]:
         self._agree_on_form(what, tensors, route.num_sent)
         rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
-        self.sent_bytes += rows * route.num_moved
+        self.traffic += Traffic(routed=rows * route.num_moved)
         return exchange(route, list(tensors.values()))
 
     def _agree_on_attention(

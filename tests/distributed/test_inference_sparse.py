@@ -223,7 +223,7 @@ def options(ring: int, ulysses: int) -> dict[str, Any]:
         with counted() as sent, torch.no_grad():
             model(**inputs[0])
         cost = handle.explain().chosen
-        found["bytes"] = float(sent[0] - cost.sent_bytes[dist.get_rank()])
+        found["bytes"] = float(sent[0] - cost.traffic[dist.get_rank()].total)
         found["tokens"] = float(sum(cost.tokens) - 24)
     return found
 

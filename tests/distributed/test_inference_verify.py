@@ -189,7 +189,7 @@ def explained(ring: int, ulysses: int) -> dict[str, Any]:
             with counted() as sent, torch.no_grad():
                 model(**toy_inputs(text=5, image=12))
             cost = handle.explain().chosen
-            found["counted"].append((sent[0], cost.sent_bytes[place]))
+            found["counted"].append((sent[0], cost.traffic[place].total))
             found["tokens"].append(cost.tokens)
             found["said"].append(str(handle.explain()))
     return found

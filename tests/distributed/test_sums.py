@@ -195,8 +195,8 @@ def bytes_told() -> None:
     with calls_made() as made:
         moved = step.route(x=torch.ones(sum(lens), 4), ids=torch.arange(sum(lens)))
         step.restore(moved["x"])
-    assert step.sent_bytes == made.sent_bytes[ALL_TO_ALL]
-    num_bytes = torch.tensor([step.sent_bytes])
+    assert step.traffic.total == made.sent_bytes[ALL_TO_ALL]
+    num_bytes = torch.tensor([step.traffic.total])
     dist.all_reduce(num_bytes)
     assert int(num_bytes) == step.plan.moved_tokens * (16 + 8 + 16) > 0
 

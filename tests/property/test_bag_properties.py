@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bascule.attention.kernels.registry import KERNELS
-from bascule.attention.packed import Bag, PackedRing, check, check_kernel, check_shapes, sent_bytes
+from bascule.attention.packed import Bag, PackedRing, check, check_kernel, check_shapes, traffic
 from bascule.attention.ring import Merged
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
@@ -116,8 +116,7 @@ def test_bytes_of_an_attention(rank: int, with_ring: bool) -> None:
     rows = tokens * (3 - own) * (2 + 1 + 1)  # queries, keys and values of heads of the other
     rows += others * 2 * own  # the output of its tokens
     rows += 2 * own * (8 + 7) if with_ring else 0  # all keys and values but those of the last
-    assert bag.own_kv_heads(3) == own
-    assert sent_bytes(bag, q, k) == rows * 8 * 2
+    assert traffic(bag, q, k).total == rows * 8 * 2
 
 
 def test_what_does_not_fit_the_bag_is_refused() -> None:

@@ -37,6 +37,7 @@ from bascule.plan import routes
 from bascule.plan.batch import Plan
 from bascule.plan.head_shares import HeadShares
 from bascule.plan.topology.spec import Topology
+from bascule.plan.traffic import Traffic
 
 _NUM_PREPARED = 64
 
@@ -214,10 +215,6 @@ class Bag:
             self._prepared[key] = found
         return found
 
-    def own_kv_heads(self, num_kv_heads: int) -> int:
-        """Key-value heads that this rank attends with."""
-        return HeadShares.split(num_kv_heads, self.degree).of(self.mesh.place[1])
-
 
 def _rows_of(wanted_lens: routes.Ints) -> routes.Ints:
     """Row of each token, chunks in the order wanted, where they lie in the transposed order."""
@@ -356,14 +353,17 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def sent_bytes(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> int:
-    """Bytes that this rank sends to others in the forward of one `attend`."""
-    num_tokens, num_kv_heads, head_dim = k_CKD.shape
-    queries, own = q_CHD.shape[1] // num_kv_heads, bag.own_kv_heads(num_kv_heads)
-    into = num_tokens * (num_kv_heads - own) * (queries + 2)
-    back = (sum(bag.tokens) - num_tokens) * own * queries
-    around = 0 if bag.ring is None else 2 * bag.ring.num_sent * own
-    return (into + back + around) * head_dim * q_CHD.element_size()
+def traffic(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> Traffic:
+    """What this rank sends to others in the forward of one `attend`."""
+    num_kv_heads, head_dim = k_CKD.shape[1:]
+    return Traffic.of_attention(
+        HeadShares.split(num_kv_heads, bag.degree),
+        bag.mesh.place[1],
+        bag.tokens,
+        0 if bag.ring is None else bag.ring.num_sent,
+        queries=q_CHD.shape[1] // num_kv_heads,
+        row_bytes=head_dim * q_CHD.element_size(),
+    )
 
 
 def check_kernel(name: object) -> None:

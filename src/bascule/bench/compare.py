@@ -213,7 +213,7 @@ class Comparison(Paired):
                 yield record
 
     def _totals(self, step: Step) -> dict[str, Any]:
-        sent = self.reduced(torch.tensor([step.sent_bytes]), "sent bytes", step.number)
+        sent = self.reduced(torch.tensor([step.traffic.total]), "sent bytes", step.number)
         return {
             "total_tokens": int(step.plan.seq_lens.sum()),
             "forward_flops": self.forward_flops(step.plan.seq_lens),

@@ -104,7 +104,6 @@ def agree_once(
     *,
     what: str,
     step: int = 0,
-    over: RankGroup | None = None,
 ) -> None:
     """`agree_on`, the first time that a group makes a call of a form; later nothing.
 
@@ -114,13 +113,12 @@ def agree_once(
         say: What this rank means, and what is wrong with it.
         what: Name of the call in errors.
         step: Step number in errors.
-        over: A group of the same ranks that gathers instead, as one of the host.
     """
     if group is not None and group.calls.has_agreed(form):
         return
     settings, error = say()
     if group is not None:
-        agree_on(over or group, settings, error, what=what, step=step)
+        agree_on(group.control or group, settings, error, what=what, step=step)
         group.calls.agree(form)
     elif error is not None:
         raise error

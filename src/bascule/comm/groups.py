@@ -39,6 +39,7 @@ class RankGroup:
         name: How errors call the group.
         key: Tells it from all other groups of this rank, and is the same on all members.
         calls: What its members do together.
+        control: The same ranks in a group of the host, where they agree; None: this one.
     """
 
     reference: Callable[[], dist.ProcessGroup | None]
@@ -48,6 +49,7 @@ class RankGroup:
     name: str
     key: str = ""
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
+    control: "RankGroup | None" = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> str:
         """Refused: a copy could not make calls.

@@ -18,8 +18,9 @@ from bascule.comm.guard.failures import end_all, failure
 from bascule.comm.guard.verdicts import Verdict
 from bascule.comm.guard.watch import watch_of_world
 from bascule.errors import ConfigError
+from bascule.plan.checks import real
 
-_LONGEST_S = 1e7
+_LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
 _GLANCE_S = 0.01  # between looks at who has come
 
 
@@ -57,14 +58,18 @@ def new_group(
     return member_of(group, name)
 
 
-def check_timeout(timeout_s: Any) -> None:
+def is_timeout(timeout_s: object) -> bool:
+    """Whether it is a number of seconds that ranks can wait."""
+    return 0.0 < (real(timeout_s) or 0.0) < _LONGEST_S
+
+
+def check_timeout(timeout_s: object) -> None:
     """Refuse what is no time to wait.
 
     Raises:
         ConfigError: Names the value and the range.
     """
-    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if not is_number or not 0 < timeout_s < _LONGEST_S:
+    if not is_timeout(timeout_s):
         raise ConfigError(
             f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
         )

@@ -13,12 +13,14 @@ import torch
 from bascule.comm.agree import agree_on
 from bascule.comm.groups import set_timeout
 from bascule.comm.guard.calls import Call
+from bascule.comm.new_groups import is_timeout
 from bascule.comm.transfers import all_gather, broadcast
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.samples.loaded import whole_number
-from bascule.data.setup import DEFAULT_TIMEOUT_S, is_number, is_timeout
+from bascule.data.setup import DEFAULT_TIMEOUT_S
 from bascule.errors import ConfigError
+from bascule.plan.checks import real
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.costs.fit_iterations import MIN_OBSERVATIONS, fit_iterations
 
@@ -122,7 +124,7 @@ class CostTracker:
         try:
             observed = [whole_number(warmup, "warmup"), whole_number(window, "window")]
             whole_number(discard, "discard")
-            is_right = min(observed) >= MIN_OBSERVATIONS and is_number(max_drift) and max_drift > 0
+            is_right = min(observed) >= MIN_OBSERVATIONS and (real(max_drift) or 0.0) > 0.0
         except ConfigError:
             is_right = False
         if not (is_right and is_timeout(timeout_s)):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.failures import tell, told
+from bascule.comm.new_groups import is_timeout
 from bascule.data.loader_batch import Batch, LoaderMetrics
 from bascule.data.packs import Pack
 from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
@@ -24,7 +25,6 @@ from bascule.data.setup import (
     LoaderOptions,
     agree_on_settings,
     interpret,
-    is_timeout,
     join,
 )
 from bascule.data.source import Source

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
+from bascule.comm.new_groups import is_timeout
 from bascule.data.leases import Pool, pool_of
 from bascule.data.packs import Pack, make_pack
 from bascule.data.redistribute import Rules
@@ -21,13 +22,12 @@ from bascule.data.samples.loaded import DataRanks, Ends, Ints, Sample
 from bascule.data.samples.offers import Handlers, collate_and_pin, one
 from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int
+from bascule.plan.checks import is_int, real
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 
 DEFAULT_TIMEOUT_S = 600.0
-_LONGEST_TIMEOUT_S = 1e8  # three years; a little more does not fit into gloo's nanoseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,10 @@ def _check_options(options: LoaderOptions) -> None:
     names = ("prefetch", "batch_size", "max_bytes_in_flight")
     _check_counts({name: getattr(options, name) for name in names})
     gain, rate, limits = options.min_gain, options.bytes_per_s, options.limits
-    if not (is_number(gain) and 0.0 <= gain < 1.0):
+    share = real(gain)
+    if share is None or not 0.0 <= share < 1.0:
         raise _wrong("min_gain", gain, "a share of the step, from 0 to below 1")
-    if rate is not None and not (is_number(rate) and 0.0 < rate):
+    if rate is not None and (real(rate) or 0.0) <= 0.0:
         raise _wrong("bytes_per_s", rate, "must be above zero")
     if not is_timeout(options.timeout_s):
         raise _wrong("timeout_s", options.timeout_s, "must be seconds, above zero")
@@ -187,16 +188,6 @@ def _check_functions(values: Mapping[str, object]) -> None:
 
 
 _NEEDED = ("accumulate", "prefetch", "cost", "length_fn")
-
-
-def is_timeout(value: object) -> bool:
-    """Whether it is a number of seconds that ranks can wait."""
-    return is_number(value) and 0.0 < value <= _LONGEST_TIMEOUT_S
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether it can be compared with numbers; nan can, and is neither below nor above."""
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _wrong(name: str, value: object, limit: str) -> ConfigError:

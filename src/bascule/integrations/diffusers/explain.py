@@ -14,7 +14,7 @@ from bascule.integrations.diffusers.forward import Attended, AttentionShape
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
 from bascule.plan.head_shares import HeadShares
-from bascule.plan.sparse import SparsePlan
+from bascule.plan.traffic import Traffic
 
 _MIB = 2**20
 
@@ -27,18 +27,18 @@ class MeshCost:
         ring_degree: R.
         ulysses_degree: U.
         tokens: Of each rank.
-        sent_bytes: What each rank sends to others in all attentions.
+        traffic: What each rank sends to others in all attentions.
     """
 
     ring_degree: int
     ulysses_degree: int
     tokens: tuple[int, ...]
-    sent_bytes: tuple[int, ...]
+    traffic: tuple[Traffic, ...]
 
     @property
     def busiest_bytes(self) -> int:
         """Sent by the rank that sends most."""
-        return max(self.sent_bytes)
+        return max(sent.total for sent in self.traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +117,14 @@ def _explain_sparse(part: SplitModel, last: Attended) -> Explanation:
     ring, ulysses = part.mesh.degrees
     dense = mesh_cost(last.lengths, ring, ulysses, last.shapes, part.sparse.config.dealt)
     sent = [
-        num_bytes + sum(layer.row_bytes * sent_rows(layer.used, rank) for layer in last.sparse)
-        for rank, num_bytes in enumerate(dense.sent_bytes)
+        sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
+        for rank, traffic in enumerate(dense.traffic)
     ]
     return Explanation(
         model=type(part.model).__name__,
         lengths=dict(zip(part.table.segments, last.lengths, strict=True)),
         num_attentions=sum(last.shapes.values()) + len(last.sparse),
-        chosen=replace(dense, sent_bytes=tuple(sent)),
+        chosen=replace(dense, traffic=tuple(sent)),
         others=(),
         sparse=last.sparse,
     )
@@ -172,40 +172,25 @@ def mesh_cost(
         ulysses,
         tuple(layout.num_tokens(*place) for place in places),
         tuple(
-            sum(count * sent_bytes(layout, place, shape) for shape, count in shapes.items())
+            sum((traffic(layout, place, one) * num for one, num in shapes.items()), Traffic())
             for place in places
         ),
     )
 
 
-def sent_bytes(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape) -> int:
-    """What a rank sends to others in the forward of one attention.
-
-    Ulysses: the heads of its tokens that are not its own, of q, k and v, and back the tokens that
-    are not its own, of its heads. Ring: R - 1 times the keys and values at hand.
-    """
+def traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape) -> Traffic:
+    """What a rank sends to others in the forward of one attention."""
     ring, ulysses = place
     num_kv = _kv_heads(shape, layout.ulysses_degree)
-    own = HeadShares.split(num_kv, layout.ulysses_degree).of(ulysses)
-    queries = shape.num_heads // num_kv
-    tokens, row_tokens = layout.num_tokens(*place), layout.ring_lens[ring]
-    heads = tokens * (num_kv - own) * (queries + 2) + (row_tokens - tokens) * own * queries
     passed = [(ring - turn) % layout.ring_degree for turn in range(layout.ring_degree - 1)]
-    keys = sum(layout.ring_lens[one] for one in passed) * 2 * own
-    return (heads + keys) * shape.batch * shape.row_bytes
-
-
-def sent_rows(plan: SparsePlan, rank: int) -> int:
-    """Rows of a head and a token that a rank sends to others, forward, by a plan.
-
-    Its queries, keys and values to where they are used, once for each ring that needs them; outputs
-    home; and R - 1 times the keys and values at hand.
-    """
-    q, kv = plan.rows_between
-    away = q[rank].sum() + q[:, rank].sum() - 2 * q[rank, rank]
-    away += 2 * (kv[rank].sum() - kv[rank, rank])
-    passed = sum(plan.kv_rows(owner).lens.sum() for owner in plan.owners(rank)[:-1])
-    return int(away + 2 * passed)
+    return Traffic.of_attention(
+        HeadShares.split(num_kv, layout.ulysses_degree),
+        ulysses,
+        [layout.num_tokens(ring, one) for one in range(layout.ulysses_degree)],
+        sum(layout.ring_lens[one] for one in passed),
+        queries=shape.num_heads // num_kv,
+        row_bytes=shape.batch * shape.row_bytes,
+    )
 
 
 def _kv_heads(shape: AttentionShape, ulysses: int) -> int:

@@ -17,6 +17,7 @@ from bascule.plan.sparse.block_layout import BlockLayout
 from bascule.plan.sparse.counts import Floats
 from bascule.plan.sparse.round_metrics import barrier_imbalance, coupled_imbalance
 from bascule.plan.sparse.sparse_route import PackedRows, Travel, route_of
+from bascule.plan.traffic import Traffic
 
 MAX_BATCH = 2**16
 """Most sequences that are attended alike in one exchange."""
@@ -144,8 +145,27 @@ class SparsePlan:
         """Bytes that leave a rank of all ranks: q, k and v to where they are used, output back."""
         for name, value in (("head_dim", head_dim), ("itemsize", itemsize), ("batch", batch)):
             whole(name, value, 1)
-        away = sum(int(rows.sum() - np.trace(rows)) for rows in self.rows_between)
-        return 2 * away * batch * head_dim * itemsize
+        return int(self.routed_rows.sum()) * batch * head_dim * itemsize
+
+    @cached_property
+    def routed_rows(self) -> Ints:
+        """(num_ranks,) rows of a head and a token that each rank sends to others.
+
+        Its queries, keys and values to where they are used, once for each ring that needs them, and
+        outputs home.
+        """
+        q, kv = (rows - np.diag(rows.diagonal()) for rows in self.rows_between)
+        return q.sum(axis=1) + q.sum(axis=0) + 2 * kv.sum(axis=1)
+
+    def traffic(self, rank: int, row_bytes: int) -> Traffic:
+        """What a rank sends in a forward pass: routed rows, and keys and values around its ring.
+
+        Args:
+            rank: Which.
+            row_bytes: Of one head of a token, in all rows of the batch.
+        """
+        passed = sum(int(self.kv_rows(owner).lens.sum()) for owner in self.owners(rank)[:-1])
+        return Traffic(routed=int(self.routed_rows[rank]) * row_bytes, ring=2 * passed * row_bytes)
 
     def q_rows(self, rank: int) -> PackedRows:
         """The queries that a rank computes.
