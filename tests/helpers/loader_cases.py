@@ -337,7 +337,11 @@ def loader_threads() -> list[str]:
 
 
 def allow_workers() -> None:
-    """A rank of the harness is a daemon, which may not start the workers of a DataLoader."""
+    """Let a rank of the harness start the workers of a DataLoader, as a rank of a user would.
+
+    It is a daemon, which may not; and it would start a fork server of its own first, for seconds.
+    """
+    multiprocessing.set_start_method("fork", force=True)
     multiprocessing.current_process()._config["daemon"] = False  # pyright: ignore[reportAttributeAccessIssue]
 
 
