@@ -3,6 +3,7 @@
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from bascule.errors import ConfigError
 from bascule.parallel_step import Step as Step
 from bascule.plan import routes
 from bascule.plan.batch import check_lengths, plan_batch
-from bascule.plan.checks import of_type
+from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
@@ -38,7 +39,9 @@ class ParallelOptions:
         home_tolerance: See `plan_batch`.
         kernel: Name of the attention kernel; None takes the fastest for device and dtype.
         device: Where the tensors are; None takes the mesh's, or the group's back end's.
-        data_group: The ranks whose gradients are averaged, if more than the group (`step.mean`).
+        data_group: The ranks whose gradients are put together, if more than the group (`step.mean`).
+        gradients: How the trainer puts the gradients of ranks together: "mean" (FSDP, DDP) or
+            "sum" (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
     """
 
     planner: str = "lpt"
@@ -46,6 +49,7 @@ class ParallelOptions:
     kernel: str | None = None
     device: torch.device | str | None = None
     data_group: dist.ProcessGroup | None = None
+    gradients: Literal["mean", "sum"] = "mean"
 
 
 _DEFAULT = ParallelOptions()
@@ -108,6 +112,8 @@ class SequenceParallel:
             of_type("options", options, ParallelOptions, "ParallelOptions(..)")
             self.device = _device(options.device, mesh_or_group, given)
             packed.check_kernel(options.kernel)
+            if options.gradients not in (ways := ("mean", "sum")):
+                raise ConfigError(f"gradients={shown(options.gradients)}: choose one of {ways}")
             if options.data_group is not None:
                 data = _data_group(options.data_group, ranks)
         except Exception as met:  # whatever it is, the others must not wait
@@ -238,6 +244,7 @@ class SequenceParallel:
         chosen = self.options
         values = (topology, describe_cost(self.cost), self.limits, self.cluster, self._timeout_s)
         values = (*values, chosen.planner, chosen.home_tolerance, chosen.kernel, self.device.type)
+        values = (*values, chosen.gradients)
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
@@ -254,6 +261,7 @@ _SETTINGS: tuple[str, ...] = (
     "home_tolerance",
     "kernel",
     "device",
+    "gradients",
 )
 
 

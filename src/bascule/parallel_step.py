@@ -4,6 +4,7 @@ Shapes: T tokens as loaded on this rank, C tokens that it computes on, H heads, 
 samples as loaded on this rank, N samples of all ranks.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,13 +13,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule import parallel_ops
 from bascule.attention import packed
-from bascule.attention.call_spec import check_settings, check_tensors
+from bascule.attention.call_spec import (
+    check_settings,
+    check_tensors,
+    naming,
+    positive_scale,
+    with_positive_scale,
+)
+from bascule.attention.usp import Forward, by_head, usp_backward, usp_forward
 from bascule.comm import mean
-from bascule.comm.exchange import BoundRoute, exchange, gather_samples
-from bascule.comm.guard.derivatives import refuse_transforms
+from bascule.comm.exchange import (
+    BoundRoute,
+    exchange,
+    gather_samples,
+    move_rows,
+    sample_gradients,
+    samples_of_all,
+)
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.derivatives import is_recorded, refuse_transforms
 from bascule.comm.guard.failures import tell, telling
 from bascule.comm.staging import table_on
+from bascule.comm.world import this_world
 from bascule.errors import ConfigError
 from bascule.plan import metrics, routes
 from bascule.plan.batch import Plan
@@ -26,11 +44,6 @@ from bascule.plan.traffic import Traffic
 
 if TYPE_CHECKING:
     from bascule.parallel import SequenceParallel
-
-
-_between_graphs = torch.compiler.disable(
-    recursive=True, reason="ranks exchange rows: a graph of torch.compile ends here"
-)
 
 
 class Step:
@@ -56,6 +69,13 @@ class Step:
         self.local = plan.local(parallel.rank)
         self.local_seq_ids = self._tensor(self.local.seq_ids)
         self.token_slot = self._tensor(self.local.slots)
+        # For compilers, which take whole numbers, and cannot look into arrays.
+        lens, counts = plan.seq_lens, plan.source_counts
+        self._key = this_world().steps.add(self)
+        self._num_source = int(lens[plan.source_ranks == parallel.rank].sum())
+        self._num_tokens, self._num_samples = self.local.positions.size, int(counts.sum())
+        self._num_together, self._sharing = sum(self._bag.tokens), self._bag.degree
+        self._place = self._bag.mesh.place[1]
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the other ranks too."""
@@ -70,7 +90,6 @@ class Step:
         if error is not None:
             tell(error, f"step {self.number}: the code of this rank", leaves=True)
 
-    @_between_graphs
     def route(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Bring tokens from where they were loaded to where they are computed.
 
@@ -86,19 +105,15 @@ class Step:
         Raises:
             ConfigError: A tensor has another number of rows. CommError: an exchange failed.
         """
-        with telling(f"step {self.number}: route"):
-            return dict(zip(tensors, self._exchange("route", self._route, tensors), strict=True))
+        return dict(zip(tensors, self._exchange("route", tensors), strict=True))
 
-    @_between_graphs
     def restore(self, tensor: Tensor) -> Tensor:
         """Bring tokens back to their source rank and order: (C, ...) to (T, ...).
 
         Differentiable; one all-to-all a direction.
         """
-        with telling(f"step {self.number}: restore"):
-            return self._exchange("restore", self._route.inverse, {"tensor": tensor})[0]
+        return self._exchange("restore", {"tensor": tensor})[0]
 
-    @_between_graphs
     def attend(
         self,
         q_CHD: Tensor,
@@ -109,30 +124,31 @@ class Step:
         scale: float | None = None,
     ) -> Tensor:
         """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
+        if is_recorded():
+            return self._attend_recorded(q_CHD, k_CKD, v_CKD, causal, scale)
         bag, kernel = self._bag, self._parallel.options.kernel
         with telling(f"step {self.number}: attend"):
-            refuse_transforms("attend", q_CHD, k_CKD, v_CKD)
-            check_settings("attend", causal, scale)
             self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
             self.traffic += packed.traffic(bag, q_CHD, k_CKD)
             return out
 
-    @_between_graphs
     def gather_samples(self, tensor: Tensor) -> Tensor:
         """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
 
         Differentiable; one all-gather forward, one reduce-scatter backward.
         """
-        counts = self.plan.source_counts.tolist()
-        own, group = counts[self._parallel.rank], self._parallel.group
+        refuse_transforms("gather_samples", tensor)
+        needs_grad = _needs_grad(tensor)
+        if is_recorded():
+            args = self._key, self._num_samples, needs_grad
+            return parallel_ops.gather_samples(tensor, *args)
         with telling(f"step {self.number}: gather_samples"):
-            self._agree_on_form("gather_samples", {"tensor": tensor}, own)
-            return gather_samples(tensor, counts, self._valid_samples, group, self.number)
+            self._agree_on_samples(tensor, needs_grad)
+            return gather_samples(tensor, *self._samples)
 
-    @_between_graphs
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
-        """Mean over the tokens of all ranks, right under FSDP's and DDP's gradient averaging.
+        """Mean over the tokens of all ranks, right where gradients are averaged (or summed).
 
         One all-reduce of two numbers.
 
@@ -143,17 +159,12 @@ class Step:
         Returns:
             The global mean, the same on every rank.
         """
-        parallel = self._parallel
+        refuse_transforms("mean", per_token)
+        if is_recorded():
+            return parallel_ops.mean(per_token, weights, self._key)[0]
         with telling(f"step {self.number}: mean"):
-            refuse_transforms("mean", per_token)
-            error, form = None, None
-            try:
-                mean.check(per_token, weights)
-                form = (per_token.shape[1:], per_token.dtype, weights is not None)
-            except Exception as met:  # whatever it is, the others must not wait
-                error = met
-            parallel.agree_once("mean", form, error, self.number)
-            return mean.global_mean(per_token, weights, parallel.data_group, self.number)
+            self._agree_on_mean(per_token, weights)
+            return mean.global_mean(per_token, weights, self._mean_over)
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
@@ -190,24 +201,142 @@ class Step:
         return int(self.plan.topology.ulysses_groups.bag_sizes.max())
 
     @cached_property
-    def _valid_samples(self) -> Tensor:
+    def _samples(self) -> tuple[int, Tensor, RankGroup, int]:
+        """Most samples of a rank, rows of a gather padded to them, the ranks, the step number."""
         counts = self.plan.source_counts
-        starts = np.arange(counts.size) * counts.max()
-        return self._tensor(routes.ranges(starts, counts))
+        most = int(counts.max(initial=0))
+        rows = routes.ranges(np.arange(counts.size) * most, counts)
+        return most, self._tensor(rows), self._parallel.group, self.number
 
-    def _exchange(
-        self, what: str, route: BoundRoute, tensors: dict[str, Tensor]
+    def _exchange(self, what: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        refuse_transforms(what, *tensors.values())
+        needs_grad = list(map(_needs_grad, tensors.values()))
+        if is_recorded():
+            num_rows = self._num_tokens if what == "route" else self._num_source
+            args = self._key, what, ",".join(tensors), needs_grad, num_rows
+            return tuple(parallel_ops.exchange(list(tensors.values()), *args)[:-1])
+        with telling(f"step {self.number}: {what}"):
+            route = self._agreed_route(what, tensors, needs_grad)
+            return exchange(route, list(tensors.values()))
+
+    def _attend_recorded(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    ) -> Tensor:
+        refuse_transforms("attend", q, k, v)
+        check_settings("attend", causal, scale)
+        q, _ = with_positive_scale(q, scale)
+        heads: list[int] = []
+        if self._sharing > 1:
+            own = k.shape[1] // self._sharing + (self._place < k.shape[1] % self._sharing)
+            heads = [q.shape[1] // k.shape[1] * own, own]
+        args = self._key, self._num_together, heads, causal, scale
+        return parallel_ops.attend(q, k, v, *args)[0]
+
+    # What operators do, with the same checks and agreements; autograd does not record it.
+
+    def attend_now(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+    ) -> Forward:
+        """The forward of `attend`."""
+        with telling(f"step {self.number}: attend"), naming("attend", (q, k, v)):
+            self._agree_on_attention(q, k, v, causal, scale)
+            self.traffic += packed.traffic(self._bag, q, k)
+            return usp_forward(q, k, v, *self._prepared(q, k, causal, scale))
+
+    def attend_back(
+        self,
+        grad: Tensor,
+        saved: Sequence[Tensor],
+        numbers: Sequence[int],
+        num_heads: tuple[int, int],
+        causal: bool,
+        scale: float | None,
     ) -> tuple[Tensor, ...]:
-        self._agree_on_form(what, tensors, route.num_sent)
+        """Gradients of q, k and v, of so many heads, from what `parallel_ops.attend` gave."""
+        tokens, _, width = grad.shape
+        like = grad.new_empty(())  # without memory for what has only a shape
+        q, k = (like.expand(tokens, heads, width) for heads in num_heads)
+        plan, heads = self._prepared(q, k, causal, scale)
+        if heads is None:
+            *rows, out, lse = saved
+            saved = *map(by_head, (*rows, out)), lse
+        else:
+            whole, out, lse = saved
+            saved = *heads.parts(whole), out.transpose(1, 2), lse
+        return usp_backward(grad, saved, numbers, plan, heads)
+
+    def exchange_now(
+        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], int]:
+        """The forward of `route` or `restore`, and which call of the group it was."""
+        with telling(f"step {self.number}: {what}"):
+            route = self._agreed_route(what, tensors, needs_grad)
+            return move_rows(route, list(tensors.values())), route.group.calls.number
+
+    def exchange_back(self, what: str, grads: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
+        """The gradients of a call's rows, where these came from."""
+        return move_rows(self._route_of(what).inverse, grads, of=number)
+
+    def gather_now(self, tensor: Tensor, needs_grad: bool) -> Tensor:
+        """The forward of `gather_samples`."""
+        with telling(f"step {self.number}: gather_samples"):
+            self._agree_on_samples(tensor, needs_grad)
+            return samples_of_all(tensor, *self._samples)
+
+    def gather_back(self, grad: Tensor) -> Tensor:
+        """The gradient of this rank's samples."""
+        own = int(self.plan.source_counts[self._parallel.rank])
+        return sample_gradients(grad, own, *self._samples)
+
+    def mean_now(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The forward of `mean`, and what its gradient is multiplied by."""
+        with telling(f"step {self.number}: mean"):
+            self._agree_on_mean(values, weights)
+            return mean.mean_and_scale(values, weights, self._mean_over)
+
+    @property
+    def _mean_over(self) -> mean.MeanOver:
+        group = self._parallel.data_group
+        divisor = group.size if self._parallel.options.gradients == "mean" else 1
+        return mean.MeanOver(group, divisor, self.number)
+
+    def _prepared(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> packed.Prepared:
+        factor = positive_scale(q.shape[2], scale)
+        kernel = self._parallel.options.kernel
+        return self._bag.prepared(kernel, q, k, k, causal=causal, scale=factor)
+
+    def _route_of(self, what: str) -> BoundRoute:
+        return self._route if what == "route" else self._route.inverse
+
+    def _agreed_route(
+        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
+    ) -> BoundRoute:
+        route = self._route_of(what)
+        self._agree_on_form(what, tensors, needs_grad, route.num_sent)
         rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
         self.traffic += Traffic(routed=rows * route.num_moved)
-        return exchange(route, list(tensors.values()))
+        return route
+
+    def _agree_on_samples(self, tensor: Tensor, needs_grad: bool) -> None:
+        own = int(self.plan.source_counts[self._parallel.rank])
+        self._agree_on_form("gather_samples", {"tensor": tensor}, [needs_grad], own)
+
+    def _agree_on_mean(self, values: Tensor, weights: Tensor | None) -> None:
+        error, form = None, None
+        try:
+            mean.check(values, weights)
+            form = (values.shape[1:], values.dtype, weights is not None)
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        self._parallel.agree_once("mean", form, error, self.number)
 
     def _agree_on_attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
     ) -> None:
         """Heads and dtype decide the sizes, and must do for the bags of all ranks."""
         parallel = self._parallel
+        refuse_transforms("attend", q, k, v)
+        check_settings("attend", causal, scale)
         try:
             check_tensors("attend", q, k, v)
         except ConfigError as error:
@@ -222,19 +351,19 @@ class Step:
                 error = met
             parallel.agree_once("attend", form, error, self.number)
 
-    def _agree_on_form(self, what: str, tensors: dict[str, Tensor], num_rows: int) -> None:
+    def _agree_on_form(
+        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool], num_rows: int
+    ) -> None:
         """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""
-        refuse_transforms(what, *tensors.values())
         error = None if tensors else ConfigError(f"{what}: give at least one tensor")
         for name, x in tensors.items():
             error = error or self._misfit(what, name, x, num_rows)
         if error is not None:
             self._parallel.agree_once(what, f"{what}: {error}", error, self.number)
-        needs_grad = torch.is_grad_enabled()
         form = ", ".join(
             f"{name} {str(x.dtype).removeprefix('torch.')}{list(x.shape[1:])}"
-            f"{' with gradient' if needs_grad and x.requires_grad else ''}"
-            for name, x in tensors.items()
+            f"{' with gradient' if needed else ''}"
+            for (name, x), needed in zip(tensors.items(), needs_grad, strict=True)
         )
         self._parallel.agree_once(what, f"{what}({form})", error, self.number)
 
@@ -256,3 +385,7 @@ class Step:
 
     def _tensor(self, array: routes.Ints) -> Tensor:
         return table_on(array, self._parallel.device)
+
+
+def _needs_grad(x: Any) -> bool:
+    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad

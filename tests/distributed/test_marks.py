@@ -126,7 +126,7 @@ def samples() -> list[str]:
     ) -> Tensor:
         x = torch.ones(2, width, dtype=dtype, requires_grad=True)
         valid = torch.tensor([0, 1, most, most + 1])
-        return gather_samples(x, [2, most], valid, group, step)
+        return gather_samples(x, most, valid, group, step)
 
     def back(**changes: Any) -> None:
         gathered(**changes).sum().backward()

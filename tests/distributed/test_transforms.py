@@ -95,7 +95,7 @@ def compiled(spec: str) -> None:
 
     want = whole(x)
     wanted = torch.autograd.grad(want, x)
-    found = torch.compile(whole, backend="aot_eager")(x)
+    found = torch.compile(whole, backend="aot_eager", fullgraph=True)(x)
     torch.testing.assert_close(found, want, rtol=1e-12, atol=0.0)
     torch.testing.assert_close(torch.autograd.grad(found, x), wanted, rtol=1e-12, atol=1e-14)
 

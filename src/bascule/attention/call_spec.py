@@ -168,9 +168,15 @@ def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     Torch's flash attention for CPUs (2.13) takes the factor of what a causal mask hides, too, and
     gives nan where it is not above 0.
     """
+    factor = positive_scale(q.shape[-1], scale)
+    return (q, factor) if scale is None or scale > 0 else (q * scale, factor)
+
+
+def positive_scale(head_dim: int, scale: float | None) -> float:
+    """The factor of the scores that `with_positive_scale` leaves."""
     if scale is None:
-        return q, q.shape[-1] ** -0.5
-    return (q, scale) if scale > 0 else (q * scale, 1.0)
+        return head_dim**-0.5
+    return scale if scale > 0 else 1.0
 
 
 class naming:  # noqa: N801 - it is called as a function is

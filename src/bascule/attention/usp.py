@@ -9,8 +9,9 @@ Source: USP (arXiv:2405.07719), here for packed sequences and for blocks of a sp
 Shapes: T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,19 +41,22 @@ class SharedHeads:
     to_heads: Call
     to_tokens: Call
 
-    def bring(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """From (T, heads, D) each to (1, share of the heads, S, D) each. One all-to-all."""
-        whole = self.exchange.start_to_heads((q, k, v), self.to_heads, self.order.whole)()
+    def bring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """(1, S, this rank's heads of all three, D) of (T, heads, D) each. One all-to-all."""
+        return self.exchange.start_to_heads((q, k, v), self.to_heads, self.order.whole)()
+
+    def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """(1, share of the heads, S, D) each, of what was brought together."""
         num_q, num_kv = self.num_heads
         return whole.transpose(1, 2).split_with_sizes((num_q, num_kv, num_kv), 1)
 
     def bring_one(self, x: Tensor) -> Tensor:
-        """`bring` of what has the heads of queries."""
+        """(1, share of the heads, S, D) of what has the heads of queries. One all-to-all."""
         whole = self.exchange.start_to_heads((x,), self.to_heads, self.order.whole)()
         return whole.transpose(1, 2)
 
     def take_back(self, *xs: Tensor) -> list[Tensor]:
-        """The inverse of `bring`. One all-to-all."""
+        """From (1, share of the heads, S, D) each to (T, heads, D) each. One all-to-all."""
         rows = (xs[0] if len(xs) == 1 else torch.cat(xs, 1)).transpose(1, 2)
         heads = [x.shape[1] for x in xs]
         return self.exchange.start_to_tokens(rows, heads, self.to_tokens, self.order.back)()
@@ -85,38 +89,78 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, heads: SharedHeads | None
     ) -> Tensor:
-        if heads is None:
-            q, k, v = _by_head(q), _by_head(k), _by_head(v)
-        else:
-            q, k, v = heads.bring(q, k, v)
-        out, lse = ring_forward(q, k, v, plan)
-        ctx.plan, ctx.heads = plan, heads
-        ctx.rings = 0 if plan.group is None else plan.group.calls.number
-        if heads is None:
-            ctx.save_for_backward(q, k, v, out.detach(), lse)
-            return out.transpose_(1, 2).squeeze_(0)  # in place: a view could not be written to
-        ctx.save_for_backward(q, k, v, out, lse)
-        (own,) = heads.take_back(out)
-        ctx.number = heads.exchange.group.calls.number
-        return own
+        done = usp_forward(q, k, v, plan, heads)
+        ctx.plan, ctx.heads, ctx.numbers = plan, heads, done.numbers
+        ctx.save_for_backward(*done.rows, done.out, done.lse)
+        return done.own
 
     @staticmethod
     @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # first: checkpointing may compute them, with calls of its own
-        (grad,), heads, plan = grads, ctx.heads, ctx.plan
-        if heads is not None:
-            heads.go_back(ctx.number)
-        grad = _by_head(grad) if heads is None else heads.bring_one(grad)
-        if plan.group is not None:
-            plan = replace(plan, form=f"{plan.form}, gradients of {ctx.rings}")
-        q, k, v, out, lse = saved
-        found = ring_backward(grad, q, k, v, out, lse, plan)
-        if heads is None:
-            return *(x.transpose(1, 2)[0] for x in found), None, None
-        return *heads.take_back(*found), None, None
+        return *usp_backward(grads[0], saved, ctx.numbers, ctx.plan, ctx.heads), None, None
 
 
-def _by_head(x: Tensor) -> Tensor:
+class Forward(NamedTuple):
+    """What the forward computed.
+
+    Attributes:
+        own: (T, H, D) the output of this rank's tokens.
+        whole: (1, S, heads of all three, D) what was brought together; None without shared heads.
+        rows: (1, heads, S, D) each, what was attended: q, k and v.
+        out: (1, heads, S, D) the output.
+        lse: (1, heads, S) its LSE.
+        numbers: How many calls the ring and the Ulysses ranks had made.
+    """
+
+    own: Tensor
+    whole: Tensor | None
+    rows: tuple[Tensor, ...]
+    out: Tensor
+    lse: Tensor
+    numbers: tuple[int, int]
+
+
+def usp_forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, heads: SharedHeads | None
+) -> Forward:
+    """The forward of `usp_attention`, which autograd does not record."""
+    whole = None
+    if heads is None:
+        q, k, v = rows = by_head(q), by_head(k), by_head(v)
+    else:
+        whole = heads.bring(q, k, v)
+        q, k, v = rows = heads.parts(whole)
+    out, lse = ring_forward(q, k, v, plan)
+    rings = 0 if plan.group is None else plan.group.calls.number
+    if heads is None:
+        kept = out.detach()
+        own = out.transpose_(1, 2).squeeze_(0)  # in place: a view could not be written to
+        return Forward(own, None, rows, kept, lse, (rings, 0))
+    (own,) = heads.take_back(out)
+    return Forward(own, whole, rows, out, lse, (rings, heads.exchange.group.calls.number))
+
+
+def usp_backward(
+    grad: Tensor,
+    saved: Sequence[Tensor],
+    numbers: Sequence[int],
+    plan: RingPlan,
+    heads: SharedHeads | None,
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k and v at home; `saved` are the rows, the output and the LSE."""
+    if heads is not None:
+        heads.go_back(numbers[1])
+    grad = by_head(grad) if heads is None else heads.bring_one(grad)
+    if plan.group is not None:
+        plan = replace(plan, form=f"{plan.form}, gradients of {numbers[0]}")
+    q, k, v, out, lse = saved
+    found = ring_backward(grad, q, k, v, out, lse, plan)
+    if heads is None:
+        return tuple(x.transpose(1, 2)[0] for x in found)
+    return tuple(heads.take_back(*found))
+
+
+def by_head(x: Tensor) -> Tensor:
     """(1, heads, T, D) of (T, heads, D)."""
     return x.transpose(0, 1)[None]

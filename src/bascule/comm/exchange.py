@@ -111,7 +111,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: BoundRoute, of: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route = route
-        received = _move(route, tensors, of=of)
+        received = move_rows(route, tensors, of=of)
         ctx.number = route.group.calls.number
         # What needs no gradient here needs none there either: positions stay out of the graph.
         needed = ctx.needs_input_grad[2:]
@@ -155,7 +155,7 @@ class _Spread(torch.autograd.Function):
         out = (
             None if is_kept else _staged(route.group.staging, "rows spread", num_received, parts[0])
         )
-        moved = _move(route, [rows], out)[0]
+        moved = move_rows(route, [rows], out)[0]
         ctx.number = route.group.calls.number
         return moved
 
@@ -163,7 +163,7 @@ class _Spread(torch.autograd.Function):
     @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), route = grads, ctx.route
-        (copies,) = _move(route.back_to_copies, [grad], of=ctx.number)
+        (copies,) = move_rows(route.back_to_copies, [grad], of=ctx.number)
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = grad.new_zeros(sum(ctx.sizes), *grad.shape[1:], dtype=wide)
         total.index_add_(0, route.send_index, copies.to(wide))
@@ -176,7 +176,7 @@ def _staged(staging: Staging, role: str, num_rows: int, like: Tensor) -> Tensor:
     return staging.take(role, numel, like).view(num_rows, *like.shape[1:])
 
 
-def _move(
+def move_rows(
     route: BoundRoute, tensors: Sequence[Tensor], out: Tensor | None = None, of: int = -1
 ) -> tuple[Tensor, ...]:
     """The rows that arrive; of one tensor in `out`, if it is given.
@@ -263,7 +263,7 @@ def _select(rows: Tensor, index: Tensor | None, out: Tensor) -> None:
 
 
 def gather_samples(
-    tensor: Tensor, counts: Sequence[int], valid: Tensor, group: RankGroup, step: int
+    tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
 ) -> Tensor:
     """Give every rank the per-sample rows of all ranks, in the order of ranks.
 
@@ -272,7 +272,7 @@ def gather_samples(
 
     Args:
         tensor: (n, ...) this rank's samples.
-        counts: Samples of each rank; `counts[group.rank] == n`.
+        padded: Most samples of a rank.
         valid: (N,) rows of the padded gather that hold samples.
         group: The ranks.
         step: Step number in errors.
@@ -280,8 +280,7 @@ def gather_samples(
     Returns:
         (N, ...) the samples of all ranks.
     """
-    refuse_transforms("gather_samples", tensor)
-    return _GatherSamples.apply(tensor, max(counts), valid, group, step)
+    return _GatherSamples.apply(tensor, padded, valid, group, step)
 
 
 class _GatherSamples(torch.autograd.Function):
@@ -289,31 +288,42 @@ class _GatherSamples(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
     ) -> Tensor:
-        ctx.group, ctx.step, ctx.padded = group, step, padded
-        ctx.num_samples, ctx.valid = tensor.shape[0], valid
-        rows = tensor.new_zeros(padded, *tensor.shape[1:])
-        rows[: tensor.shape[0]] = tensor
-        call = Call("all_gather (samples)", step, f"{tensor.dtype} {list(rows.shape)}")
-        samples = all_gather(group, call, rows).flatten(0, 1).index_select(0, valid)
-        if not _has_gradient(samples):
+        ctx.settings = tensor.shape[0], padded, valid, group, step
+        samples = samples_of_all(tensor, padded, valid, group, step)
+        if not has_gradient(samples):
             ctx.mark_non_differentiable(samples)
         return samples
 
     @staticmethod
     @only_first
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        padded = grad.new_zeros(ctx.group.size * ctx.padded, *grad.shape[1:], dtype=wide)
-        padded.index_copy_(0, ctx.valid, grad.to(wide))
-        call = Call(
-            "reduce_scatter (samples' gradients)", ctx.step, f"{grad.dtype} {list(padded.shape)}"
-        )
-        own = reduce_scatter(ctx.group, call, padded.unflatten(0, (ctx.group.size, ctx.padded)))
-        return own[: ctx.num_samples].to(grad.dtype), None, None, None, None
+        return sample_gradients(grad_outputs[0], *ctx.settings), None, None, None, None
 
 
-def _has_gradient(tensor: Tensor) -> bool:
+def samples_of_all(
+    tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
+) -> Tensor:
+    """The forward of `gather_samples`, which autograd does not record; `padded` rows a rank."""
+    rows = tensor.new_zeros(padded, *tensor.shape[1:])
+    rows[: tensor.shape[0]] = tensor
+    call = Call("all_gather (samples)", step, f"{tensor.dtype} {list(rows.shape)}")
+    return all_gather(group, call, rows).flatten(0, 1).index_select(0, valid)
+
+
+def sample_gradients(
+    grad: Tensor, num_samples: int, padded: int, valid: Tensor, group: RankGroup, step: int
+) -> Tensor:
+    """(n, ...) the gradient of this rank's samples from that of all."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    rows = grad.new_zeros(group.size * padded, *grad.shape[1:], dtype=wide)
+    rows.index_copy_(0, valid, grad.to(wide))
+    call = Call("reduce_scatter (samples' gradients)", step, f"{grad.dtype} {list(rows.shape)}")
+    own = reduce_scatter(group, call, rows.unflatten(0, (group.size, padded)))
+    return own[:num_samples].to(grad.dtype)
+
+
+def has_gradient(tensor: Tensor) -> bool:
+    """Whether values of its dtype can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -1,5 +1,6 @@
 """The mean over the tokens of all ranks, right under gradient averaging."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import only_first, refuse_transforms
+from bascule.comm.guard.derivatives import only_first
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 
@@ -47,47 +48,71 @@ def check(values: Any, weights: Any) -> None:
         )
 
 
-def global_mean(values: Tensor, weights: Tensor | None, group: RankGroup, step: int) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class MeanOver:
+    """Over which ranks a mean is taken, and how their gradients are put together.
+
+    Attributes:
+        group: The ranks.
+        divisor: By what the sum of their gradients is divided: N, or 1.
+        step: Step number in errors.
+    """
+
+    group: RankGroup
+    divisor: int
+    step: int
+
+
+def global_mean(values: Tensor, weights: Tensor | None, over: MeanOver) -> Tensor:
     """Weighted mean of the values of all ranks; one all-reduce of two numbers, none backward.
 
-    FSDP and DDP divide the sum of the ranks' gradients by their number N, so each rank's part
-    carries a gradient of N / (sum of weights). A rank without values takes part; where weights add
+    Where the sum of the ranks' gradients is divided by N, each rank's part carries a gradient of
+    N / (sum of weights). A rank without values takes part; where weights add
     up to nothing the mean is 0.
 
     Args:
         values: This rank's values, any shape and number, as `check` allows.
         weights: What each value counts; broadcasts to them. None counts each once.
-        group: The ranks whose gradients are averaged.
-        step: Step number in errors.
+        over: The ranks.
     """
-    refuse_transforms("mean", values)
-    return _GlobalMean.apply(values, weights, group, step)
+    return _GlobalMean.apply(values, weights, over)
 
 
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, weights: Tensor | None, group: RankGroup, step: int
-    ) -> Tensor:
-        wide = values.double()
-        counted = torch.ones((), dtype=wide.dtype, device=wide.device)
-        if weights is not None:
-            counted = weights.double()
-        counted = counted.expand_as(values)
-        sums = torch.stack([(wide * counted).sum(), counted.sum()])
-        sums = all_reduce(group, Call("all_reduce (mean)", step), sums)
-        inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
-        ctx.save_for_backward(values.new_empty(0), weights, inverse * group.size)
+    def forward(ctx: Any, values: Tensor, weights: Tensor | None, over: MeanOver) -> Tensor:
+        mean, scale = mean_and_scale(values, weights, over)
+        ctx.save_for_backward(values.new_empty(0), weights, scale)
         ctx.shape = values.shape
-        return (sums[0] * inverse).to(values.dtype)
+        return mean
 
     @staticmethod
     @only_first
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
         like, weights, scale = ctx.saved_tensors
-        wide = torch.promote_types(like.dtype, torch.float32)
-        each = (grad.double() * scale).to(wide)
-        if weights is not None:
-            each = each * weights.to(wide)
-        return each.to(like.dtype).expand(ctx.shape), None, None, None
+        grad = mean_gradient(grad_outputs[0], weights, scale, like.dtype)
+        return grad.expand(ctx.shape), None, None
+
+
+def mean_and_scale(values: Tensor, weights: Tensor | None, over: MeanOver) -> tuple[Tensor, Tensor]:
+    """The forward of `global_mean`, and by what its gradient is multiplied; without autograd."""
+    wide = values.double()
+    counted = torch.ones((), dtype=wide.dtype, device=wide.device)
+    if weights is not None:
+        counted = weights.double()
+    counted = counted.expand_as(values)
+    sums = torch.stack([(wide * counted).sum(), counted.sum()])
+    sums = all_reduce(over.group, Call("all_reduce (mean)", over.step), sums)
+    inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
+    return (sums[0] * inverse).to(values.dtype), inverse * over.divisor
+
+
+def mean_gradient(
+    grad: Tensor, weights: Tensor | None, scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of the values; broadcasts to them."""
+    wide = torch.promote_types(dtype, torch.float32)
+    each = (grad.double() * scale).to(wide)
+    if weights is not None:
+        each = each * weights.to(wide)
+    return each.to(dtype)

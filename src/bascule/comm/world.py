@@ -12,9 +12,47 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from bascule.comm.guard.calls import Calls
-from bascule.errors import ConfigError
+from bascule.errors import CommError, ConfigError
 
 T = TypeVar("T")
+
+_NUM_KEPT = 32
+
+
+class Numbered:
+    """Objects that operators of torch find by a number, while somebody holds them or after."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._kept: dict[int, Any] = {}
+        self._last = 0
+
+    def add(self, one: object) -> int:
+        """Its number from here on."""
+        self._last += 1
+        self._alive[self._last] = one
+        return self._last
+
+    def find(self, number: int) -> Any:
+        """The object, if it is alive; of those found, so many of the last stay so.
+
+        A graph that torch recorded holds numbers, and its backward may run when nobody else holds
+        the object.
+
+        Raises:
+            CommError: It is not.
+        """
+        one = self._alive.get(number)
+        if one is None:
+            raise CommError(
+                f"number {number} is gone: a compiled backward came more than {_NUM_KEPT} steps "
+                "after its forward, or after destroy_process_group; hold the step until then"
+            )
+        self._kept.pop(number, None)
+        self._kept[number] = one
+        if len(self._kept) > _NUM_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return one
 
 
 class World:
@@ -23,6 +61,7 @@ class World:
     Attributes:
         calls: Of every process group in use, and of each part of its ranks, by name.
         meshes: The meshes that somebody holds, by name.
+        steps: The steps of training.
     """
 
     def __init__(self) -> None:
@@ -30,6 +69,7 @@ class World:
             weakref.WeakKeyDictionary()
         )
         self.meshes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.steps = Numbered()
         self._kept: dict[Hashable, Any] = {}
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -1,3 +1,4 @@
-"""Training in balance: one step of it."""
+"""Training in balance: one step of it, and what checkpoints of activations keep."""
 
+from bascule.training.keep_exchanges import keep_exchanges as keep_exchanges
 from bascule.training.train_step import train_step as train_step

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch._C import (
     _get_dispatch_mode,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
     _get_tracing_state,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
+    _len_torch_dispatch_stack,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
     _TorchDispatchModeKey,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 )
 from torch._C._functorch import (
@@ -15,6 +16,11 @@ from torch._C._functorch import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+    _CachingTorchDispatchMode,  # pyright: ignore[reportPrivateUsage]
+)
 
 from bascule.errors import ConfigError
 
@@ -48,6 +54,16 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
             f"{what} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
             "mode, or compute this part in one process"
         )
+
+
+def is_recorded() -> bool:
+    """Whether torch notes operators: a compiler, or checkpointing that chooses what to keep."""
+    if torch.compiler.is_compiling():
+        return True
+    if not _len_torch_dispatch_stack():
+        return False
+    choosing = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+    return any(isinstance(mode, choosing) for mode in _get_current_dispatch_mode_stack())
 
 
 def refuse_transforms(what: str, *tensors: Any) -> None:

@@ -1,0 +1,255 @@
+"""The exchanges of a step as operators of torch: for compilers, and for chosen checkpoints.
+
+An operator is one node of a traced graph, and one thing that a checkpointing policy can keep
+instead of making it again. It takes its step by a number, since every step has another plan and a
+graph should serve all of them, and the sizes that compilers must know as whole numbers, which may
+be symbols. It runs as the same call does elsewhere: with its checks, its agreements and its marks.
+So ranks fit together of which only some run compiled code.
+
+Shapes: C tokens that a rank computes on, S those of its Ulysses ranks, H heads, K key-value heads,
+D head width; n samples of a rank, N of all. Numbers of calls are int64 tensors on the host.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType
+
+from bascule.attention.ops import own_memory
+from bascule.comm.exchange import has_gradient
+from bascule.comm.mean import mean_gradient
+from bascule.comm.world import this_world
+
+if TYPE_CHECKING:
+    from bascule.parallel_step import Step
+
+
+def _step(number: int) -> "Step":
+    return this_world().steps.find(number)
+
+
+# Attention. Where heads are shared, what was brought together is kept for the backward, with the
+# output and its LSE; elsewhere the operands and the output at home are, and `whole` and `out` are
+# empty: no output of an operator may be part of another tensor.
+
+
+@torch.library.custom_op("bascule::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: int,
+    num_together: int,
+    num_heads: list[int],
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`Step.attend`; (C, H, D), and what the backward takes: whole, out, LSE, numbers of calls.
+
+    `num_heads` are this rank's, of queries and of keys; none where no heads are shared. Queries
+    are multiplied already with a scale that is not above 0 (`with_positive_scale`).
+    """
+    done = _step(step).attend_now(q, k, v, causal, scale)
+    numbers, own, lse = torch.tensor(done.numbers), own_memory(done.own), own_memory(done.lse)
+    if done.whole is None:
+        return own, q.new_empty(0), q.new_empty(0), lse, numbers
+    return own, own_memory(done.whole), own_memory(done.out.transpose(1, 2)), lse, numbers
+
+
+@attend.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: int,
+    num_together: int,
+    num_heads: list[int],
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    own = q.new_empty(q.shape)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    numbers = torch.empty(2, dtype=torch.int64, device="cpu")
+    if not num_heads:
+        lse = q.new_empty((1, q.shape[1], q.shape[0]), dtype=wide)
+        return own, q.new_empty(0), q.new_empty(0), lse, numbers
+    num_q, num_kv = num_heads
+    whole = q.new_empty((1, num_together, num_q + 2 * num_kv, q.shape[2]))
+    out = q.new_empty((1, num_together, num_q, q.shape[2]))
+    return own, whole, out, q.new_empty((1, num_q, num_together), dtype=wide), numbers
+
+
+@torch.library.custom_op("bascule::attend_backward", mutates_args=())
+def attend_backward(
+    grad: Tensor,
+    saved: list[Tensor],
+    numbers: Tensor,
+    step: int,
+    num_heads: list[int],
+    causal: bool,
+    scale: float | None,
+) -> list[Tensor]:
+    """Gradients of q, k and v, which have so many heads on all ranks together."""
+    num_q, num_kv = num_heads
+    found = _step(step).attend_back(grad, saved, numbers.tolist(), (num_q, num_kv), causal, scale)
+    return list(map(own_memory, found))
+
+
+@attend_backward.register_fake
+def _(
+    grad: Tensor,
+    saved: list[Tensor],
+    numbers: Tensor,
+    step: int,
+    num_heads: list[int],
+    *_: Any,
+) -> list[Tensor]:
+    tokens, _heads, width = grad.shape
+    num_q, num_kv = num_heads
+    return [grad.new_empty((tokens, heads, width)) for heads in (num_q, num_kv, num_kv)]
+
+
+def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, step, _, shared, causal, scale = inputs
+    own, whole, out, lse, numbers = output
+    kept = (whole, out, lse) if shared else (q, k, v, own, lse)
+    ctx.save_for_backward(*kept, numbers)
+    ctx.mark_non_differentiable(whole, out, lse, numbers)
+    ctx.set_materialize_grads(False)  # of those: they are large
+    ctx.settings = step, [q.shape[1], k.shape[1]], causal, scale
+
+
+def _attention_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    *saved, numbers = ctx.saved_tensors
+    return *attend_backward(grad, saved, numbers, *ctx.settings), *(None,) * 5
+
+
+attend.register_autograd(_attention_gradients, setup_context=_keep_attention)
+
+
+@torch.library.custom_op("bascule::exchange", mutates_args=())
+def exchange(
+    tensors: list[Tensor], step: int, what: str, names: str, needs_grad: list[bool], num_rows: int
+) -> list[Tensor]:
+    """`Step.route` or `Step.restore` of some tensors; then the number of the call."""
+    by_name = dict(zip(names.split(","), tensors, strict=True))
+    moved, number = _step(step).exchange_now(what, by_name, needs_grad)
+    return [*map(own_memory, moved), torch.tensor(number)]
+
+
+@exchange.register_fake
+def _(
+    tensors: list[Tensor], step: int, what: str, names: str, needs_grad: list[bool], num_rows: int
+) -> list[Tensor]:
+    moved = [x.new_empty((num_rows, *x.shape[1:])) for x in tensors]
+    return [*moved, torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+@torch.library.custom_op("bascule::exchange_backward", mutates_args=())
+def exchange_backward(
+    grads: list[Tensor], number: Tensor, step: int, what: str, num_rows: int
+) -> list[Tensor]:
+    """What `exchange` moved, moved back."""
+    return list(map(own_memory, _step(step).exchange_back(what, grads, int(number))))
+
+
+@exchange_backward.register_fake
+def _(grads: list[Tensor], number: Tensor, step: int, what: str, num_rows: int) -> list[Tensor]:
+    return [x.new_empty((num_rows, *x.shape[1:])) for x in grads]
+
+
+def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    tensors, step, what, _, needs_grad, _ = inputs
+    *moved, number = output
+    ctx.save_for_backward(number)
+    pairs = zip(moved, needs_grad, strict=True)
+    ctx.mark_non_differentiable(number, *(x for x, is_needed in pairs if not is_needed))
+    ctx.needs, ctx.settings = needs_grad, (step, what, tensors[0].shape[0])
+
+
+def _exchange_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
+    needed = [x for x, is_needed in zip(grads[:-1], ctx.needs, strict=True) if is_needed]
+    moved = iter(exchange_backward(needed, *ctx.saved_tensors, *ctx.settings))
+    return [next(moved) if is_needed else None for is_needed in ctx.needs], *(None,) * 5
+
+
+exchange.register_autograd(_exchange_gradients, setup_context=_keep_exchange)
+
+
+@torch.library.custom_op("bascule::gather_samples", mutates_args=())
+def gather_samples(tensor: Tensor, step: int, num_samples: int, needs_grad: bool) -> Tensor:
+    """`Step.gather_samples`; (N, ...)."""
+    return _step(step).gather_now(tensor, needs_grad)
+
+
+@gather_samples.register_fake
+def _(tensor: Tensor, step: int, num_samples: int, needs_grad: bool) -> Tensor:
+    return tensor.new_empty((num_samples, *tensor.shape[1:]))
+
+
+@torch.library.custom_op("bascule::gather_samples_backward", mutates_args=())
+def gather_samples_backward(grad: Tensor, step: int, num_samples: int) -> Tensor:
+    """(n, ...) the gradient of this rank's samples, from that of all."""
+    return own_memory(_step(step).gather_back(grad))
+
+
+@gather_samples_backward.register_fake
+def _(grad: Tensor, step: int, num_samples: int) -> Tensor:
+    return grad.new_empty((num_samples, *grad.shape[1:]))
+
+
+def _keep_samples(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    tensor, step, _, _ = inputs
+    ctx.settings = step, tensor.shape[0]
+    if not has_gradient(output):
+        ctx.mark_non_differentiable(output)
+
+
+def _sample_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return gather_samples_backward(grad, *ctx.settings), None, None, None
+
+
+gather_samples.register_autograd(_sample_gradients, setup_context=_keep_samples)
+
+
+@torch.library.custom_op("bascule::mean", mutates_args=())
+def mean(values: Tensor, weights: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+    """`Step.mean`, and what its gradient is multiplied by."""
+    return _step(step).mean_now(values, weights)
+
+
+@mean.register_fake
+def _(values: Tensor, weights: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
+    return values.new_empty(()), values.new_empty((), dtype=torch.float64)
+
+
+def _keep_mean(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    values, weights, _ = inputs
+    ctx.save_for_backward(weights, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.dtype, ctx.shape = values.dtype, values.shape
+
+
+def _mean_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    weights, scale = ctx.saved_tensors
+    return mean_gradient(grad, weights, scale, ctx.dtype).expand(ctx.shape), None, None
+
+
+mean.register_autograd(_mean_gradients, setup_context=_keep_mean)
+
+
+# Compilers keep their order, which is that of the other ranks, too. (Inductor of torch 2.13 forgets
+# it where it reorders for memory: `docs/limits.md`.)
+for _operator in (
+    attend,
+    attend_backward,
+    exchange,
+    exchange_backward,
+    gather_samples,
+    gather_samples_backward,
+    mean,
+):
+    _operator.register_effect(EffectType.ORDERED)
