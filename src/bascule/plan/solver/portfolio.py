@@ -14,7 +14,12 @@ from bascule.plan.solver.improve import improve
 from bascule.plan.solver.kinds import fluid, price_bound
 from bascule.plan.solver.problem import Floats, Ints, Problem
 from bascule.plan.solver.refine import refine
-from bascule.plan.solver.starts import by_speed, longest_first, topped_up
+from bascule.plan.solver.starts import (
+    by_speed,
+    longest_first,
+    longest_first_counted,
+    topped_up,
+)
 
 _ROUNDING = 1e-9
 """Relative difference of sums of the same costs in another order, at most."""
@@ -95,9 +100,14 @@ def solve(
         tolerance = _TOLERANCE if is_plain else _MIXED_TOLERANCE
     if problem.num_kinds == 1:
         target = max(_target(problem, bound, tolerance), enough)
+        counted = _counted(problem, target)
+        if counted is not None and counted.makespan <= target:
+            return Solution(counted.bin_of, counted.name, bound)
         found = _of_one_kind(problem, target)
         if problem.limited and problem.excess(found.bin_of):
             found = _within_limits(problem, target, [found])
+        if counted is not None:
+            found = _earliest([found, counted])
         return Solution(found.bin_of, found.name, bound)
     guess, weights = fluid(problem)
     starts = list[_Found]()
@@ -144,6 +154,17 @@ def _of_one_kind(problem: Problem, target: float) -> _Found:
     if best.makespan <= target:
         return best
     return _Found.of(problem, f"{best.name}, refined", refine(problem, best.bin_of, target))
+
+
+def _counted(problem: Problem, target: float) -> _Found | None:
+    """What keeps a limit on items from the start, improved; None where anything else limits it."""
+    if problem.resources != ("items",) or not problem.identical:
+        return None
+    found = _Found.of(problem, "longest first, counted", longest_first_counted(problem))
+    if found.makespan <= target:
+        return found
+    bin_of = improve(problem, found.bin_of, target)
+    return _Found.of(problem, f"{found.name}, improved", bin_of)
 
 
 def _earliest(found: Sequence[_Found]) -> _Found:
