@@ -174,8 +174,9 @@ def spill_bound(problem: Problem) -> float:
 def company_bound(problem: Problem) -> float:
     """Where items are limited, the longest one is not alone, for any bins. O(n).
 
-    With at most k items in each of m bins, the others hold k (m - 1), so the bin of the longest item
-    holds n - k (m - 1) or more: at least the shortest ones. Tight where a giant meets full bins.
+    With at most k items in each of m bins, the other bins hold k (m - 1), so the bin of the longest
+    item holds n - k (m - 1) or more: the shortest ones at least. Tight where a giant meets full
+    bins.
     """
     if "items" not in problem.resources:
         return 0.0

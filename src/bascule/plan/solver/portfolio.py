@@ -76,6 +76,7 @@ def solve(
     *,
     enough: float = 0.0,
     num_improved: int = MOST_IMPROVED,
+    quick: bool = False,
 ) -> Solution:
     """The best assignment that the portfolio finds within the limits.
 
@@ -88,6 +89,7 @@ def solve(
         tolerance: Gap at which the search stops; None for the default.
         enough: Completion time at which it stops too, in units of work per unit of speed.
         num_improved: Starts of a problem with several kinds that are improved, the best ones first.
+        quick: Whether one start will do where only items are limited, within the tolerance or not.
 
     Raises:
         PlanError: No assignment within the limits was found; says what misses by how much.
@@ -101,7 +103,7 @@ def solve(
     if problem.num_kinds == 1:
         target = max(_target(problem, bound, tolerance), enough)
         counted = _counted(problem, target)
-        if counted is not None and counted.makespan <= target:
+        if counted is not None and (quick or counted.makespan <= target):
             return Solution(counted.bin_of, counted.name, bound)
         found = _of_one_kind(problem, target)
         if problem.limited and problem.excess(found.bin_of):
