@@ -5,5 +5,7 @@ from bascule.data.cost_tracker import CostTracker as CostTracker
 from bascule.data.loader import BalancedLoader as BalancedLoader
 from bascule.data.loader_batch import Batch as Batch
 from bascule.data.packs import Pack as Pack
+from bascule.data.samplers.balanced import BalancedSampler as BalancedSampler
+from bascule.data.samplers.balanced import SamplerOptions as SamplerOptions
+from bascule.data.samplers.resumable import ResumableSampler as ResumableSampler
 from bascule.data.setup import LoaderOptions as LoaderOptions
-from bascule.data.source import ResumableSampler as ResumableSampler

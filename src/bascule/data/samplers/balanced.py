@@ -195,7 +195,7 @@ class BalancedSampler(Sampler[list[int]]):
     def deal(self, step: int) -> Deal:
         """How a step of the next iteration is dealt to all ranks, with its makespan and bound.
 
-        The same on all ranks. Costs of the first step of an epoch are O(samples of the epoch).
+        The same on all ranks. O(samples of the epoch), which is shuffled for it.
 
         Raises:
             ConfigError: There is no such step.
@@ -320,9 +320,7 @@ class BalancedSampler(Sampler[list[int]]):
         try:
             deal = deal_step(self._costs[samples], self._lengths[samples], self._rules, home)
         except PlanError as error:
-            raise PlanError(
-                f"step {step} of this iteration, epoch {self._epoch}: {error}"
-            ) from None
+            raise PlanError(f"epoch {self._epoch}, step {step} of the rest: {error}") from None
         samples.flags.writeable = False
         return replace(deal, samples=samples)
 
