@@ -39,6 +39,9 @@ class SamplerOptions:
         even_counts: Whether all batches of a full step have exactly `batch_size` samples. If not,
             a batch has at least one, and `batch_size` is the mean: more even work with giants, but
             `loss_scale` is needed in every step.
+        padded: Whether batches are padded to their longest sample, so that a batch costs its number
+            of samples times the dearest. Samples of like lengths then share a batch. With it,
+            `even_counts=False` is what saves most.
         weights: What each sample counts in the global mean, for `loss_scale`; such as its labels
             for a mean over tokens. None: 1.
         shards: Which shard (file) each sample lies in. Shard s is at home on rank s % num_ranks;
@@ -53,13 +56,14 @@ class SamplerOptions:
     sync: Sync = "microbatch"
     limits: Limits | None = None
     even_counts: bool = True
+    padded: bool = False
     weights: npt.ArrayLike | None = None
     shards: npt.ArrayLike | None = None
     tolerance: float = 0.01
 
     def __post_init__(self) -> None:
         check_sync(self.sync)
-        for name in ("shuffle", "even_counts"):
+        for name in ("shuffle", "even_counts", "padded"):
             of_type(f"SamplerOptions({name})", getattr(self, name), bool, "True or False")
         if self.limits is not None:
             of_type("SamplerOptions(limits)", self.limits, Limits, "Limits(tokens=..), or None")
@@ -146,7 +150,12 @@ class BalancedSampler(Sampler[list[int]]):
         _check_limits(limits, self._lengths, self._shape, options)
         self._options = options
         self._rules = DealRules(
-            self._shape, options.sync, limits, options.even_counts, options.tolerance
+            shape=self._shape,
+            sync=options.sync,
+            limits=limits,
+            even_counts=options.even_counts,
+            padded=options.padded,
+            tolerance=options.tolerance,
         )
         self._weights = _weights(options, num)
         self._home = _homes(options, num, self._shape.num_ranks)

@@ -8,6 +8,7 @@ together, with what the other ranks have room for beside them (see `microbatches
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from scipy.optimize import linear_sum_assignment
 from bascule.errors import PlanError
 from bascule.plan.epoch.microbatches import split_by_room
 from bascule.plan.epoch.order import StepShape
+from bascule.plan.epoch.padded import even_pieces, free_pieces
 from bascule.plan.limits import Limits
 from bascule.plan.solver import assign
 from bascule.plan.solver.portfolio import solve
@@ -37,6 +39,8 @@ class DealRules:
         sync: As for `plan_step`: when ranks wait for each other.
         limits: Tokens, and samples, of a cell; hard.
         even_counts: Whether cells get as many samples each as can be; else at least one.
+        padded: Whether a cell costs its samples times the dearest of them, and has as many tokens
+            as if all were as long as the longest; else both are sums.
         tolerance: Gap to the bound at which the search stops.
     """
 
@@ -44,6 +48,7 @@ class DealRules:
     sync: Sync = "microbatch"
     limits: Limits | None = None
     even_counts: bool = True
+    padded: bool = False
     tolerance: float = 0.01
 
     def limits_of(self, num_samples: int) -> Limits | None:
@@ -141,7 +146,9 @@ class _Table:
         """Cells of the samples, and a bound that was found with them; or why there are none."""
         shape = self.rules.shape
         limits = self.rules.limits
-        if shape.accumulate == 1:
+        if self.rules.padded:
+            ways = [self._by_length]
+        elif shape.accumulate == 1:
             ways = [self._to_ranks]
         elif self.rules.sync == "step" and limits is not None and limits.tokens is not None:
             ways = [self._cells_to_ranks]  # limits are those of a microbatch
@@ -166,7 +173,10 @@ class _Table:
         """What no deal beats, whatever found it; see `_company_bound`."""
         shape = self.rules.shape
         bound = max(float(self.costs.sum()) / shape.num_ranks, float(self.costs.max()))
-        if self.rules.even_counts and self.rules.sync == "microbatch":
+        if self.rules.padded:
+            if self.rules.even_counts:
+                bound = max(bound, self._padding_bound())
+        elif self.rules.even_counts and self.rules.sync == "microbatch":
             bound = max(bound, self._company_bound())
         return bound * (1.0 - _ROUNDING)
 
@@ -188,12 +198,23 @@ class _Table:
         rest = (held[-1] - held[ends]) / shape.num_ranks
         return float((np.cumsum(longest) + rest).max())
 
+    def _padding_bound(self) -> float:
+        """Where counts are even and batches padded: what pieces of the ranked samples cost."""
+        shape, ranked = self.rules.shape, -np.sort(-self.costs)
+        most = -(-ranked.size // shape.num_cells)
+        least = max(ranked.size - most * (shape.num_cells - 1), 1)
+        if self.rules.sync == "microbatch":
+            return float(ranked[:: shape.num_ranks * most].sum()) * least
+        return float(ranked[::most].sum()) * least / shape.num_ranks
+
     def keeps_limits(self, cells: Ints) -> bool:
         """Whether no cell has more tokens or samples than it may."""
         limits, num = self.rules.limits, self.rules.shape.num_cells
         if limits is None:
             return True
         counts, held = np.bincount(cells, minlength=num), np.bincount(cells, self.tokens, num)
+        if self.rules.padded:
+            held = counts * _largest(cells, self.tokens, num)
         tokens, items = limits.tokens or np.inf, limits.items or np.inf
         return bool(counts.max() <= items and held.max() <= tokens)
 
@@ -209,6 +230,9 @@ class _Table:
     def _loads(self, cells: Ints) -> Floats:
         shape = self.rules.shape
         loads = np.bincount(cells, self.costs, shape.num_cells)
+        if self.rules.padded:
+            counts = np.bincount(cells, minlength=shape.num_cells)
+            loads = counts * _largest(cells, self.costs, shape.num_cells)
         return np.asarray(loads, dtype=np.float64).reshape(shape.accumulate, shape.num_ranks)
 
     def _to_ranks(self) -> tuple[Ints, float]:
@@ -238,13 +262,47 @@ class _Table:
         """Samples to cells, then cells to ranks, so that the sums of the ranks are even."""
         shape, num = self.rules.shape, self.costs.size
         cells, _ = self._solved(np.arange(num), shape.num_cells, self.rules.limits_of(num))
-        loads = np.bincount(cells, self.costs, shape.num_cells)
+        return self._grouped(cells), 0.0
+
+    def _grouped(self, cells: Ints) -> Ints:
+        """Whole cells dealt to ranks, as many each, so that the sums of the ranks are even."""
+        shape, loads = self.rules.shape, self._loads(cells).ravel()
         limits = Limits(items=shape.accumulate)
         ranks = assign(loads, shape.num_ranks, limits=limits, tolerance=self.rules.tolerance).bin_of
         order = np.argsort(ranks, kind="stable")  # `accumulate` cells of each rank
         place = np.empty_like(order)
         place[order] = np.tile(np.arange(shape.accumulate), shape.num_ranks)
-        return (place * shape.num_ranks + ranks)[cells], 0.0
+        return (place * shape.num_ranks + ranks)[cells]
+
+    def _by_length(self) -> tuple[Ints, float]:
+        """Padded batches: consecutive pieces of the samples by descending cost."""
+        rules, shape, num = self.rules, self.rules.shape, self.costs.size
+        order, bound = np.argsort(-self.costs, kind="stable"), 0.0
+        if rules.even_counts:
+            pieces = even_pieces(num, shape.num_cells)
+        else:
+            most = self._most_padded(order)
+            pieces, level = free_pieces(self.costs[order], most, shape, 0.1 * rules.tolerance)
+            bound = level if shape.accumulate == 1 else 0.0
+        cells = np.empty(num, dtype=np.int64)
+        cells[order] = np.repeat(np.arange(shape.num_cells), pieces)
+        if not self.keeps_limits(cells):
+            raise PlanError(
+                f"{num} samples in padded batches of equal counts pass {rules.limits}: raise the "
+                "limits, make batch_size smaller, or let counts differ (even_counts=False)"
+            )
+        if rules.sync == "step":
+            return self._grouped(cells), bound
+        return self._nearer_home(self._heavy_together(cells)), bound
+
+    def _most_padded(self, order: Ints) -> Ints:
+        """(n,) samples that a batch may have at most, if it begins there in this order."""
+        limits = self.rules.limits or Limits()
+        items = order.size if limits.items is None else limits.items
+        if limits.tokens is None:
+            return np.full(order.size, items)
+        longest = np.maximum.accumulate(self.tokens[order][::-1])[::-1]
+        return np.minimum(items, limits.tokens // np.maximum(longest, 1))
 
     def _by_room(self) -> tuple[Ints, float]:
         """Giants together, and beside them what brings the other ranks to their level."""
@@ -266,17 +324,24 @@ class _Table:
         shape, num = self.rules.shape, self.costs.size
         limits = self.rules.limits_of(num)
         cells, _ = self._solved(np.arange(num), shape.num_cells, limits)
-        loads = np.bincount(cells, self.costs, shape.num_cells)
-        place = np.empty(shape.num_cells, dtype=np.int64)
-        place[np.argsort(-loads, kind="stable")] = np.arange(shape.num_cells)
-        cells = place[cells]
+        return self._nearer_home(self._heavy_together(cells)), 0.0
+
+    def _heavy_together(self, cells: Ints) -> Ints:
+        """The cells renamed so that the heaviest are in the first microbatch, and so on."""
+        place = np.empty(self.rules.shape.num_cells, dtype=np.int64)
+        place[np.argsort(-self._loads(cells).ravel(), kind="stable")] = np.arange(place.size)
+        return place[cells]
+
+    def _nearer_home(self, cells: Ints) -> Ints:
+        """The ranks of each microbatch renamed so that most samples are at home."""
+        shape = self.rules.shape
         if self.home is None:
-            return cells, 0.0
+            return cells
         for number in range(shape.accumulate):
             chosen = np.flatnonzero(cells // shape.num_ranks == number)
             ranks = _renamed(cells[chosen] % shape.num_ranks, self.home[chosen], shape.num_ranks)
             cells[chosen] = number * shape.num_ranks + ranks
-        return cells, 0.0
+        return cells
 
     def _solved(
         self,
@@ -298,6 +363,13 @@ class _Table:
             )
             bin_of, bound = near.bin_of, near.lower_bound
         return _filled(bin_of, costs, num_bins, least), bound
+
+
+def _largest(cells: Ints, values: npt.NDArray[Any], num_cells: int) -> Floats:
+    """(num_cells,) largest value of each cell."""
+    largest = np.zeros(num_cells)
+    np.maximum.at(largest, cells, values)
+    return largest
 
 
 def _renamed(ranks: Ints, home: Ints, num_ranks: int) -> Ints:
