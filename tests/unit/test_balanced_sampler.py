@@ -360,7 +360,10 @@ def test_a_stateful_loader_goes_on_where_it_was(num_workers: int) -> None:
     def make() -> StatefulDataLoader[Any]:
         (sampler,) = ranks_of(drawn(40), 1)
         return StatefulDataLoader(
-            list(range(40)), batch_sampler=sampler, num_workers=num_workers, collate_fn=list
+            list(range(40)),  # pyright: ignore[reportArgumentType]
+            batch_sampler=sampler,
+            num_workers=num_workers,
+            collate_fn=list,
         )
 
     loader = make()
