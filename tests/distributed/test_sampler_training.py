@@ -195,7 +195,12 @@ def make_trainer(folder: str, batch_sampler: bool, **given: Any) -> Any:
             )
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+    }
     config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2,
