@@ -14,7 +14,8 @@ from bascule.data.samplers.resumable import too_many
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, check_rank, number, of_type, shown, whole, wholes
 from bascule.plan.costs.cost_models import Cost, evaluate
-from bascule.plan.epoch.deal import Deal, DealRules, deal_step
+from bascule.plan.epoch.cells import DealRules
+from bascule.plan.epoch.deal import Deal, deal_step
 from bascule.plan.epoch.order import Ints, StepShape, epoch_order
 from bascule.plan.lengths import MAX_LENGTH
 from bascule.plan.limits import Limits, in_tokens

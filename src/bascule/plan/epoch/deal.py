@@ -1,63 +1,21 @@
 """One optimiser step, dealt to ranks and microbatches.
 
 The samples of the step are given; which rank computes them, and in which microbatch, is free. Every
-cell, one rank in one microbatch, gets a sample at least. Two ways are tried where there are several
-microbatches: all cells alike, the heaviest of which then meet in one microbatch; and giants
-together, with what the other ranks have room for beside them (see `microbatches`).
+cell, one rank in one microbatch, gets a sample at least.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 from bascule.errors import PlanError
-from bascule.plan.epoch.microbatches import split_by_room
+from bascule.plan.epoch.cells import DealRules, StepTable
 from bascule.plan.epoch.order import StepShape
-from bascule.plan.epoch.padded import even_pieces, free_pieces
-from bascule.plan.limits import Limits
-from bascule.plan.solver import assign
-from bascule.plan.solver.portfolio import solve
-from bascule.plan.solver.problem import build_problem
-from bascule.plan.step import Sync
+from bascule.plan.epoch.ways import candidates
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-_ROUNDING = 1e-12
-
-
-@dataclass(frozen=True, slots=True)
-class DealRules:
-    """What a deal must keep, and what it minimises.
-
-    Attributes:
-        shape: Ranks and microbatches.
-        sync: As for `plan_step`: when ranks wait for each other.
-        limits: Tokens, and samples, of a cell; hard.
-        even_counts: Whether cells get as many samples each as can be; else at least one.
-        padded: Whether a cell costs its samples times the dearest of them, and has as many tokens
-            as if all were as long as the longest; else both are sums.
-        tolerance: Gap to the bound at which the search stops.
-    """
-
-    shape: StepShape
-    sync: Sync = "microbatch"
-    limits: Limits | None = None
-    even_counts: bool = True
-    padded: bool = False
-    tolerance: float = 0.01
-
-    def limits_of(self, num_samples: int) -> Limits | None:
-        """Limits of a cell in a step of so many samples."""
-        given = self.limits or Limits()
-        if not self.even_counts:
-            return self.limits
-        even = -(-num_samples // self.shape.num_cells)
-        return replace(given, items=even if given.items is None else min(given.items, even))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,11 +69,11 @@ def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None =
     Raises:
         PlanError: The limits cannot be kept; says what misses by how much.
     """
-    table = _Table(costs, tokens, rules, home)
+    table = StepTable(costs, tokens, rules, home)
     bound = table.lower_bound()
     best, least = None, np.inf
     failed: PlanError | None = None
-    for candidate in table.candidates():
+    for candidate in candidates(table):
         if isinstance(candidate, PlanError):
             failed = candidate
             continue
@@ -130,268 +88,14 @@ def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None =
     plain = deal_in_turn(costs.size, rules.shape)
     if table.keeps_limits(plain) and table.makespan(plain) < least:
         best = plain
-    return table.deal(best, bound)
+    return _frozen(table, best, bound)
 
 
-@dataclass(frozen=True, slots=True)
-class _Table:
-    """The samples of a step. A cell is numbered microbatch * num_ranks + rank."""
-
-    costs: Floats
-    tokens: Ints
-    rules: DealRules
-    home: Ints | None
-
-    def candidates(self) -> Iterator[tuple[Ints, float] | PlanError]:
-        """Cells of the samples, and a bound that was found with them; or why there are none."""
-        shape = self.rules.shape
-        limits = self.rules.limits
-        if self.rules.padded:
-            ways = [self._by_length]
-        elif shape.accumulate == 1:
-            ways = [self._to_ranks]
-        elif self.rules.sync == "step" and limits is not None and limits.tokens is not None:
-            ways = [self._cells_to_ranks]  # limits are those of a microbatch
-        elif self.rules.sync == "step":
-            ways = [self._by_rank, self._cells_to_ranks]
-        else:
-            ways = [self._all_alike, self._by_room]
-        for way in ways:
-            try:
-                yield way()
-            except PlanError as error:
-                yield error
-
-    def makespan(self, cells: Ints) -> float:
-        """What a step takes."""
-        loads = self._loads(cells)
-        if self.rules.sync == "step":
-            return float(loads.sum(axis=0).max())
-        return float(loads.max(axis=1).sum())
-
-    def lower_bound(self) -> float:
-        """What no deal beats, whatever found it; see `_company_bound`."""
-        shape = self.rules.shape
-        bound = max(float(self.costs.sum()) / shape.num_ranks, float(self.costs.max()))
-        if self.rules.padded:
-            if self.rules.even_counts:
-                bound = max(bound, self._padding_bound())
-        elif self.rules.even_counts and self.rules.sync == "microbatch":
-            bound = max(bound, self._company_bound())
-        return bound * (1.0 - _ROUNDING)
-
-    def _company_bound(self) -> float:
-        """Where counts are even, giants cannot all be in one microbatch, nor alone in their cells.
-
-        Of microbatches by descending longest sample, the first k hold no more than the n_k longest
-        samples, n_k = k * num_ranks * most. So the next has the next longest or a longer one, with
-        the shortest of all in its cell at least; and what the first k cannot hold, the others must.
-        """
-        shape, ranked = self.rules.shape, -np.sort(-self.costs)
-        num = ranked.size
-        most = -(-num // shape.num_cells)
-        least = max(num - most * (shape.num_cells - 1), 1)
-        company = float(ranked[num - least + 1 :].sum())
-        longest = np.append(0.0, ranked[:: shape.num_ranks * most] + company)
-        held = np.append(0.0, np.cumsum(ranked))
-        ends = np.minimum(np.arange(longest.size) * shape.num_ranks * most, num)
-        rest = (held[-1] - held[ends]) / shape.num_ranks
-        return float((np.cumsum(longest) + rest).max())
-
-    def _padding_bound(self) -> float:
-        """Where counts are even and batches padded: what pieces of the ranked samples cost."""
-        shape, ranked = self.rules.shape, -np.sort(-self.costs)
-        most = -(-ranked.size // shape.num_cells)
-        least = max(ranked.size - most * (shape.num_cells - 1), 1)
-        if self.rules.sync == "microbatch":
-            return float(ranked[:: shape.num_ranks * most].sum()) * least
-        return float(ranked[::most].sum()) * least / shape.num_ranks
-
-    def keeps_limits(self, cells: Ints) -> bool:
-        """Whether no cell has more tokens or samples than it may."""
-        limits, num = self.rules.limits, self.rules.shape.num_cells
-        if limits is None:
-            return True
-        counts, held = np.bincount(cells, minlength=num), np.bincount(cells, self.tokens, num)
-        if self.rules.padded:
-            held = counts * _largest(cells, self.tokens, num)
-        tokens, items = limits.tokens or np.inf, limits.items or np.inf
-        return bool(counts.max() <= items and held.max() <= tokens)
-
-    def deal(self, cells: Ints, bound: float) -> Deal:
-        """The frozen answer."""
-        microbatch_of, rank_of = np.divmod(cells, self.rules.shape.num_ranks)
-        loads, makespan = self._loads(cells), self.makespan(cells)
-        samples = np.arange(cells.size)
-        for array in (samples, rank_of, microbatch_of, loads):
-            array.flags.writeable = False
-        return Deal(samples, rank_of, microbatch_of, loads, makespan, min(bound, makespan))
-
-    def _loads(self, cells: Ints) -> Floats:
-        shape = self.rules.shape
-        loads = np.bincount(cells, self.costs, shape.num_cells)
-        if self.rules.padded:
-            counts = np.bincount(cells, minlength=shape.num_cells)
-            loads = counts * _largest(cells, self.costs, shape.num_cells)
-        return np.asarray(loads, dtype=np.float64).reshape(shape.accumulate, shape.num_ranks)
-
-    def _to_ranks(self) -> tuple[Ints, float]:
-        """One microbatch: samples to ranks."""
-        num_ranks, num = self.rules.shape.num_ranks, self.costs.size
-        return self._solved(np.arange(num), num_ranks, self.rules.limits_of(num), self.home)
-
-    def _by_rank(self) -> tuple[Ints, float]:
-        """Samples to ranks; then each rank deals its own to its microbatches, longest first."""
-        shape, every = self.rules.shape, np.arange(self.costs.size)
-        given = self.rules.limits_of(every.size)
-        limits = None
-        if given is not None and given.items is not None:
-            limits = Limits(items=shape.accumulate * given.items)
-        ranks, bound = self._solved(every, shape.num_ranks, limits, self.home, shape.accumulate)
-        order = np.lexsort((every, -self.costs, ranks))
-        counts = np.bincount(ranks, minlength=shape.num_ranks)
-        turn, within = np.divmod(
-            every - np.repeat(np.cumsum(counts) - counts, counts), shape.accumulate
-        )
-        forth_and_back = np.where(turn % 2, shape.accumulate - 1 - within, within)
-        cells = np.empty_like(every)
-        cells[order] = forth_and_back * shape.num_ranks + ranks[order]
-        return cells, bound
-
-    def _cells_to_ranks(self) -> tuple[Ints, float]:
-        """Samples to cells, then cells to ranks, so that the sums of the ranks are even."""
-        shape, num = self.rules.shape, self.costs.size
-        cells, _ = self._solved(np.arange(num), shape.num_cells, self.rules.limits_of(num))
-        return self._grouped(cells), 0.0
-
-    def _grouped(self, cells: Ints) -> Ints:
-        """Whole cells dealt to ranks, as many each, so that the sums of the ranks are even."""
-        shape, loads = self.rules.shape, self._loads(cells).ravel()
-        limits = Limits(items=shape.accumulate)
-        ranks = assign(loads, shape.num_ranks, limits=limits, tolerance=self.rules.tolerance).bin_of
-        order = np.argsort(ranks, kind="stable")  # `accumulate` cells of each rank
-        place = np.empty_like(order)
-        place[order] = np.tile(np.arange(shape.accumulate), shape.num_ranks)
-        return (place * shape.num_ranks + ranks)[cells]
-
-    def _by_length(self) -> tuple[Ints, float]:
-        """Padded batches: consecutive pieces of the samples by descending cost."""
-        rules, shape, num = self.rules, self.rules.shape, self.costs.size
-        order, bound = np.argsort(-self.costs, kind="stable"), 0.0
-        if rules.even_counts:
-            pieces = even_pieces(num, shape.num_cells)
-        else:
-            most = self._most_padded(order)
-            pieces, level = free_pieces(self.costs[order], most, shape, 0.1 * rules.tolerance)
-            bound = level if shape.accumulate == 1 else 0.0
-        cells = np.empty(num, dtype=np.int64)
-        cells[order] = np.repeat(np.arange(shape.num_cells), pieces)
-        if not self.keeps_limits(cells):
-            raise PlanError(
-                f"{num} samples in padded batches of equal counts pass {rules.limits}: raise the "
-                "limits, make batch_size smaller, or let counts differ (even_counts=False)"
-            )
-        if rules.sync == "step":
-            return self._grouped(cells), bound
-        return self._nearer_home(self._heavy_together(cells)), bound
-
-    def _most_padded(self, order: Ints) -> Ints:
-        """(n,) samples that a batch may have at most, if it begins there in this order."""
-        limits = self.rules.limits or Limits()
-        items = order.size if limits.items is None else limits.items
-        if limits.tokens is None:
-            return np.full(order.size, items)
-        longest = np.maximum.accumulate(self.tokens[order][::-1])[::-1]
-        return np.minimum(items, limits.tokens // np.maximum(longest, 1))
-
-    def _by_room(self) -> tuple[Ints, float]:
-        """Giants together, and beside them what brings the other ranks to their level."""
-        rules = self.rules
-        return self._each(split_by_room(self.costs, rules.shape, even_counts=rules.even_counts))
-
-    def _each(self, microbatches: Sequence[Ints]) -> tuple[Ints, float]:
-        """Every microbatch dealt to the ranks by itself."""
-        num_ranks, cells = self.rules.shape.num_ranks, np.empty(self.costs.size, dtype=np.int64)
-        limits = self.rules.limits_of(self.costs.size)
-        for number, chosen in enumerate(microbatches):
-            home = None if self.home is None else self.home[chosen]
-            ranks, _ = self._solved(chosen, num_ranks, limits, home)
-            cells[chosen] = number * num_ranks + ranks
-        return cells, 0.0
-
-    def _all_alike(self) -> tuple[Ints, float]:
-        """All cells as even as can be; those that are heavier meet in one microbatch."""
-        shape, num = self.rules.shape, self.costs.size
-        limits = self.rules.limits_of(num)
-        cells, _ = self._solved(np.arange(num), shape.num_cells, limits)
-        return self._nearer_home(self._heavy_together(cells)), 0.0
-
-    def _heavy_together(self, cells: Ints) -> Ints:
-        """The cells renamed so that the heaviest are in the first microbatch, and so on."""
-        place = np.empty(self.rules.shape.num_cells, dtype=np.int64)
-        place[np.argsort(-self._loads(cells).ravel(), kind="stable")] = np.arange(place.size)
-        return place[cells]
-
-    def _nearer_home(self, cells: Ints) -> Ints:
-        """The ranks of each microbatch renamed so that most samples are at home."""
-        shape = self.rules.shape
-        if self.home is None:
-            return cells
-        for number in range(shape.accumulate):
-            chosen = np.flatnonzero(cells // shape.num_ranks == number)
-            ranks = _renamed(cells[chosen] % shape.num_ranks, self.home[chosen], shape.num_ranks)
-            cells[chosen] = number * shape.num_ranks + ranks
-        return cells
-
-    def _solved(
-        self,
-        chosen: Ints,
-        num_bins: int,
-        limits: Limits | None,
-        home: Ints | None = None,
-        least: int = 1,
-    ) -> tuple[Ints, float]:
-        """Bins of the chosen samples, each with at least so many; and the bound."""
-        costs, tokens, tolerance = self.costs[chosen], self.tokens[chosen], self.rules.tolerance
-        if home is None:
-            problem = build_problem(costs, num_bins, limits=limits, sizes=tokens)
-            found = solve(problem, tolerance, quick=True)
-            bin_of, bound = found.bin_of, found.bound
-        else:
-            near = assign(
-                costs, num_bins, limits=limits, sizes=tokens, home=home, tolerance=tolerance
-            )
-            bin_of, bound = near.bin_of, near.lower_bound
-        return _filled(bin_of, costs, num_bins, least), bound
-
-
-def _largest(cells: Ints, values: npt.NDArray[Any], num_cells: int) -> Floats:
-    """(num_cells,) largest value of each cell."""
-    largest = np.zeros(num_cells)
-    np.maximum.at(largest, cells, values)
-    return largest
-
-
-def _renamed(ranks: Ints, home: Ints, num_ranks: int) -> Ints:
-    """The ranks renamed so that most samples are at home."""
-    at_home = np.bincount(ranks * num_ranks + home, minlength=num_ranks**2)
-    at_home = at_home.reshape(num_ranks, num_ranks)
-    return linear_sum_assignment(at_home, maximize=True)[1][ranks]
-
-
-def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
-    """No bin with fewer items than needed: each takes the shortest item of a bin with most of them.
-
-    An empty bin that gets one item ends no later than the latest bin did.
-    """
-    counts = np.bincount(bin_of, minlength=num_bins)
-    if counts.min() >= least:
-        return bin_of
-    bin_of = bin_of.copy()
-    while counts.min() < least:
-        poor, rich = int(counts.argmin()), int(counts.argmax())
-        members = np.flatnonzero(bin_of == rich)
-        bin_of[members[costs[members].argmin()]] = poor
-        counts[poor] += 1
-        counts[rich] -= 1
-    return bin_of
+def _frozen(table: StepTable, cells: Ints, bound: float) -> Deal:
+    """The frozen answer."""
+    microbatch_of, rank_of = np.divmod(cells, table.rules.shape.num_ranks)
+    loads, makespan = table.loads(cells), table.makespan(cells)
+    samples = np.arange(cells.size)
+    for array in (samples, rank_of, microbatch_of, loads):
+        array.flags.writeable = False
+    return Deal(samples, rank_of, microbatch_of, loads, makespan, min(bound, makespan))
