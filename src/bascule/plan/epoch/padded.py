@@ -17,6 +17,11 @@ Floats = npt.NDArray[np.float64]
 _NUM_LEVELS = 48
 """Levels of a microbatch that are compared, where there are several."""
 
+_MAX_TRIED = 1 << 18
+"""Pieces of all trials of a move, at most; without moves, many pieces are within percents."""
+
+_MAX_MOVES = 32
+
 
 def even_pieces(num_samples: int, num_cells: int) -> Ints:
     """(num_cells,) lengths of the pieces, as equal as can be; those of dear samples shorter."""
@@ -31,8 +36,8 @@ def free_pieces(
 
     With one microbatch this is the best partition, up to the tolerance: in any that ends at a
     level, the batch of the dearest sample may as well have the next dearest, and as many of them as
-    the level allows. O(num_cells log(1 / tolerance)). With several, each has the level that a
-    dynamic programme over a grid of levels finds. O(n (log num_ranks + accumulate)).
+    the level allows. O(num_cells log(1 / tolerance)). With several, that and the levels which a
+    dynamic programme over a grid of them finds, O(n (log num_ranks + accumulate)), are improved.
 
     Args:
         ranked: (n,) costs, descending.
@@ -47,30 +52,61 @@ def free_pieces(
         PlanError: The limits leave samples over.
     """
     costs, allowed = ranked.tolist(), most.tolist()
-    found = _pieces(costs, allowed, shape, [np.inf] * shape.accumulate)
-    if found is None:
+    if _pieces(costs, allowed, shape, [np.inf] * shape.accumulate) is None:
         raise PlanError(
             f"the {ranked.size} samples of a step do not fit into {shape.num_cells} padded batches "
             "within the limits; raise them, or make batch_size smaller"
         )
-    low = float(ranked.sum()) / shape.num_cells
-    if shape.accumulate > 1:
-        levels = _levels(ranked, most, shape, low)
-        return np.array(_pieces(costs, allowed, shape, levels) or found, dtype=np.int64), low
-    low = max(low, costs[0])
-    high, trial = low, _pieces(costs, allowed, shape, [low])
-    while trial is None:
+
+    def below(level: float) -> list[int] | None:
+        return _pieces(costs, allowed, shape, [level] * shape.accumulate)
+
+    low = high = float(ranked.sum()) / shape.num_cells
+    while (found := below(high)) is None:
         low, high = high, 2.0 * high
-        trial = _pieces(costs, allowed, shape, [high])
-    found = trial
     while high > low * (1.0 + tolerance):
         middle = (low + high) / 2.0
-        trial = _pieces(costs, allowed, shape, [middle])
+        trial = below(middle)
         if trial is None:
             low = middle
         else:
             high, found = middle, trial
-    return np.array(found, dtype=np.int64), low
+    if shape.accumulate == 1:
+        return np.array(found, dtype=np.int64), low
+    other = _pieces(costs, allowed, shape, _levels(ranked, most, shape, low)) or found
+    starts = [np.array(pieces, dtype=np.int64) for pieces in (found, other)]
+    ends = [_improved(pieces, ranked, most, shape.num_ranks) for pieces in starts]
+    return min(ends, key=lambda end: end[1])[0], low
+
+
+def _improved(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> tuple[Ints, float]:
+    """One piece gives a sample to another, as long as the step then ends earlier; and its end.
+
+    The pieces between them shift by one. All pairs of few pieces are tried; of many, none.
+    """
+    num = pieces.size
+    best = float(_makespans(pieces[None], ranked, most, num_ranks)[0])
+    if num**3 > _MAX_TRIED:
+        return pieces, best
+    changes = np.eye(num, dtype=np.int64)
+    changes = (changes[:, None] - changes).reshape(-1, num)
+    for _ in range(_MAX_MOVES):
+        trials = pieces + changes
+        trials = trials[trials.min(axis=1) >= 1]
+        ends = _makespans(trials, ranked, most, num_ranks)
+        chosen = int(ends.argmin())
+        if ends[chosen] >= best:
+            break
+        pieces, best = trials[chosen], float(ends[chosen])
+    return pieces, best
+
+
+def _makespans(pieces: Ints, ranked: Floats, most: Ints, num_ranks: int) -> Floats:
+    """(trials,) ends of steps, whose heaviest pieces meet in one microbatch; inf above limits."""
+    starts = np.cumsum(pieces, axis=1) - pieces
+    loads = -np.sort(-ranked[starts] * pieces, axis=1)
+    ends = loads[:, ::num_ranks].sum(axis=1)
+    return np.where((pieces <= most[starts]).all(axis=1), ends, np.inf)
 
 
 def _pieces(
