@@ -1,4 +1,4 @@
-"""A data loader that gives every rank the same work: whole samples change ranks."""
+"""Data loading that gives every rank the same work: samples change ranks, or indices are dealt so."""
 
 from bascule.data.collators import collate_padded as collate_padded
 from bascule.data.cost_tracker import CostTracker as CostTracker

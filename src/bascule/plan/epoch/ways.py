@@ -169,8 +169,12 @@ def _solved(
     """Bins of the chosen samples, each with at least so many; and the bound."""
     costs, tokens, tolerance = table.costs[chosen], table.tokens[chosen], table.rules.tolerance
     if home is None:
-        problem = build_problem(costs, num_bins, limits=limits, sizes=tokens)
-        found = solve(problem, tolerance, quick=True)
+        free = None if limits is None or limits.items is None else Limits(items=limits.items)
+        found = solve(build_problem(costs, num_bins, limits=free), tolerance, quick=True)
+        held = np.bincount(found.bin_of, tokens, num_bins).max()
+        if limits is not None and limits.tokens is not None and held > limits.tokens:
+            problem = build_problem(costs, num_bins, limits=limits, sizes=tokens)
+            found = solve(problem, tolerance)
         bin_of, bound = found.bin_of, found.bound
     else:
         near = assign(costs, num_bins, limits=limits, sizes=tokens, home=home, tolerance=tolerance)
