@@ -1,4 +1,4 @@
-"""Data loading that gives every rank the same work: samples change ranks, or indices are dealt so."""
+"""Data loading that gives every rank the same work: samples move, or indices are dealt."""
 
 from bascule.data.collators import collate_padded as collate_padded
 from bascule.data.cost_tracker import CostTracker as CostTracker
