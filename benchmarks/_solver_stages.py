@@ -76,6 +76,7 @@ STAGES = {
     "slow bins by pairs": Stage("free", portfolio, "topped_up", _nothing),
     "refine": Stage("free", portfolio, "refine", _as_given),
     "refine, by improve": Stage("free", portfolio, "refine", lambda _: improve.improve),
+    "counted": Stage("capped", portfolio, "_counted", _nothing),
     "room first": Stage("capped", portfolio, "place_longest", _longest_first),
     "relaxations": Stage("capped", portfolio, "place_relaxed", _nothing),
     "exact": Stage("tight", portfolio, "place_exactly", _nothing),

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from bascule.data.cost_tracker import CostTracker as CostTracker
     from bascule.data.loader import BalancedLoader as BalancedLoader
     from bascule.data.packs import Pack as Pack
+    from bascule.data.samplers.balanced import BalancedSampler as BalancedSampler
+    from bascule.data.samplers.balanced import SamplerOptions as SamplerOptions
+    from bascule.data.samplers.resumable import ResumableSampler as ResumableSampler
     from bascule.data.setup import LoaderOptions as LoaderOptions
-    from bascule.data.source import ResumableSampler as ResumableSampler
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
@@ -55,6 +57,7 @@ _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
     "AttentionLatency": "bascule.plan.costs.attention_latency",
     "BalancedLoader": "bascule.data.loader",
+    "BalancedSampler": "bascule.data.samplers.balanced",
     "Cluster": "bascule.plan.costs.hardware",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
@@ -67,7 +70,8 @@ _HOMES = {
     "Plan": "bascule.plan.batch",
     "PlanError": "bascule.errors",
     "PolynomialCost": "bascule.plan.costs.cost_models",
-    "ResumableSampler": "bascule.data.source",
+    "ResumableSampler": "bascule.data.samplers.resumable",
+    "SamplerOptions": "bascule.data.samplers.balanced",
     "SequenceParallel": "bascule.parallel",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
     "Step": "bascule.parallel",

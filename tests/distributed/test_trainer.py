@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from bascule import TransformerCost
 from bascule.data.collators import collate_padded
 from bascule.data.loader import BalancedLoader
+from bascule.data.samplers.resumable import ResumableSampler
 from bascule.data.setup import LoaderOptions
-from bascule.data.source import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.plan.limits import Limits
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end

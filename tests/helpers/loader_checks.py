@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
-from bascule.data.source import ResumableSampler
+from bascule.data.samplers.resumable import ResumableSampler
 from tests.helpers.loader_cases import (
     COST,
     FAST,

@@ -21,8 +21,8 @@ from bascule.data import (
     loader_batch,
     packs,
     setup,
-    source,
 )
+from bascule.data.samplers import balanced, resumable
 from bascule.data.samples import loaded
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -75,7 +75,15 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     },
     packs.Pack: {"fixed": False, "pad_id": 0, "ignore_index": -100, "token_fields": TOKEN_FIELDS},
     packs.unpack: {"token_fields": TOKEN_FIELDS, "merge_size": 2},
-    source.ResumableSampler: {"shuffle": True, "seed": 0},
+    resumable.ResumableSampler: {"shuffle": True, "seed": 0},
+    balanced.BalancedSampler: {"seed": 0, "accumulate": 1, "options": balanced.SamplerOptions()},
+    balanced.SamplerOptions: {
+        "shuffle": True,
+        "sync": "microbatch",
+        "even_counts": True,
+        "padded": False,
+        "tolerance": 0.01,
+    },
     loaded.Offer: {
         **dict.fromkeys(("samples", "lens", "weights", "parcels", "num_items"), ()),
         **dict.fromkeys(("is_short", "is_closing"), False),

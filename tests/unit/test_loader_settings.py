@@ -14,6 +14,7 @@ from bascule.comm.groups import RankGroup
 from bascule.data.packs import Pack
 from bascule.data.progress import Progress
 from bascule.data.redistribute import Rules
+from bascule.data.samplers.resumable import ResumableSampler
 from bascule.data.samples.loaded import DataRanks
 from bascule.data.setup import (
     Given,
@@ -23,7 +24,7 @@ from bascule.data.setup import (
     agree_on_settings,
     interpret,
 )
-from bascule.data.source import Microbatches, ResumableSampler, Source
+from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.limits import Limits

@@ -464,3 +464,19 @@ class TestFoundBy:
         costs, sizes = [10.0, 5.0, 5.0], [1.0, 9.0, 9.0]
         plan = assign(costs, 2, sizes=sizes, limits=Limits(tokens=10))
         assert plan.found_by == "longest first, improved"
+
+
+def test_a_limit_on_items_is_kept_from_the_start_and_bounded_by_company() -> None:
+    """A giant in a bin that must hold three items: the two shortest keep it company."""
+    costs = [90, 9, 8, 7, 6, 5, 4, 3, 2]
+    plan = assign(costs, 3, limits=Limits(items=3))
+    assert plan.makespan == 95.0 == plan.lower_bound and plan.gap == 0.0
+    assert plan.found_by == "longest first, counted"
+    assert np.bincount(plan.bin_of).tolist() == [3, 3, 3]
+    loose = assign([*costs, 2], 3, limits=Limits(items=4))  # two bins hold eight of the ten
+    assert loose.makespan == 92.0 == loose.lower_bound
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        lens = rng.lognormal(0.0, 1.0, 512)
+        plan = assign(lens, 64, limits=Limits(items=8), tolerance=0.01)
+        assert plan.gap <= 0.015 and np.bincount(plan.bin_of).max() == 8

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from bascule.data.source import History, Microbatches, ResumableSampler, Source
+from bascule.data.samplers.resumable import History, ResumableSampler
+from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
 
 

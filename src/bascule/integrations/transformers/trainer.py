@@ -18,7 +18,7 @@ from transformers.trainer_utils import seed_worker
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
-from bascule.data.source import ResumableSampler
+from bascule.data.samplers.resumable import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns

@@ -30,7 +30,7 @@ def lower_bound(problem: Problem) -> float:
         else:
             bounds.append(threshold_bound(problem))
         if problem.limited:
-            bounds += [eligible_bound(problem), spill_bound(problem)]
+            bounds += [eligible_bound(problem), spill_bound(problem), company_bound(problem)]
     return on_grid(problem, max(bounds))
 
 
@@ -169,6 +169,24 @@ def spill_bound(problem: Problem) -> float:
             work = max(work, _cheapest(problem.costs, use, spilled))
         best = max(best, _pooled(work, problem.speeds[~fast], problem.carried[~fast]))
     return best
+
+
+def company_bound(problem: Problem) -> float:
+    """Where items are limited, the longest one is not alone, for any bins. O(n).
+
+    With at most k items in each of m bins, the other bins hold k (m - 1), so the bin of the longest
+    item holds n - k (m - 1) or more: the shortest ones at least. Tight where a giant meets full
+    bins.
+    """
+    if "items" not in problem.resources:
+        return 0.0
+    most = int(problem.room[problem.resources.index("items"), 0])
+    least = problem.num_items - most * (problem.num_bins - 1)
+    if least < 2:
+        return 0.0
+    ordered = problem.costs[problem.order]
+    work = float(ordered[0]) + float(ordered[1 - least :].sum()) * (1.0 - _ROUNDING)
+    return float(problem.carried.min()) + work * (1.0 - _ROUNDING) / float(problem.speeds.max())
 
 
 def _pooled(work: float, speeds: Floats, carried: Floats) -> float:

@@ -14,7 +14,12 @@ from bascule.plan.solver.improve import improve
 from bascule.plan.solver.kinds import fluid, price_bound
 from bascule.plan.solver.problem import Floats, Ints, Problem
 from bascule.plan.solver.refine import refine
-from bascule.plan.solver.starts import by_speed, longest_first, topped_up
+from bascule.plan.solver.starts import (
+    by_speed,
+    longest_first,
+    longest_first_counted,
+    topped_up,
+)
 
 _ROUNDING = 1e-9
 """Relative difference of sums of the same costs in another order, at most."""
@@ -71,6 +76,7 @@ def solve(
     *,
     enough: float = 0.0,
     num_improved: int = MOST_IMPROVED,
+    quick: bool = False,
 ) -> Solution:
     """The best assignment that the portfolio finds within the limits.
 
@@ -83,6 +89,7 @@ def solve(
         tolerance: Gap at which the search stops; None for the default.
         enough: Completion time at which it stops too, in units of work per unit of speed.
         num_improved: Starts of a problem with several kinds that are improved, the best ones first.
+        quick: Whether one start will do where only items are limited, within the tolerance or not.
 
     Raises:
         PlanError: No assignment within the limits was found; says what misses by how much.
@@ -95,9 +102,14 @@ def solve(
         tolerance = _TOLERANCE if is_plain else _MIXED_TOLERANCE
     if problem.num_kinds == 1:
         target = max(_target(problem, bound, tolerance), enough)
+        counted = _counted(problem, target)
+        if counted is not None and (quick or counted.makespan <= target):
+            return Solution(counted.bin_of, counted.name, bound)
         found = _of_one_kind(problem, target)
         if problem.limited and problem.excess(found.bin_of):
             found = _within_limits(problem, target, [found])
+        if counted is not None:
+            found = _earliest([found, counted])
         return Solution(found.bin_of, found.name, bound)
     guess, weights = fluid(problem)
     starts = list[_Found]()
@@ -144,6 +156,17 @@ def _of_one_kind(problem: Problem, target: float) -> _Found:
     if best.makespan <= target:
         return best
     return _Found.of(problem, f"{best.name}, refined", refine(problem, best.bin_of, target))
+
+
+def _counted(problem: Problem, target: float) -> _Found | None:
+    """What keeps a limit on items from the start, improved; None where anything else limits it."""
+    if problem.resources != ("items",) or not problem.identical:
+        return None
+    found = _Found.of(problem, "longest first, counted", longest_first_counted(problem))
+    if found.makespan <= target:
+        return found
+    bin_of = improve(problem, found.bin_of, target)
+    return _Found.of(problem, f"{found.name}, improved", bin_of)
 
 
 def _earliest(found: Sequence[_Found]) -> _Found:

@@ -5,7 +5,7 @@ lowest index. On m identical bins it is at most 4/3 - 1/(3m) above the best make
 Bounds on multiprocessing timing anomalies).
 """
 
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
@@ -32,6 +32,31 @@ def longest_first(problem: Problem) -> Ints:
     sorted_bins = _identical_bins(work, problem.carried_work)
     bin_of = np.empty(problem.num_items, dtype=np.int64)
     bin_of[problem.order] = sorted_bins
+    return bin_of
+
+
+def longest_first_counted(problem: Problem) -> Ints:
+    """LPT that keeps a limit on items: a full bin takes no more. For identical bins. O(n log m).
+
+    A bin with a giant gets its other items last, so they are the shortest.
+    """
+    most = int(problem.room[problem.resources.index("items"), 0])
+    left = [most] * problem.num_bins
+    bits = (problem.num_bins - 1).bit_length()
+    heap = [(int(load) << bits) + k for k, load in enumerate(problem.carried_work.tolist())]
+    heapify(heap)
+    mask, taken = (1 << bits) - 1, list[int]()
+    # At least 1 unit an item, as in `longest_first`.
+    for step in np.maximum(problem.work[problem.order], 1.0).astype(np.int64).tolist():
+        index = heap[0] & mask
+        taken.append(index)
+        left[index] -= 1
+        if left[index]:
+            heapreplace(heap, heap[0] + (step << bits))
+        else:
+            heappop(heap)
+    bin_of = np.empty(problem.num_items, dtype=np.int64)
+    bin_of[problem.order] = taken
     return bin_of
 
 

@@ -1,0 +1,1 @@
+"""Samplers for plain DataLoaders: which indices a rank reads. Nothing moves between ranks."""

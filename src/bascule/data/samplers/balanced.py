@@ -1,0 +1,394 @@
+"""A batch sampler for data of known lengths: every step is even, and nothing moves for it."""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+from bascule.data.samplers.resumable import too_many
+from bascule.errors import ConfigError, PlanError
+from bascule.plan.checks import amounts, check_rank, number, of_type, shown, whole, wholes
+from bascule.plan.costs.cost_models import Cost, evaluate
+from bascule.plan.epoch.cells import DealRules
+from bascule.plan.epoch.deal import Deal, deal_step
+from bascule.plan.epoch.order import Ints, StepShape, epoch_order
+from bascule.plan.lengths import MAX_LENGTH
+from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.step import Sync, check_sync
+
+Floats = npt.NDArray[np.float64]
+
+_STATE = ("version", "epoch", "delivered", "num_samples", "shuffle", "seed")
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOptions:
+    """How a BalancedSampler deals, where the defaults do not fit.
+
+    Attributes:
+        shuffle: Whether the order of an epoch is random.
+        sync: When ranks wait for each other, as for `plan_step`: in every "microbatch" (FSDP that
+            reshards), or once a "step" (DDP under `no_sync`).
+        limits: What a batch can hold; hard. A step that cannot keep them is a PlanError, on all
+            ranks alike.
+        even_counts: Whether all batches of a full step have exactly `batch_size` samples. If not,
+            a batch has at least one, and `batch_size` is the mean: more even work with giants, but
+            `loss_scale` is needed in every step.
+        padded: Whether batches are padded to their longest sample, so that a batch costs its number
+            of samples times the dearest. Samples of like lengths then share a batch. With it,
+            `even_counts=False` is what saves most.
+        weights: What each sample counts in the global mean, for `loss_scale`; such as its labels
+            for a mean over tokens. None: 1.
+        shards: Which shard (file) each sample lies in. Shard s is at home on rank s % num_ranks;
+            samples stay there where it costs the step nothing.
+        tolerance: Gap to the lower bound of a step at which the search for a better deal stops.
+
+    Raises:
+        ConfigError: One of them is none of these.
+    """
+
+    shuffle: bool = True
+    sync: Sync = "microbatch"
+    limits: Limits | None = None
+    even_counts: bool = True
+    padded: bool = False
+    weights: npt.ArrayLike | None = None
+    shards: npt.ArrayLike | None = None
+    tolerance: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_sync(self.sync)
+        for name in ("shuffle", "even_counts", "padded"):
+            of_type(f"SamplerOptions({name})", getattr(self, name), bool, "True or False")
+        if self.limits is not None:
+            of_type("SamplerOptions(limits)", self.limits, Limits, "Limits(tokens=..), or None")
+        number("SamplerOptions(tolerance", self.tolerance, 0.0, 1.0)
+
+
+DEFAULT_SAMPLING = SamplerOptions()
+
+
+@dataclass(slots=True)
+class _Run:
+    """One pass over what was left of an epoch.
+
+    Attributes:
+        start: Samples that were delivered before it.
+        scales: `loss_scale` of each batch that was handed out.
+    """
+
+    start: int
+    scales: "array[float]" = field(default_factory=lambda: array("d"))
+
+
+class BalancedSampler(Sampler[list[int]]):
+    """Gives each rank its batches of indices, so that all ranks have the same work in every step.
+
+    A *batch sampler*: `DataLoader(dataset, batch_sampler=sampler)`. An epoch is shuffled as seed
+    and epoch say and cut into steps of batch_size * num_ranks * accumulate samples, which are dealt
+    to ranks and microbatches by predicted cost. So a step has the samples that it would have
+    without, whatever the ranks; all ranks compute the same deal, and nothing is communicated.
+
+    Every epoch has each sample once, and all ranks have the same number of batches, a multiple of
+    `accumulate`, none of them empty. What is left over at the end makes a shorter step; where it
+    has no sample for each batch, it and the step before are cut in half (with a batch_size of 1,
+    the last step has two samples in some batches). So where batches are not of one size, in short
+    steps and without `even_counts`, multiply the loss by `loss_scale`.
+
+    Steps are planned one by one, when they are asked for.
+
+    Args:
+        lengths: Tokens of each sample: integers from 0.
+        cost: What a sample of so many tokens costs; called once, for all lengths.
+        batch_size: Samples of a batch: per rank and microbatch.
+        num_ranks: Data-parallel ranks. Default: of torch.distributed if it is initialised, else 1.
+        rank: Which of them this is; given with num_ranks, or not.
+        seed: Of the order.
+        accumulate: Microbatches of an optimiser step.
+        options: What is seldom changed.
+
+    Raises:
+        ConfigError: An argument is wrong, or there are fewer samples than batches in a step.
+
+    Example:
+        >>> from bascule import TransformerCost
+        >>> lengths = [900, 100, 500, 400, 600, 200, 800, 300]
+        >>> given = {"batch_size": 2, "num_ranks": 2, "seed": 3}
+        >>> ranks = [BalancedSampler(lengths, TransformerCost(64), rank=r, **given) for r in (0, 1)]
+        >>> sorted(index for sampler in ranks for batch in sampler for index in batch)
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        cost: Cost,
+        *,
+        batch_size: int,
+        num_ranks: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        accumulate: int = 1,
+        options: SamplerOptions = DEFAULT_SAMPLING,
+    ) -> None:
+        of_type("options", options, SamplerOptions, "SamplerOptions(..)")
+        num_ranks, rank = _place(num_ranks, rank)
+        self._shape = StepShape(batch_size, num_ranks, accumulate)
+        self._rank = check_rank(rank, self._shape.num_ranks)
+        self._seed = whole("BalancedSampler(seed", seed)
+        self._lengths = wholes("lengths", lengths, most=MAX_LENGTH)
+        num = self._lengths.size
+        if num < self._shape.num_cells:
+            raise _too_few(num, self._shape)
+        self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
+        limits = in_tokens(options.limits, cost, None)
+        _check_limits(limits, self._lengths, self._shape, options)
+        self._options = options
+        self._rules = DealRules(
+            shape=self._shape,
+            sync=options.sync,
+            limits=limits,
+            even_counts=options.even_counts,
+            padded=options.padded,
+            tolerance=options.tolerance,
+        )
+        self._weights = _weights(options, num)
+        self._home = _homes(options, num, self._shape.num_ranks)
+        self._epoch, self._start = 0, 0
+        self._run: _Run | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a batch; their mean where `even_counts` is off."""
+        return self._shape.batch_size
+
+    @property
+    def accumulate(self) -> int:
+        """Microbatches of an optimiser step."""
+        return self._shape.accumulate
+
+    @property
+    def sampler(self) -> "BalancedSampler":
+        """Itself: trainers look for `set_epoch` at the sampler of a batch sampler."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that is dealt next; the one of a loaded state goes on where it was.
+
+        Raises:
+            ConfigError: It is no whole number from 0.
+        """
+        epoch = whole("epoch", epoch)
+        if epoch != self._epoch:
+            self._epoch, self._start, self._run = epoch, 0, None
+
+    def __len__(self) -> int:
+        """Batches of this rank in the next iteration: as many as on every other rank."""
+        left = self._lengths.size - self._start
+        return self._shape.num_steps(left) * self._shape.accumulate
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's batches of what is left of the epoch; again after a `break`: the same.
+
+        Raises:
+            PlanError: A step cannot keep the limits; says which, and what misses.
+        """
+        self._run = _Run(self._start)
+        return self._batches(self._run)
+
+    def deal(self, step: int) -> Deal:
+        """How a step of the next iteration is dealt to all ranks, with its makespan and bound.
+
+        The same on all ranks. O(samples of the epoch), which is shuffled for it.
+
+        Raises:
+            ConfigError: There is no such step.
+            PlanError: It cannot keep the limits.
+        """
+        left = self._lengths.size - self._start
+        step = whole("step", step, 0, self._shape.num_steps(left) - 1)
+        first = self._start + self._shape.samples_in(left, step)
+        size = self._shape.next_size(self._lengths.size - first)
+        return self._deal(self._order()[first : first + size], step)
+
+    def loss_scale(self, number: int) -> float:
+        """Factor of the loss of a batch of this iteration, whose loss is a mean over its samples.
+
+        With it, the division by `accumulate` and the mean of gradients over ranks (DDP, FSDP), the
+        gradient of a step is that of the mean over all its samples: weight of the batch *
+        num_ranks * accumulate / weight of the step. 1 where all batches have the same.
+
+        Args:
+            number: Of the batch, from 0, since the iteration began.
+
+        Raises:
+            ConfigError: That batch was not handed out yet.
+        """
+        scales = array("d") if self._run is None else self._run.scales
+        found = whole("number of the batch", number)
+        if found >= len(scales):
+            raise ConfigError(
+                f"loss_scale({found}): {len(scales)} batches were handed out since this iteration "
+                "began; count them from 0, as enumerate(loader) does"
+            )
+        return scales[found]
+
+    def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
+        """Where training is, as counts; the same on all ranks.
+
+        Whole steps count. One that was begun is dealt again from its start when the state is
+        loaded, because its gradients are in no checkpoint.
+
+        Args:
+            num_batches: Batches that training has finished since this iteration began. Default:
+                all that were handed out, which is right without workers; workers read ahead.
+
+        Raises:
+            ConfigError: More than were handed out.
+        """
+        delivered = self._start
+        handed = 0 if self._run is None else len(self._run.scales)
+        if num_batches is not None:
+            handed = whole("num_batches", num_batches, 0, handed)
+        if self._run is not None:
+            left = self._lengths.size - self._run.start
+            steps = handed // self._shape.accumulate
+            delivered = self._run.start + self._shape.samples_in(left, steps)
+        return {**self._identity(), "epoch": self._epoch, "delivered": delivered}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after the last step of a state; ranks, batch size and accumulation may be others.
+
+        Raises:
+            ConfigError: It is no such state, its samples or their order are others, or too few
+                samples are left for these ranks.
+        """
+        of_type("the state of a BalancedSampler", state, Mapping, "what state_dict() gave")
+        if sorted(map(str, state)) != sorted(_STATE):
+            raise ConfigError(
+                f"the state of a BalancedSampler has the entries {_STATE}, not "
+                f"{shown(list(state))}: give what state_dict() gave"
+            )
+        for name, own in self._identity().items():
+            if state[name] != own:
+                raise ConfigError(
+                    f"the state has {name}={shown(state[name])}, and this sampler {own}: samples "
+                    "would be lost or repeated; use the dataset and settings of the state"
+                )
+        epoch = whole("epoch of the state", state["epoch"])
+        delivered, num = whole("delivered of the state", state["delivered"]), self._lengths.size
+        if delivered > num:
+            raise too_many(delivered, num)
+        if 0 < num - delivered < self._shape.num_cells:
+            raise ConfigError(
+                f"{num - delivered} samples of epoch {epoch} are left, and a step has "
+                f"{self._shape.num_cells} batches (ranks * accumulate): finish the epoch with at "
+                f"most {num - delivered} of them, or leave the rest out with "
+                f"set_epoch({epoch + 1}) in place of this state"
+            )
+        self._epoch, self._start, self._run = epoch, delivered, None
+
+    def _identity(self) -> dict[str, Any]:
+        """What decides the order of an epoch."""
+        return {
+            "version": _VERSION,
+            "num_samples": self._lengths.size,
+            "shuffle": self._options.shuffle,
+            "seed": self._seed,
+        }
+
+    def _order(self) -> Ints:
+        shuffle, seed = self._options.shuffle, self._seed
+        return epoch_order(self._lengths.size, shuffle=shuffle, seed=seed, epoch=self._epoch)
+
+    def _batches(self, run: _Run) -> Iterator[list[int]]:
+        order, shape = self._order(), self._shape
+        first = run.start
+        for step, size in enumerate(shape.sizes(order.size - first)):
+            deal = self._deal(order[first : first + size], step)
+            total = self._weight(deal.samples)
+            for microbatch in range(shape.accumulate):
+                batch = deal.batch(self._rank, microbatch)
+                share = self._weight(batch) * shape.num_cells / total if total else 0.0
+                run.scales.append(share)
+                yield batch.tolist()
+            first += size
+        if self._run is run:
+            self._start = 0  # of the next iteration
+
+    def _weight(self, samples: Ints) -> float:
+        return float(samples.size if self._weights is None else self._weights[samples].sum())
+
+    def _deal(self, samples: Ints, step: int) -> Deal:
+        home = None if self._home is None else self._home[samples]
+        try:
+            deal = deal_step(self._costs[samples], self._lengths[samples], self._rules, home)
+        except PlanError as error:
+            raise PlanError(f"epoch {self._epoch}, step {step} of the rest: {error}") from None
+        samples.flags.writeable = False
+        return replace(deal, samples=samples)
+
+
+def _place(num_ranks: int | None, rank: int | None) -> tuple[int, int]:
+    """How many ranks there are, and which this is."""
+    if (num_ranks is None) != (rank is None):
+        raise ConfigError(
+            f"BalancedSampler(num_ranks={shown(num_ranks)}, rank={shown(rank)}): give both, or "
+            "neither to take them from torch.distributed"
+        )
+    if num_ranks is not None and rank is not None:
+        return num_ranks, rank
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
+
+
+def _too_few(num_samples: int, shape: StepShape) -> ConfigError:
+    return ConfigError(
+        f"{num_samples} lengths for {shape.num_ranks} ranks with accumulate={shape.accumulate}: "
+        f"every batch of a step needs a sample, so there must be at least {shape.num_cells}; use "
+        "fewer ranks, less accumulation, or more data"
+    )
+
+
+def _check_limits(
+    limits: Limits | None, lengths: Ints, shape: StepShape, options: SamplerOptions
+) -> None:
+    """Refuse what would end training in the middle of an epoch, as far as it can be foreseen."""
+    if limits is None:
+        return
+    longest = int(lengths.argmax())
+    if limits.tokens is not None and lengths[longest] > limits.tokens:
+        raise ConfigError(
+            f"sample {longest} has {lengths[longest]} tokens, above the limit of {limits.tokens}: "
+            "leave it out, shorten it, or raise the limit"
+        )
+    most = shape.most_in_a_cell(lengths.size)
+    if limits.items is not None and limits.items < most:
+        raise ConfigError(
+            f"Limits(items={limits.items}): batches have up to {most} samples with "
+            f"batch_size={shape.batch_size} and {lengths.size} samples; raise the limit, or make "
+            "batch_size smaller"
+        )
+
+
+def _weights(options: SamplerOptions, num_samples: int) -> Floats | None:
+    if options.weights is None:
+        return None
+    found = amounts("SamplerOptions(weights)", options.weights)
+    if found.size != num_samples:
+        raise ConfigError(f"{found.size} weights for {num_samples} lengths: give one a sample")
+    return cast(Floats, found)
+
+
+def _homes(options: SamplerOptions, num_samples: int, num_ranks: int) -> Ints | None:
+    """(n,) rank at which each sample is at home."""
+    if options.shards is None:
+        return None
+    return wholes("SamplerOptions(shards)", options.shards, num_samples) % num_ranks

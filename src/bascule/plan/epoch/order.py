@@ -1,0 +1,97 @@
+"""The order of an epoch, and where it is cut into optimiser steps."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, MAX_WHOLE, put, whole
+
+Ints = npt.NDArray[np.int64]
+
+_MAX_COUNT = 2**31
+
+
+def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Ints:
+    """(num_samples,) every index once, in an order that seed and epoch alone decide. O(n)."""
+    order = np.arange(num_samples)
+    if shuffle:
+        np.random.default_rng([seed, epoch]).shuffle(order)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """How many samples make an optimiser step, and how many batches these are dealt to.
+
+    Every (rank, microbatch) of a step is a *cell*: one batch of a DataLoader, never empty.
+
+    Args:
+        batch_size: Samples of a cell in a full step; where counts vary, their mean.
+        num_ranks: Ranks that share a step.
+        accumulate: Microbatches of a step.
+
+    Raises:
+        ConfigError: One of them is below 1, or all together are too many.
+    """
+
+    batch_size: int
+    num_ranks: int
+    accumulate: int
+
+    def __post_init__(self) -> None:
+        most = {"batch_size": _MAX_COUNT, "num_ranks": MAX_RANKS, "accumulate": _MAX_COUNT}
+        for name, highest in most.items():
+            put(self, name, whole(f"BalancedSampler({name}", getattr(self, name), 1, highest))
+        if self.full > MAX_WHOLE:
+            raise ConfigError(f"{self}: {self.full} samples make a step; give smaller numbers")
+
+    @property
+    def num_cells(self) -> int:
+        """Batches of a step, over all ranks and microbatches."""
+        return self.num_ranks * self.accumulate
+
+    @property
+    def full(self) -> int:
+        """Samples of a full step: the global batch."""
+        return self.batch_size * self.num_cells
+
+    def next_size(self, left: int) -> int:
+        """Samples of the next step where so many are left of the epoch.
+
+        Full steps, then what is left over: a step of its own if it has a sample for every cell.
+        Otherwise the last full step and it are cut into two halves, which have; with one sample a
+        cell there are no halves, and the last step has two samples in some cells. It depends on
+        what is left alone, so a run that resumes cuts where the first one would have.
+        """
+        over = left - self.full
+        if over <= 0 or over >= self.num_cells:
+            return min(left, self.full)
+        return left if self.batch_size == 1 else -(-left // 2)
+
+    def sizes(self, left: int) -> Iterator[int]:
+        """Samples of each step that is left."""
+        while left > 0:
+            size = self.next_size(left)
+            yield size
+            left -= size
+
+    def num_steps(self, left: int) -> int:
+        """Steps in so many samples."""
+        sure = max(left // self.full - 1, 0)
+        return sure + sum(1 for _ in self.sizes(left - sure * self.full))
+
+    def samples_in(self, left: int, num_steps: int) -> int:
+        """Samples of the first steps, where so many samples are left before them."""
+        sure = min(max(left // self.full - 1, 0), num_steps)
+        rest = self.sizes(left - sure * self.full)
+        return sure * self.full + sum(islice(rest, num_steps - sure))
+
+    def most_in_a_cell(self, left: int) -> int:
+        """Samples of the largest cell of any step, where counts are even."""
+        sure = max(left // self.full - 1, 0)
+        sizes = [self.full] * (sure > 0) + list(self.sizes(left - sure * self.full))
+        return -(-max(sizes, default=0) // self.num_cells)
