@@ -39,7 +39,7 @@ class ParallelOptions:
         home_tolerance: See `plan_batch`.
         kernel: Name of the attention kernel; None takes the fastest for device and dtype.
         device: Where the tensors are; None takes the mesh's, or the group's back end's.
-        data_group: The ranks whose gradients are put together, if more than the group (`step.mean`).
+        data_group: The ranks whose gradients are put together, for `step.mean`. Default: the group.
         gradients: How the trainer puts the gradients of ranks together: "mean" (FSDP, DDP) or
             "sum" (torchtitan, and FSDP2 with `set_gradient_divide_factor(1.0)`).
     """

@@ -35,6 +35,7 @@ from bascule.comm.exchange import (
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.derivatives import is_recorded, refuse_transforms
 from bascule.comm.guard.failures import tell, telling
+from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
 from bascule.comm.world import this_world
 from bascule.errors import ConfigError
@@ -295,10 +296,10 @@ class Step:
             return mean.mean_and_scale(values, weights, self._mean_over)
 
     @property
-    def _mean_over(self) -> mean.MeanOver:
+    def _mean_over(self) -> MeanOver:
         group = self._parallel.data_group
         divisor = group.size if self._parallel.options.gradients == "mean" else 1
-        return mean.MeanOver(group, divisor, self.number)
+        return MeanOver(group, divisor, self.number)
 
     def _prepared(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> packed.Prepared:
         factor = positive_scale(q.shape[2], scale)

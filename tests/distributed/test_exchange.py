@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.errors import CommError
-from bascule.parallel import SequenceParallel, Step
+from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from tests.helpers.cases import COST, LENGTHS
 from tests.helpers.ranks import raised_by, run_ranks
 
@@ -206,6 +206,11 @@ def global_means() -> None:
     mean.backward()
     assert values.grad is not None
     torch.testing.assert_close(values.grad, torch.full_like(values, size / everything.numel()))
+    values.grad = None
+    of_sums = SequenceParallel(None, "g1n1", COST, options=ParallelOptions(gradients="sum"))
+    of_sums.plan([]).mean(values).backward()
+    assert values.grad is not None
+    torch.testing.assert_close(values.grad, torch.full_like(values, 1 / everything.numel()))
     weights = torch.full((3 * rank,), rank, dtype=torch.float64)
     weighted = step.mean(values, weights=weights)
     of_all = torch.cat([torch.full((3 * r,), r, dtype=torch.float64) for r in range(size)])

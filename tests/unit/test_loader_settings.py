@@ -61,7 +61,7 @@ INF, NAN = float("inf"), float("nan")
         ("max_bytes_in_flight", (1, 2**40, None), NO_COUNTS),
         ("min_gain", (0.0, 0, 0.999, np.float32(0.5)), (1.0, -1e-9, NAN, True, "0", None)),
         ("bytes_per_s", (1e-9, 1, INF, None), (0.0, -1.0, NAN, True, "1")),
-        ("timeout_s", (1e-3, 1, 1e8), (0.0, -1.0, 1.01e8, INF, NAN, True, "1", None)),
+        ("timeout_s", (1e-3, 1, 9.9e6), (0.0, -1.0, 1.01e7, INF, NAN, True, "1", None)),
         ("sync", ("microbatch", "step"), ("none", None, 1)),
         ("ends", ("drop_last", "pad_empty", "finish"), ("drop", None, 1)),
         ("limits", (Limits(tokens=5), None), (5, {"tokens": 5})),

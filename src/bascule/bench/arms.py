@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bascule.attention import PackedSequences, attend_packed
 from bascule.bench.flow import FlowBatch
 from bascule.comm.groups import RankGroup
-from bascule.comm.mean import global_mean
+from bascule.comm.mean import MeanOver, global_mean
 from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig
 from bascule.parallel import SequenceParallel
 from bascule.training import train_step
@@ -75,7 +75,8 @@ class Arm:
 
         def loss_of(model: nn.Module) -> Tensor:
             losses = batch.per_token_loss(model(batch.inputs, exchange))
-            return global_mean(losses, None, self._group, self._num_steps)
+            over = MeanOver(self._group, self._group.size, self._num_steps)
+            return global_mean(losses, None, over)
 
         loss = train_step(self.model, [loss_of])
         seconds = _now(device) - start
