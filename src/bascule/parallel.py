@@ -3,7 +3,7 @@
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,14 @@ from bascule.errors import ConfigError
 from bascule.parallel_step import Step as Step
 from bascule.plan import routes
 from bascule.plan.batch import check_lengths, plan_batch
-from bascule.plan.checks import of_type, shown
+from bascule.plan.checks import listed, of_type, shown
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
+from bascule.plan.step import Sync, check_sync, plan_step
 from bascule.plan.topology.spec import Topology
 
-_FIRST_CAPACITY = 64  # sequences a rank that the first gather of lengths has room for
+_FIRST_CAPACITY = 65  # numbers: of the sequences, then the tokens of each, in the first gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,18 +143,25 @@ class SequenceParallel:
             CommError: Ranks disagree about anything that a plan depends on, or one is gone.
             PlanError: The limits cannot be met (on all ranks).
         """
-        values, error = np.zeros(0, np.int64), None
-        try:
-            values = check_lengths([local_seq_lens], 1)[1]
-        except ConfigError as met:
-            # The agreement says which rank; here it is the only one, hence 0.
-            error = ConfigError(re.sub("^rank 0[,:] ", "", str(met)))
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
-        except BaseException as met:  # as that of a user who interrupts
-            tell(met, f"step {self._num_plans + 1}: plan")
-            raise
-        return self._plan(values, error)
+        return self._plan([local_seq_lens], "microbatch")[0]
+
+    def plan_step(
+        self, microbatches: Sequence[npt.ArrayLike], *, sync: Sync = "microbatch"
+    ) -> tuple["Step", ...]:
+        """Plan all microbatches of an optimizer step from one fixed-size gather, on the host.
+
+        Args:
+            microbatches: Of each, the tokens of each sequence that this rank loaded; as many
+                microbatches on all ranks.
+            sync: What ranks wait for, as for `bascule.plan_step`; see `training.sync_of`.
+
+        Returns:
+            A frozen step for each microbatch, in their order.
+
+        Raises:
+            As `plan`; CommError: ranks give unlike numbers of microbatches, or of `sync`.
+        """
+        return self._plan(microbatches, sync)
 
     def fail(self, error: Exception) -> None:
         """Take part in the gather of `plan` in its place, to say that this rank cannot go on.
@@ -161,17 +169,46 @@ class SequenceParallel:
         Raises:
             CommError: Always, on all ranks, with this error's text.
         """
-        self._plan(np.zeros(0, np.int64), error or RuntimeError("it said so without an error"))
+        self._gather([], "", error or RuntimeError("it said so without an error"))
 
-    def _plan(self, values: routes.Ints, error: Exception | None) -> "Step":
+    def _plan(self, microbatches: Sequence[npt.ArrayLike], sync: Sync) -> tuple["Step", ...]:
+        first, error, lens = self._num_plans + 1, None, list[routes.Ints]()
+        try:
+            check_sync(sync)
+            lens = _checked(microbatches)
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        except BaseException as met:  # as that of a user who interrupts
+            tell(met, f"step {first}: plan")
+            raise
+        of_ranks = self._gather(lens, sync, error)
+        with telling(f"step {first}: plan"):
+            planned: dict[str, Any] = {
+                "planner": self.options.planner,
+                "limits": self.limits,
+                "cluster": self.cluster,
+                "home_tolerance": self.options.home_tolerance,
+            }
+            if len(of_ranks) == 1:
+                plans = [plan_batch(of_ranks[0], self.topology, self.cost, **planned)]
+            else:
+                plans = plan_step(of_ranks, self.topology, self.cost, sync=sync, **planned)
+        self._num_plans += len(plans) - 1
+        return tuple(Step(self, plan, number) for number, plan in enumerate(plans, first))
+
+    def _gather(
+        self, lens: Sequence[routes.Ints], sync: str, error: Exception | None
+    ) -> list[list[routes.Ints]]:
+        """Lengths by microbatch and rank; or the same error on all ranks."""
         self._num_plans += 1
         settings = dict.fromkeys(_SETTINGS, "")
         try:
             settings = self._settings(self.topology)
         except Exception as met:  # of the user's cost
             error = error or met
-        settings |= {"step": str(self._num_plans)}
-        lens = agree(
+        settings |= {"step": str(self._num_plans), "microbatches": f"{len(lens)}, sync={sync}"}
+        values = np.concatenate([np.array([part.size for part in lens], np.int64), *lens])
+        said = agree(
             self._plan_group,
             Statement(settings, values, error),
             what="plan",
@@ -179,19 +216,10 @@ class SequenceParallel:
             capacity=self._capacity,
         )
         # Derived from what all ranks gathered, hence the same on all of them.
-        most = max(part.size for part in lens)
+        most = max(part.size for part in said)
         self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        with telling(f"step {self._num_plans}: plan"):
-            plan = plan_batch(
-                lens,
-                self.topology,
-                self.cost,
-                planner=self.options.planner,
-                limits=self.limits,
-                cluster=self.cluster,
-                home_tolerance=self.options.home_tolerance,
-            )
-        return Step(self, plan, self._num_plans)
+        parts = [np.split(x[len(lens) :], np.cumsum(x[: len(lens)])[:-1]) for x in said]
+        return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
 
     def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
         """Let all ranks agree on the form of an exchange, the first time that this form is used.
@@ -249,6 +277,25 @@ class SequenceParallel:
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
         return new_group(ranks, name, self._timeout_s, backend=backend)
+
+
+def _checked(microbatches: Sequence[npt.ArrayLike]) -> list[routes.Ints]:
+    """The lengths of this rank.
+
+    Raises:
+        ConfigError: There is no microbatch, or a length is illegal. An agreement says which rank.
+    """
+    found: list[routes.Ints] = []
+    for number, lens in enumerate(listed("microbatches", microbatches)):
+        try:
+            found.append(check_lengths([lens], 1)[1])
+        except ConfigError as met:
+            text = re.sub("^rank 0[,:] ", "", str(met))  # here it is the only one, hence 0
+            where = f"microbatch {number}: " if len(microbatches) > 1 else ""
+            raise ConfigError(where + text) from None
+    if not found:
+        raise ConfigError("no microbatches: give the lengths of one at least")
+    return found
 
 
 _SETTINGS: tuple[str, ...] = (

@@ -10,14 +10,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.guard.failures import telling
 from bascule.errors import ConfigError
-from bascule.plan.step import check_sync
+from bascule.plan.step import Sync, check_sync
 
 
 def train_step(
     model: nn.Module,
     microbatches: Sequence[Callable[[nn.Module], Tensor]],
     *,
-    sync: str = "microbatch",
+    sync: Sync | None = None,
 ) -> Tensor:
     """Add the gradients of some microbatches to a model's; the sum of their losses, detached.
 
@@ -28,13 +28,13 @@ def train_step(
     Args:
         model: What is trained: plain, in DistributedDataParallel, or sharded by FSDP2.
         microbatches: Each gives its part of the loss of the step, from the model.
-        sync: When ranks average their gradients, and so wait for each other: after every
-            "microbatch", or once a "step", which FSDP2 pays for with unsharded gradients. As for
-            `plan_step`.
+        sync: When ranks average their gradients: after every "microbatch", or once a "step", which
+            FSDP2 pays for with unsharded gradients. Default: `sync_of` the model.
 
     Raises:
         ConfigError: There is no microbatch, or no such `sync`.
     """
+    sync = sync_of(model) if sync is None else sync
     check_sync(sync)
     if not microbatches:
         raise ConfigError("train_step: no microbatch: give one function at least")
@@ -46,6 +46,15 @@ def train_step(
                 loss.backward()
             losses.append(loss.detach())
     return torch.stack(losses).sum()
+
+
+def sync_of(model: nn.Module) -> Sync:
+    """When the ranks of a wrapped model wait for each other, as `plan_step` takes it.
+
+    FSDP's ranks meet in every all-gather of parameters, so in every "microbatch", however they
+    reduce gradients; those of DDP or of a plain model once a "step", if gradients are reduced then.
+    """
+    return "microbatch" if isinstance(model, FSDPModule) else "step"
 
 
 @contextmanager

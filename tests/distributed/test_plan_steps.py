@@ -1,0 +1,132 @@
+"""All microbatches of an optimizer step planned at once: one gather, and the same training."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from bascule import plan_step
+from bascule.errors import CommError, ConfigError, PlanError
+from bascule.parallel import SequenceParallel
+from bascule.plan.limits import Limits
+from bascule.plan.step import Sync, step_makespan
+from bascule.training import sync_of, train_step
+from tests.helpers.calls_made import calls_made
+from tests.helpers.cases import (
+    COST,
+    Batch,
+    assert_same,
+    config_of,
+    edge_batches,
+    make_model,
+    named_gradients,
+    own_samples,
+    random_batch,
+    reference_step,
+)
+from tests.helpers.ranks import raised_by, run_ranks
+
+LENS: list[list[list[int]]] = [[[9, 1], [5]], [[], [7, 7, 2]], [[3], []], [[1], [12]]]
+
+
+def lengths_of(rank: int) -> list[list[int]]:
+    return [micro[rank] for micro in LENS]
+
+
+def planned(sync: Sync, spec: str) -> dict[str, Any]:
+    """The plans of a step, against those of `plan_step`; numbers, and what was gathered."""
+    parallel, rank = SequenceParallel(None, spec, COST), dist.get_rank()
+    parallel.plan([1])
+    with calls_made() as made:
+        steps = parallel.plan_step(lengths_of(rank), sync=sync)
+    again = parallel.plan([4])
+    wanted = plan_step(LENS, spec, COST, sync=sync)
+    return {
+        "same": [step.plan == want for step, want in zip(steps, wanted, strict=True)],
+        "numbers": [step.number for step in (*steps, again)],
+        "gathers": dict(made.counts),
+        "makespan": step_makespan([step.plan for step in steps], sync=sync),
+    }
+
+
+@pytest.mark.parametrize("spec", ["g2n1", "g1n2"])
+def test_a_step_is_planned_from_one_gather(spec: str) -> None:
+    makespans: dict[str, float] = {}
+    for sync in ("microbatch", "step"):
+        for found in run_ranks(planned, 2, sync, spec):
+            assert all(found["same"]) and found["numbers"] == [2, 3, 4, 5, 6]
+            assert found["gathers"] == {"all_gather": 1}
+            makespans[sync] = found["makespan"]
+    assert makespans["step"] <= makespans["microbatch"]
+
+
+def trained(is_sharded: bool) -> None:
+    """Gradients of four microbatches that were planned together, as of one process."""
+    model, plain = make_model(config_of(4, 4)), make_model(config_of(4, 4))
+    batches: list[Batch] = [random_batch(2, seed) for seed in range(3)]
+    batches.append(edge_batches(2)["one rank has everything"])
+    wrapped: nn.Module = model
+    if is_sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    else:
+        wrapped = DistributedDataParallel(model)
+    parallel = SequenceParallel(None, "g2n1" if is_sharded else "g1n2", COST)
+    samples = [own_samples(batch, model.config, parallel.rank) for batch in batches]
+    steps = parallel.plan_step([one.seq_lens for one in samples], sync=sync_of(wrapped))
+    losses = [
+        lambda model, one=one, step=step: step.mean(one.losses(model(one.inputs, step)))
+        for one, step in zip(samples, steps, strict=True)
+    ]
+    loss = train_step(wrapped, losses)
+    want = [reference_step(plain, batch) for batch in batches]
+    grads = {
+        name: grad.full_tensor() if is_sharded else grad  # pyright: ignore
+        for name, grad in named_gradients(model).items()
+    }
+    total = {name: sum(one[1][name] for one in want) for name in grads}
+    assert_same((loss.item(), grads), (sum(one[0] for one in want), total), "four microbatches")  # pyright: ignore
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_training_on_them_has_the_gradients_of_one_process(is_sharded: bool) -> None:
+    run_ranks(trained, 2, is_sharded)
+
+
+def wrong() -> dict[str, tuple[list[str], str]]:
+    rank = dist.get_rank()
+    parallel = SequenceParallel(None, "g1n2", COST, limits=Limits(tokens=12))
+    tight = [[20], [20]] if rank == 0 else [[1], [1]]
+    said = {
+        "numbers": raised_by(parallel.plan_step, [[1]] * (1 + rank)),
+        "sync": raised_by(parallel.plan_step, [[1], [2]], sync=("step", "microbatch")[rank]),
+        "no sync": raised_by(parallel.plan_step, [[1], [2]], sync="never" if rank else "step"),
+        "length": raised_by(parallel.plan_step, [[1], [-2 if rank else 2]]),
+        "none": raised_by(parallel.plan_step, []),
+        "limits": raised_by(parallel.plan_step, tight),
+    }
+    assert len(parallel.plan_step([[1], [2]])) == 2  # none of it ended anything
+    return said
+
+
+def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
+    first, second = run_ranks(wrong, 2)
+    assert first == second
+    words = {
+        "numbers": (CommError, "microbatches", "1, sync=microbatch", "2, sync=microbatch"),
+        "sync": (CommError, "2, sync=step", "2, sync=microbatch"),
+        "no sync": (ConfigError, "'never'", "rank 1"),
+        "length": (ConfigError, "microbatch 1", "-2", "rank 1"),
+        "none": (ConfigError, "no microbatches"),
+        "limits": (PlanError, "microbatch 0", "20"),
+    }
+    for name, (kind, *parts) in words.items():
+        classes, text = first[name]
+        assert kind.__name__ in classes and all(part in text for part in parts), (name, text)
+
+
+def test_what_ranks_wait_for_follows_from_the_wrapper() -> None:
+    assert sync_of(nn.Linear(2, 2)) == "step"
