@@ -1,11 +1,9 @@
 """SequenceParallel: decide, move and attend, bound to process groups that are built once."""
 
-import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
@@ -13,22 +11,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention import packed
 from bascule.comm import groups
-from bascule.comm.agree import Statement, agree, agree_on, agree_once
+from bascule.comm.agree import agree_on, agree_once
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import tell, telling, told
+from bascule.comm.guard.failures import tell, told
 from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
+from bascule.parallel_plans import Asked, PlannedLater, Planning, checked
 from bascule.parallel_step import Step as Step
 from bascule.plan import routes
-from bascule.plan.batch import check_lengths, plan_batch
-from bascule.plan.checks import listed, of_type, shown
+from bascule.plan.batch import Plan
+from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
-from bascule.plan.step import Sync, check_sync, plan_step
+from bascule.plan.step import Sync
 from bascule.plan.topology.spec import Topology
-
-_FIRST_CAPACITY = 65  # numbers: of the sequences, then the tokens of each, in the first gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class SequenceParallel:
         given = groups.resolve(mesh_or_group)
         ranks = tuple(dist.get_process_group_ranks(given))
         self._timeout_s = timeout_s
-        self._plan_group = (
+        self._planning = Planning(
             self._make(ranks, "plan", backend="gloo")
             if plan_group is None
             else groups.member_of(groups.resolve(plan_group), "plan")
@@ -106,7 +103,8 @@ class SequenceParallel:
         self.cluster = cluster
         self.options = options
         self._num_plans = 0
-        self._capacity = _FIRST_CAPACITY
+        self._ahead: Planning | None = None
+        self._latest: PlannedLater | None = None
         self._used: set[str] = set()
         error, data = None, None
         try:
@@ -121,13 +119,13 @@ class SequenceParallel:
             error = met
         self.topology = self._agree_on_settings(topology, len(ranks), error)
         group = self._make(ranks, "exchange", backend=dist.get_backend(given))
-        self.group = replace(group, control=self._plan_group)
+        self.group = replace(group, control=self._planning.group)
         self.data_group = self.group if data is None else data
 
     @property
     def rank(self) -> int:
         """This rank in the group."""
-        return self._plan_group.rank
+        return self._planning.group.rank
 
     def plan(self, local_seq_lens: npt.ArrayLike) -> "Step":
         """Plan the next step from the lengths of all ranks; one fixed-size gather, on the host.
@@ -169,57 +167,69 @@ class SequenceParallel:
         Raises:
             CommError: Always, on all ranks, with this error's text.
         """
-        self._gather([], "", error or RuntimeError("it said so without an error"))
+        error = error or RuntimeError("it said so without an error")
+        self._plan_now(self._asked([], "microbatch", error))
+
+    def plan_later(
+        self, microbatches: Sequence[npt.ArrayLike], *, sync: Sync = "microbatch"
+    ) -> PlannedLater:
+        """Begin to plan an optimizer step behind the current one; see `plan_step`.
+
+        A thread that lasts as long as the plan gathers the lengths, over a group of the host of its
+        own. All ranks make their plans, later ones or not, in the same order.
+
+        Returns:
+            Its `get()` gives the steps, and raises what `plan_step` would.
+        """
+        if self._ahead is None:
+            self._ahead = Planning(self._make(self._planning.group.ranks, "ahead", backend="gloo"))
+        ahead, asked = self._ahead, self._asked(microbatches, sync)
+        self._latest = PlannedLater(
+            lambda: ahead.now(asked),
+            lambda plans: self._steps(asked.number, plans),
+            asked.where,
+            self._latest if self._latest and not self._latest.is_ready else None,
+        )
+        return self._latest
 
     def _plan(self, microbatches: Sequence[npt.ArrayLike], sync: Sync) -> tuple["Step", ...]:
-        first, error, lens = self._num_plans + 1, None, list[routes.Ints]()
+        return self._plan_now(self._asked(microbatches, sync))
+
+    def _plan_now(self, asked: Asked) -> tuple["Step", ...]:
         try:
-            check_sync(sync)
-            lens = _checked(microbatches)
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
-        except BaseException as met:  # as that of a user who interrupts
-            tell(met, f"step {first}: plan")
+            plans = self._planning.now(asked)
+        except BaseException:
+            self._num_plans = asked.number  # the same on all ranks, whatever each of them asked for
             raise
-        of_ranks = self._gather(lens, sync, error)
-        with telling(f"step {first}: plan"):
-            planned: dict[str, Any] = {
+        return self._steps(asked.number, plans)
+
+    def _steps(self, first: int, plans: Sequence[Plan]) -> tuple["Step", ...]:
+        return tuple(Step(self, plan, number) for number, plan in enumerate(plans, first))
+
+    def _asked(
+        self, microbatches: Sequence[npt.ArrayLike], sync: Sync, error: Exception | None = None
+    ) -> Asked:
+        """What this rank brings to its next plan; what is wrong is told where ranks agree."""
+        number, lens = self._num_plans + 1, list[routes.Ints]()
+        settings, others = dict.fromkeys(_SETTINGS, ""), dict[str, Any]()
+        try:
+            settings = self._settings(self.topology)
+            others = {
                 "planner": self.options.planner,
                 "limits": self.limits,
                 "cluster": self.cluster,
                 "home_tolerance": self.options.home_tolerance,
             }
-            if len(of_ranks) == 1:
-                plans = [plan_batch(of_ranks[0], self.topology, self.cost, **planned)]
-            else:
-                plans = plan_step(of_ranks, self.topology, self.cost, sync=sync, **planned)
-        self._num_plans += len(plans) - 1
-        return tuple(Step(self, plan, number) for number, plan in enumerate(plans, first))
-
-    def _gather(
-        self, lens: Sequence[routes.Ints], sync: str, error: Exception | None
-    ) -> list[list[routes.Ints]]:
-        """Lengths by microbatch and rank; or the same error on all ranks."""
-        self._num_plans += 1
-        settings = dict.fromkeys(_SETTINGS, "")
-        try:
-            settings = self._settings(self.topology)
-        except Exception as met:  # of the user's cost
+            if error is None:
+                lens = checked(microbatches, sync)
+        except Exception as met:  # whatever it is, the others must not wait
             error = error or met
-        settings |= {"step": str(self._num_plans), "microbatches": f"{len(lens)}, sync={sync}"}
-        values = np.concatenate([np.array([part.size for part in lens], np.int64), *lens])
-        said = agree(
-            self._plan_group,
-            Statement(settings, values, error),
-            what="plan",
-            step=self._num_plans,
-            capacity=self._capacity,
-        )
-        # Derived from what all ranks gathered, hence the same on all of them.
-        most = max(part.size for part in said)
-        self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        parts = [np.split(x[len(lens) :], np.cumsum(x[: len(lens)])[:-1]) for x in said]
-        return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
+        except BaseException as met:  # as that of a user who interrupts
+            tell(met, f"step {number}: plan")
+            raise
+        self._num_plans += max(1, len(microbatches) if isinstance(microbatches, Sized) else 1)
+        settings |= {"step": str(number), "microbatches": f"{len(lens)}, sync={sync}"}
+        return Asked(number, lens, sync, settings, self.topology, self.cost, others, error)
 
     def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
         """Let all ranks agree on the form of an exchange, the first time that this form is used.
@@ -245,7 +255,7 @@ class SequenceParallel:
         Raises:
             CommError: A rank gave an error (RemoteConfigError if its input was bad), on all ranks.
         """
-        agree_on(self._plan_group, {}, error, what=what, step=step)
+        agree_on(self._planning.group, {}, error, what=what, step=step)
 
     def _agree_on_settings(
         self, spec: Topology | str, world_size: int, error: Exception | None
@@ -265,7 +275,7 @@ class SequenceParallel:
         except Exception as met:  # whatever it is, the others must not wait
             error = met
             settings = dict.fromkeys(_SETTINGS, "")
-        agree_on(self._plan_group, settings, error, what="construction")
+        agree_on(self._planning.group, settings, error, what="construction")
         return topology
 
     def _settings(self, topology: Topology | str) -> dict[str, str]:
@@ -277,25 +287,6 @@ class SequenceParallel:
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
         return new_group(ranks, name, self._timeout_s, backend=backend)
-
-
-def _checked(microbatches: Sequence[npt.ArrayLike]) -> list[routes.Ints]:
-    """The lengths of this rank.
-
-    Raises:
-        ConfigError: There is no microbatch, or a length is illegal. An agreement says which rank.
-    """
-    found: list[routes.Ints] = []
-    for number, lens in enumerate(listed("microbatches", microbatches)):
-        try:
-            found.append(check_lengths([lens], 1)[1])
-        except ConfigError as met:
-            text = re.sub("^rank 0[,:] ", "", str(met))  # here it is the only one, hence 0
-            where = f"microbatch {number}: " if len(microbatches) > 1 else ""
-            raise ConfigError(where + text) from None
-    if not found:
-        raise ConfigError("no microbatches: give the lengths of one at least")
-    return found
 
 
 _SETTINGS: tuple[str, ...] = (

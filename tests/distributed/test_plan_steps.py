@@ -1,8 +1,11 @@
-"""All microbatches of an optimizer step planned at once: one gather, and the same training."""
+"""Planning all microbatches of an optimizer step at once, or behind the current step."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -126,6 +129,70 @@ def test_what_is_wrong_on_one_rank_is_the_same_error_on_all() -> None:
     for name, (kind, *parts) in words.items():
         classes, text = first[name]
         assert kind.__name__ in classes and all(part in text for part in parts), (name, text)
+
+
+def planned_behind() -> dict[str, Any]:
+    """Steps planned behind others, mixed with plans made now; what the main thread sent itself."""
+    parallel, rank = SequenceParallel(None, "g2n1", COST), dist.get_rank()
+    first = parallel.plan_later([[3 + rank]])
+    second = parallel.plan_later(lengths_of(rank), sync="step")
+    now = parallel.plan([8])
+    third = parallel.plan_later([[rank]])
+    (one,), several, (last,) = first.get(), second.get(), third.get()
+    assert first.get()[0] is one and first.is_ready
+    for step in (last, now, *reversed(several), one):  # all are alive
+        x = torch.arange(float(step.plan.seq_lens[step.plan.source_ranks == rank].sum()))
+        assert torch.equal(step.restore(step.route(x=x)["x"]), x)
+    # Every rank waits for the slow one in its thread alone.
+    if rank:
+        time.sleep(1.0)
+    start = time.monotonic()
+    waiting = parallel.plan_later([[5]])
+    asked_s = time.monotonic() - start
+    was_ready = waiting.is_ready
+    waiting.get()
+    return {
+        "numbers": [step.number for step in (one, *several, now, last)],
+        "same": [step.plan for step in several] == list(plan_step(LENS, "g2n1", COST, sync="step")),
+        "asked_s": asked_s,
+        "was_ready": was_ready,
+        "threads": [one.name for one in threading.enumerate() if one.name == "bascule plan"],
+    }
+
+
+def test_steps_are_planned_behind_the_current_one() -> None:
+    for rank, found in enumerate(run_ranks(planned_behind, 2)):
+        assert found["numbers"] == [1, 2, 3, 4, 5, 6, 7] and found["same"], found
+        assert found["asked_s"] < 0.9 and found["threads"] == [], found
+        assert rank or not found["was_ready"]
+
+
+def failing_behind(kind: str) -> list[str]:
+    """What each rank hears where a plan is asked for; afterwards both go on, if nobody failed."""
+    rank, said = dist.get_rank(), list[str]()
+    parallel = SequenceParallel(None, "g1n2", COST, timeout_s=20.0)
+    parallel.plan_later([[1]]).get()
+    start = time.monotonic()
+    try:
+        with parallel.plan([3]):
+            if kind == "the user's code" and rank:
+                raise ZeroDivisionError("no such sample")
+            later = parallel.plan_later([[-1 if kind == "a length" and rank else 1]])
+            later.get()
+    except (ZeroDivisionError, CommError, ConfigError) as error:
+        said.append(str(error))
+    assert time.monotonic() - start < 12.0
+    if kind == "a length":
+        assert parallel.plan_later([[2]]).get()[0].plan.num_ranks == 2
+    return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("a length", "-1"), ("the user's code", "no such sample")]
+)
+def test_an_error_is_heard_by_those_that_plan_behind(kind: str, words: str) -> None:
+    for said in run_ranks(failing_behind, 2, kind):
+        assert len(said) == 1 and words in said[0], said
 
 
 def test_what_ranks_wait_for_follows_from_the_wrapper() -> None:

@@ -1,0 +1,172 @@
+"""How ranks plan: one gather of what each brings, then the same decision on all; now, or behind.
+
+A plan behind the current step is made by a thread of its own, over a group of its own, and begins
+when the one before it is done. So its gathers come in one order on all ranks, and the thread that
+trains never takes part in them.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.failures import end_all, telling
+from bascule.comm.guard.watch import watch_of_world
+from bascule.errors import ConfigError
+from bascule.plan import routes
+from bascule.plan.batch import Plan, check_lengths, plan_batch
+from bascule.plan.checks import listed
+from bascule.plan.costs.cost_models import Cost
+from bascule.plan.step import Sync, check_sync, plan_step
+from bascule.plan.topology.spec import Topology
+
+if TYPE_CHECKING:
+    from bascule.parallel_step import Step
+
+_FIRST_CAPACITY = 65  # numbers: of the sequences, then the tokens of each, in the first gather
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a rank brings to a plan, as it was when it asked.
+
+    Attributes:
+        number: Of the first step planned.
+        lens: (n,) tokens of its sequences, for each microbatch.
+        sync: As for `plan_step`.
+        settings: All that must be the same on all ranks, as text.
+        topology: As for `plan_batch`.
+        cost: As for `plan_batch`.
+        others: What else `plan_batch` takes.
+        error: What is wrong with it.
+    """
+
+    number: int
+    lens: Sequence[routes.Ints]
+    sync: Sync
+    settings: Mapping[str, str]
+    topology: Topology | str
+    cost: Cost
+    others: Mapping[str, Any]
+    error: Exception | None
+
+    @property
+    def where(self) -> str:
+        """For errors."""
+        return f"step {self.number}: plan"
+
+
+class Planning:
+    """Plans that ranks make one after the other over a group of the host."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._capacity = _FIRST_CAPACITY
+
+    def now(self, asked: Asked) -> tuple[Plan, ...]:
+        """One plan a microbatch, from one gather of a fixed size.
+
+        Raises:
+            RemoteConfigError: A rank gave an illegal length (on all ranks).
+            CommError: Ranks disagree about anything that a plan depends on, or one is gone.
+            PlanError: The limits cannot be met (on all ranks).
+        """
+        lens = self._gather(asked)
+        with telling(asked.where):
+            if len(lens) == 1:
+                return (plan_batch(lens[0], asked.topology, asked.cost, **asked.others),)
+            args = lens, asked.topology, asked.cost
+            return plan_step(*args, sync=asked.sync, **asked.others)
+
+    def _gather(self, asked: Asked) -> list[list[routes.Ints]]:
+        """Lengths by microbatch and rank; or the same error on all ranks."""
+        num = len(asked.lens)
+        counts = np.array([part.size for part in asked.lens], np.int64)
+        said = agree(
+            self.group,
+            Statement(asked.settings, np.concatenate([counts, *asked.lens]), asked.error),
+            what="plan",
+            step=asked.number,
+            capacity=self._capacity,
+        )
+        # Derived from what all ranks gathered, hence the same on all of them.
+        most = max(part.size for part in said)
+        self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
+        parts = [np.split(x[num:], np.cumsum(x[:num])[:-1]) for x in said]
+        return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
+
+
+class PlannedLater:
+    """Steps whose plans a thread makes. Made by `SequenceParallel.plan_later`.
+
+    The interpreter waits for the thread, at most as long as its group does for a rank.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], tuple[Plan, ...]],
+        bind: Callable[[tuple[Plan, ...]], tuple["Step", ...]],
+        where: str,
+        before: "PlannedLater | None",
+    ) -> None:
+        self._make, self._bind, self._where = make, bind, where
+        self._plans: tuple[Plan, ...] = ()
+        self._steps: tuple[Step, ...] | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(before,), name="bascule plan")
+        self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `get` would not wait."""
+        return not self._thread.is_alive()
+
+    def get(self) -> tuple["Step", ...]:
+        """A frozen step for each microbatch; the same ones at every call.
+
+        Raises:
+            As `SequenceParallel.plan_step`.
+        """
+        if self._thread.is_alive():
+            with watch_of_world(end_all).waiting_for(self._thread, f"the wait for {self._where}"):
+                self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if self._steps is None:
+            self._steps = self._bind(self._plans)
+        return self._steps
+
+    def _run(self, before: "PlannedLater | None") -> None:
+        if before is not None:
+            before._thread.join()
+        try:
+            self._plans = self._make()
+        except BaseException as error:
+            self._error = error
+
+
+def checked(microbatches: Sequence[npt.ArrayLike], sync: str) -> list[routes.Ints]:
+    """The lengths of this rank.
+
+    Raises:
+        ConfigError: There is no microbatch, a length is illegal, or there is no such `sync`. An
+            agreement says which rank.
+    """
+    check_sync(sync)
+    found: list[routes.Ints] = []
+    for number, lens in enumerate(listed("microbatches", microbatches)):
+        try:
+            found.append(check_lengths([lens], 1)[1])
+        except ConfigError as met:
+            text = re.sub("^rank 0[,:] ", "", str(met))  # here it is the only one, hence 0
+            where = f"microbatch {number}: " if len(microbatches) > 1 else ""
+            raise ConfigError(where + text) from None
+    if not found:
+        raise ConfigError("no microbatches: give the lengths of one at least")
+    return found
