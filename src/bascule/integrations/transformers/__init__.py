@@ -1,4 +1,8 @@
-"""Balanced training with the Trainer of transformers."""
+"""Balanced training with transformers: its Trainer, and its models on packed sequences in bags."""
 
+from bascule.integrations.transformers.bag_attention import call_packed as call_packed
+from bascule.integrations.transformers.bag_attention import (
+    register_attention as register_attention,
+)
 from bascule.integrations.transformers.balance_config import BalanceConfig as BalanceConfig
 from bascule.integrations.transformers.trainer import BalancedTrainerMixin as BalancedTrainerMixin

@@ -1,0 +1,193 @@
+"""Models of transformers, unchanged, on packed sequences in bags: as each sequence alone.
+
+The reference is torch's attention in transformers, one sequence at a time. Norms and
+rotations of transformers round to float32, whatever the dtype of the model.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
+
+from bascule import SequenceParallel, Step
+from bascule.errors import ConfigError
+from bascule.integrations.transformers import call_packed, register_attention
+from tests.helpers.cases import COST
+from tests.helpers.ranks import run_ranks
+
+VOCABULARY = 19
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 64,
+}
+# Of each rank: some have nothing, some one long sequence.
+BATCHES = [[[5, 17, 1], [2], [], [3, 3]], [[], [31], [], [4]]]
+
+
+class Vision(nn.Module):
+    """Qwen2.5-VL's language model with its three positions a token, and a head."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        rotary = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 100.0}
+        config = Qwen2_5_VLTextConfig(**SIZES, rope_parameters=rotary, **settings)
+        self.model, self.head = Qwen2_5_VLTextModel(config), nn.Linear(24, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, **settings: Any) -> Tensor:
+        if position_ids.dim() == 2:
+            position_ids = torch.stack([position_ids, position_ids // 2, position_ids % 3])
+        embedded = self.model.embed_tokens(input_ids)
+        out = self.model(inputs_embeds=embedded, position_ids=position_ids, **settings)
+        return self.head(out.last_hidden_state)
+
+
+class Language(nn.Module):
+    def __init__(self, kind: Callable[..., nn.Module], config: Any) -> None:
+        super().__init__()
+        self.model = kind(config)
+
+    def forward(self, input_ids: Tensor, **settings: Any) -> Tensor:
+        return self.model(input_ids, **settings).logits
+
+
+def make(kind: str, attention: str) -> nn.Module:
+    torch.manual_seed(0)
+    chosen: dict[str, Any] = {"attn_implementation": attention}
+    if kind == "qwen2.5-vl":
+        model = Vision(**chosen)
+    elif kind == "qwen2":
+        model = Language(Qwen2ForCausalLM, Qwen2Config(**SIZES, **chosen))
+    else:
+        model = Language(LlamaForCausalLM, LlamaConfig(**SIZES, **chosen))
+    return model.double()
+
+
+def tokens_of(batch: list[list[int]], rank: int) -> tuple[Tensor, Tensor]:
+    """Ids, and the next of each; the last of a sequence predicts nothing."""
+    ids: list[Tensor] = []
+    for place, length in enumerate(batch[rank]):
+        random = torch.Generator().manual_seed(10 * rank + place)
+        ids.append(torch.randint(0, VOCABULARY, (length,), generator=random))
+    empty = torch.zeros(0, dtype=torch.int64)
+    labels = [torch.cat([one[1:], torch.tensor([-100])]) for one in ids]
+    return torch.cat([empty, *ids]), torch.cat([empty, *labels])
+
+
+def alone(model: nn.Module, batch: list[list[int]]) -> tuple[float, list[Tensor]]:
+    losses: list[Tensor] = []
+    for rank, lens in enumerate(batch):
+        ids, labels = tokens_of(batch, rank)
+        for own, wanted in zip(ids.split(lens), labels.split(lens), strict=True):
+            logits = model(own[None], position_ids=torch.arange(len(own))[None])[0]
+            losses.append(cross_entropy(logits, wanted, reduction="none")[wanted != -100])
+    loss = torch.cat(losses).mean()
+    return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def step_loss(model: nn.Module, step: Step, ids: Tensor, labels: Tensor) -> Tensor:
+    moved = step.route(input_ids=ids, labels=labels)
+    labels = moved["labels"]
+    logits = call_packed(model, step, input_ids=moved["input_ids"])[0, : labels.shape[0]]
+    losses = cross_entropy(logits, labels, reduction="none")
+    return step.mean(losses, weights=labels != -100)
+
+
+def trained(kind: str, spec: str, is_sharded: bool) -> None:
+    register_attention()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reference, model = make(kind, "sdpa"), make(kind, "bascule")
+    if is_sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    parallel = SequenceParallel(None, spec, COST)
+    for whole in BATCHES:
+        batch = whole[:size]
+        ids, labels = tokens_of(batch, rank)
+        model.zero_grad()
+        with parallel.plan(batch[rank]) as step:
+            loss = step_loss(model, step, ids, labels)
+            loss.backward()
+        want, grads = alone(reference, batch)
+        assert abs(loss.item() - want) < 1e-7
+        total = torch.stack([one.norm() for one in grads]).norm()
+        for parameter, wanted in zip(model.parameters(), grads, strict=True):
+            got = parameter.grad
+            assert got is not None
+            if isinstance(got, DTensor):
+                got = got.full_tensor()
+            else:
+                dist.all_reduce(got)
+                got /= size
+            assert (got - wanted).norm() <= 1e-6 * wanted.norm() + 1e-8 * total
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "spec", "is_sharded"),
+    [
+        ("llama", 2, "g1n2", False),
+        ("llama", 2, "g2n1", True),
+        ("qwen2", 3, "g1n1+g2n1", False),
+        ("qwen2", 4, "g2r2n1", False),
+        ("qwen2.5-vl", 2, "g2n1", False),
+        ("qwen2.5-vl", 3, "g3n1", True),
+    ],
+)
+def test_gradients_are_those_of_each_sequence_alone(
+    kind: str, world_size: int, spec: str, is_sharded: bool
+) -> None:
+    run_ranks(trained, world_size, kind, spec, is_sharded)
+
+
+def refused() -> dict[str, str]:
+    register_attention()
+    step = SequenceParallel(None, "g1n1", COST).plan([6])
+    said: dict[str, str] = {}
+    ids = torch.ones(1, 6, dtype=torch.int64)
+    given = {"use_cache": False, "bascule_step": step, "attention_mask": torch.zeros(1, 1, 0, 0)}
+    calls: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
+        "no step": ({}, ids, {"use_cache": False}),
+        "rows": ({}, ids.expand(2, -1), given),
+        "padding": ({}, ids, given | {"attention_mask": torch.ones(1, 6)}),
+        "dropout": ({"attention_dropout": 0.1}, ids, given),
+        "window": (
+            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0},
+            ids,
+            given,
+        ),
+    }
+    for name, (settings, rows, asked) in calls.items():
+        chosen: dict[str, Any] = SIZES | settings | {"attn_implementation": "bascule"}
+        config = Qwen2Config(**chosen)
+        model = Qwen2ForCausalLM(config).train()
+        try:
+            model(rows, **asked)
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_what_a_step_cannot_do_is_refused() -> None:
+    (said,) = run_ranks(refused, 1)
+    words = {
+        "no step": "call_packed(model, step, input_ids=ids)",
+        "rows": "2 rows",
+        "padding": "no padding",
+        "dropout": "dropout=0.1",
+        "window": "sliding_window=4",
+    }
+    assert said.keys() == words.keys()
+    assert all(word in said[name] for name, word in words.items()), said
