@@ -6,50 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
+from bascule.errors import ConfigError
+from bascule.models import (
+    LocalExchange,
+    MMDiT,
+    MMDiTConfig,
+    PackedBatch,
+    config_from_diffusers,
+    weights_from_diffusers,
+    weights_to_diffusers,
+)
 
 pytest.importorskip("diffusers")
 
 TEXT_DIM, VEC_DIM, CHANNELS = 32, 32, 12
 SIZES = [(7, (4, 6)), (3, (5, 2)), (12, (1, 9))]  # text tokens, image height and width
-
-# ours -> theirs; a tuple means concatenated rows.
-TOP = {
-    "image_in": "x_embedder",
-    "text_in": "context_embedder",
-    "time_in.linear_in": "time_text_embed.timestep_embedder.linear_1",
-    "time_in.linear_out": "time_text_embed.timestep_embedder.linear_2",
-    "vec_in.linear_in": "time_text_embed.text_embedder.linear_1",
-    "vec_in.linear_out": "time_text_embed.text_embedder.linear_2",
-    "final.linear": "proj_out",
-}
-GUIDANCE = {
-    "guidance_in.linear_in": "time_text_embed.guidance_embedder.linear_1",
-    "guidance_in.linear_out": "time_text_embed.guidance_embedder.linear_2",
-}
-DOUBLE = {
-    "image.modulation.linear": "norm1.linear",
-    "image.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "image.heads.q_norm": "attn.norm_q",
-    "image.heads.k_norm": "attn.norm_k",
-    "image.out": "attn.to_out.0",
-    "image.mlp_in": "ff.net.0.proj",
-    "image.mlp_out": "ff.net.2",
-    "text.modulation.linear": "norm1_context.linear",
-    "text.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "text.heads.q_norm": "attn.norm_added_q",
-    "text.heads.k_norm": "attn.norm_added_k",
-    "text.out": "attn.to_add_out",
-    "text.mlp_in": "ff_context.net.0.proj",
-    "text.mlp_out": "ff_context.net.2",
-}
-SINGLE = {
-    "modulation.linear": "norm.linear",
-    "linear_in": ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
-    "heads.q_norm": "attn.norm_q",
-    "heads.k_norm": "attn.norm_k",
-    "linear_out": "proj_out",
-}
 
 
 def make_theirs(guidance: bool) -> Any:
@@ -76,46 +47,11 @@ def make_theirs(guidance: bool) -> Any:
     return model.eval()
 
 
-def make_ours(theirs: Any, guidance: bool) -> MMDiT:
-    config = MMDiTConfig(
-        in_channels=CHANNELS,
-        text_dim=TEXT_DIM,
-        vec_dim=VEC_DIM,
-        d_model=64,
-        num_heads=4,
-        num_double=2,
-        num_single=2,
-        axes_dim=(4, 6, 6),
-        guidance=guidance,
-    )
+def make_ours(theirs: Any) -> MMDiT:
+    config = config_from_diffusers(theirs.config)
     model = MMDiT(config)
-    model.load_state_dict(translate(theirs.state_dict(), guidance))
+    model.load_state_dict(weights_from_diffusers(theirs.state_dict(), config))
     return model
-
-
-def translate(theirs: dict[str, Tensor], guidance: bool) -> dict[str, Tensor]:
-    """Their state under our names; refuses to leave any of their tensors out."""
-    left = dict(theirs)
-    names: dict[str, tuple[str, ...]] = {}
-    for prefix, their_prefix, table in (
-        ("", "", TOP | (GUIDANCE if guidance else {})),
-        *((f"double_blocks.{i}.", f"transformer_blocks.{i}.", DOUBLE) for i in range(2)),
-        *((f"single_blocks.{i}.", f"single_transformer_blocks.{i}.", SINGLE) for i in range(2)),
-    ):
-        for ours, sources in table.items():
-            sources = (sources,) if isinstance(sources, str) else sources
-            names[prefix + ours] = tuple(their_prefix + source for source in sources)
-    ours_state: dict[str, Tensor] = {}
-    for ours, sources in names.items():
-        for kind in ("weight", "bias"):
-            if f"{sources[0]}.{kind}" in left:
-                parts = [left.pop(f"{source}.{kind}") for source in sources]
-                ours_state[f"{ours}.{kind}"] = torch.cat(parts)
-    for kind in ("weight", "bias"):  # they store scale before shift, here only
-        scale, shift = left.pop(f"norm_out.linear.{kind}").chunk(2)
-        ours_state[f"final.modulation.linear.{kind}"] = torch.cat([shift, scale])
-    assert not left
-    return ours_state
 
 
 def make_sample(index: int, guidance: bool, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -164,7 +100,7 @@ def test_packed_output_equals_diffusers_one_by_one(indices: list[int], guidance:
     samples = [make_sample(i, guidance, torch.float32) for i in indices]
     with torch.no_grad():
         expected = torch.cat([run_theirs(theirs, sample) for sample in samples])
-        out = run_ours(make_ours(theirs, guidance), samples)
+        out = run_ours(make_ours(theirs), samples)
     assert expected.std() > 0.1
     assert (out - expected).norm() <= 2e-6 * expected.norm()
 
@@ -175,7 +111,7 @@ def test_output_and_gradients_equal_diffusers_in_float64(
 ) -> None:
     """Theirs computes angles and rotations in float32: here its `.float()` means float64."""
     theirs = make_theirs(guidance).double()
-    ours = make_ours(theirs, guidance).double()
+    ours = make_ours(theirs).double()
     samples = [make_sample(i, guidance, torch.float64) for i in range(3)]
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -185,7 +121,43 @@ def test_output_and_gradients_equal_diffusers_in_float64(
     out.square().sum().backward()
     assert (out - expected).norm() <= 1e-10 * expected.norm()
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    for name, grad in translate(wanted, guidance).items():
+    for name, grad in weights_from_diffusers(wanted, ours.config).items():
         ours_grad = ours.get_parameter(name).grad
         assert ours_grad is not None and grad.norm() > 0
         assert (ours_grad - grad).norm() <= 1e-10 * grad.norm(), name
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+def test_weights_come_back_bit_for_bit(guidance: bool) -> None:
+    theirs = make_theirs(guidance)
+    ours = make_ours(theirs)
+    back = weights_to_diffusers(ours.state_dict(), ours.config)
+    wanted = theirs.state_dict()
+    assert back.keys() == wanted.keys()
+    assert all(torch.equal(back[name], wanted[name]) for name in wanted)
+    theirs.load_state_dict(back)
+
+
+def test_config_of_flux_is_that_of_diffusers() -> None:
+    from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+
+    with torch.device("meta"):
+        config = FluxTransformer2DModel(guidance_embeds=True).config
+    assert config_from_diffusers(config) == MMDiTConfig.flux()
+
+
+def test_other_weights_are_refused() -> None:
+    theirs = make_theirs(False)
+    config, state = config_from_diffusers(theirs.config), theirs.state_dict()
+    ours = weights_from_diffusers(state, config)
+    one_less = {name: x for name, x in state.items() if name != "proj_out.bias"}
+    with pytest.raises(ConfigError, match=r"1 are missing \['proj_out.bias'\], and 0"):
+        weights_from_diffusers(one_less, config)
+    with pytest.raises(ConfigError, match=r"0 are missing \[\], and 1 are unknown \['lora'\]"):
+        weights_from_diffusers(state | {"lora": torch.ones(1)}, config)
+    with pytest.raises(ConfigError, match="1 are missing"):
+        weights_to_diffusers({k: x for k, x in ours.items() if k != "final.linear.bias"}, config)
+    with pytest.raises(ConfigError, match=r"no config of a FluxTransformer2DModel.*in_channels"):
+        config_from_diffusers({"num_attention_heads": 2, "attention_head_dim": 4})
+    with pytest.raises(ConfigError, match="out_channels=5"):
+        config_from_diffusers(dict(theirs.config) | {"out_channels": 5})
