@@ -292,7 +292,10 @@ def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
         ConfigError: It raised; says what. Its own ConfigErrors pass.
     """
     if not callable(function):
-        raise ConfigError(f"{name} is {shown(function)}: it must be a function of token counts")
+        raise ConfigError(
+            f"{name} is {shown(function)}: it must be a function of token "
+            "counts, as TransformerCost(d_model, num_layers=..)"
+        )
     try:
         return function(*args)
     except ConfigError:

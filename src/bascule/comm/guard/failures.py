@@ -270,10 +270,10 @@ def failure(
         is_input, who = _cause(group) or (False, ended_before or roll_call(group.ranks, str(what)))
     else:
         is_input, who = verdict.is_input, verdict.text
-    lines = str(error).strip().splitlines() or [repr(error)]
-    message = (
-        f"{what} failed on group {group.name!r} of ranks {list(group.ranks)} ({who}): {lines[0]}"
-    )
+    message = f"{what} failed on group {group.name!r} of ranks {list(group.ranks)} ({who})"
+    if verdict is None:  # else what torch says is how the call was ended here
+        lines = str(error).strip().splitlines() or [repr(error)]
+        message = f"{message}: {lines[0]}"
     if group.calls.ended is not None:  # what follows in it says why, too
         group.calls.ended = message
     logger.error("%s", message)

@@ -136,8 +136,8 @@ def table_of(model: nn.Module) -> SplitTable:
             return table
     known = ", ".join(name.rpartition(".")[2] for name in TABLES)
     raise ConfigError(
-        f"no split table for {type(model).__name__} (there are: {known}): write one as in "
-        "bascule.integrations.diffusers.tables, for parallelize(..., table=SplitTable(...))"
+        f"no split table for {type(model).__name__} (there are: {known}): write one for "
+        "parallelize(.., table=SplitTable(..)), as docs/sequence_parallel.md shows (Adding a table)"
     )
 
 
