@@ -101,6 +101,7 @@ def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **
     class MyTrainer(BalancedTrainerMixin, base): ...
 
     num_samples = given.pop("num_samples", 48)
+    balance = given.pop("balance", {"cost": COST})
     settings = {
         "per_device_train_batch_size": BATCH_SIZE,
         "num_train_epochs": 2,
@@ -118,7 +119,7 @@ def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **
     }
     args = TrainingArguments(folder, **(settings | given))
     make: Any = MyTrainer if balanced else base
-    extra: dict[str, Any] = {"balance": BalanceConfig(cost=COST)} if balanced else {}
+    extra: dict[str, Any] = {"balance": BalanceConfig(**balance)} if balanced else {}
     return make(
         model=make_model(kind),
         args=args,
@@ -211,6 +212,45 @@ def test_a_resumed_run_equals_the_whole(
         progress, last = run["saved"]["attributes"]["progress"], stops[-1] - 1
         assert (progress["epoch"], progress["step"]) == (last // per_epoch, last % per_epoch + 1)
         assert len(progress["history"]) == len(stops) - 1
+
+
+def learned() -> dict[str, Any]:
+    """Costs learned in a run, in steps of two microbatches; and again from its checkpoint."""
+    join_world()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    given = {
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 6,
+        "save_strategy": "steps",
+        "save_steps": 23,
+        "balance": {"learns": True},
+    }
+    plain = train(make_trainer(folder[0], "qwen2", balanced=False, **given))
+    trainer = make_trainer(folder[0], "qwen2", balanced=True, **given)
+    losses = train(trainer)[0]
+    again = make_trainer(folder[0], "qwen2", balanced=True, **given)
+    train(again, resume_from_checkpoint=folder[0] + "/checkpoint-23")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return {
+        "losses": (losses, plain[0]),
+        "sync": trainer.balanced_loader.rules.sync,
+        "costs": (trainer.cost_tracker.state_dict(), again.cost_tracker.state_dict()),
+        "seen": trainer.cost_tracker.drift is not None or trainer.cost_tracker.num_fits > 0,
+    }
+
+
+@pytest.mark.slow
+def test_costs_are_learned_on_the_job_and_saved() -> None:
+    first, second = run_ranks(learned, 2)
+    assert first["costs"] == second["costs"]
+    for run in (first, second):
+        losses, plain = run["losses"]
+        assert len(losses) == 24 and losses == pytest.approx(plain, rel=1e-5)
+        assert run["sync"] == "step" and run["seen"]
+        assert run["costs"][0] == run["costs"][1]
 
 
 def uneven_ends() -> dict[str, Any]:
@@ -361,6 +401,11 @@ def test_a_cost_that_is_none_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="cost=3"):
         BalanceConfig(cost=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="learns=True"):
+        BalanceConfig()
+    with pytest.raises(ConfigError, match="'never'"):
+        BalanceConfig(cost=COST, sync="never")  # pyright: ignore[reportArgumentType]
+    assert BalanceConfig(learns=True).cost is None
 
 
 def test_options_of_the_loader_are_those_that_the_trainer_leaves_open() -> None:

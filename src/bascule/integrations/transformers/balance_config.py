@@ -8,6 +8,7 @@ from bascule.data.setup import DEFAULT_OPTIONS, LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.plan.costs.cost_models import Cost
+from bascule.plan.step import Sync, check_sync
 
 _DECIDED = {
     "axis": "every process is a data-parallel rank; use BalancedLoader in a training loop",
@@ -26,8 +27,13 @@ class BalanceConfig:
     """How a Trainer's samples are balanced. All processes are given the same.
 
     Attributes:
-        cost: Predicts what a sample of so many tokens costs.
+        cost: Predicts what a sample of so many tokens costs. May be None if it `learns`: then
+            samples cost their tokens until it knows better.
         length_fn: Tokens of a sample. Default: those of its "input_ids".
+        sync: What processes wait for, as for `plan_step`. None: each "microbatch" with FSDP and
+            DeepSpeed, else (DDP averages once) the "step".
+        learns: Whether costs are learned from the steps of the run (`CostTracker`, which the
+            trainer has as `cost_tracker`), and saved with its checkpoints.
         options: How samples are weighed and moved. `weight_fn` is for losses that the Trainer does
             not divide by ``num_items_in_batch``. The Trainer decides on axis, batch_size, unpack,
             ends, collate_fn, pin_memory and timeout_s, by its own arguments.
@@ -36,16 +42,25 @@ class BalanceConfig:
         ConfigError: One is of a wrong type, or in the options what the Trainer's arguments say.
     """
 
-    cost: Cost
+    cost: Cost | None = None
     length_fn: Callable[[Any], int] | None = None
+    sync: Sync | None = None
+    learns: bool = False
     options: LoaderOptions = DEFAULT_OPTIONS
 
     def __post_init__(self) -> None:
         of_type("options", self.options, LoaderOptions, "LoaderOptions(..)")
         for name in ("cost", "length_fn"):
             value = getattr(self, name)
-            if not callable(value) and (value is not None or name == "cost"):
+            if not callable(value) and value is not None:
                 raise ConfigError(f"BalanceConfig({name}={value!r}): must be a function")
+        if self.cost is None and of_type("learns", self.learns, bool, "True or False") is False:
+            raise ConfigError(
+                "BalanceConfig(cost=None): give a cost, as TransformerCost(d_model, "
+                "num_layers=..), or learns=True"
+            )
+        if self.sync is not None:
+            check_sync(self.sync)
         for name, advice in _DECIDED.items():
             value = getattr(self.options, name)
             if value != getattr(DEFAULT_OPTIONS, name):

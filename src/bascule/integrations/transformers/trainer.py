@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -16,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import seed_worker
 
+from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.samplers.resumable import ResumableSampler
@@ -23,6 +26,7 @@ from bascule.errors import ConfigError
 from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns
 from bascule.plan.checks import of_type
+from bascule.plan.step import Sync
 
 _SCALE = "bascule_loss_scale"  # travels among the inputs from the loader to `training_step`
 _IGNORED = -100  # the Trainer counts labels that differ from it
@@ -66,6 +70,7 @@ class BalancedTrainerMixin(_Base):
         super().__init__(*args, **kwargs)
         self.balance = of_type("balance", balance, BalanceConfig, "BalanceConfig(cost=..)")
         self.balanced_loader: BalancedLoader | None = None
+        self.cost_tracker: CostTracker | None = None
         self._scale: float | None = None
         self._scale_was_used = False
         self.add_callback(LoaderProgress())
@@ -97,9 +102,10 @@ class BalancedTrainerMixin(_Base):
         counts_labels = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         balanced = BalancedLoader(
             loader,
-            cost=self.balance.cost,
+            cost=_tokens if self.balance.cost is None else self.balance.cost,
             length_fn=self.balance.length_fn,
             accumulate=args.gradient_accumulation_steps,
+            sync=_sync(self),
             options=replace(
                 self.balance.options,
                 ends="drop_last" if args.dataloader_drop_last else "pad_empty",
@@ -110,7 +116,9 @@ class BalancedTrainerMixin(_Base):
         )
         args.ignore_data_skip = True  # the loader does it, exactly and without reading
         self.balanced_loader = balanced
-        return _TrainLoader(loader, balanced, ignore_padding=counts_labels)  # pyright: ignore[reportReturnType]
+        if self.balance.learns:
+            self.cost_tracker = CostTracker(balanced, timeout_s=float(args.ddp_timeout))
+        return _TrainLoader(loader, balanced, self.cost_tracker, ignore_padding=counts_labels)  # pyright: ignore[reportReturnType]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. Others hear of an error of this process when they ask for a batch.
@@ -206,6 +214,8 @@ class LoaderProgress(TrainerCallback, ExportableState):
         if self._loader is not None:
             progress = self._loader.balanced.state_dict()
             attributes = {"progress": progress, "num_microbatches": len(self._loader)}
+            if self._loader.tracker is not None:
+                attributes["costs"] = self._loader.tracker.state_dict()
         return {"args": {}, "attributes": attributes}
 
     def on_train_begin(
@@ -246,6 +256,8 @@ class LoaderProgress(TrainerCallback, ExportableState):
                 "size, the accumulation and the dataset, because the Trainer counts epochs by steps"
             )
         loader.balanced.load_state_dict(saved["progress"])
+        if loader.tracker is not None and "costs" in saved:
+            loader.tracker.load_state_dict(saved["costs"])
         self._trained = saved["progress"]["step"] % num_steps / num_steps
 
     def on_step_end(
@@ -287,6 +299,7 @@ class _TrainLoader:
     Args:
         loader: What it balances.
         balanced: The loader.
+        tracker: Learns what its samples cost, if it is to.
         ignore_padding: Whether labels of padding are to be left out because they are counted.
     """
 
@@ -294,11 +307,12 @@ class _TrainLoader:
         self,
         loader: DataLoader[Any],
         balanced: BalancedLoader,
+        tracker: CostTracker | None,
         *,
         ignore_padding: bool,
     ) -> None:
         self.dataset = loader.dataset
-        self.balanced = balanced
+        self.balanced, self.tracker = balanced, tracker
         self._ignore_padding = ignore_padding
 
     def __len__(self) -> int:
@@ -306,7 +320,7 @@ class _TrainLoader:
         return len(self.balanced)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self.balanced:
+        for batch in self.balanced if self.tracker is None else self.tracker:
             yield self._inputs(batch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -322,6 +336,29 @@ class _TrainLoader:
                     inputs[name] = torch.full_like(inputs[name], _IGNORED)
         inputs[_SCALE] = batch.loss_scale
         return inputs
+
+
+def _tokens(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """What samples cost before anything is known: their tokens."""
+    return np.asarray(seq_lens, dtype=np.float64)
+
+
+def _sync(trainer: BalancedTrainerMixin) -> Sync:
+    """What the processes of a trainer wait for.
+
+    Raises:
+        ConfigError: Costs are to be learned of what is not timed.
+    """
+    meets_often = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    found: Sync = "microbatch" if meets_often else "step"
+    sync = trainer.balance.sync or found
+    if trainer.balance.learns and sync != "step" and trainer.args.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            "BalanceConfig(learns=True) with processes that wait for each other in each of "
+            f"{trainer.args.gradient_accumulation_steps} microbatches: the Trainer takes them all "
+            "at once, so only steps can be timed; give a cost, or sync='step'"
+        )
+    return sync
 
 
 def _check(trainer: Trainer) -> Dataset[Any]:
