@@ -132,9 +132,7 @@ def _measure(
         for kind in (STORE, WORK, COLLECTIVE)
     }
     links = [link for one in timings if one[0].kind == LINK for link in _links(*one)]
-    return Measured(
-        facts, of_kind[STORE][0], of_kind[WORK], of_kind[COLLECTIVE], _in_order(links)
-    )
+    return Measured(facts, of_kind[STORE][0], of_kind[WORK], of_kind[COLLECTIVE], _in_order(links))
 
 
 def _links(probe: Probe, timing: Timing) -> list[LinkTiming]:

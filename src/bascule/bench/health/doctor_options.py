@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, whole
 
@@ -45,7 +43,6 @@ class DoctorOptions:
     link_tolerance: float = 0.5
     timeout_s: float = 120.0
     json: Path | None = None
-    report_to: tyro.conf.Suppress[Path | None] = None  # of local ranks: where the launcher reads
 
     def check(self, world_size: int | None = None) -> None:
         """Refuse values that are out of range, or do not fit the ranks.

@@ -78,7 +78,7 @@ class Timing:
     @property
     def ratios(self) -> Floats:
         """(ranks,) seconds over those of the median rank of the round, medians over the rounds."""
-        return to_median(self.seconds)
+        return np.median(to_median(self.seconds), axis=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,11 +132,11 @@ class Measured:
 
 
 def to_median(seconds: Floats) -> Floats:
-    """(n,) how many times as long each takes as the median one of its round; (rounds, n) given.
+    """(rounds, n) how many times as long each takes as the median one of its round.
 
     Of an even number the faster one of the two in the middle counts: otherwise one of two ranks
     would have to be 22 % slower to be 10 % above the median. What slows all down in one round
-    cancels; the median over the rounds then leaves out what happened in few of them.
+    cancels.
     """
     middle = (seconds.shape[1] - 1) // 2
-    return np.median(seconds / np.sort(seconds, axis=1)[:, middle : middle + 1], axis=0)
+    return seconds / np.sort(seconds, axis=1)[:, middle : middle + 1]

@@ -157,9 +157,7 @@ def _work(device: torch.device) -> list[Probe]:
     attend = partial(attend_packed, q, k, v, packed)
     return [
         Probe(WORK, "matmul", device.type, 0, 2 * size.width**3, multiply, _MOST_IN_A_ROW),
-        Probe(
-            WORK, "attention", device.type, 0, FLOPS_PER_VALUE * width * pairs, attend, 3
-        ),
+        Probe(WORK, "attention", device.type, 0, FLOPS_PER_VALUE * width * pairs, attend, 5),
     ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 
 from bascule.bench.health.measured import RankFacts
