@@ -176,7 +176,7 @@ def _collectives(report: dict[str, Any]) -> Table:
             row["on"],
             _size(row["size_bytes"]),
             _time(row["seconds"]),
-            f"{row['bytes_per_s'] / 1e9:.3f}",
+            f"{row['bytes_per_s'] / 1e9:.3g}",
             str(row["slowest_rank"]),
         )
     return table
@@ -198,7 +198,7 @@ def _links(report: dict[str, Any]) -> Table:
             first["on"],
             "one host" if first["same_host"] else "two hosts",
             f"{_time(first['seconds'])}, {_size(first['num_bytes'])}",
-            f"{last['bytes_per_s'] / 1e9:.3f}, {_size(last['num_bytes'])}",
+            f"{last['bytes_per_s'] / 1e9:.3g}, {_size(last['num_bytes'])}",
         )
     return table
 
