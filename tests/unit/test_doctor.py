@@ -1,9 +1,8 @@
-"""What `bascule doctor` finds in invented measurements, and what it refuses before any rank starts."""
+"""What `bascule doctor` finds in invented measurements, and what it refuses; without ranks."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -233,9 +232,7 @@ def test_wrong_options_are_refused_in_one_sentence(
     assert said in error and error.startswith("bascule: ") and "\n" not in error.strip()
 
 
-def test_a_number_of_ranks_that_the_job_does_not_have(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_number_of_ranks_that_the_job_does_not_have() -> None:
     with pytest.raises(ValueError, match="--ranks 3: the launcher of this job started 2 ranks"):
         DoctorOptions(ranks=3).check(2)
     DoctorOptions(ranks=2).check(2)
