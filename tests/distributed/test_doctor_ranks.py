@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from bascule.bench.health import probes, rank_facts
 from bascule.bench.health.checkup import check_up
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.cli import main
+from bascule.comm.groups import member_of, resolve, set_timeout
+from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.plan.costs.hardware import HardwareProfile
 from tests.helpers.jobs import in_a_job
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
@@ -25,6 +27,7 @@ from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 OPTIONS = DoctorOptions(rounds=2, mib=1)
 SMALL = ("--rounds", "1", "--mib", "1")
 VICTIM = 1
+TIMEOUT_S = 4.0
 COLLECTIVES = {"all-to-all", "all-gather", "reduce-scatter", "all-reduce", "to the next rank"}
 
 
@@ -72,12 +75,21 @@ def unlike_versions() -> dict[str, Any]:
         return checked()
 
 
-def failing_rank(*, dies: bool) -> tuple[list[str], str]:
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(TIMEOUT_S + ROLL_CALL_S + 2.0)
+    die()
+
+
+def failing_rank(on_victim: Callable[[], None]) -> tuple[list[str], str]:
     """One rank has another Python, and does not get through its work."""
+    set_timeout(member_of(resolve(None), "doctor"), TIMEOUT_S)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
-        if dies:
-            os.kill(os.getpid(), signal.SIGKILL)
+        on_victim()
         raise MemoryError("no room for q")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -145,24 +157,22 @@ def test_unlike_versions_are_a_finding() -> None:
 
 
 def test_an_error_of_one_rank_ends_the_others_with_it_and_with_what_differs() -> None:
-    (first, own) = (one.value for one in run_to_the_end(_error_of_one, 2))
+    first, own = (one.value for one in run_to_the_end(failing_rank, 2, _pass))
     assert own == (["MemoryError"], "no room for q")
     assert "CommError" in first[0]
     assert "no room for q" in first[1] and "3.9.1 on rank 1" in first[1]
 
 
-def test_a_dead_rank_ends_the_others() -> None:
-    first, dead = run_to_the_end(_death_of_one, 2)
+@pytest.mark.parametrize("on_victim", [die, hang])
+def test_a_rank_that_dies_or_hangs_ends_the_others(on_victim: Callable[[], None]) -> None:
+    first, dead = run_to_the_end(failing_rank, 2, on_victim)
     assert dead.exit_code == -signal.SIGKILL
-    assert "CommError" in first.value[0] and "missing" in first.value[1]
+    assert "CommError" in first.value[0] and "missing: no report from ranks [1]" in first.value[1]
+    assert "3.9.1 on rank 1" in first.value[1]
 
 
-def _error_of_one() -> tuple[list[str], str]:
-    return failing_rank(dies=False)
-
-
-def _death_of_one() -> tuple[list[str], str]:
-    return failing_rank(dies=True)
+def _pass() -> None:
+    """Goes on to the error."""
 
 
 def test_what_one_rank_cannot_read_is_known_to_all(tmp_path: Path) -> None:

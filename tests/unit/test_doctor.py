@@ -35,7 +35,7 @@ FACTS = RankFacts(
 OPTIONS = DoctorOptions(rounds=ROUNDS)
 
 
-def seconds(of_ranks: Sequence[float]) -> Floats:
+def seconds(of_ranks: Sequence[float] | Floats) -> Floats:
     """(rounds, ranks) with a percent of noise, and one round in which everything is slow."""
     noise = np.random.default_rng(0).uniform(0.99, 1.01, (ROUNDS, len(of_ranks)))
     noise[3] *= 5.0
@@ -152,7 +152,7 @@ def test_a_profile_that_ranks_or_links_do_not_reach() -> None:
     fast = HardwareProfile(device="H200", matmul_flops_per_s=2e15, attention_flops_per_s=1e15)
     found = only(judge(measured(), OPTIONS, fast), "profile")
     assert found.ranks == (0, 1, 2, 3)
-    assert "ranks 0 to 3" in found.text and "H200 says 2e+03" in found.text
+    assert "ranks 0 to 3" in found.text and "H200 says 2000" in found.text
     wires = HardwareProfile(device="H200", intra_bytes_per_s=1.5e9, inter_bytes_per_s=2.5e9)
     far = judge(measured(), OPTIONS, wires)
     assert [one.ranks for one in far] == [(1, 2), (3, 0)]

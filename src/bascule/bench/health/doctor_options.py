@@ -24,7 +24,8 @@ class DoctorOptions:
             not given.
         profile: File of a hardware profile, or h100-datasheet, whose rates the ranks and the links
             must reach; they are compared with each other alone if not given.
-        rounds: Measured rounds, one after the other; medians over them count.
+        rounds: Measured rounds, one after the other; medians over them are told, and what is slow
+            in three quarters of them is found.
         mib: Largest message, in MiB.
         tolerance: By how much a rank may be slower than the median rank, or than the profile; 0.1
             is 10 %.

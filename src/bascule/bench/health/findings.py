@@ -168,8 +168,8 @@ def _against_profile(
             yield Finding(
                 "profile",
                 tuple(slow),
-                f"{named(slow)}: {reached / 1e12:.3g} TFLOP/s in {work.name}, the profile of "
-                f"{profile.device} says {expected / 1e12:.3g}; the limit is {limit / 1e12:.3g}: "
+                f"{named(slow)}: {reached / 1e12:.4g} TFLOP/s in {work.name}, the profile of "
+                f"{profile.device} says {expected / 1e12:.4g}; the limit is {limit / 1e12:.4g}: "
                 f"{_OF_PROFILE}",
             )
     for link in largest_links(measured):
