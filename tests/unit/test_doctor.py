@@ -205,6 +205,19 @@ def test_a_report_is_json_and_is_printed(capsys: pytest.CaptureFixture[str]) -> 
     assert "found (slow rank): rank 2 on b" in out and "H100" in out and "all-to-all" in out
 
 
+def test_of_many_ranks_and_links_the_slow_ones_are_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    times = np.full(70, 1e-3)
+    times[[3, 69]] = 1.7e-3
+    given = measured(work_s=times.tolist(), link_s=times.tolist(), hosts="a" * 70)
+    show(Console(width=120), Report(OPTIONS, given, judge(given, OPTIONS)).to_dict())
+    out = capsys.readouterr().out
+    assert "70 ranks, 6 fast ones left out" in out and "neighbours, 6 fast ones left out" in out
+    assert "1.7" in out and "69 and 0" in out and "3 and 4" in out
+    assert out.count("found (slow rank)") == 2 and out.count("found (slow link)") == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -134,7 +134,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
 def _table(title: str, columns: Sequence[str], num_left: int) -> Table:
     table = Table(title=title)
     for place, name in enumerate(columns):
-        table.add_column(name, justify="left" if place < num_left else "right")
+        is_left = place < num_left
+        table.add_column(name, justify="left" if is_left else "right", no_wrap=not is_left)
     return table
 
 

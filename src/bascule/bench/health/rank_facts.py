@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,13 @@ def gather_facts(
     text = "" if facts is None else json.dumps(asdict(facts))
     said = Statement(settings, _to_integers(text), error)
     found = agree(group, said, what="bascule doctor", step=0, capacity=_CAPACITY)
-    return tuple(RankFacts(**_from_integers(one)) for one in found)
+    return tuple(_facts_of(_from_integers(one)) for one in found)
+
+
+def _facts_of(given: Mapping[str, Any]) -> RankFacts:
+    """What another version of bascule does not tell is None, and so differs."""
+    known: dict[str, Any] = {field.name: given.get(field.name) for field in fields(RankFacts)}
+    return RankFacts(**known)
 
 
 def _to_integers(text: str) -> npt.NDArray[np.int64]:
