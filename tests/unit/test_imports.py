@@ -14,6 +14,7 @@ from tests.helpers.cli import modules_imported_by
         ("-c", "import bascule"),
         ("-c", "import bascule.plan"),
         ("-m", "bascule.cli", "plan", "--help"),
+        ("-m", "bascule.cli", "doctor", "--help"),
     ],
     ids=" ".join,
 )

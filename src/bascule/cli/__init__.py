@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
 from bascule.cli.plan import PlanOptions
 from bascule.cli.sparse import SparseOptions
@@ -17,11 +18,12 @@ Command = (
     | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
     | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
+    | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
 )
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line; exits with 2 for a user's error and 1 if a rank failed."""
+    """Run the command line; exits with 2 for a user's error, 1 if a rank or a check failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = tyro.cli(Command, prog="bascule", description=_DESCRIPTION, args=arguments)  # pyright: ignore
@@ -37,6 +39,11 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.sparse import sparse
 
             sparse(options)
+        elif isinstance(options, DoctorOptions):
+            from bascule.cli.doctor import doctor
+
+            if doctor(options, arguments):
+                sys.exit(1)
         else:
             from bascule.cli.bench import bench
 

@@ -1,0 +1,237 @@
+"""`bascule doctor` on ranks: what it reports, whom it names, and how it ends. Never how fast."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bascule.bench.health import probes, rank_facts
+from bascule.bench.health.checkup import check_up
+from bascule.bench.health.doctor_options import DoctorOptions
+from bascule.cli import main
+from bascule.comm.groups import member_of, resolve, set_timeout
+from bascule.comm.guard.failures import ROLL_CALL_S
+from bascule.plan.costs.hardware import HardwareProfile
+from tests.helpers.jobs import in_a_job
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+
+OPTIONS = DoctorOptions(rounds=2, mib=1)
+SMALL = ("--rounds", "1", "--mib", "1")
+VICTIM = 1
+TIMEOUT_S = 4.0
+COLLECTIVES = {"all-to-all", "all-gather", "reduce-scatter", "all-reduce", "to the next rank"}
+
+
+def checked(options: DoctorOptions = OPTIONS) -> dict[str, Any]:
+    return check_up(options, torch.device("cpu")).to_dict()
+
+
+def of_kind(report: Mapping[str, Any], kind: str) -> list[tuple[int, ...]]:
+    return [one["ranks"] for one in report["findings"] if one["kind"] == kind]
+
+
+def slow_work() -> dict[str, Any]:
+    """One rank attends slowly."""
+    attend = probes.attend_packed
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return attend(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM:
+            patch.setattr(probes, "attend_packed", slowly)
+        return checked()
+
+
+def slow_link() -> dict[str, Any]:
+    """One link takes longer, whichever of its ends one looks at."""
+    transfers = probes.Transfers
+
+    def slowly(group: Any, what: Any, sent: Any, received: Any) -> Any:
+        is_large = any(x.nbytes == 2**20 for x in sent.values())
+        if "neighbours" in what.what and list(sent) == [0] and group.rank == VICTIM and is_large:
+            time.sleep(0.3)
+        return transfers(group, what, sent, received)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "Transfers", slowly)
+        return checked()
+
+
+def unlike_versions() -> dict[str, Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM:
+            patch.setattr(rank_facts.platform, "python_version", lambda: "3.9.1")
+        return checked()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang() -> None:
+    time.sleep(TIMEOUT_S + ROLL_CALL_S + 2.0)
+    die()
+
+
+def failing_rank(on_victim: Callable[[], None]) -> tuple[list[str], str]:
+    """One rank has another Python, and does not get through its work."""
+    set_timeout(member_of(resolve(None), "doctor"), TIMEOUT_S)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        on_victim()
+        raise MemoryError("no room for q")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM:
+            patch.setattr(rank_facts.platform, "python_version", lambda: "3.9.1")
+            patch.setattr(probes, "attend_packed", fail)
+        try:
+            return raised_by(checked)
+        except MemoryError as error:
+            return ["MemoryError"], str(error)
+
+
+def profile_of_one(folder: str) -> tuple[list[str], str]:
+    """A relative path that leads to a profile on one rank alone."""
+    if dist.get_rank() == VICTIM:
+        os.chdir(folder)
+    options = DoctorOptions(rounds=1, mib=1, profile="nowhere.json")
+    return raised_by(checked, options)
+
+
+def unlike_options() -> tuple[list[str], str]:
+    return raised_by(checked, DoctorOptions(rounds=1 + dist.get_rank(), mib=1))
+
+
+def test_a_report_has_all_fields_and_is_the_same_on_all_ranks() -> None:
+    reports = run_ranks(checked, 2)
+    assert reports[0] == reports[1]
+    report = json.loads(json.dumps(reports[0]))
+    assert report["bascule"] == "doctor report" and report["num_ranks"] == 2
+    for rank, row in enumerate(report["ranks"]):
+        assert row["rank"] == rank
+        assert row["torch"] == torch.__version__ and row["bascule"] and row["host"]
+        assert row["memory_bytes"] > 0 and row["store_s"] > 0 and row["timeout_s"] == 15
+        assert set(row["work"]) == {"matmul", "attention"}
+        assert all(work["flops_per_s"] > 0 for work in row["work"].values())
+    assert {row["name"] for row in report["collectives"]} == COLLECTIVES
+    assert {row["size_bytes"] for row in report["collectives"]} == {2**10, 2**18, 2**20}
+    assert all(row["bytes_per_s"] > 0 for row in report["collectives"])
+    assert [row["ranks"] for row in report["links"]] == [[0, 1]] * 3
+    assert [row["num_bytes"] for row in report["links"]] == [2**10, 2**18, 2**20]
+
+
+def test_a_world_of_one_and_of_three() -> None:
+    (alone,) = run_ranks(checked, 1)
+    assert alone["collectives"] == [] and alone["links"] == [] and len(alone["ranks"]) == 1
+    report, *_ = run_ranks(checked, 3)
+    assert {tuple(row["ranks"]) for row in report["links"]} == {(0, 1), (1, 2), (2, 0)}
+
+
+def test_a_rank_that_is_made_slow_is_named() -> None:
+    report, _ = run_ranks(slow_work, 2)
+    assert (VICTIM,) in of_kind(report, "slow rank")
+    assert any(f"rank {VICTIM} on" in one["text"] for one in report["findings"])
+
+
+def test_a_link_that_is_made_slow_is_named() -> None:
+    report, *_ = run_ranks(slow_link, 4)
+    assert (0, 1) in of_kind(report, "slow link")
+
+
+def test_unlike_versions_are_a_finding() -> None:
+    report, _ = run_ranks(unlike_versions, 2)
+    assert of_kind(report, "difference") == [(VICTIM,)]
+    assert any("3.9.1 on rank 1" in one["text"] for one in report["findings"])
+
+
+def test_an_error_of_one_rank_ends_the_others_with_it_and_with_what_differs() -> None:
+    first, own = (one.value for one in run_to_the_end(failing_rank, 2, _pass))
+    assert own == (["MemoryError"], "no room for q")
+    assert "CommError" in first[0]
+    assert "no room for q" in first[1] and "3.9.1 on rank 1" in first[1]
+
+
+@pytest.mark.parametrize("on_victim", [die, hang])
+def test_a_rank_that_dies_or_hangs_ends_the_others(on_victim: Callable[[], None]) -> None:
+    first, dead = run_to_the_end(failing_rank, 2, on_victim)
+    assert dead.exit_code == -signal.SIGKILL
+    assert "CommError" in first.value[0] and "missing: no report from ranks [1]" in first.value[1]
+    assert "3.9.1 on rank 1" in first.value[1]
+
+
+def _pass() -> None:
+    """Goes on to the error."""
+
+
+def test_what_one_rank_cannot_read_is_known_to_all(tmp_path: Path) -> None:
+    for classes, text in run_ranks(profile_of_one, 2, str(tmp_path)):
+        assert "RemoteConfigError" in classes and "nowhere.json" in text
+
+
+def test_ranks_with_unlike_options() -> None:
+    for classes, text in run_ranks(unlike_options, 2):
+        assert "CommError" in classes and "--rounds" in text
+
+
+def job(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a job, as torchrun starts it."""
+    return in_a_job(_main, "doctor", *SMALL, *arguments)
+
+
+def _main(*arguments: str) -> None:
+    main(list(arguments))
+
+
+def test_the_command_in_a_job(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = job("--json", str(path))
+    report = json.loads(path.read_text())
+    assert done.returncode == bool(report["findings"]), done.stderr
+    assert "2 ranks" in done.stdout and "all-to-all" in done.stdout and "neighbours" in done.stdout
+    assert ("nothing was found" in done.stdout) == (not report["findings"])
+
+
+def test_findings_are_exit_code_1_and_json_goes_to_standard_output(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    HardwareProfile(device="dream", matmul_flops_per_s=1e24).save(path)
+    done = job("--json", "-", "--profile", str(path))
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert (0, 1) in [tuple(one["ranks"]) for one in report["findings"]]
+    assert "found (profile): ranks 0 to 1" in done.stderr
+
+
+def test_what_cannot_be_written_and_ranks_that_do_not_fit() -> None:
+    done = job("--json", "/nonexistent/report.json")
+    assert done.returncode == 2 and "cannot be written" in done.stderr
+    done = job("--ranks", "3")
+    assert done.returncode == 2 and "started 2 ranks" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "bascule.cli", "doctor", "--ranks", "2", *SMALL]
+    done = subprocess.run(
+        [*command, "--json", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    report = json.loads(path.read_text())
+    assert done.returncode == bool(report["findings"]), done.stderr
+    assert report["num_ranks"] == 2 and "2 ranks" in done.stdout
+    assert "exit code" not in done.stderr  # findings are no failure of a rank
