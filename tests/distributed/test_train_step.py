@@ -66,7 +66,7 @@ def trained(wrapper: str, sync: str) -> dict[str, Any]:
         return model(rows(dist.get_rank(), micro)).square().mean()
 
     micros = [lambda model, k=k: loss_of(k, model) for k in range(NUM_MICROBATCHES)]
-    loss = train_step(model, micros, sync=sync)
+    loss = train_step(model, micros, sync=sync)  # pyright: ignore[reportArgumentType]
     assert not loss.requires_grad
     return {"loss": loss, "grads": whole_grads(model), "had": had_grads, "averages": averages}
 
@@ -113,7 +113,7 @@ def test_an_error_in_backward_is_known_to_all() -> None:
 @pytest.mark.parametrize(("microbatches", "sync"), [([], "step"), ([torch.sum], "batch")])
 def test_wrong_arguments(microbatches: list[Any], sync: str) -> None:
     with pytest.raises(ConfigError):
-        train_step(make_model(), microbatches, sync=sync)
+        train_step(make_model(), microbatches, sync=sync)  # pyright: ignore[reportArgumentType]
 
 
 def test_one_process_needs_no_group() -> None:

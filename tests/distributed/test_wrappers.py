@@ -24,6 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bascule.models import MMDiT
 from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.plan.step import Sync
 from bascule.training import train_step
 from tests.helpers.cases import (
     COST,
@@ -132,7 +133,7 @@ def tensor_parallel() -> Made:
     return model, SequenceParallel(mesh["balance"], "g2n1", COST)
 
 
-def trained(make: Callable[[], Made], steps: list[Step], sync: str, clips: bool) -> float:
+def trained(make: Callable[[], Made], steps: list[Step], sync: Sync, clips: bool) -> float:
     """The largest difference of a parameter from one process."""
     model, parallel = make()
     optimizer = optimizer_of(model)
@@ -170,7 +171,7 @@ def loss_from(
     return step.mean(samples.losses(model(samples.inputs, step)))
 
 
-CASES: dict[str, tuple[int, Callable[[], Made], int, str]] = {
+CASES: dict[str, tuple[int, Callable[[], Made], int, Sync]] = {
     "ddp": (2, ddp, 2, "step"),
     "ddp, averaging every microbatch": (2, ddp, 2, "microbatch"),
     "fsdp2": (2, lambda: fsdp2(reshards=True), 2, "microbatch"),

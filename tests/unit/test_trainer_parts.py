@@ -63,6 +63,7 @@ def test_no_label_of_padding_counts_where_labels_are_counted(
     loader = _TrainLoader(
         DataLoader(cast(Any, [1])),
         cast(BalancedLoader, [batch]),
+        None,
         ignore_padding=ignores,
     )
     (inputs,) = loader
