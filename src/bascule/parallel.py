@@ -186,7 +186,7 @@ class SequenceParallel:
         ahead, asked = self._ahead, self._asked(microbatches, sync)
         self._latest = PlannedLater(
             lambda: ahead.now(asked),
-            lambda plans: self._steps(asked.number, plans),
+            lambda plans: self._steps(asked, plans),
             asked.where,
             self._latest if self._latest and not self._latest.is_ready else None,
         )
@@ -201,10 +201,11 @@ class SequenceParallel:
         except BaseException:
             self._num_plans = asked.number  # the same on all ranks, whatever each of them asked for
             raise
-        return self._steps(asked.number, plans)
+        return self._steps(asked, plans)
 
-    def _steps(self, first: int, plans: Sequence[Plan]) -> tuple["Step", ...]:
-        return tuple(Step(self, plan, number) for number, plan in enumerate(plans, first))
+    def _steps(self, asked: Asked, plans: Sequence[Plan]) -> tuple["Step", ...]:
+        numbered = enumerate(plans, asked.number)
+        return tuple(Step(self, plan, number, asked.cost) for number, plan in numbered)
 
     def _asked(
         self, microbatches: Sequence[npt.ArrayLike], sync: Sync, error: Exception | None = None

@@ -14,19 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._library.effects import EffectType
 
 from bascule.attention.ops import own_memory
 from bascule.comm.exchange import has_gradient
+from bascule.comm.guard.derivatives import NO_SECOND, refuse_second
+from bascule.comm.guard.failures import telling
 from bascule.comm.mean import mean_gradient
 from bascule.comm.world import this_world
+from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
     from bascule.parallel_step import Step
 
 
 def _step(number: int) -> "Step":
-    return this_world().steps.find(number)
+    with telling("a recorded step"):
+        return this_world().steps.find(number)
 
 
 # Attention. Where heads are shared, what was brought together is kept for the backward, with the
@@ -40,17 +43,17 @@ def attend(
     k: Tensor,
     v: Tensor,
     step: int,
-    num_together: int,
-    num_heads: list[int],
+    sizes: list[int],
+    needs_grad: list[bool],
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`Step.attend`; (C, H, D), and what the backward takes: whole, out, LSE, numbers of calls.
 
-    `num_heads` are this rank's, of queries and of keys; none where no heads are shared. Queries
-    are multiplied already with a scale that is not above 0 (`with_positive_scale`).
+    `sizes` are S and this rank's heads, of queries and of keys; none where no heads are shared.
+    Queries are multiplied already with a scale that is not above 0 (`with_positive_scale`).
     """
-    done = _step(step).attend_now(q, k, v, causal, scale)
+    done = _step(step).attend_now((q, k, v), needs_grad, causal, scale)
     numbers, own, lse = torch.tensor(done.numbers), own_memory(done.own), own_memory(done.lse)
     if done.whole is None:
         return own, q.new_empty(0), q.new_empty(0), lse, numbers
@@ -63,18 +66,18 @@ def _(
     k: Tensor,
     v: Tensor,
     step: int,
-    num_together: int,
-    num_heads: list[int],
+    sizes: list[int],
+    needs_grad: list[bool],
     causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     own = q.new_empty(q.shape)
     wide = torch.promote_types(q.dtype, torch.float32)
     numbers = torch.empty(2, dtype=torch.int64, device="cpu")
-    if not num_heads:
+    if not sizes:
         lse = q.new_empty((1, q.shape[1], q.shape[0]), dtype=wide)
         return own, q.new_empty(0), q.new_empty(0), lse, numbers
-    num_q, num_kv = num_heads
+    num_together, num_q, num_kv = sizes
     whole = q.new_empty((1, num_together, num_q + 2 * num_kv, q.shape[2]))
     out = q.new_empty((1, num_together, num_q, q.shape[2]))
     return own, whole, out, q.new_empty((1, num_q, num_together), dtype=wide), numbers
@@ -111,7 +114,7 @@ def _(
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, step, _, shared, causal, scale = inputs
+    q, k, v, step, shared, _, causal, scale = inputs
     own, whole, out, lse, numbers = output
     kept = (whole, out, lse) if shared else (q, k, v, own, lse)
     ctx.save_for_backward(*kept, numbers)
@@ -123,6 +126,7 @@ def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 def _attention_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 8
+    refuse_second(grad)
     *saved, numbers = ctx.saved_tensors
     return *attend_backward(grad, saved, numbers, *ctx.settings), *(None,) * 5
 
@@ -241,15 +245,11 @@ def _mean_gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]
 mean.register_autograd(_mean_gradients, setup_context=_keep_mean)
 
 
-# Compilers keep their order, which is that of the other ranks, too. (Inductor of torch 2.13 forgets
-# it where it reorders for memory: `docs/limits.md`.)
-for _operator in (
-    attend,
-    attend_backward,
-    exchange,
-    exchange_backward,
-    gather_samples,
-    gather_samples_backward,
-    mean,
-):
-    _operator.register_effect(EffectType.ORDERED)
+def _no_second(ctx: Any, *grads: Any) -> Any:
+    raise ConfigError(NO_SECOND)
+
+
+# Where a graph of gradients is made, theirs ends at these, and not without a word.
+attend_backward.register_autograd(_no_second)
+exchange_backward.register_autograd(_no_second)
+gather_samples_backward.register_autograd(_no_second)

@@ -77,7 +77,10 @@ class Planning:
             CommError: Ranks disagree about anything that a plan depends on, or one is gone.
             PlanError: The limits cannot be met (on all ranks).
         """
-        lens = self._gather(asked)
+        try:
+            lens = self._gather(asked)
+        finally:  # who waits for the next plan waits for the thread that asks for it
+            self.group.calls.thread = threading.main_thread().ident
         with telling(asked.where):
             if len(lens) == 1:
                 return (plan_batch(lens[0], asked.topology, asked.cost, **asked.others),)
@@ -119,13 +122,14 @@ class PlannedLater:
         self._plans: tuple[Plan, ...] = ()
         self._steps: tuple[Step, ...] | None = None
         self._error: BaseException | None = None
+        self._done = threading.Event()  # an interrupted `join` takes a living thread for ended
         self._thread = threading.Thread(target=self._run, args=(before,), name="bascule plan")
         self._thread.start()
 
     @property
     def is_ready(self) -> bool:
         """Whether `get` would not wait."""
-        return not self._thread.is_alive()
+        return self._done.is_set()
 
     def get(self) -> tuple["Step", ...]:
         """A frozen step for each microbatch; the same ones at every call.
@@ -133,22 +137,25 @@ class PlannedLater:
         Raises:
             As `SequenceParallel.plan_step`.
         """
-        if self._thread.is_alive():
+        if not self.is_ready:
             with watch_of_world(end_all).waiting_for(self._thread, f"the wait for {self._where}"):
-                self._thread.join()
+                self._done.wait()
         if self._error is not None:
-            raise self._error
+            with telling(self._where):  # by this thread, which others wait for
+                raise self._error
         if self._steps is None:
             self._steps = self._bind(self._plans)
         return self._steps
 
     def _run(self, before: "PlannedLater | None") -> None:
         if before is not None:
-            before._thread.join()
+            before._done.wait()
         try:
             self._plans = self._make()
         except BaseException as error:
             self._error = error
+        finally:
+            self._done.set()
 
 
 def checked(microbatches: Sequence[npt.ArrayLike], sync: str) -> list[routes.Ints]:

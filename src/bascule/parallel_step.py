@@ -28,6 +28,7 @@ from bascule.comm.exchange import (
     BoundRoute,
     exchange,
     gather_samples,
+    misfit,
     move_rows,
     sample_gradients,
     samples_of_all,
@@ -41,6 +42,7 @@ from bascule.comm.world import this_world
 from bascule.errors import ConfigError
 from bascule.plan import metrics, routes
 from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import Cost
 from bascule.plan.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -59,14 +61,16 @@ class Step:
         local: What this rank computes on, as numpy arrays.
         local_seq_ids: Global ids of the sequences of this rank's bag, ascending.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
+        num_attended: Attentions that this rank computed so far, forward passes only.
         traffic: What this rank sent to other ranks so far, forward passes only.
     """
 
-    def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int) -> None:
+    def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int, cost: Cost) -> None:
         self._parallel = parallel
         self.plan = plan
         self.number = number
-        self.traffic = Traffic()
+        self.num_attended, self.traffic = 0, Traffic()
+        self._cost = cost  # that it was planned with
         self.local = plan.local(parallel.rank)
         self.local_seq_ids = self._tensor(self.local.seq_ids)
         self.token_slot = self._tensor(self.local.slots)
@@ -129,9 +133,10 @@ class Step:
             return self._attend_recorded(q_CHD, k_CKD, v_CKD, causal, scale)
         bag, kernel = self._bag, self._parallel.options.kernel
         with telling(f"step {self.number}: attend"):
-            self._agree_on_attention(q_CHD, k_CKD, v_CKD, causal, scale)
+            needs_grad = list(map(_needs_grad, (q_CHD, k_CKD, v_CKD)))
+            self._agree_on_attention((q_CHD, k_CKD, v_CKD), needs_grad, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
-            self.traffic += packed.traffic(bag, q_CHD, k_CKD)
+            self._count(q_CHD, k_CKD)
             return out
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
@@ -162,6 +167,7 @@ class Step:
         """
         refuse_transforms("mean", per_token)
         if is_recorded():
+            mean.check_gradient(weights)  # within an operator nothing has one
             return parallel_ops.mean(per_token, weights, self._key)[0]
         with telling(f"step {self.number}: mean"):
             self._agree_on_mean(per_token, weights)
@@ -169,7 +175,7 @@ class Step:
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
-        before = self.plan.unbalanced_loads(self._parallel.cost, self._parallel.cluster)
+        before = self.plan.unbalanced_loads(self._cost, self._parallel.cluster)
         return {
             "step": self.number,
             "makespan": self.plan.makespan,
@@ -226,22 +232,27 @@ class Step:
         refuse_transforms("attend", q, k, v)
         check_settings("attend", causal, scale)
         q, _ = with_positive_scale(q, scale)
-        heads: list[int] = []
+        sizes: list[int] = []
         if self._sharing > 1:
             own = k.shape[1] // self._sharing + (self._place < k.shape[1] % self._sharing)
-            heads = [q.shape[1] // k.shape[1] * own, own]
-        args = self._key, self._num_together, heads, causal, scale
-        return parallel_ops.attend(q, k, v, *args)[0]
+            sizes = [self._num_together, q.shape[1] // k.shape[1] * own, own]
+        needs_grad = [_needs_grad(x) for x in (q, k, v)]
+        return parallel_ops.attend(q, k, v, self._key, sizes, needs_grad, causal, scale)[0]
 
     # What operators do, with the same checks and agreements; autograd does not record it.
 
     def attend_now(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        needs_grad: Sequence[bool],
+        causal: bool,
+        scale: float | None,
     ) -> Forward:
         """The forward of `attend`."""
-        with telling(f"step {self.number}: attend"), naming("attend", (q, k, v)):
-            self._agree_on_attention(q, k, v, causal, scale)
-            self.traffic += packed.traffic(self._bag, q, k)
+        q, k, v = qkv
+        with telling(f"step {self.number}: attend"), naming("attend", qkv):
+            self._agree_on_attention(qkv, needs_grad, causal, scale)
+            self._count(q, k)
             return usp_forward(q, k, v, *self._prepared(q, k, causal, scale))
 
     def attend_back(
@@ -264,7 +275,8 @@ class Step:
         else:
             whole, out, lse = saved
             saved = *heads.parts(whole), out.transpose(1, 2), lse
-        return usp_backward(grad, saved, numbers, plan, heads)
+        with telling(f"step {self.number}: attend, backward"):
+            return usp_backward(grad, saved, numbers, plan, heads)
 
     def exchange_now(
         self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
@@ -276,7 +288,8 @@ class Step:
 
     def exchange_back(self, what: str, grads: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
         """The gradients of a call's rows, where these came from."""
-        return move_rows(self._route_of(what).inverse, grads, of=number)
+        with telling(f"step {self.number}: {what}, backward"):
+            return move_rows(self._route_of(what).inverse, grads, of=number)
 
     def gather_now(self, tensor: Tensor, needs_grad: bool) -> Tensor:
         """The forward of `gather_samples`."""
@@ -287,7 +300,8 @@ class Step:
     def gather_back(self, grad: Tensor) -> Tensor:
         """The gradient of this rank's samples."""
         own = int(self.plan.source_counts[self._parallel.rank])
-        return sample_gradients(grad, own, *self._samples)
+        with telling(f"step {self.number}: gather_samples, backward"):
+            return sample_gradients(grad, own, *self._samples)
 
     def mean_now(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The forward of `mean`, and what its gradient is multiplied by."""
@@ -300,6 +314,10 @@ class Step:
         group = self._parallel.data_group
         divisor = group.size if self._parallel.options.gradients == "mean" else 1
         return MeanOver(group, divisor, self.number)
+
+    def _count(self, q: Tensor, k: Tensor) -> None:
+        self.num_attended += 1
+        self.traffic += packed.traffic(self._bag, q, k)
 
     def _prepared(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> packed.Prepared:
         factor = positive_scale(q.shape[2], scale)
@@ -332,18 +350,23 @@ class Step:
         self._parallel.agree_once("mean", form, error, self.number)
 
     def _agree_on_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        needs_grad: Sequence[bool],
+        causal: bool,
+        scale: float | None,
     ) -> None:
-        """Heads and dtype decide the sizes, and must do for the bags of all ranks."""
-        parallel = self._parallel
-        refuse_transforms("attend", q, k, v)
+        """Heads, dtype and gradients decide the exchanges: all ranks must mean the same."""
+        parallel, (q, k, v) = self._parallel, qkv
+        refuse_transforms("attend", *qkv)
         check_settings("attend", causal, scale)
         try:
-            check_tensors("attend", q, k, v)
+            check_tensors("attend", *qkv)
         except ConfigError as error:
             parallel.agree_once("attend", f"attend: {error}", error, self.number)
-        dtypes = q.dtype, k.dtype, v.dtype
-        form = (self._degree, q.shape[1:], k.shape[1:], v.shape[1:], dtypes, causal, scale)
+        factor = None if scale is None else float(scale)
+        alike = q.dtype, k.dtype, v.dtype, tuple(needs_grad), causal, factor
+        form = (self._degree, q.shape[1:], k.shape[1:], v.shape[1:], *alike)
         if not parallel.group.calls.has_agreed(("attend", form)):
             error = None
             try:
@@ -358,7 +381,7 @@ class Step:
         """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""
         error = None if tensors else ConfigError(f"{what}: give at least one tensor")
         for name, x in tensors.items():
-            error = error or self._misfit(what, name, x, num_rows)
+            error = error or misfit(what, name, x, num_rows, self._parallel.device)
         if error is not None:
             self._parallel.agree_once(what, f"{what}: {error}", error, self.number)
         form = ", ".join(
@@ -367,22 +390,6 @@ class Step:
             for (name, x), needed in zip(tensors.items(), needs_grad, strict=True)
         )
         self._parallel.agree_once(what, f"{what}({form})", error, self.number)
-
-    def _misfit(self, what: str, name: str, x: Any, num_rows: int) -> ConfigError | None:
-        """The reason why a tensor cannot be exchanged, or None."""
-        if not isinstance(x, Tensor):
-            return ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
-        if x.layout != torch.strided or x.is_nested or x.is_quantized or hasattr(x, "placements"):
-            return ConfigError(
-                f"{what}: {name!r} is a {type(x).__name__} of layout {x.layout}: give a dense "
-                "tensor of this rank's rows, as with .to_dense(), .dequantize() or .to_local()"
-            )
-        if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != self._parallel.device.type:
-            return ConfigError(
-                f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}, but this rank's "
-                f"part of the plan has {num_rows} rows on {self._parallel.device}"
-            )
-        return None
 
     def _tensor(self, array: routes.Ints) -> Tensor:
         return table_on(array, self._parallel.device)

@@ -15,7 +15,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
+)
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
@@ -150,6 +159,34 @@ def test_gradients_are_those_of_each_sequence_alone(
     kind: str, world_size: int, spec: str, is_sharded: bool
 ) -> None:
     run_ranks(trained, world_size, kind, spec, is_sharded)
+
+
+def mixed_up() -> dict[str, str]:
+    """Models whose layers, positions or windows a step would get wrong."""
+    register_attention()
+    step = SequenceParallel(None, "g1n1", COST).plan([6])
+    ids, said = torch.ones(6, dtype=torch.int64), dict[str, str]()
+    chosen: dict[str, Any] = SIZES | {"attn_implementation": "bascule"}
+    mixed: dict[str, Any] = chosen | {"layer_types": ["conv", "full_attention"]}
+    padded: dict[str, Any] = chosen | {"pad_token_id": 1}
+    convolves, counts = Lfm2Config(**mixed), RobertaConfig(**padded)
+    models: dict[str, tuple[Any, dict[str, Any]]] = {
+        "convolution": (Lfm2ForCausalLM(convolves), {}),
+        "positions": (RobertaForCausalLM(counts), {}),
+        "labels": (LlamaForCausalLM(LlamaConfig(**chosen)), {"labels": ids}),
+    }
+    for name, (model, more) in models.items():
+        try:
+            call_packed(model, step, input_ids=ids, **more)
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_models_that_would_mix_sequences_are_refused() -> None:
+    (said,) = run_ranks(mixed_up, 1)
+    assert "1 of 2 layers of Lfm2ForCausalLM" in said["convolution"], said
+    assert "padding index" in said["positions"] and "labels=" in said["labels"], said
 
 
 def refused() -> dict[str, str]:

@@ -95,8 +95,12 @@ def second_derivatives() -> tuple[float, list[tuple[list[str], str]]]:
 
     def twice(call: Callable[[Tensor], Tensor]) -> tuple[list[str], str]:
         leaf = torch.ones(step.local.positions.size, 2, 2, dtype=torch.float64).requires_grad_()
-        (first,) = torch.autograd.grad((call(leaf) ** 2).sum(), leaf, create_graph=True)
-        return raised_by(first.sum().backward)
+
+        def derive() -> None:
+            (first,) = torch.autograd.grad((call(leaf) ** 2).sum(), leaf, create_graph=True)
+            first.sum().backward()
+
+        return raised_by(derive)
 
     refused = [twice(lambda x: step.attend(x, x, x)), twice(lambda x: step.mean(x)[None])]
     with forward_ad.dual_level():

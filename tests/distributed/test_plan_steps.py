@@ -4,6 +4,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -192,6 +193,40 @@ def failing_behind(kind: str) -> list[str]:
 )
 def test_an_error_is_heard_by_those_that_plan_behind(kind: str, words: str) -> None:
     for said in run_ranks(failing_behind, 2, kind):
+        assert len(said) == 1 and words in said[0], said
+
+
+def alone_wrong(kind: str) -> list[str]:
+    """What goes wrong on one rank behind its step, while the other is in a call of the step."""
+    rank = dist.get_rank()
+
+    def cost(lens: Any) -> Any:
+        if rank and np.max(lens, initial=0) == 7:
+            raise ZeroDivisionError("no such cost")
+        return np.asarray(lens, dtype=np.float64)
+
+    parallel = SequenceParallel(None, "g1n1", cost, timeout_s=20.0)
+    parallel.plan_later([[1]]).get()
+    step, start, said = parallel.plan([2]), time.monotonic(), list[str]()
+    try:
+        if kind == "cost":
+            parallel.plan_later([[7]]).get()
+        elif rank == 0:  # asks for a plan before it makes the step's mean
+            parallel.plan_later([[1]]).get()
+        step.mean(torch.ones(1))
+        parallel.plan_later([[1]]).get()
+    except (CommError, ConfigError) as error:
+        said.append(str(error))
+    assert time.monotonic() - start < 12.0
+    return said
+
+
+WRONG = [("cost", "no such cost"), ("circle", "for each other")]
+
+
+@pytest.mark.parametrize(("kind", "words"), WRONG)
+def test_planning_behind_is_a_link_of_what_ranks_wait_for(kind: str, words: str) -> None:
+    for said in run_ranks(alone_wrong, 2, kind):
         assert len(said) == 1 and words in said[0], said
 
 

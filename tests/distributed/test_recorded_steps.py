@@ -169,6 +169,54 @@ def test_a_graph_holds_its_step_until_the_backward() -> None:
     run_ranks(dropped, 2)
 
 
+def weighted() -> list[str]:
+    """Weights that want a gradient, which a mean does not give them; compiled as plain."""
+    step = SequenceParallel(None, "g1n1", COST).plan([2])
+    said: list[str] = []
+
+    def loss(x: Tensor) -> Tensor:
+        return step.mean(x, weights=x.sigmoid())
+
+    for call in (loss, torch.compile(loss, backend="aot_eager")):
+        try:
+            call(torch.randn(2, requires_grad=True))
+        except (ConfigError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_weights_that_want_a_gradient_are_refused_in_a_graph_too() -> None:
+    (said,) = run_ranks(weighted, 1)
+    assert len(said) == 2 and all("weights.detach()" in text for text in said), said
+
+
+def twice_derived() -> list[str]:
+    """A penalty on a gradient that passes through attention; its incoming gradient is constant."""
+    step = SequenceParallel(None, "g1n2", COST).plan([3])
+    said: list[str] = []
+
+    def out(x: Tensor) -> Tensor:
+        q = step.route(x=x)["x"].unflatten(1, (2, -1))
+        return step.restore(step.attend(q, q, q).flatten(1))
+
+    for call in (out, torch.compile(out, backend="aot_eager"), partial(checkpoint, out)):
+        settings = {"use_reentrant": False, "context_fn": CONTEXT} if call is not out else {}
+        settings = settings if isinstance(call, partial) else {}
+        x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+        try:
+            (grad,) = torch.autograd.grad(call(x, **settings).sum(), x, create_graph=True)
+            torch.autograd.grad(grad.square().sum(), x)
+            said.append("")
+        except (ConfigError, CommError, RuntimeError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_second_derivative_is_an_error_however_it_is_taken() -> None:
+    for said in run_ranks(twice_derived, 2):
+        assert len(said) == 3 and all(said), said
+
+
 CONTEXT = partial(create_selective_checkpoint_contexts, keep_exchanges)
 
 
@@ -182,7 +230,12 @@ def checkpointed(spec: str) -> list[dict[str, int]]:
     run(block, block, step, x, vec)
     counts: list[dict[str, int]] = []
     want = run(block, block, step, x, vec)
-    for call in (block, whole, keeping, torch.compile(keeping, backend="aot_eager")):
+    calls = [block, whole, keeping]
+    # torch.compile around a checkpoint, and within one that chooses.
+    calls += [torch.compile(one, backend="aot_eager") for one in (keeping, whole)]
+    compiled = torch.compile(block, backend="aot_eager")
+    calls.append(partial(checkpoint, compiled, use_reentrant=False, context_fn=CONTEXT))
+    for call in calls:
         with calls_made() as made:
             assert_same(run(call, block, step, x, vec), want)
         counts.append(dict(made.counts))
@@ -191,9 +244,11 @@ def checkpointed(spec: str) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize(("world_size", "spec"), [(2, "g1n2"), (2, "g2n1"), (2, "g1r2n1")])
 def test_checkpoints_that_keep_exchanges_make_none_twice(world_size: int, spec: str) -> None:
-    for plain, whole, keeping, compiled in run_ranks(checkpointed, world_size, spec):
-        assert keeping == compiled == plain
+    for plain, whole, *others in run_ranks(checkpointed, world_size, spec):
         assert sum(whole.values()) > sum(plain.values())
+        keeping, compiled, compiled_whole, _ = others
+        assert keeping == compiled == plain
+        assert sum(plain.values()) <= sum(compiled_whole.values()) <= sum(whole.values())
 
 
 class Attending(Block):

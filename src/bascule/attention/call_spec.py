@@ -155,7 +155,9 @@ def check_settings(what: str, causal: Any, scale: Any, kernel: Any = None) -> No
     if not isinstance(kernel, str | None):
         raise ConfigError(f"{what}: kernel={kernel!r}: give a kernel's name, or None")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if not isinstance(causal, bool) or not (scale is None or (is_number and math.isfinite(scale))):
+    # For compilers a number may be a symbol; what runs checks it again.
+    is_finite = is_number and (torch.compiler.is_compiling() or math.isfinite(scale))
+    if not isinstance(causal, bool) or not (scale is None or is_finite):
         raise ConfigError(
             f"{what}: causal={causal!r} and scale={scale!r}: give True or False, and a finite "
             "number or None"

@@ -19,7 +19,7 @@ from torch import Tensor
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.ulysses import TokenOrder
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import only_first
+from bascule.comm.guard.derivatives import refuse_second
 from bascule.comm.head_exchange import HeadExchange
 
 
@@ -95,8 +95,8 @@ class _Attention(torch.autograd.Function):
         return done.own
 
     @staticmethod
-    @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second(grads[0])
         saved = ctx.saved_tensors  # first: checkpointing may compute them, with calls of its own
         return *usp_backward(grads[0], saved, ctx.numbers, ctx.plan, ctx.heads), None, None
 

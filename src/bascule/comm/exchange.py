@@ -17,6 +17,7 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.guard.derivatives import only_first, refuse_transforms
 from bascule.comm.staging import Staging, table_on
 from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
+from bascule.errors import ConfigError
 from bascule.plan.routes import Ints, Route
 
 # Bytes are moved as integers of the same width: every back end has kernels for these.
@@ -320,6 +321,23 @@ def sample_gradients(
     call = Call("reduce_scatter (samples' gradients)", step, f"{grad.dtype} {list(rows.shape)}")
     own = reduce_scatter(group, call, rows.unflatten(0, (group.size, padded)))
     return own[:num_samples].to(grad.dtype)
+
+
+def misfit(what: str, name: str, x: Any, num_rows: int, device: torch.device) -> ConfigError | None:
+    """The reason why a tensor cannot be exchanged, or None."""
+    if not isinstance(x, Tensor):
+        return ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
+    if x.layout != torch.strided or x.is_nested or x.is_quantized or hasattr(x, "placements"):
+        return ConfigError(
+            f"{what}: {name!r} is a {type(x).__name__} of layout {x.layout}: give a dense "
+            "tensor of this rank's rows, as with .to_dense(), .dequantize() or .to_local()"
+        )
+    if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != device.type:
+        return ConfigError(
+            f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}, but this rank's "
+            f"part of the plan has {num_rows} rows on {device}"
+        )
+    return None
 
 
 def has_gradient(tensor: Tensor) -> bool:

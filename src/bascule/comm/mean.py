@@ -42,7 +42,16 @@ def check(values: Any, weights: Any) -> None:
             f"{weights.device} for values of shape {tuple(values.shape)} on {values.device}: give "
             "real numbers that broadcast to the values, on their device"
         )
-    if weights.requires_grad:
+    check_gradient(weights)
+
+
+def check_gradient(weights: Tensor | None) -> None:
+    """Refuse weights that want a gradient.
+
+    Raises:
+        ConfigError: They do.
+    """
+    if isinstance(weights, Tensor) and weights.requires_grad:
         raise ConfigError(
             "mean: weights want a gradient, and the mean gives them none: pass weights.detach()"
         )

@@ -5,6 +5,7 @@ a rank has one thread that watches over its waits; operators of torch find meshe
 So each of these is kept by the world, and goes with it.
 """
 
+import secrets
 import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ class Numbered:
     def __init__(self) -> None:
         self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._kept: dict[int, Any] = {}
-        self._last = 0
+        self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
     def add(self, one: object) -> int:
         """Its number from here on."""

@@ -54,7 +54,8 @@ def sync_of(model: nn.Module) -> Sync:
     FSDP's ranks meet in every all-gather of parameters, so in every "microbatch", however they
     reduce gradients; those of DDP or of a plain model once a "step", if gradients are reduced then.
     """
-    return "microbatch" if isinstance(model, FSDPModule) else "step"
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return "microbatch" if is_sharded else "step"
 
 
 @contextmanager

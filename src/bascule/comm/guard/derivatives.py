@@ -14,6 +14,7 @@ from torch._C._functorch import (
     TransformType,
     peek_interpreter_stack,
 )
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -27,9 +28,30 @@ from bascule.errors import ConfigError
 F = TypeVar("F")
 
 
+NO_SECOND = (
+    "attention, sums and samples over ranks have no second derivative: compute what is derived "
+    "twice in one process, or without create_graph"
+)
+
+
 def only_first(backward: F) -> F:
-    """Marks a backward that has no derivative: torch then raises an error instead of losing it."""
+    """Marks a backward that has no derivative: torch then raises an error instead of losing it.
+
+    Enough where the backward is linear; else it must `refuse_second`.
+    """
     return cast(F, once_differentiable(cast(Any, backward)))
+
+
+def refuse_second(grad: Tensor) -> None:
+    """Refuse to make a graph of a gradient that depends on more than the one that comes in.
+
+    Torch would see no dependence on what the forward saved, and lose its share without a word.
+
+    Raises:
+        ConfigError: Torch makes a graph (`create_graph`).
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_fake(grad):
+        raise ConfigError(NO_SECOND)
 
 
 def refuse_derivatives(what: str, *tensors: Any) -> None:

@@ -43,6 +43,13 @@ def call_packed(model: nn.Module, step: Step, **routed: Tensor) -> Any:
     Returns:
         What the model returns; of (1, max(T, 1), ..).
     """
+    _check_model(model, step)
+    unknown = routed.keys() - {"input_ids", "inputs_embeds", "position_ids"}
+    if unknown:
+        raise ConfigError(
+            f"call_packed({', '.join(sorted(unknown))}=..): give input_ids or inputs_embeds, and "
+            "position_ids; compute the loss from the logits with step.mean, over routed labels"
+        )
     device, num_tokens = step.token_slot.device, step.token_slot.shape[0]
     positions = routed.pop("position_ids", None)
     if positions is None:
@@ -50,7 +57,8 @@ def call_packed(model: nn.Module, step: Step, **routed: Tensor) -> Any:
     rows = {name: x if num_tokens else x.new_zeros(1, *x.shape[1:]) for name, x in routed.items()}
     if not num_tokens:
         positions = positions.new_zeros(*positions.shape[:-1], 1)
-    return model(
+    before = step.num_attended
+    out = model(
         **{name: x[None] for name, x in rows.items()},
         position_ids=positions[..., None, :],
         # Transformers takes a mask of four dims as it is, and looks into no tokens to make one.
@@ -58,6 +66,9 @@ def call_packed(model: nn.Module, step: Step, **routed: Tensor) -> Any:
         use_cache=False,
         bascule_step=step,
     )
+    if not torch.compiler.is_compiling():
+        _check_layers(model, step.num_attended - before)
+    return out
 
 
 def attend_in_bags(
@@ -90,13 +101,19 @@ def attend_in_bags(
         raise ConfigError(
             f'attn_implementation="{NAME}" attends in a step, and bascule_step={step!r}: call the '
             "model by call_packed(model, step, input_ids=ids); to generate, first call "
-            'model.set_attn_implementation("sdpa")'
+            'model.set_attn_implementation("sdpa"). If it was called so, the model does not pass '
+            "arguments on to attention, and cannot attend in bags"
         )
     has_mask = attention_mask is not None and attention_mask.numel() > 0
     if query.shape[0] != 1 or has_mask:
         raise ConfigError(
             f"{query.shape[0]} rows, and a mask is {'' if has_mask else 'not '}given: give the "
             "routed tokens of all sequences as one row, by call_packed(model, step, ..)"
+        )
+    if key.shape[2] != query.shape[2]:
+        raise ConfigError(
+            f"{query.shape[2]} queries and {key.shape[2]} keys: a step has no prefix and no cache; "
+            "use call_packed(model, step, ..)"
         )
     _check_settings(step, settings)
     is_causal = settings.get("is_causal")
@@ -122,6 +139,41 @@ def no_mask(*args: Any, attention_mask: Tensor | None = None, **settings: Any) -
             f"attention_mask of shape {tuple(attention_mask.shape)}: packed tokens have no "
             "padding; use call_packed(model, step, ..)"
         )
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _check_model(model: nn.Module, step: Step) -> None:
+    """Refuse what attends to less than a causal mask shows, or counts positions otherwise."""
+    config, longest = _text_config(model), int(step.plan.seq_lens.max(initial=0))
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and chunk < longest:
+        raise ConfigError(
+            f"attention_chunk_size={chunk}, and the longest sequence has {longest} tokens: a step "
+            "attends within whole sequences; give shorter ones"
+        )
+    for name, module in model.named_modules():
+        is_position = name.rpartition(".")[2] == "position_embeddings"
+        if is_position and getattr(module, "padding_idx", None) is not None:
+            raise ConfigError(
+                f"{name} of {type(model).__name__} counts positions from behind its padding index: "
+                "only models that count from 0 can be called packed"
+            )
+
+
+def _check_layers(model: nn.Module, num_attended: int) -> None:
+    """Refuse models of which some layers are no attention: state would cross sequences."""
+    num_layers = getattr(_text_config(model), "num_hidden_layers", None)
+    if num_layers is None or num_attended >= num_layers:
+        return
+    raise ConfigError(
+        f"{num_attended} of {num_layers} layers of {type(model).__name__} attended by way of "
+        "bascule: the others (convolution, recurrence, linear attention, or attention of their "
+        "own) would mix the sequences of a row; such models cannot be called packed"
+    )
 
 
 def _check_settings(step: Step, settings: dict[str, Any]) -> None:
