@@ -36,7 +36,7 @@ LAYOUTS: dict[int, Layouts] = {
 }
 
 
-@pytest.mark.parametrize("world_size", [size for size in LAYOUTS if size < 8])
+@pytest.mark.parametrize("world_size", [size for size in LAYOUTS if size < 6])
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
     layouts, batches = (
         LAYOUTS[world_size],
