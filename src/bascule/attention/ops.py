@@ -24,7 +24,6 @@ from bascule.attention.shards import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.tiles import tiles_of
 from bascule.comm import quantize
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import refuse_second
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_gather, reduce_scatter
@@ -254,7 +253,6 @@ def _keep_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
 
 
 def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    refuse_second(grad)
     q, k, v, mask, k_centre, v_centre, out, lse = ctx.saved_tensors
     going_back(ctx.spec, ctx.numbers, grad)
     settings = mask, k_centre, v_centre, ctx.segments, ctx.spec
