@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from bascule.bench.health.doctor_options import DoctorOptions
+from bascule.cli.writing import write_text
 from bascule.errors import ConfigError
 from bascule.plan.costs.hardware import HardwareProfile
 
@@ -72,7 +73,7 @@ def _run_rank(options: DoctorOptions) -> bool:
                 if report_to is None:
                     _tell(options, report.to_dict())
                 else:
-                    _write(_REPORT_TO, Path(report_to), json.dumps(report.to_dict()))
+                    write_text(_REPORT_TO, Path(report_to), json.dumps(report.to_dict()))
             except ConfigError as met:
                 error = met
         # A launcher ends all ranks when the first one ends with findings: not before it has told.
@@ -92,15 +93,7 @@ def _tell(options: DoctorOptions, report: dict[str, Any]) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     elif options.json is not None:
-        _write("--json", options.json, text)
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option} {path}: cannot be written: {reason}") from error
+        write_text("--json", options.json, text)
 
 
 def _progress(console: Console) -> Progress:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions, topology_ranks
-from bascule.errors import ConfigError
+from bascule.cli.writing import write_text
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
@@ -99,18 +99,10 @@ def plan(options: PlanOptions) -> None:
     if cluster is not None:
         console.print(f"predicted for {options.hardware()}")
     if options.json is not None:
-        _write("--json", options.json, made.to_json() + "\n")
+        write_text("--json", options.json, made.to_json() + "\n")
     if options.picture is not None:
         picture = draw_step(made, batch.cost, batch.cluster, batch.unit)
-        _write("--picture", options.picture, picture)
-
-
-def _write(option: str, path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option} {path}: cannot be written: {reason}") from error
+        write_text("--picture", options.picture, picture)
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:
