@@ -131,6 +131,7 @@ def with_accelerate(is_shard: bool, folder: str) -> tuple[list[Tensor], int]:
             num_batches += 1
             if (epoch, number) == (1, 1) and not is_shard:
                 accelerator.save_state(folder)
+                accelerator.wait_for_everyone()  # the first rank writes what all read
                 state = sampler.state_dict()
                 sampler.load_state_dict(state | {"epoch": 5})
                 accelerator.load_state(folder)

@@ -48,11 +48,13 @@ class Outcome:
         value: What the function returned.
         error: Its traceback, if it raised; or how the process ended, if it reported nothing.
         exit_code: Of a process that reported nothing; negative for a signal.
+        is_called: Whether the function was called: gloo does not always connect on a busy machine.
     """
 
     value: Any = None
     error: str | None = None
     exit_code: int | None = None
+    is_called: bool = True
 
 
 def run_ranks(
@@ -101,7 +103,23 @@ def _run(
     timeout_s: float,
     backend: str,
 ) -> tuple[list[Outcome], list[int]]:
-    """Outcomes in rank order, and the ranks in the order in which they ended."""
+    """Outcomes in rank order, and the ranks in the order in which they ended.
+
+    A world that a rank could not join is made once more.
+    """
+    outcomes, order = _run_once(fn, world_size, args, timeout_s, backend)
+    if all(outcome.is_called for outcome in outcomes):
+        return outcomes, order
+    return _run_once(fn, world_size, args, timeout_s, backend)
+
+
+def _run_once(
+    fn: Callable[..., Any],
+    world_size: int,
+    args: Sequence[object],
+    timeout_s: float,
+    backend: str,
+) -> tuple[list[Outcome], list[int]]:
     with tempfile.TemporaryDirectory() as folder, _environment(), warnings.catch_warnings():
         # Python 3.12 warns of forks in a process with threads; the server forks before it has any.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -164,7 +182,7 @@ def _rank_main(
 ) -> None:
     import torch.distributed as dist
 
-    value, error = None, None
+    value, error, is_called = None, None, False
     try:
         rank, world_size, backend, store = world
         if backend == "gloo":
@@ -176,10 +194,11 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         )
+        is_called = True
         value = fn(*args)
     except BaseException:
         error = traceback.format_exc()
-    writer.send_bytes(pickle.dumps((value, error)))
+    writer.send_bytes(pickle.dumps((value, error, None, is_called)))
     if error is None:
         writer.poll(None)  # until the others are done too: a peer may still be connecting
     os._exit(0 if error is None else 1)  # a failed group would wait for its peers
