@@ -20,6 +20,7 @@ from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import Floats, price
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.sequences import Sequences
 from bascule.plan.topology.spec import Topology
 
 Sync = Literal["microbatch", "step"]
@@ -29,7 +30,7 @@ _CLOSE = 1.0 + 1e-4
 
 
 def plan_step(
-    microbatches: Sequence[Sequence[npt.ArrayLike]],
+    microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
     topology: Topology | str,
     cost: Cost,
     *,
@@ -42,7 +43,7 @@ def plan_step(
     """Plan all microbatches of an optimiser step at once.
 
     Args:
-        microbatches: Of each, one list of token counts a source rank, as for `plan_batch`.
+        microbatches: Of each, what each source rank loaded, as for `plan_batch`.
         topology: As for `plan_batch`; "auto" chooses bags for each microbatch.
         cost: As for `plan_batch`.
         sync: When ranks wait for each other: "microbatch" (FSDP that reshards; minimises the sum of
@@ -147,9 +148,8 @@ class _Again:
 
     def _replan(self, plan: Plan, carried: Floats) -> Plan:
         """The microbatch on the same bags, with loads and bound of its own."""
-        bounds = np.cumsum(plan.source_counts)[:-1]
         found = plan_batch(
-            np.split(plan.seq_lens, bounds),
+            plan.loaded.by_rank(),
             plan.topology,
             self.cost,
             planner=self.planner,
@@ -160,7 +160,7 @@ class _Again:
         )
         topology = plan.topology
         none = np.zeros(topology.num_bags)
-        args = plan.seq_lens, plan.source_counts, topology, self.cost, self.cluster, none
-        loads = price(*args).loads(found.bag_of)[topology.bag_of_rank]
+        prices = price(plan.loaded, topology, self.cost, self.cluster, none)
+        loads = prices.loads(found.bag_of)[topology.bag_of_rank]
         bound = min(plan.lower_bound, float(loads.max()))
         return dataclasses.replace(found, loads=loads, lower_bound=bound)

@@ -26,8 +26,9 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, of_type, shown
 from bascule.plan.costs.cost_models import Cost, TransformerCost, evaluate
 from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster
-from bascule.plan.lengths import source_of
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.lengths import source_of
+from bascule.plan.loaded.sequences import Batch
 from bascule.plan.routes import Ints
 from bascule.plan.solver.portfolio import MOST_IMPROVED, solve
 from bascule.plan.solver.problem import Problem, build_problem
@@ -112,8 +113,7 @@ class Decision:
 
 
 def price(
-    lens: Ints,
-    counts: Ints,
+    batch: Batch,
     topology: Topology,
     cost: Cost,
     cluster: Cluster | None,
@@ -124,17 +124,18 @@ def price(
     Raises:
         ConfigError: The cost model gives an illegal cost, or no width although wires need one.
     """
-    sizes = topology.bag_sizes
+    lens, sizes = batch.lens, topology.bag_sizes
     if cluster is None:
-        work = checked(evaluate(cost, lens), lens, counts)[None]
+        work = checked(evaluate(cost, lens, batch.num_pairs), lens, batch.counts)[None]
         return Prices(lens, sizes, np.zeros_like(sizes), work, carried)
     cluster.check_world(topology.num_ranks)
-    compute = checked(cluster.compute_seconds(cost, lens), lens, counts)
+    seconds = cluster.compute_seconds(cost, lens, batch.num_pairs)
+    compute = checked(seconds, lens, batch.counts)
     rows, kind_of = np.unique(_kind_rows(topology, cluster), axis=0, return_inverse=True)
     kinds = [_Kind(*row) for row in rows.tolist()]
     launch = np.array([kind.launch_seconds(cost, cluster) for kind in kinds])
     kind_of = kind_of.ravel()
-    work = compute + np.stack([kind.wire_work(cost, cluster, lens) for kind in kinds])
+    work = compute + np.stack([kind.wire_work(cost, cluster, batch) for kind in kinds])
     return Prices(lens, sizes, kind_of, work, carried + launch[kind_of])
 
 
@@ -160,20 +161,20 @@ class _Kind(NamedTuple):
             return seconds
         return seconds + (self.ring - 1) * _transformer(cost).num_layers * cluster.latency_s
 
-    def wire_work(self, cost: Cost, cluster: Cluster, lens: Ints) -> Floats:
+    def wire_work(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
         """(num_seqs,) seconds on wires of each sequence, times the ranks of the bag."""
         degree = self.size // self.ring
         per_token = degree * cluster.wire_seconds(cost, degree, self.ranks_in_node)
-        seconds = per_token * lens.astype(np.float64)
-        return seconds if self.ring == 1 else seconds + self._exposed(cost, cluster, lens)
+        seconds = per_token * batch.lens.astype(np.float64)
+        return seconds if self.ring == 1 else seconds + self._exposed(cost, cluster, batch)
 
-    def _exposed(self, cost: Cost, cluster: Cluster, lens: Ints) -> Floats:
+    def _exposed(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
         """(num_seqs,) seconds that keys and values travel without being hidden, times the ranks."""
-        model = _transformer(cost)
+        model, lens = _transformer(cost), batch.lens
         speed = cluster.intra_bytes_per_s if self.is_in_node else cluster.inter_bytes_per_s
         num_bytes = BYTES_PER_VALUE * _RING_VALUES * model.d_model * model.num_layers
         linear = cluster.compute_seconds(replace(model, gamma=0.0), lens)
-        attention = cluster.compute_seconds(model, lens) - linear
+        attention = cluster.compute_seconds(model, lens, batch.num_pairs) - linear
         return (self.ring - 1) * np.maximum(lens * (num_bytes / speed) - attention / self.ring, 0.0)
 
 
