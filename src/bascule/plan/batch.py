@@ -285,13 +285,12 @@ def plan_batch(
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
-    First comes the makespan, then evenness, then staying at home: equal bags are laid where their
-    tokens come from, and nothing moves where the batch as loaded is as good.
+    First comes the makespan, then evenness, then staying at home: equal bags lie where their tokens
+    come from, and nothing moves where the batch as loaded is as good.
 
     Args:
-        seq_lens: One list of token counts a source rank; empty lists are legal. `Sequences` stand
-            in the place of a list where tokens see less than all of their sequence, or contexts;
-            then the cost is that of the pairs really computed.
+        seq_lens: One list of token counts a source rank, empty ones too; or `Sequences` with masks
+            and contexts, of which the cost is that of the pairs really computed.
         topology: The bags, or their spec; replicas fill the world that `seq_lens` describes. With
             a cluster, "auto" chooses bags for this batch among aligned power-of-two subgroups of
             each node.
