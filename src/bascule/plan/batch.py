@@ -289,8 +289,7 @@ def plan_batch(
     come from, and nothing moves where the batch as loaded is as good.
 
     Args:
-        seq_lens: One list of token counts a source rank, empty ones too; or `Sequences` with masks
-            and contexts, of which the cost is that of the pairs really computed.
+        seq_lens: One list of token counts a source rank, may be empty; or `Sequences` with masks.
         topology: The bags, or their spec; replicas fill the world that `seq_lens` describes. With
             a cluster, "auto" chooses bags for this batch among aligned power-of-two subgroups of
             each node.
