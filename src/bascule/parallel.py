@@ -22,6 +22,7 @@ from bascule.plan.batch import Plan
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.prices import RankState
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Batch, Sequences
 from bascule.plan.step import Sync
@@ -106,6 +107,7 @@ class SequenceParallel:
         self._ahead: Planning | None = None
         self._latest: PlannedLater | None = None
         self._used: set[str] = set()
+        self._speeds: tuple[float, ...] | None = None
         error, data = None, None
         try:
             of_type("options", options, ParallelOptions, "ParallelOptions(..)")
@@ -161,6 +163,20 @@ class SequenceParallel:
             As `plan`; CommError: ranks give unlike numbers of microbatches, or of `sync`.
         """
         return self._plan(microbatches, sync)
+
+    def set_speeds(self, speeds: npt.ArrayLike | None) -> None:
+        """Plan from now on for ranks that are not alike: who is slow gets less.
+
+        Ranks that were given unlike ones end with a CommError at the next plan.
+
+        Args:
+            speeds: (ranks,) of each rank, as `training.measure_speeds` gives them; None: all alike.
+
+        Raises:
+            ConfigError: There is not one legal speed a rank.
+        """
+        state = RankState.of(self._planning.group.size, speeds=speeds)
+        self._speeds = None if speeds is None else tuple(state.speeds.tolist())
 
     def fail(self, error: Exception) -> None:
         """Take part in the gather of `plan` in its place, to say that this rank cannot go on.
@@ -226,6 +242,7 @@ class SequenceParallel:
                 "limits": self.limits,
                 "cluster": self.cluster,
                 "home_tolerance": self.options.home_tolerance,
+                "speeds": self._speeds,
             }
             if error is None:
                 batches = checked(microbatches, sync)
@@ -289,7 +306,7 @@ class SequenceParallel:
         chosen = self.options
         values = (topology, describe_cost(self.cost), self.limits, self.cluster, self._timeout_s)
         values = (*values, chosen.planner, chosen.home_tolerance, chosen.kernel, self.device.type)
-        values = (*values, chosen.gradients)
+        values = (*values, chosen.gradients, self._speeds)
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
@@ -307,6 +324,7 @@ _SETTINGS: tuple[str, ...] = (
     "kernel",
     "device",
     "gradients",
+    "speeds",
 )
 
 

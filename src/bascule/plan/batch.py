@@ -18,7 +18,7 @@ from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, s
 from bascule.plan.chunks import Chunks
 from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.costs.prices import bag_carried, check_sizes, decide, price
+from bascule.plan.costs.prices import RankState, check_sizes, decide, price
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.masks import Masks, Span
 from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
@@ -49,6 +49,7 @@ class Plan:
         planner: Name of the planner that made it.
         masks: What the tokens of each sequence see of it; None: everything.
         context_lens: (num_seqs,) tokens of the context of each sequence; None without contexts.
+        speeds: (num_ranks,) of the ranks; None: 1.
     """
 
     topology: Topology
@@ -60,12 +61,14 @@ class Plan:
     planner: str
     masks: Masks | None = None
     context_lens: Ints | None = None
+    speeds: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         for array in (self.source_counts, self.seq_lens, self.bag_of, self.loads):
             array.flags.writeable = False
-        if self.context_lens is not None:
-            self.context_lens.flags.writeable = False
+        for array in (self.context_lens, self.speeds):
+            if array is not None:
+                array.flags.writeable = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -135,7 +138,7 @@ class Plan:
         costs = costs_of(cost, self.seq_lens, self.loaded.num_pairs)
         loads = np.zeros(self.num_ranks)
         np.add.at(loads, self.source_ranks, costs)
-        return loads
+        return loads if self.speeds is None else loads / self.speeds
 
     @cached_property
     def moved_tokens(self) -> int:
@@ -212,6 +215,7 @@ class Plan:
                 "seq_lens": [lens.tolist() for lens in per_rank],
                 "masks": None if self.masks is None else self.masks.to_lists(),
                 "context_lens": None if contexts is None else contexts.tolist(),
+                "speeds": None if self.speeds is None else self.speeds.tolist(),
                 "bag_of": self.bag_of.tolist(),
                 "loads": self.loads.tolist(),
                 "lower_bound": self.lower_bound,
@@ -240,6 +244,9 @@ class Plan:
             bag_of = wholes("bag_of", data["bag_of"], lens.size)
             loads = amounts("loads", data["loads"])
             bound = number("lower_bound", data["lower_bound"], most=sys.float_info.max)
+            speeds = data.get("speeds")
+            if speeds is not None:
+                speeds = RankState.of(counts.size, speeds=speeds).speeds
             planner = of_type("planner", data["planner"], str, "the name of one")
             digest = data["digest"]
         except ConfigError as error:
@@ -256,7 +263,7 @@ class Plan:
             raise ConfigError(
                 f"plan names a bag outside 0..{topology.num_bags - 1}: the file is damaged"
             )
-        what = batch.masks, batch.context_lens
+        what = batch.masks, batch.context_lens, speeds
         plan = cls(topology, counts, lens, bag_of, loads, bound, planner, *what)
         if plan.digest != digest or not 0 <= plan.lower_bound <= plan.makespan < np.inf:
             raise ConfigError("the plan does not match its digest, or its bound: it is damaged")
@@ -272,7 +279,7 @@ def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
     return replace(joined, counts=batch.counts)
 
 
-def plan_batch(
+def plan_batch(  # noqa: PLR0913  (what a plan depends on)
     seq_lens: Sequence[npt.ArrayLike | Sequences],
     topology: Topology | str,
     cost: Cost,
@@ -280,6 +287,7 @@ def plan_batch(
     planner: str = "lpt",
     limits: Limits | None = None,
     carried_loads: npt.ArrayLike | None = None,
+    speeds: npt.ArrayLike | None = None,
     cluster: Cluster | None = None,
     home_tolerance: float | None = None,
 ) -> Plan:
@@ -301,6 +309,7 @@ def plan_batch(
         limits: What a rank can hold; hard. Bytes are those of activations, and need a cost model
             with `bytes_per_token`; with a cluster its memory is a limit too (see `in_tokens`).
         carried_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
+        speeds: (num_ranks,) of each rank, 1 by default; a bag is as fast as its slowest rank.
         cluster: With one, all costs are seconds of a forward pass, wires and launches included
             (see `Cluster`), and tokens that leave their node count before those that leave their
             rank.
@@ -320,25 +329,18 @@ def plan_batch(
     limits = in_tokens(limits, cost, cluster)
     seq_lens = by_rank("sequence lengths", seq_lens)
     if isinstance(topology, str) and topology == "auto":
-        topology = _choose(seq_lens, cost, cluster, limits, carried_loads)
+        state = RankState.of(len(seq_lens), carried_loads, speeds)
+        topology = _choose(seq_lens, cost, cluster, limits, state)
     topology = Topology.parse(topology, world_size=len(seq_lens))
     batch = batch_of(seq_lens, topology.num_ranks)
     check_sizes(batch.lens, batch.counts, topology, limits)
-    carried = bag_carried(carried_loads, topology)
-    found = decide(planner, price(batch, topology, cost, cluster, carried), limits)
+    state = RankState.of(topology.num_ranks, carried_loads, speeds)
+    found = decide(planner, price(batch, topology, cost, cluster, state), limits)
     if planner != "knapsack":
         found = bring_home(found, Source(batch.ranks, batch.lens, topology, cluster), tolerance)
-    plan = Plan(
-        topology=topology,
-        source_counts=batch.counts,
-        seq_lens=batch.lens,
-        bag_of=found.bag_of,
-        loads=found.loads[topology.bag_of_rank],
-        lower_bound=found.lower_bound,
-        planner=planner,
-        masks=batch.masks,
-        context_lens=batch.context_lens,
-    )
+    decided = found.bag_of, found.loads[topology.bag_of_rank], found.lower_bound, planner
+    more = batch.masks, batch.context_lens, None if speeds is None else state.speeds
+    plan = Plan(topology, batch.counts, batch.lens, *decided, *more)
     fullest = int(plan.tokens.argmax())
     _check_countable(fullest, int(plan.tokens[fullest]))
     return plan
@@ -358,13 +360,13 @@ def _choose(
     cost: Cost,
     cluster: Cluster | None,
     limits: Limits | None,
-    carried_loads: npt.ArrayLike | None,
+    state: RankState,
 ) -> Topology:
     if cluster is None:
         raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
     cluster.check_world(len(seq_lens))
     batch = batch_of(seq_lens, cluster.num_ranks)
-    return choose_topology(batch, cost, cluster, limits, carried_loads)
+    return choose_topology(batch, cost, cluster, limits, state)
 
 
 def _tolerance(given: float | None, cluster: Cluster | None) -> float | None:

@@ -18,7 +18,7 @@ from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.costs.prices import Decision, Floats, bag_carried, checked, decide, price
+from bascule.plan.costs.prices import Decision, Floats, RankState, checked, decide, price
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.sequences import Batch, batch_of
 from bascule.plan.routes import Ints
@@ -130,7 +130,7 @@ def _rank(
     limits: Limits | None,
 ) -> RankedTopology:
     topology = Topology.parse(unit, world_size=cluster.num_ranks)
-    idle = bag_carried(None, topology)
+    idle = RankState.of(topology.num_ranks)
     found = [decide("lpt", price(one, topology, cost, cluster, idle), limits) for one in batches]
     imbalances = [metrics.imbalance(one.loads[topology.bag_of_rank]) for one in found]
     gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in found]
@@ -177,7 +177,7 @@ def choose_topology(
     cost: Cost,
     cluster: Cluster,
     limits: Limits | None,
-    carried_loads: npt.ArrayLike | None,
+    ranks: RankState,
 ) -> Topology:
     """Bags for one batch; each node's are the ones that suit what was loaded there.
 
@@ -186,15 +186,13 @@ def choose_topology(
         cost: As for `plan_batch`.
         cluster: As for `plan_batch`.
         limits: As for `plan_batch`.
-        carried_loads: As for `plan_batch`.
+        ranks: What its ranks are like.
 
     Raises:
         PlanError: No bags keep the limits.
     """
     sizes, units = _candidates(cluster)
-    single = Topology(((1, 1),), cluster.num_ranks)
-    carried = bag_carried(carried_loads, single)
-    bounds = _bounds(batch, cost, cluster, units, float(carried.mean()))
+    bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
     best: tuple[float, Topology, Decision] | None = None
     error: PlanError | None = None
     solved: list[int] = []
@@ -204,7 +202,7 @@ def choose_topology(
             break
         topology = Topology.parse(_topology(sizes, units[candidate]), world_size=cluster.num_ranks)
         try:
-            prices = price(batch, topology, cost, cluster, bag_carried(carried, topology))
+            prices = price(batch, topology, cost, cluster, ranks)
             found = decide("lpt", prices, limits, quickly=True)
         except PlanError as met:
             error = met
