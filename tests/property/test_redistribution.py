@@ -262,7 +262,7 @@ def test_a_version_of_the_cost_that_all_ranks_know() -> None:
 def test_another_iteration_begins_with_the_newest_cost() -> None:
     loaded, _, before, redistributor = decide([[[4000, 100]], [[30]]])
     newest = PolynomialCost(0.0, 1.0, 0.0, 7.0)
-    redistributor.costs += [PolynomialCost(0.0, 3.0, 0.0), newest]
+    redistributor.costs += [(PolynomialCost(0.0, 3.0, 0.0), None), (newest, None)]
     assert redistributor.decide(loaded)[1] == before  # in this one ranks agree on it first
     redistributor.begin(redistributor.ranks.group)
     assert redistributor.decide(loaded)[1].before == 4000 + 100 + 7
