@@ -17,8 +17,11 @@ from bascule.plan.solver.solve import assign
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 COST = TransformerCost(3072, gamma=0.426, num_layers=57)
-NUM_BATCHES = 160
-"""Whole global batches of an epoch; half of one, and three samples, are left over."""
+NUM_BATCHES = 164
+"""Whole global batches of an epoch; half of one, and three samples, are left over.
+
+Enough for twenty steps of eight microbatches and one of what is left over.
+"""
 BATCH_SIZE = {"photos": 4, "data codes": 4, "text, images, videos": 8}
 DATA = tuple(BATCH_SIZE)
 CODES = "g4b4i256f1s0,g1b4i512f1s0,g1b4i1024f1s0,g2b4i2048f1s0"

@@ -89,7 +89,7 @@ def accumulated(case: Case, num_steps: int) -> Iterator[Policy]:
     single = buckets(case, kind, num_steps * each)
     yield Policy(single.name, kind, lambda k: together(single.step, k), single.epoch)
     if ranks <= MOST_REAL:
-        yield Policy("batch_rebalance", kind, partial(real_rebalance, case), drops_last(case))
+        yield Policy("batch_rebalance", kind, partial(real_rebalance, case), drops_last(case, each))
     ours = sampled(case, padded=True, accumulate=each)
     yield Policy("BalancedSampler, padded", kind, ours, is_ours=True)
 
@@ -160,9 +160,9 @@ def repeats(case: Case) -> Epoch:
     return Epoch(repeated=(-case.lens.size % case.num_ranks) / case.lens.size)
 
 
-def drops_last(case: Case) -> Epoch:
+def drops_last(case: Case, num_batches: int = 1) -> Epoch:
     """Without the last step, as batch_rebalance does unless told otherwise."""
-    return Epoch(dropped=(case.lens.size % case.full) / case.lens.size)
+    return Epoch(dropped=(case.lens.size % (num_batches * case.full)) / case.lens.size)
 
 
 Measure = Callable[[Case, Step], float]

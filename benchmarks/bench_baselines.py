@@ -79,7 +79,7 @@ def main() -> None:
     sys.exit(verdict(rows, masks))
 
 
-# --- decided ---
+# --- decided ------------------------------------------------------------------------------------
 
 
 def decide(data: str, num_ranks: int, num_steps: int) -> Iterator[Row]:
