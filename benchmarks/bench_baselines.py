@@ -22,13 +22,16 @@ Run, on two ranks: forward and backward of one small transformer, in turns, for 
 """
 
 import argparse
+import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
+import torch
 from _baseline_cases import DATA, Case, Row, score
 from _baseline_masks import mask_rows
 from _baseline_policies import accumulated, bags, equal_counts, padded, whole
@@ -51,14 +54,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="8 ranks, few steps; writes nothing")
     parser.add_argument("--no-run", action="store_true", help="do not run the two ranks")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that decide")
     options = parser.parse_args()
     console = Console(width=170)
     load_before = os.getloadavg()
     worlds, num_steps = (WORLDS[:1], 5) if options.quick else (WORLDS, NUM_STEPS)
-    rows: list[Row] = []
-    for data, num_ranks in product(DATA, worlds):
-        rows += mark_first(list(decide(data, num_ranks, num_steps)))
-        print(f"decided: {data}, {num_ranks} ranks", flush=True)
+    rows = decide_all(list(product(DATA, worlds)), num_steps, options.jobs)
     masks = mask_rows(8 if options.quick else 20)
     measured = {} if options.no_run else measure(2 if options.quick else 8)
     load = {"load_average_before": load_before, "load_average_after": os.getloadavg()}
@@ -71,8 +72,10 @@ def main() -> None:
         found: dict[str, Any] = load | {
             "rows": [asdict(row) for row in rows],
             "masks": masks,
+            "steps": num_steps,
+            "jobs": options.jobs,
             "measured": {} if is_busy else measured,
-            "measured_note": f"not kept: load average above {BUSY}" if is_busy else "",
+            "measured_note": "not run" if options.no_run else f"busy: {is_busy}",
             "command": " ".join(["python", *sys.argv]),
         }
         print("written:", write_results("baselines", found))
@@ -82,12 +85,24 @@ def main() -> None:
 # --- decided ------------------------------------------------------------------------------------
 
 
-def decide(data: str, num_ranks: int, num_steps: int) -> Iterator[Row]:
+def decide_all(cases: list[tuple[str, int]], num_steps: int, jobs: int) -> list[Row]:
+    """All cases, those of most ranks first; planning times mean more with one job."""
+    order = sorted(cases, key=lambda case: -case[1])
+    found: dict[tuple[str, int], list[Row]] = {}
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        tasks = {pool.submit(decide, *case, num_steps): case for case in order}
+        for task in as_completed(tasks):
+            found[tasks[task]] = task.result()
+            print("decided: {}, {} ranks".format(*tasks[task]), flush=True)
+    return mark_first([row for case in cases for row in found[case]])
+
+
+def decide(data: str, num_ranks: int, num_steps: int) -> list[Row]:
     """All policies on one epoch."""
+    torch.set_num_threads(1)
     case = Case.draw(data, num_ranks)
-    for make in (whole, equal_counts, padded, accumulated, bags):
-        for policy in make(case, num_steps):
-            yield score(case, policy, num_steps)
+    makes = (whole, equal_counts, padded, accumulated, bags)
+    return [score(case, policy, num_steps) for make in makes for policy in make(case, num_steps)]
 
 
 # --- who is first -------------------------------------------------------------------------------
