@@ -13,7 +13,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.solver.solve import assign
+from bascule.plan.solver.bounds import lower_bound
+from bascule.plan.solver.problem import build_problem
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 COST = TransformerCost(3072, gamma=0.426, num_layers=57)
@@ -201,7 +202,7 @@ def samples_of(step: Step) -> Ints:
 
 def bound(case: Case, samples: Ints) -> float:
     """No step with these samples, each whole on one rank, takes less."""
-    return assign(case.costs[samples], case.num_ranks).lower_bound
+    return lower_bound(build_problem(case.costs[np.sort(samples)], case.num_ranks))
 
 
 def shared_bound(case: Case, samples: Ints) -> float:

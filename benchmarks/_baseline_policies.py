@@ -30,7 +30,7 @@ from bascule.plan.batch import plan_batch
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.topology.search import suggest_topology
 
-MOST_REAL, MOST_AUTO = 8, 64
+MOST_REAL, MOST_AUTO = 8, 256
 """Ranks up to which batch_rebalance itself, and bags of each step, are decided: seconds a step."""
 
 MICROBATCHES = 8

@@ -1,7 +1,7 @@
 """Policies of other libraries that give samples to ranks, written anew after what they publish.
 
-Where there is an original to run (Megatron's schedulers, verl's and transformers' functions), results
-were equal on hundreds of random batches when this was written.
+Where there is an original to run (Megatron's schedulers, verl's and transformers' functions), the
+results were equal on hundreds of random batches when this was written.
 
 A step is `step[microbatch][rank]`: the samples of a rank, as indices. A sample that several ranks
 of a microbatch have is shared by them: context parallelism.
