@@ -1,6 +1,6 @@
 """The baselines that live now, on the same lengths and with the same cost.
 
-Run: `python benchmarks/bench_baselines.py` (about five minutes; `--quick`: half a minute, writes
+Run: `python benchmarks/bench_baselines.py` (about ten minutes; `--quick`: one or two, writes
 nothing); writes results/baselines.json.
 
 Decided, on 8 to 1,024 ranks, for photos, data codes, and a mix of texts, images and videos:
@@ -15,8 +15,10 @@ Decided, on 8 to 1,024 ranks, for photos, data codes, and a mix of texts, images
 Makespan is over what no division of the same samples can beat (whole samples without padding, or
 shared ones without wires), the median of twenty global batches. "Useful" is the work of the samples
 over what all ranks could have done meanwhile: policies that choose which samples make a step can
-win there. Rows of one kind have the same freedom; ours must be first or equal in makespan.
-Megatron's schedulers get the token limit and the group size, of a few, that suit them best.
+win there. Ours must be first or equal in makespan in every kind and case, or else the exit status
+is 1; a second line says it of those that keep the samples of each step. One bucket a step does not:
+its own steps have nothing to even out, so where batches are padded it is ahead of all of these, and
+of the best that any division of the steps as they are could do. Megatron's schedulers get the token limit and the group size, of a few, that suit them best.
 
 Run, on two ranks: forward and backward of one small transformer, in turns, for each policy.
 """
