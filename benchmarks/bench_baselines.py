@@ -16,9 +16,10 @@ Makespan is over what no division of the same samples can beat (whole samples wi
 shared ones without wires), the median of twenty global batches. "Useful" is the work of the samples
 over what all ranks could have done meanwhile: policies that choose which samples make a step can
 win there. Ours must be first or equal in makespan in every kind and case, or else the exit status
-is 1; a second line says it of those that keep the samples of each step. One bucket a step does not:
-its own steps have nothing to even out, so where batches are padded it is ahead of all of these, and
-of the best that any division of the steps as they are could do. Megatron's schedulers get the token limit and the group size, of a few, that suit them best.
+is 1; another line says it of those that keep the samples of each step. One bucket a step does not:
+its own steps have little to even out, so where batches are padded it is often ahead, also of what
+no division of the steps as they are could beat. Megatron's schedulers get the token limit and the
+group size, of a few, that suit them best.
 
 Run, on two ranks: forward and backward of one small transformer, in turns, for each policy.
 """
