@@ -1,0 +1,252 @@
+"""The policies of `benchmarks/bench_baselines.py` do what their libraries publish."""
+
+import json
+from collections import Counter
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bascule import Span
+
+ROOT = Path(__file__).parents[2]
+peers = pytest.importorskip("transformers.trainer_pt_utils")
+if not hasattr(peers, "BatchRebalanceSampler"):
+    pytest.skip("this version of transformers has no batch_rebalance", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+
+
+def module(name: str) -> Any:
+    return import_module(f"_baseline{name}")
+
+
+def sums(costs: list[float], step: list[list[list[int]]]) -> list[float]:
+    (ranks,) = step
+    return sorted(sum(costs[k] for k in part) for part in ranks)
+
+
+def test_nothing_leaves_neighbours_together() -> None:
+    assert module("s").as_loaded(6, 3) == [[[0, 1], [2, 3], [4, 5]]]
+
+
+def test_largest_differencing_by_hand() -> None:
+    """8 against 7, 6 against 5; 4 against one of the ones; three against the other: two apart."""
+    costs = [8.0, 7.0, 6.0, 5.0, 4.0]
+    step = module("s").karmarkar_karp(np.array(costs), 2, equal_size=False)
+    assert sums(costs, step) == [14.0, 16.0]
+
+
+def test_largest_differencing_of_equal_counts_by_hand() -> None:
+    costs = [1.0, 2.0, 3.0, 10.0]
+    step = module("s").karmarkar_karp(np.array(costs), 2, equal_size=True)
+    assert sums(costs, step) == [5.0, 11.0]
+    assert [len(part) for part in step[0]] == [2, 2]
+
+
+def test_largest_differencing_with_fewer_samples_than_ranks() -> None:
+    step = module("s").karmarkar_karp(np.array([3.0, 1.0]), 4, equal_size=False)
+    assert sorted(len(part) for part in step[0]) == [0, 0, 1, 1]
+
+
+def test_batch_rebalance_by_hand() -> None:
+    step = module("s").batch_rebalance(np.array([1.0, 8.0, 1.0, 1.0]), 2)
+    assert step == [[[1], [0, 2, 3]]]
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_batch_rebalance_is_that_of_transformers(num_ranks: int) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        lens = rng.integers(10, 20_000, num_ranks * int(rng.integers(1, 9)))
+        peer = peers.BatchRebalanceSampler(lens.tolist(), lens.size, num_ranks, 1)
+        theirs = [part[0] for part in peer._assign(list(range(lens.size)), lens.tolist())]
+        (ours,) = module("s").batch_rebalance(lens + 0.001 * lens.astype(float) ** 2, num_ranks)
+        assert ours == theirs
+
+
+def test_next_fit_by_hand() -> None:
+    """Packs of ten: 5 + 4, 3, 8 + 2; the last gives its 2 away, so that packs divide by ranks."""
+    step = module("s").next_fit(np.array([5, 4, 3, 8, 2]), 2, 10)
+    assert step == [[[0, 1], [2]], [[3], [4]]]
+
+
+def test_next_fit_shares_packs_in_groups() -> None:
+    step = module("s").next_fit(np.array([5, 4, 3, 8, 2]), 4, 10, 2)
+    assert step == [[[0, 1, 2, 3], [0, 1, 2, 3], [4], [4]]]
+
+
+def test_every_step_is_of_one_bucket() -> None:
+    bucket_of = np.array([0] * 5 + [1] * 3)
+    steps = list(module("s").bucket_steps(bucket_of, 2, 1, seed=0))
+    assert len(steps) == 3 + 2
+    for (ranks,) in steps:
+        assert len({int(bucket_of[k]) for part in ranks for k in part}) == 1
+    counts = Counter(k for (ranks,) in steps for part in ranks for k in part)
+    assert sorted(counts) == list(range(8))
+    assert sum(counts.values()) == 10
+    larger = list(module("s").bucket_steps(bucket_of, 2, 2, seed=0))
+    assert [[len(part) for part in ranks] for (ranks,) in larger] == [[2, 2], [2, 2]]
+
+
+def squares(length: int, size: int) -> float:
+    return length * length / size
+
+
+def test_groups_by_length_by_hand() -> None:
+    """Twenty tokens need two ranks that hold ten each; the others one."""
+    found = module("s").HybridContext(4, 10, squares).steps(np.array([10, 20, 10]))
+    assert found == [[[1], [1], [0], [2]]]
+
+
+def test_idle_ranks_join_a_group() -> None:
+    found = module("s").HybridContext(4, 10, squares).steps(np.array([10]))
+    assert found == [[[0], [0], [0], [0]]]
+
+
+def test_what_does_not_even_out_waits_for_the_next_microbatch() -> None:
+    """Each of two ranks has a ten; a nine more makes one of them wait, and is taken out again."""
+    found = module("s").HybridContext(2, 10, squares).steps(np.array([10, 10, 9]))
+    assert found == [[[0], [1]], [[2], [2]]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_by_length_keep_every_sequence(seed: int) -> None:
+    lens = np.random.default_rng(seed).integers(10, 4000, 60)
+    step = module("s").HybridContext(8, 1000, squares).steps(lens)
+    once = [k for ranks in step for k in {k for part in ranks for k in part}]
+    assert sorted(once) == list(range(60))
+    for ranks in step:
+        shared = Counter(k for part in ranks for k in part)
+        assert all(size & (size - 1) == 0 for size in shared.values())
+
+
+@pytest.mark.parametrize("kind", ["whole", "equal_counts", "padded", "accumulated", "bags"])
+@pytest.mark.parametrize("data", ["photos", "data codes", "text, images, videos"])
+def test_policies_keep_every_sample_of_a_step(kind: str, data: str) -> None:
+    cases, policies = module("_cases"), module("_policies")
+    case = cases.Case.draw(data, 8, 28)
+    size = case.full * (policies.MICROBATCHES if kind == "accumulated" else 1)
+    num_ours = 0
+    for policy in getattr(policies, kind)(case, 3):
+        for number in range(3):
+            step = policy.step(number)
+            samples = cases.samples_of(step)
+            if policy.epoch.reordered:
+                assert all(
+                    len(set(case.bucket_of[np.concatenate(ranks)].tolist())) == 1 for ranks in step
+                )
+            else:
+                first = number * size
+                assert sorted(samples.tolist()) == list(range(first, first + size)), policy.name
+        if policy.is_ours:
+            assert policy.epoch == cases.KEEPS_ALL
+            num_ours += 1
+    assert num_ours
+
+
+def test_what_a_step_costs() -> None:
+    cases = module("_cases")
+    case = cases.Case("photos", 2, np.array([100, 200, 300, 400]), 2)
+    costs = case.costs
+    step = [[[0, 3], [1, 2]]]
+    assert cases.makespan(case, step, padded=False) == pytest.approx(
+        max(costs[0] + costs[3], costs[1] + costs[2])
+    )
+    assert cases.makespan(case, step, padded=True) == pytest.approx(2 * costs[3])
+    assert cases.padding(case, step) == pytest.approx(1 - 1000 / (2 * 400 + 2 * 300))
+    assert cases.moved(case, step) == pytest.approx((200 + 400) / 1000)  # loaded as 0, 1 and 2, 3
+    two = [[[0], [1]], [[2], [3]]]
+    assert cases.makespan(case, two, padded=False) == pytest.approx(costs[1] + costs[3])
+
+
+def test_shared_samples_cost_what_the_plan_says() -> None:
+    cases, policies = module("_cases"), module("_policies")
+    case = cases.Case.draw("text, images, videos", 8, 4)
+    plan = policies.plan_batch(policies.by_rank(case, 1), "auto", case.cost, cluster=case.cluster)
+    step = policies.planned(case, "auto", case.cluster)(1)
+    assert cases.shared_makespan(case, step) == pytest.approx(plan.makespan)
+    assert cases.moved(case, step) == pytest.approx(
+        plan.moved_tokens / plan.seq_lens.sum(), abs=1e-3
+    )
+    assert plan.makespan >= cases.shared_bound(case, cases.samples_of(step))
+
+
+def test_what_tokens_see() -> None:
+    spans = [Span(3), Span(2, causal=False), Span(2, new_document=True)]
+    first, last = module("_masks").seen(spans)
+    assert first.tolist() == [0, 0, 0, 0, 0, 5, 5]
+    assert last.tolist() == [1, 2, 3, 5, 5, 6, 7]
+
+
+def test_no_pair_of_a_mask_is_lost() -> None:
+    masks = module("_masks")
+    spans = masks.images_in_text(np.random.default_rng(0))
+    first, last = masks.seen(spans)
+    for way in (*masks.TORCH.values(), *masks.OURS.values(), *masks.APART.values()):
+        assert way(spans, 4)[0].sum() == (last - first).sum()
+
+
+# --- the result ---------------------------------------------------------------------------------
+
+RESULT = json.loads((ROOT / "benchmarks" / "results" / "baselines.json").read_text())
+PAGE = (ROOT / "docs" / "measured.md").read_text()
+GROUPS: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+for _row in RESULT["rows"]:
+    GROUPS.setdefault((_row["data"], _row["ranks"], _row["kind"]), []).append(_row)
+
+
+def test_ours_is_first_among_who_keeps_the_samples_of_a_step() -> None:
+    for group, rows in GROUPS.items():
+        ours = min(row["over_bound"] for row in rows if row["is_ours"])
+        least = min(row["over_bound"] for row in rows if not row["reordered"])
+        assert ours <= 1.001 * least, group
+    assert len(GROUPS) == 3 * 4 * 5
+
+
+def spread(values: list[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}"
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "policies"),
+    [
+        (
+            "| whole samples, packed ",
+            "whole samples",
+            ["Karmarkar-Karp", "one bucket a step", "batch_rebalance", "DpBalanced", "nothing"],
+        ),
+        ("| the same, equal", "equal counts", ["one bucket a step", "Karmarkar-Karp, equal"]),
+        ("| padded batches, one", "padded", ["one bucket a step", "batch_rebalance"]),
+        ("| padded batches, 8", "padded, accumulated", ["one bucket a step", "batch_rebalance"]),
+        ("| sequences shared", "bags", ["BalancedCP", "DpBalanced, groups"]),
+    ],
+)
+def test_the_page_says_what_was_decided(line: str, kind: str, policies: list[str]) -> None:
+    groups = [rows for (_, _, of), rows in GROUPS.items() if of == kind]
+    (text,) = [row for row in PAGE.splitlines() if row.startswith(line)]
+    ours = [min(row["over_bound"] for row in rows if row["is_ours"]) for rows in groups]
+    assert f"bascule {spread(ours)}" in text
+    for name in policies:
+        values = [row["over_bound"] for rows in groups for row in rows if row["policy"] == name]
+        assert spread(values) in text, name
+    lost = sum(not any(row["first"] and row["is_ours"] for row in rows) for rows in groups)
+    assert (f"ahead in {lost} of 12 cases" in text) == bool(lost)
+
+
+def test_the_page_says_what_buckets_drop_and_how_documents_divide() -> None:
+    rows = [row for row in RESULT["rows"] if row["policy"] == "one bucket a step"]
+    dropped = sorted(100 * row["dropped"] for row in rows)
+    assert f"drops {dropped[0]:.1f} % to {dropped[-1]:.1f} % and moves 99 %" in " ".join(
+        PAGE.split()
+    )
+    assert {round(100 * row["reordered"]) for row in rows} == {99}
+    (text,) = [row for row in PAGE.splitlines() if row.startswith("| pairs of the rank")]
+    for name in ("zigzag, a sequence a document", "PTRR", "head-tail", "zigzag, one sequence"):
+        found = [m for m in RESULT["masks"] if m["mask"] == "documents" and m["policy"] == name]
+        assert spread([row["over_mean"] for row in found]) in text, name
