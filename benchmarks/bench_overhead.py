@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bascule.attention import packed
 from bascule.attention.kernels.protocol import OutLse
 from bascule.attention.mask import AttentionMask
-from bascule.attention.packed import Bag, attend
+from bascule.attention.packed import Bag, Contexts, attend
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.comm.meshes import AttentionMesh
@@ -119,7 +119,8 @@ def fresh(plan: Plan) -> Plan:
 def bag_of(mesh: AttentionMesh, lens: Ints) -> Bag:
     """A bag without a ring."""
     pieces = Pieces(lens.sum(axis=0)[None], 1, None, torch.device("cpu"))
-    return Bag(mesh, lens, pieces, None, np.zeros_like(lens[0]), 0)
+    no_contexts = Contexts(np.zeros_like(lens[0]), np.arange(lens.shape[1]))
+    return Bag(mesh, lens, pieces, None, no_contexts, 0)
 
 
 def build_tables(plan: Plan) -> None:

@@ -85,7 +85,7 @@ class Step:
         self._num_rows = {
             "route": self.local.positions.size,
             "restore": int(lens[plan.source_ranks == parallel.rank].sum()),
-            "route_contexts": int(self._bag.context_lens.sum()),
+            "route_contexts": int(self._bag.contexts.lens.sum()),
         }
         self._num_together, self._sharing = sum(self._bag.tokens), self._bag.degree
         self._place = self._bag.mesh.place[1]

@@ -136,6 +136,26 @@ def test_causal_rings_are_even(topology: str, num_ranks: int) -> None:
         assert of_bag.max() <= 1.01 * of_bag.min()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_rings_are_even_in_documents_of_unlike_lengths(causal: bool) -> None:
+    lens = [3000, 64, 900, 17, 2048, 500, 1]
+    spans = [Span(length, causal, new_document=True) for length in lens]
+    loaded = [Sequences([sum(lens), 77], [spans, "full"], [5, 0]), [], [], []]
+    plan = plan_batch(loaded, "g1r4n1", COST)
+    assert_delivery(plan)
+    begins = np.cumsum([0, *lens[:-1]])
+    pairs = np.zeros(4)
+    for rank in range(4):
+        local = plan.local(rank)
+        at = local.positions[local.seq_ids[local.slots] == 0]
+        document = np.searchsorted(begins, at, side="right") - 1
+        ends = at + 1 if causal else begins[document] + np.array(lens)[document]
+        pairs[rank] = (ends - begins[document]).sum()
+    assert pairs.max() <= 1.01 * pairs.min()
+    assert plan.masks is not None
+    assert pairs.sum() == plan.masks.num_pairs()[0]
+
+
 def test_a_cost_counts_the_pairs_that_are_computed() -> None:
     mixed = [Span(20), Span(64, causal=False), Span(5, new_document=True)]
     pairs = 20 * 21 / 2 + 64 * 84 + 5 * 6 / 2

@@ -49,6 +49,19 @@ Prepared = tuple[RingPlan, SharedHeads | None]
 """What `usp_attention` takes with the tensors."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Contexts:
+    """The contexts of a bag's sequences.
+
+    Attributes:
+        lens: (number of sequences,) tokens of each.
+        places: (n,) by sequence, or document, that is cut into chunks: which of these is its own.
+    """
+
+    lens: routes.Ints
+    places: routes.Ints
+
+
 @dataclass(frozen=True)
 class Bag:
     """What a rank needs to know of its bag.
@@ -58,7 +71,7 @@ class Bag:
         chunk_lens: (G, n) tokens of each chunk on each rank that it shares heads with.
         pieces: What each of the groups around its ring has together.
         masks: What the tokens of its sequences see of them; None: everything.
-        context_lens: (number of sequences,) tokens of their contexts, which each rank has whole.
+        contexts: Those of its sequences, which each rank has whole.
         step: Step number in errors.
     """
 
@@ -66,7 +79,7 @@ class Bag:
     chunk_lens: routes.Ints
     pieces: Pieces
     masks: Masks | None
-    context_lens: routes.Ints
+    contexts: Contexts
     step: int
     _prepared: dict[Hashable, Prepared] = field(
         default_factory=dict[Hashable, Prepared], repr=False, compare=False
@@ -93,11 +106,15 @@ class Bag:
         sharing = group.part(range(first, first + degree), ULYSSES_AXIS) if degree > 1 else None
         around = group.part(topology.ring(rank), RING_AXIS) if ring_degree > 1 else None
         mesh, seqs = AttentionMesh(around, sharing, None), np.flatnonzero(plan.bag_of == bag)
-        masks = None if plan.masks is None else plan.masks.of(seqs)
+        parts, masks = np.flatnonzero(plan.chunks.bag_of == bag), None
+        if plan.masks is not None:
+            chosen = plan.masks.apart.masks if plan.chunks.is_by_document else plan.masks
+            masks = chosen.of(parts)
+        places = np.searchsorted(seqs, plan.chunks.seqs[parts])
         contexts = np.zeros_like(seqs) if plan.context_lens is None else plan.context_lens[seqs]
         num_runs = plan.chunks.num_on_a_rank(bag)
         pieces = Pieces(by_group.sum(axis=1), num_runs, around, device)
-        return cls(mesh, by_group[place], pieces, masks, contexts, step)
+        return cls(mesh, by_group[place], pieces, masks, Contexts(contexts, places), step)
 
     @property
     def degree(self) -> int:
@@ -135,9 +152,10 @@ class Bag:
     @cached_property
     def context_tiles(self) -> list[Tile]:
         """What the tokens of this rank see: all of the context of their sequence."""
-        own, contexts = self.chunk_lens[self.mesh.place[1]], self.context_lens.tolist()
+        own, contexts = self.chunk_lens[self.mesh.place[1]], self.contexts.lens.tolist()
         tiles, first = list[Tile](), 0
-        for lens in np.split(own, self.pieces.num_runs):
+        for run in np.split(own, self.pieces.num_runs):
+            lens = routes.sums_by(self.contexts.places, run, len(contexts))
             packed = PackedSequences.build(lens.tolist(), self.device, contexts)
             rows = (
                 slice(None) if self.pieces.num_runs == 1 else slice(first, first + int(lens.sum()))
@@ -152,7 +170,7 @@ class Bag:
         Raises:
             ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
         """
-        check_shapes(self, q, k, k, num_keys=int(self.context_lens.sum()))
+        check_shapes(self, q, k, k, num_keys=int(self.contexts.lens.sum()))
         found = packed_kernel(kernel, q)
         return RingPlan(None, [k.shape[0]], [self.context_tiles], found, scale, step=self.step)
 

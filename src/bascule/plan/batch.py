@@ -119,8 +119,7 @@ class Plan:
     @cached_property
     def chunks(self) -> Chunks:
         """Which tokens of its sequences each rank has."""
-        is_zigzag = self.masks is not None and bool(self.masks.is_causal.any())
-        return Chunks(self.topology, self.seq_lens, self.bag_of, is_zigzag)
+        return Chunks.of(self.topology, self.seq_lens, self.bag_of, self.masks)
 
     @cached_property
     def tokens(self) -> Ints:
@@ -168,7 +167,7 @@ class Plan:
         Raises:
             ConfigError: There is no such rank.
         """
-        return self.chunks.route(check_rank(rank, self.num_ranks), self.source_counts)
+        return self.chunks.route(check_rank(rank, self.num_ranks), self.source_ranks)
 
     def context_route(self, rank: int) -> Route:
         """The part of `rank` in bringing each context to all ranks of its sequence's bag.

@@ -4,34 +4,59 @@ A bag of P = G * R ranks cuts a sequence into P chunks, one for each rank in tur
 G ranks that share heads, has the G chunks from r G on. Where tokens see what is before them, later
 ring ranks would have more work. So there the sequence is cut into 2 P chunks, and ring rank r has
 two runs of G chunks: the r-th and the (2 R - 1 - r)-th (zigzag). A rank's early chunks lie before
-its late ones.
+its late ones. A sequence of several documents, none of which sees another, is cut document by
+document: else who has the long ones would have more work.
 """
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
 from bascule.plan import routes
+from bascule.plan.loaded.masks import Masks
 from bascule.plan.routes import Ints, LocalLayout, Route
 from bascule.plan.topology.spec import Topology
 
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a plan's sequences.
+    """The chunks of a plan's sequences, or of their documents; here both are called parts.
 
     Attributes:
         topology: The bags.
-        seq_lens: (n,) tokens of each sequence.
+        seq_lens: (n,) tokens of each part.
         bag_of: (n,) its bag.
-        is_zigzag: Whether rings have an early and a late chunk of each sequence on a rank.
+        is_zigzag: Whether rings have an early and a late chunk of each part on a rank.
+        seqs: (n,) the sequence of each part, ascending.
+        begins: (n,) its first position in the sequence.
+        whole_lens: (n,) tokens of the sequence.
     """
 
     topology: Topology
     seq_lens: Ints
     bag_of: Ints
     is_zigzag: bool
+    seqs: Ints
+    begins: Ints
+    whole_lens: Ints
+
+    @classmethod
+    def of(cls, topology: Topology, seq_lens: Ints, bag_of: Ints, masks: Masks | None) -> Self:
+        """Those of sequences in bags."""
+        is_zigzag = masks is not None and bool(masks.is_causal.any())
+        if masks is None or masks.apart.seqs.size <= np.count_nonzero(seq_lens):
+            every, begins = np.arange(seq_lens.size), np.zeros_like(seq_lens)
+            return cls(topology, seq_lens, bag_of, is_zigzag, every, begins, seq_lens)
+        parts = masks.apart
+        where = parts.seqs, parts.starts, seq_lens[parts.seqs]
+        return cls(topology, parts.lens, bag_of[parts.seqs], is_zigzag, *where)
+
+    @property
+    def is_by_document(self) -> bool:
+        """Whether the parts are documents."""
+        return bool(self.begins.any())
 
     @cached_property
     def counts(self) -> Ints:
@@ -65,7 +90,7 @@ class Chunks:
         return self.counts[bags] - degrees * (1 + places // degrees) + places % degrees
 
     def _of_rank(self, rank: int) -> tuple[Ints, list[int]]:
-        """The sequences of a rank's bag, and the rank's chunks of each."""
+        """The parts of a rank's bag, and the rank's chunks of each."""
         bag = self.topology.bag_of_rank[rank : rank + 1]
         place = rank - self.topology.first_ranks[bag]
         chunks = [place] if self.num_on_a_rank(bag[0]) == 1 else [place, self._late(bag, place)]
@@ -85,9 +110,9 @@ class Chunks:
         ranks = self.topology.first_ranks[bags] + self._places(bags, chunks)
         return routes.sums_by(ranks, lens, self.topology.num_ranks)
 
-    def num_at(self, ranks: Ints) -> int:
-        """Tokens of each sequence on one rank, of all sequences together."""
-        bags, everything = self.bag_of, slice(None)
+    def num_at(self, source_ranks: Ints) -> int:
+        """Tokens that are computed where their sequences were loaded."""
+        ranks, bags, everything = source_ranks[self.seqs], self.bag_of, slice(None)
         sizes, place = self.topology.bag_sizes[bags], ranks - self.topology.first_ranks[bags]
         is_in_bag = (place >= 0) & (place < sizes)
         place = np.clip(place, 0, sizes - 1)
@@ -111,24 +136,25 @@ class Chunks:
 
     def local(self, rank: int) -> LocalLayout:
         """What a rank computes on."""
-        seqs, chunks = self._of_rank(rank)
-        starts = np.concatenate([self._starts(seqs, chunk) for chunk in chunks])
-        lens = np.concatenate([self._starts(seqs, chunk + 1) for chunk in chunks]) - starts
-        seq_ids = np.tile(seqs, len(chunks))
+        parts, chunks = self._of_rank(rank)
+        starts = np.concatenate([self._starts(parts, chunk) for chunk in chunks])
+        lens = np.concatenate([self._starts(parts, chunk + 1) for chunk in chunks]) - starts
+        at = np.tile(parts, len(chunks))
+        starts = starts + self.begins[at]
         return LocalLayout(
-            seq_ids=seq_ids,
-            seq_lens=self.seq_lens[seq_ids],
+            seq_ids=self.seqs[at],
+            seq_lens=self.whole_lens[at],
             chunk_starts=starts,
             chunk_lens=lens,
             cu_seqlens=routes.cumulative(lens).astype(np.int32),
             positions=routes.ranges(starts, lens),
-            slots=np.repeat(np.arange(seq_ids.size), lens),
+            slots=np.repeat(np.arange(at.size), lens),
         )
 
-    def route(self, rank: int, source_counts: Ints) -> Route:
+    def route(self, rank: int, source_ranks: Ints) -> Route:
         """The part of a rank in the exchange from where sequences were loaded."""
-        num_ranks = self.topology.num_ranks
-        source = np.repeat(np.arange(num_ranks), source_counts)
+        num_ranks, source = self.topology.num_ranks, source_ranks[self.seqs]
+        source_counts = np.bincount(source, minlength=num_ranks)
         seqs, chunks = self._of_rank(rank)
         lens = np.stack(
             [self._starts(seqs, chunk + 1) - self._starts(seqs, chunk) for chunk in chunks]

@@ -87,12 +87,12 @@ class Route:
 class LocalLayout:
     """What one rank computes on: chunks of the sequences of its bag, packed without padding.
 
-    A rank has a chunk of each sequence. In a bag with a ring, under causal masks, it has two: first
-    the early chunks of all sequences, then their late ones.
+    A rank has a chunk of each sequence, or of each of its documents. In a bag with a ring, under
+    causal masks, it has two: first the early chunks of all, then their late ones.
 
     Attributes:
-        seq_ids: (n,) global id of each chunk's sequence, ascending (twice, where there are two);
-            the same on all ranks of the bag.
+        seq_ids: (n,) global id of each chunk's sequence, ascending (twice, where there are early
+            and late ones); the same on all ranks of the bag.
         seq_lens: (n,) the whole lengths of these sequences.
         chunk_starts: (n,) position of each chunk in its sequence.
         chunk_lens: (n,) tokens of it; may be 0.

@@ -164,6 +164,16 @@ class Masks:
         is_whole = self.counts <= 1
         return bool(is_whole.all()) and not self.is_causal.any()
 
+    @cached_property
+    def apart(self) -> "Documents":
+        """The documents, none of which sees another."""
+        is_start = self.is_first | (self.starts == 0)
+        of_span = np.cumsum(is_start) - 1
+        num = int(is_start.sum())
+        masks = Masks(np.bincount(of_span, minlength=num), self.lens, self.is_causal, self.is_first)
+        lens = np.bincount(of_span, self.lens, num).astype(np.int64)
+        return Documents(masks, self.seqs[is_start], self.starts[is_start], lens)
+
     def num_pairs(self) -> Floats:
         """(n,) pairs of a token and one that it sees, of each sequence."""
         lens, before = self.lens.astype(np.float64), self.starts - self.documents
@@ -201,6 +211,23 @@ class Masks:
         last = first + part.lens[self.seqs]
         start = np.clip(self.starts, first, last)
         return start, np.clip(self.starts + self.lens, start, last)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """The documents of some sequences, each as a sequence of its own.
+
+    Attributes:
+        masks: Of the documents.
+        seqs: (d,) the sequence of each.
+        starts: (d,) its first position in it.
+        lens: (d,) its tokens.
+    """
+
+    masks: Masks
+    seqs: Ints
+    starts: Ints
+    lens: Ints
 
 
 def _at(part: Stretch, seqs: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
