@@ -82,8 +82,9 @@ def _check(options: BenchOptions, num_ranks: int) -> None:
     import torch
 
     from bascule.attention import select_kernel
-    from bascule.bench.compare import model_config, open_stream
+    from bascule.bench.compare import open_stream
     from bascule.bench.launch import device_type
+    from bascule.training.building import model_config
 
     options.check(num_ranks)
     with _without_warnings():  # rank 0 will warn of the same photos
