@@ -6,7 +6,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bascule.cli.bench import check_kernel, without_warnings
-from bascule.errors import CommError
 from bascule.training.train_options import TrainOptions
 
 if TYPE_CHECKING:
@@ -38,14 +37,8 @@ def _run_rank(options: TrainOptions) -> None:
     from bascule.training.training_run import TrainingRun
 
     with stop_asked() as asked, joined(options.timeout_s) as device:
-        try:
-            run = TrainingRun(options, device, asked.is_set)
-            _follow(run, Console(quiet=run.rank > 0))
-        except RuntimeError as error:
-            notes = getattr(error, "__notes__", None)
-            if notes is None or isinstance(error, CommError):
-                raise
-            raise CommError(f"bascule train: {notes[0]}") from error
+        run = TrainingRun(options, device, asked.is_set)
+        _follow(run, Console(quiet=run.rank > 0))
 
 
 def _follow(run: "TrainingRun", console: Console) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.guard.failures import telling
 from bascule.comm.new_groups import new_group
-from bascule.errors import ConfigError
+from bascule.errors import CommError, ConfigError
 from bascule.models import MMDiTConfig
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.parallel_plans import PlannedLater
@@ -170,12 +170,19 @@ class TrainingRun:
             CommError: A rank failed, is gone, or could not save.
             ConfigError: This rank could not load its samples, or write what is told.
         """
-        with telling("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
-            if self.rank > 0:
-                self._run(pool, lambda record: None)
-                return
-            with closing(MetricsLog(self._options.out, self.done)) as log:
-                self._run(pool, lambda record: (log.write(record), told(record)))
+        try:
+            with telling("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
+                if self.rank > 0:
+                    self._run(pool, lambda record: None)
+                    return
+                with closing(MetricsLog(self.folder, self.done)) as log:
+                    self._run(pool, lambda record: (log.write(record), told(record)))
+        except RuntimeError as error:
+            notes: list[str] | None = getattr(error, "__notes__", None)
+            if notes is None or isinstance(error, CommError):
+                raise
+            # A collective of FSDP was ended; `telling` found out why.
+            raise CommError(f"step {self.done + 1}: bascule train: {notes[0]}") from error
 
     def _run(self, pool: ThreadPoolExecutor, told: Callable[[dict[str, Any]], object]) -> None:
         reports = StepReports()
@@ -200,7 +207,8 @@ class TrainingRun:
     ) -> tuple[tuple[Step, ...], float, dict[str, Any], _Ahead | None]:
         """Forward, backward and optimiser of a step, while the next one is loaded and planned."""
         start, watch = time.perf_counter(), self._watch
-        steps = ahead.plans.get()
+        with telling(f"step {self.done + 1}: plan"):
+            steps = ahead.plans.get()
         seconds: dict[str, Any] = {"plan": time.perf_counter() - start}
         is_last = self.done + 1 == self.num_steps
         following = None if is_last else self._begin(self.done + 1, pool)
