@@ -64,11 +64,10 @@ def _follow(run: "TrainingRun", console: Console) -> None:
     if not losses:
         console.print(f"nothing is left to train: {run.checkpoint}", soft_wrap=True)
         return
-    ended = (
-        "" if run.done == last else f"stopped by SIGTERM; --resume goes on after step {run.done}\n"
-    )
+    if run.done < last:
+        console.print(f"stopped by SIGTERM after step {run.done}: go on with --resume")
     console.print(
-        f"{ended}steps {first + 1} to {run.done} of {last}, loss {losses[0]:.6f} to "
+        f"steps {first + 1} to {run.done} of {last}, loss {losses[0]:.6f} to "
         f"{losses[-1]:.6f}\nwritten: {run.checkpoint}, {run.folder / 'metrics.jsonl'}",
         soft_wrap=True,
         highlight=False,

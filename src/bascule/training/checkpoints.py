@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from bascule.comm.agree import agree_on
 from bascule.comm.groups import RankGroup
+from bascule.comm.guard.failures import explained
 from bascule.errors import CommError, ConfigError
 from bascule.plan.checks import shown
 
@@ -100,8 +101,10 @@ class Checkpoints:
         part = whole.with_suffix(".tmp")
         self._by_first_rank("begin to save", step, lambda: self._prepare(part))
         try:
-            weights, states = get_state_dict(model, optimizer)
-            state_dict_saver.save({"model": weights, "optimizer": states}, checkpoint_id=part)
+            with explained(f"step {step}: save"):
+                weights, states = get_state_dict(model, optimizer)
+                state = {"model": weights, "optimizer": states}
+                state_dict_saver.save(state, checkpoint_id=part)
             self._by_first_rank("save", step, lambda: self._publish(part, whole, step))
         except (CheckpointException, RuntimeError) as error:
             if self._group.rank == 0:

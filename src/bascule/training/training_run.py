@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.guard.failures import telling
+from bascule.comm.guard.failures import explained, telling
 from bascule.comm.new_groups import new_group
-from bascule.errors import CommError, ConfigError
+from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.parallel_plans import PlannedLater
@@ -170,19 +170,12 @@ class TrainingRun:
             CommError: A rank failed, is gone, or could not save.
             ConfigError: This rank could not load its samples, or write what is told.
         """
-        try:
-            with telling("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
-                if self.rank > 0:
-                    self._run(pool, lambda record: None)
-                    return
-                with closing(MetricsLog(self.folder, self.done)) as log:
-                    self._run(pool, lambda record: (log.write(record), told(record)))
-        except RuntimeError as error:
-            notes: list[str] | None = getattr(error, "__notes__", None)
-            if notes is None or isinstance(error, CommError):
-                raise
-            # A collective of FSDP was ended; `telling` found out why.
-            raise CommError(f"step {self.done + 1}: bascule train: {notes[0]}") from error
+        with telling("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
+            if self.rank > 0:
+                self._run(pool, lambda record: None)
+                return
+            with closing(MetricsLog(self.folder, self.done)) as log:
+                self._run(pool, lambda record: (log.write(record), told(record)))
 
     def _run(self, pool: ThreadPoolExecutor, told: Callable[[dict[str, Any]], object]) -> None:
         reports = StepReports()
@@ -215,7 +208,8 @@ class TrainingRun:
         parts = zip(ahead.flows.result(), steps, ahead.shares, strict=True)
         losses = [partial(self._loss_of, number, *part) for number, part in enumerate(parts)]
         begun = watch.now()
-        loss = train_step(self._model, losses)
+        with explained(f"step {self.done + 1}: train"):
+            loss = train_step(self._model, losses)
         trained = watch.lap("train", begun)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)

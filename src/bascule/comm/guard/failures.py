@@ -131,6 +131,23 @@ class telling:  # noqa: N801 - it is called as a function is
             tell(error, self._where)
 
 
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """`telling`, around collectives of torch: which ranks are missing is the error, not a note.
+
+    Raises:
+        CommError: A collective was broken off, or ran out of time.
+    """
+    try:
+        with telling(where):
+            yield
+    except RuntimeError as error:
+        notes: list[str] | None = getattr(error, "__notes__", None)
+        if notes is None or isinstance(error, CommError):
+            raise
+        raise CommError(f"{where}: {notes[0]}") from error
+
+
 def _profiler_range(where: object) -> "torch.profiler.record_function | None":
     """A range "bascule::route" of "step 3: route", begun; None while no profiler runs."""
     if not torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
