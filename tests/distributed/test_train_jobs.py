@@ -16,6 +16,7 @@ from torch.profiler import profile
 
 from bascule.cli import main
 from bascule.errors import ConfigError
+from bascule.parallel import Step
 from bascule.training import training_run
 from bascule.training.checkpoints import newest_checkpoint, step_of
 from bascule.training.step_metrics import PARTS
@@ -147,11 +148,34 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
 
 
-def failing_load(folder: Path) -> tuple[list[str], str]:
+def with_a_slow_rank(folder: Path) -> None:
+    attend = Step.attend
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.05)
+        return attend(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM:
+            patch.setattr(Step, "attend", slowly)
+        run({"out": folder, "steps": 4, "data": "g2b2i32f1s0"})
+
+
+def test_a_rank_that_is_made_slow_is_named_and_the_others_wait(tmp_path: Path) -> None:
+    run_ranks(with_a_slow_rank, 2, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:  # what the first step does for the first time takes longer
+        assert line["slowest"]["rank"] == VICTIM
+        assert line["slowest"]["why"] == "slower than planned"
+        assert line["imbalance"]["measured"] > 1.3 > line["imbalance"]["predicted"]
+        assert line["max_s"]["waiting"] > 0.05
+
+
+def failing_load(folder: Path, first: int) -> tuple[list[str], str]:
     load = SyntheticStream.samples
 
     def fail(self: SyntheticStream, numbers: Any) -> SampleBatch:
-        if min(numbers) >= 6:
+        if min(numbers) >= first:
             raise ConfigError("6.png has changed its size since the run began")
         return load(self, numbers)
 
@@ -161,10 +185,13 @@ def failing_load(folder: Path) -> tuple[list[str], str]:
         return raised_by(run, {"out": folder, "steps": 9})
 
 
-def test_a_sample_that_one_rank_cannot_load_is_told_to_all(tmp_path: Path) -> None:
-    for classes, text in run_ranks(failing_load, 2, tmp_path):
-        assert "RemoteConfigError" in classes
-        assert "rank 1" in text and "6.png has changed its size" in text
+@pytest.mark.parametrize("first", [0, 6])
+def test_a_sample_that_one_rank_cannot_load_is_told_to_all(first: int, tmp_path: Path) -> None:
+    other, own = run_ranks(failing_load, 2, tmp_path, first)
+    assert "ConfigError" in own[0] and "6.png has changed its size" in own[1]
+    assert "CommError" in other[0] and "rank 1" in other[1]
+    for _, text in (other, own):
+        assert "6.png has changed its size" in text
 
 
 def unlike(folder: Path) -> tuple[list[str], str]:

@@ -1,5 +1,6 @@
 """The parts of `bascule train` that need no ranks."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,10 @@ import torch
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.training.checkpoints import check_settings, newest_checkpoint, step_of
+from bascule.training.checkpoints import Facts, check_facts, newest_checkpoint, step_of
+from bascule.training.preparing import prepare
 from bascule.training.step_metrics import PARTS, MetricsLog, StepReports
 from bascule.training.train_options import Schedule, TrainOptions, schedule_of, settings_of, split
-from bascule.training.training_run import prepare
 from bascule.workload.streams import SyntheticStream
 from tests.helpers.cli import modules_imported_by, run
 
@@ -94,7 +95,7 @@ def a_checkpoint(folder: Path, step: int, **changes: str) -> Path:
     path.mkdir(parents=True)
     options = TrainOptions(data=CODES)
     settings = settings_of(options, CODES, schedule_of(options, None)) | changes
-    (path / "run.json").write_text(json.dumps({"step": step, "settings": settings}))
+    (path / "run.json").write_text(json.dumps({"num_samples": 3 * step, "settings": settings}))
     return path
 
 
@@ -110,23 +111,33 @@ def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_only_with_its_own_settings(tmp_path: Path) -> None:
     a_checkpoint(tmp_path, 3)
-    options = {"data": CODES, "out": tmp_path, "resume": True}
+    options: dict[str, Any] = {"data": CODES, "out": tmp_path, "resume": True}
     found = prepare(TrainOptions(**options, topology="g2n1", ranks=2), world_size=2)
     assert found.checkpoint == tmp_path / "step-00000003"
-    for changed, told in (
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"seed": 1}, "saved with --seed '0', and this run has '1': give the same, or another"),
         ({"data": "g1b3i32f1s0"}, "--data 'g1b2i32f1s0,g1b1i64f1s0', and this run has 'g1b3i3"),
         ({"batch_size": 2}, "--batch-size '3', and this run has '2'"),
         ({"resume": False}, "has the checkpoint step-00000003 of an earlier run: go on with --res"),
-    ):
+    )
+    for changed, told in changes:
         with pytest.raises(ConfigError, match=told):
             prepare(TrainOptions(**(options | changed)))
+
+
+def test_a_run_that_ended_with_a_smaller_step_is_not_made_longer(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000003"
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps({"num_samples": 11, "settings": {}}))
+    check_facts(path, Facts({}, Schedule(4, 11, 1)))
+    with pytest.raises(ConfigError, match=r"a run of 11 samples .* give the same --epochs"):
+        check_facts(path, Facts({}, Schedule(4, 22, 1)))
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-00000003").mkdir()
     with pytest.raises(ConfigError, match="is no checkpoint of bascule train"):
-        check_settings(tmp_path / "step-00000003", {})
+        check_facts(tmp_path / "step-00000003", Facts({}, Schedule(1, 1, 1)))
 
 
 def record(work: list[float], lens: list[list[int]]) -> dict[str, Any]:
@@ -168,6 +179,19 @@ def test_what_was_told_after_the_checkpoint_is_told_again(tmp_path: Path) -> Non
         ["metrics.jsonl"],
         ["metrics.jsonl", "tensorboard"],
     )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path, 0)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(log, "_file", full)
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written: No space left"):
+            log.write({"step": 1})
+        monkeypatch.undo()
+        log.close()
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_events_of_tensorboard(tmp_path: Path) -> None:

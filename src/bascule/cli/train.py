@@ -20,7 +20,7 @@ def train(options: TrainOptions, arguments: list[str]) -> None:
         CommError: A rank failed.
     """
     from bascule.bench.launch import default_num_ranks, forwarding_stops, in_a_job, launch
-    from bascule.training.training_run import prepare
+    from bascule.training.preparing import prepare
 
     if in_a_job():
         _run_rank(options)

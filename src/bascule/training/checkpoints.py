@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -24,6 +25,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import explained
 from bascule.errors import CommError, ConfigError
 from bascule.plan.checks import shown
+from bascule.training.train_options import Schedule
 
 _WHOLE = re.compile("step-[0-9]{8,}")
 _FACTS = "run.json"
@@ -43,27 +45,45 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def check_settings(checkpoint: Path, settings: Mapping[str, str]) -> None:
-    """Refuse to go on with what would be another run.
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a run must share with the one that it goes on from.
+
+    Attributes:
+        settings: What decides the losses, by option.
+        schedule: Which samples are in which step.
+    """
+
+    settings: Mapping[str, str]
+    schedule: Schedule
+
+
+def check_facts(checkpoint: Path, facts: Facts) -> None:
+    """Refuse to go on with what would be another run, or would leave samples out.
 
     Args:
         checkpoint: A whole one.
-        settings: What decides the losses, by option.
+        facts: Of this run.
 
     Raises:
         ConfigError: A setting differs, or this is no checkpoint of `bascule train`.
     """
     try:
-        facts = json.loads((checkpoint / _FACTS).read_text())
-        saved: dict[str, str] = facts["settings"]
+        said = json.loads((checkpoint / _FACTS).read_text())
+        saved, num_samples = dict[str, str](said["settings"]), int(said["num_samples"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{checkpoint} is no checkpoint of bascule train: {error!r}") from error
-    for name in sorted({*saved, *settings}):
-        if saved.get(name) != settings.get(name):
+    for name in sorted({*saved, *facts.settings}):
+        if saved.get(name) != facts.settings.get(name):
             raise ConfigError(
                 f"--resume: {checkpoint} was saved with {name} {shown(saved.get(name))}, and this "
-                f"run has {shown(settings.get(name))}: give the same, or another --out"
+                f"run has {shown(facts.settings.get(name))}: give the same, or another --out"
             )
+    if num_samples < facts.schedule.samples_until(step_of(checkpoint)):
+        raise ConfigError(
+            f"--resume: {checkpoint} ends a run of {num_samples} samples with a smaller step, so a "
+            "longer run would leave samples out: give the same --epochs, or another --out"
+        )
 
 
 class Checkpoints:
@@ -72,17 +92,15 @@ class Checkpoints:
     Args:
         folder: Made here if it does not exist.
         group: The ranks, on the host; all of them construct it, save and load together.
-        settings: What decides the losses; goes into every checkpoint.
+        facts: Go into every checkpoint.
         keep: Checkpoints that are kept.
 
     Raises:
         CommError: A rank cannot see the folder, or the first one cannot write to it.
     """
 
-    def __init__(
-        self, folder: Path, group: RankGroup, settings: Mapping[str, str], keep: int
-    ) -> None:
-        self.folder, self._group, self._settings, self._keep = folder, group, settings, keep
+    def __init__(self, folder: Path, group: RankGroup, facts: Facts, keep: int) -> None:
+        self.folder, self._group, self._facts, self._keep = folder, group, facts, keep
         self._by_first_rank("make the folder", 0, self._make_folder)
         sees = folder.is_dir()
         error = None if sees else ConfigError(f"{folder}: give a folder that all ranks can see")
@@ -110,9 +128,7 @@ class Checkpoints:
             if self._group.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             if isinstance(error, CheckpointException):
-                free = shutil.disk_usage(self.folder).free
-                why = f"{_cause(error)} ({free:,} bytes are free there now)"
-                raise CommError(f"step {step}: {part} was not saved: {why}") from None
+                raise CommError(f"step {step}: {part} was not saved: {_cause(error)}") from None
             raise
         return whole
 
@@ -124,7 +140,7 @@ class Checkpoints:
         """
         error = None
         try:
-            check_settings(checkpoint, self._settings)
+            check_facts(checkpoint, self._facts)
         except ConfigError as met:
             error = met
         agree_on(self._group, {"checkpoint": checkpoint.name}, error, what="resume")
@@ -156,7 +172,8 @@ class Checkpoints:
         part.mkdir()
 
     def _publish(self, part: Path, whole: Path, step: int) -> None:
-        facts = {**_FORMAT, "step": step, "settings": dict(self._settings)}
+        num_samples = self._facts.schedule.samples_until(step)
+        facts = {**_FORMAT, "num_samples": num_samples, "settings": dict(self._facts.settings)}
         with (part / _FACTS).open("w") as file:
             json.dump(facts, file, indent=2)
             file.flush()

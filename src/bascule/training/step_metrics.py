@@ -3,7 +3,8 @@
 import importlib
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -111,15 +112,13 @@ class MetricsLog:
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._path = folder / "metrics.jsonl"
-        self._board = _board(folder, first_step)
-        kept = _lines_until(self._path, first_step)
         new = self._path.with_suffix(".tmp")
-        try:
+        with _writing(self._path):
+            kept = _lines_until(self._path, first_step)
             new.write_text("".join(f"{line}\n" for line in kept))
             new.replace(self._path)
             self._file = self._path.open("a")
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
+            self._board = _board(folder, first_step)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Tell of a step.
@@ -127,24 +126,31 @@ class MetricsLog:
         Raises:
             ConfigError: It cannot be written.
         """
-        try:
+        with _writing(self._path):
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
             if self._board is not None:
                 for name, value in _scalars(record):
                     self._board.add_scalar(name, value, record["step"])
-        except OSError as error:
-            raise _unwritable(self._path, error) from error
 
     def close(self) -> None:
-        """Close the files."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        """Close the files.
+
+        Raises:
+            ConfigError: What is left cannot be written.
+        """
+        with _writing(self._path):
+            self._file.close()
+            if self._board is not None:
+                self._board.close()
 
 
-def _unwritable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{path}: cannot be written: {error.strerror or error}")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

@@ -132,10 +132,13 @@ class Schedule:
         """Of the whole run."""
         return -(-self.num_samples // self.batch_size)
 
+    def samples_until(self, step: int) -> int:
+        """Samples of the first steps."""
+        return min(step * self.batch_size, self.num_samples)
+
     def microbatches(self, step: int) -> list[range]:
         """The samples of each microbatch of a step, counted from 0."""
-        first = step * self.batch_size
-        numbers = range(first, min(first + self.batch_size, self.num_samples))
+        numbers = range(self.samples_until(step), self.samples_until(step + 1))
         return split(numbers, min(self.accumulate, len(numbers)))
 
 

@@ -1,13 +1,11 @@
 """A run of `bascule train` on its ranks: load, plan behind the step, train, tell, save."""
 
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,89 +15,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.guard.failures import explained, telling
+from bascule.comm.guard.failures import explained, telling, told
 from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
-from bascule.models import MMDiTConfig
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.parallel_plans import PlannedLater
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster, HardwareProfile
-from bascule.training.building import build_model, model_config
-from bascule.training.checkpoints import Checkpoints, check_settings, newest_checkpoint, step_of
+from bascule.training.building import build_model
+from bascule.training.checkpoints import Checkpoints, Facts, step_of
 from bascule.training.flow import FlowBatch
-from bascule.training.measure import measure_cost
+from bascule.training.preparing import Prepared, cost_of, prepare
 from bascule.training.step_metrics import PARTS, MetricsLog, StepReports
 from bascule.training.stepping import sync_of, train_step
 from bascule.training.stopwatch import Stopwatch, TimedStep, watch_blocks
-from bascule.training.train_options import Schedule, TrainOptions, schedule_of, settings_of, split
-from bascule.workload.codes import parse_data_codes
-from bascule.workload.photos import PhotoOptions, PhotoStream
-from bascule.workload.streams import SyntheticStream
-
-_NUM_PROBES = 5
-_PROBED_STEPS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What follows from the options and the data alone, the same on all ranks.
-
-    Attributes:
-        data: All samples, by number.
-        schedule: Which of them are in which step.
-        config: The model.
-        settings: What decides the losses.
-        checkpoint: Where the run goes on from; None: from the beginning.
-    """
-
-    data: PhotoStream | SyntheticStream
-    schedule: Schedule
-    config: MMDiTConfig
-    settings: dict[str, str]
-    checkpoint: Path | None
-
-
-def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Prepared:
-    """Open the data, and find out all that can be wrong before ranks meet.
-
-    Raises:
-        ConfigError: A value is out of range, there is no data, or the run cannot be resumed.
-    """
-    options.check(world_size)
-    data = _open(options, rank, world_size)
-    schedule = schedule_of(options, data.num_samples)
-    source = options.data if options.photos is None else f"{data.num_samples} files, {data.digest}"
-    settings = settings_of(options, str(source), schedule)
-    checkpoint = newest_checkpoint(options.out)
-    if checkpoint is not None:
-        if not options.resume:
-            raise ConfigError(
-                f"--out {options.out} has the checkpoint {checkpoint.name} of an earlier run: go "
-                "on with --resume, or give another folder"
-            )
-        check_settings(checkpoint, settings)
-    return Prepared(data, schedule, model_config(options, data), settings, checkpoint)
-
-
-def _open(options: TrainOptions, rank: int, world_size: int) -> PhotoStream | SyntheticStream:
-    if options.data is not None:
-        codes = parse_data_codes(options.data)
-        of_mix = sum(code.num_ranks for code in codes)
-        return SyntheticStream(codes, world_size=of_mix, seed=options.seed)
-    assert options.photos is not None
-    return PhotoStream(
-        options.photos,
-        1,
-        rank=rank,
-        world_size=world_size,
-        seed=options.seed,
-        options=PhotoOptions(
-            max_tokens=options.max_tokens,
-            strict=options.strict,
-            clip_frames=options.clip_frames,
-        ),
-    )
+from bascule.training.train_options import TrainOptions, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +58,7 @@ class TrainingRun:
         checkpoint: The last one that was loaded or saved.
     """
 
+    @told("construction of a training run")
     def __init__(
         self, options: TrainOptions, device: torch.device, is_stopping: Callable[[], bool]
     ) -> None:
@@ -152,19 +81,19 @@ class TrainingRun:
         self._watch = Stopwatch(device)
         watch_blocks([*self._model.double_blocks, *self._model.single_blocks], self._watch)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=options.lr)
-        settings = self._prepared.settings
-        self._checkpoints = Checkpoints(options.out, self._group, settings, options.keep)
+        facts = Facts(self._prepared.settings, self._prepared.schedule)
+        self._checkpoints = Checkpoints(options.out, self._group, facts, options.keep)
         self.checkpoint = self._prepared.checkpoint
         self.done, self._is_stopping = 0, is_stopping
         if self.checkpoint is not None:
             self._checkpoints.load(self.checkpoint, self._model, self._optimizer)
             self.done = step_of(self.checkpoint)
 
-    def run(self, told: Callable[[dict[str, Any]], None]) -> None:
+    def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
         """Train until the last step, or until a rank is to stop; saves in either case.
 
         Args:
-            told: Called with the record of each step, on the first rank.
+            on_step: Called with the record of each step, on the first rank.
 
         Raises:
             CommError: A rank failed, is gone, or could not save.
@@ -175,9 +104,9 @@ class TrainingRun:
                 self._run(pool, lambda record: None)
                 return
             with closing(MetricsLog(self.folder, self.done)) as log:
-                self._run(pool, lambda record: (log.write(record), told(record)))
+                self._run(pool, lambda record: (log.write(record), on_step(record)))
 
-    def _run(self, pool: ThreadPoolExecutor, told: Callable[[dict[str, Any]], object]) -> None:
+    def _run(self, pool: ThreadPoolExecutor, on_step: Callable[[dict[str, Any]], object]) -> None:
         reports = StepReports()
         ahead = self._begin(self.done, pool) if self.done < self.num_steps else None
         while ahead is not None:
@@ -185,7 +114,8 @@ class TrainingRun:
             table = self._agree(seconds, following)
             self.done += 1
             stops, parts, work = np.split(table, (1, 1 + len(PARTS)), axis=1)
-            told(reports.report(self.done, loss, [step.plan for step in steps], parts, work))
+            plans = [step.plan for step in steps]
+            on_step(reports.report(self.done, loss, plans, parts, work))
             if stops.any() or self._is_due():
                 self.checkpoint = self._checkpoints.save(self.done, self._model, self._optimizer)
             if stops.any() and following is not None:
@@ -297,36 +227,13 @@ class TrainingRun:
         return found
 
     def _make_parallel(self) -> SequenceParallel:
-        options, config = self._options, self._prepared.config
-        topology = options.check(self._num_ranks)
+        options, prepared = self._options, self._prepared
         return SequenceParallel(
             self._mesh,
-            topology,
-            self._cost(config),
-            cluster=self._cluster() if topology == "auto" else None,
+            prepared.topology,
+            cost_of(prepared, options, self._device),
+            cluster=prepared.cluster,
             plan_group=self._group.process_group,
             timeout_s=options.timeout_s,
             options=ParallelOptions(kernel=options.kernel, device=self._device),
-        )
-
-    def _cluster(self) -> Cluster:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self._num_ranks))
-        profile = HardwareProfile.load(self._options.profile)
-        return profile.cluster(self._num_ranks // per_node, per_node)
-
-    def _cost(self, config: MMDiTConfig) -> TransformerCost:
-        """Of the model, measured unless gamma is given."""
-        if self._options.gamma is not None:
-            num_blocks = config.num_double + config.num_single
-            return TransformerCost(config.d_model, gamma=self._options.gamma, num_layers=num_blocks)
-        data, schedule = self._prepared.data, self._prepared.schedule
-        first = range(min(_PROBED_STEPS * schedule.batch_size, schedule.num_samples))
-        longest = max([256, *(shape.seq_len for shape in data.shapes(first))])
-        lens = np.unique(np.geomspace(min(128, longest), longest, _NUM_PROBES).astype(int))
-        return measure_cost(
-            config,
-            tuple(lens.tolist()),
-            device=self._device,
-            dtype=self._dtype,
-            kernel=self._options.kernel,
         )
