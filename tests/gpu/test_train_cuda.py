@@ -1,4 +1,4 @@
-"""`bascule train` on one CUDA device: times by events, a checkpoint, and the same curve after it."""
+"""`bascule train` on one CUDA device: times by events, and the same curve after a checkpoint."""
 
 import json
 from pathlib import Path

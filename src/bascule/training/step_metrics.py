@@ -31,7 +31,7 @@ PARTS = (
     "optimizer",
     "total",
 )
-"""Whose seconds are told. `samples` to `waiting` are of the forward; "backward" is whole."""
+"""Whose seconds are told. "samples" to "restore" are of the forward."""
 
 _NUM_RATES = 20
 _EVEN = 1.05
@@ -57,7 +57,7 @@ class StepReports:
             loss: Mean over all image tokens.
             plans: Of its microbatches.
             seconds: (ranks, parts) of each of `PARTS`.
-            work: (ranks, microbatches) seconds of the forward of the model's blocks.
+            work: (ranks, microbatches) seconds in the model's blocks, forward and backward.
         """
         loads = np.stack([plan.loads for plan in plans], axis=1)
         rate = median(self._rates) if self._rates else None

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -95,23 +95,57 @@ class TimedStep:
 
 
 def watch_blocks(blocks: Iterable[nn.Module], watch: Stopwatch) -> None:
-    """Time sharded blocks in the forward: "waiting" for their parameters, and their "work".
+    """Time sharded blocks, forward and backward: "waiting" for other ranks, and their "work".
 
     The parameters of a block are there when the slowest rank has come so far. Call it after
-    `fully_shard`, whose hooks stand between the two.
+    `fully_shard`, whose hooks stand between the two. In the backward, what lies between two blocks
+    counts as waiting: gradients are reduced there.
     """
-    since: list[Moment] = []
-
-    def comes(*_: Any) -> None:
-        since.append(watch.now())
-
-    def begins(*_: Any) -> None:
-        since.append(watch.lap("waiting", since.pop()))
-
-    def ends(*_: Any) -> None:
-        watch.lap("work", since.pop())
-
+    hooks = _BlockHooks(watch)
     for block in blocks:
-        block.register_forward_pre_hook(comes, prepend=True)
-        block.register_forward_pre_hook(begins)
-        block.register_forward_hook(ends, prepend=True)
+        block.register_forward_pre_hook(hooks.comes, prepend=True)
+        block.register_forward_pre_hook(hooks.begins)
+        block.register_forward_hook(hooks.ends, prepend=True)
+        block.register_forward_hook(hooks.has_ended)
+
+
+class _BlockHooks:
+    """In the backward, the hooks of a tensor are called in the order in which they were set."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._since: Moment = 0.0
+        self._state: Literal["forward", "between", "within"] = "forward"  # .. blocks, in a backward
+
+    def comes(self, *_: Any) -> None:
+        self._since, self._state = self._watch.now(), "forward"
+
+    def begins(self, block: nn.Module, args: tuple[Any, ...]) -> None:
+        self._since = self._watch.lap("waiting", self._since)
+        for x in _with_gradients(args):
+            x.register_hook(self._end_backward)
+
+    def ends(self, block: nn.Module, args: object, result: Any) -> None:
+        self._watch.lap("work", self._since)
+        for x in _with_gradients(result):
+            x.register_hook(self._come_backward)
+
+    def has_ended(self, block: nn.Module, args: object, result: Any) -> None:
+        for x in _with_gradients(result):
+            x.register_hook(self._begin_backward)
+
+    def _come_backward(self, grad: Tensor) -> None:
+        if self._state == "forward":  # the first block of the backward
+            self._since, self._state = self._watch.now(), "between"
+
+    def _begin_backward(self, grad: Tensor) -> None:
+        if self._state == "between":
+            self._since, self._state = self._watch.lap("waiting", self._since), "within"
+
+    def _end_backward(self, grad: Tensor) -> None:
+        self._since, self._state = self._watch.lap("work", self._since), "between"
+
+
+def _with_gradients(values: Any) -> list[Tensor]:
+    values = values if isinstance(values, tuple) else (values,)
+    return [x for x in values if isinstance(x, Tensor) and x.requires_grad]
