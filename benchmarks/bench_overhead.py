@@ -32,10 +32,12 @@ from bascule.attention import packed
 from bascule.attention.kernels.protocol import OutLse
 from bascule.attention.mask import AttentionMask
 from bascule.attention.packed import Bag, attend
+from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.comm.meshes import AttentionMesh
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.routes import Ints
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 DATA = "g32b32i256f1s0"
@@ -114,18 +116,23 @@ def fresh(plan: Plan) -> Plan:
     )
 
 
+def bag_of(mesh: AttentionMesh, lens: Ints) -> Bag:
+    """A bag without a ring."""
+    pieces = Pieces(lens.sum(axis=0)[None], 1, None, torch.device("cpu"))
+    return Bag(mesh, lens, pieces, None, np.zeros_like(lens[0]), 0)
+
+
 def build_tables(plan: Plan) -> None:
     """Everything that a rank looks up in a step: model, route, restore, attention in its bag."""
-    cpu = torch.device("cpu")
     local = plan.local(RANK)
     route = plan.route(RANK)
     back = route.inverse()
-    bag = Bag(AttentionMesh(None, None, None), plan.bag_lens(RANK), None, cpu, 0)
+    bag = bag_of(AttentionMesh(None, None, None), plan.bag_lens(RANK))
     tables = [local.seq_ids, local.slots, local.positions, route.send_index, back.recv_index]
     for table in tables:
         if table is not None:
             torch.from_numpy(table)
-    _ = bag.seqs, bag.tokens, bag.order
+    _ = bag.tiles, bag.tokens, bag.order
 
 
 def measure_attention() -> dict[str, Any]:
@@ -176,7 +183,7 @@ def attention_calls(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """An attention call as in training, and the two exchanges that it stands on."""
     lens = np.full((BAG_SIZE, num_seqs), chunk_len)
-    bag = Bag(AttentionMesh(None, group, None), lens, None, torch.device("cpu"), 0)
+    bag = bag_of(AttentionMesh(None, group, None), lens)
     num_tokens = num_seqs * chunk_len
     q, k, v = (torch.randn(num_tokens, BAG_SIZE, HEAD_DIM, requires_grad=True) for _ in range(3))
     qkv_in, qkv_out = (torch.empty(BAG_SIZE * num_tokens * 3 * HEAD_DIM) for _ in range(2))

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from bascule.plan.costs.hardware import Cluster as Cluster
     from bascule.plan.costs.hardware import HardwareProfile as HardwareProfile
     from bascule.plan.limits import Limits as Limits
+    from bascule.plan.loaded.masks import Span as Span
+    from bascule.plan.loaded.sequences import Sequences as Sequences
     from bascule.plan.solver.solve import Assignment as Assignment
     from bascule.plan.solver.solve import assign as assign
     from bascule.plan.sparse import partition_blocks as partition_blocks
@@ -73,6 +75,8 @@ _HOMES = {
     "ResumableSampler": "bascule.data.samplers.resumable",
     "SamplerOptions": "bascule.data.samplers.balanced",
     "SequenceParallel": "bascule.parallel",
+    "Sequences": "bascule.plan.loaded.sequences",
+    "Span": "bascule.plan.loaded.masks",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
     "Step": "bascule.parallel",
     "Strategies": "bascule.plan.sparse.choose_mesh",

@@ -18,12 +18,13 @@ from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
 from bascule.parallel_plans import Asked, PlannedLater, Planning, checked
 from bascule.parallel_step import Step as Step
-from bascule.plan import routes
 from bascule.plan.batch import Plan
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.prices import RankState
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.sequences import Batch, Sequences
 from bascule.plan.step import Sync
 from bascule.plan.topology.spec import Topology
 
@@ -106,6 +107,7 @@ class SequenceParallel:
         self._ahead: Planning | None = None
         self._latest: PlannedLater | None = None
         self._used: set[str] = set()
+        self._speeds: tuple[float, ...] | None = None
         error, data = None, None
         try:
             of_type("options", options, ParallelOptions, "ParallelOptions(..)")
@@ -127,11 +129,12 @@ class SequenceParallel:
         """This rank in the group."""
         return self._planning.group.rank
 
-    def plan(self, local_seq_lens: npt.ArrayLike) -> "Step":
+    def plan(self, local_seq_lens: npt.ArrayLike | Sequences) -> "Step":
         """Plan the next step from the lengths of all ranks; one fixed-size gather, on the host.
 
         Args:
-            local_seq_lens: Tokens of each sequence that this rank loaded; may be empty.
+            local_seq_lens: Tokens of each sequence that this rank loaded; may be empty. `Sequences`
+                also say what the tokens see, and the contexts that they attend to.
 
         Returns:
             A frozen step. Any number may be alive.
@@ -144,7 +147,7 @@ class SequenceParallel:
         return self._plan([local_seq_lens], "microbatch")[0]
 
     def plan_step(
-        self, microbatches: Sequence[npt.ArrayLike], *, sync: Sync = "microbatch"
+        self, microbatches: Sequence[npt.ArrayLike | Sequences], *, sync: Sync = "microbatch"
     ) -> tuple["Step", ...]:
         """Plan all microbatches of an optimizer step from one fixed-size gather, on the host.
 
@@ -161,6 +164,20 @@ class SequenceParallel:
         """
         return self._plan(microbatches, sync)
 
+    def set_speeds(self, speeds: npt.ArrayLike | None) -> None:
+        """Plan from now on for ranks that are not alike: who is slow gets less.
+
+        Ranks that were given unlike ones end with a CommError at the next plan.
+
+        Args:
+            speeds: (ranks,) of each rank, as `training.measure_speeds` gives them; None: all alike.
+
+        Raises:
+            ConfigError: There is not one legal speed a rank.
+        """
+        state = RankState.of(self._planning.group.size, speeds=speeds)
+        self._speeds = None if speeds is None else tuple(state.speeds.tolist())
+
     def fail(self, error: Exception) -> None:
         """Take part in the gather of `plan` in its place, to say that this rank cannot go on.
 
@@ -171,7 +188,7 @@ class SequenceParallel:
         self._plan_now(self._asked([], "microbatch", error))
 
     def plan_later(
-        self, microbatches: Sequence[npt.ArrayLike], *, sync: Sync = "microbatch"
+        self, microbatches: Sequence[npt.ArrayLike | Sequences], *, sync: Sync = "microbatch"
     ) -> PlannedLater:
         """Begin to plan an optimizer step behind the current one; see `plan_step`.
 
@@ -192,7 +209,9 @@ class SequenceParallel:
         )
         return self._latest
 
-    def _plan(self, microbatches: Sequence[npt.ArrayLike], sync: Sync) -> tuple["Step", ...]:
+    def _plan(
+        self, microbatches: Sequence[npt.ArrayLike | Sequences], sync: Sync
+    ) -> tuple["Step", ...]:
         return self._plan_now(self._asked(microbatches, sync))
 
     def _plan_now(self, asked: Asked) -> tuple["Step", ...]:
@@ -208,10 +227,13 @@ class SequenceParallel:
         return tuple(Step(self, plan, number, asked.cost) for number, plan in numbered)
 
     def _asked(
-        self, microbatches: Sequence[npt.ArrayLike], sync: Sync, error: Exception | None = None
+        self,
+        microbatches: Sequence[npt.ArrayLike | Sequences],
+        sync: Sync,
+        error: Exception | None = None,
     ) -> Asked:
         """What this rank brings to its next plan; what is wrong is told where ranks agree."""
-        number, lens = self._num_plans + 1, list[routes.Ints]()
+        number, batches = self._num_plans + 1, list[Batch]()
         settings, others = dict.fromkeys(_SETTINGS, ""), dict[str, Any]()
         try:
             settings = self._settings(self.topology)
@@ -220,17 +242,18 @@ class SequenceParallel:
                 "limits": self.limits,
                 "cluster": self.cluster,
                 "home_tolerance": self.options.home_tolerance,
+                "speeds": self._speeds,
             }
             if error is None:
-                lens = checked(microbatches, sync)
+                batches = checked(microbatches, sync)
         except Exception as met:  # whatever it is, the others must not wait
             error = error or met
         except BaseException as met:  # as that of a user who interrupts
             tell(met, f"step {number}: plan")
             raise
         self._num_plans += max(1, len(microbatches) if isinstance(microbatches, Sized) else 1)
-        settings |= {"step": str(number), "microbatches": f"{len(lens)}, sync={sync}"}
-        return Asked(number, lens, sync, settings, self.topology, self.cost, others, error)
+        settings |= {"step": str(number), "microbatches": f"{len(batches)}, sync={sync}"}
+        return Asked(number, batches, sync, settings, self.topology, self.cost, others, error)
 
     def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
         """Let all ranks agree on the form of an exchange, the first time that this form is used.
@@ -283,7 +306,7 @@ class SequenceParallel:
         chosen = self.options
         values = (topology, describe_cost(self.cost), self.limits, self.cluster, self._timeout_s)
         values = (*values, chosen.planner, chosen.home_tolerance, chosen.kernel, self.device.type)
-        values = (*values, chosen.gradients)
+        values = (*values, chosen.gradients, self._speeds)
         return dict(zip(_SETTINGS, map(str, values), strict=True))
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
@@ -301,6 +324,7 @@ _SETTINGS: tuple[str, ...] = (
     "kernel",
     "device",
     "gradients",
+    "speeds",
 )
 
 

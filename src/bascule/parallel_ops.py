@@ -45,15 +45,16 @@ def attend(
     step: int,
     sizes: list[int],
     needs_grad: list[bool],
-    causal: bool,
+    kind: str,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`Step.attend`; (C, H, D), and what the backward takes: whole, out, LSE, numbers of calls.
 
-    `sizes` are S and this rank's heads, of queries and of keys; none where no heads are shared.
-    Queries are multiplied already with a scale that is not above 0 (`with_positive_scale`).
+    `kind` is "all" or "causal"; of "contexts" it is `Step.attend_contexts`, and k and v have other
+    rows than q. `sizes` are S and this rank's heads, of queries and of keys; none where no heads
+    are shared. Queries are multiplied already with a scale that is not above 0.
     """
-    done = _step(step).attend_now((q, k, v), needs_grad, causal, scale)
+    done = _step(step).attend_now((q, k, v), needs_grad, kind, scale)
     numbers, own, lse = torch.tensor(done.numbers), own_memory(done.own), own_memory(done.lse)
     if done.whole is None:
         return own, q.new_empty(0), q.new_empty(0), lse, numbers
@@ -68,7 +69,7 @@ def _(
     step: int,
     sizes: list[int],
     needs_grad: list[bool],
-    causal: bool,
+    kind: str,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     own = q.new_empty(q.shape)
@@ -89,13 +90,14 @@ def attend_backward(
     saved: list[Tensor],
     numbers: Tensor,
     step: int,
-    num_heads: list[int],
-    causal: bool,
+    sizes: list[int],
+    kind: str,
     scale: float | None,
 ) -> list[Tensor]:
-    """Gradients of q, k and v, which have so many heads on all ranks together."""
-    num_q, num_kv = num_heads
-    found = _step(step).attend_back(grad, saved, numbers.tolist(), (num_q, num_kv), causal, scale)
+    """Gradients of q, k and v, of so many heads of queries and keys, and so many rows of keys."""
+    num_q, num_kv, num_keys = sizes
+    shapes = (grad.shape[0], num_q), (num_keys, num_kv)
+    found = _step(step).attend_back(grad, saved, numbers.tolist(), shapes, kind, scale)
     return list(map(own_memory, found))
 
 
@@ -105,22 +107,22 @@ def _(
     saved: list[Tensor],
     numbers: Tensor,
     step: int,
-    num_heads: list[int],
+    sizes: list[int],
     *_: Any,
 ) -> list[Tensor]:
-    tokens, _heads, width = grad.shape
-    num_q, num_kv = num_heads
-    return [grad.new_empty((tokens, heads, width)) for heads in (num_q, num_kv, num_kv)]
+    num_q, num_kv, num_keys = sizes
+    shapes = (grad.shape[0], num_q), (num_keys, num_kv), (num_keys, num_kv)
+    return [grad.new_empty((*shape, grad.shape[2])) for shape in shapes]
 
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, step, shared, _, causal, scale = inputs
+    q, k, v, step, shared, _, kind, scale = inputs
     own, whole, out, lse, numbers = output
     kept = (whole, out, lse) if shared else (q, k, v, own, lse)
     ctx.save_for_backward(*kept, numbers)
     ctx.mark_non_differentiable(whole, out, lse, numbers)
     ctx.set_materialize_grads(False)  # of those: they are large
-    ctx.settings = step, [q.shape[1], k.shape[1]], causal, scale
+    ctx.settings = step, [q.shape[1], k.shape[1], k.shape[0]], kind, scale
 
 
 def _attention_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -138,7 +140,7 @@ attend.register_autograd(_attention_gradients, setup_context=_keep_attention)
 def exchange(
     tensors: list[Tensor], step: int, what: str, names: str, needs_grad: list[bool], num_rows: int
 ) -> list[Tensor]:
-    """`Step.route` or `Step.restore` of some tensors; then the number of the call."""
+    """`Step.route`, `restore` or `route_contexts` of tensors; then the number of the call."""
     by_name = dict(zip(names.split(","), tensors, strict=True))
     moved, number = _step(step).exchange_now(what, by_name, needs_grad)
     return [*map(own_memory, moved), torch.tensor(number)]

@@ -19,17 +19,17 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import end_all, telling
 from bascule.comm.guard.watch import watch_of_world
 from bascule.errors import ConfigError
-from bascule.plan import routes
-from bascule.plan.batch import Plan, check_lengths, plan_batch
+from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import listed
 from bascule.plan.costs.cost_models import Cost
+from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
 from bascule.plan.step import Sync, check_sync, plan_step
 from bascule.plan.topology.spec import Topology
 
 if TYPE_CHECKING:
     from bascule.parallel_step import Step
 
-_FIRST_CAPACITY = 65  # numbers: of the sequences, then the tokens of each, in the first gather
+_FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and one a sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Asked:
 
     Attributes:
         number: Of the first step planned.
-        lens: (n,) tokens of its sequences, for each microbatch.
+        batches: Its sequences, for each microbatch.
         sync: As for `plan_step`.
         settings: All that must be the same on all ranks, as text.
         topology: As for `plan_batch`.
@@ -48,7 +48,7 @@ class Asked:
     """
 
     number: int
-    lens: Sequence[routes.Ints]
+    batches: Sequence[Batch]
     sync: Sync
     settings: Mapping[str, str]
     topology: Topology | str
@@ -78,22 +78,23 @@ class Planning:
             PlanError: The limits cannot be met (on all ranks).
         """
         try:
-            lens = self._gather(asked)
+            loaded = self._gather(asked)
         finally:  # who waits for the next plan waits for the thread that asks for it
             self.group.calls.thread = threading.main_thread().ident
         with telling(asked.where):
-            if len(lens) == 1:
-                return (plan_batch(lens[0], asked.topology, asked.cost, **asked.others),)
-            args = lens, asked.topology, asked.cost
+            if len(loaded) == 1:
+                return (plan_batch(loaded[0], asked.topology, asked.cost, **asked.others),)
+            args = loaded, asked.topology, asked.cost
             return plan_step(*args, sync=asked.sync, **asked.others)
 
-    def _gather(self, asked: Asked) -> list[list[routes.Ints]]:
-        """Lengths by microbatch and rank; or the same error on all ranks."""
-        num = len(asked.lens)
-        counts = np.array([part.size for part in asked.lens], np.int64)
+    def _gather(self, asked: Asked) -> list[list[Sequences]]:
+        """Sequences by microbatch and rank; or the same error on all ranks."""
+        num = len(asked.batches)
+        words = [batch.to_words() for batch in asked.batches]
+        counts = np.array([part.size for part in words], np.int64)
         said = agree(
             self.group,
-            Statement(asked.settings, np.concatenate([counts, *asked.lens]), asked.error),
+            Statement(asked.settings, np.concatenate([counts, *words]), asked.error),
             what="plan",
             step=asked.number,
             capacity=self._capacity,
@@ -102,7 +103,7 @@ class Planning:
         most = max(part.size for part in said)
         self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
         parts = [np.split(x[num:], np.cumsum(x[:num])[:-1]) for x in said]
-        return [list(of_ranks) for of_ranks in zip(*parts, strict=True)]
+        return [[Batch.from_words(x) for x in of_ranks] for of_ranks in zip(*parts, strict=True)]
 
 
 class PlannedLater:
@@ -158,18 +159,18 @@ class PlannedLater:
             self._done.set()
 
 
-def checked(microbatches: Sequence[npt.ArrayLike], sync: str) -> list[routes.Ints]:
-    """The lengths of this rank.
+def checked(microbatches: Sequence[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:
+    """The sequences of this rank.
 
     Raises:
-        ConfigError: There is no microbatch, a length is illegal, or there is no such `sync`. An
-            agreement says which rank.
+        ConfigError: There is no microbatch, a length or a mask is illegal, or there is no such
+            `sync`. An agreement says which rank.
     """
     check_sync(sync)
-    found: list[routes.Ints] = []
-    for number, lens in enumerate(listed("microbatches", microbatches)):
+    found: list[Batch] = []
+    for number, loaded in enumerate(listed("microbatches", microbatches)):
         try:
-            found.append(check_lengths([lens], 1)[1])
+            found.append(batch_of([loaded], 1))
         except ConfigError as met:
             text = re.sub("^rank 0[,:] ", "", str(met))  # here it is the only one, hence 0
             where = f"microbatch {number}: " if len(microbatches) > 1 else ""

@@ -22,13 +22,13 @@ from bascule.attention.call_spec import (
     positive_scale,
     with_positive_scale,
 )
-from bascule.attention.usp import Forward, by_head, usp_backward, usp_forward
+from bascule.attention.usp import Forward, by_head, usp_attention, usp_backward, usp_forward
 from bascule.comm import mean
 from bascule.comm.exchange import (
     BoundRoute,
     exchange,
     gather_samples,
-    misfit,
+    move_back,
     move_rows,
     sample_gradients,
     samples_of_all,
@@ -39,7 +39,7 @@ from bascule.comm.guard.failures import tell, telling
 from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
 from bascule.comm.world import this_world
-from bascule.errors import ConfigError
+from bascule.parallel_forms import Forms
 from bascule.plan import metrics, routes
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost
@@ -59,31 +59,34 @@ class Step:
         plan: The frozen plan.
         number: Which plan of the SequenceParallel it is, from 1.
         local: What this rank computes on, as numpy arrays.
-        local_seq_ids: Global ids of the sequences of this rank's bag, ascending.
+        local_seq_ids: Global ids of the sequences of this rank's chunks; see `LocalLayout`.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
         num_attended: Attentions that this rank computed so far, forward passes only.
         traffic: What this rank sent to other ranks so far, forward passes only.
     """
 
     def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int, cost: Cost) -> None:
-        self._parallel = parallel
-        self.plan = plan
-        self.number = number
+        self._parallel, self.plan, self.number = parallel, plan, number
         self.num_attended, self.traffic = 0, Traffic()
         self._cost = cost  # that it was planned with
+        self._forms = Forms(parallel, plan, number)
         self.local = plan.local(parallel.rank)
         self.local_seq_ids = self._tensor(self.local.seq_ids)
         self.token_slot = self._tensor(self.local.slots)
         # For compilers, which take whole numbers, and cannot look into arrays.
         lens, counts = plan.seq_lens, plan.source_counts
         self._key = this_world().steps.add(self)
-        self._num_source = int(lens[plan.source_ranks == parallel.rank].sum())
-        self._num_tokens, self._num_samples = self.local.positions.size, int(counts.sum())
+        self._num_samples = int(counts.sum())
+        self._num_rows = {
+            "route": self.local.positions.size,
+            "restore": int(lens[plan.source_ranks == parallel.rank].sum()),
+            "route_contexts": int(self._bag.context_lens.sum()),
+        }
         self._num_together, self._sharing = sum(self._bag.tokens), self._bag.degree
         self._place = self._bag.mesh.place[1]
 
     def __enter__(self) -> "Step":
-        """Begin a block in which an error of the user's code ends the other ranks too."""
+        """Begin a block in which an error of the user's code ends the others too."""
         return self
 
     def __exit__(
@@ -119,6 +122,50 @@ class Step:
         """
         return self._exchange("restore", {"tensor": tensor})[0]
 
+    def route_contexts(self, **tensors: Tensor) -> dict[str, Tensor]:
+        """Bring the context of each sequence to all ranks that compute on the sequence.
+
+        Differentiable; one all-to-all a direction. The gradient of a context is the sum over ranks.
+
+        Args:
+            tensors: Each (rows, ...): the contexts of this rank's sequences, one after another, as
+                long as `Sequences.context_lens` says.
+
+        Returns:
+            Each (E, ...), by its name: the contexts of the sequences of this rank's bag, in order
+            of their ids.
+
+        Raises:
+            As `route`.
+        """
+        return dict(zip(tensors, self._exchange("route_contexts", tensors), strict=True))
+
+    def attend_contexts(
+        self, q_CHD: Tensor, k_EKD: Tensor, v_EKD: Tensor, *, scale: float | None = None
+    ) -> Tensor:
+        """Exact attention of each token to all of its sequence's context; (C, H, D). No exchange.
+
+        Tokens of a sequence without a context get 0.
+
+        Args:
+            q_CHD: Queries.
+            k_EKD: Keys of what `route_contexts` brought; H is a multiple of K.
+            v_EKD: Values.
+            scale: Factor of the scores. Default: D^-0.5.
+
+        Raises:
+            ConfigError: An argument is wrong.
+        """
+        refuse_transforms("attend_contexts", q_CHD, k_EKD, v_EKD)
+        if is_recorded():
+            return self._attend_recorded(q_CHD, k_EKD, v_EKD, "contexts", scale)
+        with telling(f"step {self.number}: attend_contexts"):
+            check_settings("attend_contexts", False, scale)
+            check_tensors("attend_contexts", q_CHD, k_EKD, v_EKD)
+            q_CHD, factor = with_positive_scale(q_CHD, scale)
+            plan, _ = self._prepared(q_CHD, k_EKD, "contexts", factor)
+            return usp_attention(q_CHD, k_EKD, v_EKD, plan)
+
     def attend(
         self,
         q_CHD: Tensor,
@@ -128,13 +175,27 @@ class Step:
         causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Exact attention within each whole sequence; (C, H, D). See `packed.attend`."""
+        """Exact attention within each whole sequence; (C, H, D). See `packed.attend`.
+
+        Args:
+            q_CHD: Queries.
+            k_CKD: Keys; H is a multiple of K.
+            v_CKD: Values.
+            causal: Whether a token sees none that comes later. Where sequences were planned with
+                masks these hold, and it must be False.
+            scale: Factor of the scores. Default: D^-0.5.
+
+        Raises:
+            ConfigError: An argument is wrong. CommError: an exchange failed.
+        """
         if is_recorded():
-            return self._attend_recorded(q_CHD, k_CKD, v_CKD, causal, scale)
+            kind = "causal" if causal else "all"
+            return self._attend_recorded(q_CHD, k_CKD, v_CKD, kind, scale)
         bag, kernel = self._bag, self._parallel.options.kernel
         with telling(f"step {self.number}: attend"):
             needs_grad = list(map(_needs_grad, (q_CHD, k_CKD, v_CKD)))
-            self._agree_on_attention((q_CHD, k_CKD, v_CKD), needs_grad, causal, scale)
+            qkv = q_CHD, k_CKD, v_CKD
+            self._forms.of_attention(self._bag, qkv, needs_grad, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
             self._count(q_CHD, k_CKD)
             return out
@@ -150,7 +211,7 @@ class Step:
             args = self._key, self._num_samples, needs_grad
             return parallel_ops.gather_samples(tensor, *args)
         with telling(f"step {self.number}: gather_samples"):
-            self._agree_on_samples(tensor, needs_grad)
+            self._forms.of_samples(tensor, needs_grad)
             return gather_samples(tensor, *self._samples)
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
@@ -170,26 +231,13 @@ class Step:
             mean.check_gradient(weights)  # within an operator nothing has one
             return parallel_ops.mean(per_token, weights, self._key)[0]
         with telling(f"step {self.number}: mean"):
-            self._agree_on_mean(per_token, weights)
+            self._forms.of_mean(per_token, weights)
             return mean.global_mean(per_token, weights, self._mean_over)
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
-        before = self.plan.unbalanced_loads(self._cost, self._parallel.cluster)
-        return {
-            "step": self.number,
-            "makespan": self.plan.makespan,
-            "makespan_unbalanced": float(before.max()),
-            "lower_bound": self.plan.lower_bound,
-            "gap": self.plan.gap,
-            "imbalance": self.plan.imbalance,
-            "imbalance_unbalanced": metrics.imbalance(before),
-            "wir": self.plan.wir,
-            "wir_unbalanced": metrics.wir(before),
-            "tokens": self.plan.tokens.tolist(),
-            "moved_tokens": self.plan.moved_tokens,
-            "sent_bytes": self.traffic.total,
-        }
+        predicted = metrics.of_plan(self.plan, self._cost, self._parallel.cluster)
+        return {"step": self.number, **predicted, "sent_bytes": self.traffic.total}
 
     @cached_property
     def _route(self) -> BoundRoute:
@@ -198,14 +246,18 @@ class Step:
         return BoundRoute(route, parallel.group, parallel.device, self.number, "route")
 
     @cached_property
+    def _context_route(self) -> BoundRoute:
+        parallel, contexts = self._parallel, self.plan.context_lens
+        is_own = self.plan.source_ranks == parallel.rank
+        num_rows = 0 if contexts is None else int(contexts[is_own].sum())
+        route = self.plan.context_route(parallel.rank)
+        args = route, parallel.group, parallel.device, self.number, "route_contexts"
+        return BoundRoute(*args, num_rows=num_rows)
+
+    @cached_property
     def _bag(self) -> packed.Bag:
         parallel = self._parallel
         return packed.Bag.of(self.plan, parallel.group, parallel.device, self.number)
-
-    @cached_property
-    def _degree(self) -> int:
-        """The most ranks that share heads; of "auto", others every step."""
-        return int(self.plan.topology.ulysses_groups.bag_sizes.max())
 
     @cached_property
     def _samples(self) -> tuple[int, Tensor, RankGroup, int]:
@@ -219,25 +271,24 @@ class Step:
         refuse_transforms(what, *tensors.values())
         needs_grad = list(map(_needs_grad, tensors.values()))
         if is_recorded():
-            num_rows = self._num_tokens if what == "route" else self._num_source
-            args = self._key, what, ",".join(tensors), needs_grad, num_rows
+            args = self._key, what, ",".join(tensors), needs_grad, self._num_rows[what]
             return tuple(parallel_ops.exchange(list(tensors.values()), *args)[:-1])
         with telling(f"step {self.number}: {what}"):
             route = self._agreed_route(what, tensors, needs_grad)
             return exchange(route, list(tensors.values()))
 
     def _attend_recorded(
-        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
+        self, q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float | None
     ) -> Tensor:
         refuse_transforms("attend", q, k, v)
-        check_settings("attend", causal, scale)
+        self._forms.check_settings(kind == "causal", scale)
         q, _ = with_positive_scale(q, scale)
         sizes: list[int] = []
-        if self._sharing > 1:
+        if self._sharing > 1 and kind != "contexts":
             own = k.shape[1] // self._sharing + (self._place < k.shape[1] % self._sharing)
             sizes = [self._num_together, q.shape[1] // k.shape[1] * own, own]
         needs_grad = [_needs_grad(x) for x in (q, k, v)]
-        return parallel_ops.attend(q, k, v, self._key, sizes, needs_grad, causal, scale)[0]
+        return parallel_ops.attend(q, k, v, self._key, sizes, needs_grad, kind, scale)[0]
 
     # What operators do, with the same checks and agreements; autograd does not record it.
 
@@ -245,30 +296,31 @@ class Step:
         self,
         qkv: tuple[Tensor, Tensor, Tensor],
         needs_grad: Sequence[bool],
-        causal: bool,
+        kind: str,
         scale: float | None,
     ) -> Forward:
-        """The forward of `attend`."""
+        """The forward of `attend` or `attend_contexts`."""
         q, k, v = qkv
         with telling(f"step {self.number}: attend"), naming("attend", qkv):
-            self._agree_on_attention(qkv, needs_grad, causal, scale)
-            self._count(q, k)
-            return usp_forward(q, k, v, *self._prepared(q, k, causal, scale))
+            if kind != "contexts":
+                self._forms.of_attention(self._bag, qkv, needs_grad, kind == "causal", scale)
+                self._count(q, k)
+            factor = positive_scale(q.shape[2], scale)
+            return usp_forward(q, k, v, *self._prepared(q, k, kind, factor))
 
     def attend_back(
         self,
         grad: Tensor,
         saved: Sequence[Tensor],
         numbers: Sequence[int],
-        num_heads: tuple[int, int],
-        causal: bool,
+        shapes: tuple[tuple[int, int], tuple[int, int]],
+        kind: str,
         scale: float | None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of q, k and v, of so many heads, from what `parallel_ops.attend` gave."""
-        tokens, _, width = grad.shape
+        """Gradients of q, k and v, of so many rows and heads, from what the forward gave."""
         like = grad.new_empty(())  # without memory for what has only a shape
-        q, k = (like.expand(tokens, heads, width) for heads in num_heads)
-        plan, heads = self._prepared(q, k, causal, scale)
+        q, k = (like.expand(*shape, grad.shape[2]) for shape in shapes)
+        plan, heads = self._prepared(q, k, kind, positive_scale(grad.shape[2], scale))
         if heads is None:
             *rows, out, lse = saved
             saved = *map(by_head, (*rows, out)), lse
@@ -289,12 +341,12 @@ class Step:
     def exchange_back(self, what: str, grads: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
         """The gradients of a call's rows, where these came from."""
         with telling(f"step {self.number}: {what}, backward"):
-            return move_rows(self._route_of(what).inverse, grads, of=number)
+            return move_back(self._route_of(what), grads, number)
 
     def gather_now(self, tensor: Tensor, needs_grad: bool) -> Tensor:
         """The forward of `gather_samples`."""
         with telling(f"step {self.number}: gather_samples"):
-            self._agree_on_samples(tensor, needs_grad)
+            self._forms.of_samples(tensor, needs_grad)
             return samples_of_all(tensor, *self._samples)
 
     def gather_back(self, grad: Tensor) -> Tensor:
@@ -306,7 +358,7 @@ class Step:
     def mean_now(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The forward of `mean`, and what its gradient is multiplied by."""
         with telling(f"step {self.number}: mean"):
-            self._agree_on_mean(values, weights)
+            self._forms.of_mean(values, weights)
             return mean.mean_and_scale(values, weights, self._mean_over)
 
     @property
@@ -319,77 +371,25 @@ class Step:
         self.num_attended += 1
         self.traffic += packed.traffic(self._bag, q, k)
 
-    def _prepared(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> packed.Prepared:
-        factor = positive_scale(q.shape[2], scale)
+    def _prepared(self, q: Tensor, k: Tensor, kind: str, scale: float) -> packed.Prepared:
         kernel = self._parallel.options.kernel
-        return self._bag.prepared(kernel, q, k, k, causal=causal, scale=factor)
+        if kind == "contexts":
+            return self._bag.context_plan(kernel, q, k, scale=scale), None
+        return self._bag.prepared(kernel, q, k, k, causal=kind == "causal", scale=scale)
 
     def _route_of(self, what: str) -> BoundRoute:
+        if what == "route_contexts":
+            return self._context_route
         return self._route if what == "route" else self._route.inverse
 
     def _agreed_route(
         self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
     ) -> BoundRoute:
         route = self._route_of(what)
-        self._agree_on_form(what, tensors, needs_grad, route.num_sent)
+        self._forms.of_rows(what, tensors, needs_grad, route.num_at_source)
         rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
         self.traffic += Traffic(routed=rows * route.num_moved)
         return route
-
-    def _agree_on_samples(self, tensor: Tensor, needs_grad: bool) -> None:
-        own = int(self.plan.source_counts[self._parallel.rank])
-        self._agree_on_form("gather_samples", {"tensor": tensor}, [needs_grad], own)
-
-    def _agree_on_mean(self, values: Tensor, weights: Tensor | None) -> None:
-        error, form = None, None
-        try:
-            mean.check(values, weights)
-            form = (values.shape[1:], values.dtype, weights is not None)
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
-        self._parallel.agree_once("mean", form, error, self.number)
-
-    def _agree_on_attention(
-        self,
-        qkv: tuple[Tensor, Tensor, Tensor],
-        needs_grad: Sequence[bool],
-        causal: bool,
-        scale: float | None,
-    ) -> None:
-        """Heads, dtype and gradients decide the exchanges: all ranks must mean the same."""
-        parallel, (q, k, v) = self._parallel, qkv
-        refuse_transforms("attend", *qkv)
-        check_settings("attend", causal, scale)
-        try:
-            check_tensors("attend", *qkv)
-        except ConfigError as error:
-            parallel.agree_once("attend", f"attend: {error}", error, self.number)
-        factor = None if scale is None else float(scale)
-        alike = q.dtype, k.dtype, v.dtype, tuple(needs_grad), causal, factor
-        form = (self._degree, q.shape[1:], k.shape[1:], v.shape[1:], *alike)
-        if not parallel.group.calls.has_agreed(("attend", form)):
-            error = None
-            try:
-                packed.check(self.plan.topology, self._bag, parallel.options.kernel, q, k, v)
-            except ConfigError as met:
-                error = met
-            parallel.agree_once("attend", form, error, self.number)
-
-    def _agree_on_form(
-        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool], num_rows: int
-    ) -> None:
-        """Names, dtypes, widths and gradients decide the sizes: all ranks must use the same."""
-        error = None if tensors else ConfigError(f"{what}: give at least one tensor")
-        for name, x in tensors.items():
-            error = error or misfit(what, name, x, num_rows, self._parallel.device)
-        if error is not None:
-            self._parallel.agree_once(what, f"{what}: {error}", error, self.number)
-        form = ", ".join(
-            f"{name} {str(x.dtype).removeprefix('torch.')}{list(x.shape[1:])}"
-            f"{' with gradient' if needed else ''}"
-            for (name, x), needed in zip(tensors.items(), needs_grad, strict=True)
-        )
-        self._parallel.agree_once(what, f"{what}({form})", error, self.number)
 
     def _tensor(self, array: routes.Ints) -> Tensor:
         return table_on(array, self._parallel.device)

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
-from bascule import SequenceParallel, Step
+from bascule import SequenceParallel, Sequences, Step
 from bascule.errors import ConfigError
 from bascule.integrations.transformers import call_packed, register_attention
 from tests.helpers.cases import COST
@@ -116,7 +116,7 @@ def step_loss(model: nn.Module, step: Step, ids: Tensor, labels: Tensor) -> Tens
     return step.mean(losses, weights=labels != -100)
 
 
-def trained(kind: str, spec: str, is_sharded: bool) -> None:
+def trained(kind: str, spec: str, is_sharded: bool, with_masks: bool = False) -> None:
     register_attention()
     rank, size = dist.get_rank(), dist.get_world_size()
     reference, model = make(kind, "sdpa"), make(kind, "bascule")
@@ -127,7 +127,8 @@ def trained(kind: str, spec: str, is_sharded: bool) -> None:
         batch = whole[:size]
         ids, labels = tokens_of(batch, rank)
         model.zero_grad()
-        with parallel.plan(batch[rank]) as step:
+        lens = Sequences(batch[rank], "causal") if with_masks else batch[rank]
+        with parallel.plan(lens) as step:
             loss = step_loss(model, step, ids, labels)
             loss.backward()
         want, grads = alone(reference, batch)
@@ -159,6 +160,10 @@ def test_gradients_are_those_of_each_sequence_alone(
     kind: str, world_size: int, spec: str, is_sharded: bool
 ) -> None:
     run_ranks(trained, world_size, kind, spec, is_sharded)
+
+
+def test_causal_sequences_of_a_plan_are_even_in_rings_and_the_same() -> None:
+    run_ranks(trained, 4, "qwen2", "g1r4n1", False, True)
 
 
 def mixed_up() -> dict[str, str]:

@@ -19,9 +19,9 @@ from PIL import Image
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from bascule.parallel import Step
-from bascule.training.checkpoints import Checkpoints
-from bascule.training.train_options import TrainOptions
-from bascule.training.training_run import TrainingRun
+from bascule.training.run.checkpoints import Checkpoints
+from bascule.training.run.train_options import TrainOptions
+from bascule.training.run.training_run import TrainingRun
 
 SMALL: dict[str, Any] = {
     "d_model": 32,

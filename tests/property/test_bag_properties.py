@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bascule.attention.kernels.registry import KERNELS
-from bascule.attention.packed import Bag, PackedRing, check, check_kernel, check_shapes, traffic
+from bascule.attention.packed import Bag, check, check_kernel, check_shapes, traffic
 from bascule.attention.ring import Merged
+from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
 from bascule.plan.head_shares import HeadShares
+from bascule.plan.loaded.masks import Masks
 from bascule.plan.topology.spec import Topology
 from tests.helpers.oracle import packed_attention
 
@@ -35,9 +37,17 @@ def shares(most: int = 4) -> st.SearchStrategy[Lens]:
     )
 
 
-def bag_of(lens: Lens, rank: int = 0, ring: PackedRing | None = None) -> Bag:
+def bag_of(lens: Lens, rank: int = 0, pieces: Pieces | None = None) -> Bag:
     chunks = np.array(lens, dtype=np.int64).reshape(len(lens), -1)
-    return Bag(cast(Any, SimpleNamespace(place=(0, rank))), chunks, ring, CPU, 0)
+    pieces = pieces or Pieces(chunks.sum(axis=0)[None], 1, None, CPU)
+    return Bag(
+        cast(Any, SimpleNamespace(place=(0, rank))),
+        chunks,
+        pieces,
+        None,
+        np.zeros_like(chunks[0]),
+        0,
+    )
 
 
 def labels(lens: Lens) -> list[tuple[int, int, int]]:
@@ -61,14 +71,14 @@ def test_chunks_of_sequences_are_joined_in_the_order_of_ranks_and_parted_again(l
     parted = joined if order.back is None else [joined[i] for i in order.back.tolist()]
     assert parted == brought
     whole = [sum(column) for column in zip(*lens, strict=True)]
-    assert bag.seqs.seq_lens == tuple(length for length in whole if length)
+    assert bag.pieces.seq_lens.tolist() == whole
     assert bag.degree == len(lens)
 
 
-def ring_of(lens: Lens, rank: int) -> PackedRing:
+def ring_of(lens: Lens, rank: int) -> Pieces:
     ranks = tuple(range(len(lens)))
     group = RankGroup(lambda: None, rank, ranks, ranks, "ring")
-    return PackedRing(np.array(lens, dtype=np.int64).reshape(len(lens), -1), group, CPU)
+    return Pieces(np.array(lens, dtype=np.int64).reshape(len(lens), -1), 1, group, CPU)
 
 
 @settings(deadline=None, max_examples=60)
@@ -92,8 +102,9 @@ def test_tiles_of_a_ring_of_pieces_give_each_sequence_its_attention(
 
     for rank in range(len(lens)):
         ring, mine = ring_of(lens, rank), of_rank(q, rank)
+        masks = Masks.alike(ring.seq_lens, causal=causal)
         merged = Merged(mine)
-        for other, tiles in enumerate(ring.causal_tiles if causal else ring.tiles):
+        for other, tiles in enumerate(ring.tiles(masks)):
             for tile in tiles:
                 keys, values = of_rank(k, other), of_rank(v, other)
                 parts = mine[:, :, tile.q], keys[:, :, tile.k], values[:, :, tile.k]

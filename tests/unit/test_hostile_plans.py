@@ -23,8 +23,8 @@ from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost, desc
 from bascule.plan.costs.fit_iterations import fit_iterations
 from bascule.plan.costs.fit_latency import fit_latency
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.lengths import check_lengths
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.lengths import check_lengths
 from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
 from bascule.plan.topology.search import suggest_topology

@@ -10,8 +10,9 @@ from bascule.plan import locality
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.costs.prices import price
+from bascule.plan.costs.prices import RankState, price
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.sequences import Batch
 from bascule.plan.solver import homes
 from bascule.plan.solver.homes import relabel
 from bascule.plan.solver.solve import assign
@@ -123,7 +124,7 @@ def test_nodes_count_before_ranks(seed: int) -> None:
     lens = np.concatenate(batch)
     counts = np.array([len(rank) for rank in batch])
     ranks = np.repeat(np.arange(6), counts)
-    prices = price(lens, counts, topology, COST, cluster, np.zeros(6))
+    prices = price(Batch(counts, lens), topology, COST, cluster, RankState.of(cluster.num_ranks))
     source = locality.Source(ranks, lens, topology, cluster)
     bare = assign(prices.work[0], 6).bin_of
     wanted = source.homes(np.inf)

@@ -10,8 +10,9 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.costs.prices import price
+from bascule.plan.costs.prices import RankState, price
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.sequences import Batch
 from bascule.plan.topology.search import suggest_topology
 from bascule.plan.topology.spec import Topology
 from tests.helpers.simulation import assert_chunks, assert_delivery
@@ -74,7 +75,7 @@ def test_mixed_bags_keep_limits(seed: int) -> None:
 def test_price_without_a_cluster_is_the_cost() -> None:
     topology = Topology.parse("g1n2+g2n1")
     lens, counts = np.array([10, 20]), np.array([1, 1, 0, 0])
-    prices = price(lens, counts, topology, COST, None, np.zeros(3))
+    prices = price(Batch(counts, lens), topology, COST, None, RankState.of(4))
     assert prices.work.shape == (1, 2)
     assert prices.loads(np.array([0, 2])) == pytest.approx([*COST([10]), 0.0, COST([20])[0] / 2])
 

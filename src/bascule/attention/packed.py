@@ -12,6 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import RingPlan, Tile
+from bascule.attention.tiles import Pieces
 from bascule.attention.ulysses import TokenOrder
 from bascule.attention.usp import SharedHeads, usp_attention
 from bascule.comm.groups import RankGroup
@@ -36,58 +38,11 @@ from bascule.errors import ConfigError
 from bascule.plan import routes
 from bascule.plan.batch import Plan
 from bascule.plan.head_shares import HeadShares
+from bascule.plan.loaded.masks import Masks
 from bascule.plan.topology.spec import Topology
 from bascule.plan.traffic import Traffic
 
 _NUM_PREPARED = 64
-
-
-@dataclass(frozen=True)
-class PackedRing:
-    """The pieces of each sequence of a bag on its ring ranks.
-
-    A piece is a contiguous run of tokens, and the pieces of a sequence follow each other in ring
-    order: under a causal mask later ring ranks have more work.
-
-    Attributes:
-        piece_lens: (R, n) tokens of each sequence on each ring rank.
-        group: The ring.
-        device: Of the tensors.
-    """
-
-    piece_lens: routes.Ints
-    group: RankGroup
-    device: torch.device
-
-    @cached_property
-    def kv_lens(self) -> list[int]:
-        """(R,) tokens of each ring rank."""
-        return self.piece_lens.sum(axis=1).tolist()
-
-    @cached_property
-    def tiles(self) -> list[list[Tile]]:
-        """By ring rank, the pieces here against its pieces of the same sequences."""
-        return self._tiles(causal=False)
-
-    @cached_property
-    def causal_tiles(self) -> list[list[Tile]]:
-        """The same where a token sees none that comes later in its sequence."""
-        return self._tiles(causal=True)
-
-    def _tiles(self, *, causal: bool) -> list[list[Tile]]:
-        own, here = self.group.rank, self.piece_lens[self.group.rank].tolist()
-        tiles: list[list[Tile]] = []
-        for other, lens in enumerate(self.piece_lens.tolist()):
-            packed = PackedSequences.build(here, self.device, lens)
-            mask = AttentionMask(causal=causal and other == own, packed=packed)
-            is_seen = packed.num_pairs and not (causal and other > own)
-            tiles.append([Tile(slice(None), slice(None), mask)] if is_seen else [])
-        return tiles
-
-    @property
-    def num_sent(self) -> int:
-        """Keys that this rank passes on in a forward: all but those that end with it."""
-        return sum(self.kv_lens) - self.kv_lens[(self.group.rank + 1) % self.group.size]
 
 
 Prepared = tuple[RingPlan, SharedHeads | None]
@@ -100,16 +55,18 @@ class Bag:
 
     Attributes:
         mesh: The ranks that it shares heads with, and those around its ring.
-        chunk_lens: (G, n) tokens of each sequence on each rank that it shares heads with.
-        ring: The pieces of the other groups; None if there is one group.
-        device: Where the tensors are.
+        chunk_lens: (G, n) tokens of each chunk on each rank that it shares heads with.
+        pieces: What each of the groups around its ring has together.
+        masks: What the tokens of its sequences see of them; None: everything.
+        context_lens: (number of sequences,) tokens of their contexts, which each rank has whole.
         step: Step number in errors.
     """
 
     mesh: AttentionMesh
     chunk_lens: routes.Ints
-    ring: PackedRing | None
-    device: torch.device
+    pieces: Pieces
+    masks: Masks | None
+    context_lens: routes.Ints
     step: int
     _prepared: dict[Hashable, Prepared] = field(
         default_factory=dict[Hashable, Prepared], repr=False, compare=False
@@ -129,25 +86,38 @@ class Bag:
         topology, lens = plan.topology, plan.bag_lens(rank)
         bag = topology.bag_of_rank[rank]
         ring_degree = int(topology.ring_degrees[bag])
-        degree, num_seqs = lens.shape[0] // ring_degree, lens.shape[1]
+        degree, num_chunks = lens.shape[0] // ring_degree, lens.shape[1]
         place = (rank - int(topology.first_ranks[bag])) // degree
-        by_group = lens.reshape(ring_degree, degree, num_seqs)
+        by_group = lens.reshape(ring_degree, degree, num_chunks)
         first = int(topology.first_ranks[bag]) + place * degree
         sharing = group.part(range(first, first + degree), ULYSSES_AXIS) if degree > 1 else None
         around = group.part(topology.ring(rank), RING_AXIS) if ring_degree > 1 else None
-        ring = None if around is None else PackedRing(by_group.sum(axis=1), around, device)
-        mesh = AttentionMesh(around, sharing, None)
-        return cls(mesh, by_group[place], ring, device, step)
+        mesh, seqs = AttentionMesh(around, sharing, None), np.flatnonzero(plan.bag_of == bag)
+        masks = None if plan.masks is None else plan.masks.of(seqs)
+        contexts = np.zeros_like(seqs) if plan.context_lens is None else plan.context_lens[seqs]
+        num_runs = plan.chunks.num_on_a_rank(bag)
+        pieces = Pieces(by_group.sum(axis=1), num_runs, around, device)
+        return cls(mesh, by_group[place], pieces, masks, contexts, step)
 
     @property
     def degree(self) -> int:
         """G."""
         return self.chunk_lens.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.pieces.device
+
     @cached_property
-    def seqs(self) -> PackedSequences:
-        """The sequences, as far as its group has them, as the kernel sees them."""
-        return PackedSequences.build(self.chunk_lens.sum(axis=0).tolist(), self.device)
+    def tiles(self) -> list[list[Tile]]:
+        """By ring rank, what the tokens here see of its."""
+        return self.pieces.tiles(self.masks or Masks.alike(self.pieces.seq_lens, causal=False))
+
+    @cached_property
+    def causal_tiles(self) -> list[list[Tile]]:
+        """The same where a token sees none that comes later in its sequence."""
+        return self.pieces.tiles(Masks.alike(self.pieces.seq_lens, causal=True))
 
     @cached_property
     def tokens(self) -> list[int]:
@@ -162,16 +132,37 @@ class Bag:
         whole, back = _rows_of(self.chunk_lens.T), _rows_of(self.chunk_lens)
         return TokenOrder(self.tokens, table_on(whole, self.device), table_on(back, self.device))
 
+    @cached_property
+    def context_tiles(self) -> list[Tile]:
+        """What the tokens of this rank see: all of the context of their sequence."""
+        own, contexts = self.chunk_lens[self.mesh.place[1]], self.context_lens.tolist()
+        tiles, first = list[Tile](), 0
+        for lens in np.split(own, self.pieces.num_runs):
+            packed = PackedSequences.build(lens.tolist(), self.device, contexts)
+            rows = (
+                slice(None) if self.pieces.num_runs == 1 else slice(first, first + int(lens.sum()))
+            )
+            tiles.append(Tile(rows, slice(None), AttentionMask(packed=packed)))
+            first += int(lens.sum())
+        return tiles
+
+    def context_plan(self, kernel: str | None, q: Tensor, k: Tensor, *, scale: float) -> RingPlan:
+        """Attention of this rank's tokens to their contexts; a ring of one rank.
+
+        Raises:
+            ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
+        """
+        check_shapes(self, q, k, k, num_keys=int(self.context_lens.sum()))
+        found = packed_kernel(kernel, q)
+        return RingPlan(None, [k.shape[0]], [self.context_tiles], found, scale, step=self.step)
+
     def plan(self, kernel: str | None, q: Tensor, *, causal: bool, scale: float) -> RingPlan:
         """What this rank attends to, in each round of the ring."""
-        found = packed_kernel(kernel, q)
-        if self.ring is None:
-            return _alone(self.seqs, found, causal=causal, scale=scale)
         return RingPlan(
-            group=self.ring.group,
-            kv_lens=self.ring.kv_lens,
-            tiles=self.ring.causal_tiles if causal else self.ring.tiles,
-            kernel=found,
+            group=self.pieces.group,
+            kv_lens=self.pieces.kv_lens,
+            tiles=self.causal_tiles if causal else self.tiles,
+            kernel=packed_kernel(kernel, q),
             scale=scale,
             step=self.step,
             form=f"causal={causal}, kernel {kernel}",
@@ -327,8 +318,8 @@ def check(
         )
 
 
-def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what `attend` cannot do.
+def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | None = None) -> None:
+    """Refuse what `attend` cannot do; the keys are those of the tokens, or so many of contexts.
 
     Raises:
         ConfigError: The shapes do not fit the plan or each other.
@@ -342,10 +333,11 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor) -> None:
             f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
             "heads, head_dim) each, k and v alike"
         )
-    if q.shape[0] != tokens or k.shape[0] != tokens:
+    if q.shape[0] != tokens or k.shape[0] != (tokens if num_keys is None else num_keys):
+        keys = "" if num_keys is None else f", and {num_keys} of contexts"
         raise ConfigError(
             f"attend: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives "
-            f"this rank {tokens}"
+            f"this rank {tokens}{keys}"
         )
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:
         raise ConfigError(
@@ -360,7 +352,7 @@ def traffic(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> Traffic:
         HeadShares.split(num_kv_heads, bag.degree),
         bag.mesh.place[1],
         bag.tokens,
-        0 if bag.ring is None else bag.ring.num_sent,
+        bag.pieces.num_sent,
         queries=q_CHD.shape[1] // num_kv_heads,
         row_bytes=head_dim * q_CHD.element_size(),
     )

@@ -26,13 +26,13 @@ class Tile:
     """Queries of this rank that attend to keys of one shard.
 
     Attributes:
-        q: Which queries of this rank.
-        k: Which keys of the shard.
+        q: Which queries of this rank; numbers of rows are int64, each of them once.
+        k: Which keys of the shard; numbers of rows may repeat.
         mask: What those see of these.
     """
 
-    q: slice
-    k: slice
+    q: "slice | Tensor"
+    k: "slice | Tensor"
     mask: AttentionMask = EVERYTHING
 
 
@@ -91,15 +91,9 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tenso
 
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
         for tile in plan.tiles[plan.owner(turn)]:
-            if q[:, :, tile.q].numel() and keys[:, :, tile.k].numel():
-                part = plan.kernel.forward(
-                    q[:, :, tile.q],
-                    keys[:, :, tile.k],
-                    values[:, :, tile.k],
-                    tile.mask,
-                    plan.scale,
-                )
-                merged.add(tile.q, *part)
+            qkv = _rows(q, tile.q), _rows(keys, tile.k), _rows(values, tile.k)
+            if qkv[0].numel() and qkv[1].numel():
+                merged.add(tile.q, *plan.kernel.forward(*qkv, tile.mask, plan.scale))
 
     _rotate(plan, k, v, attend, "forward")
     return merged.result()
@@ -114,11 +108,6 @@ def ring_backward(
     """
     grad = grad.contiguous()
 
-    def gradients(tile: Tile, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        at_q, at_k = (slice(None), slice(None), tile.q), (slice(None), slice(None), tile.k)
-        done = q[at_q], keys[at_k], values[at_k], out[at_q], lse[at_q], tile.mask, plan.scale
-        return plan.kernel.backward(grad[at_q], Attended(*done))
-
     if _is_one_tile(plan) and q.numel() and k.numel():
         done = Attended(q, k, v, out, lse, plan.tiles[0][0].mask, plan.scale)
         dq, dk, dv = plan.kernel.backward(grad, done)
@@ -130,11 +119,15 @@ def ring_backward(
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
         dkv = torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
         for tile in plan.tiles[plan.owner(turn)]:
-            if q[:, :, tile.q].numel() and keys[:, :, tile.k].numel():
-                grads = gradients(tile, keys, values)
-                dq[:, :, tile.q] += grads[0]
-                dkv[0, :, :, tile.k] += grads[1]
-                dkv[1, :, :, tile.k] += grads[2]
+            qkv = _rows(q, tile.q), _rows(keys, tile.k), _rows(values, tile.k)
+            if qkv[0].numel() and qkv[1].numel():
+                found, found_lse, given = (_rows(x, tile.q) for x in (out, lse, grad))
+                done = Attended(*qkv, found, found_lse, tile.mask, plan.scale)
+                grads = plan.kernel.backward(given, done)
+                for total, at, part in zip(
+                    (dq, *dkv), (tile.q, tile.k, tile.k), grads, strict=True
+                ):
+                    _add_rows(total, at, part)
         travelling.add(turn, dkv)
 
     try:
@@ -147,8 +140,23 @@ def ring_backward(
 
 def _is_one_tile(plan: RingPlan) -> bool:
     """Whether one call of the kernel does it all."""
-    tiles = plan.tiles[0]
-    return plan.size == len(tiles) == 1 and tiles[0].q == tiles[0].k == slice(None)
+    if plan.size != 1 or len(plan.tiles[0]) != 1:
+        return False
+    (tile,), everything = plan.tiles[0], slice(None)
+    return all(isinstance(rows, slice) and rows == everything for rows in (tile.q, tile.k))
+
+
+def _rows(x: Tensor, rows: slice | Tensor) -> Tensor:
+    """Some rows of (B, H, S, ...)."""
+    return x[:, :, rows] if isinstance(rows, slice) else x.index_select(2, rows)
+
+
+def _add_rows(total: Tensor, rows: slice | Tensor, part: Tensor) -> None:
+    """Add to some rows; also to one row several times."""
+    if isinstance(rows, slice):
+        total[:, :, rows] += part
+    else:
+        total.index_add_(2, rows, part.to(total.dtype))
 
 
 class Merged:
@@ -159,7 +167,7 @@ class Merged:
         self._out: Tensor | None = None
         self._lse: Tensor | None = None
 
-    def add(self, rows: slice, part: Tensor, part_lse: Tensor) -> None:
+    def add(self, rows: slice | Tensor, part: Tensor, part_lse: Tensor) -> None:
         """Merge attention of some queries to more keys."""
         if self._out is None and part.shape == self._q.shape:
             self._out, self._lse = part, part_lse

@@ -6,18 +6,25 @@ row is taken down by the highest of it, over the keys of all ranks: softmax does
 the LSE keeps its digits. Where the number is so large that one process loses the scores themselves
 in it, they do not count here either.
 
-Shapes: as in `api`.
+Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on each.
 """
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from bascule.attention.kernels.protocol import wide_dtype
-from bascule.attention.mask import AttentionMask
+from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import Tile
 from bascule.attention.shards import Run, SequenceLayout, positions_on
+from bascule.comm.groups import RankGroup
+from bascule.comm.staging import table_on
+from bascule.plan.loaded.masks import Masks, Pairs, Stretch
+from bascule.plan.routes import Ints, cumulative, ranges
 
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _LOST_AT = 8.0  # spacing of the numbers at a row's highest, of which scores of less than half go
@@ -51,6 +58,93 @@ def tiles_of(
         else:  # only the late piece of this rank is after both of the other's
             tiles.append([Tile(slice(_first_len(layout, ring), None), everything)])
     return tiles
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The tokens of packed sequences on each rank of a ring.
+
+    A rank has a run of each sequence, and the runs follow each other in ring order; or an early run
+    and a late one, of which the late ones follow each other in reverse (see `plan.chunks`).
+
+    Attributes:
+        lens: (R, n) tokens of each run on each ring rank: the early runs, then the late ones.
+        num_runs: Of a sequence on a rank, 1 or 2.
+        group: The ring; None for one rank.
+        device: Of the tensors.
+    """
+
+    lens: Ints
+    num_runs: int
+    group: RankGroup | None
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the ring."""
+        return 0 if self.group is None else self.group.rank
+
+    @cached_property
+    def kv_lens(self) -> list[int]:
+        """(R,) tokens of each ring rank."""
+        return self.lens.sum(axis=1).tolist()
+
+    @property
+    def num_sent(self) -> int:
+        """Keys that this rank passes on in a forward: all but those that end with it."""
+        return sum(self.kv_lens) - self.kv_lens[(self.rank + 1) % len(self.kv_lens)]
+
+    @property
+    def seq_lens(self) -> Ints:
+        """Tokens of each sequence on all ranks together."""
+        return self.lens.sum(axis=0).reshape(self.num_runs, -1).sum(axis=0)
+
+    @cached_property
+    def _starts(self) -> Ints:
+        """(R, n) position of each run in its sequence."""
+        early, *late = np.split(self.lens, self.num_runs, axis=1)
+        starts = [np.cumsum(early, axis=0) - early]
+        starts += [self.seq_lens - np.cumsum(runs, axis=0) for runs in late]
+        return np.concatenate(starts, axis=1)
+
+    def _runs(self, rank: int) -> list[Stretch]:
+        """The early runs of a ring rank, and its late ones."""
+        parts = self._starts[rank], self.lens[rank], cumulative(self.lens[rank])[:-1]
+        split = (np.split(part, self.num_runs) for part in parts)
+        return [Stretch(*run) for run in zip(*split, strict=True)]
+
+    def tiles(self, masks: Masks) -> list[list[Tile]]:
+        """By ring rank, what this rank's queries see of its keys: six tiles at most.
+
+        Args:
+            masks: Of the sequences, in their order.
+        """
+        return [self._tiles_of(other, masks) for other in range(len(self.kv_lens))]
+
+    def _tiles_of(self, other: int, masks: Masks) -> list[Tile]:
+        here, there = self._runs(self.rank), self._runs(other)
+        tiles = [self._tile(other, masks.rectangles(q, k), False) for q in here for k in there]
+        if other == self.rank:
+            tiles += [self._tile(other, masks.triangles(run), True) for run in here]
+        return [tile for tile in tiles if tile is not None]
+
+    def _tile(self, other: int, pairs: Pairs, causal: bool) -> Tile | None:
+        if not (pairs.q_lens * pairs.k_lens).any():
+            return None
+        lens = pairs.q_lens.tolist(), pairs.k_lens.tolist()
+        mask = AttentionMask(
+            causal=causal, packed=PackedSequences.build(lens[0], self.device, lens[1])
+        )
+        q = self._rows(pairs.q_rows, pairs.q_lens, self.kv_lens[self.rank])
+        return Tile(q, self._rows(pairs.k_rows, pairs.k_lens, self.kv_lens[other]), mask)
+
+    def _rows(self, first: Ints, lens: Ints, num_rows: int) -> slice | Tensor:
+        """The rows of some runs, one after the other: a slice where they lie so."""
+        first, lens = first[lens > 0], lens[lens > 0]
+        if not np.array_equal(first[1:], (first + lens)[:-1]):
+            return table_on(ranges(first, lens), self.device)
+        start, stop = int(first[0]), int(first[-1] + lens[-1])
+        return slice(None) if (start, stop) == (0, num_rows) else slice(start, stop)
 
 
 def without_lost_scores(

@@ -12,7 +12,7 @@ from bascule.cli.plan import PlanOptions
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.training.train_options import TrainOptions
+from bascule.training.run.train_options import TrainOptions
 
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bascule.cli.bench import check_kernel, without_warnings
-from bascule.training.train_options import TrainOptions
+from bascule.training.run.train_options import TrainOptions
 
 if TYPE_CHECKING:
-    from bascule.training.training_run import TrainingRun
+    from bascule.training.run.training_run import TrainingRun
 
 
 def train(options: TrainOptions, arguments: list[str]) -> None:
@@ -20,7 +20,7 @@ def train(options: TrainOptions, arguments: list[str]) -> None:
         CommError: A rank failed.
     """
     from bascule.bench.launch import default_num_ranks, forwarding_stops, in_a_job, launch
-    from bascule.training.preparing import prepare
+    from bascule.training.run.preparing import prepare
 
     if in_a_job():
         _run_rank(options)
@@ -34,7 +34,7 @@ def train(options: TrainOptions, arguments: list[str]) -> None:
 
 def _run_rank(options: TrainOptions) -> None:
     from bascule.bench.launch import joined, stop_asked
-    from bascule.training.training_run import TrainingRun
+    from bascule.training.run.training_run import TrainingRun
 
     with stop_asked() as asked, joined(options.timeout_s) as device:
         run = TrainingRun(options, device, asked.is_set)

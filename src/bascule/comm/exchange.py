@@ -35,6 +35,7 @@ class BoundRoute:
         step: Step number in errors.
         name: Its name in errors.
         form: What else must be the same on all ranks, as text.
+        num_rows: Rows at the source, where a row may go to several ranks; None: each goes to one.
     """
 
     route: Route
@@ -43,6 +44,7 @@ class BoundRoute:
     step: int
     name: str
     form: str = ""
+    num_rows: int | None = None
 
     @cached_property
     def send_index(self) -> Tensor | None:
@@ -66,8 +68,13 @@ class BoundRoute:
 
     @cached_property
     def num_sent(self) -> int:
-        """T, rows at the source."""
+        """Rows that are sent, each copy counted."""
         return sum(self.send_splits)
+
+    @property
+    def num_at_source(self) -> int:
+        """T, rows at the source."""
+        return self.num_sent if self.num_rows is None else self.num_rows
 
     @cached_property
     def num_moved(self) -> int:
@@ -95,7 +102,8 @@ def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
     """Move the rows of the tensors along the route. Differentiable; one all-to-all a direction.
 
     Args:
-        route: Where each of the T rows goes.
+        route: Where each of the T rows goes; the gradient of one that goes to several ranks is the
+            sum over its copies, in float32 at least.
         tensors: Each (T, ...), any dtype and trailing shape, the same on all ranks; which of them
             require a gradient must be the same on all ranks too. The backward sends only those.
 
@@ -124,8 +132,29 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
         sent = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
-        received = iter(_Exchange.apply(ctx.route.inverse, ctx.number, *sent))
+        route: BoundRoute = ctx.route
+        if route.num_rows is None:
+            received = iter(_Exchange.apply(route.inverse, ctx.number, *sent))
+        else:
+            copies = _Exchange.apply(route.back_to_copies, ctx.number, *sent)
+            received = (_summed(route, one) for one in copies)
         return (None, None, *(next(received) if is_needed else None for is_needed in needed))
+
+
+def move_back(route: BoundRoute, grads: Sequence[Tensor], of: int) -> tuple[Tensor, ...]:
+    """The gradients of rows that `move_rows` moved in its call `of`."""
+    if route.num_rows is None:
+        return move_rows(route.inverse, grads, of=of)
+    return tuple(_summed(route, one) for one in move_rows(route.back_to_copies, grads, of=of))
+
+
+def _summed(route: BoundRoute, copies: Tensor) -> Tensor:
+    """(T, ...) the sum over the copies of each row, in the dtype of the copies."""
+    assert route.num_rows is not None
+    assert route.send_index is not None
+    wide = torch.promote_types(copies.dtype, torch.float32)
+    total = copies.new_zeros(route.num_rows, *copies.shape[1:], dtype=wide)
+    return total.index_add(0, route.send_index, copies.to(wide)).to(copies.dtype)
 
 
 def spread(route: BoundRoute, parts: Sequence[Tensor]) -> Tensor:

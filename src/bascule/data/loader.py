@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +31,7 @@ from bascule.data.setup import (
 from bascule.data.source import Source
 from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import Cost, describe_cost
+from bascule.plan.costs.prices import RankState
 from bascule.plan.step import Sync
 
 
@@ -217,16 +219,22 @@ class BalancedLoader:
                 self._progress = self._first
 
     @told("set_cost")
-    def set_cost(self, cost: Cost) -> None:
+    def set_cost(self, cost: Cost, *, speeds: npt.ArrayLike | None = None) -> None:
         """Plan with another cost model, as soon as all ranks have been given it.
 
         Ranks that were given unlike ones end with a CommError.
 
+        Args:
+            cost: The cost model.
+            speeds: Of each data-parallel rank, as `measure_speeds` gives them; None: all alike.
+
         Raises:
-            ConfigError: It is no function that gives costs of token counts.
+            ConfigError: It is no function that gives costs of token counts; or a speed is illegal.
         """
         describe_cost(cost)
-        self._redistributor.costs.append(cost)
+        state = RankState.of(self._ranks.num, speeds=speeds)
+        known = None if speeds is None else tuple(state.speeds.tolist())
+        self._redistributor.costs.append((cost, known))
 
     @property
     def ranks(self) -> DataRanks:
@@ -241,7 +249,7 @@ class BalancedLoader:
     @property
     def cost(self) -> Cost:
         """The newest cost model."""
-        return self._redistributor.costs[-1]
+        return self._redistributor.costs[-1][0]
 
     def metrics(self) -> dict[str, Any]:
         """What this loader did so far on this rank (see `LoaderMetrics`)."""

@@ -128,6 +128,10 @@ class ClosedError(CommError):
         )
 
 
+Speeds = tuple[float, ...] | None
+"""Of each data-parallel rank; None: all alike."""
+
+
 class Redistributor:
     """Makes the steps of one rank. All ranks of the group call `step` in the same order.
 
@@ -141,7 +145,7 @@ class Redistributor:
     def __init__(self, ranks: DataRanks, rules: Rules, cost: Cost, seconds_per_byte: float) -> None:
         self.ranks = ranks
         self.rules = rules
-        self.costs: list[Cost] = [cost]
+        self.costs: list[tuple[Cost, Speeds]] = [(cost, None)]
         self.seconds_per_byte = seconds_per_byte
         self._version = 0
         self._capacity = _FIRST_CAPACITY
@@ -215,11 +219,17 @@ class Redistributor:
     @property
     def _cost(self) -> Cost:
         """The cost model that all ranks use now."""
-        return self.costs[self._version]
+        return self.costs[self._version][0]
+
+    @property
+    def _speeds(self) -> Speeds:
+        """Those of the data-parallel ranks that all use now."""
+        return self.costs[self._version][1]
 
     def _agree(self, key: StepKey, offer: Offer) -> Loaded:
         values = offer.values(self.rules.accumulate)
-        settings = {"step": str(key), "cost": describe_cost(self._cost)}
+        described = {"cost": describe_cost(self._cost), "speeds": str(self._speeds)}
+        settings = {"step": str(key), **described}
         gathered = agree(
             self.ranks.group,
             Statement(settings, values, offer.error),
@@ -239,15 +249,17 @@ class Redistributor:
         Raises:
             PlanError: Neither a plan nor the batch as loaded keeps the limits.
         """
-        cost, rules = self._cost, self.rules
+        cost, speeds, rules = self._cost, self._speeds, self.rules
         overhead = float(getattr(cost, "overhead", 0.0))
         micros = range(rules.accumulate)
-        as_loaded = tuple(_as_loaded(loaded, micro, self._topology, cost) for micro in micros)
+        args = self._topology, cost, speeds
+        as_loaded = tuple(_as_loaded(loaded, micro, *args) for micro in micros)
         before = step_makespan(as_loaded, sync=rules.sync) + overhead
         is_legal = all(_keeps(plan, in_tokens(rules.limits, cost, None)) for plan in as_loaded)
         lens = [loaded.lens_of(micro) for micro in micros]
         try:
-            plans = plan_step(lens, self._topology, cost, sync=rules.sync, limits=rules.limits)
+            chosen = {"sync": rules.sync, "limits": rules.limits, "speeds": speeds}
+            plans = plan_step(lens, self._topology, cost, **chosen)
         except PlanError:
             if not is_legal:
                 raise
@@ -294,12 +306,14 @@ def check_received(transfer: Transfer, most: int | None) -> None:
         )
 
 
-def _as_loaded(loaded: Loaded, micro: int, topology: Topology, cost: Cost) -> Plan:
+def _as_loaded(loaded: Loaded, micro: int, topology: Topology, cost: Cost, speeds: Speeds) -> Plan:
     """The plan that leaves every sample where it is."""
     chosen = loaded.micro == micro
     lens, source = loaded.lens[chosen], loaded.source[chosen]
     loads = np.bincount(source, cost(lens), topology.num_ranks).astype(np.float64)
-    return Plan(topology, loaded.counts[micro], lens, source, loads, 0.0, "none")
+    fast = None if speeds is None else np.array(speeds)
+    loads = loads if fast is None else loads / fast
+    return Plan(topology, loaded.counts[micro], lens, source, loads, 0.0, "none", speeds=fast)
 
 
 def _without_idle_ranks(plan: Plan, weights: Ints, cost: Cost, limits: Limits | None) -> Plan:
@@ -323,6 +337,7 @@ def _without_idle_ranks(plan: Plan, weights: Ints, cost: Cost, limits: Limits | 
         held_by[richest] -= 1
         held_by[rank] += 1
     loads = np.bincount(bag_of, cost(plan.seq_lens), plan.num_ranks).astype(np.float64)
+    loads = loads if plan.speeds is None else loads / plan.speeds
     changed = dataclasses.replace(plan, bag_of=bag_of, loads=loads)
     return changed if _keeps(changed, in_tokens(limits, cost, None)) else plan
 

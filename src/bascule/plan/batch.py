@@ -15,11 +15,13 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics, routes
 from bascule.plan.binding import Binding, find_binding
 from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, shown, wholes
+from bascule.plan.chunks import Chunks
 from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.costs.prices import bag_carried, check_sizes, decide, price
-from bascule.plan.lengths import check_lengths
+from bascule.plan.costs.prices import RankState, check_sizes, decide, price
 from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.loaded.masks import Masks, Span
+from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
 from bascule.plan.locality import Source, bring_home
 from bascule.plan.routes import Ints, LocalLayout, Route
 from bascule.plan.topology.search import choose_topology
@@ -45,6 +47,9 @@ class Plan:
         loads: (num_ranks,) predicted cost of each rank, carried loads included.
         lower_bound: No plan of these sequences on these bags has a smaller makespan.
         planner: Name of the planner that made it.
+        masks: What the tokens of each sequence see of it; None: everything.
+        context_lens: (num_seqs,) tokens of the context of each sequence; None without contexts.
+        speeds: (num_ranks,) of the ranks; None: 1.
     """
 
     topology: Topology
@@ -54,10 +59,16 @@ class Plan:
     loads: npt.NDArray[np.float64]
     lower_bound: float
     planner: str
+    masks: Masks | None = None
+    context_lens: Ints | None = None
+    speeds: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         for array in (self.source_counts, self.seq_lens, self.bag_of, self.loads):
             array.flags.writeable = False
+        for array in (self.context_lens, self.speeds):
+            if array is not None:
+                array.flags.writeable = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.digest == other.digest
@@ -100,17 +111,21 @@ class Plan:
         """(num_seqs,) rank whose loader delivered each sequence."""
         return routes.frozen(np.repeat(np.arange(self.num_ranks), self.source_counts))
 
+    @property
+    def loaded(self) -> Batch:
+        """The sequences that it is for."""
+        return Batch(self.source_counts, self.seq_lens, self.masks, self.context_lens)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Which tokens of its sequences each rank has."""
+        is_zigzag = self.masks is not None and bool(self.masks.is_causal.any())
+        return Chunks(self.topology, self.seq_lens, self.bag_of, is_zigzag)
+
     @cached_property
     def tokens(self) -> Ints:
         """(num_ranks,) tokens that each rank computes on."""
-        bags = self.topology.bag_of_rank
-        place = np.arange(self.num_ranks) - self.topology.first_ranks[bags]
-        sizes = self.topology.bag_sizes
-        base = routes.sums_by(self.bag_of, self.seq_lens // sizes[self.bag_of], sizes.size)
-        # The remainders of a bag are dealt in turn, so their sum tells how many each rank got.
-        extra = routes.sums_by(self.bag_of, self.seq_lens % sizes[self.bag_of], sizes.size)
-        extra = extra[bags]
-        return routes.frozen(base[bags] + extra // sizes[bags] + (place < extra % sizes[bags]))
+        return routes.frozen(self.chunks.tokens)
 
     def unbalanced_loads(
         self, cost: Cost, cluster: Cluster | None = None
@@ -119,26 +134,16 @@ class Plan:
 
         In the unit of `loads`, if cost and cluster are those that the plan was made with.
         """
-        lens = self.seq_lens
-        costs = evaluate(cost, lens) if cluster is None else cluster.compute_seconds(cost, lens)
+        costs_of = evaluate if cluster is None else cluster.compute_seconds
+        costs = costs_of(cost, self.seq_lens, self.loaded.num_pairs)
         loads = np.zeros(self.num_ranks)
         np.add.at(loads, self.source_ranks, costs)
-        return loads
+        return loads if self.speeds is None else loads / self.speeds
 
     @cached_property
     def moved_tokens(self) -> int:
         """Tokens that leave the rank that loaded them."""
-        sizes = self.topology.bag_sizes[self.bag_of]
-        place = self.source_ranks - self.topology.first_ranks[self.bag_of]
-        at_home = (place >= 0) & (place < sizes)
-        place = np.clip(place, 0, sizes - 1)
-        start = routes.chunk_starts(self.seq_lens, sizes, self._rotations, place)
-        end = routes.chunk_starts(self.seq_lens, sizes, self._rotations, place + 1)
-        return int(self.seq_lens.sum() - np.where(at_home, end - start, 0).sum())
-
-    @cached_property
-    def _rotations(self) -> Ints:
-        return routes.frozen(routes.rotations(self.seq_lens, self.bag_of, self.topology.bag_sizes))
+        return int(self.seq_lens.sum()) - self.chunks.num_at(self.source_ranks)
 
     def local(self, rank: int) -> LocalLayout:
         """What `rank` computes on. O(num_seqs + tokens of the rank).
@@ -148,35 +153,12 @@ class Plan:
             PlanError: It holds more tokens than the int32 of `cu_seqlens` can count.
         """
         rank = check_rank(rank, self.num_ranks)
-        bag = self.topology.bag_of_rank[rank]
-        place = rank - self.topology.first_ranks[bag]
-        seq_ids = np.flatnonzero(self.bag_of == bag)
-        seq_lens, turns = self.seq_lens[seq_ids], self._rotations[seq_ids]
-        size = self.topology.bag_sizes[bag]
-        starts = routes.chunk_starts(seq_lens, size, turns, place)
-        lens = routes.chunk_starts(seq_lens, size, turns, place + 1) - starts
-        _check_countable(rank, int(lens.sum()))
-        return LocalLayout(
-            seq_ids=seq_ids,
-            seq_lens=seq_lens,
-            chunk_starts=starts,
-            chunk_lens=lens,
-            cu_seqlens=routes.cumulative(lens).astype(np.int32),
-            positions=routes.ranges(starts, lens),
-            slots=np.repeat(np.arange(seq_ids.size), lens),
-        )
+        _check_countable(rank, int(self.tokens[rank]))
+        return self.chunks.local(rank)
 
     def bag_lens(self, rank: int) -> Ints:
-        """(bag size, n) tokens of each sequence of `rank`'s bag on each rank of that bag."""
-        rank = check_rank(rank, self.num_ranks)
-        bag = self.topology.bag_of_rank[rank]
-        seq_ids = np.flatnonzero(self.bag_of == bag)
-        size = self.topology.bag_sizes[bag]
-        places = np.arange(int(size) + 1)[:, None]
-        return np.diff(
-            routes.chunk_starts(self.seq_lens[seq_ids], size, self._rotations[seq_ids], places),
-            axis=0,
-        )
+        """(bag size, m) tokens of each chunk of `local(rank)` on each rank of `rank`'s bag."""
+        return self.chunks.bag_lens(check_rank(rank, self.num_ranks))
 
     def route(self, rank: int) -> Route:
         """The part of `rank` in the exchange from source to compute layout; `.inverse()` restores.
@@ -186,27 +168,26 @@ class Plan:
         Raises:
             ConfigError: There is no such rank.
         """
-        local = self.local(rank)
-        recv_splits = routes.sums_by(
-            self.source_ranks[local.seq_ids], local.chunk_lens, self.num_ranks
-        )
-        send_index, send_splits = self._send_table(rank)
-        return Route(send_index, send_splits, recv_splits, None)
+        return self.chunks.route(check_rank(rank, self.num_ranks), self.source_counts)
 
-    def _send_table(self, rank: int) -> tuple[Ints, Ints]:
-        """Row to send at each place, and rows to each rank: by destination, then sequence."""
-        first = int(self.source_counts[:rank].sum())
-        own = slice(first, first + int(self.source_counts[rank]))
-        seq_lens, bags = self.seq_lens[own], self.bag_of[own]
-        sizes = self.topology.bag_sizes[bags]
-        piece_seq = np.repeat(np.arange(sizes.size), sizes)
-        place = routes.ranges(np.zeros_like(sizes), sizes)
-        args = seq_lens[piece_seq], sizes[piece_seq], self._rotations[own][piece_seq]
-        starts = routes.chunk_starts(*args, place)
-        lens = routes.chunk_starts(*args, place + 1) - starts
-        dest = self.topology.first_ranks[bags][piece_seq] + place
-        rows = routes.cumulative(seq_lens)[piece_seq] + starts
-        return routes.sending(rows, lens, dest, self.num_ranks)
+    def context_route(self, rank: int) -> Route:
+        """The part of `rank` in bringing each context to all ranks of its sequence's bag.
+
+        O(num_seqs + contexts of the rank). Contexts of no tokens where it was planned without any.
+
+        Raises:
+            ConfigError: There is no such rank.
+        """
+        rank, source, bags = check_rank(rank, self.num_ranks), self.source_ranks, self.bag_of
+        lens = np.zeros_like(self.seq_lens) if self.context_lens is None else self.context_lens
+        first = routes.cumulative(lens)[:-1]
+        starts = first - routes.cumulative(lens)[routes.cumulative(self.source_counts)[source]]
+        seqs = np.flatnonzero((source == rank) | (bags == self.topology.bag_of_rank[rank]))
+        sizes = self.topology.bag_sizes[bags[seqs]]
+        items, place = np.repeat(seqs, sizes), routes.ranges(np.zeros_like(sizes), sizes)
+        dest = self.topology.first_ranks[bags[items]] + place
+        args = source[items], dest, lens[items], rank, self.num_ranks
+        return Route.of_items(*args, starts=starts[items])
 
     @cached_property
     def digest(self) -> str:
@@ -217,11 +198,14 @@ class Plan:
         digest = hashlib.blake2b(digest_size=16)
         for part in (head, terms, rings, self.source_counts, self.seq_lens, self.bag_of):
             digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        if self.masks is not None or self.context_lens is not None:
+            digest.update(np.ascontiguousarray(self.loaded.to_words(), dtype="<i8").tobytes())
         return digest.hexdigest()
 
     def to_json(self) -> str:
         """The plan as JSON, with a version; floats survive exactly."""
         per_rank = np.split(self.seq_lens, np.cumsum(self.source_counts)[:-1])
+        contexts = self.context_lens
         return json.dumps(
             {
                 "version": JSON_VERSION,
@@ -229,6 +213,9 @@ class Plan:
                 "num_replicas": self.topology.num_replicas,
                 "planner": self.planner,
                 "seq_lens": [lens.tolist() for lens in per_rank],
+                "masks": None if self.masks is None else self.masks.to_lists(),
+                "context_lens": None if contexts is None else contexts.tolist(),
+                "speeds": None if self.speeds is None else self.speeds.tolist(),
                 "bag_of": self.bag_of.tolist(),
                 "loads": self.loads.tolist(),
                 "lower_bound": self.lower_bound,
@@ -252,10 +239,14 @@ class Plan:
                 )
             unit = Topology.parse(data["topology"])
             topology = replace(unit, num_replicas=data["num_replicas"])
-            counts, lens = check_lengths(data["seq_lens"], topology.num_ranks)
+            batch = _read_batch(data, topology.num_ranks)
+            counts, lens = batch.counts, batch.lens
             bag_of = wholes("bag_of", data["bag_of"], lens.size)
             loads = amounts("loads", data["loads"])
             bound = number("lower_bound", data["lower_bound"], most=sys.float_info.max)
+            speeds = data.get("speeds")
+            if speeds is not None:
+                speeds = RankState.of(counts.size, speeds=speeds).speeds
             planner = of_type("planner", data["planner"], str, "the name of one")
             digest = data["digest"]
         except ConfigError as error:
@@ -272,30 +263,41 @@ class Plan:
             raise ConfigError(
                 f"plan names a bag outside 0..{topology.num_bags - 1}: the file is damaged"
             )
-        plan = cls(topology, counts, lens, bag_of, loads, bound, planner)
+        what = batch.masks, batch.context_lens, speeds
+        plan = cls(topology, counts, lens, bag_of, loads, bound, planner, *what)
         if plan.digest != digest or not 0 <= plan.lower_bound <= plan.makespan < np.inf:
             raise ConfigError("the plan does not match its digest, or its bound: it is damaged")
         return plan
 
 
-def plan_batch(
-    seq_lens: Sequence[npt.ArrayLike],
+def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
+    """What ranks loaded, of a plan's JSON."""
+    batch = batch_of(data["seq_lens"], num_ranks)
+    masks, contexts = data.get("masks"), data.get("context_lens")
+    spans = "full" if masks is None else [[Span(*span) for span in mask] for mask in masks]
+    joined = batch_of([Sequences(batch.lens, spans, contexts)], 1)
+    return replace(joined, counts=batch.counts)
+
+
+def plan_batch(  # noqa: PLR0913  (what a plan depends on)
+    seq_lens: Sequence[npt.ArrayLike | Sequences],
     topology: Topology | str,
     cost: Cost,
     *,
     planner: str = "lpt",
     limits: Limits | None = None,
     carried_loads: npt.ArrayLike | None = None,
+    speeds: npt.ArrayLike | None = None,
     cluster: Cluster | None = None,
     home_tolerance: float | None = None,
 ) -> Plan:
     """Assign every sequence of a batch to a bag, so that the slowest rank finishes early.
 
-    First comes the makespan, then evenness, then staying at home: equal bags are laid where their
-    tokens come from, and nothing moves where the batch as loaded is as good.
+    First comes the makespan, then evenness, then staying at home: equal bags lie where their tokens
+    come from, and nothing moves where the batch as loaded is as good.
 
     Args:
-        seq_lens: One list of token counts a source rank; empty lists are legal.
+        seq_lens: One list of token counts a source rank, may be empty; or `Sequences` with masks.
         topology: The bags, or their spec; replicas fill the world that `seq_lens` describes. With
             a cluster, "auto" chooses bags for this batch among aligned power-of-two subgroups of
             each node.
@@ -307,6 +309,7 @@ def plan_batch(
         limits: What a rank can hold; hard. Bytes are those of activations, and need a cost model
             with `bytes_per_token`; with a cluster its memory is a limit too (see `in_tokens`).
         carried_loads: (num_ranks,) cost that each rank has already, as of earlier microbatches.
+        speeds: (num_ranks,) of each rank, 1 by default; a bag is as fast as its slowest rank.
         cluster: With one, all costs are seconds of a forward pass, wires and launches included
             (see `Cluster`), and tokens that leave their node count before those that leave their
             rank.
@@ -326,25 +329,18 @@ def plan_batch(
     limits = in_tokens(limits, cost, cluster)
     seq_lens = by_rank("sequence lengths", seq_lens)
     if isinstance(topology, str) and topology == "auto":
-        topology = _choose(seq_lens, cost, cluster, limits, carried_loads)
+        state = RankState.of(len(seq_lens), carried_loads, speeds)
+        topology = _choose(seq_lens, cost, cluster, limits, state)
     topology = Topology.parse(topology, world_size=len(seq_lens))
-    counts, lens = check_lengths(seq_lens, topology.num_ranks)
-    ranks = np.repeat(np.arange(counts.size), counts)
-    check_sizes(lens, counts, topology, limits)
-    carried = bag_carried(carried_loads, topology)
-    prices = price(lens, counts, topology, cost, cluster, carried)
-    found = decide(planner, prices, limits)
+    batch = batch_of(seq_lens, topology.num_ranks)
+    check_sizes(batch.lens, batch.counts, topology, limits)
+    state = RankState.of(topology.num_ranks, carried_loads, speeds)
+    found = decide(planner, price(batch, topology, cost, cluster, state), limits)
     if planner != "knapsack":
-        found = bring_home(found, Source(ranks, lens, topology, cluster), tolerance)
-    plan = Plan(
-        topology=topology,
-        source_counts=counts,
-        seq_lens=lens,
-        bag_of=found.bag_of,
-        loads=found.loads[topology.bag_of_rank],
-        lower_bound=found.lower_bound,
-        planner=planner,
-    )
+        found = bring_home(found, Source(batch.ranks, batch.lens, topology, cluster), tolerance)
+    decided = found.bag_of, found.loads[topology.bag_of_rank], found.lower_bound, planner
+    more = batch.masks, batch.context_lens, None if speeds is None else state.speeds
+    plan = Plan(topology, batch.counts, batch.lens, *decided, *more)
     fullest = int(plan.tokens.argmax())
     _check_countable(fullest, int(plan.tokens[fullest]))
     return plan
@@ -360,18 +356,17 @@ def _check_countable(rank: int, num_tokens: int) -> None:
 
 
 def _choose(
-    seq_lens: Sequence[npt.ArrayLike],
+    seq_lens: Sequence[npt.ArrayLike | Sequences],
     cost: Cost,
     cluster: Cluster | None,
     limits: Limits | None,
-    carried_loads: npt.ArrayLike | None,
+    state: RankState,
 ) -> Topology:
     if cluster is None:
         raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
     cluster.check_world(len(seq_lens))
-    counts, lens = check_lengths(seq_lens, cluster.num_ranks)
-    ranks = np.repeat(np.arange(counts.size), counts)
-    return choose_topology(ranks, lens, cost, cluster, limits, carried_loads)
+    batch = batch_of(seq_lens, cluster.num_ranks)
+    return choose_topology(batch, cost, cluster, limits, state)
 
 
 def _tolerance(given: float | None, cluster: Cluster | None) -> float | None:

@@ -4,7 +4,8 @@ Two layouts, both in the order of global sequence ids (rank 0's sequences first,
 ...): the *source* layout, as the data loader made it, and the *compute* layout, in which a rank of
 a bag holds one chunk of each of the bag's sequences. Since both follow the same order and an
 all-to-all delivers in the order of the source ranks, what arrives is already in place: `route`
-gathers before the exchange and `restore` after it, one pass over the data each.
+gathers before the exchange and `restore` after it, one pass over the data each. Only where a rank
+has two chunks of a sequence, what arrives is put in place by a second pass.
 """
 
 from dataclasses import dataclass
@@ -84,13 +85,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalLayout:
-    """What one rank computes on: a chunk of each sequence of its bag, packed without padding.
+    """What one rank computes on: chunks of the sequences of its bag, packed without padding.
+
+    A rank has a chunk of each sequence. In a bag with a ring, under causal masks, it has two: first
+    the early chunks of all sequences, then their late ones.
 
     Attributes:
-        seq_ids: (n,) global ids of the bag's sequences, ascending; the same on all ranks of the
-            bag.
-        seq_lens: (n,) their whole lengths.
-        chunk_starts: (n,) position of this rank's chunk in its sequence.
+        seq_ids: (n,) global id of each chunk's sequence, ascending (twice, where there are two);
+            the same on all ranks of the bag.
+        seq_lens: (n,) the whole lengths of these sequences.
+        chunk_starts: (n,) position of each chunk in its sequence.
         chunk_lens: (n,) tokens of it; may be 0.
         cu_seqlens: (n + 1,) int32, bounds of the chunks on this rank.
         positions: (T,) position of each local token in its sequence.

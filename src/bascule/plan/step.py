@@ -18,8 +18,9 @@ from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import listed, of_type, shown
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.costs.prices import Floats, price
+from bascule.plan.costs.prices import Floats, RankState, price
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.sequences import Sequences
 from bascule.plan.topology.spec import Topology
 
 Sync = Literal["microbatch", "step"]
@@ -28,27 +29,29 @@ _MAX_ROUNDS = 3
 _CLOSE = 1.0 + 1e-4
 
 
-def plan_step(
-    microbatches: Sequence[Sequence[npt.ArrayLike]],
+def plan_step(  # noqa: PLR0913  (what a plan depends on)
+    microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
     topology: Topology | str,
     cost: Cost,
     *,
     sync: Sync = "microbatch",
     planner: str = "lpt",
     limits: Limits | None = None,
+    speeds: npt.ArrayLike | None = None,
     cluster: Cluster | None = None,
     home_tolerance: float | None = None,
 ) -> tuple[Plan, ...]:
     """Plan all microbatches of an optimiser step at once.
 
     Args:
-        microbatches: Of each, one list of token counts a source rank, as for `plan_batch`.
+        microbatches: Of each, what each source rank loaded, as for `plan_batch`.
         topology: As for `plan_batch`; "auto" chooses bags for each microbatch.
         cost: As for `plan_batch`.
         sync: When ranks wait for each other: "microbatch" (FSDP that reshards; minimises the sum of
             the makespans) or "step" (DDP under `no_sync`; minimises the largest sum of a rank).
         planner: As for `plan_batch`.
         limits: What a rank can hold in one microbatch.
+        speeds: As for `plan_batch`.
         cluster: As for `plan_batch`.
         home_tolerance: As for `plan_batch`.
 
@@ -71,6 +74,7 @@ def plan_step(
                     cost,
                     planner=planner,
                     limits=limits,
+                    speeds=speeds,
                     cluster=cluster,
                     home_tolerance=home_tolerance,
                 )
@@ -82,7 +86,7 @@ def plan_step(
         raise ConfigError(f"microbatches for {sorted(worlds)} ranks: all need the same world")
     if sync == "microbatch" or len(alone) < 2:
         return tuple(alone)
-    again = _Again(cost, planner, limits, cluster, home_tolerance)
+    again = _Again(cost, planner, limits, speeds, cluster, home_tolerance)
     return min((tuple(alone), again.jointly(alone)), key=lambda plans: _largest_sum(plans))
 
 
@@ -121,6 +125,7 @@ class _Again:
     cost: Cost
     planner: str
     limits: Limits | None
+    speeds: npt.ArrayLike | None
     cluster: Cluster | None
     home_tolerance: float | None
 
@@ -147,20 +152,20 @@ class _Again:
 
     def _replan(self, plan: Plan, carried: Floats) -> Plan:
         """The microbatch on the same bags, with loads and bound of its own."""
-        bounds = np.cumsum(plan.source_counts)[:-1]
         found = plan_batch(
-            np.split(plan.seq_lens, bounds),
+            plan.loaded.by_rank(),
             plan.topology,
             self.cost,
             planner=self.planner,
             limits=self.limits,
             carried_loads=carried,
+            speeds=self.speeds,
             cluster=self.cluster,
             home_tolerance=self.home_tolerance,
         )
         topology = plan.topology
-        none = np.zeros(topology.num_bags)
-        args = plan.seq_lens, plan.source_counts, topology, self.cost, self.cluster, none
-        loads = price(*args).loads(found.bag_of)[topology.bag_of_rank]
+        idle = RankState.of(topology.num_ranks, speeds=self.speeds)
+        prices = price(plan.loaded, topology, self.cost, self.cluster, idle)
+        loads = prices.loads(found.bag_of)[topology.bag_of_rank]
         bound = min(plan.lower_bound, float(loads.max()))
         return dataclasses.replace(found, loads=loads, lower_bound=bound)

@@ -17,8 +17,8 @@ from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.epoch.cells import DealRules
 from bascule.plan.epoch.deal import Deal, deal_step
 from bascule.plan.epoch.order import Ints, StepShape, epoch_order
-from bascule.plan.lengths import MAX_LENGTH
 from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.loaded.lengths import MAX_LENGTH
 from bascule.plan.step import Sync, check_sync
 
 Floats = npt.NDArray[np.float64]

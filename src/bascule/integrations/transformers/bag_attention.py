@@ -122,7 +122,8 @@ def attend_in_bags(
     num_tokens = step.token_slot.shape[0]
     rows = num_tokens if query.shape[2] == max(num_tokens, 1) else query.shape[2]
     q, k, v = (x[0, :, :rows].transpose(0, 1) for x in (query, key, value))
-    out = step.attend(q, k, v, causal=bool(is_causal), scale=settings.get("scaling"))
+    causal = bool(is_causal) and step.plan.masks is None  # masks of a plan hold for its sequences
+    out = step.attend(q, k, v, causal=causal, scale=settings.get("scaling"))
     if rows < query.shape[2]:
         out = torch.cat([out, out.new_zeros(1, *out.shape[1:])])
     return out[None], None

@@ -21,15 +21,26 @@ _PROBE_LENGTHS = (1, 1_000, 100_000)
 
 
 class Cost(Protocol):
-    """Predicts the cost of each sequence, in a unit that stays the same within a plan."""
+    """Predicts the cost of each sequence, in a unit that stays the same within a plan.
+
+    Where tokens see less than all of their sequence, or a context, it is called with a second
+    argument, and must take it: how many pairs of a query and a key attention computes.
+    """
 
     def __call__(self, seq_lens: npt.ArrayLike, /) -> npt.NDArray[np.float64]:
         """Costs of sequences of these many tokens; same shape as the input."""
         ...
 
 
-def evaluate(cost: Cost, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def evaluate(
+    cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
+) -> npt.NDArray[np.float64]:
     """What a cost model gives for these lengths, as float64 of their shape; any numbers.
+
+    Args:
+        cost: The model.
+        seq_lens: Tokens of each sequence.
+        num_pairs: Pairs of a query and a key of each; None: the square of its tokens.
 
     Raises:
         ConfigError: The cost model is not a function, raised an error, or did not give one number
@@ -37,10 +48,17 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
     """
     lens = np.asarray(seq_lens).view()
     lens.flags.writeable = False  # a function that works in place would change the batch
-    costs = floats("what the cost model gives", called("the cost model", cost, lens))
+    args = (lens,) if num_pairs is None else (lens, np.asarray(num_pairs))
+    costs = floats("what the cost model gives", called(_name(len(args)), cost, *args))
     if costs.shape != lens.shape:
         raise ConfigError(f"the cost model gave {costs.shape} costs for {lens.shape} lengths")
     return costs
+
+
+def _name(num_args: int) -> str:
+    if num_args == 1:
+        return "the cost model"
+    return "the cost model, called with tokens and, as there are masks or contexts, pairs,"
 
 
 def describe_cost(cost: Cost) -> str:
@@ -90,15 +108,26 @@ class TransformerCost:
             if value is not None or name == "gamma":
                 put(self, name, check(f"TransformerCost({name}", value))
 
-    def __call__(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Forward TFLOPs of sequences of these many tokens, attention scaled by gamma."""
+    def __call__(
+        self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Forward TFLOPs of sequences of these many tokens, attention scaled by gamma.
+
+        Args:
+            seq_lens: Tokens of each.
+            num_pairs: Pairs of a query and a key of each; None: the square of its tokens.
+        """
         tokens = floats("seq_lens", seq_lens)
         linear = 24.0 * self.d_model**2 * self.num_layers / FLOPS_PER_UNIT
         quadratic = 4.0 * self.gamma * self.d_model * self.num_layers / FLOPS_PER_UNIT
-        return tokens * (linear + quadratic * tokens)
+        if num_pairs is None:
+            return tokens * (linear + quadratic * tokens)
+        return linear * tokens + quadratic * floats("num_pairs", num_pairs)
 
-    def seconds(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
-        """Forward seconds of sequences of these many tokens.
+    def seconds(
+        self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
+    ) -> npt.NDArray[np.float64]:
+        """Forward seconds of sequences of these many tokens, and pairs as for a call.
 
         Raises:
             ConfigError: The device was not measured (`seconds_per_unit` is None).
@@ -108,7 +137,7 @@ class TransformerCost:
                 "this TransformerCost counts FLOPs, not seconds: measure the device with "
                 "fit_latency, or give seconds_per_unit"
             )
-        return self(seq_lens) * self.seconds_per_unit
+        return self(seq_lens, num_pairs) * self.seconds_per_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +192,19 @@ class PolynomialCost:
         for name in ("quadratic", "linear", "constant", "overhead"):
             put(self, name, number(f"PolynomialCost({name}", getattr(self, name)))
 
-    def __call__(self, seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    def __call__(
+        self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
+    ) -> npt.NDArray[np.float64]:
         """Seconds of sequences of these many tokens, without `overhead`; same shape as the input.
 
         In float64 from the start: the square of 46,341 tokens no longer fits an int32.
+
+        Args:
+            seq_lens: Tokens of each.
+            num_pairs: Pairs of a query and a key of each; None: the square of its tokens.
         """
         tokens = floats("seq_lens", seq_lens)
-        return tokens * (self.linear + self.quadratic * tokens) + self.constant
+        if num_pairs is None:
+            return tokens * (self.linear + self.quadratic * tokens) + self.constant
+        quadratic = self.quadratic * floats("num_pairs", num_pairs)
+        return self.linear * tokens + quadratic + self.constant

@@ -24,7 +24,7 @@ from scipy.optimize import nnls
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, by_rank, floats, listed
 from bascule.plan.costs.cost_models import IterationFit, PolynomialCost
-from bascule.plan.lengths import check_lengths
+from bascule.plan.loaded.lengths import check_lengths
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

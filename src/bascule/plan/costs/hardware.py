@@ -97,13 +97,15 @@ class Cluster:
                 f"{self.num_ranks} ranks, not {num_ranks}: change num_nodes, or the input"
             )
 
-    def compute_seconds(self, cost: Cost, seq_lens: npt.ArrayLike) -> Floats:
-        """Forward seconds of sequences of these many tokens on one rank."""
+    def compute_seconds(
+        self, cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
+    ) -> Floats:
+        """Forward seconds of sequences of these many tokens on one rank; as `evaluate`."""
         if not isinstance(cost, TransformerCost):
-            return evaluate(cost, seq_lens)
+            return evaluate(cost, seq_lens, num_pairs)
         if cost.seconds_per_unit is not None:
-            return cost.seconds(seq_lens)
-        return cost(seq_lens) * (FLOPS_PER_UNIT / self.flops_per_s)
+            return cost.seconds(seq_lens, num_pairs)
+        return cost(seq_lens, num_pairs) * (FLOPS_PER_UNIT / self.flops_per_s)
 
     def wire_seconds(self, cost: Cost, bag_size: int, ranks_in_node: int | None = None) -> float:
         """Seconds that a token of a sequence costs each rank of its bag in all-to-alls.

@@ -26,8 +26,9 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, of_type, shown
 from bascule.plan.costs.cost_models import Cost, TransformerCost, evaluate
 from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster
-from bascule.plan.lengths import source_of
 from bascule.plan.limits import Limits
+from bascule.plan.loaded.lengths import source_of
+from bascule.plan.loaded.sequences import Batch
 from bascule.plan.routes import Ints
 from bascule.plan.solver.portfolio import MOST_IMPROVED, solve
 from bascule.plan.solver.problem import Problem, build_problem
@@ -39,8 +40,62 @@ Floats = npt.NDArray[np.float64]
 _MOST_WORK = 1e300
 """Largest sum of costs: what follows stays finite."""
 
+_SLOWEST = 1e-3
+"""Speed below which a rank is taken for broken."""
+
 _RING_VALUES = 2
 """Of the width of the model, what a token sends around a ring: its keys and values."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankState:
+    """What ranks are like before a plan.
+
+    Attributes:
+        carried: (num_ranks,) cost that each has already.
+        speeds: (num_ranks,) of each, 1 where a cost takes as long as the cost model says.
+    """
+
+    carried: Floats
+    speeds: Floats
+
+    @classmethod
+    def of(
+        cls,
+        num_ranks: int,
+        carried_loads: npt.ArrayLike | None = None,
+        speeds: npt.ArrayLike | None = None,
+    ) -> "RankState":
+        """As given to `plan_batch`.
+
+        Raises:
+            ConfigError: There is not one legal number a rank.
+        """
+        carried, fast = np.zeros(num_ranks), np.ones(num_ranks)
+        if carried_loads is not None:
+            carried = amounts("carried_loads", carried_loads)
+            if carried.size != num_ranks:
+                raise ConfigError(
+                    f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 "
+                    f"for each of the {num_ranks} ranks"
+                )
+        if speeds is not None:
+            fast = amounts("speeds", speeds)
+            if fast.size != num_ranks or not (fast >= _SLOWEST).all():
+                raise ConfigError(
+                    f"speeds={shown(fast.tolist())}: give one of at least {_SLOWEST} for each of "
+                    f"the {num_ranks} ranks; 1 is the speed that the cost model knows"
+                )
+        return cls(carried, fast)
+
+    def bag_carried(self, topology: Topology) -> Floats:
+        """(num_bags,) cost carried by the slowest rank of each bag, for which the others wait."""
+        return np.maximum.reduceat(self.carried, topology.first_ranks)
+
+    def bag_speeds(self, topology: Topology) -> Floats:
+        """(num_bags,) ranks of each bag, times the speed of the slowest of them."""
+        slowest: Floats = np.minimum.reduceat(self.speeds, topology.first_ranks)
+        return slowest * topology.bag_sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +105,7 @@ class Prices:
     Attributes:
         lens: (num_seqs,) tokens.
         sizes: (num_bags,) ranks of each bag.
+        speeds: (num_bags,) the same, times the speed of its slowest rank.
         kinds: (num_bags,) kind of each bag.
         work: (num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks.
         carried: (num_bags,) cost of each bag before any sequence: carried loads and launches.
@@ -57,6 +113,7 @@ class Prices:
 
     lens: Ints
     sizes: Ints
+    speeds: Floats
     kinds: Ints
     work: Floats
     carried: Floats
@@ -64,7 +121,7 @@ class Prices:
     def loads(self, bag_of: Ints) -> Floats:
         """(num_bags,) true cost of each bag."""
         work = self.work[self.kinds[bag_of], np.arange(bag_of.size)]
-        return self.carried + np.bincount(bag_of, work, self.sizes.size) / self.sizes
+        return self.carried + np.bincount(bag_of, work, self.sizes.size) / self.speeds
 
     def problem(self, limits: Limits | None) -> Problem:
         """The sequences as items and the bags as bins, within limits on tokens and items.
@@ -75,7 +132,7 @@ class Prices:
         return build_problem(
             self.work,
             None,
-            speeds=self.sizes,
+            speeds=self.speeds,
             limits=limits,
             sizes=self.lens,
             carried_loads=self.carried,
@@ -112,30 +169,33 @@ class Decision:
 
 
 def price(
-    lens: Ints,
-    counts: Ints,
+    batch: Batch,
     topology: Topology,
     cost: Cost,
     cluster: Cluster | None,
-    carried: Floats,
+    ranks: RankState,
 ) -> Prices:
     """The prices of a batch on the bags of a topology.
+
+    A slow rank is slow in all that its bag does, also on wires.
 
     Raises:
         ConfigError: The cost model gives an illegal cost, or no width although wires need one.
     """
-    sizes = topology.bag_sizes
+    lens, sizes, carried = batch.lens, topology.bag_sizes, ranks.bag_carried(topology)
+    speeds = ranks.bag_speeds(topology)
     if cluster is None:
-        work = checked(evaluate(cost, lens), lens, counts)[None]
-        return Prices(lens, sizes, np.zeros_like(sizes), work, carried)
+        work = checked(evaluate(cost, lens, batch.num_pairs), lens, batch.counts)[None]
+        return Prices(lens, sizes, speeds, np.zeros_like(sizes), work, carried)
     cluster.check_world(topology.num_ranks)
-    compute = checked(cluster.compute_seconds(cost, lens), lens, counts)
+    seconds = cluster.compute_seconds(cost, lens, batch.num_pairs)
+    compute = checked(seconds, lens, batch.counts)
     rows, kind_of = np.unique(_kind_rows(topology, cluster), axis=0, return_inverse=True)
     kinds = [_Kind(*row) for row in rows.tolist()]
     launch = np.array([kind.launch_seconds(cost, cluster) for kind in kinds])
     kind_of = kind_of.ravel()
-    work = compute + np.stack([kind.wire_work(cost, cluster, lens) for kind in kinds])
-    return Prices(lens, sizes, kind_of, work, carried + launch[kind_of])
+    work = compute + np.stack([kind.wire_work(cost, cluster, batch) for kind in kinds])
+    return Prices(lens, sizes, speeds, kind_of, work, carried + launch[kind_of])
 
 
 class _Kind(NamedTuple):
@@ -160,20 +220,20 @@ class _Kind(NamedTuple):
             return seconds
         return seconds + (self.ring - 1) * _transformer(cost).num_layers * cluster.latency_s
 
-    def wire_work(self, cost: Cost, cluster: Cluster, lens: Ints) -> Floats:
+    def wire_work(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
         """(num_seqs,) seconds on wires of each sequence, times the ranks of the bag."""
         degree = self.size // self.ring
         per_token = degree * cluster.wire_seconds(cost, degree, self.ranks_in_node)
-        seconds = per_token * lens.astype(np.float64)
-        return seconds if self.ring == 1 else seconds + self._exposed(cost, cluster, lens)
+        seconds = per_token * batch.lens.astype(np.float64)
+        return seconds if self.ring == 1 else seconds + self._exposed(cost, cluster, batch)
 
-    def _exposed(self, cost: Cost, cluster: Cluster, lens: Ints) -> Floats:
+    def _exposed(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
         """(num_seqs,) seconds that keys and values travel without being hidden, times the ranks."""
-        model = _transformer(cost)
+        model, lens = _transformer(cost), batch.lens
         speed = cluster.intra_bytes_per_s if self.is_in_node else cluster.inter_bytes_per_s
         num_bytes = BYTES_PER_VALUE * _RING_VALUES * model.d_model * model.num_layers
         linear = cluster.compute_seconds(replace(model, gamma=0.0), lens)
-        attention = cluster.compute_seconds(model, lens) - linear
+        attention = cluster.compute_seconds(model, lens, batch.num_pairs) - linear
         return (self.ring - 1) * np.maximum(lens * (num_bytes / speed) - attention / self.ring, 0.0)
 
 
@@ -241,25 +301,8 @@ def decide(
         raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
     # The paper's greedy knows one cost a sequence: the least that it can have.
     least = prices.work.min(axis=0)
-    found = knapsack(least, speeds=prices.sizes, carried_loads=prices.carried)
+    found = knapsack(least, speeds=prices.speeds, carried_loads=prices.carried)
     return Decision.of(prices.problem(None), found.bin_of, found.lower_bound)
-
-
-def bag_carried(carried_loads: npt.ArrayLike | None, topology: Topology) -> Floats:
-    """(num_bags,) cost carried by the slowest rank of each bag, for which its other ranks wait.
-
-    Raises:
-        ConfigError: There is not one legal load a rank.
-    """
-    if carried_loads is None:
-        return np.zeros(topology.num_bags)
-    carried = amounts("carried_loads", carried_loads)
-    if carried.size != topology.num_ranks:
-        raise ConfigError(
-            f"carried_loads of shape {carried.shape}: give a finite cost of at least 0 "
-            f"for each of the {topology.num_ranks} ranks"
-        )
-    return np.maximum.reduceat(carried, topology.first_ranks)
 
 
 def check_sizes(lens: Ints, counts: Ints, topology: Topology, limits: Limits | None) -> None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, whole, wholes
-from bascule.plan.lengths import MAX_LENGTH
+from bascule.plan.loaded.lengths import MAX_LENGTH
 from bascule.plan.routes import Ints
 
 Bools = npt.NDArray[np.bool_]

@@ -18,9 +18,9 @@ from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
-from bascule.plan.costs.prices import Decision, Floats, bag_carried, checked, decide, price
-from bascule.plan.lengths import check_lengths
+from bascule.plan.costs.prices import Decision, Floats, RankState, checked, decide, price
 from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.loaded.sequences import Batch, batch_of
 from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
@@ -98,12 +98,12 @@ def suggest_topology(
     batches = listed("batches", batches)
     if not batches:
         raise ConfigError("no batches to rank topologies for: give at least one")
-    given: list[tuple[Ints, Ints]] = []
+    given: list[Batch] = []
     for batch in batches:
         cluster.check_world(len(by_rank("sequence lengths", batch)))
-        given.append(check_lengths(batch, cluster.num_ranks))
+        given.append(batch_of(batch, cluster.num_ranks))
     sizes, units = _candidates(cluster)
-    bounds = np.mean([_bounds(*batch, cost, cluster, units, 0.0) for batch in given], axis=0)
+    bounds = np.mean([_bounds(batch, cost, cluster, units, 0.0) for batch in given], axis=0)
     order = np.argsort(bounds, kind="stable")
     even = np.flatnonzero((units > 0).sum(axis=1) == 1)
     rows: list[RankedTopology] = []
@@ -124,17 +124,14 @@ def suggest_topology(
 
 def _rank(
     unit: Topology,
-    batches: Sequence[tuple[Ints, Ints]],
+    batches: Sequence[Batch],
     cost: Cost,
     cluster: Cluster,
     limits: Limits | None,
 ) -> RankedTopology:
     topology = Topology.parse(unit, world_size=cluster.num_ranks)
-    idle = bag_carried(None, topology)
-    found = [
-        decide("lpt", price(lens, counts, topology, cost, cluster, idle), limits)
-        for counts, lens in batches
-    ]
+    idle = RankState.of(topology.num_ranks)
+    found = [decide("lpt", price(one, topology, cost, cluster, idle), limits) for one in batches]
     imbalances = [metrics.imbalance(one.loads[topology.bag_of_rank]) for one in found]
     gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in found]
     return RankedTopology(
@@ -142,7 +139,7 @@ def _rank(
         seconds=float(np.mean([one.makespan for one in found])),
         imbalance=float(np.mean(imbalances)),
         gap=float(np.mean(gaps)),
-        reasons=_reasons(topology, [lens for _, lens in batches], found, cost, cluster),
+        reasons=_reasons(topology, [one.lens for one in batches], found, cost, cluster),
     )
 
 
@@ -176,31 +173,26 @@ def _reasons(
 
 
 def choose_topology(
-    ranks: Ints,
-    lens: Ints,
+    batch: Batch,
     cost: Cost,
     cluster: Cluster,
     limits: Limits | None,
-    carried_loads: npt.ArrayLike | None,
+    ranks: RankState,
 ) -> Topology:
     """Bags for one batch; each node's are the ones that suit what was loaded there.
 
     Args:
-        ranks: (num_seqs,) rank that loaded each sequence.
-        lens: (num_seqs,) tokens.
+        batch: What was loaded.
         cost: As for `plan_batch`.
         cluster: As for `plan_batch`.
         limits: As for `plan_batch`.
-        carried_loads: As for `plan_batch`.
+        ranks: What its ranks are like.
 
     Raises:
         PlanError: No bags keep the limits.
     """
     sizes, units = _candidates(cluster)
-    single = Topology(((1, 1),), cluster.num_ranks)
-    carried = bag_carried(carried_loads, single)
-    counts = np.bincount(ranks, minlength=cluster.num_ranks)
-    bounds = _bounds(counts, lens, cost, cluster, units, float(carried.mean()))
+    bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
     best: tuple[float, Topology, Decision] | None = None
     error: PlanError | None = None
     solved: list[int] = []
@@ -208,9 +200,9 @@ def choose_topology(
         close = best is not None and float(bounds[candidate]) >= best[0] * (1 - _WORTH)
         if close or len(solved) == _MAX_SOLVED:
             break
-        topology = Topology.parse(_topology(sizes, units[candidate]), world_size=counts.size)
+        topology = Topology.parse(_topology(sizes, units[candidate]), world_size=cluster.num_ranks)
         try:
-            prices = price(lens, counts, topology, cost, cluster, bag_carried(carried, topology))
+            prices = price(batch, topology, cost, cluster, ranks)
             found = decide("lpt", prices, limits, quickly=True)
         except PlanError as met:
             error = met
@@ -221,7 +213,7 @@ def choose_topology(
     if best is None:
         assert error is not None
         raise error
-    return _settle(best[1], best[2].bag_of, ranks, lens, cluster)
+    return _settle(best[1], best[2].bag_of, batch.ranks, batch.lens, cluster)
 
 
 def _candidates(cluster: Cluster) -> tuple[Ints, Ints]:
@@ -254,9 +246,7 @@ def _topology(sizes: Ints, counts: Ints) -> Topology:
     return Topology(tuple((size, count) for size, count in reversed(list(pairs)) if count))
 
 
-def _bounds(
-    counts: Ints, lens: Ints, cost: Cost, cluster: Cluster, units: Ints, carried: float
-) -> Floats:
+def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
     """(num_candidates,) bound of each candidate's makespan, all bisected at once.
 
     A makespan is too short if a fluid does not fit (the longest sequences on the largest bags,
@@ -264,11 +254,9 @@ def _bounds(
     """
     sizes = np.left_shift(np.int64(1), np.arange(units.shape[1], dtype=np.int64))
     num_units = cluster.num_ranks // int((units[0] * sizes).sum())
-    order = np.argsort(-lens, kind="stable")
-    ordered, compute = (
-        lens[order],
-        checked(cluster.compute_seconds(cost, lens), lens, counts)[order],
-    )
+    seconds = cluster.compute_seconds(cost, batch.lens, batch.num_pairs)
+    order = np.argsort(-batch.lens if batch.num_pairs is None else -seconds, kind="stable")
+    ordered, compute = batch.lens[order], checked(seconds, batch.lens, batch.counts)[order]
     wires = [size * cluster.wire_seconds(cost, size) for size in sizes.tolist()]
     work = compute + np.array(wires)[:, None] * ordered
     before = carried + np.array([cluster.launch_seconds(cost, size) for size in sizes.tolist()])

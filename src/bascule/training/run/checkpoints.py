@@ -25,7 +25,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import explained
 from bascule.errors import CommError, ConfigError
 from bascule.plan.checks import shown
-from bascule.training.train_options import Schedule
+from bascule.training.run.train_options import Schedule
 
 _WHOLE = re.compile("step-[0-9]{8,}")
 _FACTS = "run.json"

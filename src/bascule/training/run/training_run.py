@@ -21,13 +21,13 @@ from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.parallel_plans import PlannedLater
 from bascule.training.building import build_model
-from bascule.training.checkpoints import Checkpoints, Facts, step_of
 from bascule.training.flow import FlowBatch
-from bascule.training.preparing import Prepared, cost_of, prepare
-from bascule.training.step_metrics import PARTS, MetricsLog, StepReports
+from bascule.training.run.checkpoints import Checkpoints, Facts, step_of
+from bascule.training.run.preparing import Prepared, cost_of, prepare
+from bascule.training.run.step_metrics import PARTS, MetricsLog, StepReports
+from bascule.training.run.stopwatch import Stopwatch, TimedStep, watch_blocks
+from bascule.training.run.train_options import TrainOptions, split
 from bascule.training.stepping import sync_of, train_step
-from bascule.training.stopwatch import Stopwatch, TimedStep, watch_blocks
-from bascule.training.train_options import TrainOptions, split
 
 
 @dataclass(frozen=True, slots=True)

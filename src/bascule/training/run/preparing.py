@@ -13,9 +13,9 @@ from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster, HardwareProfile
 from bascule.plan.topology.spec import Topology
 from bascule.training.building import model_config
-from bascule.training.checkpoints import Facts, check_facts, newest_checkpoint
 from bascule.training.measure import measure_cost
-from bascule.training.train_options import Schedule, TrainOptions, schedule_of, settings_of
+from bascule.training.run.checkpoints import Facts, check_facts, newest_checkpoint
+from bascule.training.run.train_options import Schedule, TrainOptions, schedule_of, settings_of
 from bascule.workload.codes import parse_data_codes
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SyntheticStream

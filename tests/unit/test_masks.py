@@ -1,0 +1,222 @@
+"""Masks of sequences: pairs, tiles, plans; against the matrix of what each token sees."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bascule import ConfigError, PolynomialCost, Sequences, Span, TransformerCost, plan_batch
+from bascule.attention.tiles import Pieces
+from bascule.comm.groups import RankGroup
+from bascule.plan.batch import Plan
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.loaded.masks import Masks
+from bascule.plan.loaded.sequences import Batch, batch_of
+from bascule.plan.step import plan_step
+from tests.helpers.oracle import seen_by
+from tests.helpers.simulation import assert_delivery
+
+CPU = torch.device("cpu")
+COST = TransformerCost(64)
+
+spans = st.lists(
+    st.builds(Span, st.sampled_from([1, 2, 3, 7]), st.booleans(), st.booleans()), max_size=5
+)
+
+
+def masks_of(sequences: Sequence[Sequence[Span]]) -> Masks:
+    lens = [sum(span.num_tokens for span in mask) for mask in sequences]
+    masks = batch_of([Sequences(lens, sequences)], 1).masks
+    return masks or Masks.alike(np.array(lens, np.int64), causal=False)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(spans, max_size=4))
+def test_pairs_are_those_of_the_matrix(sequences: list[list[Span]]) -> None:
+    pairs = masks_of(sequences).num_pairs()
+    assert pairs.tolist() == [int(seen_by(mask).sum()) for mask in sequences]
+
+
+def matrix_of(tiles: list[list[Any]], lens: Sequence[int], rank: int) -> npt.NDArray[np.int64]:
+    """How often each row of a rank is paired with each row of all ranks, by its tiles."""
+    blocks: list[npt.NDArray[np.int64]] = []
+    for size, of_other in zip(lens, tiles, strict=True):
+        block = np.zeros((lens[rank], size), np.int64)
+        for tile in of_other:
+            q, k = np.arange(lens[rank]), np.arange(size)
+            q, k = (
+                x[rows] if isinstance(rows, slice) else x[rows.numpy()]
+                for x, rows in ((q, tile.q), (k, tile.k))
+            )
+            assert len(set(q.tolist())) == q.size, "a query twice in a tile"
+            packed, first_q, first_k = tile.mask.packed, 0, 0
+            for num_q, num_k in zip(packed.seq_lens, packed.kv_lens, strict=True):
+                seen = np.ones((num_q, num_k), np.int64)
+                part = np.tril(seen) if tile.mask.causal else seen
+                at = np.ix_(q[first_q : first_q + num_q], k[first_k : first_k + num_k])
+                np.add.at(block, at, part)
+                first_q, first_k = first_q + num_q, first_k + num_k
+            assert (first_q, first_k) == (q.size, k.size)
+        blocks.append(block)
+    return np.concatenate(blocks, axis=1)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(spans, max_size=4), st.integers(1, 4), st.booleans(), st.randoms())
+def test_tiles_pair_each_query_once_with_what_it_sees(
+    sequences: list[list[Span]], ring: int, is_zigzag: bool, random: Any
+) -> None:
+    masks, num_runs = masks_of(sequences), 2 if is_zigzag and ring > 1 else 1
+    lens = [sum(span.num_tokens for span in mask) for mask in sequences]
+    cuts = [sorted(random.choices(range(n + 1), k=ring * num_runs - 1)) for n in lens]
+    bounds = [[0, *cut, n] for cut, n in zip(cuts, lens, strict=True)]
+    owned = [[(r, 2 * ring - 1 - r)[:num_runs] for _ in sequences] for r in range(ring)]
+    positions = [  # (sequence, position) of each row, early runs first
+        [
+            (seq, position)
+            for run in range(num_runs)
+            for seq, bound in enumerate(bounds)
+            for position in range(bound[owned[r][seq][run]], bound[owned[r][seq][run] + 1])
+        ]
+        for r in range(ring)
+    ]
+    runs = [
+        [
+            bound[owned[r][seq][run] + 1] - bound[owned[r][seq][run]]
+            for run in range(num_runs)
+            for seq, bound in enumerate(bounds)
+        ]
+        for r in range(ring)
+    ]
+    every = [place for of_rank in positions for place in of_rank]
+    for rank in range(ring):
+        ranks = tuple(range(ring))
+        group = RankGroup(lambda: None, rank, ranks, ranks, "ring") if ring > 1 else None
+        pieces = Pieces(np.array(runs, np.int64).reshape(ring, -1), num_runs, group, CPU)
+        assert pieces.seq_lens.tolist() == lens
+        found = matrix_of(pieces.tiles(masks), pieces.kv_lens, rank)
+        wanted = [
+            [seq == other and bool(seen_by(sequences[seq])[i, j]) for other, j in every]
+            for seq, i in positions[rank]
+        ]
+        np.testing.assert_array_equal(found, np.array(wanted, np.int64).reshape(found.shape))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.lists(st.sampled_from([0, 1, 5, 8, 40]), max_size=4), min_size=4, max_size=4),
+    st.sampled_from(["g1r4n1", "g2r2n1", "g1r2n1+g1n2", "g2r2n1", "g1n4"]),
+)
+def test_causal_plans_deliver_each_token(lens: list[list[int]], topology: str) -> None:
+    plan = plan_batch([Sequences(of_rank, "causal") for of_rank in lens], topology, COST)
+    assert_delivery(plan)
+    for rank in range(4):
+        local = plan.local(rank)
+        bag = plan.topology.bag_of_rank[rank]
+        place = rank - plan.topology.first_ranks[bag]
+        assert plan.bag_lens(rank)[place].tolist() == local.chunk_lens.tolist()
+        assert plan.tokens[rank] == local.positions.size
+
+
+@pytest.mark.parametrize(
+    ("topology", "num_ranks"), [("g1r4n1", 4), ("g2r2n1", 4), ("g1r2n2", 4), ("g1r8n1", 8)]
+)
+def test_causal_rings_are_even(topology: str, num_ranks: int) -> None:
+    loaded = [Sequences([4096, 900], "causal"), *[[] for _ in range(num_ranks - 1)]]
+    plan = plan_batch(loaded, topology, COST)
+    pairs = [int((plan.local(rank).positions + 1).sum()) for rank in range(num_ranks)]
+    for bag, ranks in enumerate(plan.topology.bags):  # ranks that share heads share their tokens
+        rings = int(plan.topology.ring_degrees[bag])
+        of_bag = np.array([pairs[rank] for rank in ranks]).reshape(rings, -1).sum(axis=1)
+        assert of_bag.max() <= 1.01 * of_bag.min()
+
+
+def test_a_cost_counts_the_pairs_that_are_computed() -> None:
+    mixed = [Span(20), Span(64, causal=False), Span(5, new_document=True)]
+    pairs = 20 * 21 / 2 + 64 * 84 + 5 * 6 / 2
+    loaded = [Sequences([89, 30], [mixed, "full"], context_lens=[7, 0]), [16]]
+    for cost in (COST, PolynomialCost(1e-9, 1e-7, 1e-5)):
+        plan = plan_batch(loaded, "g1n2", cost)
+        wanted = cost([89, 30, 16], [pairs + 89 * 7, 900, 256])
+        assert plan.loads.sum() == pytest.approx(wanted.sum(), rel=1e-12)
+        assert plan.unbalanced_loads(cost).tolist() == pytest.approx(
+            [*wanted[:2].sum(keepdims=True), wanted[2]]
+        )
+    assert COST(89) == pytest.approx(COST(89, 89 * 89), rel=1e-12)
+    cluster = Cluster(1, 2, 1e12, 1e12, 1e11, 1e10, 1e-6)
+    whole = plan_batch([[89, 30], [16]], "g2n1", COST, cluster=cluster)
+    assert plan_batch(loaded, "auto", COST, cluster=cluster).makespan < whole.makespan
+    steps = plan_step([loaded, loaded], "g1n2", COST, sync="step")
+    assert all(step.masks is not None and step.context_lens is not None for step in steps)
+
+
+def test_a_plan_with_masks_survives_its_json() -> None:
+    mixed = [Span(20), Span(64, causal=False), Span(5, new_document=True)]
+    loaded = [Sequences([89, 0, 30], [mixed, "causal", "full"], context_lens=[7, 3, 0]), [16]]
+    plan = plan_batch(loaded, "g1r2n1", COST)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.masks is not None
+    assert plan.masks is not None
+    assert again.masks.to_lists() == plan.masks.to_lists()
+    assert again.context_lens is not None
+    assert again.context_lens.tolist() == [7, 3, 0, 0]
+    others = [
+        plan_batch([[89, 0, 30], [16]], "g1r2n1", COST),
+        plan_batch([Sequences([89, 0, 30], "causal"), [16]], "g1r2n1", COST),
+        plan_batch([Sequences([89, 0, 30], context_lens=[7, 3, 0]), [16]], "g1r2n1", COST),
+    ]
+    assert len({plan.digest, *(other.digest for other in others)}) == 4
+    full = plan_batch([Sequences([89, 0, 30], ["full"] * 3, [0, 0, 0]), [16]], "g1r2n1", COST)
+    assert full == others[0]
+    damaged = plan.to_json().replace("[64, false, false]", "[64, true, false]")
+    with pytest.raises(ConfigError, match="damaged"):
+        Plan.from_json(damaged)
+
+
+def test_a_batch_survives_as_numbers() -> None:
+    loaded = Sequences([89, 0, 30], [[Span(89)], [], [Span(3), Span(27, False, True)]], [7, 3, 0])
+    for one in (loaded, Sequences([4, 5]), Sequences([]), Sequences([4], context_lens=[2])):
+        batch = batch_of([one], 1)
+        again = batch_of([Batch.from_words(batch.to_words())], 1)
+        assert again.to_words().tolist() == batch.to_words().tolist()
+        assert (again.masks is None) == (batch.masks is None)
+
+
+@pytest.mark.parametrize(
+    ("loaded", "told"),
+    [
+        (Sequences([4], "casual"), "rank 1: masks='casual': give \"full\", \"causal\", or a list"),
+        (Sequences([4], ["casual"]), "rank 1, sequence 0: mask 'casual'"),
+        (Sequences([4], ["causal", "full"]), "rank 1: 2 masks for 1 sequences"),
+        (Sequences([4], [[Span(3)]]), "rank 1, sequence 0: spans of 3 tokens together for"),
+        (Sequences([4], cast(Any, [[4]])), "rank 1, sequence 0: 4 in its mask: give a list"),
+        (Sequences([4], cast(Any, 7)), "rank 1: masks=7"),
+        (Sequences([4], cast(Any, [7])), "rank 1, sequence 0: mask 7"),
+        (Sequences([4], context_lens=[1, 2]), "rank 1: 2 context_lens for 1 sequences"),
+        (Sequences([4], context_lens=[-1]), "context_lens: rank 1, sequence 0: length -1"),
+        (Sequences([-4]), "rank 1, sequence 0: length -4"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(loaded: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        plan_batch([[3], loaded], "g1n2", COST)
+
+
+@pytest.mark.parametrize("args", [(0,), (-1,), (2.5,), (True,), (3, "yes"), (3, True, 1)])
+def test_illegal_spans_are_refused(args: tuple[Any, ...]) -> None:
+    with pytest.raises(ConfigError, match="Span"):
+        Span(*args)
+
+
+def test_a_cost_model_that_takes_no_pairs_is_told() -> None:
+    def squares(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:
+        return np.asarray(seq_lens, np.float64) ** 2
+
+    with pytest.raises(ConfigError, match="called with tokens and, as there are masks"):
+        plan_batch([Sequences([4], "causal")], "g1n1", squares)
