@@ -121,9 +121,9 @@ def test_a_run_goes_on_only_with_its_own_settings(tmp_path: Path) -> None:
     found = prepare(TrainOptions(**options, topology="g2n1", ranks=2), world_size=2)
     assert found.checkpoint == tmp_path / "step-00000003"
     changes: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"seed": 1}, "saved with --seed '0', and this run has '1': give the same, or another"),
-        ({"data": "g1b3i32f1s0"}, "--data 'g1b2i32f1s0,g1b1i64f1s0', and this run has 'g1b3i3"),
-        ({"batch_size": 2}, "--batch-size '3', and this run has '2'"),
+        ({"seed": 1}, "saved with --seed 0, and this run has --seed 1: give the same, or another"),
+        ({"data": "g1b3i32f1s0"}, "--data g1b2i32f1s0,g1b1i64f1s0, and this run has --data g1b3i3"),
+        ({"batch_size": 2}, "--batch-size 3, and this run has --batch-size 2"),
         ({"resume": False}, "has the checkpoint step-00000003 of an earlier run: go on with --res"),
     )
     for changed, told in changes:

@@ -50,16 +50,16 @@ def _follow(run: "TrainingRun", console: Console) -> None:
 
     def told(record: dict[str, Any]) -> None:
         losses.append(record["loss"])
-        progress.update(bar, completed=record["step"], loss=record["loss"])
+        progress.update(bar, completed=record["step"], loss=f"{record['loss']:.4f}")
 
     columns = (
-        TextColumn("training, loss {task.fields[loss]:.4f}"),
+        TextColumn("training, loss {task.fields[loss]}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=last, completed=first, loss=float("nan"))
+        bar = progress.add_task("", total=last, completed=first, loss="..")
         run.run(told)
     if not losses:
         console.print(f"nothing is left to train: {run.checkpoint}", soft_wrap=True)

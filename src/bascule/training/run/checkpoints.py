@@ -24,7 +24,6 @@ from bascule.comm.agree import agree_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import explained
 from bascule.errors import CommError, ConfigError
-from bascule.plan.checks import shown
 from bascule.training.run.train_options import Schedule
 
 _WHOLE = re.compile("step-[0-9]{8,}")
@@ -73,17 +72,22 @@ def check_facts(checkpoint: Path, facts: Facts) -> None:
         saved, num_samples = dict[str, str](said["settings"]), int(said["num_samples"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{checkpoint} is no checkpoint of bascule train: {error!r}") from error
-    for name in sorted({*saved, *facts.settings}):
-        if saved.get(name) != facts.settings.get(name):
+    for name in {**facts.settings, **saved}:
+        before, now = (_setting(name, all_of) for all_of in (saved, facts.settings))
+        if before != now:
             raise ConfigError(
-                f"--resume: {checkpoint} was saved with {name} {shown(saved.get(name))}, and this "
-                f"run has {shown(facts.settings.get(name))}: give the same, or another --out"
+                f"--resume: {checkpoint} was saved with {before}, and this run has {now}: give the "
+                "same, or another --out"
             )
     if num_samples < facts.schedule.samples_until(step_of(checkpoint)):
         raise ConfigError(
             f"--resume: {checkpoint} ends a run of {num_samples} samples with a smaller step, so a "
             "longer run would leave samples out: give the same --epochs, or another --out"
         )
+
+
+def _setting(name: str, settings: Mapping[str, str]) -> str:
+    return f"{name} {settings[name]}" if name in settings else f"no {name}"
 
 
 class Checkpoints:

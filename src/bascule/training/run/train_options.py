@@ -163,9 +163,9 @@ def schedule_of(options: TrainOptions, epoch_samples: int | None) -> Schedule:
 
 def settings_of(options: TrainOptions, data: str, schedule: Schedule) -> dict[str, str]:
     """What decides the losses, by option, as text: runs with the same have the same curve."""
-    settings = {_flag(name): str(getattr(options, name)) for name in _OF_THE_CURVE}
-    settings["--batch-size"] = str(schedule.batch_size)
-    return settings | {"--data" if options.photos is None else "--photos": data}
+    settings = {"--data" if options.photos is None else "--photos": data}
+    settings |= {_flag(name): str(getattr(options, name)) for name in _OF_THE_CURVE}
+    return settings | {"--batch-size": str(schedule.batch_size)}
 
 
 def split(numbers: range, num_parts: int) -> list[range]:
