@@ -165,9 +165,10 @@ class PhotoStream:
 
     @property
     def digest(self) -> str:
-        """Of the names, captions and shapes of the photos: equal where the samples are."""
+        """How many there are, with a digest of names, captions and shapes: equal where they are."""
         facts = [(p.path.name, p.caption, p.frames, p.rows, p.columns) for p in self._photos]
-        return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+        return f"{len(facts)} samples ({digest})"
 
     def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
         """Shapes of the samples with these numbers in the order of all epochs; reads no file."""

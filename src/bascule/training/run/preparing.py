@@ -57,12 +57,7 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
     cluster = _cluster(options, world_size) if topology == "auto" else None
     data = _open(options, rank, world_size)
     schedule = schedule_of(options, data.num_samples)
-    source = (
-        options.data
-        if options.photos is None
-        else f"{options.photos.name} ({data.num_samples} samples, {data.digest})"
-    )
-    settings = settings_of(options, str(source), schedule)
+    settings = settings_of(options, data.digest, schedule)
     checkpoint = newest_checkpoint(options.out)
     if checkpoint is not None:
         if not options.resume:
