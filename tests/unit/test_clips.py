@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ def clip(folder: Path, values: list[int]) -> None:
         grey(folder, f"frame{number}.png", value)
 
 
-def stream(folder: Path, **options: int) -> PhotoStream:
-    return PhotoStream(folder, 1, options=PhotoOptions(**{"clip_frames": 4} | options))
+def stream(folder: Path, **options: Any) -> PhotoStream:
+    return PhotoStream(folder, 1, options=PhotoOptions(**({"clip_frames": 4} | options)))
 
 
 def frames_of(clips: PhotoStream) -> list[int]:
