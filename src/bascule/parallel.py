@@ -16,9 +16,8 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import tell, told
 from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
-from bascule.parallel_plans import Asked, PlannedLater, Planning, checked
+from bascule.parallel_plans import Asked, Planned, PlannedLater, Planning, checked
 from bascule.parallel_step import Step as Step
-from bascule.plan.batch import Plan
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cost_models import Cost, describe_cost
 from bascule.plan.costs.hardware import Cluster
@@ -144,10 +143,14 @@ class SequenceParallel:
             CommError: Ranks disagree about anything that a plan depends on, or one is gone.
             PlanError: The limits cannot be met (on all ranks).
         """
-        return self._plan([local_seq_lens], "microbatch")[0]
+        return self._plan_now(self._asked([local_seq_lens], "microbatch"))[0]
 
     def plan_step(
-        self, microbatches: Sequence[npt.ArrayLike | Sequences], *, sync: Sync = "microbatch"
+        self,
+        microbatches: Sequence[npt.ArrayLike | Sequences],
+        *,
+        sync: Sync = "microbatch",
+        mixes: bool = False,
     ) -> tuple["Step", ...]:
         """Plan all microbatches of an optimizer step from one fixed-size gather, on the host.
 
@@ -155,6 +158,8 @@ class SequenceParallel:
             microbatches: Of each, the tokens of each sequence that this rank loaded; as many
                 microbatches on all ranks.
             sync: What ranks wait for, as for `bascule.plan_step`; see `training.sync_of`.
+            mixes: Whether sequences may change microbatch: then `Step.sources` says which of this
+                rank's each step routes, in that order.
 
         Returns:
             A frozen step for each microbatch, in their order.
@@ -162,7 +167,7 @@ class SequenceParallel:
         Raises:
             As `plan`; CommError: ranks give unlike numbers of microbatches, or of `sync`.
         """
-        return self._plan(microbatches, sync)
+        return self._plan_now(self._asked(microbatches, sync, mixes=mixes))
 
     def set_speeds(self, speeds: npt.ArrayLike | None) -> None:
         """Plan from now on for ranks that are not alike: who is slow gets less.
@@ -188,7 +193,11 @@ class SequenceParallel:
         self._plan_now(self._asked([], "microbatch", error))
 
     def plan_later(
-        self, microbatches: Sequence[npt.ArrayLike | Sequences], *, sync: Sync = "microbatch"
+        self,
+        microbatches: Sequence[npt.ArrayLike | Sequences],
+        *,
+        sync: Sync = "microbatch",
+        mixes: bool = False,
     ) -> PlannedLater:
         """Begin to plan an optimizer step behind the current one; see `plan_step`.
 
@@ -200,7 +209,7 @@ class SequenceParallel:
         """
         if self._ahead is None:
             self._ahead = Planning(self._make(self._planning.group.ranks, "ahead", backend="gloo"))
-        ahead, asked = self._ahead, self._asked(microbatches, sync)
+        ahead, asked = self._ahead, self._asked(microbatches, sync, mixes=mixes)
         self._latest = PlannedLater(
             lambda: ahead.now(asked),
             lambda plans: self._steps(asked, plans),
@@ -208,11 +217,6 @@ class SequenceParallel:
             self._latest if self._latest and not self._latest.is_ready else None,
         )
         return self._latest
-
-    def _plan(
-        self, microbatches: Sequence[npt.ArrayLike | Sequences], sync: Sync
-    ) -> tuple["Step", ...]:
-        return self._plan_now(self._asked(microbatches, sync))
 
     def _plan_now(self, asked: Asked) -> tuple["Step", ...]:
         try:
@@ -222,15 +226,17 @@ class SequenceParallel:
             raise
         return self._steps(asked, plans)
 
-    def _steps(self, asked: Asked, plans: Sequence[Plan]) -> tuple["Step", ...]:
+    def _steps(self, asked: Asked, plans: Sequence[Planned]) -> tuple["Step", ...]:
         numbered = enumerate(plans, asked.number)
-        return tuple(Step(self, plan, number, asked.cost) for number, plan in numbered)
+        return tuple(Step(self, planned, number, asked.cost) for number, planned in numbered)
 
     def _asked(
         self,
         microbatches: Sequence[npt.ArrayLike | Sequences],
         sync: Sync,
         error: Exception | None = None,
+        *,
+        mixes: bool = False,
     ) -> Asked:
         """What this rank brings to its next plan; what is wrong is told where ranks agree."""
         number, batches = self._num_plans + 1, list[Batch]()
@@ -252,8 +258,10 @@ class SequenceParallel:
             tell(met, f"step {number}: plan")
             raise
         self._num_plans += max(1, len(microbatches) if isinstance(microbatches, Sized) else 1)
-        settings |= {"step": str(number), "microbatches": f"{len(batches)}, sync={sync}"}
-        return Asked(number, batches, sync, settings, self.topology, self.cost, others, error)
+        microbatch = f"{len(batches)}, sync={sync}, mixes={mixes}"
+        settings |= {"step": str(number), "microbatches": microbatch}
+        same = settings, self.topology, self.cost, others, error
+        return Asked(number, batches, sync, bool(mixes), *same)
 
     def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
         """Let all ranks agree on the form of an exchange, the first time that this form is used.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from bascule.attention import packed
@@ -97,3 +98,8 @@ class Forms:
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         self._parallel.agree_once("mean", form, error, self._number)
+
+
+def needs_gradient(x: object) -> bool:
+    """Whether a call with this tensor takes part in a backward."""
+    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad

@@ -19,11 +19,12 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import end_all, telling
 from bascule.comm.guard.watch import watch_of_world
 from bascule.errors import ConfigError
+from bascule.plan import routes
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import listed
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
-from bascule.plan.step import Sync, check_sync, plan_step
+from bascule.plan.step import Sync, check_sync, mix_microbatches, plan_step
 from bascule.plan.topology.spec import Topology
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Asked:
         number: Of the first step planned.
         batches: Its sequences, for each microbatch.
         sync: As for `plan_step`.
+        mixes: Whether sequences may change microbatch.
         settings: All that must be the same on all ranks, as text.
         topology: As for `plan_batch`.
         cost: As for `plan_batch`.
@@ -50,6 +52,7 @@ class Asked:
     number: int
     batches: Sequence[Batch]
     sync: Sync
+    mixes: bool
     settings: Mapping[str, str]
     topology: Topology | str
     cost: Cost
@@ -62,6 +65,20 @@ class Asked:
         return f"step {self.number}: plan"
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A plan, and which sequences of this rank it is for.
+
+    Attributes:
+        plan: The plan.
+        sources: (n, 2) by sequence of this rank, the microbatch in which it was loaded, and its
+            place there.
+    """
+
+    plan: Plan
+    sources: routes.Ints
+
+
 class Planning:
     """Plans that ranks make one after the other over a group of the host."""
 
@@ -69,7 +86,7 @@ class Planning:
         self.group = group
         self._capacity = _FIRST_CAPACITY
 
-    def now(self, asked: Asked) -> tuple[Plan, ...]:
+    def now(self, asked: Asked) -> tuple[Planned, ...]:
         """One plan a microbatch, from one gather of a fixed size.
 
         Raises:
@@ -82,10 +99,17 @@ class Planning:
         finally:  # who waits for the next plan waits for the thread that asks for it
             self.group.calls.thread = threading.main_thread().ident
         with telling(asked.where):
+            rank = self.group.rank
+            sources = [_as_loaded(*one) for one in enumerate(asked.batches)]
             if len(loaded) == 1:
-                return (plan_batch(loaded[0], asked.topology, asked.cost, **asked.others),)
+                plans = (plan_batch(loaded[0], asked.topology, asked.cost, **asked.others),)
+                return tuple(map(Planned, plans, sources))
+            if asked.mixes:
+                same = {name: asked.others[name] for name in ("limits", "speeds")}
+                mixed = mix_microbatches(loaded, asked.topology, asked.cost, **same)
+                loaded, sources = mixed.microbatches, [one[rank] for one in mixed.sources]
             args = loaded, asked.topology, asked.cost
-            return plan_step(*args, sync=asked.sync, **asked.others)
+            return tuple(map(Planned, plan_step(*args, sync=asked.sync, **asked.others), sources))
 
     def _gather(self, asked: Asked) -> list[list[Sequences]]:
         """Sequences by microbatch and rank; or the same error on all ranks."""
@@ -114,13 +138,13 @@ class PlannedLater:
 
     def __init__(
         self,
-        make: Callable[[], tuple[Plan, ...]],
-        bind: Callable[[tuple[Plan, ...]], tuple["Step", ...]],
+        make: Callable[[], tuple[Planned, ...]],
+        bind: Callable[[tuple[Planned, ...]], tuple["Step", ...]],
         where: str,
         before: "PlannedLater | None",
     ) -> None:
         self._make, self._bind, self._where = make, bind, where
-        self._plans: tuple[Plan, ...] = ()
+        self._plans: tuple[Planned, ...] = ()
         self._steps: tuple[Step, ...] | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()  # an interrupted `join` takes a living thread for ended
@@ -157,6 +181,10 @@ class PlannedLater:
             self._error = error
         finally:
             self._done.set()
+
+
+def _as_loaded(number: int, batch: Batch) -> routes.Ints:
+    return np.stack([np.full(batch.lens.size, number), np.arange(batch.lens.size)], axis=1)
 
 
 def checked(microbatches: Sequence[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from bascule import parallel_ops
@@ -39,9 +38,9 @@ from bascule.comm.guard.failures import tell, telling
 from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
 from bascule.comm.world import this_world
-from bascule.parallel_forms import Forms
+from bascule.parallel_forms import Forms, needs_gradient
+from bascule.parallel_plans import Planned
 from bascule.plan import metrics, routes
-from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.traffic import Traffic
 
@@ -58,6 +57,8 @@ class Step:
     Attributes:
         plan: The frozen plan.
         number: Which plan of the SequenceParallel it is, from 1.
+        sources: (n, 2) of each sequence that this rank routes, the microbatch of `plan_step` in
+            which it loaded it, and its place there.
         local: What this rank computes on, as numpy arrays.
         local_seq_ids: Global ids of the sequences of this rank's chunks; see `LocalLayout`.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
@@ -65,14 +66,18 @@ class Step:
         traffic: What this rank sent to other ranks so far, forward passes only.
     """
 
-    def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int, cost: Cost) -> None:
-        self._parallel, self.plan, self.number = parallel, plan, number
+    def __init__(
+        self, parallel: "SequenceParallel", planned: Planned, number: int, cost: Cost
+    ) -> None:
+        plan = planned.plan
+        self._parallel, self.number = parallel, number
+        self.plan, self.sources = plan, planned.sources
         self.num_attended, self.traffic = 0, Traffic()
         self._cost = cost  # that it was planned with
         self._forms = Forms(parallel, plan, number)
         self.local = plan.local(parallel.rank)
-        self.local_seq_ids = self._tensor(self.local.seq_ids)
-        self.token_slot = self._tensor(self.local.slots)
+        self.local_seq_ids = table_on(self.local.seq_ids, parallel.device)
+        self.token_slot = table_on(self.local.slots, parallel.device)
         # For compilers, which take whole numbers, and cannot look into arrays.
         lens, counts = plan.seq_lens, plan.source_counts
         self._key = this_world().steps.add(self)
@@ -86,7 +91,7 @@ class Step:
         self._place = self._bag.mesh.place[1]
 
     def __enter__(self) -> "Step":
-        """Begin a block in which an error of the user's code ends the others too."""
+        """Begin a block in which an error of the user's code ends the others."""
         return self
 
     def __exit__(
@@ -189,11 +194,12 @@ class Step:
             ConfigError: An argument is wrong. CommError: an exchange failed.
         """
         if is_recorded():
+            refuse_transforms("attend", q_CHD, k_CKD, v_CKD)
             kind = "causal" if causal else "all"
             return self._attend_recorded(q_CHD, k_CKD, v_CKD, kind, scale)
         bag, kernel = self._bag, self._parallel.options.kernel
         with telling(f"step {self.number}: attend"):
-            needs_grad = list(map(_needs_grad, (q_CHD, k_CKD, v_CKD)))
+            needs_grad = list(map(needs_gradient, (q_CHD, k_CKD, v_CKD)))
             qkv = q_CHD, k_CKD, v_CKD
             self._forms.of_attention(self._bag, qkv, needs_grad, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
@@ -206,7 +212,7 @@ class Step:
         Differentiable; one all-gather forward, one reduce-scatter backward.
         """
         refuse_transforms("gather_samples", tensor)
-        needs_grad = _needs_grad(tensor)
+        needs_grad = needs_gradient(tensor)
         if is_recorded():
             args = self._key, self._num_samples, needs_grad
             return parallel_ops.gather_samples(tensor, *args)
@@ -265,11 +271,12 @@ class Step:
         counts = self.plan.source_counts
         most = int(counts.max(initial=0))
         rows = routes.ranges(np.arange(counts.size) * most, counts)
-        return most, self._tensor(rows), self._parallel.group, self.number
+        parallel = self._parallel
+        return most, table_on(rows, parallel.device), parallel.group, self.number
 
     def _exchange(self, what: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         refuse_transforms(what, *tensors.values())
-        needs_grad = list(map(_needs_grad, tensors.values()))
+        needs_grad = list(map(needs_gradient, tensors.values()))
         if is_recorded():
             args = self._key, what, ",".join(tensors), needs_grad, self._num_rows[what]
             return tuple(parallel_ops.exchange(list(tensors.values()), *args)[:-1])
@@ -280,14 +287,13 @@ class Step:
     def _attend_recorded(
         self, q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float | None
     ) -> Tensor:
-        refuse_transforms("attend", q, k, v)
         self._forms.check_settings(kind == "causal", scale)
         q, _ = with_positive_scale(q, scale)
         sizes: list[int] = []
         if self._sharing > 1 and kind != "contexts":
             own = k.shape[1] // self._sharing + (self._place < k.shape[1] % self._sharing)
             sizes = [self._num_together, q.shape[1] // k.shape[1] * own, own]
-        needs_grad = [_needs_grad(x) for x in (q, k, v)]
+        needs_grad = [needs_gradient(x) for x in (q, k, v)]
         return parallel_ops.attend(q, k, v, self._key, sizes, needs_grad, kind, scale)[0]
 
     # What operators do, with the same checks and agreements; autograd does not record it.
@@ -390,10 +396,3 @@ class Step:
         rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
         self.traffic += Traffic(routed=rows * route.num_moved)
         return route
-
-    def _tensor(self, array: routes.Ints) -> Tensor:
-        return table_on(array, self._parallel.device)
-
-
-def _needs_grad(x: Any) -> bool:
-    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.jobs import launch_example, run_example
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "train_toy_dit.py"
+TOY, FLUX = (ROOT / "examples" / name for name in ("train_toy_dit.py", "train_flux_balanced.py"))
 
 
 def steps_of(done: subprocess.CompletedProcess[str]) -> list[tuple[float, float, float]]:
@@ -21,8 +21,8 @@ def steps_of(done: subprocess.CompletedProcess[str]) -> list[tuple[float, float,
 
 @pytest.mark.slow
 def test_the_example_trains_alike_on_all_bags() -> None:
-    single = steps_of(launch_example(EXAMPLE, "g1n2"))
-    shared = steps_of(run_example(EXAMPLE, "g2n1"))
+    single = steps_of(launch_example(TOY, "g1n2"))
+    shared = steps_of(run_example(TOY, "g2n1"))
     losses = [loss for loss, _, _ in single]
     assert len(losses) == 20
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
@@ -30,3 +30,16 @@ def test_the_example_trains_alike_on_all_bags() -> None:
     for (ours, after, _), (theirs, even, _) in zip(single, shared, strict=True):
         assert abs(ours - theirs) < 1e-3 * ours
         assert even == 1.0 <= after
+
+
+@pytest.mark.slow
+def test_flux_trains_alike_on_all_bags() -> None:
+    pytest.importorskip("diffusers")
+    single, shared = (steps_of(run_example(FLUX, topology)) for topology in ("g1n2", "g2n1"))
+    losses = [loss for loss, _, _ in single]
+    assert len(losses) == 15
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5]), losses
+    assert all(after < 1.3 < before for _, after, before in single)
+    for (ours, _, _), (theirs, even, _) in zip(single, shared, strict=True):
+        assert abs(ours - theirs) < 1e-3 * ours
+        assert even == 1.0

@@ -59,7 +59,7 @@ def test_bf16_is_as_near_to_float32_as_without_balancing() -> None:
 
 
 def test_checkpointing_gives_the_same_gradients() -> None:
-    run_ranks(checkpointed, 4, "g2r2n1")
+    run_ranks(checkpointed, 4, "g2r2n1", 1)
 
 
 def test_two_plans_alive() -> None:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -162,10 +163,10 @@ def sequences_of(samples: Sequence[Sample]) -> Sequences:
     return Sequences(lens, [s.spans for s in samples], contexts)
 
 
-def trained(kind: str, seeds: Sequence[int], wrap: Callable[..., Any]) -> int:
+def trained(kinds: Sequence[str], seeds: Sequence[int], wrap: Callable[..., Any]) -> int:
     rank, size, compared = dist.get_rank(), dist.get_world_size(), 0
     parallels = [SequenceParallel(None, spec, COST) for spec in TOPOLOGIES[size]]
-    for seed in seeds:
+    for kind, seed in product(kinds, seeds):
         ranks = draw_samples(seed, kind, size)
         want_loss, want = reference(ranks)
         for parallel in parallels:
@@ -185,23 +186,28 @@ def trained(kind: str, seeds: Sequence[int], wrap: Callable[..., Any]) -> int:
 KINDS = ["causal", "documents", "images", "mixed", "contexts"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world_size", TOPOLOGIES)
-def test_gradients_equal_one_process(world_size: int, kind: str) -> None:
-    seeds = range(6)
-    counts = run_ranks(trained, world_size, kind, seeds, plain)
-    assert counts == [len(seeds) * len(TOPOLOGIES[world_size])] * world_size
+def test_gradients_equal_one_process(world_size: int) -> None:
+    seeds = range(4)
+    counts = run_ranks(trained, world_size, KINDS, seeds, plain)
+    assert counts == [len(KINDS) * len(seeds) * len(TOPOLOGIES[world_size])] * world_size
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("world_size", TOPOLOGIES)
+def test_gradients_equal_one_process_at_length(world_size: int) -> None:
+    run_ranks(trained, world_size, KINDS, range(4, 100), plain, timeout_s=1500.0)
 
 
 @pytest.mark.parametrize("wrap", [keeping, again], ids=["keep_exchanges", "checkpoint"])
 def test_with_activation_checkpointing(wrap: Callable[..., Any]) -> None:
-    run_ranks(trained, 4, "contexts", range(2), wrap)
+    run_ranks(trained, 4, ["contexts"], range(2), wrap)
 
 
-def sharded(kind: str) -> None:
+def sharded() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     parallel = SequenceParallel(None, "g1r2n1+g2n1", COST)
-    for seed in range(3):
+    for kind, seed in product(("mixed", "contexts"), range(2)):
         ranks, model = draw_samples(seed, kind, size), make_model()
         want_loss, want = reference(ranks)
         for block in model:
@@ -215,9 +221,8 @@ def sharded(kind: str) -> None:
             torch.testing.assert_close(grad.full_tensor(), wanted, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "contexts"])
-def test_under_fsdp2(kind: str) -> None:
-    run_ranks(sharded, 4, kind)
+def test_under_fsdp2() -> None:
+    run_ranks(sharded, 4)
 
 
 def compiled() -> None:

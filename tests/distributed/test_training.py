@@ -3,12 +3,19 @@
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.training import checkpointed, sharded, two_plans_alive
+from tests.helpers.training import checkpointed, errors_of_mixed_precision, sharded, two_plans_alive
 
 
-@pytest.mark.parametrize("topology", ["g1n4", "g4n1", "g1n2+g2n1"])
-def test_checkpointing_gives_the_same_gradients(topology: str) -> None:
-    run_ranks(checkpointed, 4, topology)
+@pytest.mark.parametrize(
+    ("topology", "every"), [("g1n4", 1), ("g4n1", 1), ("g1n2+g2n1", 1), ("g1n2+g2n1", 2)]
+)
+def test_checkpointing_gives_the_same_gradients(topology: str, every: int) -> None:
+    run_ranks(checkpointed, 4, topology, every)
+
+
+def test_mixed_precision_of_fsdp2_is_as_near_to_float32_as_without_balancing() -> None:
+    balanced, unbalanced = run_ranks(errors_of_mixed_precision, 4, "g1n2+g2n1", 8)[0]
+    assert 0 < balanced <= 1.5**2 * unbalanced
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])

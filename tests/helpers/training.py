@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from bascule.attention import PackedSequences, attend_packed
@@ -56,15 +56,19 @@ def train_everywhere(layouts: Layouts, batches: dict[str, Batch]) -> int:
 
 def without_balancing(model: MMDiT, batch: Batch, dtype: torch.dtype) -> Gradients:
     """Every rank trains on its own samples, with the same attention kernel."""
+    model.zero_grad()
+    _own_loss(model, batch, None, dtype).backward()
+    return averaged(named_gradients(model))
+
+
+def _own_loss(model: MMDiT, batch: Batch, parallel: object, dtype: torch.dtype) -> torch.Tensor:
     samples = own_samples(batch, model.config, dist.get_rank(), dtype)
     seqs = PackedSequences.build(samples.seq_lens, torch.device("cpu"))
     exchange = LocalExchange(samples.seq_lens, attend=lambda q, k, v: attend_packed(q, k, v, seqs))
     losses = samples.losses(model(samples.inputs, exchange))
     num_tokens = torch.tensor(float(losses.numel()))
     dist.all_reduce(num_tokens)
-    model.zero_grad()
-    (losses.sum() * (dist.get_world_size() / num_tokens)).backward()
-    return averaged(named_gradients(model))
+    return losses.sum() * (dist.get_world_size() / num_tokens)
 
 
 def errors_in_bf16(topology: str, num_batches: int) -> tuple[float, float]:
@@ -86,6 +90,29 @@ def errors_in_bf16(topology: str, num_batches: int) -> tuple[float, float]:
     return sums[0], sums[1]
 
 
+def errors_of_mixed_precision(topology: str, num_batches: int) -> tuple[float, float]:
+    """As `errors_in_bf16`, for float32 parameters that FSDP2 gathers as bfloat16."""
+    config, policy = (
+        config_of(5, 5, head_dim=8),
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+    )
+    exact, rough = make_model(config, torch.float32), make_model(config, torch.float32)
+    change_blocks(rough, lambda block: fully_shard(block, mp_policy=policy))
+    fully_shard(rough, mp_policy=policy)
+    parallel, sums = SequenceParallel(None, topology, COST), [0.0, 0.0]
+    for seed in range(num_batches):
+        batch = random_batch(dist.get_world_size(), 100 + seed)
+        batch[-1].append((4, 9))
+        want = reference_step(exact, batch, torch.float32)[1]
+        for place, loss_of in enumerate((rank_loss, _own_loss)):
+            rough.zero_grad()
+            loss_of(rough, batch, parallel, torch.bfloat16).backward()
+            grads = sharded_gradients(rough)
+            error = sum(float((grads[name] - ref).square().sum()) for name, ref in want.items())
+            sums[place] += error / sum(float(ref.square().sum()) for ref in want.values())
+    return sums[0], sums[1]
+
+
 CONFIG = config_of(5, 5)
 
 
@@ -96,15 +123,17 @@ def batches_of(num_ranks: int) -> dict[str, Batch]:
     return {name: edges[name] for name in names} | drawn
 
 
-def change_blocks(model: MMDiT, change: Callable[..., Any]) -> None:
-    for blocks in (model.double_blocks, model.single_blocks):
-        for place, block in enumerate(blocks):
-            blocks[place] = change(block)
+def change_blocks(model: MMDiT, change: Callable[..., Any], every: int = 1) -> None:
+    """Change every so-manieth block, the first included."""
+    both = model.double_blocks, model.single_blocks
+    places = [(blocks, place) for blocks in both for place in range(len(blocks))]
+    for blocks, place in places[::every]:
+        blocks[place] = change(blocks[place])
 
 
-def checkpointed(topology: str) -> None:
+def checkpointed(topology: str, every: int) -> None:
     plain, model = make_model(CONFIG), make_model(CONFIG)
-    change_blocks(model, checkpoint_wrapper)
+    change_blocks(model, checkpoint_wrapper, every)
     parallel = SequenceParallel(None, topology, COST)
     for name, batch in batches_of(dist.get_world_size()).items():
         want = reference_step(plain, batch)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bascule.comm.groups import RankGroup
+from bascule.comm.sample_bytes import Parcel
 from bascule.data.redistribute import Redistributor, Rules, _assemble, check_received
 from bascule.data.samples.loaded import DataRanks, Ends, Loaded, Offer
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver
-from bascule.data.samples.wire import Parcel
 from bascule.errors import PlanError
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost, PolynomialCost, TransformerCost
@@ -262,7 +262,7 @@ def test_a_version_of_the_cost_that_all_ranks_know() -> None:
 def test_another_iteration_begins_with_the_newest_cost() -> None:
     loaded, _, before, redistributor = decide([[[4000, 100]], [[30]]])
     newest = PolynomialCost(0.0, 1.0, 0.0, 7.0)
-    redistributor.costs += [PolynomialCost(0.0, 3.0, 0.0), newest]
+    redistributor.costs += [(PolynomialCost(0.0, 3.0, 0.0), None), (newest, None)]
     assert redistributor.decide(loaded)[1] == before  # in this one ranks agree on it first
     redistributor.begin(redistributor.ranks.group)
     assert redistributor.decide(loaded)[1].before == 4000 + 100 + 7

@@ -24,7 +24,8 @@ def clip(folder: Path, values: list[int]) -> None:
 
 
 def stream(folder: Path, **options: Any) -> PhotoStream:
-    return PhotoStream(folder, 1, options=PhotoOptions(**({"clip_frames": 4} | options)))
+    given: dict[str, Any] = {"clip_frames": 4, **options}
+    return PhotoStream(folder, 1, options=PhotoOptions(**given))
 
 
 def frames_of(clips: PhotoStream) -> list[int]:

@@ -1,9 +1,10 @@
 """Plans all microbatches of an optimiser step together.
 
-Every sequence stays in its microbatch: a plan covers what its microbatch's loaders delivered. Where
-ranks meet in every microbatch, the step takes the sum of the microbatches' makespans, so each is
-planned on its own, near its bound. Where they meet once a step, a rank may be slow in one
-microbatch if it is fast in another: what counts is the largest sum of its loads.
+Every sequence stays in its microbatch, unless `mix_microbatches` deals them anew before: a plan
+covers what its microbatch's loaders delivered. Where ranks meet in every microbatch, the step takes
+the sum of the microbatches' makespans, so each is planned on its own, near its bound. Where they
+meet once a step, a rank may be slow in one microbatch if it is fast in another: what counts is the
+largest sum of its loads.
 """
 
 import dataclasses
@@ -14,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
+from bascule.plan import routes
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.checks import listed, of_type, shown
+from bascule.plan.checks import by_rank, listed, of_type, shown
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import Floats, RankState, price
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.sequences import Sequences
+from bascule.plan.loaded.sequences import Sequences, batch_of
+from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
 Sync = Literal["microbatch", "step"]
@@ -88,6 +91,94 @@ def plan_step(  # noqa: PLR0913  (what a plan depends on)
         return tuple(alone)
     again = _Again(cost, planner, limits, speeds, cluster, home_tolerance)
     return min((tuple(alone), again.jointly(alone)), key=lambda plans: _largest_sum(plans))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Mixed:
+    """Microbatches whose sequences were dealt anew.
+
+    Attributes:
+        microbatches: Of each, what each source rank brings to it.
+        sources: Of each, by source rank, (n, 2) the microbatch in which a sequence was loaded, and
+            its place there.
+    """
+
+    microbatches: list[list[Sequences]]
+    sources: list[list[Ints]]
+
+
+def mix_microbatches(
+    microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
+    topology: Topology | str,
+    cost: Cost,
+    *,
+    limits: Limits | None = None,
+    speeds: npt.ArrayLike | None = None,
+) -> Mixed:
+    """Deal the sequences of an optimiser step to its microbatches, so that these are even.
+
+    Where ranks meet in every microbatch, one that holds a giant makes all wait while the rank that
+    has it works. Dealt together, giants of several microbatches are computed side by side. All are
+    planned as one, on as many bags as they have together, wires aside; then bags that are alike go
+    to the microbatches by their loads, so that the sum of the makespans is small.
+
+    Args:
+        microbatches: As for `plan_step`.
+        topology: The bags of a microbatch.
+        cost: As for `plan_batch`.
+        limits: What a rank can hold in one microbatch.
+        speeds: As for `plan_batch`.
+
+    Raises:
+        As `plan_step`; ConfigError: the topology is "auto".
+    """
+    if topology == "auto":
+        raise ConfigError('mixes=True with topology "auto": give the bags of a microbatch')
+    given = listed("microbatches", microbatches)
+    num_ranks = len(by_rank("sequence lengths", given[0])) if given else 0
+    batches = [batch_of(one, num_ranks) for one in given]
+    joined = [batch for one in batches for batch in one.by_rank()]
+    unit = Topology.parse(topology, world_size=num_ranks)
+    whole = dataclasses.replace(unit, num_replicas=unit.num_replicas * len(batches))
+    fast = None if speeds is None else np.tile(np.asarray(speeds), len(batches))
+    plan = plan_batch(joined, whole, cost, limits=limits, speeds=fast)
+    bag_speeds = RankState.of(whole.num_ranks, speeds=fast).bag_speeds(whole)
+    kinds = np.stack([whole.bag_sizes, whole.ring_degrees, bag_speeds], axis=1, dtype=np.float64)
+    dealt = _by_load(kinds, plan, len(batches))[plan.bag_of]
+    found = [_dealt(plan, micro, num_ranks) for micro in (plan.source_ranks // num_ranks, dealt)]
+
+    def makespan(mixed: Mixed) -> float:
+        try:
+            plans = plan_step(mixed.microbatches, unit, cost, limits=limits, speeds=speeds)
+        except PlanError:  # as loaded, a microbatch may be too large
+            return float("inf")
+        return step_makespan(plans, sync="microbatch")
+
+    return min(found, key=makespan)
+
+
+def _dealt(plan: Plan, micro_of: Ints, num_ranks: int) -> Mixed:
+    """The microbatches of a plan for all of them, in which each sequence goes to the one given."""
+    loaded, rank_of = np.divmod(plan.source_ranks, num_ranks)
+    place = np.arange(micro_of.size) - routes.cumulative(plan.source_counts)[plan.source_ranks]
+    mixed = Mixed([], [])
+    for micro in range(plan.num_ranks // num_ranks):
+        at = [np.flatnonzero((micro_of == micro) & (rank_of == rank)) for rank in range(num_ranks)]
+        mixed.microbatches.append([plan.loaded.take(seqs) for seqs in at])
+        mixed.sources.append([np.stack([loaded[seqs], place[seqs]], axis=1) for seqs in at])
+    return mixed
+
+
+def _by_load(kinds: Floats, plan: Plan, num_micro: int) -> Ints:
+    """(num_bags,) the microbatch of each bag: those of one kind with the largest loads together."""
+    loads = plan.loads[plan.topology.first_ranks]
+    micro_of = np.zeros_like(plan.topology.bag_sizes)
+    of_kind = np.unique(kinds, axis=0, return_inverse=True)[1].ravel()
+    for kind in range(int(of_kind.max()) + 1):
+        bags = np.flatnonzero(of_kind == kind)
+        order = bags[np.argsort(-loads[bags], kind="stable")]
+        micro_of[order] = np.arange(order.size) // (order.size // num_micro)
+    return micro_of
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:

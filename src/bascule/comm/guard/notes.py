@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    _get_default_store,  # pyright: ignore[reportPrivateUsage]
-)
+
+from bascule.comm.guard.store import ask
 
 WAITING, FAILED, LEFT, ENDED = "waiting", "failed", "left", "ended"
 _ANY = "any"  # of the ranks that failed
@@ -107,12 +106,12 @@ class Failure:
 
 def write(kind: str, of: int | str, text: str) -> None:
     """Leave a note; the last one of a kind, and of a rank or name, counts."""
-    _get_default_store().set(_key(kind, of), _writable(text))
+    ask(lambda store: store.set(_key(kind, of), _writable(text)))
 
 
 def erase(kind: str, rank: int) -> None:
     """Take a note back."""
-    _get_default_store().delete_key(_key(kind, rank))
+    ask(lambda store: store.delete_key(_key(kind, rank)))
 
 
 def read(kind: str, of: int | str) -> str | None:
@@ -120,13 +119,14 @@ def read(kind: str, of: int | str) -> str | None:
 
     As `get` does for what was erased a moment after `check`.
     """
-    text = _get_default_store().compare_set(_key(kind, of), _NOTHING, _NOTHING).decode()
+    key = _key(kind, of)
+    text = ask(lambda store: store.compare_set(key, _NOTHING, _NOTHING)).decode()
     return None if text == _NOTHING else text
 
 
 def replace(kind: str, name: str, before: str, text: str) -> None:
     """Leave a note, if the last one is still the one that was read before, "" for none."""
-    _get_default_store().compare_set(_key(kind, name), before, _writable(text))
+    ask(lambda store: store.compare_set(_key(kind, name), before, _writable(text)))
 
 
 def read_position(rank: int) -> Position | None:
@@ -166,8 +166,8 @@ def last_failures() -> dict[int, Failure]:
 
 def without_failure(ranks: Sequence[int]) -> list[int]:
     """Those of the ranks that did not say that they failed; few requests where all did."""
-    store = _get_default_store()
-    if not ranks or store.check([_key(FAILED, rank) for rank in ranks]):
+    keys = [_key(FAILED, rank) for rank in ranks]
+    if not ranks or ask(lambda store: store.check(keys)):
         return []
     if len(ranks) == 1:
         return list(ranks)
@@ -177,7 +177,7 @@ def without_failure(ranks: Sequence[int]) -> list[int]:
 
 def arrive(meeting: str, num: int = 1) -> int:
     """Count this rank at a meeting, or with -1 take that back; how many are there now."""
-    return _get_default_store().add(_key("meeting", meeting), num)
+    return ask(lambda store: store.add(_key("meeting", meeting), num))
 
 
 def _writable(text: str) -> str:

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from bascule.comm.groups import OtherCalls, calls_in_use, other_calls, resolve
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure, Position, Waiting
+from bascule.comm.guard.store import StoreSilentError
 from bascule.comm.guard.stuck import Stuck, stuck_behind_failure
 from bascule.comm.guard.verdicts import MOST_READ, Verdict, judge
 from bascule.comm.world import this_world
@@ -117,12 +118,13 @@ class Watch:
     def end(self, wait: Wait, *, is_done: bool) -> None:
         """It waits no longer; done, if the others came."""
         del self._waits[wait.id]
-        if wait.is_told:  # at once: others must not take this rank for one that waits
-            self._tell()
-        if is_done and wait.thread in self._failures:  # it went on, and the others with it
-            with self._failing:
-                del self._failures[wait.thread]
-                notes.erase(notes.FAILED, self._rank)
+        with suppress(StoreSilentError):  # what others made of a call counts, not what they read
+            if wait.is_told:  # at once: others must not take this rank for one that waits
+                self._tell()
+            if is_done and wait.thread in self._failures:  # it went on, and the others with it
+                with self._failing:
+                    del self._failures[wait.thread]
+                    notes.erase(notes.FAILED, self._rank)
 
     @contextmanager
     def waiting_for(self, thread: threading.Thread, what: str) -> Iterator[None]:
@@ -136,7 +138,8 @@ class Watch:
         finally:
             del self._waits[wait.id]
             if wait.is_told:
-                self._tell()
+                with suppress(StoreSilentError):
+                    self._tell()
 
     def num_met(self, name: str) -> int:
         """How many meetings of that name came about."""

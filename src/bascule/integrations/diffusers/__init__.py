@@ -6,5 +6,6 @@ from bascule.integrations.diffusers.sparse.layers import SparseLayer as SparseLa
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig as SparseConfig
 from bascule.integrations.diffusers.tables import Cut as Cut
 from bascule.integrations.diffusers.tables import SplitTable as SplitTable
+from bascule.integrations.diffusers.training.balanced_model import BalancedModel as BalancedModel
 from bascule.integrations.diffusers.verify import Verification as Verification
 from bascule.integrations.sdpa.mode import sequence_parallel as sequence_parallel

@@ -10,10 +10,24 @@ from torch import Tensor, nn
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the arguments of a module, in order; what wraps one passes its arguments on."""
+    return tuple(_parameters(module))
+
+
+def required_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the arguments of a module without which it cannot be called."""
+    required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    return tuple(
+        name
+        for name, one in _parameters(module).items()
+        if one.default is one.empty and one.kind in required
+    )
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
     parameters = inspect.signature(module.forward).parameters
     within = list(module.children())
     passes_on = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
-    return parameters_of(within[0]) if passes_on and len(within) == 1 else tuple(parameters)
+    return _parameters(within[0]) if passes_on and len(within) == 1 else parameters
 
 
 def changed(

@@ -209,13 +209,13 @@ class Parallelized:
         For `model.enable_gradient_checkpointing(handle.checkpoint)`, or in place of
         `torch.utils.checkpoint.checkpoint(function, *args)`.
         """
-        running = [(part, part.forward) for part in self.parts if part.forward is not None]
+        running = [(part, part.forward) for part in self.parts if part.forward or part.is_alone]
 
         @contextmanager
         def resumed() -> Iterator[None]:
             with ExitStack() as stack:
                 for part, forward in running:
-                    stack.enter_context(part.resumed(forward))
+                    stack.enter_context(part.resumed(forward) if forward else part.paused())
                 yield
 
         return checkpoint(

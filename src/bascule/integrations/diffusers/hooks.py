@@ -19,7 +19,7 @@ from bascule.integrations.diffusers.running import Running
 from bascule.integrations.diffusers.sparse.layers import SparseLayers, SparsePass
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig
 from bascule.integrations.diffusers.tables import Cut, Link, SplitTable, links_to, modules_of
-from bascule.integrations.sdpa.call_mode import error_of
+from bascule.integrations.sdpa.call_mode import error_of, is_called
 
 
 class SplitModel:
@@ -35,6 +35,7 @@ class SplitModel:
         sparse: The plans of block-sparse attention; None for dense attention.
         blocks: By name, each block of the table, and the segments of what it returns.
         last: What the last forward pass that ended well attended to, unless compiled.
+        is_alone: Whether calls that begin now compute all tokens on this rank; see `over`.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class SplitModel:
         self.sparse = None if sparse is None else SparseLayers(sparse, mesh, table.segments)
         self.blocks: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
         self.last: Attended | None = None
+        self.is_alone = False
         self._running = Running(model)
         self._is_paused = False
         self._have_attended: set[str] | None = None  # blocks, since a cache is on
@@ -113,11 +115,21 @@ class SplitModel:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """The model computes all tokens, without communication."""
-        self._is_paused = True
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._is_paused = False
+            self._is_paused = before
+
+    @contextmanager
+    def over(self, mesh: AttentionMesh | None) -> Iterator[None]:
+        """Calls of the model within are shared by the ranks of a mesh; None: by no others."""
+        before = self.mesh, self.is_alone
+        self.mesh, self.is_alone = mesh or self.mesh, mesh is None
+        try:
+            yield
+        finally:
+            self.mesh, self.is_alone = before
 
     @contextmanager
     def using(self, sparse: SparseLayers) -> Iterator[None]:
@@ -156,7 +168,7 @@ class SplitModel:
             ConfigError: The model runs in another thread, or has a cache that ranks cannot use.
         """
         self._running.forget_ended()
-        if self._is_paused:
+        if self._is_paused or self.is_alone:
             return None
         if not torch.compiler.is_compiling():
             self.prepare()
@@ -232,6 +244,8 @@ class SplitModel:
             if self._is_paused:
                 return
             forward = self.forward
+            if forward is None and self.is_alone and is_called(self.model):
+                return
             if forward is None:
                 raise ConfigError(
                     f"{name} runs outside of the forward pass of its model, which is split over "

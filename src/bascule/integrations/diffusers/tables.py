@@ -42,6 +42,7 @@ class SplitTable:
         masks: Arguments (B, tokens of a segment) that say which keys are seen, by argument; they
             are taken from the model, and attention sees them whole.
         local: Modules whose attention is left as it is: every rank has their keys.
+        unbatched: Arguments of the model without a batch: one for all its samples.
     """
 
     segments: tuple[str, ...]
@@ -52,6 +53,7 @@ class SplitTable:
     outputs: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
     masks: Mapping[str, str] = field(default_factory=dict)
     local: tuple[str, ...] = ()
+    unbatched: tuple[str, ...] = ()
 
 
 Link = tuple[nn.Module, str, nn.Module]  # a module, a name in it, and what has this name
@@ -73,6 +75,7 @@ FLUX = SplitTable(
     gathers={"proj_out": Cut("image")},
     blocks=dict.fromkeys(("transformer_blocks.*", "single_transformer_blocks.*"), _TEXT_IMAGE),
     whole=("pooled_projections", "timestep", "guidance"),
+    unbatched=("img_ids", "txt_ids"),
 )
 
 QWEN_IMAGE = SplitTable(
@@ -114,6 +117,7 @@ COGVIDEOX = SplitTable(
     gathers={"proj_out": Cut("video")},
     blocks={"transformer_blocks.*": ("video", "text")},
     whole=("hidden_states", "encoder_hidden_states", "timestep", "timestep_cond", "ofs"),
+    unbatched=("image_rotary_emb",),
 )
 
 TABLES: Mapping[str, SplitTable] = {

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -131,7 +131,7 @@ def _two_ways(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
     saw. Neither counts as a step.
     """
     if part.sparse is None:
-        return part.paused(), nullcontext()
+        return part.paused(), part.over(part.mesh)
     seen: dict[int, Bools] = {}
     meshes = AttentionMesh(None, None, None), part.mesh
     one, several = (part.using(part.sparse.noting(mesh, seen)) for mesh in meshes)

@@ -41,6 +41,11 @@ def num_calls(module: nn.Module, thread: int | None = None, most: int | None = N
     return calls
 
 
+def is_called(module: nn.Module) -> bool:
+    """Whether this thread is within a call of a module; a compiler traces only what is."""
+    return torch.compiler.is_compiling() or num_calls(module, most=1) > 0
+
+
 def error_of(module: nn.Module) -> BaseException | None:
     """In a hook that is called anyway: the error that ended the call of a module, if one did."""
     error = sys.exc_info()[1]

@@ -71,12 +71,13 @@ class Batch:
     def by_rank(self) -> list[Sequences]:
         """What each rank loaded."""
         bounds: list[int] = cumulative(self.counts).tolist()
-        found: list[Sequences] = []
-        for first, last in pairwise(bounds):
-            masks = "full" if self.masks is None else self.masks.of(np.arange(first, last))
-            contexts = None if self.context_lens is None else self.context_lens[first:last]
-            found.append(Sequences(self.lens[first:last], masks, contexts))
-        return found
+        return [self.take(np.arange(first, last)) for first, last in pairwise(bounds)]
+
+    def take(self, seqs: Ints) -> Sequences:
+        """Some of the sequences, as those of one rank."""
+        masks = "full" if self.masks is None else self.masks.of(seqs)
+        contexts = None if self.context_lens is None else self.context_lens[seqs]
+        return Sequences(self.lens[seqs], masks, contexts)
 
     def to_words(self) -> Ints:
         """A batch as numbers."""

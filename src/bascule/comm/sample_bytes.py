@@ -40,6 +40,7 @@ MAX_DEPTH = 64
 """Of nested values; deeper ones could end the interpreter's stack on the rank that reads them."""
 
 _LENGTH = struct.Struct("<I")
+_HOST = torch.device("cpu")
 _PLAIN = (str, int, float, bool, type(None))
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -69,14 +70,18 @@ class Parcel:
             end += _padded(part.numel())
 
 
-def parcel(sample: object) -> Parcel:
+def parcel(sample: object, device: torch.device = _HOST) -> Parcel:
     """What a sample looks like on the wire. Copies nothing but arrays that are not contiguous.
+
+    Args:
+        sample: What travels.
+        device: Where its tensors may be besides the host.
 
     Raises:
         ConfigError: A value would not arrive as what it is; names its place in the sample.
     """
     arrays: list[Tensor] = []
-    described = _describe(sample, "sample", arrays, 0)
+    described = _describe(sample, "sample", arrays, device)
     # Not ASCII: its escapes of two lone surrogates would arrive as one character.
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False)
     header = bytearray(text.encode(errors="surrogatepass"))
@@ -89,10 +94,11 @@ def read(buffer: Tensor) -> Any:
     """The sample that `Parcel.write` wrote. Its tensors are views of the buffer.
 
     Args:
-        buffer: uint8, at a multiple of `ALIGNMENT` of its storage.
+        buffer: uint8, at a multiple of `ALIGNMENT` of its storage; what is no tensor of torch is
+            copied from there to the host.
     """
-    (length,) = _LENGTH.unpack(buffer[: _LENGTH.size].numpy().tobytes())
-    text = buffer[_LENGTH.size : _LENGTH.size + length].numpy().tobytes()
+    (length,) = _LENGTH.unpack(buffer[: _LENGTH.size].numpy(force=True).tobytes())
+    text = buffer[_LENGTH.size : _LENGTH.size + length].numpy(force=True).tobytes()
     reader = _Reader(buffer, _padded(_LENGTH.size + length))
     return reader.build(json.loads(text.decode(errors="surrogatepass")))
 
@@ -101,11 +107,13 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _describe(value: object, place: str, arrays: list[Tensor], depth: int) -> list[Any]:
+def _describe(
+    value: object, place: str, arrays: list[Tensor], device: torch.device, depth: int = 0
+) -> list[Any]:
     """One letter that says what a value is, and what is needed to build it again."""
     kind = type(value)
     if isinstance(value, Tensor):
-        return _describe_tensor(value, place, arrays)
+        return _describe_tensor(value, place, arrays, device)
     if kind is np.ndarray:
         assert isinstance(value, np.ndarray)
         return _describe_array(value, place, arrays)
@@ -118,11 +126,12 @@ def _describe(value: object, place: str, arrays: list[Tensor], depth: int) -> li
         return ["v", value]
     if depth == MAX_DEPTH:
         raise ConfigError(f"{place} is nested deeper than {MAX_DEPTH} levels: give it flat")
+    within = arrays, device, depth + 1
     if kind in (dict, OrderedDict):
         assert isinstance(value, dict)
         _check_keys(value, place)
         items = value.items()
-        parts = {k: _describe(v, f"{place}[{k!r}]", arrays, depth + 1) for k, v in items}
+        parts = {k: _describe(v, f"{place}[{k!r}]", *within) for k, v in items}
         return ["d" if kind is dict else "o", parts]
     if kind in (list, tuple):
         assert isinstance(value, list | tuple)
@@ -130,18 +139,21 @@ def _describe(value: object, place: str, arrays: list[Tensor], depth: int) -> li
         if numbers is not None:
             arrays.append(torch.from_numpy(numbers.view(np.uint8)))
             return ["n", numbers.dtype.str, len(value), kind is list]
-        parts = [_describe(v, f"{place}[{i}]", arrays, depth + 1) for i, v in enumerate(value)]
+        parts = [_describe(v, f"{place}[{i}]", *within) for i, v in enumerate(value)]
         return ["l" if kind is list else "u", parts]
     raise _refusal(value, place)
 
 
-def _describe_tensor(tensor: Tensor, place: str, arrays: list[Tensor]) -> list[Any]:
+def _describe_tensor(
+    tensor: Tensor, place: str, arrays: list[Tensor], device: torch.device
+) -> list[Any]:
     is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-    if tensor.device.type != "cpu" or not is_dense:
+    if tensor.device.type not in ("cpu", device.type) or not is_dense:
         form = "nested" if tensor.is_nested else str(tensor.layout)
+        fix = "the CPU; move them to a device after the loader"
         raise ConfigError(
-            f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on the "
-            "CPU; move them to a device after the loader"
+            f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on "
+            f"{fix if device.type == 'cpu' else f'the CPU or on {device}'}"
         )
     if type(tensor) is not Tensor:
         raise _refusal(tensor, place)
@@ -275,7 +287,7 @@ class _Reader:
             return numbers if described[3] else tuple(numbers)
         if kind == "s":
             return np.str_(described[1])
-        taken = self._take(described[1]).numpy().tobytes()
+        taken = self._take(described[1]).numpy(force=True).tobytes()
         return taken if kind == "b" else np.bytes_(taken)
 
     def _tensor(
@@ -288,7 +300,7 @@ class _Reader:
         self, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int] | None
     ) -> np.ndarray:
         taken = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-        return np.ndarray(shape, dtype, taken.numpy().data, strides=strides)
+        return np.ndarray(shape, dtype, taken.numpy(force=True).data, strides=strides)
 
     def _take(self, num_bytes: int) -> Tensor:
         taken = self._buffer[self._next : self._next + num_bytes]

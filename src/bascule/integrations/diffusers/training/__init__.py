@@ -1,0 +1,1 @@
+"""Training of diffusers' models in balance: samples of any shape change ranks, or are shared."""

@@ -1,0 +1,77 @@
+"""Which samples go into which forward pass: of one shape, and as many passes as the ranks need."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bascule.plan.batch import Plan
+from bascule.plan.routes import Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardPass:
+    """One forward pass of a bag.
+
+    Attributes:
+        ids: Global ids of its samples.
+        num_tokens: Of all its samples.
+        is_dummy: Whether it only lets this rank take part in collectives: it counts nothing.
+    """
+
+    ids: Ints
+    num_tokens: int
+    is_dummy: bool = False
+
+
+def forward_passes(
+    plan: Plan, forms: Ints, *, max_tokens: int | None, is_aligned: bool
+) -> list[list[ForwardPass]]:
+    """The forward passes of each bag, the longest first.
+
+    Where passes are too few, those of several samples are halved; a bag that has no more to halve
+    computes the shortest sample once more, or that of another bag.
+
+    Args:
+        plan: The bag of each sample; there is one sample at least.
+        forms: (num_seqs,) samples of the same form fit into one batch.
+        max_tokens: Most tokens of a pass on a rank; a longer sample goes alone.
+        is_aligned: Whether all bags need as many passes, as under FSDP; else each needs one.
+    """
+    by_bag = np.argsort(plan.bag_of, kind="stable")
+    counts = np.bincount(plan.bag_of, minlength=plan.topology.num_bags)
+    bags = [
+        _by_form(ids, plan.seq_lens, forms, None if max_tokens is None else max_tokens * size)
+        for ids, size in zip(
+            np.split(by_bag, np.cumsum(counts)[:-1]), plan.topology.bag_sizes.tolist(), strict=True
+        )
+    ]
+    wanted = max(map(len, bags)) if is_aligned else 1
+    shortest = plan.seq_lens.argmin()
+    for passes in bags:
+        _fill(passes, wanted, plan.seq_lens, np.array([shortest]))
+        passes.sort(key=lambda one: (one.is_dummy, -one.num_tokens))
+    return bags
+
+
+def _by_form(ids: Ints, lens: Ints, forms: Ints, most: int | None) -> list[ForwardPass]:
+    passes: list[ForwardPass] = []
+    for form in np.unique(forms[ids]):
+        alike = ids[forms[ids] == form]
+        at_once = alike.size if most is None else max(1, most // int(lens[alike].max()))
+        parts = np.array_split(alike, -(-alike.size // at_once))
+        passes += [ForwardPass(part, int(lens[part].sum())) for part in parts]
+    return passes
+
+
+def _fill(passes: list[ForwardPass], wanted: int, lens: Ints, shortest: Ints) -> None:
+    """Make as many passes as are wanted."""
+    while len(passes) < wanted:
+        several = [one for one in passes if one.ids.size > 1]
+        if several:
+            longest = max(several, key=lambda one: one.num_tokens)
+            passes.remove(longest)
+            halves = np.array_split(longest.ids, 2)
+            passes += [ForwardPass(half, int(lens[half].sum())) for half in halves]
+        else:
+            own = min((one.ids for one in passes), key=lambda ids: lens[ids[0]], default=shortest)
+            passes.append(ForwardPass(own, int(lens[own].sum()), is_dummy=True))

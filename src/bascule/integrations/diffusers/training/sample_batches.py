@@ -1,0 +1,100 @@
+"""A sample of a diffusers model, which samples fit into one batch, and that batch.
+
+A sample is what the model takes for a batch of one, by keyword, and what the loss needs besides.
+"""
+
+import hashlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bascule.comm.sample_bytes import parcel
+from bascule.errors import ConfigError
+from bascule.integrations.diffusers.arguments import holds_tensors
+
+Sample = dict[str, Any]
+
+
+def check_sample(sample: Any, required: Collection[str], unbatched: Collection[str]) -> None:
+    """Refuse what is no batch of one.
+
+    Args:
+        sample: As given.
+        required: Keywords that the model needs.
+        unbatched: Keywords of what has no batch.
+
+    Raises:
+        ConfigError: Names the keyword, its value and what to give.
+    """
+    if not isinstance(sample, dict):
+        raise ConfigError(
+            f"is a {type(sample).__name__}: give a dict of the model's keywords, and of what the "
+            "loss needs"
+        )
+    missing = [name for name in required if name not in sample]
+    if missing:
+        raise ConfigError(f"has no {missing[0]!r}, which the model's forward needs: add it")
+    for name, value in sample.items():
+        if name in unbatched:
+            continue
+        if isinstance(value, Tensor):
+            if value.dim() == 0 or value.shape[0] != 1:
+                raise ConfigError(
+                    f"{name!r} has the shape {tuple(value.shape)}: give what the model takes for a "
+                    "batch of one, (1, ..)"
+                )
+        elif holds_tensors(value):
+            raise ConfigError(
+                f"{name!r} is a {type(value).__name__} that holds tensors, and nothing says how "
+                "these make a batch: give tensors (1, ..), or name it in the `unbatched` of a table"
+            )
+        elif isinstance(value, list) and len(value) != 1:
+            raise ConfigError(
+                f"{name!r} is a list of {len(value)}: give a list of one entry, for a batch of one"
+            )
+
+
+def check_keywords(samples: Sequence[Sample]) -> None:
+    """Refuse samples of unlike keywords.
+
+    Raises:
+        ConfigError: Names the first one that differs.
+    """
+    for place, sample in enumerate(samples):
+        if sample.keys() != samples[0].keys():
+            raise ConfigError(
+                f"sample {place} has the keywords {sorted(sample)}, and sample 0 has "
+                f"{sorted(samples[0])}: give all samples the same"
+            )
+
+
+def form_of(sample: Sample, unbatched: Collection[str], device: torch.device) -> int:
+    """A number that is the same for samples that fit into one batch.
+
+    These have the same keywords, dtypes and shapes, and the same values of all that is no tensor,
+    or has no batch: positions of another aspect ratio are others, though there are as many.
+    """
+    batched = {name: x for name, x in sample.items() if _is_batched(name, x, unbatched)}
+    shapes = sorted((name, str(x.dtype), *x.shape) for name, x in batched.items())
+    digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
+    rest = {name: sample[name] for name in sorted(sample.keys() - batched.keys())}
+    for part in parcel(rest, device).parts:
+        digest.update(part.numpy(force=True).tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def batch_of(samples: Sequence[Sample], unbatched: Collection[str]) -> Sample:
+    """One batch of samples of the same form."""
+    batch = dict(samples[0])
+    for name, value in batch.items():
+        if _is_batched(name, value, unbatched):
+            batch[name] = torch.cat([sample[name] for sample in samples])
+        elif isinstance(value, list) and name not in unbatched:
+            batch[name] = value * len(samples)
+    return batch
+
+
+def _is_batched(name: str, value: Any, unbatched: Collection[str]) -> bool:
+    return isinstance(value, Tensor) and name not in unbatched

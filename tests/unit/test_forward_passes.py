@@ -1,0 +1,57 @@
+"""Which samples go into which forward pass."""
+
+import random
+
+import numpy as np
+import pytest
+
+from bascule.integrations.diffusers.training.forward_passes import forward_passes
+from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+
+COST = TransformerCost(64)
+
+
+def drawn(seed: int) -> tuple[Plan, np.ndarray]:
+    """A plan of samples of few shapes, and the shape of each."""
+    draw = random.Random(seed)
+    kinds = {form: draw.randrange(1, 60) for form in (-5, 0, 3, 8)}
+    forms = [[draw.choice(list(kinds)) for _ in range(draw.choice((0, 1, 3)))] for _ in range(4)]
+    forms[draw.randrange(4)].append(3)
+    lens = [[kinds[form] for form in own] for own in forms]
+    topology = draw.choice(("g1n4", "g2n2", "g1n2+g2n1", "g4n1"))
+    return plan_batch(lens, topology, COST), np.array([x for own in forms for x in own])
+
+
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("max_tokens", [None, 1, 40])
+def test_every_sample_is_computed_once(seed: int, max_tokens: int | None) -> None:
+    plan, forms = drawn(seed)
+    for is_aligned in (True, False):
+        bags = forward_passes(plan, forms, max_tokens=max_tokens, is_aligned=is_aligned)
+        counted = [[of for of in passes if not of.is_dummy] for passes in bags]
+        for bag, (passes, real) in enumerate(zip(bags, counted, strict=True)):
+            computed = sorted(one for of in real for one in of.ids.tolist())
+            assert computed == np.flatnonzero(plan.bag_of == bag).tolist()
+            size = int(plan.topology.bag_sizes[bag])
+            for of in real:
+                assert len(set(forms[of.ids].tolist())) == 1
+                assert of.num_tokens == plan.seq_lens[of.ids].sum()
+                assert not max_tokens or of.ids.size == 1 or of.num_tokens <= max_tokens * size
+            dummies = [of for of in passes if of.is_dummy]
+            assert not dummies or all(
+                of.ids.size == 1 for of in passes
+            )  # nothing was left to halve
+            assert len(passes) >= 1 and (is_aligned or len(dummies) <= (not real))
+        if is_aligned:
+            assert len({len(passes) for passes in bags}) == 1
+
+
+def test_a_bag_without_samples_computes_the_shortest_one() -> None:
+    plan = plan_batch([[30, 4], []], "g1n2", COST, planner="lpt")
+    alone = plan_batch([[9], []], "g1n2", COST)
+    (first, second) = forward_passes(alone, np.array([1]), max_tokens=None, is_aligned=True)
+    kinds = sorted((of.is_dummy, of.ids.tolist()) for of in (*first, *second))
+    assert kinds == [(False, [0]), (True, [0])]
+    both = forward_passes(plan, np.array([1, 2]), max_tokens=None, is_aligned=True)
+    assert not any(of.is_dummy for passes in both for of in passes)
