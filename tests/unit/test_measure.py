@@ -4,8 +4,8 @@ from unittest import mock
 
 import torch
 
-from bascule.bench import measure
 from bascule.models import MMDiT, MMDiTConfig
+from bascule.training import measure
 
 CONFIG = MMDiTConfig(
     in_channels=4,

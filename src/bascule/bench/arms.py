@@ -7,19 +7,14 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]
-)
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bascule.attention import PackedSequences, attend_packed
-from bascule.bench.flow import FlowBatch
 from bascule.comm.groups import RankGroup
 from bascule.comm.mean import MeanOver, global_mean
-from bascule.models import Exchange, LocalExchange, MMDiT, MMDiTConfig
+from bascule.models import Exchange, LocalExchange
 from bascule.parallel import SequenceParallel
 from bascule.training import train_step
+from bascule.training.flow import FlowBatch
 
 MakeExchange = Callable[[list[int]], Exchange]
 
@@ -107,29 +102,6 @@ class Arm:
     def _loss_of(self, micro: Microbatch, model: nn.Module) -> Tensor:
         predicted = model(micro.flow.inputs, self._make_exchange(micro.flow.seq_lens))
         return micro.flow.per_token_loss(predicted).double().sum() * micro.factor
-
-
-def build_model(
-    config: MMDiTConfig,
-    mesh: DeviceMesh,
-    *,
-    seed: int,
-    checkpoint: bool,
-    dtype: torch.dtype,
-) -> MMDiT:
-    """An MM-DiT with FSDP2 over its blocks; master weights in float32 at least."""
-    model = MMDiT(config)
-    model.init_weights(seed)
-    model.to(mesh.device_type, torch.promote_types(dtype, torch.float32))
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32)
-    )
-    for blocks in (model.double_blocks, model.single_blocks):
-        for place, block in enumerate(blocks):
-            blocks[place] = checkpoint_wrapper(block) if checkpoint else block
-            fully_shard(blocks[place], mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
 
 
 def unbalanced(device: torch.device, kernel: str | None = None) -> MakeExchange:

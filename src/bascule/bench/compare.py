@@ -12,17 +12,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from bascule.bench.arms import Arm, MakeExchange, balanced, build_model, unbalanced
-from bascule.bench.flow import FlowBatch
-from bascule.bench.measure import measure_cost
+from bascule.bench.arms import Arm, MakeExchange, balanced, unbalanced
 from bascule.bench.options import BenchOptions
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_gather, all_reduce
 from bascule.errors import ConfigError
-from bascule.models import MMDiTConfig
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
+from bascule.training.building import build_model, model_config
+from bascule.training.flow import FlowBatch
+from bascule.training.measure import measure_cost
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 
@@ -249,35 +249,6 @@ def open_stream(options: BenchOptions, rank: int, world_size: int) -> SampleStre
         world_size=world_size,
         seed=options.seed,
         options=PhotoOptions(max_tokens=options.max_tokens, strict=options.strict),
-    )
-
-
-def model_config(options: BenchOptions, stream: SampleStream) -> MMDiTConfig:
-    """The model for a stream; rotary axes share the head width as FLUX's do (1 : 3.5 : 3.5).
-
-    Raises:
-        ConfigError: Sizes do not fit each other.
-    """
-    if options.num_heads < 1 or options.d_model % options.num_heads:
-        raise ConfigError(
-            f"--num-heads {options.num_heads} does not divide --d-model {options.d_model}"
-        )
-    head_dim = options.d_model // options.num_heads
-    plane = 2 * (head_dim * 7 // 32)
-    if head_dim % 2 or plane < 2 or head_dim - 2 * plane < 2:
-        raise ConfigError(
-            f"--d-model {options.d_model} over --num-heads {options.num_heads} gives heads of "
-            f"{head_dim}: use an even width of at least 8"
-        )
-    return MMDiTConfig(
-        in_channels=stream.in_channels,
-        text_dim=stream.text_dim,
-        vec_dim=stream.vec_dim,
-        d_model=options.d_model,
-        num_heads=options.num_heads,
-        num_double=options.num_double,
-        num_single=options.num_single,
-        axes_dim=(head_dim - 2 * plane, plane, plane),
     )
 
 

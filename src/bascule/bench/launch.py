@@ -1,10 +1,14 @@
 """Local ranks, launched by torch's own launcher; or this process as a rank of a job that runs."""
 
 import os
+import signal
 import socket
+import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,6 +18,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from bascule.errors import CommError, ConfigError
 
 USER_ERROR = 2  # exit code
+_PIDS_IN = "BASCULE_PIDS_IN"
+"""Variable of the environment: the folder in which local ranks tell the launcher who they are."""
+_STOP = "stop"
 
 
 def in_a_job() -> bool:
@@ -43,6 +50,8 @@ def launch(num_ranks: int, arguments: list[str]) -> None:
     # torchrun would warn, and choose 1, if this were not set.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // num_ranks)))
     launcher = ["--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1"]
+    if _PIDS_IN in os.environ:
+        launcher += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
     try:
         run.main([*launcher, "--master-port", str(port), "-m", "bascule.cli", *arguments])
     except ChildFailedError as error:
@@ -66,3 +75,41 @@ def joined(timeout_s: float) -> Iterator[torch.device]:
         yield device
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def forwarding_stops() -> Iterator[None]:
+    """SIGTERM goes on to the ranks launched within, which end when they have saved.
+
+    Torch's launcher would kill them after 30 s, and report a failure.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+
+        def forward(*_: object) -> None:
+            Path(folder, _STOP).touch()
+            for pid in (path.name for path in Path(folder).iterdir() if path.name != _STOP):
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGTERM)
+
+        before = signal.signal(signal.SIGTERM, forward)
+        os.environ[_PIDS_IN] = folder
+        try:
+            yield
+        finally:
+            del os.environ[_PIDS_IN]
+            signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def stop_asked() -> Iterator[threading.Event]:
+    """Gives what SIGTERM sets on this rank, in place of ending it."""
+    asked = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        if (folder := os.environ.get(_PIDS_IN)) is not None:
+            Path(folder, str(os.getpid())).touch()
+            if Path(folder, _STOP).exists():
+                asked.set()
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,67 +6,33 @@ from typing import Literal
 
 from bascule.errors import ConfigError
 from bascule.plan.topology.spec import Topology
+from bascule.training.run_options import RunOptions
 from bascule.workload.codes import check_world, parse_data_codes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(RunOptions):
     """Train on the same batches without and with balancing, step by step, and compare.
 
     Balancing cuts sequences and moves tokens inside the model; with --loader it moves whole samples
     before the model sees them.
 
     Attributes:
-        photos: Folder of photos of any size; captions in NAME.txt or captions.jsonl are optional.
-        data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
-        topology: Compute bags, for example g2n1; one rank a bag if not given.
         planner: lpt, or the greedy of the KnapFormer paper.
         loader: Balance in the data loader: samples change ranks behind the compute.
         accumulate: Microbatches of a step, with --loader; each is a batch of the stream.
-        ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
-            not given.
         steps: Measured steps.
         warmup: Steps before them that do not count.
         batch_size: Photos a rank and step.
-        max_tokens: Photos with more tokens are scaled down.
-        d_model: Model width.
-        num_heads: Attention heads.
-        num_double: Blocks with separate weights for text and image.
-        num_single: Blocks with shared weights.
-        checkpoint: Recompute activations in the backward.
-        dtype: Of parameters and activations in forward and backward.
-        gamma: Cost of an attention FLOP over one of a linear layer; measured first if not given.
-        kernel: Attention kernel; the fastest for the device if not given.
-        lr: Learning rate of AdamW.
-        seed: Of weights, data and noise.
-        strict: Stop at a photo that cannot be read, instead of skipping it.
-        timeout_s: Longest wait of a collective, in seconds.
         out: Folder for summary.json and steps.jsonl.
     """
 
-    photos: Path | None = None
-    data: str | None = None
-    topology: str | None = None
     planner: Literal["lpt", "knapsack"] = "lpt"
     loader: bool = False
     accumulate: int = 1
-    ranks: int | None = None
     steps: int = 12
     warmup: int = 2
     batch_size: int = 2
-    max_tokens: int = 2048
-    d_model: int = 192
-    num_heads: int = 6
-    num_double: int = 1
-    num_single: int = 3
-    checkpoint: bool = False
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    gamma: float | None = None
-    kernel: str | None = None
-    lr: float = 1e-3
-    seed: int = 0
-    strict: bool = False
-    timeout_s: float = 120.0
     out: Path = Path("results/bench")
 
     def check(self, world_size: int) -> Topology:
@@ -96,25 +62,9 @@ class BenchOptions:
         return topology
 
     def _check_values(self) -> None:
-        if (self.photos is None) == (self.data is None):
-            raise ConfigError("give either --photos FOLDER or --data CODES")
-        for name, least in (
-            ("steps", 1),
-            ("warmup", 0),
-            ("batch_size", 0),
-            ("max_tokens", 1),
-            ("seed", 0),
-            ("accumulate", 1),
-        ):
-            if getattr(self, name) < least:
-                flag = name.replace("_", "-")
-                raise ConfigError(f"--{flag} {getattr(self, name)}: must be at least {least}")
+        self.check_source()
+        self.check_least(
+            steps=1, warmup=0, batch_size=0, max_tokens=1, seed=0, accumulate=1, ranks=1
+        )
         if self.accumulate > 1 and not self.loader:
             raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")
-        if self.ranks is not None and self.ranks < 1:
-            raise ConfigError(f"--ranks {self.ranks}: must be at least 1")
-        for name in ("lr", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}: must be positive"
-                )

@@ -12,12 +12,14 @@ from bascule.cli.plan import PlanOptions
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
 from bascule.errors import CommError, ConfigError, PlanError
+from bascule.training.run.train_options import TrainOptions
 
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]
     | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
     | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
+    | Annotated[TrainOptions, tyro.conf.subcommand("train")]
     | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
 )
 
@@ -44,6 +46,10 @@ def main(arguments: list[str] | None = None) -> None:
 
             if doctor(options, arguments):
                 sys.exit(1)
+        elif isinstance(options, TrainOptions):
+            from bascule.cli.train import train
+
+            train(options, arguments)
         else:
             from bascule.cli.bench import bench
 

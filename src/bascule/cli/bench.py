@@ -14,10 +14,12 @@ from rich.table import Table
 from bascule.bench.options import BenchOptions
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
+from bascule.training.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
 
 if TYPE_CHECKING:
     from bascule.bench.compare import Paired
+    from bascule.models import MMDiTConfig
 
 _MAX_TOKENS = 2**22
 _MOST = {
@@ -79,27 +81,37 @@ def _check_numbers(options: BenchOptions) -> None:
 
 def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
-    import torch
-
-    from bascule.attention import select_kernel
-    from bascule.bench.compare import model_config, open_stream
-    from bascule.bench.launch import device_type
+    from bascule.bench.compare import open_stream
+    from bascule.training.building import model_config
 
     options.check(num_ranks)
-    with _without_warnings():  # rank 0 will warn of the same photos
+    with without_warnings():  # rank 0 will warn of the same photos
         stream = open_stream(options, 0, num_ranks)
-    config = model_config(options, stream)
-    dtype = getattr(torch, options.dtype)
-    head_dim = config.d_model // config.num_heads
-    select_kernel(options.kernel, device_type(), dtype=dtype, head_dim=head_dim, is_packed=True)
+    check_kernel(options, model_config(options, stream))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {options.out}: cannot be made: {error.strerror}") from error
 
 
+def check_kernel(options: RunOptions, config: "MMDiTConfig") -> None:
+    """Refuse a kernel that cannot compute the model's attention here.
+
+    Raises:
+        ConfigError: Says why it cannot, and which can.
+    """
+    import torch
+
+    from bascule.attention import select_kernel
+    from bascule.bench.launch import device_type
+
+    dtype, head_dim = getattr(torch, options.dtype), config.d_model // config.num_heads
+    select_kernel(options.kernel, device_type(), dtype=dtype, head_dim=head_dim, is_packed=True)
+
+
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
+    """Silence bascule's log."""
     logger = logging.getLogger("bascule")
     level = logger.level
     logger.setLevel(logging.ERROR)

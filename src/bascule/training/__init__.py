@@ -1,6 +1,27 @@
-"""Training in balance: one step of it, and what checkpoints of activations keep."""
+"""Training in balance: one step of it, how fast ranks are, and `bascule train`.
 
-from bascule.training.keep_exchanges import keep_exchanges as keep_exchanges
-from bascule.training.rank_speeds import measure_speeds as measure_speeds
-from bascule.training.train_step import sync_of as sync_of
-from bascule.training.train_step import train_step as train_step
+Names are resolved when they are first used: options are parsed without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bascule.training.rank_speeds import measure_speeds as measure_speeds
+    from bascule.training.recompute_policy import keep_exchanges as keep_exchanges
+    from bascule.training.stepping import sync_of as sync_of
+    from bascule.training.stepping import train_step as train_step
+
+# No name is that of a module: importing that would put the module in its place.
+_HOMES = {
+    "keep_exchanges": "bascule.training.recompute_policy",
+    "measure_speeds": "bascule.training.rank_speeds",
+    "sync_of": "bascule.training.stepping",
+    "train_step": "bascule.training.stepping",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'bascule.training' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

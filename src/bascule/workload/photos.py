@@ -1,11 +1,13 @@
-"""A folder of photos of any size as a stream of training samples.
+"""A folder of photos of any size, and of clips, as a stream of training samples.
 
 Legend of shapes: P patch side in pixels; h, w rows and columns of patches of one photo.
 """
 
+import hashlib
 import io
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, whole
 from bascule.plan.files import parse_json, read_lines
+from bascule.workload.clips import check_videos, clip_paths, read_frames
 from bascule.workload.codes import SampleShape, keyed_generator
 from bascule.workload.streams import SampleBatch, check_rank, pack_batch, sample_normals
 
@@ -31,10 +34,18 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Photo:
+    """A photo, or a clip."""
+
     path: Path
     caption: bytes
+    frames: int
     rows: int
     columns: int
+
+    @property
+    def shape(self) -> SampleShape:
+        tokens = self.frames * self.rows * self.columns
+        return SampleShape(len(self.caption), tokens, self.frames, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +54,12 @@ class PhotoOptions:
 
     Attributes:
         patch: Side P of a patch in pixels.
-        max_tokens: Most image tokens of a photo.
+        max_tokens: Most image tokens of a photo or clip.
         max_text_tokens: Most text tokens; the rest of a caption is cut off.
         text_dim: Width of a text embedding, and of the pooled vector, which is their mean.
         strict: Refuse a folder with a photo that cannot be decoded.
         cache_bytes: Room for decoded photos in memory, filled by name while they fit.
+        clip_frames: Most frames of a clip; 0 takes photos alone.
 
     Raises:
         ConfigError: A value is out of range.
@@ -59,11 +71,13 @@ class PhotoOptions:
     text_dim: int = 64
     strict: bool = False
     cache_bytes: int = 256 * 2**20
+    clip_frames: int = 0
 
     def __post_init__(self) -> None:
         for name in ("patch", "max_tokens", "text_dim"):
             whole(f"PhotoOptions({name}", getattr(self, name), 1)
         whole("PhotoOptions(max_text_tokens", self.max_text_tokens)
+        whole("PhotoOptions(clip_frames", self.clip_frames)
 
 
 _DEFAULT = PhotoOptions()
@@ -78,12 +92,16 @@ class PhotoStream:
     caption is ``name.txt`` beside ``name.jpg``, else the entry of the photo in ``captions.jsonl``
     (lines ``{"file": "name.jpg", "caption": "..."}``); without one the sample has no text tokens.
 
+    With ``clip_frames``, a video file and a subfolder of numbered frames are samples, too: frame
+    after frame, each cut into patches as a photo is, all together within ``max_tokens``. The
+    caption of the folder ``name`` is ``name.txt`` beside it.
+
     Every rank reads and checks every photo once, here, so all ranks agree on which photos there
     are. Photos that cannot be decoded are left out, counted in ``skipped`` and logged by rank 0.
     Steps then draw from a shuffled order of the others, each once per epoch.
 
     Args:
-        folder: The folder; its subfolders are not read.
+        folder: The folder; its subfolders are not read, except as clips.
         batch_size: Samples a rank and step.
         rank: This rank.
         world_size: Ranks.
@@ -117,6 +135,7 @@ class PhotoStream:
         self.skipped = 0
         self._embedding = sample_normals([0], [256], options.text_dim, seed=0, stream="t_bytes")
         self._cache: dict[Path, NDArray[np.uint8]] = {}
+        self._orders: dict[int, NDArray[np.int64]] = {}  # of the epochs asked for last
         self._photos = self._scan(Path(folder))
 
     @property
@@ -137,31 +156,58 @@ class PhotoStream:
         if step < 0:
             raise ConfigError(f"step must not be negative, got {step}")
         first = (step * self.world_size + self.rank) * self.batch_size
-        ids = range(first, first + self.batch_size)
-        photos = [self._photos[index] for index in self._draw(ids)]
-        image = np.concatenate([self._tokens(photo) for photo in photos])
+        return self.samples(range(first, first + self.batch_size))
+
+    @property
+    def num_samples(self) -> int:
+        """Photos and clips of an epoch."""
+        return len(self._photos)
+
+    @property
+    def digest(self) -> str:
+        """How many there are, with a digest of names, captions and shapes: equal where they are."""
+        facts = [(p.path.name, p.caption, p.frames, p.rows, p.columns) for p in self._photos]
+        digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+        return f"{len(facts)} samples ({digest})"
+
+    def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
+        """Shapes of the samples with these numbers in the order of all epochs; reads no file."""
+        return [self._photos[index].shape for index in self._draw(numbers)]
+
+    def samples(self, numbers: Sequence[int]) -> SampleBatch:
+        """The samples with these numbers in the order of all epochs, which are their ids.
+
+        Raises:
+            ConfigError: A photo that was readable at the start no longer is (names the file).
+        """
+        photos = [self._photos[index] for index in self._draw(numbers)]
+        nothing = np.empty((0, self.in_channels), dtype=np.uint8)
+        image = np.concatenate([nothing, *map(self._tokens, photos)])
         texts = [self._embedding[torch.tensor(list(p.caption)).long()] for p in photos]
+        no_text = torch.empty(0, self.text_dim)
         return pack_batch(
-            [SampleShape(len(p.caption), p.rows * p.columns, 1, p.columns) for p in photos],
+            [photo.shape for photo in photos],
             image=torch.from_numpy(image).float() / 127.5 - 1.0,
-            text=torch.cat(texts),
-            pooled=torch.stack([_mean(text) for text in texts]),
-            ids=ids,
+            text=torch.cat([no_text, *texts]),
+            pooled=torch.stack([_mean(text) for text in texts]) if texts else no_text,
+            ids=numbers,
         )
 
-    def _draw(self, ids: range) -> list[int]:
+    def _draw(self, numbers: Sequence[int]) -> list[int]:
         """Indices of the photos with these numbers in the shuffled order of all epochs."""
         num_photos = len(self._photos)
-        epochs = range(ids[0] // num_photos, ids[-1] // num_photos + 1)
-        orders = {
-            epoch: keyed_generator(self.seed, "epoch", epoch).permutation(num_photos)
-            for epoch in epochs
-        }
-        return [int(orders[number // num_photos][number % num_photos]) for number in ids]
+        before, orders = self._orders, dict[int, NDArray[np.int64]]()
+        for epoch in {number // num_photos for number in numbers}:
+            drawn = before.get(epoch)
+            if drawn is None:
+                drawn = keyed_generator(self.seed, "epoch", epoch).permutation(num_photos)
+            orders[epoch] = drawn
+        self._orders = orders
+        return [int(orders[n // num_photos][n % num_photos]) for n in numbers]
 
     def _scan(self, folder: Path) -> list[_Photo]:
         options, room = self._options, self._options.cache_bytes
-        paths = _photo_paths(folder)
+        paths = _photo_paths(folder, with_clips=options.clip_frames > 0)
         listed = _listed_captions(folder)
         unknown = sorted(listed.keys() - {path.name for path in paths})
         if unknown and self.rank == 0:
@@ -170,14 +216,14 @@ class PhotoStream:
         bad: list[str] = []
         for path in paths:
             try:
-                tokens, rows, columns = _decode(path, options.patch, options.max_tokens)
+                tokens, grid = _decode(path, options)
             except ConfigError as error:
                 if options.strict:
                     raise
                 bad.append(str(error))
                 continue
             caption = _caption(path, listed)[: options.max_text_tokens]
-            photos.append(_Photo(path, caption, rows, columns))
+            photos.append(_Photo(path, caption, *grid))
             if tokens.nbytes <= room:
                 room -= tokens.nbytes
                 self._cache[path] = tokens
@@ -192,34 +238,35 @@ class PhotoStream:
         return photos
 
     def _tokens(self, photo: _Photo) -> NDArray[np.uint8]:
-        """(h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
+        """(frames * h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
         if photo.path in self._cache:
             return self._cache[photo.path]
-        options = self._options
-        tokens, rows, columns = _decode(photo.path, options.patch, options.max_tokens)
-        if (rows, columns) != (photo.rows, photo.columns):
+        tokens, grid = _decode(photo.path, self._options)
+        if grid != (photo.frames, photo.rows, photo.columns):
             raise ConfigError(f"{photo.path} has changed its size since the run began")
         return tokens
 
 
-def _photo_paths(folder: Path) -> list[Path]:
-    """Photos of a folder by name, in an order that does not depend on the file system."""
+def _photo_paths(folder: Path, *, with_clips: bool) -> list[Path]:
+    """Photos and clips of a folder, in an order that does not depend on the file system."""
     try:
-        paths = sorted(folder.iterdir())
+        photos = [
+            path
+            for path in folder.iterdir()
+            if path.suffix.lower() in PHOTO_SUFFIXES
+            and not path.name.startswith(".")
+            and (path.is_file() or (path.is_symlink() and not path.is_dir()))
+        ]
+        clips = list(clip_paths(folder, PHOTO_SUFFIXES)) if with_clips else []
     except OSError as error:
         raise ConfigError(f"{folder} must be a folder of photos: {error}") from error
-    return [
-        path
-        for path in paths
-        if path.suffix.lower() in PHOTO_SUFFIXES
-        and not path.name.startswith(".")
-        and (path.is_file() or path.is_symlink())
-    ]
+    check_videos(clips)
+    return sorted([*photos, *clips])
 
 
 def _caption(path: Path, listed: dict[str, bytes]) -> bytes:
     """UTF-8 bytes of a photo's caption, without white space around it; empty if it has none."""
-    beside = path.with_suffix(".txt")
+    beside = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
     if not beside.is_file():
         return listed.get(path.name, b"")
     try:
@@ -249,26 +296,38 @@ def _listed_captions(folder: Path) -> dict[str, bytes]:
     return captions
 
 
-def _decode(path: Path, patch: int, max_tokens: int) -> tuple[NDArray[np.uint8], int, int]:
-    """Decode a photo to tokens (h * w, 3 * P**2), h and w; ConfigError if that is impossible."""
+def _decode(path: Path, options: PhotoOptions) -> tuple[NDArray[np.uint8], tuple[int, int, int]]:
+    """Tokens (frames * h * w, 3 * P**2), and frames, h and w; ConfigError if that is impossible."""
+    patch, is_photo = options.patch, path.suffix.lower() in PHOTO_SUFFIXES and not path.is_dir()
     try:
-        data = path.read_bytes()
-        with Image.open(io.BytesIO(data)) as image:
-            image.verify()  # checksums that loading leaves out; the image is spent afterwards
-        with Image.open(io.BytesIO(data)) as image:
-            image.load()
-            pixels = _fit(_to_rgb(ImageOps.exif_transpose(image)), patch, max_tokens)
+        if is_photo:
+            images = [_read_photo(path)]
+        else:
+            most_frames = min(options.clip_frames, options.max_tokens)
+            images = read_frames(path, most_frames, PHOTO_SUFFIXES)
+        most = options.max_tokens // len(images)
+        pixels = np.stack([_fit(_to_rgb(image), patch, most) for image in images])
     except MemoryError:
         raise
     except UnidentifiedImageError as error:
         raise ConfigError(f"cannot read the photo {path}: no known image format") from error
     except Exception as error:  # decoders raise anything on damaged bytes
         raise ConfigError(
-            f"cannot read the photo {path}: {error or type(error).__name__}"
+            f"cannot read the {'photo' if is_photo else 'clip'} {path}: "
+            f"{error or type(error).__name__}"
         ) from error
-    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
-    split = pixels.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
-    return split.reshape(rows * columns, 3 * patch**2), rows, columns
+    frames, rows, columns = len(pixels), pixels.shape[1] // patch, pixels.shape[2] // patch
+    split = pixels.reshape(frames, rows, patch, columns, patch, 3).transpose(0, 1, 3, 5, 2, 4)
+    return split.reshape(-1, 3 * patch**2), (frames, rows, columns)
+
+
+def _read_photo(path: Path) -> Image.Image:
+    data = path.read_bytes()
+    with Image.open(io.BytesIO(data)) as image:
+        image.verify()  # checksums that loading leaves out; the image is spent afterwards
+    with Image.open(io.BytesIO(data)) as image:
+        image.load()
+        return ImageOps.exif_transpose(image)
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:

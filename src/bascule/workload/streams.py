@@ -249,8 +249,52 @@ class SyntheticStream:
         if not 0 <= step < _MAX_STEPS:
             raise ConfigError(f"step must be in 0..{_MAX_STEPS - 1}, got {step}")
         shapes = rank_lengths(self.codes, self.rank, seed=self.seed, step=step)
-        first = (step * _MAX_RANKS + self.rank) * _MAX_SAMPLES
-        ids = range(first, first + len(shapes))
+        first = _first_id(step, self.rank)
+        return self._made(shapes, range(first, first + len(shapes)))
+
+    @property
+    def num_samples(self) -> None:
+        """Samples of an epoch: there are no epochs."""
+        return None
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of all ranks of the mix in a step."""
+        return sum(code.num_ranks * code.batch_size for code in self.codes)
+
+    @property
+    def digest(self) -> str:
+        """Equal where the samples are; see `PhotoStream.digest`."""
+        return ",".join(map(str, self.codes))
+
+    def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
+        """Shapes of the samples with these numbers, see `samples`."""
+        return [shape for shape, _ in self._numbered(numbers)]
+
+    def samples(self, numbers: Sequence[int]) -> SampleBatch:
+        """The samples with these numbers: rank after rank of the mix, step after step."""
+        found = self._numbered(numbers)
+        return self._made([shape for shape, _ in found], [number for _, number in found])
+
+    def _numbered(self, numbers: Sequence[int]) -> list[tuple[SampleShape, int]]:
+        """Shape and id of samples."""
+        sizes = np.repeat(
+            [code.batch_size for code in self.codes], [code.num_ranks for code in self.codes]
+        )
+        ends = np.cumsum(sizes)
+        drawn: dict[tuple[int, int], list[SampleShape]] = {}
+        found: list[tuple[SampleShape, int]] = []
+        for number in numbers:
+            step, place = divmod(number, self.step_samples)
+            rank = int(np.searchsorted(ends, place, side="right"))
+            if (step, rank) not in drawn:
+                lengths = rank_lengths(self.codes, rank, seed=self.seed, step=step)
+                drawn[step, rank] = lengths
+            in_rank = place - int(ends[rank] - sizes[rank])
+            found.append((drawn[step, rank][in_rank], _first_id(step, rank) + in_rank))
+        return found
+
+    def _made(self, shapes: Sequence[SampleShape], ids: Sequence[int]) -> SampleBatch:
         prompt = self._normals(ids, [1] * len(shapes), _NUM_WAVES, "prompt")
         text_lens = [shape.text_tokens for shape in shapes]
         image_lens = [shape.image_tokens for shape in shapes]
@@ -269,6 +313,11 @@ class SyntheticStream:
 
     def _normals(self, ids: Sequence[int], lens: Sequence[int], dim: int, stream: str) -> Tensor:
         return sample_normals(ids, lens, dim, seed=self.seed, stream=stream)
+
+
+def _first_id(step: int, rank: int) -> int:
+    """Of the samples of a rank and step; ids are unique over ranks and steps."""
+    return (step * _MAX_RANKS + rank) * _MAX_SAMPLES
 
 
 def check_rank(rank: int, world_size: int) -> None:

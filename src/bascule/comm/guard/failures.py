@@ -38,7 +38,7 @@ ROLL_CALL_S = 2.0
 
 _CAUSE_S = 0.5  # how long the error that ended a connection may take to appear in the store
 _CLOSING_MARK = 0x7FFFFFFF
-_BROKEN_OFF = re.compile("gloo.*Connection (closed|reset) by peer")
+_BROKEN_OFF = re.compile("gloo.*(Connection (closed|reset) by peer|Timed out waiting)")
 _IS_ENOUGH: tuple[type[BaseException], ...] = tuple(
     filter(None, [getattr(torch.utils.checkpoint, "_StopRecomputationError", None)])
 )
@@ -56,19 +56,22 @@ class Ongoing:
         begun: The call.
     """
 
-    __slots__ = ("_group", "_wait", "_watch", "begun")
+    __slots__ = ("_group", "_range", "_wait", "_watch", "begun")
 
     def __init__(self, group: RankGroup, begun: Begun, watch: Watch) -> None:
         self._group, self.begun, self._watch = group, begun, watch
 
     def __enter__(self) -> None:
         group = self._group
+        self._range = _profiler_range(self.begun.call)
         self._wait = self._watch.begin(group.key, self.begun, group.ranks, repr(group.name))
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._watch.end(self._wait, is_done=error is None)
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
         if isinstance(error, RuntimeError) and not isinstance(error, CommError):
             raise failure(self._group, self.begun.call, error, self._wait.verdict) from error
 
@@ -106,21 +109,53 @@ def call(group: RankGroup, what: Call) -> Iterator[Begun]:
 
 
 class telling:  # noqa: N801 - it is called as a function is
-    """An error that this rank meets within ends the others, too, if they wait for it."""
+    """An error that this rank meets within ends the others, too, if they wait for it.
 
-    __slots__ = ("_where",)
+    While torch's profiler runs, it is a range of that name.
+    """
+
+    __slots__ = ("_range", "_where")
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def __enter__(self) -> None:
-        pass
+        self._range = _profiler_range(self._where)
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
         if error is not None:
             tell(error, self._where)
+
+
+@contextmanager
+def explained(where: str) -> Iterator[None]:
+    """`telling`, around collectives of torch: which ranks are missing is the error, not a note.
+
+    Raises:
+        CommError: A collective was broken off, or ran out of time.
+    """
+    try:
+        with telling(where):
+            yield
+    except RuntimeError as error:
+        notes: list[str] | None = getattr(error, "__notes__", None)
+        if notes is None or isinstance(error, CommError):
+            raise
+        raise CommError(f"{where}: {notes[0]}") from error
+
+
+def _profiler_range(where: object) -> "torch.profiler.record_function | None":
+    """A range "bascule::route" of "step 3: route", begun; None while no profiler runs."""
+    if not torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
+        return None
+    step, _, what = str(where).rpartition(": ")
+    begun = torch.profiler.record_function(f"bascule::{what}", step)
+    begun.__enter__()
+    return begun
 
 
 def told(where: str) -> Callable[[F], F]:

@@ -1,0 +1,239 @@
+"""A run of `bascule train` on its ranks: load, plan behind the step, train, tell, save."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bascule.comm.agree import Statement, agree, agree_on
+from bascule.comm.guard.failures import explained, telling, told
+from bascule.comm.new_groups import new_group
+from bascule.errors import ConfigError
+from bascule.parallel import ParallelOptions, SequenceParallel, Step
+from bascule.parallel_plans import PlannedLater
+from bascule.training.building import build_model
+from bascule.training.flow import FlowBatch
+from bascule.training.run.checkpoints import Checkpoints, Facts, step_of
+from bascule.training.run.preparing import Prepared, cost_of, prepare
+from bascule.training.run.step_metrics import PARTS, MetricsLog, StepReports
+from bascule.training.run.stopwatch import Stopwatch, TimedStep, watch_blocks
+from bascule.training.run.train_options import TrainOptions, split
+from bascule.training.stepping import sync_of, train_step
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A step whose samples a thread loads and whose plan another one makes."""
+
+    flows: Future[list[FlowBatch]]
+    plans: PlannedLater
+    shares: list[float]
+
+
+class TrainingRun:
+    """All ranks of an initialised process group construct and run it together.
+
+    Args:
+        options: The same on all ranks.
+        device: Of this rank.
+        is_stopping: Whether this rank was asked to stop; all then save after the step, and end.
+
+    Raises:
+        ConfigError: An option is wrong here. RemoteConfigError: on another rank.
+        CommError: Ranks have unlike options or data, or one is gone.
+
+    Attributes:
+        num_steps: Of the whole run.
+        done: Steps that were trained so far, those before a resume included.
+        folder: Of checkpoints and metrics.
+        checkpoint: The last one that was loaded or saved.
+    """
+
+    @told("construction of a training run")
+    def __init__(
+        self, options: TrainOptions, device: torch.device, is_stopping: Callable[[], bool]
+    ) -> None:
+        self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._options, self._device, self.folder = options, device, options.out
+        self._dtype: torch.dtype = getattr(torch, options.dtype)
+        every = range(self._num_ranks)
+        self._group = new_group(every, "train", options.timeout_s, backend="gloo")
+        self._prepared = self._agreed()
+        self.num_steps = self._prepared.schedule.num_steps
+        self._mesh = init_device_mesh(device.type, (self._num_ranks,))
+        self._parallel = self._make_parallel()
+        self._model = build_model(
+            self._prepared.config,
+            self._mesh,
+            seed=options.seed,
+            checkpoint=options.checkpoint,
+            dtype=self._dtype,
+        )
+        self._watch = Stopwatch(device)
+        watch_blocks([*self._model.double_blocks, *self._model.single_blocks], self._watch)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=options.lr)
+        facts = Facts(self._prepared.settings, self._prepared.schedule)
+        self._checkpoints = Checkpoints(options.out, self._group, facts, options.keep)
+        self.checkpoint = self._prepared.checkpoint
+        self.done, self._is_stopping = 0, is_stopping
+        if self.checkpoint is not None:
+            self._checkpoints.load(self.checkpoint, self._model, self._optimizer)
+            self.done = step_of(self.checkpoint)
+
+    def run(self, on_step: Callable[[dict[str, Any]], None]) -> None:
+        """Train until the last step, or until a rank is to stop; saves in either case.
+
+        Args:
+            on_step: Called with the record of each step, on the first rank.
+
+        Raises:
+            CommError: A rank failed, is gone, or could not save.
+            ConfigError: This rank could not load its samples, or write what is told.
+        """
+        with telling("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
+            if self.rank > 0:
+                self._run(pool, lambda record: None)
+                return
+            with closing(MetricsLog(self.folder, self.done)) as log:
+                self._run(pool, lambda record: (log.write(record), on_step(record)))
+
+    def _run(self, pool: ThreadPoolExecutor, on_step: Callable[[dict[str, Any]], object]) -> None:
+        reports = StepReports()
+        ahead = self._begin(self.done, pool) if self.done < self.num_steps else None
+        while ahead is not None:
+            steps, loss, seconds, following = self._train(ahead, pool)
+            table = self._agree(seconds, following)
+            self.done += 1
+            stops, parts, work = np.split(table, (1, 1 + len(PARTS)), axis=1)
+            plans = [step.plan for step in steps]
+            on_step(reports.report(self.done, loss, plans, parts, work))
+            if stops.any() or self._is_due():
+                self.checkpoint = self._checkpoints.save(self.done, self._model, self._optimizer)
+            if stops.any() and following is not None:
+                following.plans.get()  # its thread has gathered with those of the other ranks
+            ahead = None if stops.any() else following
+
+    def _is_due(self) -> bool:
+        return self.done == self.num_steps or self.done % self._options.save_every == 0
+
+    def _train(
+        self, ahead: _Ahead, pool: ThreadPoolExecutor
+    ) -> tuple[tuple[Step, ...], float, dict[str, Any], _Ahead | None]:
+        """Forward, backward and optimiser of a step, while the next one is loaded and planned."""
+        start, watch = time.perf_counter(), self._watch
+        with telling(f"step {self.done + 1}: plan"):
+            steps = ahead.plans.get()
+        seconds: dict[str, Any] = {"plan": time.perf_counter() - start}
+        is_last = self.done + 1 == self.num_steps
+        following = None if is_last else self._begin(self.done + 1, pool)
+        parts = zip(ahead.flows.result(), steps, ahead.shares, strict=True)
+        losses = [partial(self._loss_of, number, *part) for number, part in enumerate(parts)]
+        begun = watch.now()
+        with explained(f"step {self.done + 1}: train"):
+            loss = train_step(self._model, losses)
+        trained = watch.lap("train", begun)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        watch.lap("optimizer", trained)
+        laps = watch.read()
+        for (name, _), value in laps.items():
+            seconds[name] = seconds.get(name, 0.0) + value
+        seconds["backward"] = seconds.pop("train") - seconds["forward"]
+        seconds["work"] = [laps.get(("work", number), 0.0) for number in range(len(losses))]
+        seconds["total"] = time.perf_counter() - start
+        return steps, float(loss), seconds, following
+
+    def _loss_of(
+        self, number: int, flow: FlowBatch, step: Step, share: float, model: nn.Module
+    ) -> Tensor:
+        self._watch.microbatch = number
+        with self._watch.timed("forward"):
+            losses = flow.per_token_loss(model(flow.inputs, TimedStep(step, self._watch)))
+            with self._watch.timed("waiting"):
+                mean = step.mean(losses)
+            return mean * share
+
+    def _begin(self, step: int, pool: ThreadPoolExecutor) -> _Ahead:
+        """Load this rank's samples of a step, and plan it, both in threads."""
+        data, micros = self._prepared.data, self._prepared.schedule.microbatches(step)
+        shapes = [data.shapes(numbers) for numbers in micros]
+        own = [self._own(range(len(numbers))) for numbers in micros]
+        lens = [[of[k].seq_len for k in places] for of, places in zip(shapes, own, strict=True)]
+        tokens = [sum(shape.image_tokens for shape in of) for of in shapes]
+        flows = pool.submit(self._load, [self._own(numbers) for numbers in micros])
+        plans = self._parallel.plan_later(lens, sync=sync_of(self._model))
+        return _Ahead(flows, plans, [num / sum(tokens) for num in tokens])
+
+    def _own(self, numbers: range) -> range:
+        return split(numbers, self._num_ranks)[self.rank]
+
+    def _load(self, micros: list[range]) -> list[FlowBatch]:
+        samples = map(self._prepared.data.samples, micros)
+        build = partial(
+            FlowBatch.build, seed=self._options.seed, device=self._device, dtype=self._dtype
+        )
+        return [build(batch) for batch in samples]
+
+    def _agree(self, seconds: dict[str, Any], following: _Ahead | None) -> Any:
+        """What all ranks measured, and whether one stops; or the error that one of them met.
+
+        Returns:
+            (ranks, 1 + parts + microbatches).
+        """
+        start = time.perf_counter()
+        error = None if following is None else following.flows.exception()
+        waited = time.perf_counter() - start
+        known = {"data": waited} | seconds
+        own = [float(self._is_stopping()), *(known.get(name, 0.0) for name in PARTS)]
+        numbers = np.array([*own, *seconds["work"]])
+        said = agree(
+            self._group,
+            Statement({}, numbers.view(np.int64), error if isinstance(error, Exception) else None),
+            what="the end of a step",
+            step=self.done + 1,
+            capacity=numbers.size,
+        )
+        return np.stack([row.view(np.float64) for row in said])
+
+    def _agreed(self) -> Prepared:
+        """The same options and data on all ranks, and no error on any."""
+        found, error, settings = None, None, dict[str, str]()
+        try:
+            found = prepare(self._options, rank=self.rank, world_size=self._num_ranks)
+            settings = found.settings
+        except ConfigError as met:
+            error = met
+        facts = {
+            "settings": str(sorted(settings.items())),
+            "other options": str(self._options),
+            "checkpoint": str(found and found.checkpoint),
+        }
+        agree_on(
+            self._group,
+            facts if error is None else dict.fromkeys(facts, ""),
+            error,
+            what="bascule train",
+        )
+        assert found is not None
+        return found
+
+    def _make_parallel(self) -> SequenceParallel:
+        options, prepared = self._options, self._prepared
+        return SequenceParallel(
+            self._mesh,
+            prepared.topology,
+            cost_of(prepared, options, self._device),
+            cluster=prepared.cluster,
+            plan_group=self._group.process_group,
+            timeout_s=options.timeout_s,
+            options=ParallelOptions(kernel=options.kernel, device=self._device),
+        )

@@ -1,0 +1,76 @@
+"""What `bascule bench` and `bascule train` share of their options. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from bascule.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """A model, its data, and the ranks that train it.
+
+    Attributes:
+        photos: Folder of photos of any size; captions in NAME.txt or captions.jsonl are optional.
+        data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
+        topology: Compute bags, for example g2n1; one rank a bag if not given.
+        ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
+            not given.
+        max_tokens: Photos with more tokens are scaled down.
+        d_model: Model width.
+        num_heads: Attention heads.
+        num_double: Blocks with separate weights for text and image.
+        num_single: Blocks with shared weights.
+        checkpoint: Recompute activations in the backward.
+        dtype: Of parameters and activations in forward and backward.
+        gamma: Cost of an attention FLOP over one of a linear layer; measured first if not given.
+        kernel: Attention kernel; the fastest for the device if not given.
+        lr: Learning rate of AdamW.
+        seed: Of weights, data and noise.
+        strict: Stop at a photo that cannot be read, instead of skipping it.
+        timeout_s: Longest wait of a collective, in seconds.
+    """
+
+    photos: Path | None = None
+    data: str | None = None
+    topology: str | None = None
+    ranks: int | None = None
+    max_tokens: int = 2048
+    d_model: int = 192
+    num_heads: int = 6
+    num_double: int = 1
+    num_single: int = 3
+    checkpoint: bool = False
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    gamma: float | None = None
+    kernel: str | None = None
+    lr: float = 1e-3
+    seed: int = 0
+    strict: bool = False
+    timeout_s: float = 120.0
+
+    def check_source(self) -> None:
+        """Refuse a run without data, or with two sorts of it.
+
+        Raises:
+            ConfigError: Says what to give.
+        """
+        if (self.photos is None) == (self.data is None):
+            raise ConfigError("give either --photos FOLDER or --data CODES")
+
+    def check_least(self, **least: int) -> None:
+        """Refuse numbers below these, which are given by the names of options.
+
+        Raises:
+            ConfigError: Names the option, its value and the least.
+        """
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} {value}: must be at least {bound}")
+        for name in ("lr", "timeout_s"):
+            if not getattr(self, name) > 0:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} {getattr(self, name)}: must be positive")

@@ -1,0 +1,229 @@
+"""`bascule train` as a user starts it: what it writes and says, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import profile
+
+from bascule.cli import main
+from bascule.errors import ConfigError
+from bascule.parallel import Step
+from bascule.training.run import training_run
+from bascule.training.run.checkpoints import newest_checkpoint, step_of
+from bascule.training.run.step_metrics import PARTS
+from bascule.training.run.train_options import TrainOptions
+from bascule.training.run.training_run import TrainingRun
+from bascule.workload.streams import SampleBatch, SyntheticStream
+from tests.helpers.jobs import in_a_job
+from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.train_runs import SMALL, VICTIM, losses, make_album, run
+
+CODES = "g1b2i32f1s0,g1b1i64f4s1"
+FLAGS = "--d-model 32 --num-heads 2 --num-single 1 --gamma 1 --dtype float64 --timeout-s 10".split()
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    return ["train", "--data", CODES, "--out", str(folder), *FLAGS, *arguments]
+
+
+def _main(*arguments: str) -> None:
+    main(list(arguments))
+
+
+def _main_with_sigterm(*arguments: str) -> None:
+    """One rank of the job gets SIGTERM in its third step."""
+    train_step, num_steps = training_run.train_step, [0]
+
+    def counted(*args: Any) -> Any:
+        num_steps[0] += 1
+        if num_steps[0] == 3 and os.environ["RANK"] == str(VICTIM):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return train_step(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_run, "train_step", counted)
+        main(list(arguments))
+
+
+def test_a_job_writes_a_line_a_step_and_says_where(tmp_path: Path) -> None:
+    done = in_a_job(_main, *command(tmp_path, "--steps", "3", "--save-every", "2", "--keep", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "steps 1 to 3 of 3" in done.stdout and "step-00000003" in done.stdout
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert set(line["mean_s"]) == set(line["max_s"]) == set(PARTS)
+        assert all(seconds >= 0 for seconds in line["max_s"].values())
+        inside = ("samples", "route", "attend", "restore")
+        assert sum(line["mean_s"][name] for name in inside) < line["mean_s"]["forward"]
+        both = line["mean_s"]["forward"] + line["mean_s"]["backward"]
+        assert 0 < line["mean_s"]["waiting"] < both and line["makespan_s"]["measured"] < both * 1.5
+        assert line["imbalance"]["predicted"] >= 1 and line["imbalance"]["measured"] >= 1
+        assert line["slowest"]["rank"] in (0, 1) and line["slowest"]["why"]
+    assert lines[0]["makespan_s"]["predicted"] is None
+    assert lines[1]["makespan_s"]["predicted"] > 0
+    done = in_a_job(_main, *command(tmp_path, "--steps", "3", "--resume"))
+    assert done.returncode == 0 and "nothing is left to train" in done.stdout
+
+
+def test_sigterm_to_one_rank_saves_on_all_and_exits_with_0(tmp_path: Path) -> None:
+    done = in_a_job(_main_with_sigterm, *command(tmp_path, "--steps", "9"))
+    assert done.returncode == 0, done.stderr
+    assert "stopped by SIGTERM after step 3: go on with --resume" in done.stdout
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000003"
+    done = in_a_job(_main, *command(tmp_path, "--steps", "5"))
+    assert done.returncode == 2 and "go on with --resume" in done.stderr
+    done = in_a_job(_main, *command(tmp_path, "--steps", "5", "--resume"))
+    assert done.returncode == 0 and "steps 4 to 5 of 5" in done.stdout
+    assert len(losses(tmp_path)) == 5
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_command_reaches_the_ranks_that_it_started(tmp_path: Path) -> None:
+    whole = [sys.executable, "-m", "bascule.cli", *command(tmp_path, "--ranks", "2")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    process = subprocess.Popen(
+        [*whole, "--steps", "100000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        metrics, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        out, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0, err
+    assert "stopped by SIGTERM after step" in out
+    last = newest_checkpoint(tmp_path)
+    assert last is not None and step_of(last) == len(losses(tmp_path))
+
+
+def profiled(folder: Path) -> set[str]:
+    """Names of the ranges of two steps."""
+    with profile() as traced:
+        run({"out": folder, "steps": 2})
+    return {one.key for one in traced.key_averages() if one.key.startswith("bascule::")}
+
+
+def test_a_profile_has_ranges_with_names(tmp_path: Path) -> None:
+    for names in run_ranks(profiled, 2, tmp_path):
+        parts = "plan route gather_samples attend restore mean".split()
+        assert {f"bascule::{part}" for part in parts} <= names
+        assert any("route" in name and "all_to_all" in name for name in names), names
+
+
+def test_the_curve_does_not_depend_on_bags_or_microbatches(tmp_path: Path) -> None:
+    curves: list[list[float]] = []
+    for name, settings in (
+        ("plain", {}),
+        ("bag", {"topology": "g2n1", "accumulate": 3}),
+        ("auto", {"topology": "auto", "checkpoint": True}),
+    ):
+        given = {"data": CODES, "steps": 3, "out": tmp_path / name} | settings
+        assert run_ranks(run, 2, given) == [3, 3]
+        curves.append(losses(tmp_path / name))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-10)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-10)
+
+
+def test_more_ranks_than_samples(tmp_path: Path) -> None:
+    given = {"data": CODES, "steps": 2, "batch_size": 1}
+    assert run_ranks(run, 3, given | {"out": tmp_path / "three"}) == [2, 2, 2]
+    assert run_ranks(run, 1, given | {"out": tmp_path / "one"}) == [2]
+    assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
+
+
+def with_a_slow_rank(folder: Path) -> None:
+    attend = Step.attend
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.05)
+        return attend(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM:
+            patch.setattr(Step, "attend", slowly)
+        run({"out": folder, "steps": 4, "data": "g2b2i32f1s0"})
+
+
+def test_a_rank_that_is_made_slow_is_named_and_the_others_wait(tmp_path: Path) -> None:
+    run_ranks(with_a_slow_rank, 2, tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines[1:]:  # what the first step does for the first time takes longer
+        assert line["slowest"]["rank"] == VICTIM
+        assert line["slowest"]["why"] == "slower than planned"
+        assert line["imbalance"]["measured"] > 1.3 > line["imbalance"]["predicted"]
+        assert line["max_s"]["waiting"] > 0.05
+
+
+def failing_load(folder: Path, first: int) -> tuple[list[str], str]:
+    load = SyntheticStream.samples
+
+    def fail(self: SyntheticStream, numbers: Any) -> SampleBatch:
+        if min(numbers) >= first:
+            raise ConfigError("6.png has changed its size since the run began")
+        return load(self, numbers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == VICTIM:
+            patch.setattr(SyntheticStream, "samples", fail)
+        return raised_by(run, {"out": folder, "steps": 9})
+
+
+@pytest.mark.parametrize("first", [0, 6])
+def test_a_sample_that_one_rank_cannot_load_is_told_to_all(first: int, tmp_path: Path) -> None:
+    other, own = run_ranks(failing_load, 2, tmp_path, first)
+    assert "ConfigError" in own[0] and "6.png has changed its size" in own[1]
+    assert "CommError" in other[0] and "rank 1" in other[1]
+    for _, text in (other, own):
+        assert "6.png has changed its size" in text
+
+
+def unlike(folder: Path) -> tuple[list[str], str]:
+    options = TrainOptions(**SMALL, out=folder, seed=dist.get_rank())
+    return raised_by(TrainingRun, options, torch.device("cpu"), lambda: False)
+
+
+def test_ranks_with_unlike_options(tmp_path: Path) -> None:
+    for classes, text in run_ranks(unlike, 2, tmp_path):
+        assert "CommError" in classes and "disagree on" in text
+
+
+def out_of_reach(folder: Path) -> tuple[list[str], str]:
+    options = TrainOptions(**SMALL, out=folder / "file" / "run")
+    return raised_by(TrainingRun, options, torch.device("cpu"), lambda: False)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for classes, text in run_ranks(out_of_reach, 2, tmp_path):
+        assert "RemoteConfigError" in classes and "Not a directory" in text
+
+
+def test_photos_and_clips_train_together(tmp_path: Path) -> None:
+    album = make_album(tmp_path / "album")
+    done = in_a_job(
+        _main,
+        *("train", "--photos", str(album), "--out", str(tmp_path / "run"), *FLAGS),
+        *("--epochs", "1", "--batch-size", "4", "--lr", "0.003"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "steps 1 to 3 of 3" in done.stdout
+    assert len(losses(tmp_path / "run")) == 3

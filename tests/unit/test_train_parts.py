@@ -1,0 +1,223 @@
+"""The parts of `bascule train` that need no ranks."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bascule.errors import ConfigError
+from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.training.run.checkpoints import Facts, check_facts, newest_checkpoint, step_of
+from bascule.training.run.preparing import prepare
+from bascule.training.run.step_metrics import PARTS, MetricsLog, StepReports
+from bascule.training.run.train_options import (
+    Schedule,
+    TrainOptions,
+    schedule_of,
+    settings_of,
+    split,
+)
+from bascule.workload.streams import SyntheticStream
+from tests.helpers.cli import modules_imported_by, run
+
+CODES = "g1b2i32f1s0,g1b1i64f1s0"
+
+
+def test_a_step_has_the_same_samples_whatever_the_ranks() -> None:
+    schedule = Schedule(batch_size=5, num_samples=13, accumulate=2)
+    assert schedule.num_steps == 3
+    steps = [schedule.microbatches(step) for step in range(3)]
+    assert [[list(part) for part in step] for step in steps] == [
+        [[0, 1], [2, 3, 4]],
+        [[5, 6], [7, 8, 9]],
+        [[10], [11, 12]],
+    ]
+    for num_ranks in (1, 2, 7):
+        assert [n for part in split(range(5), num_ranks) for n in part] == list(range(5))
+
+
+def test_a_last_step_with_fewer_samples_than_microbatches() -> None:
+    assert Schedule(4, 5, 3).microbatches(1) == [range(4, 5)]
+
+
+def test_steps_come_from_epochs_or_codes_or_defaults() -> None:
+    album = TrainOptions(photos=Path("album"), epochs=2, batch_size=4)
+    assert schedule_of(album, 11).num_steps == 6
+    assert schedule_of(TrainOptions(data=CODES, steps=7), None) == Schedule(3, 21, 1)
+    assert schedule_of(TrainOptions(photos=Path("album")), 11) == Schedule(8, 800, 1)
+
+
+def test_numbered_samples_of_codes_are_those_of_their_ranks() -> None:
+    by_number = SyntheticStream(CODES, world_size=2, seed=3)
+    for step in (0, 2):
+        batches = [SyntheticStream(CODES, rank=r, world_size=2, seed=3).batch(step) for r in (0, 1)]
+        numbers = range(3 * step, 3 * step + 3)
+        found = by_number.samples(numbers)
+        assert torch.equal(found.image, torch.cat([batch.image for batch in batches]))
+        assert torch.equal(found.sample_ids, torch.cat([batch.sample_ids for batch in batches]))
+        assert found.seq_lens == [
+            s.seq_len for s in by_number.shapes(range(3 * step, 3 * step + 3))
+        ]
+    assert by_number.samples([]).seq_lens == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give either --photos FOLDER or --data CODES"),
+        ({"data": CODES, "batch_size": 0}, "--batch-size 0: must be at least 1"),
+        ({"data": CODES, "save_every": 0}, "--save-every 0: must be at least 1"),
+        ({"data": CODES, "keep": 0}, "--keep 0: must be at least 1"),
+        ({"data": CODES, "steps": 10**10}, "--steps 10000000000: must be at most 1000000000"),
+        ({"data": CODES, "lr": 0.0}, "--lr 0.0: must be positive"),
+        ({"data": CODES, "epochs": 2}, "--epochs 2: data codes have no end; give --steps"),
+        ({"data": CODES, "epochs": 2, "steps": 3}, "--steps 3 and --epochs 2: give one"),
+        ({"data": CODES, "accumulate": 4}, "--accumulate 4: a step has 3 samples; .* at most 3"),
+        ({"data": "g1b0i32f1s0"}, "--data g1b0i32f1s0: no sample; give a code with b1"),
+        ({"data": "g1"}, "g1"),
+        ({"data": CODES, "topology": "g3n1"}, "g3n1"),
+        ({"data": CODES, "num_heads": 5}, "--num-heads 5 does not divide"),
+        ({"photos": Path("nowhere")}, "nowhere must be a folder of photos"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as met:
+        prepare(TrainOptions(**options), world_size=2)
+    assert "\n" not in str(met.value)
+
+
+def test_a_folder_without_photos(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no readable photo in"):
+        prepare(TrainOptions(photos=tmp_path))
+
+
+def a_checkpoint(folder: Path, step: int, **changes: str) -> Path:
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    options = TrainOptions(data=CODES)
+    settings = settings_of(options, CODES, schedule_of(options, None)) | changes
+    (path / "run.json").write_text(json.dumps({"num_samples": 3 * step, "settings": settings}))
+    return path
+
+
+def test_the_newest_whole_checkpoint_is_found(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+    assert newest_checkpoint(tmp_path) is None
+    a_checkpoint(tmp_path, 90)
+    newest = a_checkpoint(tmp_path, 100)
+    (tmp_path / "step-00000110.tmp").mkdir()
+    (tmp_path / "step-x").mkdir()
+    assert newest_checkpoint(tmp_path) == newest and step_of(newest) == 100
+
+
+def test_a_run_goes_on_only_with_its_own_settings(tmp_path: Path) -> None:
+    a_checkpoint(tmp_path, 3)
+    options: dict[str, Any] = {"data": CODES, "out": tmp_path, "resume": True}
+    found = prepare(TrainOptions(**options, topology="g2n1", ranks=2), world_size=2)
+    assert found.checkpoint == tmp_path / "step-00000003"
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"seed": 1}, "saved with --seed 0, and this run has --seed 1: give the same, or another"),
+        ({"data": "g1b3i32f1s0"}, "--data g1b2i32f1s0,g1b1i64f1s0, and this run has --data g1b3i3"),
+        ({"batch_size": 2}, "--batch-size 3, and this run has --batch-size 2"),
+        ({"resume": False}, "has the checkpoint step-00000003 of an earlier run: go on with --res"),
+    )
+    for changed, told in changes:
+        with pytest.raises(ConfigError, match=told):
+            prepare(TrainOptions(**(options | changed)))
+
+
+def test_a_run_that_ended_with_a_smaller_step_is_not_made_longer(tmp_path: Path) -> None:
+    path = tmp_path / "step-00000003"
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps({"num_samples": 11, "settings": {}}))
+    check_facts(path, Facts({}, Schedule(4, 11, 1)))
+    with pytest.raises(ConfigError, match=r"a run of 11 samples .* give the same --epochs"):
+        check_facts(path, Facts({}, Schedule(4, 22, 1)))
+
+
+def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step-00000003").mkdir()
+    with pytest.raises(ConfigError, match="is no checkpoint of bascule train"):
+        check_facts(tmp_path / "step-00000003", Facts({}, Schedule(1, 1, 1)))
+
+
+def record(work: list[float], lens: list[list[int]]) -> dict[str, Any]:
+    plan = plan_batch(lens, "g1n2", TransformerCost(64), planner="lpt")
+    seconds = np.ones((2, len(PARTS)))
+    reports = StepReports()
+    for step in (1, 2):
+        told = reports.report(step, 0.5, [plan], seconds, np.array(work)[:, None])
+    return told
+
+
+def test_a_record_names_the_slowest_rank_and_why() -> None:
+    told = record([1.0, 1.0], [[100], [100]])
+    assert told["slowest"]["why"] == "ranks are even"
+    assert told["makespan_s"] == {"predicted": 1.0, "measured": 1.0}
+    assert told["tokens"] == 200 and told["sequences"] == 2 and told["topology"] == "g1n2"
+    told = record([1.0, 3.0], [[100], [100]])
+    assert told["slowest"] | {"took": 1.5} == {
+        "rank": 1,
+        "planned": 1.0,
+        "took": 1.5,
+        "why": "slower than planned",
+    }
+    assert told["imbalance"] == {"predicted": 1.0, "measured": 1.5}
+    slowest = record([3.0, 1.0], [[300], [100]])["slowest"]
+    assert slowest["why"] == "more work was planned for it"
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_what_was_told_after_the_checkpoint_is_told_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    log = MetricsLog(tmp_path, 2)
+    log.write({"step": 3, "loss": 0.5, "imbalance": {"measured": 1.5}})
+    log.close()
+    lines = path.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) in (
+        ["metrics.jsonl"],
+        ["metrics.jsonl", "tensorboard"],
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+def test_a_record_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = MetricsLog(tmp_path, 0)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(log, "_file", full)
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl: cannot be written: No space left"):
+            log.write({"step": 1})
+        monkeypatch.undo()
+        log.close()
+        with contextlib.suppress(OSError):
+            full.close()
+
+
+def test_events_of_tensorboard(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = MetricsLog(tmp_path, 0)
+    log.write({"step": 1, "loss": 0.5, "imbalance": {"measured": 1.5}, "topology": "g1n2"})
+    log.close()
+    found = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert sorted(found.Tags()["scalars"]) == ["imbalance/measured", "loss"]
+
+
+def test_the_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    modules = modules_imported_by("-m", "bascule.cli", "train", "--help")
+    assert "bascule.training.run.train_options" in modules and "torch" not in modules
+    code, out, _ = run(capsys, "train", "--help")
+    assert code == 0 and "--save-every" in out and "--clip-frames" in out
+
+
+def test_a_user_error_is_one_line_and_starts_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "train", "--data", CODES, "--accumulate", "9", "--ranks", "2")
+    assert (code, out) == (2, "")
+    assert err == "bascule: --accumulate 9: a step has 3 samples; give at most 3\n"
