@@ -128,8 +128,8 @@ def ptrr(spans: Spans, num_ranks: int) -> tuple[Floats, float]:
     return of_indices(groups, pairs, num_ranks), 0.0
 
 
-def ours_in_one(spans: Spans, num_ranks: int) -> tuple[Floats, float]:
-    """A plan for one sequence of these spans on a ring."""
+def zigzag(spans: Spans, num_ranks: int) -> tuple[Floats, float]:
+    """Ours: a plan for one sequence of these spans on a ring."""
     plan = plan_batch(
         [Sequences([NUM_TOKENS], [spans]), *[[]] * (num_ranks - 1)], f"g1r{num_ranks}n1", COST
     )
@@ -138,38 +138,17 @@ def ours_in_one(spans: Spans, num_ranks: int) -> tuple[Floats, float]:
     return np.array(loads, dtype=np.float64), 0.0
 
 
-def ours_apart(spans: Spans, num_ranks: int) -> tuple[Floats, float]:
-    """A plan for the same documents as sequences of their own, packed: the same attention."""
-    groups: list[Spans] = []
-    for span in spans:
-        if span.new_document or not groups:
-            groups.append([])
-        groups[-1].append(span)
-    lens = [sum(span.num_tokens for span in group) for group in groups]
-    batch = [Sequences(lens, groups), *[[]] * (num_ranks - 1)]
-    plan = plan_batch(batch, f"g1r{num_ranks}n1", COST)
-    first, last = seen(spans)
-    starts = np.cumsum(lens) - lens
-    loads: list[int] = []
-    for rank in range(num_ranks):
-        local = plan.local(rank)
-        positions = (starts[local.seq_ids[local.slots]] + local.positions).astype(np.int64)
-        loads.append(int((last - first)[positions].sum()))
-    return np.array(loads, dtype=np.float64), 0.0
-
-
 Way = Callable[[Spans, int], tuple[Floats, float]]
 
 TORCH: dict[str, Way] = {"nothing": contiguous, "head-tail": head_tail, "PTRR": ptrr}
-OURS: dict[str, Way] = {"zigzag, one sequence": ours_in_one}
-APART: dict[str, Way] = {"zigzag, a sequence a document": ours_apart}
+OURS: dict[str, Way] = {"bascule": zigzag}
 MASKS: dict[str, tuple[Callable[[np.random.Generator], Spans], dict[str, Way]]] = {
     "causal": (lambda rng: [Span(NUM_TOKENS)], TORCH | OURS),
     "documents": (
         documents,
-        TORCH | {"per-document head-tail": per_document} | OURS | APART,
+        TORCH | {"per-document head-tail": per_document} | OURS,
     ),
-    "images in text": (images_in_text, TORCH | OURS | APART),
+    "images in text": (images_in_text, TORCH | OURS),
 }
 
 
@@ -195,7 +174,7 @@ def _rows(mask: str, ranks: int, num_draws: int) -> Iterator[dict[str, Any]]:
                 "mask": mask,
                 "ranks": ranks,
                 "policy": name,
-                "is_ours": name in OURS or name in APART,
+                "is_ours": name in OURS,
                 "over_mean": statistics.median(ratios),
                 "over_mean_worst": max(ratios),
                 "padding": statistics.mean(padding for _, padding in loads),
