@@ -239,7 +239,9 @@ def with_a_wire(ring: int, ulysses: int) -> tuple[list[float], int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.stress)]
+)
 def test_a_wire_compiles_to_one_graph_for_all_lengths(ring: int, ulysses: int) -> None:
     for errors, graphs in run_ranks(with_a_wire, 2, ring, ulysses, timeout_s=220.0):
         assert max(errors) < 1e-6, errors

@@ -54,6 +54,9 @@ def everything_once(folder: Path) -> bool:
     return trained_numbers(folder) == dict.fromkeys(range(22), 1)
 
 
+SELDOM, OFTEN = pytest.mark.stress, ("write", "publish")
+
+
 @pytest.mark.parametrize(("before", "after"), WORLDS)
 def test_a_stopped_run_goes_on_with_the_same_curve_on_other_ranks(
     before: int, after: int, album: Path, whole: list[float], tmp_path: Path
@@ -66,7 +69,9 @@ def test_a_stopped_run_goes_on_with_the_same_curve_on_other_ranks(
     assert everything_once(tmp_path)
 
 
-@pytest.mark.parametrize("place", SAVING)
+@pytest.mark.parametrize(
+    "place", [pytest.param(one, marks=() if one in OFTEN else SELDOM) for one in SAVING]
+)
 def test_a_kill_during_saving_leaves_a_checkpoint_to_go_on_from(
     place: str, album: Path, whole: list[float], tmp_path: Path
 ) -> None:
@@ -100,9 +105,6 @@ def test_a_full_disk_is_told_to_all_and_leaves_the_checkpoint_before(
 def checkpoints(folder: Path) -> list[str]:
     """Whole ones and others."""
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
-
-
-SELDOM = pytest.mark.stress
 
 
 @pytest.mark.parametrize(
