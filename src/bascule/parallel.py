@@ -251,6 +251,7 @@ class SequenceParallel:
                 "speeds": self._speeds,
             }
             if error is None:
+                of_type("mixes", mixes, bool, "True or False")
                 batches = checked(microbatches, sync)
         except Exception as met:  # whatever it is, the others must not wait
             error = error or met

@@ -101,17 +101,17 @@ class Planning:
         with telling(asked.where):
             rank = self.group.rank
             sources = [_as_loaded(*one) for one in enumerate(asked.batches)]
+            if asked.mixes:
+                args = loaded, asked.topology, asked.cost
+                mixed = mix_microbatches(*args, sync=asked.sync, **asked.others)
+                loaded, sources = mixed.microbatches, [one[rank] for one in mixed.sources]
             if len(loaded) == 1:
                 plans = (plan_batch(loaded[0], asked.topology, asked.cost, **asked.others),)
                 return tuple(map(Planned, plans, sources))
-            if asked.mixes:
-                same = {name: asked.others[name] for name in ("limits", "speeds")}
-                mixed = mix_microbatches(loaded, asked.topology, asked.cost, **same)
-                loaded, sources = mixed.microbatches, [one[rank] for one in mixed.sources]
             args = loaded, asked.topology, asked.cost
             return tuple(map(Planned, plan_step(*args, sync=asked.sync, **asked.others), sources))
 
-    def _gather(self, asked: Asked) -> list[list[Sequences]]:
+    def _gather(self, asked: Asked) -> list[list[routes.Ints | Sequences]]:
         """Sequences by microbatch and rank; or the same error on all ranks."""
         num = len(asked.batches)
         words = [batch.to_words() for batch in asked.batches]

@@ -38,7 +38,7 @@ from bascule.comm.guard.failures import tell, telling
 from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
 from bascule.comm.world import this_world
-from bascule.parallel_forms import Forms, needs_gradient
+from bascule.parallel_forms import Forms, Qkv, needs_gradient
 from bascule.parallel_plans import Planned
 from bascule.plan import metrics, routes
 from bascule.plan.costs.cost_models import Cost
@@ -168,7 +168,7 @@ class Step:
             check_settings("attend_contexts", False, scale)
             check_tensors("attend_contexts", q_CHD, k_EKD, v_EKD)
             q_CHD, factor = with_positive_scale(q_CHD, scale)
-            plan, _ = self._prepared(q_CHD, k_EKD, "contexts", factor)
+            plan, _ = self._prepared((q_CHD, k_EKD, v_EKD), "contexts", factor)
             return usp_attention(q_CHD, k_EKD, v_EKD, plan)
 
     def attend(
@@ -300,7 +300,7 @@ class Step:
 
     def attend_now(
         self,
-        qkv: tuple[Tensor, Tensor, Tensor],
+        qkv: Qkv,
         needs_grad: Sequence[bool],
         kind: str,
         scale: float | None,
@@ -308,11 +308,13 @@ class Step:
         """The forward of `attend` or `attend_contexts`."""
         q, k, v = qkv
         with telling(f"step {self.number}: attend"), naming("attend", qkv):
-            if kind != "contexts":
+            if kind == "contexts":
+                check_tensors("attend_contexts", *qkv)
+            else:
                 self._forms.of_attention(self._bag, qkv, needs_grad, kind == "causal", scale)
                 self._count(q, k)
             factor = positive_scale(q.shape[2], scale)
-            return usp_forward(q, k, v, *self._prepared(q, k, kind, factor))
+            return usp_forward(q, k, v, *self._prepared(qkv, kind, factor))
 
     def attend_back(
         self,
@@ -326,7 +328,7 @@ class Step:
         """Gradients of q, k and v, of so many rows and heads, from what the forward gave."""
         like = grad.new_empty(())  # without memory for what has only a shape
         q, k = (like.expand(*shape, grad.shape[2]) for shape in shapes)
-        plan, heads = self._prepared(q, k, kind, positive_scale(grad.shape[2], scale))
+        plan, heads = self._prepared((q, k, k), kind, positive_scale(grad.shape[2], scale))
         if heads is None:
             *rows, out, lse = saved
             saved = *map(by_head, (*rows, out)), lse
@@ -377,11 +379,11 @@ class Step:
         self.num_attended += 1
         self.traffic += packed.traffic(self._bag, q, k)
 
-    def _prepared(self, q: Tensor, k: Tensor, kind: str, scale: float) -> packed.Prepared:
+    def _prepared(self, qkv: Qkv, kind: str, scale: float) -> packed.Prepared:
         kernel = self._parallel.options.kernel
         if kind == "contexts":
-            return self._bag.context_plan(kernel, q, k, scale=scale), None
-        return self._bag.prepared(kernel, q, k, k, causal=kind == "causal", scale=scale)
+            return self._bag.context_plan(kernel, *qkv, scale=scale), None
+        return self._bag.prepared(kernel, *qkv, causal=kind == "causal", scale=scale)
 
     def _route_of(self, what: str) -> BoundRoute:
         if what == "route_contexts":

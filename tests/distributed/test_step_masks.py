@@ -247,18 +247,24 @@ def misused() -> list[str]:
     told: list[str] = []
     wrong = Sequences([4], "casual") if rank == 1 else Sequences([4], "causal")
     told.append(raised_by(parallel.plan, wrong)[1])
-    step = parallel.plan(Sequences([4, 9], "causal") if rank else [5])
+    step = parallel.plan(Sequences([4, 9], "causal") if rank else Sequences([5], "full"))
     q = torch.zeros(step.local.positions.size, 2, 4)
     told.append(raised_by(step.attend, q, q, q, causal=True)[1])
     told.append(raised_by(step.attend_contexts, q, q[:1], q[:1])[1])
+    told.append(raised_by(parallel.plan, Sequences([4], "causal") if rank else [5])[1])
     step = parallel.plan(Sequences([4], context_lens=[3]))
+    q, k = torch.zeros(step.local.positions.size, 4, 4), torch.zeros(6, 4, 4)
+    for v in (k[:, :1], k[:5], k[..., :2], k.double()):
+        told.append(raised_by(step.attend_contexts, q, k, v)[1])
     told.append(raised_by(step.route_contexts, text=torch.zeros(2 + rank, 4))[1])
     return told
 
 
 def test_what_is_wrong_is_told_on_all_ranks() -> None:
-    for plan, both, keys, rows in run_ranks(misused, 2):
+    for plan, both, keys, mixture, *values, rows in run_ranks(misused, 2):
         assert "rank 1" in plan and "casual" in plan
         assert "planned with masks" in both
         assert "and 0 of contexts" in keys
+        assert "ranks [0] give sequences without masks" in mixture
+        assert all("attend_contexts" in text for text in values), values
         assert "rank 0" in rows and "3 rows" in rows

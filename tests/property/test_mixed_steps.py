@@ -1,5 +1,7 @@
 """Microbatches dealt anew: every sequence once, and no step that ends later."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from bascule import ConfigError, Limits, Sequences, TransformerCost, plan_step, step_makespan
 from bascule.plan.loaded.sequences import batch_of
-from bascule.plan.step import mix_microbatches
+from bascule.plan.step import Sync, mix_microbatches
 
 COST = TransformerCost(64)
 length = st.sampled_from([0, 1, 3, 10, 40, 200])
@@ -20,17 +22,22 @@ micro = st.lists(st.lists(length, max_size=4), min_size=4, max_size=4)
     st.sampled_from(["g1n4", "g2n2", "g2n1+g1n2", "g1r2n1+g2n1"]),
     st.sampled_from([None, (1.0, 0.5, 1.0, 1.0)]),
     st.booleans(),
+    st.sampled_from(["microbatch", "step"]),
+    st.sampled_from([None, 0.2]),
 )
 def test_every_sequence_is_dealt_once_and_nothing_ends_later(
     micros: list[list[list[int]]],
     topology: str,
     speeds: tuple[float, ...] | None,
     is_causal: bool,
+    sync: Sync,
+    home_tolerance: float | None,
 ) -> None:
     given = [
         [Sequences(lens, "causal" if is_causal else "full") for lens in ranks] for ranks in micros
     ]
-    mixed = mix_microbatches(given, topology, COST, speeds=speeds)
+    chosen: Any = {"speeds": speeds, "sync": sync, "home_tolerance": home_tolerance}
+    mixed = mix_microbatches(given, topology, COST, **chosen)
     for rank in range(4):
         pairs = np.concatenate([of_micro[rank] for of_micro in mixed.sources]).tolist()
         loaded = [[m, i] for m, ranks in enumerate(micros) for i in range(len(ranks[rank]))]
@@ -38,9 +45,9 @@ def test_every_sequence_is_dealt_once_and_nothing_ends_later(
         for sources, dealt in zip(mixed.sources, mixed.microbatches, strict=True):
             lens = [micros[m][rank][i] for m, i in sources[rank].tolist()]
             assert batch_of([dealt[rank]], 1).lens.tolist() == lens
-            assert (batch_of([dealt[rank]], 1).masks is not None) == (is_causal and any(lens))
+            assert (batch_of([dealt[rank]], 1).masks is None) == (not lens)
     before, after = (
-        step_makespan(plan_step(one, topology, COST, speeds=speeds), sync="microbatch")
+        step_makespan(plan_step(one, topology, COST, **chosen), sync=sync)
         for one in (given, mixed.microbatches)
     )
     assert after <= before

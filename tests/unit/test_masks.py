@@ -14,6 +14,7 @@ from bascule import ConfigError, PolynomialCost, Sequences, Span, TransformerCos
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import describe_cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.loaded.masks import Masks
 from bascule.plan.loaded.sequences import Batch, batch_of
@@ -32,6 +33,7 @@ spans = st.lists(
 def masks_of(sequences: Sequence[Sequence[Span]]) -> Masks:
     lens = [sum(span.num_tokens for span in mask) for mask in sequences]
     masks = batch_of([Sequences(lens, sequences)], 1).masks
+    assert masks is not None or not lens
     return masks or Masks.alike(np.array(lens, np.int64), causal=False)
 
 
@@ -159,7 +161,7 @@ def test_rings_are_even_in_documents_of_unlike_lengths(causal: bool) -> None:
 def test_a_cost_counts_the_pairs_that_are_computed() -> None:
     mixed = [Span(20), Span(64, causal=False), Span(5, new_document=True)]
     pairs = 20 * 21 / 2 + 64 * 84 + 5 * 6 / 2
-    loaded = [Sequences([89, 30], [mixed, "full"], context_lens=[7, 0]), [16]]
+    loaded = [Sequences([89, 30], [mixed, "full"], [7, 0]), Sequences([16], "full")]
     for cost in (COST, PolynomialCost(1e-9, 1e-7, 1e-5)):
         plan = plan_batch(loaded, "g1n2", cost)
         wanted = cost([89, 30, 16], [pairs + 89 * 7, 900, 256])
@@ -177,7 +179,8 @@ def test_a_cost_counts_the_pairs_that_are_computed() -> None:
 
 def test_a_plan_with_masks_survives_its_json() -> None:
     mixed = [Span(20), Span(64, causal=False), Span(5, new_document=True)]
-    loaded = [Sequences([89, 0, 30], [mixed, "causal", "full"], context_lens=[7, 3, 0]), [16]]
+    rest = Sequences([16], "full")
+    loaded = [Sequences([89, 0, 30], [mixed, "causal", "full"], context_lens=[7, 3, 0]), rest]
     plan = plan_batch(loaded, "g1r2n1", COST)
     again = Plan.from_json(plan.to_json())
     assert again == plan
@@ -188,12 +191,13 @@ def test_a_plan_with_masks_survives_its_json() -> None:
     assert again.context_lens.tolist() == [7, 3, 0, 0]
     others = [
         plan_batch([[89, 0, 30], [16]], "g1r2n1", COST),
-        plan_batch([Sequences([89, 0, 30], "causal"), [16]], "g1r2n1", COST),
+        plan_batch([Sequences([89, 0, 30], "causal"), rest], "g1r2n1", COST),
         plan_batch([Sequences([89, 0, 30], context_lens=[7, 3, 0]), [16]], "g1r2n1", COST),
     ]
     assert len({plan.digest, *(other.digest for other in others)}) == 4
-    full = plan_batch([Sequences([89, 0, 30], ["full"] * 3, [0, 0, 0]), [16]], "g1r2n1", COST)
-    assert full == others[0]
+    full = plan_batch([Sequences([89, 0, 30], ["full"] * 3, [0, 0, 0]), rest], "g1r2n1", COST)
+    assert full.bag_of.tolist() == others[0].bag_of.tolist()
+    assert full != others[0]  # an attention that is asked to be causal is refused there
     damaged = plan.to_json().replace("[64, false, false]", "[64, true, false]")
     with pytest.raises(ConfigError, match="damaged"):
         Plan.from_json(damaged)
@@ -205,7 +209,7 @@ def test_a_batch_survives_as_numbers() -> None:
         batch = batch_of([one], 1)
         again = batch_of([Batch.from_words(batch.to_words())], 1)
         assert again.to_words().tolist() == batch.to_words().tolist()
-        assert (again.masks is None) == (batch.masks is None)
+        assert (again.masks is None) == (batch.masks is None) == (one.masks is None)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,37 @@ def test_a_batch_survives_as_numbers() -> None:
 )  # fmt: skip
 def test_what_is_wrong_is_named(loaded: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        plan_batch([[3], loaded], "g1n2", COST)
+        plan_batch([Sequences([3], "full"), loaded], "g1n2", COST)
+
+
+def test_all_sequences_have_masks_or_none() -> None:
+    with pytest.raises(ConfigError, match=r"ranks \[1\] give sequences without masks"):
+        plan_batch([Sequences([3], "full"), [4], []], "g1n3", COST)
+    empty = plan_batch([Sequences([3], "causal"), [], Sequences([])], "g1n3", COST)
+    assert empty.masks is not None
+    assert plan_batch([Sequences([3]), [4]], "g1n2", COST).masks is None
+
+
+def test_neighbouring_causal_spans_are_one() -> None:
+    spans = [Span(3), Span(2), Span(4, causal=False), Span(1), Span(2, new_document=True), Span(5)]
+    masks = masks_of([spans])
+    assert masks.to_lists() == [
+        [(5, True, False), (4, False, False), (1, True, False), (7, True, True)]
+    ]
+    assert masks.num_pairs().tolist() == [int(seen_by(spans).sum())]
+
+
+def test_cost_models_that_differ_in_pairs_alone_are_told_apart() -> None:
+    class Squares:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def __call__(self, seq_lens: Any, pairs: Any = None) -> npt.NDArray[np.float64]:
+            lens = np.asarray(seq_lens, np.float64)
+            return lens**2 if pairs is None else np.asarray(pairs) * self.factor
+
+    assert describe_cost(Squares(1.0)) == describe_cost(Squares(1.0))
+    assert describe_cost(Squares(1.0)) != describe_cost(Squares(2.0))
 
 
 @pytest.mark.parametrize("args", [(0,), (-1,), (2.5,), (True,), (3, "yes"), (3, True, 1)])

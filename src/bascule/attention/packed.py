@@ -164,13 +164,15 @@ class Bag:
             first += int(lens.sum())
         return tiles
 
-    def context_plan(self, kernel: str | None, q: Tensor, k: Tensor, *, scale: float) -> RingPlan:
+    def context_plan(
+        self, kernel: str | None, q: Tensor, k: Tensor, v: Tensor, *, scale: float
+    ) -> RingPlan:
         """Attention of this rank's tokens to their contexts; a ring of one rank.
 
         Raises:
             ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
         """
-        check_shapes(self, q, k, k, num_keys=int(self.contexts.lens.sum()))
+        check_shapes(self, q, k, v, num_keys=int(self.contexts.lens.sum()))
         found = packed_kernel(kernel, q)
         return RingPlan(None, [k.shape[0]], [self.context_tiles], found, scale, step=self.step)
 
@@ -343,18 +345,19 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | N
         ConfigError: The shapes do not fit the plan or each other.
     """
     tokens = bag.tokens[bag.mesh.place[1]]
+    what = "attend" if num_keys is None else "attend_contexts"
     for x in (q, k, v):
         if x.device.type != bag.device.type:
-            raise ConfigError(f"attend: q, k or v is on {x.device}: give tensors on {bag.device}")
+            raise ConfigError(f"{what}: q, k or v is on {x.device}: give tensors on {bag.device}")
     if q.dim() != 3 or k.shape != v.shape or k.dim() != 3 or q.shape[2] != k.shape[2]:
         raise ConfigError(
-            f"attend: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
+            f"{what}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (tokens, "
             "heads, head_dim) each, k and v alike"
         )
     if q.shape[0] != tokens or k.shape[0] != (tokens if num_keys is None else num_keys):
         keys = "" if num_keys is None else f", and {num_keys} of contexts"
         raise ConfigError(
-            f"attend: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives "
+            f"{what}: q has {q.shape[0]} tokens and k {k.shape[0]}, but the plan gives "
             f"this rank {tokens}{keys}"
         )
     if k.shape[1] < 1 or q.shape[1] % k.shape[1]:

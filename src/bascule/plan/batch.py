@@ -190,7 +190,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """Hex digest of the integers that decide who computes what; equal on ranks that agree."""
+        """Hex digest of what decides who computes what; equal on ranks that agree."""
         terms = np.array(self.topology.terms, dtype=np.int64)
         rings = -np.array(self.topology.rings, dtype=np.int64)  # nothing else is negative
         head = np.array([JSON_VERSION, self.topology.num_replicas, len(terms)], dtype=np.int64)
@@ -199,6 +199,8 @@ class Plan:
             digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
         if self.masks is not None or self.context_lens is not None:
             digest.update(np.ascontiguousarray(self.loaded.to_words(), dtype="<i8").tobytes())
+        if self.speeds is not None:
+            digest.update(np.ascontiguousarray(self.speeds, dtype="<f8").tobytes())
         return digest.hexdigest()
 
     def to_json(self) -> str:
@@ -273,7 +275,7 @@ def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
     """What ranks loaded, of a plan's JSON."""
     batch = batch_of(data["seq_lens"], num_ranks)
     masks, contexts = data.get("masks"), data.get("context_lens")
-    spans = "full" if masks is None else [[Span(*span) for span in mask] for mask in masks]
+    spans = None if masks is None else [[Span(*span) for span in mask] for mask in masks]
     joined = batch_of([Sequences(batch.lens, spans, contexts)], 1)
     return replace(joined, counts=batch.counts)
 
@@ -338,7 +340,7 @@ def plan_batch(  # noqa: PLR0913  (what a plan depends on)
     if planner != "knapsack":
         found = bring_home(found, Source(batch.ranks, batch.lens, topology, cluster), tolerance)
     decided = found.bag_of, found.loads[topology.bag_of_rank], found.lower_bound, planner
-    more = batch.masks, batch.context_lens, None if speeds is None else state.speeds
+    more = batch.masks, batch.context_lens, None if (state.speeds == 1.0).all() else state.speeds
     plan = Plan(topology, batch.counts, batch.lens, *decided, *more)
     fullest = int(plan.tokens.argmax())
     _check_countable(fullest, int(plan.tokens[fullest]))

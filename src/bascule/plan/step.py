@@ -107,13 +107,17 @@ class Mixed:
     sources: list[list[Ints]]
 
 
-def mix_microbatches(
+def mix_microbatches(  # noqa: PLR0913  (what a plan depends on)
     microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
     topology: Topology | str,
     cost: Cost,
     *,
+    sync: Sync = "microbatch",
+    planner: str = "lpt",
     limits: Limits | None = None,
     speeds: npt.ArrayLike | None = None,
+    cluster: Cluster | None = None,
+    home_tolerance: float | None = None,
 ) -> Mixed:
     """Deal the sequences of an optimiser step to its microbatches, so that these are even.
 
@@ -125,9 +129,13 @@ def mix_microbatches(
     Args:
         microbatches: As for `plan_step`.
         topology: The bags of a microbatch.
-        cost: As for `plan_batch`.
+        cost: As for `plan_step`, as all that follows.
+        sync: If `plan_step` would be no faster for what was dealt, all stay where they are.
+        planner: See there.
         limits: What a rank can hold in one microbatch.
-        speeds: As for `plan_batch`.
+        speeds: See there.
+        cluster: See there.
+        home_tolerance: See there.
 
     Raises:
         As `plan_step`; ConfigError: the topology is "auto".
@@ -149,10 +157,20 @@ def mix_microbatches(
 
     def makespan(mixed: Mixed) -> float:
         try:
-            plans = plan_step(mixed.microbatches, unit, cost, limits=limits, speeds=speeds)
+            plans = plan_step(
+                mixed.microbatches,
+                unit,
+                cost,
+                sync=sync,
+                planner=planner,
+                limits=limits,
+                speeds=speeds,
+                cluster=cluster,
+                home_tolerance=home_tolerance,
+            )
         except PlanError:  # as loaded, a microbatch may be too large
             return float("inf")
-        return step_makespan(plans, sync="microbatch")
+        return step_makespan(plans, sync=sync)
 
     return min(found, key=makespan)
 

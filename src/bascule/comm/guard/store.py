@@ -25,39 +25,55 @@ class StoreSilentError(RuntimeError):
 
 
 class _Requests:
-    """Those that have no answer yet: when each of them began."""
+    """Requests over a connection of their own: other code may wait in the store on the job's.
+
+    Those that have no answer yet are known by when they began.
+    """
 
     def __init__(self) -> None:
+        self._store: Any = None
         self._since: dict[int, float] = {}
+        self._lock = threading.Lock()
 
-    def ask(self, request: Callable[[], T]) -> T:
+    def ask(self, request: Callable[[Any], T]) -> T:
+        now = time.monotonic()
+        left = min([now, *list(self._since.values())]) + ANSWER_S - now
+        if left <= 0:
+            raise _silent()
         answer: list[T] = []
         error: list[BaseException] = []
 
         def run() -> None:
+            self._since[threading.get_ident()] = now
             try:
-                answer.append(request())
+                answer.append(request(self._connected()))
             except BaseException as met:
                 error.append(met)
             finally:
-                self._since.pop(threading.get_ident(), None)
+                del self._since[threading.get_ident()]
 
         thread = threading.Thread(target=run, name="bascule store", daemon=True)
-        now = time.monotonic()
-        first = min([now, *list(self._since.values())])
         thread.start()
-        self._since[thread.ident or 0] = now
-        thread.join(max(first + ANSWER_S - now, 0.01))
-        if answer:
-            self._since.pop(thread.ident or 0, None)
-            return answer[0]
+        thread.join(left)
         if error:
-            self._since.pop(thread.ident or 0, None)
             raise error[0]
-        raise StoreSilentError(
-            f"the store of the job has not answered for {ANSWER_S:g} s: its host, or the link to "
-            "it, is gone"
-        )
+        if not answer:
+            raise _silent()
+        return answer[0]
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._store is None:
+                job: Any = _get_default_store()
+                self._store = job.clone()
+            return self._store
+
+
+def _silent() -> StoreSilentError:
+    return StoreSilentError(
+        f"the store of the job has not answered for {ANSWER_S:g} s: its host, or the link to it, "
+        "is gone"
+    )
 
 
 def ask(request: Callable[[Any], T]) -> T:
@@ -67,5 +83,4 @@ def ask(request: Callable[[Any], T]) -> T:
         StoreSilentError: There was no answer in time, to this one or to one before it.
         What the request raises.
     """
-    store: Any = _get_default_store()
-    return this_world().kept(_Requests, _Requests).ask(lambda: request(store))
+    return this_world().kept(_Requests, _Requests).ask(request)

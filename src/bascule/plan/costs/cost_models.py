@@ -69,7 +69,13 @@ def describe_cost(cost: Cost) -> str:
     """
     name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__
     probes = list(_PROBE_LENGTHS)
-    return f"{name} costs {evaluate(cost, probes).tolist()} at {probes} tokens"
+    pairs = [tokens * tokens / 2 for tokens in probes]
+    try:
+        with_pairs = str(evaluate(cost, probes, pairs).tolist())
+    except ConfigError:
+        with_pairs = "no number"
+    costs = evaluate(cost, probes).tolist()
+    return f"{name} costs {costs} at {probes} tokens, and {with_pairs} at {pairs} pairs"
 
 
 @dataclass(frozen=True, slots=True)

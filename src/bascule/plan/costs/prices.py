@@ -41,7 +41,7 @@ _MOST_WORK = 1e300
 """Largest sum of costs: what follows stays finite."""
 
 _SLOWEST = 1e-3
-"""Speed below which a rank is taken for broken."""
+"""Speed below which a rank is taken for broken; as many times faster, the others for wrong."""
 
 _RING_VALUES = 2
 """Of the width of the model, what a token sends around a ring: its keys and values."""
@@ -81,10 +81,11 @@ class RankState:
                 )
         if speeds is not None:
             fast = amounts("speeds", speeds)
-            if fast.size != num_ranks or not (fast >= _SLOWEST).all():
+            is_legal = ((fast >= _SLOWEST) & (fast <= 1 / _SLOWEST)).all()
+            if fast.size != num_ranks or not is_legal:
                 raise ConfigError(
-                    f"speeds={shown(fast.tolist())}: give one of at least {_SLOWEST} for each of "
-                    f"the {num_ranks} ranks; 1 is the speed that the cost model knows"
+                    f"speeds={shown(fast.tolist())}: give one from {_SLOWEST} to {1 / _SLOWEST:g} "
+                    f"for each of the {num_ranks} ranks; 1 is the speed that the cost model knows"
                 )
         return cls(carried, fast)
 

@@ -158,12 +158,6 @@ class Masks:
         documents = np.maximum.accumulate(np.where(self.is_first | (begins == of_seq), begins, 0))
         return begins - of_seq, documents - of_seq
 
-    @property
-    def is_full(self) -> bool:
-        """Whether every token sees all of its sequence."""
-        is_whole = self.counts <= 1
-        return bool(is_whole.all()) and not self.is_causal.any()
-
     @cached_property
     def apart(self) -> "Documents":
         """The documents, none of which sees another."""

@@ -29,12 +29,13 @@ class Sequences:
     Args:
         seq_lens: Tokens of each.
         masks: What the tokens of each see of it: "full", "causal", or its spans; one for all, or a
-            list of one a sequence.
+            list of one a sequence. None: everything, or what each attention says. If sequences of
+            one rank have masks, those of all have.
         context_lens: Tokens of the context that each attends to, as text; None without contexts.
     """
 
     seq_lens: npt.ArrayLike
-    masks: "str | Sequence[Mask] | Masks" = "full"
+    masks: "str | Sequence[Mask] | Masks | None" = None
     context_lens: npt.ArrayLike | None = None
 
 
@@ -75,7 +76,7 @@ class Batch:
 
     def take(self, seqs: Ints) -> Sequences:
         """Some of the sequences, as those of one rank."""
-        masks = "full" if self.masks is None else self.masks.of(seqs)
+        masks = None if self.masks is None else self.masks.of(seqs)
         contexts = None if self.context_lens is None else self.context_lens[seqs]
         return Sequences(self.lens[seqs], masks, contexts)
 
@@ -84,17 +85,19 @@ class Batch:
         contexts = np.zeros(0, np.int64) if self.context_lens is None else self.context_lens
         masks = self.masks
         spans = () if masks is None else (masks.counts, masks.words)
-        head = [self.lens.size, contexts.size, 0 if masks is None else masks.words.size]
+        head = [self.lens.size, contexts.size, -1 if masks is None else masks.words.size]
         return np.concatenate([np.array(head, np.int64), self.lens, contexts, *spans])
 
     @staticmethod
-    def from_words(words: Ints) -> Sequences:
-        """The sequences of a rank, from the words of its batch."""
+    def from_words(words: Ints) -> Ints | Sequences:
+        """The sequences of a rank, or their lengths if that is all, from the words of its batch."""
         num, num_contexts, num_spans = words[:3].tolist()
         rest = words[3:]
         lens, rest = rest[:num], rest[num:]
+        if not num_contexts and num_spans < 0:
+            return lens
         contexts, rest = rest[:num_contexts], rest[num_contexts:]
-        masks = Masks.from_words(rest[:num], rest[num:]) if num_spans else "full"
+        masks = Masks.from_words(rest[:num], rest[num:]) if num_spans >= 0 else None
         return Sequences(lens, masks, contexts if num_contexts else None)
 
 
@@ -106,6 +109,8 @@ def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int) -> Bat
             add up to their sequence. Rank, place and value are named.
     """
     given = by_rank("sequence lengths", loaded)
+    if not any(isinstance(one, Sequences) for one in given):
+        return Batch(*check_lengths(given, num_ranks))
     each = [one if isinstance(one, Sequences) else Sequences(one) for one in given]
     counts, lens = check_lengths([one.seq_lens for one in each], num_ranks)
     parts = np.split(lens, np.cumsum(counts)[:-1])
@@ -115,14 +120,19 @@ def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int) -> Bat
     contexts = [
         x if x is not None else np.zeros_like(own) for x, own in zip(found, parts, strict=True)
     ]
-    has_masks = any(mask is not None and not mask.is_full for mask in masks)
-    wholes = [
-        mask or Masks.alike(own, causal=False) for mask, own in zip(masks, parts, strict=True)
-    ]
+    has_masks = [mask is not None for mask, own in zip(masks, parts, strict=True) if own.size]
+    if any(has_masks) and not all(has_masks):
+        without = [k for k, own in enumerate(parts) if own.size and masks[k] is None]
+        raise ConfigError(
+            f"ranks {without} give sequences without masks, and others with: give "
+            'Sequences(.., masks=..) on all ranks, "full" where tokens see everything'
+        )
+    pairs = zip(masks, parts, strict=True)
+    each_mask = [mask or Masks.alike(own, causal=False) for mask, own in pairs]
     return Batch(
         counts,
         lens,
-        Masks.joined(wholes) if has_masks else None,
+        Masks.joined(each_mask) if any(has_masks) else None,
         np.concatenate(contexts) if any(x is not None and x.any() for x in found) else None,
     )
 
@@ -143,12 +153,12 @@ def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> 
 
 
 def _masks(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
-    """The spans of a rank's sequences; None if all see everything."""
-    if isinstance(masks, Masks):
+    """The spans of a rank's sequences; None without masks."""
+    if masks is None or isinstance(masks, Masks):
         return masks
     if isinstance(masks, str) and masks in _NAMES:
-        return None if masks == "full" else Masks.alike(seq_lens, causal=True)
-    if isinstance(masks, str) or not isinstance(masks, Sequence):
+        return Masks.alike(seq_lens, causal=masks == "causal")
+    if isinstance(masks, str | bytes) or not isinstance(masks, Sequence):
         raise ConfigError(
             f'rank {rank}: masks={shown(masks)}: give "full", "causal", or a list of one a sequence'
         )
@@ -186,4 +196,16 @@ def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
             f"{where}: spans of {total} tokens together for a sequence of {num_tokens}: give spans "
             f"that add up to {num_tokens}"
         )
-    return spans
+    return _joined(spans)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """The same mask in fewer spans: causal ones that follow each other are one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and span.causal and found[-1].causal and not span.new_document:
+            total = found[-1].num_tokens + span.num_tokens
+            found[-1] = Span(total, new_document=found[-1].new_document)
+        else:
+            found.append(span)
+    return found
