@@ -87,6 +87,7 @@ class BalancedModel:
         self._capacity = _FIRST_CAPACITY
         self._meshes: dict[tuple[int, int, int], AttentionMesh] = {}
         self._step: Step | None = None
+        self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         asked = error = None
         try:
@@ -275,6 +276,11 @@ class BalancedModel:
         model: nn.Module,
     ) -> Tensor:
         """This rank's part of the loss, from one forward pass."""
+        if self._wrapper is not None and model is not self._wrapper:
+            raise ConfigError(
+                f"train_step was given a {type(model).__name__}, whose gradients nobody averages: "
+                "give it the DistributedDataParallel that the BalancedModel was made with"
+            )
         batch = batch_of(samples, self._table.unbatched)
         names = parameters_of(self._part.model)
         with self._part.over(mesh):
