@@ -60,19 +60,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that decide")
     options = parser.parse_args()
     console = Console(width=170)
-    load_before = os.getloadavg()
+    load = os.getloadavg()
+    is_busy = load[0] > BUSY
+    measured = {} if options.no_run else measure(2 if options.quick else 8)  # on idle cores
     worlds, num_steps = (WORLDS[:1], 5) if options.quick else (WORLDS, NUM_STEPS)
     rows = decide_all(list(product(DATA, worlds)), num_steps, options.jobs)
     masks = mask_rows(8 if options.quick else 20)
-    measured = {} if options.no_run else measure(2 if options.quick else 8)
-    load = {"load_average_before": load_before, "load_average_after": os.getloadavg()}
     for data in DATA:
         console.print(decided_table(data, [row for row in rows if row.data == data]))
     console.print(mask_table(masks))
-    is_busy = max(load_before[0], os.getloadavg()[0]) > BUSY
     print_measured(console, measured, is_busy=is_busy)
     if not options.quick:
-        found: dict[str, Any] = load | {
+        found: dict[str, Any] = {
+            "load_average_before": load,
             "rows": [asdict(row) for row in rows],
             "masks": masks,
             "steps": num_steps,
