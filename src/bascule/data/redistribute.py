@@ -12,7 +12,7 @@ from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.groups import RankGroup
 from bascule.data.samples.loaded import CLOSING, FLAGS, DataRanks, Ends, Ints, Loaded, Offer, Sample
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver, exchange
-from bascule.errors import CommError, PlanError
+from bascule.errors import CommError, ConfigError, PlanError
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost, PolynomialCost, describe_cost
 from bascule.plan.limits import Limits, in_tokens
@@ -227,12 +227,14 @@ class Redistributor:
         return self.costs[self._version][1]
 
     def _agree(self, key: StepKey, offer: Offer) -> Loaded:
-        values = offer.values(self.rules.accumulate)
-        described = {"cost": describe_cost(self._cost), "speeds": str(self._speeds)}
-        settings = {"step": str(key), **described}
+        error, described = offer.error, {"cost": "", "speeds": str(self._speeds)}
+        try:
+            described["cost"] = describe_cost(self._cost)
+        except ConfigError as met:  # where one rank fails, all are told
+            error = error or met
         gathered = agree(
             self.ranks.group,
-            Statement(settings, values, offer.error),
+            Statement({"step": str(key), **described}, offer.values(self.rules.accumulate), error),
             what=f"epoch {key.epoch}, loading",
             step=key.step,
             capacity=self._capacity,
