@@ -30,6 +30,7 @@ def test_loss_falls_and_both_curves_coincide(photos: Path, tmp_path: Path) -> No
     assert "speed-up" in done.stdout
 
 
+@pytest.mark.stress
 def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> None:
     done = launched(tmp_path, "--photos", str(photos), "--strict")
     assert done.returncode == 2

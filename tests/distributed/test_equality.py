@@ -17,7 +17,7 @@ LAYOUTS: dict[int, Layouts] = {
 }
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=pytest.mark.stress)])
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
     layouts, batches = (
         LAYOUTS[world_size],

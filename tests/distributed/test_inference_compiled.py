@@ -110,7 +110,7 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 @pytest.mark.timeout(240)
 def test_compiled_models_are_interrupted_and_changed() -> None:
     for found in run_ranks(compiled, 2, timeout_s=220.0):

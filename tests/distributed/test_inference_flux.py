@@ -152,6 +152,7 @@ def compiled_without_tokens() -> float:
             return max(difference(call(**x), y) for x, y in zip(inputs, wanted, strict=True))
 
 
+@pytest.mark.stress
 def test_a_rank_without_tokens_compiles() -> None:
     assert max(run_ranks(compiled_without_tokens, 2)) < 1e-12
 

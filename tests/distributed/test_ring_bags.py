@@ -133,7 +133,7 @@ def compare(
         ("g2r2n1+g1n2", 3, 3),
         ("g2r3n1", 5, 5),
         pytest.param("g4r2n1", 8, 4, marks=pytest.mark.stress),
-        ("g2r4n1", 6, 3),
+        pytest.param("g2r4n1", 6, 3, marks=pytest.mark.stress),
     ],
 )
 def test_attention_equals_one_process(spec: str, num_heads: int, num_kv_heads: int) -> None:
@@ -267,6 +267,7 @@ def test_groups_can_be_made_again_and_again() -> None:
     run_ranks(many_groups, 4)
 
 
+@pytest.mark.stress
 def test_bench(tmp_path: Path) -> None:
     data = ("--data", "g2b2i256f1s0", "--steps", "2", "--topology", "g1r2n1")
     done = bench(tmp_path, *data, "--no-checkpoint")

@@ -88,7 +88,7 @@ def test_a_kill_during_saving_leaves_a_checkpoint_to_go_on_from(
     assert list(tmp_path.glob("*.tmp")) == []
 
 
-@pytest.mark.parametrize("place", ["write", "publish"])
+@pytest.mark.parametrize("place", ["write", pytest.param("publish", marks=SELDOM)])
 def test_a_full_disk_is_told_to_all_and_leaves_the_checkpoint_before(
     place: str, album: Path, whole: list[float], tmp_path: Path
 ) -> None:
