@@ -137,7 +137,7 @@ class _Exchange(torch.autograd.Function):
             received = iter(_Exchange.apply(route.inverse, ctx.number, *sent))
         else:
             copies = _Exchange.apply(route.back_to_copies, ctx.number, *sent)
-            received = (_summed(route, one) for one in copies)
+            received = (_summed(route, one, route.num_rows) for one in copies)
         return (None, None, *(next(received) if is_needed else None for is_needed in needed))
 
 
@@ -145,15 +145,15 @@ def move_back(route: BoundRoute, grads: Sequence[Tensor], of: int) -> tuple[Tens
     """The gradients of rows that `move_rows` moved in its call `of`."""
     if route.num_rows is None:
         return move_rows(route.inverse, grads, of=of)
-    return tuple(_summed(route, one) for one in move_rows(route.back_to_copies, grads, of=of))
+    copies = move_rows(route.back_to_copies, grads, of=of)
+    return tuple(_summed(route, one, route.num_rows) for one in copies)
 
 
-def _summed(route: BoundRoute, copies: Tensor) -> Tensor:
-    """(T, ...) the sum over the copies of each row, in the dtype of the copies."""
-    assert route.num_rows is not None
+def _summed(route: BoundRoute, copies: Tensor, num_rows: int) -> Tensor:
+    """(num_rows, ...) the sum over the copies of each row, in the dtype of the copies."""
     assert route.send_index is not None
     wide = torch.promote_types(copies.dtype, torch.float32)
-    total = copies.new_zeros(route.num_rows, *copies.shape[1:], dtype=wide)
+    total = copies.new_zeros(num_rows, *copies.shape[1:], dtype=wide)
     return total.index_add(0, route.send_index, copies.to(wide)).to(copies.dtype)
 
 
@@ -194,10 +194,7 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), route = grads, ctx.route
         (copies,) = move_rows(route.back_to_copies, [grad], of=ctx.number)
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.new_zeros(sum(ctx.sizes), *grad.shape[1:], dtype=wide)
-        total.index_add_(0, route.send_index, copies.to(wide))
-        return None, *total.to(grad.dtype).split(ctx.sizes)
+        return None, *_summed(route, copies, sum(ctx.sizes)).split(ctx.sizes)
 
 
 def _staged(staging: Staging, role: str, num_rows: int, like: Tensor) -> Tensor:

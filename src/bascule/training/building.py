@@ -1,7 +1,5 @@
 """The model that the commands train: an MM-DiT for some data, sharded by FSDP2."""
 
-from typing import Protocol
-
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]
@@ -12,25 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from bascule.errors import ConfigError
 from bascule.models import MMDiT, MMDiTConfig
 from bascule.training.run_options import RunOptions
-
-
-class Widths(Protocol):
-    """What a model must know of its data."""
-
-    @property
-    def in_channels(self) -> int:
-        """Channels of an image token."""
-        ...
-
-    @property
-    def text_dim(self) -> int:
-        """Width of a text embedding."""
-        ...
-
-    @property
-    def vec_dim(self) -> int:
-        """Width of a sample's pooled text vector."""
-        ...
+from bascule.workload.streams import Widths
 
 
 def model_config(options: RunOptions, data: Widths) -> MMDiTConfig:

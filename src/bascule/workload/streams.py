@@ -70,8 +70,8 @@ class SampleBatch:
         )
 
 
-class SampleStream(Protocol):
-    """Gives one rank its batch of a step; a pure function of the step."""
+class Widths(Protocol):
+    """What a model must know of its data."""
 
     @property
     def in_channels(self) -> int:
@@ -87,6 +87,10 @@ class SampleStream(Protocol):
     def vec_dim(self) -> int:
         """Width of a sample's pooled text vector."""
         ...
+
+
+class SampleStream(Widths, Protocol):
+    """Gives one rank its batch of a step; a pure function of the step."""
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step (0 or more)."""
