@@ -248,7 +248,9 @@ def open_stream(options: BenchOptions, rank: int, world_size: int) -> SampleStre
         rank=rank,
         world_size=world_size,
         seed=options.seed,
-        options=PhotoOptions(max_tokens=options.max_tokens, strict=options.strict),
+        options=PhotoOptions(
+            max_tokens=options.max_tokens, strict=options.strict, clip_frames=options.clip_frames
+        ),
     )
 
 

@@ -23,7 +23,7 @@ class BenchOptions(RunOptions):
         accumulate: Microbatches of a step, with --loader; each is a batch of the stream.
         steps: Measured steps.
         warmup: Steps before them that do not count.
-        batch_size: Photos a rank and step.
+        batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
     """
 
@@ -64,7 +64,14 @@ class BenchOptions(RunOptions):
     def _check_values(self) -> None:
         self.check_source()
         self.check_least(
-            steps=1, warmup=0, batch_size=0, max_tokens=1, seed=0, accumulate=1, ranks=1
+            steps=1,
+            warmup=0,
+            batch_size=0,
+            clip_frames=0,
+            max_tokens=1,
+            seed=0,
+            accumulate=1,
+            ranks=1,
         )
         if self.accumulate > 1 and not self.loader:
             raise ConfigError(f"--accumulate {self.accumulate}: only with --loader")

@@ -12,12 +12,15 @@ class RunOptions:
     """A model, its data, and the ranks that train it.
 
     Attributes:
-        photos: Folder of photos of any size; captions in NAME.txt or captions.jsonl are optional.
+        photos: Folder of photos and clips of any size; captions in NAME.txt or captions.jsonl are
+            optional.
         data: Data codes of a synthetic mix, for example g1b8i256f1s0,g1b2i512f1s0.
         topology: Compute bags, for example g2n1; one rank a bag if not given.
         ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
             not given.
-        max_tokens: Photos with more tokens are scaled down.
+        clip_frames: Most frames of a clip in --photos (a video file, or a subfolder of numbered
+            frames); 0 takes photos alone.
+        max_tokens: Photos and clips with more tokens are scaled down.
         d_model: Model width.
         num_heads: Attention heads.
         num_double: Blocks with separate weights for text and image.
@@ -36,6 +39,7 @@ class RunOptions:
     data: str | None = None
     topology: str | None = None
     ranks: int | None = None
+    clip_frames: int = 16
     max_tokens: int = 2048
     d_model: int = 192
     num_heads: int = 6

@@ -51,8 +51,6 @@ class TrainOptions(RunOptions):
     number of ranks. SIGTERM saves and ends all ranks with exit status 0.
 
     Attributes:
-        clip_frames: Most frames of a clip in --photos (a video file, or a subfolder of numbered
-            frames); 0 takes photos alone.
         steps: Steps in all, those before a resume included; 100 if neither they nor --epochs are
             given.
         epochs: Times that each photo and clip is trained on, in place of --steps.
@@ -67,7 +65,6 @@ class TrainOptions(RunOptions):
             can see.
     """
 
-    clip_frames: int = 16
     steps: int | None = None
     epochs: int | None = None
     batch_size: int | None = None
