@@ -1,6 +1,5 @@
 """`bascule sparse`: what it prints and draws, and what mistakes cost."""
 
-import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -13,11 +12,8 @@ from rich.console import Console
 
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.sparse_tables import _strategies
-from bascule.errors import ConfigError
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.sparse.choose_mesh import StrategyChoice
-from bascule.report import sparse_picture
-from bascule.report.sparse_picture import write_picture
 from bascule.sim.sparse_study import WAYS, LayerRun, Setting, Study
 from bascule.workload import save_masks
 from tests.helpers.cli import modules_imported_by, run
@@ -223,51 +219,6 @@ def test_the_guide_runs(
         assert code == 0 and "U4R2" in out
 
 
-def test_a_picture_is_a_page_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    page = tmp_path / "out.html"
-    masks = str(small_file(tmp_path))
-    arguments = ("--masks", masks, "--ring", "2", "--layers", "1", "--picture", str(page))
-    code, out, _ = run(capsys, "sparse", *arguments, "--target", str(TARGET))
-    assert code == 0 and f"written: {page}" in out.replace("\n", "")
-    text = page.read_text()
-    assert "who computes what" in text and "Plotly.newPlot" in text
-    assert "<script src" not in text
-
-
-def test_an_image_needs_a_browser_that_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go = pytest.importorskip("plotly.graph_objects")
-
-    def no_browser(*_: object, **__: object) -> None:
-        raise RuntimeError("Kaleido requires Google Chrome to be installed.")
-
-    monkeypatch.setattr(go.Figure, "write_image", no_browser)
-    with pytest.raises(ConfigError, match=r"Chrome or Chromium.*\.html"):
-        write_picture(tmp_path / "out.png", go.Figure())
-    with pytest.raises(ConfigError, match="cannot be written"):
-        write_picture(tmp_path / "gone" / "out.html", go.Figure())
-
-
-@pytest.mark.parametrize(
-    ("ending", "missing"), [(".html", "plotly"), (".png", "plotly"), (".png", "kaleido")]
-)
-def test_a_picture_names_the_package_that_it_needs(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ending: str,
-    missing: str,
-) -> None:
-    known = importlib.util.find_spec
-    monkeypatch.setattr(
-        sparse_picture, "find_spec", lambda name: None if name == missing else known("numpy")
-    )
-    arguments = ("--model", "wan2.1", "--ranks", "2", "--picture", str(tmp_path / f"x{ending}"))
-    code, _, err = run(capsys, "sparse", *arguments)
-    assert code == 2 and f"pip install {missing}" in err
-
-
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -292,8 +243,8 @@ def test_a_picture_names_the_package_that_it_needs(
         ((*WAN, "--ranks", "2", "--target", "inf"), "--target inf: must be finite"),
         ((*WAN, "--ranks", "2", "--tolerance", "-1"), "tolerance is -1"),
         ((*WAN, "--ranks", "2", "--reward", "nan"), "--reward nan"),
-        ((*WAN, "--ranks", "2", "--picture", "out.jpg"), "out.jpg: must end in .html or .png"),
-        ((*WAN, "--ranks", "2", "--picture", "/nonexistent/out.html"), "/nonexistent"),
+        ((*WAN, "--ranks", "2", "--report", "out.jpg"), "out.jpg: must end in .html"),
+        ((*WAN, "--ranks", "2", "--report", "/nonexistent/out.html"), "/nonexistent"),
     ],
 )
 def test_a_users_error_is_one_sentence(

@@ -25,6 +25,7 @@ class BenchOptions(RunOptions):
         warmup: Steps before them that do not count.
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
+        report: Where to write a page of it all, .html.
     """
 
     planner: Literal["lpt", "knapsack"] = "lpt"
@@ -34,6 +35,7 @@ class BenchOptions(RunOptions):
     warmup: int = 2
     batch_size: int = 2
     out: Path = Path("results/bench")
+    report: Path | None = None
 
     def check(self, world_size: int) -> Topology:
         """Everything that can be known before ranks are launched; returns the bags of the world.

@@ -12,8 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.bench.options import BenchOptions
+from bascule.cli.writing import write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
+from bascule.report.page import check_report
+from bascule.report.reports import of_bench
 from bascule.training.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
 
@@ -28,6 +31,7 @@ _MOST = {
     "warmup": 10**6,
     "accumulate": 10**4,
     "batch_size": 10**4,
+    "clip_frames": 10**4,
     "max_tokens": _MAX_TOKENS,
     "d_model": 2**16,
     "num_heads": 2**12,
@@ -50,6 +54,7 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
     from bascule.bench.launch import default_num_ranks, in_a_job, launch
 
     _check_numbers(options)
+    check_report(options.report)
     if in_a_job():
         _run_rank(options)
         return
@@ -138,6 +143,9 @@ def _run_rank(options: BenchOptions) -> None:
         if comparison.group.rank == 0:
             _write(options.out, summary, records)
             _print(Console(), summary, options.out)
+            if options.report is not None:
+                steps = [record.to_dict() for record in records]
+                write_report(options.report, of_bench(summary, steps, warnings(summary)))
 
 
 def _followed(comparison: "Paired", records: Iterator[_Record], num_steps: int) -> list[_Record]:

@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions, topology_ranks
-from bascule.cli.writing import write_text
+from bascule.cli.writing import write_report, write_text
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
+from bascule.report.page import check_report
+from bascule.report.reports import of_plan
 from bascule.report.step_picture import draw_step
 
 _MAX_ROWS = 64
@@ -36,6 +38,7 @@ class PlanOptions(InputOptions, ClusterOptions):
         compare: Compare the planners instead of drawing the loads.
         json: Where to write the plan.
         picture: Where to draw the step before and after balancing, as an SVG.
+        report: Where to write a page of it all, .html.
     """
 
     topology: str | None = None
@@ -45,6 +48,7 @@ class PlanOptions(InputOptions, ClusterOptions):
     compare: bool = False
     json: Path | None = None
     picture: Path | None = None
+    report: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ def plan(options: PlanOptions) -> None:
         ConfigError: The input is malformed or does not fit.
         PlanError: The limit cannot be kept.
     """
+    check_report(options.report)
     lens = options.read(topology_ranks(options.topology))
     topology = options.topology or f"g1n{len(lens)}"
     if topology != "auto":
@@ -103,6 +108,9 @@ def plan(options: PlanOptions) -> None:
     if options.picture is not None:
         picture = draw_step(made, batch.cost, batch.cluster, batch.unit)
         write_text("--picture", options.picture, picture)
+    if options.report is not None:
+        machine = None if cluster is None else str(options.hardware())
+        write_report(options.report, of_plan(made, batch.cost, cluster, machine))
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:

@@ -13,6 +13,7 @@ from rich.progress import track
 
 from bascule.cli.reading import MachineOptions
 from bascule.cli.sparse_tables import show
+from bascule.cli.writing import write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.routes import Ints
@@ -20,7 +21,8 @@ from bascule.plan.sparse import check_degrees
 from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import all_degrees
 from bascule.plan.sparse.sparse_baselines import REWARD
-from bascule.report.sparse_picture import check_picture, draw, write_picture
+from bascule.report.page import check_report
+from bascule.report.reports import of_sparse
 from bascule.sim.sparse_study import Bools, Mesh, Setting, study
 from bascule.workload import load_masks
 from bascule.workload.mask_model import COGVIDEOX15, WAN21, synthetic_masks
@@ -28,10 +30,10 @@ from bascule.workload.mask_model import COGVIDEOX15, WAN21, synthetic_masks
 MODELS = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
 
 TOLERANCES = (0.0, 0.005, 0.01, 0.02, 0.05, 0.1)
-"""Of kept plans, in the picture."""
+"""Of kept plans, in the report."""
 
 REWARDS = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0)
-"""Of the paper's greedy, in the picture."""
+"""Of the paper's greedy, in the report."""
 
 _MOST = {
     "layers": 1000,
@@ -71,8 +73,8 @@ class SparseOptions(MachineOptions):
         target: Imbalance that minimal_move is to reach.
         reward: For staying at home, of the paper's greedy.
         tolerance: A plan is kept while its imbalance is at most 1 + tolerance.
-        picture: Where to draw it all, .html or .png.
-        head: Head whose mask is drawn.
+        report: Where to write a page of it all, .html.
+        head: Head whose mask is drawn there.
     """
 
     masks: Path | None = None
@@ -90,7 +92,7 @@ class SparseOptions(MachineOptions):
     target: float = TARGET
     reward: float = REWARD
     tolerance: float = 0.05
-    picture: Path | None = None
+    report: Path | None = None
     head: int = 0
 
     def check(self) -> None:
@@ -170,8 +172,7 @@ def sparse(options: SparseOptions) -> None:
     """
     options.check()
     meshes, machine = options.meshes, options.hardware()
-    if options.picture is not None:
-        check_picture(options.picture)
+    check_report(options.report)
     source = _source(options)
     if not 0 <= options.head < source.num_heads:
         raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
@@ -188,14 +189,14 @@ def sparse(options: SparseOptions) -> None:
     )
     errors = Console(stderr=True)
     layers = track(source.layers(), "layers", source.num_layers, console=errors, transient=True)
-    swept = () if options.picture is None else (TOLERANCES, REWARDS)
+    swept = () if options.report is None else (TOLERANCES, REWARDS)
     found = study(source.name, layers, setting, *swept)
     console = Console()
     show(console, found)
     console.print(f"predicted for {machine}")
-    if options.picture is not None:
-        write_picture(options.picture, draw(found, options.head))
-        console.print(f"written: {options.picture}")
+    if options.report is not None:
+        write_report(options.report, of_sparse(found, options.head, str(machine)))
+        console.print(f"written: {options.report}")
 
 
 def _with_heads(meshes: tuple[Mesh, ...], source: _Source) -> tuple[Mesh, ...]:

@@ -1,14 +1,19 @@
 """`bascule topology`: which bags suit batches like these, and why."""
 
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions
+from bascule.cli.writing import write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 from bascule.plan.topology.search import suggest_topology
+from bascule.report.page import check_report
+from bascule.report.reports import of_topologies
 
 _DEFAULT_STEPS = 20
 _DEFAULT_SEQUENCES = 20_000
@@ -23,10 +28,12 @@ class TopologyOptions(InputOptions, ClusterOptions):
         steps: Batches to look at; more than one only with --data. By default 20 of --data, or fewer
             where they have many sequences.
         rows: Topologies to print.
+        report: Where to write a page of it all, .html.
     """
 
     steps: int | None = None
     rows: int = 10
+    report: Path | None = None
 
 
 def topology(options: TopologyOptions) -> None:
@@ -36,6 +43,7 @@ def topology(options: TopologyOptions) -> None:
         ConfigError: The input is malformed or does not fit.
         PlanError: No topology keeps the limit.
     """
+    check_report(options.report)
     for name in ("steps", "rows"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name}", value, 1)
@@ -63,6 +71,9 @@ def topology(options: TopologyOptions) -> None:
         )
     console.print(table)
     console.print(f"predicted for {options.hardware()}")
+    if options.report is not None:
+        lens = list(chain.from_iterable(batches[0]))
+        write_report(options.report, of_topologies(ranking, lens, str(options.hardware())))
     first, last = ranking.rows[0], ranking.rows[-1]
     if first.seconds > 0:
         ratio = last.seconds / first.seconds

@@ -1,60 +1,20 @@
 """A picture of what a study of block masks found."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bascule.errors import ConfigError
 from bascule.sim.sparse_study import DEFAULT, Mesh, Study, mesh_name
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-_NEEDED = {".html": "plotly", ".png": "kaleido"}
 _SHOWN_BLOCKS = 96
 """Query blocks to begin with; more are thinner than a pixel."""
 
-_WIDTH, _HEIGHT = 1200, 1350
-
-
-def check_picture(path: Path) -> None:
-    """Find out before any work that a picture could not be written.
-
-    Raises:
-        ConfigError: The name has another ending, there is no such folder, or a package is missing.
-    """
-    if path.suffix not in _NEEDED:
-        raise ConfigError(f"--picture {path}: must end in {' or '.join(_NEEDED)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--picture {path}: there is no folder {path.parent}")
-    for package in ("plotly", _NEEDED[path.suffix]):
-        if find_spec(package) is None:
-            advice = "" if package == "plotly" else ", or give a name that ends in .html"
-            raise ConfigError(f"--picture {path} needs {package}: pip install {package}{advice}")
-
-
-def write_picture(path: Path, figure: "Figure") -> None:
-    """Write a figure: a page that needs no network, or an image.
-
-    Raises:
-        ConfigError: The file cannot be written, or no browser is there to make the image.
-    """
-    try:
-        if path.suffix == ".html":
-            figure.write_html(path)
-        else:
-            figure.write_image(path, scale=2)
-    except OSError as error:
-        raise ConfigError(f"--picture {path}: cannot be written: {error.strerror}") from error
-    except RuntimeError as error:
-        raise ConfigError(
-            f"--picture {path}: images are made by Chrome or Chromium, which does not start here; "
-            "install it, or give a name that ends in .html"
-        ) from error
+_HEIGHT = 1350
 
 
 def draw(study: Study, head: int) -> "Figure":
@@ -90,9 +50,7 @@ def draw(study: Study, head: int) -> "Figure":
     _draw_tolerances(figure, study)
     _draw_rewards(figure, study)
     figure.update_layout(
-        title=f"Block-sparse attention: {study.name}",
         template="plotly_white",
-        width=_WIDTH,
         height=_HEIGHT,
         legend={"orientation": "h", "y": -0.06},
     )

@@ -1,0 +1,250 @@
+"""What the page of each command says."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from bascule.plan.batch import Plan
+from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs.hardware import Cluster
+from bascule.plan.topology.search import TopologyRanking
+from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
+from bascule.report.page import Chart, Fact, Report, Rows
+from bascule.report.sparse_picture import draw
+from bascule.report.step_picture import draw_step
+from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
+
+_MOST_ROWS = 200
+
+
+def of_plan(plan: Plan, cost: Cost, cluster: Cluster | None, machine: str | None) -> Report:
+    """One batch: who computed what as loaded, who does as planned, and the certificate.
+
+    Args:
+        plan: The plan.
+        cost: It was made with.
+        cluster: Likewise.
+        machine: Where the cluster's numbers are from.
+    """
+    unit = "TFLOP" if cluster is None else "s"
+    before = plan.unbalanced_loads(cost, cluster)
+    speedup = float(before.max() / plan.makespan) if plan.makespan > 0 else 1.0
+    waiting = [float((loads.max() - loads).sum()) for loads in (before, plan.loads)]
+    total = int(plan.seq_lens.sum())
+    facts = (
+        Fact("speedup", "predicted speed-up", speedup, f"{speedup:.2f}x"),
+        Fact("makespan", "slowest rank", plan.makespan, f"{plan.makespan:.6g} {unit}"),
+        Fact("lower_bound", "no plan is below", plan.lower_bound, f"{plan.lower_bound:.6g} {unit}"),
+        Fact("gap", "from optimal at most", plan.gap, f"{plan.gap:.3%}"),
+        Fact("imbalance", "imbalance, max / mean", plan.imbalance, f"{plan.imbalance:.4f}"),
+        Fact("wir", "WIR, max / min", plan.wir, f"{plan.wir:.4f}"),
+        Fact("waiting_before", "all ranks wait, as loaded", waiting[0], f"{waiting[0]:.4g} {unit}"),
+        Fact("waiting", "all ranks wait, balanced", waiting[1], f"{waiting[1]:.4g} {unit}"),
+        Fact("moved_tokens", "tokens that move", plan.moved_tokens, f"{plan.moved_tokens:,}"),
+        Fact("tokens", "tokens", total, f"{total:,}"),
+    )
+    rows = tuple(
+        (str(rank), f"{plan.tokens[rank]:,}", f"{plan.loads[rank]:.4g}", f"{before[rank]:.4g}")
+        for rank in range(min(plan.num_ranks, _MOST_ROWS))
+    )
+    notes = [
+        f"Certificate: the plan is at most {plan.gap:.3%} above a lower bound that every plan of "
+        f"these bags obeys, whatever made it. Planner: {plan.planner}.",
+        "Loads count the forward pass by the cost model; a backward pass has the same ratios.",
+    ]
+    notes += [f"The step cannot end earlier: {plan.binding}."] if plan.binding else []
+    notes += [f"Machine: {machine}."] if machine else ["Loads are compute alone, without wires."]
+    return Report(
+        title=f"One batch on {plan.num_ranks} ranks, bags {plan.topology}",
+        answer=f"Balanced, this batch is predicted to run {speedup:.2f}x as fast as it was loaded.",
+        facts=facts,
+        parts=(
+            draw_loads(before, plan.loads, unit),
+            Chart(
+                "The step, rank by rank",
+                "Above as loaded, below as planned: one bar a rank, one field a sequence.",
+                draw_step(plan, cost, cluster, unit),
+            ),
+            draw_lengths(plan.seq_lens),
+            Rows("All ranks", ("rank", "tokens", f"load, {unit}", f"as loaded, {unit}"), rows),
+        ),
+        notes=tuple(notes),
+    )
+
+
+def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -> Report:
+    """Which bags suit batches like these, and why.
+
+    Args:
+        ranking: Best first; at least one.
+        lens: Tokens of the sequences of a batch.
+        machine: Where the cluster's numbers are from.
+    """
+    first, last = ranking.rows[0], ranking.rows[-1]
+    ratio = last.seconds / first.seconds if first.seconds > 0 else 1.0
+    shown = ranking.rows[:_MOST_ROWS]
+    facts = (
+        Fact("best", "best bags", first.spec, first.spec),
+        Fact("seconds", "a step takes", first.seconds, f"{first.seconds:.4g} s"),
+        Fact("imbalance", "imbalance, max / mean", first.imbalance, f"{first.imbalance:.4f}"),
+        Fact("gap", "from optimal at most", first.gap, f"{first.gap:.2%}"),
+        Fact("over_worst", f"as fast as {last.spec}", ratio, f"{ratio:.2f}x"),
+        Fact("candidates", "looked at", ranking.num_candidates, f"{ranking.num_candidates:,}"),
+    )
+    bars = draw_bars(
+        "Seconds of a step",
+        f"{first.spec} is the fastest: {first.seconds:.4g} s, the last one {last.seconds:.4g} s.",
+        [row.spec for row in shown],
+        {"seconds": [row.seconds for row in shown]},
+        "s",
+    )
+    rows = tuple(
+        (
+            row.spec,
+            f"{row.seconds:.4g}",
+            f"{row.imbalance:.4f}",
+            f"{row.gap:.2%}",
+            "\n".join(row.reasons),
+        )
+        for row in shown
+    )
+    return Report(
+        title="Which bags suit these batches",
+        answer=f"{first.spec} is the fastest: {'; '.join(first.reasons)}.",
+        facts=facts,
+        parts=(
+            bars,
+            Rows("Ranking", ("bags", "seconds", "imbalance", "gap", "why"), rows),
+            draw_lengths(lens),
+        ),
+        notes=(f"Predicted for {machine}.", "Every row was planned, not only bounded."),
+    )
+
+
+def of_bench(
+    summary: dict[str, Any], steps: Sequence[dict[str, Any]], notes: Sequence[str]
+) -> Report:
+    """A measured comparison of training without and with balancing.
+
+    Args:
+        summary: As in summary.json.
+        steps: As in steps.jsonl.
+        notes: Reasons to read the numbers with care.
+    """
+    setting, before, after = summary["setting"], summary["unbalanced"], summary["balanced"]
+    measured, predicted = summary["measured_ratio"], summary["predicted_ratio"]
+    error, sent = measured / predicted - 1.0, summary["sent_bytes_per_step"]
+    low, high = summary["measured_ratio_spread"]
+    lost = [float(np.sum([step[f"seconds_{arm}"] for step in steps])) for arm in _ARMS]
+    facts = (
+        Fact("measured_ratio", "measured speed-up", measured, f"{measured:.2f}x"),
+        Fact("predicted_ratio", "predicted", predicted, f"{predicted:.2f}x"),
+        Fact("prediction_error", "measured over predicted", error, f"{error:+.1%}"),
+        Fact("seconds_saved", "saved in all", lost[0] - lost[1], f"{lost[0] - lost[1]:.2f} s"),
+        Fact("wir_unbalanced", "WIR without", before["wir"], f"{before['wir']:.2f}"),
+        Fact("wir_balanced", "WIR with", after["wir"], f"{after['wir']:.2f}"),
+        Fact("fbl_unbalanced", "a step without", before["fbl_median_s"], _s(before)),
+        Fact("fbl_balanced", "a step with", after["fbl_median_s"], _s(after)),
+        Fact("sent_bytes", "sent a step", sent, f"{sent / 2**20:.1f} MiB"),
+        Fact(
+            "loss_difference",
+            "losses differ by",
+            summary["loss_difference"],
+            f"{summary['loss_difference']:.1e}",
+        ),
+    )
+    seconds = {
+        name: [step[f"seconds_{arm}"] for step in steps]
+        for name, arm in zip(("without", "with bascule"), _ARMS, strict=True)
+    }
+    losses = {
+        name: [step[f"loss_{arm}"] for step in steps]
+        for name, arm in zip(("without", "with bascule"), _ARMS, strict=True)
+    }
+    return Report(
+        title=f"Measured on {setting['world_size']} ranks ({setting['device']})",
+        answer=(
+            f"With bascule, training ran {measured:.2f}x as fast (steps {low:.2f}x to "
+            f"{high:.2f}x); predicted were {predicted:.2f}x."
+        ),
+        facts=facts,
+        parts=(
+            draw_lines(
+                "Seconds of each step",
+                "Forward and backward of the slowest rank; planning and exchanges are in the "
+                "second line.",
+                ("step", "s"),
+                seconds,
+            ),
+            draw_lines("Loss", "The curves of both lie on each other.", ("step", "loss"), losses),
+        ),
+        notes=(
+            "The prediction counts compute only, not the wires.",
+            f"Gradients differ by {summary['grad_difference']:.1e} at most (relative).",
+            *notes,
+        ),
+    )
+
+
+_ARMS = ("unbalanced", "balanced")
+
+
+def _s(arm: dict[str, Any]) -> str:
+    return f"{arm['fbl_median_s']:.3f} s"
+
+
+def of_sparse(study: Study, head: int, machine: str) -> Report:
+    """Block masks on meshes: what each way of planning makes of them.
+
+    Args:
+        study: With tolerances and rewards.
+        head: Whose mask is drawn.
+        machine: Where the machine's numbers are from.
+    """
+    meshes = study.setting.meshes
+    best = min(meshes, key=lambda mesh: study.mean(mesh, DEFAULT).predicted_s)
+    before, after = study.mean(best, BEFORE), study.mean(best, DEFAULT)
+    speedup = before.predicted_s / after.predicted_s
+    density = float(study.masks.mean())
+    facts = (
+        Fact("speedup", "predicted speed-up of the call", speedup, f"{speedup:.3f}x"),
+        Fact("mesh", "fastest mesh", mesh_name(best), mesh_name(best)),
+        Fact("rho_before", "rho in order", before.imbalance, f"{before.imbalance:.4f}"),
+        Fact("rho", "rho balanced", after.imbalance, f"{after.imbalance:.4f}"),
+        Fact("call_s", "the call takes", after.predicted_s, f"{after.predicted_s * 1e3:.3f} ms"),
+        Fact("planning_s", "planning", after.planning_s, f"{after.planning_s * 1e3:.1f} ms"),
+        Fact("sent_bytes", "sent", after.sent_bytes, f"{after.sent_bytes / 2**20:,.0f} MiB"),
+        Fact("density", "blocks computed", density, f"{density:.1%}"),
+    )
+    rows = tuple(
+        (
+            mesh_name(mesh),
+            way,
+            f"{row.imbalance:.4f}",
+            f"{row.critical_path_imbalance:.4f}",
+            f"{row.q_moved:.1%}",
+            f"{row.kv_moved:.1%}",
+            f"{row.predicted_s * 1e3:.3f}",
+        )
+        for mesh in meshes
+        for way in WAYS
+        for row in [study.mean(mesh, way)]
+    )
+    columns = ("mesh", "plan", "rho", "critical path", "Q moved", "KV moved", "call, ms")
+    words = "The mask, who computes what, the chosen meshes, and what tolerance and reward cost."
+    return Report(
+        title=f"Block-sparse attention: {study.name}",
+        answer=f"On {mesh_name(best)}, balancing makes the call {speedup:.2f}x as fast.",
+        facts=facts,
+        parts=(
+            Chart("Masks and plans", words, draw(study, head)),
+            Rows("Ways of planning", columns, rows),
+        ),
+        notes=(
+            f"Predicted for {machine}.",
+            "rho is the slowest rank's work over the mean, where ranks of a ring wait for all "
+            "others after each round; critical path is where they wait for their neighbours alone.",
+            f'Speed-ups are over "{BEFORE}": heads in their order, blocks in runs.',
+        ),
+    )

@@ -1,0 +1,108 @@
+"""Opens pages in a headless Chromium, as a reader would."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+    "--virtual-time-budget=8000",
+)
+
+
+@dataclass
+class Page:
+    """What a browser made of a page.
+
+    Attributes:
+        html: Its elements after all scripts ran.
+        log: What the browser wrote, errors of scripts and refused requests among it.
+    """
+
+    html: str
+    log: str
+    numbers: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.numbers = dict(_numbers(self.html))
+
+    @property
+    def errors(self) -> list[str]:
+        """Lines of the log that a page is to blame for."""
+        return [line for line in self.log.splitlines() if "CONSOLE" in line]
+
+    @property
+    def num_charts(self) -> int:
+        """Charts that plotly drew."""
+        return len(re.findall(r'class="main-svg"', self.html)) // 3
+
+    @property
+    def text(self) -> str:
+        """All that a reader can read."""
+        return _Text(self.html).text
+
+
+def browser() -> str:
+    """The browser's program; skips the test, and says so, where there is none."""
+    found = shutil.which("chromium") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("NOT TESTED: no chromium on this machine; apt install chromium")
+    return found
+
+
+def opened(path: Path, profile: Path) -> Page:
+    """Open a page and let its scripts run."""
+    done = _chromium(profile, "--enable-logging=stderr", "--dump-dom", path.as_uri())
+    return Page(done.stdout, done.stderr)
+
+
+def screenshot(path: Path, image: Path, profile: Path, *, width: int, height: int) -> None:
+    """Take a picture of a page."""
+    _chromium(profile, f"--window-size={width},{height}", f"--screenshot={image}", path.as_uri())
+
+
+def _chromium(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [browser(), *_FLAGS, f"--user-data-dir={profile}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+
+
+def _numbers(html: str) -> Iterator[tuple[str, str]]:
+    yield from re.findall(r'<dd data-key="([^"]*)">([^<]*)</dd>', html)
+
+
+def data_of(html: str) -> dict[str, float | str]:
+    """The numbers that the page holds for programs."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+class _Text(HTMLParser):
+    """The text of a page without that of scripts and styles."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self._hidden = 0
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._hidden += tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag in ("script", "style")
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self.text += data

@@ -1,0 +1,173 @@
+"""The pages of `--report`: what a browser shows is what the library computed, whatever the data."""
+
+import importlib.util
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from bascule import Plan
+from bascule.cli.reading import InputOptions
+from bascule.report import page
+from bascule.report.charts import draw_bars, draw_lengths, draw_loads
+from bascule.report.page import Chart, Fact, Report, Rows, render
+from bascule.report.reports import of_bench
+from tests.helpers.browser import data_of, opened, screenshot
+from tests.helpers.cli import modules_imported_by, run
+
+pytest.importorskip("plotly")
+
+MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>&amp;"\''
+PHONE, DESK = (500, 1000), (1000, 1180)
+
+
+def report_with(text: str) -> Report:
+    """A report that has the text wherever the user's data may stand."""
+    return Report(
+        title=text,
+        answer=text,
+        facts=(Fact("name", text, text, text), Fact("number", "a number", 1.25, "1.25")),
+        parts=(
+            Rows(text, (text, "b"), ((text, "1"),)),
+            draw_bars(text, text, [text, "other"], {text: [1.0, 2.0]}, text),
+        ),
+        notes=(text,),
+    )
+
+
+def test_a_plan_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown, saved = tmp_path / "plan.html", tmp_path / "plan.json"
+    data = ("--data", "g4b8i256f1s0,g2b3i512f1s0,g2b1i1024f9s1", "--topology", "g1n4+g2n2")
+    code, _, _ = run(capsys, "plan", *data, "--report", str(shown), "--json", str(saved))
+    assert code == 0
+    found, plan = opened(shown, tmp_path / "profile"), Plan.from_json(saved.read_text())
+    before = plan.unbalanced_loads(InputOptions().cost)
+    assert found.errors == []
+    assert found.num_charts == 2 and "One step on 8 ranks" in found.html
+    assert found.numbers["makespan"] == f"{plan.makespan:.6g} TFLOP"
+    assert found.numbers["speedup"] == f"{before.max() / plan.makespan:.2f}x"
+    assert found.numbers["moved_tokens"] == f"{plan.moved_tokens:,}"
+    data_found = data_of(found.html)
+    assert data_found["gap"] == plan.gap and data_found["wir"] == plan.wir
+    assert data_found["waiting"] == pytest.approx((plan.makespan - plan.loads).sum())
+    for name, size in (("phone", PHONE), ("report", DESK)):
+        image = Path(os.environ.get("DOCS_PICTURES", tmp_path)) / f"{name}.png"
+        screenshot(shown, image, tmp_path / "profile", width=size[0], height=size[1])
+        with Image.open(image) as taken:
+            assert taken.size == size and len(taken.convert("RGB").getcolors(2**24) or ()) > 50
+
+
+def test_a_ranking_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = tmp_path / "topology.html"
+    data = ("--data", "g4b4i256f1s0,g4b1i1024f1s0", "--num-layers", "4", "--steps", "2")
+    code, out, _ = run(capsys, "topology", *data, "--report", str(shown))
+    assert code == 0
+    found = opened(shown, tmp_path / "profile")
+    assert found.errors == [] and found.num_charts == 2
+    assert f"best: {found.numbers['best']}" in out
+    assert "assumed from a data sheet, not measured" in found.text
+
+
+def test_masks_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = tmp_path / "sparse.html"
+    data = ("--model", "cogvideox1.5", "--block", "1020", "--ranks", "2", "--steps", "2")
+    code, out, _ = run(capsys, "sparse", *data, "--report", str(shown))
+    assert code == 0 and f"written: {shown}" in out.replace("\n", "")
+    found = opened(shown, tmp_path / "profile")
+    assert found.errors == [] and found.num_charts == 1
+    assert "who computes what" in found.text and float(found.numbers["rho"]) >= 1.0
+
+
+def test_text_of_the_user_is_shown_as_text(tmp_path: Path) -> None:
+    shown = tmp_path / "markup.html"
+    shown.write_text(render(report_with(MARKUP), f"bascule plan {MARKUP}"))
+    found = opened(shown, tmp_path / "profile")
+    assert "<title>taken" not in found.html and "<img" not in found.html
+    assert found.text.count(MARKUP) >= 7
+    assert found.numbers["number"] == "1.25" and data_of(found.html)["name"] == MARKUP
+    assert found.errors == []
+
+
+def test_a_page_can_ask_the_network_for_nothing(tmp_path: Path) -> None:
+    shown = tmp_path / "asks.html"
+    report = report_with("x")
+    asking = Chart("asks", "asks", '<img src="https://example.com/x.png">')
+    shown.write_text(render(replace(report, parts=(asking,)), "bascule"))
+    found = opened(shown, tmp_path / "profile")
+    assert any("Content Security Policy" in line for line in found.errors)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_leaves_the_page_whole(text: str) -> None:
+    html = render(replace(report_with(text), parts=()), text)
+    assert data_of(html)["name"] == text
+    assert html.count("<script") == html.count("</script>") == 3
+    assert html.count("<dd ") == 2
+
+
+def test_empty_data_has_a_page() -> None:
+    report = Report("nothing", "", (), (draw_lengths([]), draw_loads([0.0], [0.0], "s")))
+    assert "no sequence with tokens" in render(report, "bascule")
+
+
+def test_many_ranks_are_lines_not_bars() -> None:
+    figure: Any = draw_loads(range(500), [250.0] * 500, "s").figure
+    assert {trace.type for trace in figure.data} == {"scatter"}
+
+
+def test_a_measured_comparison_has_its_numbers() -> None:
+    arm = {"wir": 2.0, "fbl_median_s": 1.5}
+    summary = {
+        "setting": {"world_size": 2, "device": "cpu"},
+        "unbalanced": arm,
+        "balanced": arm | {"wir": 1.1, "fbl_median_s": 1.0},
+        "measured_ratio": 1.5,
+        "predicted_ratio": 1.6,
+        "measured_ratio_spread": [1.4, 1.6],
+        "sent_bytes_per_step": 2**20,
+        "loss_difference": 1e-9,
+        "grad_difference": 1e-8,
+    }
+    names = ("seconds_unbalanced", "seconds_balanced", "loss_unbalanced", "loss_balanced")
+    step: dict[str, Any] = dict(zip(names, (1.5, 1.0, 0.3, 0.3), strict=True))
+    steps = [step] * 4
+    found = data_of(render(of_bench(summary, steps, ["read this"]), "bascule bench"))
+    assert found["measured_ratio"] == 1.5 and found["seconds_saved"] == pytest.approx(2.0)
+    assert found["prediction_error"] == pytest.approx(1.5 / 1.6 - 1)
+
+
+def test_what_a_report_needs_is_said_before_any_work(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ("plan", "--lengths", "4,5/6", "--report")
+    for path, said in (
+        ("out.pdf", "must end in .html"),
+        (str(tmp_path / "none" / "out.html"), "there is no folder"),
+        (str(tmp_path), "must end in .html"),
+    ):
+        code, _, err = run(capsys, *plan, path)
+        assert code == 2 and said in err.replace("\n", " ")
+    known = importlib.util.find_spec
+    monkeypatch.setattr(page, "find_spec", lambda name: None if name == "plotly" else known(name))
+    code, _, err = run(capsys, *plan, str(tmp_path / "out.html"))
+    assert code == 2 and "pip install plotly" in err
+
+
+def test_reports_load_without_torch() -> None:
+    assert "torch" not in modules_imported_by("-c", "import bascule.report.reports")
+
+
+def test_the_command_is_on_the_page() -> None:
+    html = render(report_with("x"), "bascule plan --lengths '4,5/6'")
+    assert "bascule plan --lengths &#x27;4,5/6&#x27;" in html
+    versions = re.search(r"<p>(Python .*?)</p>", html)
+    assert versions is not None and "torch" in versions[1] and "bascule" in versions[1]
+    assert json.loads(json.dumps(data_of(html)))["number"] == 1.25
