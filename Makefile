@@ -23,7 +23,7 @@ endif
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help env demo test lint types contracts pytest stress format
+.PHONY: help env demo test lint types contracts pytest stress site format
 
 help: ## print this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -51,6 +51,9 @@ pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, 
 
 stress: $(VENV)/.dev ## the tests that take minutes
 	$(BIN)/pytest -m stress --timeout 1800
+
+site: $(VENV)/.dev ## the documentation as a site, with all of the API: results/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.dev ## let ruff fix and format
 	$(BIN)/ruff check --fix

@@ -136,8 +136,8 @@ def fit_iterations(
     are `TYPICAL_CROSSOVER_TOKENS`, `OVERHEAD_SHARE` and `CONSTANT_SHARE`.
 
     Args:
-        seq_lens: seq_lens[iteration][rank] lists the tokens of each sequence that the rank computed
-            in the iteration, over all its microbatches. Ranks and iterations may be empty.
+        seq_lens: ``seq_lens[iteration][rank]`` lists the tokens of each sequence that the rank
+            computed in the iteration, over all its microbatches. Ranks and iterations may be empty.
         seconds: (iterations,) time of each iteration, which is that of its slowest rank; or
             (iterations, ranks) each rank's own compute time, NaN where it was not measured.
 
