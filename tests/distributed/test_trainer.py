@@ -385,13 +385,13 @@ def test_one_process_trains_as_before(tmp_path: Path) -> None:
 
 
 def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None:
-    from bascule.integrations.transformers import trainer as trainers
+    from bascule.integrations.transformers.train_loader import SCALE
 
     trainer = make_trainer(str(tmp_path), "scorer", balanced=True, max_steps=1)
     trainer.train()
     inputs = next(iter(trainer.get_train_dataloader()))
     plain = trainer.training_step(trainer.model, dict(inputs))
-    scaled = trainer.training_step(trainer.model, {**inputs, trainers._SCALE: 0.5})  # pyright: ignore[reportPrivateUsage]
+    scaled = trainer.training_step(trainer.model, {**inputs, SCALE: 0.5})
     assert float(scaled) == pytest.approx(0.5 * float(plain))
     assert trainer.loss_scale == 1.0
 
@@ -416,8 +416,6 @@ def test_options_of_the_loader_are_those_that_the_trainer_leaves_open() -> None:
     decided: dict[str, Any] = {
         "axis": "dp",
         "batch_size": 2,
-        "unpack": list,
-        "ends": "finish",
         "collate_fn": list,
         "pin_memory": True,
         "timeout_s": 60.0,

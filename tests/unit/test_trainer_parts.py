@@ -11,8 +11,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from bascule import ConfigError
 from bascule.data.loader import BalancedLoader
+from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns
-from bascule.integrations.transformers.trainer import _check, _TrainLoader
+from bascule.integrations.transformers.train_loader import TrainLoader
+from bascule.integrations.transformers.train_settings import checked_dataset
+
+BALANCE = BalanceConfig(learns=True)
 
 
 class Words(Dataset[Any]):
@@ -60,10 +64,11 @@ def test_no_label_of_padding_counts_where_labels_are_counted(
         name: torch.tensor([[5, 6, -100]]) for name in ("input_ids", "labels", "shift_labels")
     }
     batch = cast(Any, SimpleNamespace(data=dict(given), is_padding=is_padding, loss_scale=0.25))
-    loader = _TrainLoader(
+    loader = TrainLoader(
         DataLoader(cast(Any, [1])),
         cast(BalancedLoader, [batch]),
         None,
+        inputs_of=lambda data: data,
         ignore_padding=ignores,
     )
     (inputs,) = loader
@@ -80,7 +85,7 @@ def _loss(*_: object, **__: object) -> None:
 
 
 def _trainer(*, counts: bool, loss: object, peers: tuple[int, int, int], **args: object) -> Any:
-    """What `_check` asks a Trainer."""
+    """What `checked_dataset` asks a Trainer."""
     usual = {
         "train_sampling_strategy": "random",
         "n_gpu": 0,
@@ -109,10 +114,10 @@ def test_a_loss_over_the_labels_of_one_process_is_refused_whoever_divides_it(
         counts=counts, loss=loss, peers=(1, 1, 1), average_tokens_across_devices=averages
     )
     if averages or not (counts or loss):
-        assert _check(trainer) is trainer.train_dataset
+        assert checked_dataset(trainer, BALANCE) is trainer.train_dataset
         return
     with pytest.raises(ConfigError, match="average_tokens_across_devices=False"):
-        _check(trainer)
+        checked_dataset(trainer, BALANCE)
 
 
 @pytest.mark.parametrize(
@@ -123,4 +128,4 @@ def test_processes_that_are_no_data_parallel_rank_of_one_device_are_refused(
 ) -> None:
     trainer = _trainer(counts=False, loss=None, peers=peers, n_gpu=num_gpus)
     with pytest.raises(ConfigError, match="data-parallel rank with one device"):
-        _check(trainer)
+        checked_dataset(trainer, BALANCE)
