@@ -55,10 +55,10 @@ def test_a_dataset_without_columns_is_else_the_same(kind: type[Words]) -> None:
     Columns(cast(Any, [1]), frozenset()).set_epoch(1)  # what wants to know of no epoch
 
 
-@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
 @pytest.mark.parametrize("is_padding", [False, True])
 def test_no_label_of_padding_counts_where_labels_are_counted(
-    ignores: bool, is_padding: bool
+    counts: bool, is_padding: bool
 ) -> None:
     given: dict[str, Tensor] = {
         name: torch.tensor([[5, 6, -100]]) for name in ("input_ids", "labels", "shift_labels")
@@ -68,16 +68,20 @@ def test_no_label_of_padding_counts_where_labels_are_counted(
         DataLoader(cast(Any, [1])),
         cast(BalancedLoader, [batch]),
         None,
-        inputs_of=lambda data: data,
-        ignore_padding=ignores,
+        pack=None,
+        inputs_of=dict,
+        counts_labels=counts,
     )
     (inputs,) = loader
-    assert isinstance(inputs, Mapping) and inputs.pop("bascule_loss_scale") == 0.25
+    aside = inputs.pop("bascule_aside")
+    assert isinstance(inputs, Mapping) and aside.loss_scale == 0.25
     assert inputs.keys() == given.keys()
     for name, value in inputs.items():
-        is_hidden = ignores and is_padding and name != "input_ids"
+        is_hidden = counts and is_padding and name != "input_ids"
         wanted = torch.full_like(given[name], -100) if is_hidden else given[name]
         assert value.dtype == wanted.dtype and torch.equal(value, wanted)
+        assert (name in aside.labels) == is_hidden
+        assert torch.equal(aside.labels.get(name, given[name]), given[name])
 
 
 def _loss(*_: object, **__: object) -> None:

@@ -3,8 +3,9 @@
 Legend of shapes: T tokens of a pack.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,26 @@ from bascule.data.loader_batch import Batch
 from bascule.data.packs import MADE, Pack, make_pack
 from bascule.errors import ConfigError
 
-SCALE = "bascule_loss_scale"
+ASIDE = "bascule_aside"
 """Travels among the inputs from the loader to `training_step`."""
 
 _IGNORED = -100  # the Trainer counts labels that differ from it
 
 Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Aside:
+    """What `training_step` is told beside the inputs of a microbatch.
+
+    Attributes:
+        loss_scale: Factor of its mean loss.
+        labels: Of padding, by name: the Trainer counts labels, and must find none there, but a mean
+            over no label is no number.
+    """
+
+    loss_scale: float
+    labels: Inputs
 
 
 class TrainLoader:
@@ -33,8 +48,9 @@ class TrainLoader:
         loader: What it balances.
         balanced: The loader.
         tracker: Learns what its samples cost, if it is to.
+        pack: How each microbatch is packed, if it is.
         inputs_of: What the model takes of a microbatch.
-        ignore_padding: Whether labels of padding are to be left out because they are counted.
+        counts_labels: Whether the Trainer counts labels.
     """
 
     def __init__(
@@ -43,15 +59,16 @@ class TrainLoader:
         balanced: BalancedLoader,
         tracker: CostTracker | None,
         *,
+        pack: Pack | None,
         inputs_of: Callable[[Any], Inputs],
-        ignore_padding: bool,
+        counts_labels: bool,
     ) -> None:
         self.dataset = loader.dataset
         self.balanced, self.tracker = balanced, tracker
         # Without a length, the Trainer counts epochs from 0 wherever a run goes on, and does not
         # know that a checkpoint was written where one ended.
         self._first_epoch, self._may_be_over = 0, False
-        self._inputs_of, self._ignore_padding = inputs_of, ignore_padding
+        self._pack, self._inputs_of, self._counts_labels = pack, inputs_of, counts_labels
 
     def __len__(self) -> int:
         """Microbatches of a whole epoch; the same on all processes.
@@ -112,13 +129,27 @@ class TrainLoader:
             yield self._inputs(batch)
 
     def _inputs(self, batch: Batch) -> Inputs:
-        inputs = self._inputs_of(batch.data)
-        if batch.is_padding and self._ignore_padding:
+        data, is_padding = batch.data, batch.is_padding
+        if self._pack is not None:
+            self._check_labels(data)
+            if not data["positions"].shape[0]:
+                data, is_padding = _padding_alone(self._pack), True
+        inputs, labels = self._inputs_of(data), Inputs()
+        if is_padding and self._counts_labels:
             for name in ("labels", "shift_labels"):
                 if isinstance(inputs.get(name), Tensor):
+                    labels[name] = inputs[name]
                     inputs[name] = torch.full_like(inputs[name], _IGNORED)
-        inputs[SCALE] = batch.loss_scale
+        inputs[ASIDE] = Aside(batch.loss_scale, labels)
         return inputs
+
+    def _check_labels(self, packed: Mapping[str, Any]) -> None:
+        if self.balanced.rules.ends == "finish" and "labels" not in packed:
+            raise ConfigError(
+                "LoaderOptions(ends='finish') with packs without labels: a process without samples "
+                "runs padding that has labels, so processes would count unlike things; give "
+                "labels, or ends='pad_empty'"
+            )
 
 
 def inputs_of_pack(packed: Mapping[str, Any], pack: Pack) -> Inputs:
@@ -159,22 +190,12 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack) -> Inputs:
     return inputs | {"position_ids": packed["positions"][None], "use_cache": False}
 
 
-def runnable(packed: Mapping[str, Any], pack: Pack, *, may_be_empty: bool) -> Mapping[str, Any]:
-    """The pack; one token of padding in place of none, which models cannot compute.
+def _padding_alone(pack: Pack) -> Inputs:
+    """A pack in place of an empty one, which models cannot compute.
 
-    Args:
-        packed: Of `make_pack`.
-        pack: How it was made.
-        may_be_empty: Whether processes may have no sample, as at the end of an epoch.
-
-    Raises:
-        ConfigError: It has no labels, as padding has: processes would count unlike things.
+    Two tokens, since a causal model asks none for the first.
     """
-    if may_be_empty and "labels" not in packed:
-        raise ConfigError(
-            "LoaderOptions(ends='finish') with samples without labels: a process without samples "
-            "runs one token of padding, which has ignored labels; give labels, or ends='pad_empty'"
-        )
-    if packed["positions"].shape[0]:
-        return packed
-    return make_pack([], replace(pack, tokens=1, fixed=True))
+    tokens = torch.full((2,), pack.pad_id)
+    return make_pack(
+        [{"input_ids": tokens, "labels": tokens}], dataclasses.replace(pack, tokens=2, fixed=False)
+    )

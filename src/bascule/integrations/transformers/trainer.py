@@ -22,11 +22,10 @@ from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns, unpacked_columns
 from bascule.integrations.transformers.loader_progress import LoaderProgress
 from bascule.integrations.transformers.train_loader import (
-    SCALE,
-    Inputs,
+    ASIDE,
+    Aside,
     TrainLoader,
     inputs_of_pack,
-    runnable,
 )
 from bascule.integrations.transformers.train_settings import (
     check_takes_packs,
@@ -79,7 +78,7 @@ class BalancedTrainerMixin(_Base):
         self.balance = of_type("balance", balance, BalanceConfig, "BalanceConfig(cost=..)")
         self.balanced_loader: BalancedLoader | None = None
         self.cost_tracker: CostTracker | None = None
-        self._scale: float | None = None
+        self._aside: Aside | None = None
         self._scale_was_used = False
         self.add_callback(LoaderProgress())
 
@@ -90,7 +89,7 @@ class BalancedTrainerMixin(_Base):
         For a `compute_loss` of one's own that does not call this class's.
         """
         self._scale_was_used = True
-        return 1.0 if self._scale is None else self._scale
+        return 1.0 if self._aside is None else self._aside.loss_scale
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """This process's balanced batches. All processes call it.
@@ -133,8 +132,9 @@ class BalancedTrainerMixin(_Base):
             loader,
             balanced,
             self.cost_tracker,
-            inputs_of=self._inputs_of,
-            ignore_padding=counts_labels(self),
+            pack=cast(Pack | None, balance.pack),
+            inputs_of=dict if balance.pack is None else self.packed_inputs,
+            counts_labels=counts_labels(self),
         )
 
     def packed_inputs(self, packed: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,18 +175,21 @@ class BalancedTrainerMixin(_Base):
         Raises:
             ConfigError: A `compute_loss` of one's own left out the scale of the loss.
         """
-        self._scale, self._scale_was_used = inputs.pop(SCALE, None), False
+        aside, self._scale_was_used = inputs.pop(ASIDE, None), False
+        self._aside = aside
+        if aside is not None:
+            inputs |= aside.labels  # they were counted meanwhile
         try:
             loss = super().training_step(model, inputs, num_items_in_batch)
             is_mean = num_items_in_batch is None or self.loss_is_scaled_for_ga is False
-            if self._scale is not None and is_mean and not self._scale_was_used:
+            if aside is not None and is_mean and not self._scale_was_used:
                 raise ConfigError(
                     f"{type(self).__name__}.compute_loss gives the mean of a microbatch, whose "
                     "samples balancing chose: multiply it by self.loss_scale, or call "
                     "super().compute_loss"
                 )
         finally:
-            self._scale = None
+            self._aside = None
         return loss
 
     def compute_loss(
@@ -202,15 +205,9 @@ class BalancedTrainerMixin(_Base):
         )
         if num_items_in_batch is None:
             loss = loss * self.loss_scale
+        elif self._aside is not None and self._aside.labels:  # padding
+            loss = loss * 0.0
         return (loss, outputs) if return_outputs else loss
-
-    def _inputs_of(self, data: Any) -> Inputs:
-        """What the model takes of a microbatch."""
-        balance = self.balance
-        if not isinstance(balance.pack, Pack):
-            return data
-        may_be_empty = balance.options.ends == "finish"
-        return self.packed_inputs(runnable(data, balance.pack, may_be_empty=may_be_empty))
 
 
 def _tokens(seq_lens: npt.ArrayLike) -> npt.NDArray[np.float64]:

@@ -1,0 +1,201 @@
+"""The Trainer on packs, and with every end of an epoch: steps are those of one process.
+
+Two processes, of which the first reads long samples and the other short ones: alone, it would have
+many packs and the other one.
+"""
+
+import itertools
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from bascule.data.packs import Pack, make_pack, unpack
+from bascule.data.setup import LoaderOptions
+from tests.helpers.ranks import run_ranks
+from tests.helpers.trainer_runs import COST, VOCAB, make_model, make_trainer, train
+from tests.helpers.trainer_world import join_world
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.timeout(240)
+
+BUDGET, NUM_SAMPLES = 100, 19
+Text = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and labels
+
+
+class Uneven(Dataset[dict[str, Any]]):
+    """The first process reads long samples, the other short ones."""
+
+    def __init__(self) -> None:
+        random = np.random.default_rng(7)
+        self.samples: list[dict[str, Any]] = []
+        for place in range(NUM_SAMPLES):
+            length = random.integers(2, 9) if place % 2 else random.integers(60, 90)
+            ids = torch.from_numpy(random.integers(0, VOCAB, length))
+            labels = ids.clone()
+            labels[: len(ids) // 3] = -100
+            self.samples.append({"input_ids": ids, "labels": labels, "comment": "is no tensor"})
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.samples[index]
+
+
+class ReadyMade(Uneven):
+    """The same, in packs of up to two samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        texts = [{k: s[k] for k in ("input_ids", "labels")} for s in self.samples]
+        pairs = [texts[i : i + 2] for i in range(0, NUM_SAMPLES, 2)]
+        self.samples = [make_pack(pair, Pack(tokens=BUDGET)) for pair in pairs]
+
+
+def texts_of(dataset: Uneven) -> list[Text]:
+    return [as_text(s["input_ids"], s["labels"]) for s in dataset.samples]
+
+
+def as_text(ids: Tensor, labels: Tensor) -> Text:
+    """A sample, without the label of its first token, which no one is asked for."""
+    return tuple(ids.tolist()), (-100, *labels.tolist()[1:])
+
+
+def texts_in(inputs: dict[str, Any]) -> list[Text]:
+    """The samples of the inputs of a model, without padding: rows, or a pack."""
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    if "position_ids" not in inputs:
+        lens = inputs["attention_mask"].sum(1).tolist()
+        return [as_text(x[:n], y[:n]) for x, y, n in zip(ids, labels, lens, strict=True)]
+    starts = (inputs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
+    bounds = itertools.pairwise([*starts, ids.shape[1]])
+    return [as_text(ids[0, a:b], labels[0, a:b]) for a, b in bounds]
+
+
+def recording(base: Any) -> Any:
+    """A Trainer that notes the texts of each microbatch, and of each step."""
+
+    class Recording(base):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            given = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+            is_padding = not inputs["bascule_aside"].loss_scale
+            texts = [] if is_padding else texts_in(given)
+            self.__dict__.setdefault("seen", []).append((self.state.global_step, texts))
+            return super().training_step(model, inputs, *args)
+
+    return Recording
+
+
+def with_own_loss(base: Any) -> Any:
+    """A Trainer whose loss is the mean over the labels of a microbatch."""
+
+    class OwnLoss(base):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            self.loss_is_scaled_for_ga = False
+            return model(**inputs).loss * self.loss_scale
+
+    return OwnLoss
+
+
+def num_asked(sample: dict[str, Any]) -> int:
+    return int((sample["labels"][1:] != -100).sum())
+
+
+def alone(kind: str, steps: Sequence[Sequence[Text]]) -> tuple[list[float], Tensor]:
+    """Losses and weights of one process, which takes each sample by itself."""
+    model: Any = make_model(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses: list[float] = []
+    for texts in steps:
+        count = torch.tensor(sum(label != -100 for _, labels in texts for label in labels))
+        total = 0.0
+        for ids, labels in texts:
+            loss = model(
+                input_ids=torch.tensor([ids]),
+                labels=torch.tensor([labels]),
+                num_items_in_batch=count,
+            ).loss
+            loss.backward()
+            total += float(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses, torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained(kind: str, folder: str, *, owns_loss: bool = False, **given: Any) -> dict[str, Any]:
+    """A run, the samples of its steps over all processes, and the same of one process."""
+    trainer = make_trainer(folder, kind, balanced=True, **given)
+    made = with_own_loss(type(trainer)) if owns_loss else type(trainer)
+    trainer.__class__ = recording(made)
+    losses, epochs, weights = train(trainer)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, trainer.seen)
+    asked = [
+        [(step, [t for t in texts if any(y != -100 for y in t[1])]) for step, texts in seen]
+        for seen in gathered
+    ]
+    steps = [
+        [text for seen in asked for at, texts in seen for text in texts if at == step]
+        for step in range(len(losses))
+    ]
+    return {
+        "run": (losses, weights),
+        "alone": alone(kind, steps),
+        "epochs": epochs,
+        "steps": steps,
+        "microbatches": [[len(texts) for _, texts in seen] for seen in asked],
+        "tokens": [[sum(len(ids) for ids, _ in texts) for _, texts in seen] for seen in gathered],
+        "did": trainer.balanced_loader.metrics(),
+    }
+
+
+def packs_with(case: str) -> dict[str, Any]:
+    join_world()
+    cases: dict[str, tuple[Any, ...]] = {
+        "finish": ("qwen2", {"pack": BUDGET, "options": LoaderOptions(ends="finish")}),
+        "own loss": (
+            "llama",
+            {"pack": Pack(BUDGET, fixed=True), "options": LoaderOptions(weight_fn=num_asked)},
+        ),
+        "ready-made": ("qwen2", {"options": LoaderOptions(unpack=unpack)}),
+    }
+    kind, balance = cases[case]
+    given: dict[str, Any] = {"balance": {"cost": COST, **balance}}
+    if case == "ready-made":
+        given |= {"dataset": ReadyMade(), "per_device_train_batch_size": 1}
+    else:
+        given |= {"dataset": Uneven(), "max_steps": 12, "gradient_accumulation_steps": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        found = trained(kind, folder, owns_loss=case == "own loss", **given)
+    return found | {"texts": texts_of(Uneven())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["finish", "own loss", "ready-made"])
+def test_packs_train_like_one_process(case: str) -> None:
+    for run in run_ranks(packs_with, 2, case):
+        (losses, weights), (wanted, wanted_weights) = run["run"], run["alone"]
+        assert losses == pytest.approx(wanted, rel=1e-5)
+        assert torch.allclose(weights, wanted_weights, rtol=1e-5, atol=1e-6)
+        steps, epochs = run["steps"], run["epochs"]
+        of_first = [
+            text for step, epoch in zip(steps, epochs, strict=True) if epoch <= 1.0 for text in step
+        ]
+        assert Counter(of_first) == Counter(run["texts"]) and 1.0 in epochs
+        assert epochs == sorted(epochs) and epochs[-1] > 1.5
+        first, second = run["microbatches"]
+        assert len(first) == len(second)
+        assert run["did"]["applied"] > 0
+        if case == "finish":
+            assert 0 in first + second
+            assert max(map(max, run["tokens"])) <= BUDGET
+            assert run["did"]["padded"] == 0
