@@ -5,6 +5,7 @@ many packs and the other one.
 """
 
 import itertools
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torch.utils.data import Dataset
 
 from bascule.data.packs import Pack, make_pack, unpack
 from bascule.data.setup import LoaderOptions
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.trainer_runs import COST, VOCAB, make_model, make_trainer, train
 from tests.helpers.trainer_world import join_world
 
@@ -131,14 +132,20 @@ def alone(kind: str, steps: Sequence[Sequence[Text]]) -> tuple[list[float], Tens
     return losses, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
+def gathered_from(trainer: Any) -> list[list[tuple[int, list[Text]]]]:
+    """What the Trainer of each process noted."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, trainer.seen)
+    return gathered
+
+
 def trained(kind: str, folder: str, *, owns_loss: bool = False, **given: Any) -> dict[str, Any]:
     """A run, the samples of its steps over all processes, and the same of one process."""
     trainer = make_trainer(folder, kind, balanced=True, **given)
     made = with_own_loss(type(trainer)) if owns_loss else type(trainer)
     trainer.__class__ = recording(made)
     losses, epochs, weights = train(trainer)
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, trainer.seen)
+    gathered = gathered_from(trainer)
     asked = [
         [(step, [t for t in texts if any(y != -100 for y in t[1])]) for step, texts in seen]
         for seen in gathered
@@ -199,3 +206,87 @@ def test_packs_train_like_one_process(case: str) -> None:
             assert 0 in first + second
             assert max(map(max, run["tokens"])) <= BUDGET
             assert run["did"]["padded"] == 0
+
+
+def resumed_packs(ends: str) -> dict[str, Any]:
+    """A whole run; then one that goes on in an epoch, where one ended, and one without packs."""
+    join_world()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    given: dict[str, Any] = {
+        "max_steps": 9,
+        "gradient_accumulation_steps": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
+    balance: dict[str, Any] = {"cost": COST, "pack": BUDGET}
+    if ends == "finish":
+        given["dataset"] = Uneven()
+        balance["options"] = LoaderOptions(ends=ends)
+    else:
+        given |= {"num_samples": 39, "train_sampling_strategy": "random"}
+        given["dataloader_drop_last"] = True
+    kept = given | {"balance": balance}
+
+    def run(number: int, **how: Any) -> Any:
+        trainer = make_trainer(folder[0] + f"/{number}", "qwen2", balanced=True, **kept)
+        trainer.__class__ = recording(type(trainer))
+        losses, epochs, weights = train(trainer, **how)
+        seen = [entry for seen in gathered_from(trainer) for entry in seen]
+        texts = [(epochs[step] <= 1.0, step, text) for step, texts in seen for text in texts]
+        return {"losses": losses, "epochs": epochs, "weights": weights, "texts": texts}
+
+    whole = run(0)
+    ended = sum(epoch <= 1.0 for epoch in whole["epochs"])
+    found = {"whole": whole, "ended": ended}
+    for number, stop in enumerate((ended - 2, ended), start=1):
+        found[stop] = run(number, resume_from_checkpoint=folder[0] + f"/0/checkpoint-{stop}")
+    other = make_trainer(folder[0] + "/3", "qwen2", balanced=True, **given)
+    refused = raised_by(other.train, resume_from_checkpoint=folder[0] + "/0/checkpoint-1")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return found | {"refused": refused[1]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["finish", "drop_last"])
+def test_packs_go_on_in_an_epoch_and_where_one_ended(ends: str) -> None:
+    for run in run_ranks(resumed_packs, 2, ends):
+        whole, ended = run["whole"], run["ended"]
+        assert 2 < ended < len(whole["losses"]) == 9
+        assert (whole["epochs"][ended - 1] == 1.0) == (ends == "finish")
+        again = run[ended]
+        assert again["losses"] == whole["losses"] and again["epochs"] == whole["epochs"]
+        assert torch.equal(again["weights"], whole["weights"])  # bit for bit
+        # In an epoch, the samples that are left are dealt anew: none is lost or repeated.
+        before = [text for _, step, text in whole["texts"] if step < ended - 2]
+        after = [text for is_first, _, text in run[ended - 2]["texts"] if is_first]
+        texts = Counter(before + after)
+        assert set(texts.values()) == {1} and before and after
+        if ends == "finish":
+            assert texts == Counter(texts_of(Uneven()))
+        epochs = run[ended - 2]["epochs"]
+        assert len(epochs) == 9 and epochs == sorted(epochs) and epochs[-1] > 1.0
+        assert "written with packs, which nobody counted" in run["refused"]
+
+
+def packs_of_one_process() -> dict[str, Any]:
+    join_world()
+    balance = {"cost": COST, "pack": BUDGET}
+    with tempfile.TemporaryDirectory() as folder:
+        given: dict[str, Any] = {"max_steps": 3, "dataset": Uneven(), "balance": balance}
+        found = trained("qwen2", folder, **given)
+        forever = make_trainer(folder, "qwen2", balanced=True, **(given | {"max_steps": -1}))
+        return found | {"forever": raised_by(forever.train)[1]}
+
+
+def test_one_process_packs_too_and_must_know_when_to_stop() -> None:
+    (run,) = run_ranks(packs_of_one_process, 1)
+    (losses, weights), (wanted, wanted_weights) = run["run"], run["alone"]
+    assert losses == pytest.approx(wanted, rel=1e-5)
+    assert torch.allclose(weights, wanted_weights, rtol=1e-5, atol=1e-6)
+    assert max(run["microbatches"][0]) > 1
+    assert "max_steps=-1 with BalanceConfig(pack=..)" in run["forever"]

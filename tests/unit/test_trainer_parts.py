@@ -11,10 +11,16 @@ from torch.utils.data import DataLoader, Dataset
 
 from bascule import ConfigError
 from bascule.data.loader import BalancedLoader
+from bascule.data.packs import Pack, make_pack
+from bascule.data.setup import LoaderOptions
 from bascule.integrations.transformers.balance_config import BalanceConfig
-from bascule.integrations.transformers.dataset_columns import Columns
-from bascule.integrations.transformers.train_loader import TrainLoader
-from bascule.integrations.transformers.train_settings import checked_dataset
+from bascule.integrations.transformers.dataset_columns import Columns, unpacked_columns
+from bascule.integrations.transformers.train_loader import TrainLoader, inputs_of_pack
+from bascule.integrations.transformers.train_settings import (
+    check_takes_packs,
+    checked_dataset,
+    options_of,
+)
 
 BALANCE = BalanceConfig(learns=True)
 
@@ -133,3 +139,107 @@ def test_processes_that_are_no_data_parallel_rank_of_one_device_are_refused(
     trainer = _trainer(counts=False, loss=None, peers=peers, n_gpu=num_gpus)
     with pytest.raises(ConfigError, match="data-parallel rank with one device"):
         checked_dataset(trainer, BALANCE)
+
+
+def test_what_a_model_takes_of_a_pack() -> None:
+    pack = Pack(tokens=9, fixed=True)
+    ids = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
+    extra = {"attention_mask": torch.ones(3), "labels": ids[0], "score": torch.tensor(2.0)}
+    samples = [{"input_ids": ids[0], **extra}, {"input_ids": ids[1], "score": torch.tensor(1.0)}]
+    inputs = inputs_of_pack(make_pack(samples, pack), pack)
+    assert inputs.keys() == {"input_ids", "labels", "score", "position_ids", "use_cache"}
+    assert inputs["use_cache"] is False
+    assert inputs["input_ids"].tolist() == [[3, 4, 5, 6, 7, 0, 0, 0, 0]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 3]]
+    assert inputs["labels"].tolist() == [[-100, 4, 5, *[-100] * 6]]
+    assert inputs["score"].tolist() == [2.0, 1.0]
+    hidden = samples[0] | {"attention_mask": torch.tensor([1, 1, 0])}
+    with pytest.raises(ConfigError, match="attention_mask hides tokens"):
+        inputs_of_pack(make_pack([hidden], pack), pack)
+    seen = samples[0] | {"pixel_values": torch.ones(2, 3)}
+    with pytest.raises(ConfigError, match="override packed_inputs"):
+        inputs_of_pack(make_pack([seen], pack), pack)
+
+
+@pytest.mark.parametrize("ends", ["finish", "pad_empty"])
+def test_an_empty_pack_is_two_tokens_that_count_nothing(ends: str) -> None:
+    pack = Pack(tokens=9, pad_id=5)
+
+    def first(packed: Mapping[str, Any]) -> dict[str, Any]:
+        batch = SimpleNamespace(data=packed, is_padding=False, loss_scale=0.0)
+        balanced = Batches([batch])
+        balanced.rules = SimpleNamespace(ends=ends)
+        loader = TrainLoader(
+            DataLoader(cast(Any, [1])),
+            cast(BalancedLoader, balanced),
+            None,
+            pack=pack,
+            inputs_of=lambda data: inputs_of_pack(data, pack),
+            counts_labels=True,
+        )
+        return next(iter(loader))
+
+    inputs = first(make_pack([], pack))
+    assert inputs["input_ids"].tolist() == [[5, 5]] and inputs["position_ids"].tolist() == [[0, 1]]
+    assert inputs["labels"].tolist() == [[-100, -100]]
+    assert inputs["bascule_aside"].labels["labels"].tolist() == [[-100, 5]]  # a mean is a number
+    unlabelled = make_pack([{"input_ids": torch.tensor([3, 4])}], pack)
+    if ends == "finish":
+        with pytest.raises(ConfigError, match="packs without labels"):
+            first(unlabelled)
+    else:
+        assert first(unlabelled)["input_ids"].tolist() == [[3, 4]]
+
+
+class Batches(list[Any]):
+    """A list with the rules of a loader."""
+
+    rules: Any = None
+
+
+def test_models_that_would_mix_the_samples_of_a_pack_are_refused() -> None:
+    known = {"input_ids", "position_ids"}
+    model = torch.nn.Linear(1, 1)
+    check_takes_packs(model, known)
+    with pytest.raises(ConfigError, match=r"Linear.forward takes no position_ids"):
+        check_takes_packs(model, {"input_ids"})
+    model.config = cast(Any, SimpleNamespace(layer_types=["full_attention", "linear_attention"]))
+    with pytest.raises(ConfigError, match="layers of the type 'linear_attention'"):
+        check_takes_packs(model, known)
+    counted = torch.nn.Module()
+    counted.position_embeddings = torch.nn.Embedding(4, 2, padding_idx=1)
+    with pytest.raises(ConfigError, match="padding index"):
+        check_takes_packs(counted, known)
+
+
+def test_packs_say_how_an_epoch_ends_and_when_training_does() -> None:
+    finish = LoaderOptions(ends="finish")
+    with pytest.raises(ConfigError, match=r"ends='finish'.* without a pack"):
+        BalanceConfig(learns=True, options=finish)
+    with pytest.raises(ConfigError, match="tokens must be an integer"):
+        BalanceConfig(learns=True, pack=cast(Any, "many"))
+    balance = BalanceConfig(learns=True, pack=7, options=finish)
+    assert balance.pack == Pack(tokens=7)
+    for ends, drops, wanted in (
+        ("drop_last", False, "pad_empty"),  # the default of the options
+        ("drop_last", True, "drop_last"),
+        ("pad_empty", False, "pad_empty"),
+        ("finish", False, "finish"),
+    ):
+        args = SimpleNamespace(
+            dataloader_drop_last=drops, dataloader_pin_memory=True, ddp_timeout=5
+        )
+        trainer = cast(Any, SimpleNamespace(args=args, data_collator=list))
+        assert options_of(trainer, LoaderOptions(ends=cast(Any, ends))).ends == wanted
+    args.dataloader_drop_last = True
+    with pytest.raises(ConfigError, match=r"ends='finish'.* with dataloader_drop_last=True"):
+        options_of(trainer, finish)
+
+
+def test_ready_made_packs_lose_columns_once_they_are_unpacked() -> None:
+    def halves(item: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"input_ids": part, "name": "x"} for part in item["cu_seqlens"]]
+
+    kept = unpacked_columns(halves, frozenset({"input_ids"}))
+    assert kept({"cu_seqlens": [1, 2]}) == [{"input_ids": 1}, {"input_ids": 2}]
+    assert kept.__qualname__ == halves.__qualname__  # ranks compare it
