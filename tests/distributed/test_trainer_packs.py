@@ -208,7 +208,7 @@ def test_packs_train_like_one_process(case: str) -> None:
             assert run["did"]["padded"] == 0
 
 
-def resumed_packs(ends: str) -> dict[str, Any]:
+def resumed_packs(ends: str) -> dict[Any, Any]:
     """A whole run; then one that goes on in an epoch, where one ended, and one without packs."""
     join_world()
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
@@ -240,7 +240,7 @@ def resumed_packs(ends: str) -> dict[str, Any]:
 
     whole = run(0)
     ended = sum(epoch <= 1.0 for epoch in whole["epochs"])
-    found = {"whole": whole, "ended": ended}
+    found: dict[Any, Any] = {"whole": whole, "ended": ended}
     for number, stop in enumerate((ended - 2, ended), start=1):
         found[stop] = run(number, resume_from_checkpoint=folder[0] + f"/0/checkpoint-{stop}")
     other = make_trainer(folder[0] + "/3", "qwen2", balanced=True, **given)

@@ -15,12 +15,9 @@ from bascule.data.packs import Pack, make_pack
 from bascule.data.setup import LoaderOptions
 from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns, unpacked_columns
+from bascule.integrations.transformers.pack_check import check_separates
 from bascule.integrations.transformers.train_loader import TrainLoader, inputs_of_pack
-from bascule.integrations.transformers.train_settings import (
-    check_takes_packs,
-    checked_dataset,
-    options_of,
-)
+from bascule.integrations.transformers.train_settings import checked_dataset, options_of
 
 BALANCE = BalanceConfig(learns=True)
 
@@ -197,19 +194,41 @@ class Batches(list[Any]):
     rules: Any = None
 
 
-def test_models_that_would_mix_the_samples_of_a_pack_are_refused() -> None:
-    known = {"input_ids", "position_ids"}
-    model = torch.nn.Linear(1, 1)
-    check_takes_packs(model, known)
-    with pytest.raises(ConfigError, match=r"Linear.forward takes no position_ids"):
-        check_takes_packs(model, {"input_ids"})
-    model.config = cast(Any, SimpleNamespace(layer_types=["full_attention", "linear_attention"]))
-    with pytest.raises(ConfigError, match="layers of the type 'linear_attention'"):
-        check_takes_packs(model, known)
-    counted = torch.nn.Module()
-    counted.position_embeddings = torch.nn.Embedding(4, 2, padding_idx=1)
-    with pytest.raises(ConfigError, match="padding index"):
-        check_takes_packs(counted, known)
+MODELS = [
+    ("Llama", {}, True),
+    ("Qwen2", {}, True),
+    ("Gemma2", {}, True),
+    ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}, False),  # takes positions, masks without
+    ("Falcon", {}, False),
+    ("Bloom", {}, False),  # takes no positions
+    ("Roberta", {"is_decoder": True}, False),  # does not count from 0
+    ("Mamba", {"state_size": 4}, False),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "separates"), MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_mixes_the_samples_of_a_pack_is_refused(
+    name: str, sizes: dict[str, Any], separates: bool, dtype: torch.dtype
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    small = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 2,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(small | sizes))
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+    if separates:
+        check_separates(model, torch.device("cpu"))
+        assert model.training
+        return
+    with pytest.raises(ConfigError, match="mixes the samples of a pack"):
+        check_separates(model, torch.device("cpu"))
 
 
 def test_packs_say_how_an_epoch_ends_and_when_training_does() -> None:

@@ -142,30 +142,20 @@ def no_mask(*args: Any, attention_mask: Tensor | None = None, **settings: Any) -
         )
 
 
-def text_config(model: nn.Module) -> Any:
-    """The configuration of a model's language part; None if it has none."""
+def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _check_model(model: nn.Module, step: Step) -> None:
     """Refuse what attends to less than a causal mask shows, or counts positions otherwise."""
-    config, longest = text_config(model), int(step.plan.seq_lens.max(initial=0))
+    config, longest = _text_config(model), int(step.plan.seq_lens.max(initial=0))
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and chunk < longest:
         raise ConfigError(
             f"attention_chunk_size={chunk}, and the longest sequence has {longest} tokens: a step "
             "attends within whole sequences; give shorter ones"
         )
-    check_positions(model)
-
-
-def check_positions(model: nn.Module) -> None:
-    """Refuse models whose positions do not begin at 0.
-
-    Raises:
-        ConfigError: Names the module that counts them.
-    """
     for name, module in model.named_modules():
         is_position = name.rpartition(".")[2] == "position_embeddings"
         if is_position and getattr(module, "padding_idx", None) is not None:
@@ -177,7 +167,7 @@ def check_positions(model: nn.Module) -> None:
 
 def _check_layers(model: nn.Module, num_attended: int) -> None:
     """Refuse models of which some layers are no attention: state would cross sequences."""
-    num_layers = getattr(text_config(model), "num_hidden_layers", None)
+    num_layers = getattr(_text_config(model), "num_hidden_layers", None)
     if num_layers is None or num_attended >= num_layers:
         return
     raise ConfigError(

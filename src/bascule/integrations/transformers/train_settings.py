@@ -1,12 +1,10 @@
 """What a Trainer's arguments say of loading and balancing, and what they must not say."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
@@ -14,11 +12,8 @@ from transformers.trainer_utils import seed_worker
 from bascule.data.samplers.resumable import ResumableSampler
 from bascule.data.setup import LoaderOptions
 from bascule.errors import ConfigError
-from bascule.integrations.transformers.bag_attention import check_positions, text_config
 from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.plan.step import Sync
-
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 def checked_dataset(trainer: Trainer, balance: BalanceConfig) -> Dataset[Any]:
@@ -108,31 +103,6 @@ def local_loader(
         prefetch_factor=args.dataloader_prefetch_factor,
         in_order=args.dataloader_in_order,
     )
-
-
-def check_takes_packs(model: nn.Module, keywords: Collection[str]) -> None:
-    """Refuse a model that would not tell the samples of a pack apart, without a word.
-
-    Args:
-        model: Not wrapped.
-        keywords: Of its forward.
-
-    Raises:
-        ConfigError: Names what is in the way.
-    """
-    advice = "leave out pack, or override packed_inputs of the Trainer to say where samples begin"
-    if "position_ids" not in keywords:
-        raise ConfigError(
-            f"{type(model).__name__}.forward takes no position_ids, in which models find the "
-            f"samples of a pack: {advice}"
-        )
-    types = set(getattr(text_config(model), "layer_types", None) or ()) - _ATTENTION_LAYERS
-    if types:
-        raise ConfigError(
-            f"{type(model).__name__} has layers of the type {min(types)!r}, whose state crosses "
-            f"the samples of a pack: {advice}"
-        )
-    check_positions(model)
 
 
 def counts_labels(trainer: Trainer) -> bool:

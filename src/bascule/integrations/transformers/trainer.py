@@ -21,6 +21,7 @@ from bascule.errors import ConfigError
 from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns, unpacked_columns
 from bascule.integrations.transformers.loader_progress import LoaderProgress
+from bascule.integrations.transformers.pack_check import check_separates
 from bascule.integrations.transformers.train_loader import (
     ASIDE,
     Aside,
@@ -28,7 +29,6 @@ from bascule.integrations.transformers.train_loader import (
     inputs_of_pack,
 )
 from bascule.integrations.transformers.train_settings import (
-    check_takes_packs,
     checked_dataset,
     counts_labels,
     fills_packs,
@@ -79,6 +79,8 @@ class BalancedTrainerMixin(_Base):
         self.balanced_loader: BalancedLoader | None = None
         self.cost_tracker: CostTracker | None = None
         self._aside: Aside | None = None
+        is_default = type(self).packed_inputs is BalancedTrainerMixin.packed_inputs
+        self._must_check_packs = self.balance.pack is not None and is_default
         self._scale_was_used = False
         self.add_callback(LoaderProgress())
 
@@ -102,12 +104,9 @@ class BalancedTrainerMixin(_Base):
             return super().get_train_dataloader()
         args, balance = self.args, self.balance
         dataset, options = checked_dataset(self, balance), options_of(self, balance.options)
-        self._set_signature_columns_if_needed()
-        names = frozenset(self._signature_columns or ())
-        is_default = type(self).packed_inputs is BalancedTrainerMixin.packed_inputs
-        if balance.pack is not None and is_default:
-            check_takes_packs(cast(nn.Module, self.model), names)
         if args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            names = frozenset(self._signature_columns or ())
             if options.unpack is None:
                 dataset = Columns(dataset, names)
             else:
@@ -173,8 +172,12 @@ class BalancedTrainerMixin(_Base):
         """As the Trainer's.
 
         Raises:
-            ConfigError: A `compute_loss` of one's own left out the scale of the loss.
+            ConfigError: A `compute_loss` of one's own left out the scale of the loss, or the model
+                mixes the samples of a pack.
         """
+        if self._must_check_packs:
+            self._must_check_packs = False
+            check_separates(model, self.args.device)
         aside, self._scale_was_used = inputs.pop(ASIDE, None), False
         self._aside = aside
         if aside is not None:
