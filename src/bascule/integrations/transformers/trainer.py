@@ -1,4 +1,4 @@
-"""Balanced data loading for Hugging Face's Trainer, with one keyword argument.
+"""Balanced data loading and packs for Hugging Face's Trainer, with one keyword argument.
 
 Needs ``pip install bascule[transformers]``. Only extension points of the Trainer are overridden;
 nothing of it is patched.
@@ -143,7 +143,8 @@ class BalancedTrainerMixin(_Base):
         model, override it.
 
         Args:
-            packed: Of `make_pack`.
+            packed: Of `make_pack`. Padding alone has ``input_ids`` and ``labels``, and no other
+                field of the samples.
 
         Raises:
             ConfigError: Tokens are masked, or their positions are not those of a text.
