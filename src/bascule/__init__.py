@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from bascule.errors import PlanError as PlanError
     from bascule.integrations.diffusers.handle import parallelize as parallelize
     from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig as SparseConfig
+    from bascule.integrations.diffusers.training.balanced_model import (
+        BalancedModel as BalancedModel,
+    )
     from bascule.integrations.sdpa.mode import sequence_parallel as sequence_parallel
     from bascule.parallel import ParallelOptions as ParallelOptions
     from bascule.parallel import SequenceParallel as SequenceParallel
@@ -54,11 +57,13 @@ if TYPE_CHECKING:
     from bascule.plan.topology.search import TopologyRanking as TopologyRanking
     from bascule.plan.topology.search import suggest_topology as suggest_topology
     from bascule.plan.topology.spec import Topology as Topology
+    from bascule.training.stepping import train_step as train_step
 
 _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
     "AttentionLatency": "bascule.plan.costs.attention_latency",
     "BalancedLoader": "bascule.data.loader",
+    "BalancedModel": "bascule.integrations.diffusers.training.balanced_model",
     "BalancedSampler": "bascule.data.samplers.balanced",
     "Cluster": "bascule.plan.costs.hardware",
     "CommError": "bascule.errors",
@@ -97,6 +102,7 @@ _HOMES = {
     "sparse_imbalance": "bascule.plan.sparse",
     "step_makespan": "bascule.plan.step",
     "suggest_topology": "bascule.plan.topology.search",
+    "train_step": "bascule.training.stepping",
 }
 
 __all__ = [*sorted(_HOMES), "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

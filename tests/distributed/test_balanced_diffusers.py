@@ -418,6 +418,10 @@ def misused() -> dict[str, Any]:
     mixed = [samples[rank], without(samples[rank], "timestep")]
     found["mixed"] = raised_by(balanced.microbatches, mixed, loss_of)
     found["nobody"] = raised_by(balanced.microbatches, [], loss_of)
+    two = samples[rank] | ({"target": torch.cat([samples[rank]["target"]] * 2)} if rank else {})
+    found["uneven batch"] = raised_by(
+        lambda: balanced.microbatches(balanced.samples_of(**two), loss_of)
+    )
     model.zero_grad()
     scalar = balanced.microbatches([samples[rank]], lambda out, batch: loss_of(out, batch).sum())
     found["scalar"] = raised_by(train_step, model, scalar)
@@ -439,6 +443,9 @@ def test_wrong_samples_are_refused_alike_on_all_ranks() -> None:
         assert name == "other keywords" or "rank" in text
     assert "sample 1 has the keywords" in first["mixed"][1]
     assert "no rank has a sample: give one on one rank at least" in first["nobody"][1]
+    assert (
+        "'target' of a batch has 2 samples, and 'hidden_states' has 1" in first["uneven batch"][1]
+    )
     assert "loss_fn gave the shape () for 1 samples" in first["scalar"][1]
 
 

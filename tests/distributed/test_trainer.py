@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from bascule import TransformerCost
 from bascule.data.collators import collate_padded
 from bascule.data.loader import BalancedLoader
 from bascule.data.samplers.resumable import ResumableSampler
@@ -27,115 +25,12 @@ from bascule.data.setup import LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.limits import Limits
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.trainer_runs import BATCH_SIZE, COST, Texts, make_model, make_trainer, train
 from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("transformers")
 
-BATCH_SIZE, VOCAB = 3, 32
-COST = TransformerCost(32, num_layers=2)
 pytestmark = pytest.mark.timeout(240)
-
-
-class Texts(Dataset[dict[str, Any]]):
-    """Random tokens, some of them prompts; with a column that no model takes."""
-
-    def __init__(self, num_samples: int) -> None:
-        self.random = np.random.default_rng(3)
-        # Process 0 reads the long ones, also where accelerate deals out whole batches.
-        long = [r % 2 == 0 and r // BATCH_SIZE % 2 == 0 for r in range(num_samples)]
-        self.samples = [self.make(60 if is_long else 2) for is_long in long]
-
-    def make(self, shortest: int) -> dict[str, Any]:
-        ids = torch.from_numpy(self.random.integers(0, VOCAB, self.random.integers(shortest, 90)))
-        labels = ids.clone()
-        labels[: len(ids) // 3] = -100
-        return {"input_ids": ids, "labels": labels, "comment": {"not", "on", "the", "wire"}}
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.samples[index]
-
-
-class Scorer(nn.Module):
-    """Knows no num_items_in_batch: its loss is the mean over samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, 1)
-
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor
-    ) -> dict[str, Tensor]:
-        scores = self.head(self.embed(input_ids)).squeeze(-1)
-        mean = (scores * attention_mask).sum(-1) / attention_mask.sum(-1)
-        return {"loss": (mean - labels.clamp(min=0).sum(-1) / 1000).square().mean()}
-
-
-def make_model(kind: str) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(0)
-    if kind == "scorer":
-        return Scorer()
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return Qwen2ForCausalLM(config)
-
-
-def make_trainer(folder: str, kind: str, *, balanced: bool, base: Any = None, **given: Any) -> Any:
-    """A Trainer, quiet, on the CPU. What is `given` goes to its TrainingArguments."""
-    from transformers import Trainer, TrainingArguments
-
-    from bascule.integrations.transformers import BalanceConfig, BalancedTrainerMixin
-
-    base = Trainer if base is None else base
-
-    class MyTrainer(BalancedTrainerMixin, base): ...
-
-    num_samples = given.pop("num_samples", 48)
-    balance = given.pop("balance", {"cost": COST})
-    settings = {
-        "per_device_train_batch_size": BATCH_SIZE,
-        "num_train_epochs": 2,
-        "train_sampling_strategy": "sequential",
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "data_seed": 5,
-    }
-    args = TrainingArguments(folder, **(settings | given))
-    make: Any = MyTrainer if balanced else base
-    extra: dict[str, Any] = {"balance": BalanceConfig(**balance)} if balanced else {}
-    return make(
-        model=make_model(kind),
-        args=args,
-        train_dataset=Texts(num_samples),
-        eval_dataset=Texts(7),
-        data_collator=collate_padded,
-        **extra,
-    )
-
-
-def train(trainer: Any, **how: Any) -> tuple[list[float], list[float], Tensor]:
-    """Loss and epoch of each step, and the weights after them."""
-    trainer.train(**how)
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-    return [entry["loss"] for entry in logged], [entry["epoch"] for entry in logged], weights
 
 
 def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
@@ -385,13 +280,13 @@ def test_one_process_trains_as_before(tmp_path: Path) -> None:
 
 
 def test_the_scale_of_a_loss_ends_with_its_training_step(tmp_path: Path) -> None:
-    from bascule.integrations.transformers import trainer as trainers
+    from bascule.integrations.transformers.train_loader import ASIDE, Aside
 
     trainer = make_trainer(str(tmp_path), "scorer", balanced=True, max_steps=1)
     trainer.train()
     inputs = next(iter(trainer.get_train_dataloader()))
     plain = trainer.training_step(trainer.model, dict(inputs))
-    scaled = trainer.training_step(trainer.model, {**inputs, trainers._SCALE: 0.5})  # pyright: ignore[reportPrivateUsage]
+    scaled = trainer.training_step(trainer.model, {**inputs, ASIDE: Aside(0.5, {})})
     assert float(scaled) == pytest.approx(0.5 * float(plain))
     assert trainer.loss_scale == 1.0
 
@@ -416,8 +311,6 @@ def test_options_of_the_loader_are_those_that_the_trainer_leaves_open() -> None:
     decided: dict[str, Any] = {
         "axis": "dp",
         "batch_size": 2,
-        "unpack": list,
-        "ends": "finish",
         "collate_fn": list,
         "pin_memory": True,
         "timeout_s": 60.0,

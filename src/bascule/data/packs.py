@@ -27,7 +27,7 @@ from bascule.data.collators import (
 from bascule.errors import ConfigError
 
 _MARK = "gaps"  # every pack of `make_pack` has it, and nobody else's
-_MADE = (
+MADE = (
     "cu_seqlens",
     "positions",
     "shift_labels",
@@ -36,6 +36,8 @@ _MADE = (
     "num_samples",
     _MARK,
 )
+"""Fields that `make_pack` adds to those of the samples."""
+
 _MAX_TOKENS = 2**31 - 1  # cu_seqlens is int32, as attention kernels take it
 _GRID_FIELDS = {  # grids, patches, others with a row a grid
     "image": ("image_grid_thw", "pixel_values", ()),
@@ -205,7 +207,7 @@ def unpack(
     fields = {
         name: value
         for name, value in pack.items()
-        if value is not None and name not in (_MADE if is_ours else ("cu_seqlens", "cu_items"))
+        if value is not None and name not in (MADE if is_ours else ("cu_seqlens", "cu_items"))
     }
     if is_ours and "first_labels" in pack:
         fields["labels"] = _rejoin(fields["labels"], pack["first_labels"], given["labels"])
@@ -273,7 +275,7 @@ def _gap(name: str, samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[i
 
 def _refuse_made(names: Sequence[str]) -> None:
     for name in names:
-        if name in _MADE:
+        if name in MADE:
             raise ConfigError(f"{name} is what make_pack makes; drop the field or rename it")
 
 

@@ -4,17 +4,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bascule.data.packs import Pack
 from bascule.data.setup import DEFAULT_OPTIONS, LoaderOptions
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type
+from bascule.plan.checks import of_type, put
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.step import Sync, check_sync
 
 _DECIDED = {
     "axis": "every process is a data-parallel rank; use BalancedLoader in a training loop",
     "batch_size": "set per_device_train_batch_size of the TrainingArguments",
-    "unpack": "a dataset gives samples; use BalancedLoader in a training loop",
-    "ends": "set dataloader_drop_last of the TrainingArguments",
     "collate_fn": "give the Trainer a data_collator",
     "pin_memory": "set dataloader_pin_memory of the TrainingArguments",
     "timeout_s": "set ddp_timeout of the TrainingArguments",
@@ -32,11 +31,15 @@ class BalanceConfig:
         length_fn: Tokens of a sample. Default: those of its "input_ids".
         sync: What processes wait for, as for `plan_step`. None: each "microbatch" with FSDP and
             DeepSpeed, else (DDP averages once) the "step".
+        pack: Makes each microbatch one pack, as for `BalancedLoader`; an integer is its tokens. The
+            model gets what `BalancedTrainerMixin.packed_inputs` makes of it, ``data_collator`` is
+            for evaluation alone, and ``max_steps`` says when training ends.
         learns: Whether costs are learned from the steps of the run (`CostTracker`, which the
             trainer has as `cost_tracker`), and saved with its checkpoints.
         options: How samples are weighed and moved. `weight_fn` is for losses that the Trainer does
-            not divide by ``num_items_in_batch``. The Trainer decides on axis, batch_size, unpack,
-            ends, collate_fn, pin_memory and timeout_s, by its own arguments.
+            not divide by ``num_items_in_batch``. The Trainer decides on axis, batch_size,
+            collate_fn, pin_memory and timeout_s, by its own arguments, and on `ends` unless it is
+            "pad_empty" or, with packs, "finish".
 
     Raises:
         ConfigError: One is of a wrong type, or in the options what the Trainer's arguments say.
@@ -45,6 +48,7 @@ class BalanceConfig:
     cost: Cost | None = None
     length_fn: Callable[[Any], int] | None = None
     sync: Sync | None = None
+    pack: Pack | int | None = None
     learns: bool = False
     options: LoaderOptions = DEFAULT_OPTIONS
 
@@ -61,6 +65,14 @@ class BalanceConfig:
             )
         if self.sync is not None:
             check_sync(self.sync)
+        if not isinstance(self.pack, Pack | None):
+            put(self, "pack", Pack(tokens=self.pack))
+        if self.options.ends == "finish" and self.pack is None:
+            raise ConfigError(
+                "LoaderOptions(ends='finish') in a BalanceConfig without a pack: a process without "
+                "samples must still run the model, since the others wait for its gradients, and "
+                "nothing but a pack can be padding alone; give a pack, or ends='pad_empty'"
+            )
         for name, advice in _DECIDED.items():
             value = getattr(self.options, name)
             if value != getattr(DEFAULT_OPTIONS, name):

@@ -1,6 +1,7 @@
-"""A dataset without the columns that a model does not take."""
+"""A dataset, or ready-made packs, without the columns that a model does not take."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -31,6 +32,22 @@ class Columns(Dataset[Any]):
             tell(epoch)
 
     def _kept(self, sample: Any) -> Any:
-        if not isinstance(sample, Mapping):
-            return sample
-        return {name: value for name, value in sample.items() if name in self._names}
+        return _kept(sample, self._names)
+
+
+def unpacked_columns(
+    unpack: Callable[[Any], list[Any]], names: frozenset[str]
+) -> Callable[[Any], list[Any]]:
+    """The samples of an item with the named columns only: `unpack` itself needs the others."""
+
+    @wraps(unpack)  # its name is what ranks compare
+    def unpacked(item: Any) -> list[Any]:
+        return [_kept(sample, names) for sample in unpack(item)]
+
+    return unpacked
+
+
+def _kept(sample: Any, names: frozenset[str]) -> Any:
+    if not isinstance(sample, Mapping):
+        return sample
+    return {name: value for name, value in sample.items() if name in names}

@@ -30,6 +30,7 @@ from bascule.integrations.diffusers.training.sample_batches import (
     check_keywords,
     check_sample,
     form_of,
+    samples_in,
 )
 from bascule.parallel import SequenceParallel
 from bascule.parallel_step import Step
@@ -38,7 +39,7 @@ from bascule.plan.checks import whole
 from bascule.plan.routes import Ints, Route, cumulative, ranges
 
 Loss = Callable[[Tensor, dict[str, Any]], Tensor]
-"""Takes the model's output and the batch; gives the loss of each sample, (batch,)."""
+"""Takes the model's output and the batch; gives (batch, ..), whose mean is the loss of a sample."""
 
 _ROW_BYTES = 512  # what a sample is padded to on the wire: index tables have a number a row
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
@@ -118,6 +119,22 @@ class BalancedModel:
             raise ConfigError("no step was planned yet: call microbatches(..) first")
         return self._step
 
+    def samples_of(self, **batch: Any) -> list[Sample]:
+        """The samples of a batch of one shape, for `microbatches`; views, nothing is copied.
+
+        Args:
+            batch: What the model is called with, and what the loss needs besides: tensors
+                (batch, ..), lists of as many, other values as they are.
+
+        Raises:
+            RemoteConfigError: Keywords have unlike numbers of samples (on all ranks).
+        """
+        try:
+            return samples_in(batch, self._table.unbatched)
+        except Exception as error:  # the others wait for these samples
+            self._parallel.fail(error)
+            raise
+
     @told("samples of a training step")
     def microbatches(
         self, samples: Sequence[Sample], loss_fn: Loss
@@ -134,8 +151,9 @@ class BalancedModel:
             samples: Those that this rank loaded for the step; may be empty. Each is what the model
                 takes for a batch of one, by keyword, with what the loss needs; noise and times
                 among it, so that they travel with it. Tensors are on the host or on the device.
-            loss_fn: The loss of each sample, (batch,), from the model's output and the batch. All
-                ranks of a bag compute it, alike: it must not draw random numbers.
+            loss_fn: The loss of each sample, (batch,), or of each of its elements, (batch, ..),
+                from the model's output and the batch. All ranks of a bag compute it, alike: it must
+                not draw random numbers.
 
         Raises:
             RemoteConfigError: A sample of a rank is wrong (on all ranks).
@@ -286,12 +304,13 @@ class BalancedModel:
         with self._part.over(mesh):
             output = model(**{name: x for name, x in batch.items() if name in names})
         losses = loss_fn(output[0], batch)
-        if losses.shape != (len(samples),):
+        if losses.shape[:1] != (len(samples),):
             raise ConfigError(
                 f"loss_fn gave the shape {tuple(losses.shape)} for {len(samples)} samples: give "
-                f"the loss of each sample, ({len(samples)},), as with .flatten(1).mean(1)"
+                f"the loss of each sample or element, ({len(samples)}, ..), before any mean"
             )
         wide = losses.to(torch.promote_types(losses.dtype, torch.float32))
+        wide = wide.reshape(len(samples), -1).mean(1)
         return (wide * torch.from_numpy(scales).to(wide)).sum()
 
     @property

@@ -96,5 +96,39 @@ def batch_of(samples: Sequence[Sample], unbatched: Collection[str]) -> Sample:
     return batch
 
 
+def samples_in(batch: Sample, unbatched: Collection[str]) -> list[Sample]:
+    """The samples of a batch: what `batch_of` joins. Tensors are views; nothing is copied.
+
+    Args:
+        batch: What the model takes, and what the loss needs besides, by keyword.
+        unbatched: Keywords of what has no batch: all samples have it whole.
+
+    Raises:
+        ConfigError: Keywords have unlike numbers of samples, or none has a batch.
+    """
+    sizes: dict[str, int] = {}
+    for name, value in batch.items():
+        if _is_batched(name, value, unbatched):
+            if value.dim() == 0:
+                raise ConfigError(
+                    f"{name!r} of a batch is a tensor of one number: give one for each sample, "
+                    "(batch, ..), or a plain number"
+                )
+            sizes[name] = value.shape[0]
+        elif isinstance(value, list) and name not in unbatched:
+            sizes[name] = len(value)
+    if not sizes:
+        raise ConfigError("a batch without tensors (batch, ..): give what the model is called with")
+    first, num_samples = next(iter(sizes.items()))
+    for name, size in sizes.items():
+        if size != num_samples:
+            raise ConfigError(
+                f"{name!r} of a batch has {size} samples, and {first!r} has {num_samples}: give as "
+                "many, or name what has no batch in the `unbatched` of a table"
+            )
+    places = range(num_samples)
+    return [{n: x[i : i + 1] if n in sizes else x for n, x in batch.items()} for i in places]
+
+
 def _is_batched(name: str, value: Any, unbatched: Collection[str]) -> bool:
     return isinstance(value, Tensor) and name not in unbatched
