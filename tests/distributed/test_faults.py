@@ -4,8 +4,8 @@
 run while it saves and resumes is in `test_faults_saving.py`.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,7 @@ from bascule.parallel import SequenceParallel
 from bascule.training import train_step
 from tests.helpers.cases import COST, config_of, make_model, own_samples
 from tests.helpers.faults import Fault, Striker, check_fault
-from tests.helpers.loader_cases import endless
+from tests.helpers.loader_cases import PER_RANK, sample_of
 from tests.helpers.loader_checks import loader_of
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S
 
@@ -33,7 +33,7 @@ TIMEOUT_S = 5.0
 GRACE_S = 10.0
 """On a busy machine. A request to a store that is gone ends within as long, too."""
 
-NUM_STEPS = 4
+NUM_STEPS = 5
 BATCH = [[(2, 9), (1, 4)], [(0, 5)], [(3, 8)], [(1, 1), (2, 6)]]
 U, R, B = "g3n1", "g1r3n1", "g2r2n1"
 TO_HEADS, FROM_HEADS = "all_to_all (tokens to heads)", "all_to_all (heads to tokens)"
@@ -222,15 +222,16 @@ def load(fault: Fault, striker: Striker) -> None:
     """Batches, each of which is used in a collective, while a thread loads ahead."""
 
     def samples() -> Iterator[Any]:
-        for number, group in enumerate(endless(dist.get_rank())):
+        for number in range(NUM_STEPS):
             striker.at("load", number)
-            yield group
+            first = PER_RANK * dist.get_rank() + 3 * number
+            long = dist.get_rank() == number % fault.ranks  # so that samples travel in each step
+            yield [sample_of(first + k, 40 if long else 2) for k in range(3)]
 
-    collated = [0]
+    collated = itertools.count(1)
 
     def collate(group: list[Any]) -> list[Any]:
-        collated[0] += 1
-        striker.at("collate", collated[0])
+        striker.at("collate", next(collated))
         return group
 
     with striker.in_calls():
