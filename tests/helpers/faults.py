@@ -1,5 +1,6 @@
 """Faults that strike one rank of a world at a place, and what the other ranks make of them."""
 
+import errno
 import functools
 import os
 import signal
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from bascule.comm.transfers import Transfers
 from tests.helpers.ranks import Outcome, run_to_the_end
 
-Kind = Literal["kill", "stop", "raise"]
+Kind = Literal["kill", "stop", "raise", "full"]
+"""Killed; stopped and never continued; an error in the user's code; a disk that is full."""
 
 PATIENCE_S = 30.0
 """How long a rank that failed lives on, so that no closed connection tells the others."""
@@ -32,12 +34,12 @@ class OwnError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One rank is killed, stopped for good, or raises an error, at a place that it comes to.
+    """What happens to one rank at a place that it comes to.
 
     Attributes:
         kind: What happens to it.
         place: A call of bascule as errors name it, "... posted" for when its messages are on
-            their way, or a place in the user's code that the program of the test names.
+            their way, or a place that the program of the test names.
         victim: The rank.
         ranks: In the world.
         step: In which step; agreements on what is new are in the first.
@@ -67,11 +69,12 @@ class Striker:
     Args:
         fault: On all ranks the same.
         folder: Where it says when it strikes.
+        rank: This one.
     """
 
-    def __init__(self, fault: Fault, folder: Path) -> None:
+    def __init__(self, fault: Fault, folder: Path, rank: int) -> None:
         self._fault, self._folder = fault, folder
-        self._is_victim = dist.get_rank() == fault.victim
+        self._is_victim = rank == fault.victim
         self._times = Counter[tuple[str, int]]()
 
     def at(self, place: str, step: int) -> None:
@@ -81,7 +84,7 @@ class Striker:
         if (place, step) != (fault.place, fault.step) or not self._is_victim:
             return
         if self._times[place, step] == fault.nth:
-            strike(fault.kind, self._folder)
+            strike(fault, self._folder)
 
     def hits(self, function: Callable[..., Any], place: str, step: Callable[[], int]) -> Any:
         """The function, which is a place."""
@@ -105,12 +108,14 @@ class Striker:
         return mock.patch.object(Transfers, "__init__", begin_and_strike)
 
 
-def strike(kind: Kind, folder: Path) -> None:
+def strike(fault: Fault, folder: Path) -> None:
     """Do to this rank what the kind says, and write down when."""
     (folder / "struck").write_text(str(time.monotonic()))
-    if kind == "raise":
-        raise OwnError(f"the fault of rank {dist.get_rank()}")
-    os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+    if fault.kind == "raise":
+        raise OwnError(f"the fault of rank {fault.victim}")
+    if fault.kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +137,7 @@ def ended_by(fault: Fault, folder: Path, program: Callable[[Fault, Striker], Non
     """Run a program on this rank, which the fault must end."""
     error = ""
     try:
-        program(fault, Striker(fault, folder))
+        program(fault, Striker(fault, folder, dist.get_rank()))
     except Exception as met:
         names = [kind.__name__ for kind in type(met).__mro__]
         error = "\n".join([f"{names}: {met}", *getattr(met, "__notes__", [])])
@@ -177,18 +182,21 @@ def check_fault(
     others = [_ended(outcome) for outcome in outcomes]
     _write_down(fault, max(one.at_s for one in others) - struck)
     for one in others:
-        assert one.error, "ended without an error"
-        if fault.kind == "raise":
-            assert f"OwnError: the fault of rank {fault.victim}" in one.error, one.error
-            assert f"rank {fault.victim}" in one.error, one.error
-        else:
-            assert f"no report from ranks [{fault.victim}]" in one.error, one.error
+        assert cause_of(fault) in one.error, f"without the cause: {one.error!r}"
         assert one.threads == (), one.threads
         assert one.at_s - struck < most_s, one
-    if fault.kind == "raise":
-        assert _ended(victim).threads == ()
-    else:
+    if fault.kind in ("kill", "stop"):
         assert victim.error is not None  # killed, by itself or when all others had ended
+    else:
+        assert _ended(victim).threads == ()
+
+
+def cause_of(fault: Fault) -> str:
+    """What the error of every other rank says."""
+    return {
+        "raise": f"OwnError: the fault of rank {fault.victim}",
+        "full": "No space left on device",
+    }.get(fault.kind, f"no report from ranks [{fault.victim}]")
 
 
 def _ended(outcome: Outcome) -> Ended:
