@@ -206,7 +206,7 @@ def wrapped(
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in (*bare.double_blocks, *bare.single_blocks):  # pyright: ignore
             fully_shard(block, mesh=mesh)
-        return fully_shard(bare, mesh=mesh)
+        fully_shard(bare, mesh=mesh)
     return bare
 
 

@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from bascule.comm.transfers import Transfers
 from tests.helpers.ranks import Outcome, run_to_the_end
 
-Kind = Literal["kill", "stop", "raise", "full"]
-"""Killed; stopped and never continued; an error in the user's code; a disk that is full."""
+Kind = Literal["kill", "stop", "raise", "full", "cut"]
+"""Killed; stopped and never continued; an error in the user's code; a full disk; a link cut."""
 
 PATIENCE_S = 30.0
 """How long a rank that failed lives on, so that no closed connection tells the others."""
@@ -60,7 +61,9 @@ class Fault:
     def __str__(self) -> str:
         nth = f" {self.nth}" if self.nth > 1 else ""
         where = " ".join(filter(None, (self.topology, self.wrapper)))
-        return f"{self.kind} rank {self.victim} of {self.ranks} at {self.place}{nth} {where}".strip()
+        return (
+            f"{self.kind} rank {self.victim} of {self.ranks} at {self.place}{nth} {where}".strip()
+        )
 
 
 class Striker:
@@ -115,6 +118,9 @@ def strike(fault: Fault, folder: Path) -> None:
         raise OwnError(f"the fault of rank {fault.victim}")
     if fault.kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if fault.kind == "cut":  # of a node of its own
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        return
     os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
 
 
@@ -152,7 +158,11 @@ def ended_by(fault: Fault, folder: Path, program: Callable[[Fault, Striker], Non
 
 def _threads() -> list[str]:
     own = threading.current_thread()
-    return [one.name for one in threading.enumerate() if one is not own and not one.name.startswith(_OWN_OF_TORCH)]
+    return [
+        one.name
+        for one in threading.enumerate()
+        if one is not own and not one.name.startswith(_OWN_OF_TORCH)
+    ]
 
 
 def _wait(is_done: Callable[[], bool]) -> None:
@@ -180,7 +190,7 @@ def check_fault(
     struck = float((folder / "struck").read_text())
     victim = outcomes.pop(fault.victim)
     others = [_ended(outcome) for outcome in outcomes]
-    _write_down(fault, max(one.at_s for one in others) - struck)
+    write_down(fault, max(one.at_s for one in others) - struck)
     for one in others:
         assert cause_of(fault) in one.error, f"without the cause: {one.error!r}"
         assert one.threads == (), one.threads
@@ -204,7 +214,7 @@ def _ended(outcome: Outcome) -> Ended:
     return outcome.value
 
 
-def _write_down(fault: Fault, seconds: float) -> None:
+def write_down(fault: Fault, seconds: float) -> None:
     """For who wants a table of all faults: a line each."""
     if path := os.environ.get("BASCULE_FAULT_TIMES"):
         with Path(path).open("a") as file:
