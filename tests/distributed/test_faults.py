@@ -44,6 +44,8 @@ SAMPLES = "reduce_scatter (samples' gradients)"
 
 STEP_FAULTS = [
     # before the first step
+    Fault("kill", "meeting", 1, 3, step=0, topology=U),
+    Fault("stop", "meeting", 0, 4, step=0, topology=B),
     Fault("kill", "all_gather (construction)", 0, 3, step=0, topology=U),
     Fault("stop", "all_gather (construction)", 1, 2, step=0, topology="g2n1"),
     # planning
@@ -177,6 +179,7 @@ def train(fault: Fault, striker: Striker) -> None:
     update = striker.hits(optimizer.step, "optimiser", step_now)
     batch = BATCH[: fault.ranks]
     with striker.in_calls(), places_of_fsdp(striker, step_now):
+        striker.at("meeting", 0)
         parallel = SequenceParallel(None, fault.topology, cost, timeout_s=TIMEOUT_S)
         samples = own_samples(batch, bare.config, parallel.rank)
         for number in range(1, NUM_STEPS + 1):

@@ -14,19 +14,19 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from bascule.comm.guard.failures import ROLL_CALL_S
-from bascule.training.run.checkpoints import newest_checkpoint, step_of
+from bascule.training.run.checkpoints import Checkpoints, newest_checkpoint, step_of
 from tests.helpers.faults import Fault, cause_of, check_fault
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, raised_by, run_ranks
 from tests.helpers.saving_faults import struck_run
 from tests.helpers.train_runs import SMALL, losses, run
 
 GRACE_S = 10.0
-NUM_STEPS, STRUCK = 6, 4
+NUM_STEPS, STRUCK, NOBODY = 6, 4, 65534
 SETTINGS: dict[str, Any] = {"steps": NUM_STEPS, "save_every": 2, "timeout_s": 5.0}
 
 
@@ -214,33 +214,35 @@ def raised(settings: dict[str, Any]) -> tuple[list[str], str]:
     return raised_by(run, settings)
 
 
-def without_rights(settings: dict[str, Any]) -> tuple[list[str], str]:
-    """As a user who may not write into the folder, from the second step on."""
-    if os.geteuid() == 0:
-        os.seteuid(65534)
+def forbidden(settings: dict[str, Any], name: str) -> tuple[list[str], str]:
+    """In the second checkpoint, part of the first rank's work is done without rights to write."""
+    work, is_root = getattr(Checkpoints, name), os.geteuid() == 0
 
-    def run_and_forbid() -> None:
-        run(settings | {"steps": 2})
-        dist.barrier()
-        os.chmod(settings["out"], 0o555)
-        dist.barrier()
-        run(settings | {"resume": True})
+    def without_rights(self: Checkpoints, part: Path, *args: Any) -> None:
+        if step_of(part.with_suffix("")) < STRUCK:
+            return work(self, part, *args)
+        self.folder.chmod(0o555)
+        os.seteuid(NOBODY if is_root else os.geteuid())
+        try:
+            return work(self, part, *args)
+        finally:
+            os.seteuid(0 if is_root else os.geteuid())
+            self.folder.chmod(0o755)
 
-    return raised_by(run_and_forbid)
+    with mock.patch.object(Checkpoints, name, without_rights):
+        return raised(settings)
 
 
 @pytest.mark.stress
-def test_a_folder_that_may_no_longer_be_written(whole: list[float]) -> None:
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name, "out")
-        out.mkdir()
-        Path(name).chmod(0o755)
-        if os.geteuid() == 0:
-            os.chown(out, 65534, 65534)
-        for classes, text in run_ranks(without_rights, 3, SETTINGS | {"out": out}):
-            assert "CommError" in classes and "Permission denied" in text, text
-        out.chmod(0o755)
-        check_left(out, 2, whole)
+@pytest.mark.parametrize(("name", "ranks"), [("_prepare", 3), ("_publish", 2)])
+def test_a_folder_that_may_no_longer_be_written(
+    name: str, ranks: int, whole: list[float], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for classes, text in run_ranks(forbidden, ranks, SETTINGS | {"out": out}, name):
+        assert "CommError" in classes and "step 4" in text, text
+        assert "Permission denied" in text, text
+    check_left(out, STRUCK - 2, whole)
 
 
 def cut_short(checkpoint: Path) -> None:

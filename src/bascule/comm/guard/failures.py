@@ -47,6 +47,7 @@ _CLOSING_MARK = 0x7FFFFFFF
 _BROKEN_OFF = re.compile(
     "gloo.*(Connection (closed|reset) by peer|Timed out waiting)|Application timeout caused"
 )
+_GONE = "no roll call, the store is gone with its host: {}"
 _IS_ENOUGH: tuple[type[BaseException], ...] = tuple(
     filter(None, [getattr(torch.utils.checkpoint, "_StopRecomputationError", None)])
 )
@@ -204,8 +205,9 @@ def tell(error: BaseException, where: str, *, leaves: bool = False, goes_on: boo
     try:
         failed = _caused_elsewhere(error, where) or _own(error, where)
         watch_of_world(end_all).tell_failure(replace(failed, goes_on=goes_on))
-    except RuntimeError:  # the store is gone with its host, and so are the others
-        return
+    except RuntimeError as lost:  # the store is gone with its host, and so are the others
+        if type(error) is RuntimeError and _BROKEN_OFF.search(_first_line(error)):
+            _note(error, _GONE.format(type(lost).__name__))
 
 
 def _own(error: BaseException, where: str) -> Failure:
@@ -366,7 +368,7 @@ def roll_call(ranks: Sequence[int], where: str) -> str:
                 break
             time.sleep(0.05)
     except (RuntimeError, ValueError) as error:
-        return f"no roll call, the store is gone with its host: {type(error).__name__}"
+        return _GONE.format(type(error).__name__)
     said = "every rank reported the failure"
     if missing:
         said = f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s"
