@@ -25,7 +25,6 @@ BEFORE: dict[str, tuple[Any, str]] = {
     "prepare": (Checkpoints, "_prepare"),
     "write": (FileSystemWriter, "write_data"),
     "metadata": (FileSystemWriter, "finish"),
-    "facts": (checkpoints.json, "dump"),
     "sync": (checkpoints, "_sync"),  # of the shards, then of the renamed folder
     "rename": (Path, "rename"),  # of the metadata, the new checkpoint, those that are too old
     "remove": (checkpoints.shutil, "rmtree"),
