@@ -10,6 +10,7 @@ from bascule.comm.groups import member_of, resolve, timeout_of
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import end_all
+from bascule.comm.guard.watch import PATIENCE_S
 from bascule.comm.meshes import AttentionMesh, mesh_of_all
 from bascule.comm.new_groups import new_group
 from bascule.comm.transfers import all_reduce
@@ -65,6 +66,17 @@ def after_unlike_calls() -> None:
 
 def test_slow_ranks_that_failed_before_are_waited_for_in_a_new_group() -> None:
     run_ranks(after_unlike_calls, 2)
+
+
+def comes_late() -> None:
+    if dist.get_rank() == 2:
+        time.sleep(4.0 * PATIENCE_S)
+    total = all_reduce(new_group([0, 1, 2], "late", 60.0), Call("all_reduce"), torch.ones(3))
+    assert torch.equal(total, torch.full((3,), 3.0))
+
+
+def test_a_rank_that_comes_late_to_a_new_group_is_waited_for() -> None:
+    run_ranks(comes_late, 3)
 
 
 def timeouts_of_a_mesh() -> list[float]:

@@ -5,6 +5,7 @@ Each node is a network namespace, and the link a pair of virtual interfaces: nee
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -16,15 +17,35 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule import SequenceParallel, TransformerCost
+from bascule.training import train_step
+from tests.helpers.faults import Fault, Striker, write_down
 from tests.helpers.ranks import run_ranks, run_to_the_end
 
 NODES = ("bascule-a", "bascule-b")
 PER_NODE, NUM_RANKS = 2, 4
 ADDRESS, PORT, TIMEOUT_S = "10.77.0.{}", 29511, 6.0
-WIDTH, HEADS, NUM_STEPS, CUT_IN = 8, 4, 5, 3
+WIDTH, HEADS, NUM_STEPS, DONE = 8, 4, 5, 3
+
+
+def cut(place: str, rank: int, nth: int = 1) -> Fault:
+    """In the step after those that are done; ranks 0 and 1 are on the node of the store."""
+    return Fault("cut", place, rank, NUM_RANKS, step=DONE + 1, nth=nth)
+
+
+NO_CUT = cut("nowhere", 0)
+CUTS = [
+    cut("all_gather (plan)", 2),
+    cut("all_to_all (route)", 3),
+    cut("all_to_all (tokens to heads) posted", 1),
+    cut("all_to_all (route back)", 0),
+    cut("all_to_all (heads to tokens)", 2, nth=2),  # in the backward
+    cut("all-reduce", 1),
+    cut("save", 0),
+]
 _CLONE_NEWNET = 0x40000000
 
 
@@ -84,10 +105,11 @@ class Model(nn.Module):
         return step.mean(step.restore(x).square())
 
 
-def trained(folder: str, cut: bool) -> list[Tensor]:
+def trained(folder: str, fault: Fault) -> list[Tensor]:
     """Train to the end, from the last step that was saved."""
     join_node()
-    rank, saved = dist.get_rank(), Path(folder, "state.pt")
+    rank, saved, now = dist.get_rank(), Path(folder, "state.pt"), [0]
+    striker = Striker(fault, Path(folder), rank)
     bare = Model()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=0.05)
     first = 0
@@ -97,42 +119,56 @@ def trained(folder: str, cut: bool) -> list[Tensor]:
         optimizer.load_state_dict(state["optimizer"])
         first = state["step"]
     model = DistributedDataParallel(bare)
+    hook = striker.hits(allreduce_hook, "all-reduce", lambda: now[0])
+    model.register_comm_hook(None, hook)
     parallel = SequenceParallel(None, "g4n1", TransformerCost(WIDTH), timeout_s=TIMEOUT_S)
-    for number in range(first, NUM_STEPS):
-        draw = torch.Generator().manual_seed(10 * number + rank)
-        lens = torch.randint(1, 9, (2,), generator=draw).tolist()
-        x = torch.randn(sum(lens), WIDTH, generator=draw, dtype=torch.float64)
-        if cut and number == CUT_IN and rank == 0:
-            ip("link", "set", "eth0", "down")  # of this node
-        loss = model(x, parallel, lens)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if rank == 0:
-            state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state | {"step": number + 1}, saved.with_suffix(".new"))
-            saved.with_suffix(".new").replace(saved)
-        dist.barrier()
+    with striker.in_calls():
+        for number in range(first, NUM_STEPS):
+            now[0] = number + 1
+            draw = torch.Generator().manual_seed(10 * number + rank)
+            lens = torch.randint(1, 9, (2,), generator=draw).tolist()
+            x = torch.randn(sum(lens), WIDTH, generator=draw, dtype=torch.float64)
+            striker.at("a step", now[0])
+            train_step(model, [lambda model, x=x, lens=lens: model(x, parallel, lens)])
+            optimizer.step()
+            optimizer.zero_grad()
+            if rank == 0:
+                striker.at("save", now[0])
+                state = {"model": bare.state_dict(), "optimizer": optimizer.state_dict()}
+                torch.save(state | {"step": number + 1}, saved.with_suffix(".new"))
+                saved.with_suffix(".new").replace(saved)
     return [parameter.detach() for parameter in bare.parameters()]
 
 
-def test_a_link_is_cut_and_training_goes_on_from_the_last_step(nodes: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(cut("a step", 0), id="a step"),
+        *(pytest.param(one, id=str(one), marks=pytest.mark.stress) for one in CUTS),
+    ],
+)
+def test_a_link_is_cut_and_training_goes_on_from_the_last_step(
+    fault: Fault, nodes: None, tmp_path: Path
+) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for folder in (whole, stopped):
         folder.mkdir()
-    wanted = run_ranks(trained, NUM_RANKS, str(whole), False)
-    start = time.monotonic()
-    ended = run_to_the_end(trained, NUM_RANKS, str(stopped), True)
-    seconds = time.monotonic() - start
+    wanted = run_ranks(trained, NUM_RANKS, str(whole), NO_CUT)
+    ended = run_to_the_end(trained, NUM_RANKS, str(stopped), fault)
+    seconds = time.monotonic() - float((stopped / "struck").read_text())
+    write_down(fault, seconds)
     for outcome in ended:
         assert outcome.error is not None
         assert "did not end" not in outcome.error
         assert outcome.exit_code is None, "a rank did not say why it ended"
-        last = outcome.error.splitlines()[-1]
-        assert "missing: no report from ranks" in last or "the store is gone with its host" in last
+        told = outcome.error[outcome.error.rindex("Error: ") :]
+        assert re.search("no report from ranks|the store is gone with its host", told), told
     assert seconds < 60
-    assert torch.load(stopped / "state.pt")["step"] == CUT_IN
-    ip("-n", NODES[0], "link", "set", "eth0", "up")
-    for one, other in zip(run_ranks(trained, NUM_RANKS, str(stopped), False), wanted, strict=True):
+    done = DONE + (fault.place == "save")
+    assert torch.load(stopped / "state.pt")["step"] == done
+    for node in NODES:
+        ip("-n", node, "link", "set", "eth0", "up")
+    again = run_ranks(trained, NUM_RANKS, str(stopped), NO_CUT)
+    for one, other in zip(again, wanted, strict=True):
         for got, want in zip(one, other, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)

@@ -594,6 +594,9 @@ def test_slow_ranks_are_waited_for() -> None:
     # It waits in another thread than the one that makes the calls of this group.
     other = Position(1, {"all": 1}, {}, (Waiting(0, 2, "loader", (0,), 3, 7, "loader 3"),))
     assert judged(wait, {1: other}) is None
+    # It waits for a third one at the same meeting, which has no calls.
+    there = Position(1, {}, {}, (waiting("meeting", (0, 2), 0),))
+    assert judged(waiting("meeting", (1, 2), 0), {1: there}) is None
     # It failed after it had come.
     assert judged(wait, {}, rank1=Failure("here", cause="oops", done={"all": 6})) is None
 

@@ -11,7 +11,7 @@ import pickle
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -81,10 +81,17 @@ def run_ranks(
 
 
 def run_to_the_end(
-    fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 60.0
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 60.0,
+    stopped: Collection[int] = (),
 ) -> list[Outcome]:
-    """As `run_ranks`, but ranks may die: how each of them ended, in rank order."""
-    return _run(fn, world_size, args, timeout_s, "gloo")[0]
+    """As `run_ranks`, but ranks may die: how each of them ended, in rank order.
+
+    Those that were stopped are not waited for, and killed when all others have ended.
+    """
+    return _run(fn, world_size, args, timeout_s, "gloo", stopped)[0]
 
 
 def raised_by(fn: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[list[str], str]:
@@ -102,15 +109,16 @@ def _run(
     args: Sequence[object],
     timeout_s: float,
     backend: str,
+    stopped: Collection[int] = (),
 ) -> tuple[list[Outcome], list[int]]:
     """Outcomes in rank order, and the ranks in the order in which they ended.
 
     A world that a rank could not join is made once more.
     """
-    outcomes, order = _run_once(fn, world_size, args, timeout_s, backend)
+    outcomes, order = _run_once(fn, world_size, args, timeout_s, backend, stopped)
     if all(outcome.is_called for outcome in outcomes):
         return outcomes, order
-    return _run_once(fn, world_size, args, timeout_s, backend)
+    return _run_once(fn, world_size, args, timeout_s, backend, stopped)
 
 
 def _run_once(
@@ -119,6 +127,7 @@ def _run_once(
     args: Sequence[object],
     timeout_s: float,
     backend: str,
+    stopped: Collection[int],
 ) -> tuple[list[Outcome], list[int]]:
     with tempfile.TemporaryDirectory() as folder, _environment(), warnings.catch_warnings():
         # Python 3.12 warns of forks in a process with threads; the server forks before it has any.
@@ -135,17 +144,20 @@ def _run_once(
             processes.append(process)
             readers.append(reader)
         try:
-            return _collect(processes, readers, timeout_s)
+            return _collect(processes, readers, timeout_s, stopped)
         finally:
             _end(processes, readers)
 
 
 def _collect(
-    processes: list[BaseProcess], readers: list[Connection], timeout_s: float
+    processes: list[BaseProcess],
+    readers: list[Connection],
+    timeout_s: float,
+    stopped: Collection[int],
 ) -> tuple[list[Outcome], list[int]]:
     num_waits = math.ceil(timeout_s / _WAIT_S)
     outcomes, order = [Outcome(error="did not end in time, killed")] * len(readers), list[int]()
-    while len(order) < len(readers) and num_waits > 0:
+    while len({*order, *stopped}) < len(readers) and num_waits > 0:
         left = [reader for rank, reader in enumerate(readers) if rank not in order]
         ready = wait(left, timeout=_WAIT_S)
         num_waits -= not ready

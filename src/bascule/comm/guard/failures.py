@@ -21,7 +21,13 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 
-from bascule.comm.groups import OtherCalls, RankGroup, calls_in_use, process_groups_in_use
+from bascule.comm.groups import (
+    OtherCalls,
+    RankGroup,
+    calls_in_use,
+    other_calls,
+    process_groups_in_use,
+)
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure
@@ -38,7 +44,10 @@ ROLL_CALL_S = 2.0
 
 _CAUSE_S = 0.5  # how long the error that ended a connection may take to appear in the store
 _CLOSING_MARK = 0x7FFFFFFF
-_BROKEN_OFF = re.compile("gloo.*(Connection (closed|reset) by peer|Timed out waiting)")
+_BROKEN_OFF = re.compile(
+    "gloo.*(Connection (closed|reset) by peer|Timed out waiting)|Application timeout caused"
+)
+_GONE = "no roll call, the store is gone with its host: {}"
 _IS_ENOUGH: tuple[type[BaseException], ...] = tuple(
     filter(None, [getattr(torch.utils.checkpoint, "_StopRecomputationError", None)])
 )
@@ -196,8 +205,9 @@ def tell(error: BaseException, where: str, *, leaves: bool = False, goes_on: boo
     try:
         failed = _caused_elsewhere(error, where) or _own(error, where)
         watch_of_world(end_all).tell_failure(replace(failed, goes_on=goes_on))
-    except RuntimeError:  # the store is gone with its host, and so are the others
-        return
+    except RuntimeError as lost:  # the store is gone with its host, and so are the others
+        if type(error) is RuntimeError and _BROKEN_OFF.search(_first_line(error)):
+            _note(error, _GONE.format(type(lost).__name__))
 
 
 def _own(error: BaseException, where: str) -> Failure:
@@ -217,15 +227,23 @@ def _caused_elsewhere(error: BaseException, where: str) -> Failure | None:
     if caused:
         rank = min(caused, key=lambda rank: bool(caused[rank].ranks))  # its own, if one has it
         text = caused[rank].told_of(rank)
-        error.add_note(text)
+        _note(error, text)
         return Failure(where, (rank,), text, caused[rank].is_input)
     if not _BROKEN_OFF.search(_first_line(error)):
         return None
     every = tuple(range(dist.get_world_size()))
     watch_of_world(end_all).tell_failure(Failure(where, every))
+    # Who waits for this rank in the same collective has no other way to know that it is over.
+    end_all(f"a collective was broken off in {where}", other_calls())
     who = roll_call(every, where)
-    error.add_note(who)
+    _note(error, who)
     return Failure(where, every, who)
+
+
+def _note(error: BaseException, text: str) -> None:
+    """Add a note, once: an error may leave several blocks."""
+    if text not in getattr(error, "__notes__", ()):
+        error.add_note(text)
 
 
 def _first_line(error: BaseException) -> str:
@@ -350,7 +368,7 @@ def roll_call(ranks: Sequence[int], where: str) -> str:
                 break
             time.sleep(0.05)
     except (RuntimeError, ValueError) as error:
-        return f"no roll call, the store is gone with its host: {type(error).__name__}"
+        return _GONE.format(type(error).__name__)
     said = "every rank reported the failure"
     if missing:
         said = f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s"

@@ -70,7 +70,7 @@ def judge(
             )
             if at.number in begun and begun[at.number][0] != at.mark:
                 return Verdict(_unlike(of, at, other, begun, position_of(of)))
-            if begun and max(begun) >= at.number:
+            if (begun and max(begun) >= at.number) or _is_there(at, position):
                 continue  # it came; its part is on the way
             failed = failure_before(at, other) if at.on is None else None
             if failed is not None and of == rank:
@@ -93,6 +93,12 @@ def judge(
         return None
 
     return follow(rank, wait, [])
+
+
+def _is_there(at: Waiting, position: Position | None) -> bool:
+    """Whether a rank is in the same wait: a meeting has no calls that it could have begun."""
+    waits = () if position is None or at.on is not None else position.waits
+    return any((one.group, one.number) == (at.group, at.number) for one in waits)
 
 
 def _unlike(

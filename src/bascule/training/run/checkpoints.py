@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
@@ -126,7 +128,7 @@ class Checkpoints:
             with explained(f"step {step}: save"):
                 weights, states = get_state_dict(model, optimizer)
                 state = {"model": weights, "optimizer": states}
-                state_dict_saver.save(state, checkpoint_id=part)
+                state_dict_saver.save(state, storage_writer=_Writer(part))
             self._by_first_rank("save", step, lambda: self._publish(part, whole, step))
         except (CheckpointException, RuntimeError) as error:
             if self._group.rank == 0:
@@ -188,6 +190,18 @@ class Checkpoints:
         found = (path for path in self.folder.iterdir() if _WHOLE.fullmatch(path.name))
         for old in sorted(found, key=step_of)[: -self._keep]:
             shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+
+
+class _Writer(FileSystemWriter):
+    """Torch's, that says what the disk said: closing a broken archive hides it (torch 2.13)."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
 
 
 def _sync(folder: Path) -> None:

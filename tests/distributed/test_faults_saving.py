@@ -1,0 +1,283 @@
+"""A fault at each point of saving and resuming: all ranks end and say why, and nothing is lost.
+
+After each fault the newest checkpoint is the one that was whole, and the run goes on from it with
+the losses of a run that nothing stopped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from bascule.comm.guard.failures import ROLL_CALL_S
+from bascule.training.run.checkpoints import Checkpoints, newest_checkpoint, step_of
+from tests.helpers.faults import Fault, cause_of, check_fault
+from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, raised_by, run_ranks
+from tests.helpers.saving_faults import struck_run
+from tests.helpers.train_runs import SMALL, losses, run
+
+GRACE_S = 10.0
+NUM_STEPS, STRUCK, NOBODY = 6, 4, 65534
+SETTINGS: dict[str, Any] = {"steps": NUM_STEPS, "save_every": 2, "timeout_s": 5.0}
+
+
+def saving(kind: Any, place: str, victim: int, ranks: int, nth: int = 1) -> Fault:
+    return Fault(kind, place, victim, ranks, step=STRUCK, nth=nth)
+
+
+def resuming(kind: Any, place: str, victim: int, ranks: int) -> Fault:
+    return Fault(kind, place, victim, ranks, step=0)
+
+
+BEFORE_RENAME = [
+    saving("kill", "prepare", 0, 3),
+    saving("stop", "prepare", 0, 2),
+    saving("full", "prepare", 0, 4),
+    saving("kill", "write", 2, 3),
+    saving("full", "write", 0, 3),
+    saving("kill", "half of a file", 0, 4, nth=3),
+    saving("kill", "half of a file", 1, 2, nth=2),
+    saving("stop", "half of a file", 1, 3, nth=3),
+    saving("full", "half of a file", 3, 4, nth=2),
+    saving("kill", "written", 1, 3),
+    saving("stop", "written", 0, 2),
+    saving("kill", "metadata", 0, 4),
+    saving("stop", "metadata", 0, 3),
+    saving("full", "metadata", 0, 2),
+    saving("kill", "half of the facts", 0, 2),
+    saving("full", "half of the facts", 0, 3),
+    saving("kill", "sync", 0, 3),
+    saving("full", "sync", 0, 2),
+    saving("kill", "rename", 0, 2),
+    saving("kill", "rename", 0, 4, nth=2),
+    saving("stop", "rename", 0, 2, nth=2),
+    saving("full", "rename", 0, 4, nth=2),
+]
+AFTER_RENAME = [
+    saving("kill", "sync", 0, 3, nth=2),
+    saving("stop", "sync", 0, 2, nth=2),
+    saving("kill", "rename", 0, 2, nth=3),
+    saving("kill", "remove", 0, 4),
+]
+RESUMING = [
+    resuming("kill", "read facts", 1, 3),
+    resuming("stop", "read facts", 0, 2),
+    resuming("kill", "read metadata", 0, 2),
+    resuming("kill", "read", 2, 4),
+    resuming("stop", "read", 1, 2),
+    resuming("kill", "set", 3, 4),
+]
+LAUNCHED = [
+    saving("kill", "half of a file", 1, 2, nth=2),
+    saving("kill", "rename", 0, 3, nth=2),
+    saving("full", "metadata", 0, 2),
+    resuming("kill", "read", 1, 2),
+    saving("stop", "write", 1, 2),  # torchrun kills it after 30 s
+]
+DAILY = {saving("kill", "half of a file", 0, 4, nth=3), resuming("kill", "read", 2, 4)}
+
+
+def seldom(faults: Sequence[Fault]) -> list[Any]:
+    marks = pytest.mark.stress
+    return [pytest.param(one, id=str(one), marks=() if one in DAILY else marks) for one in faults]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The curve of a run that nothing stops."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run_ranks(run, 2, SETTINGS | {"out": folder}) == [NUM_STEPS] * 2
+    return losses(folder)
+
+
+def end_struck(fault: Fault, tmp_path: Path, **settings: Any) -> Path:
+    out, told = tmp_path / "out", tmp_path / "told"
+    told.mkdir()
+    program = partial(struck_run, SETTINGS | {"out": out} | settings)
+    check_fault(fault, told, program, COLLECTIVE_TIMEOUT_S + ROLL_CALL_S + GRACE_S)
+    return out
+
+
+def check_left(out: Path, newest: int, whole: list[float]) -> None:
+    """The newest checkpoint is that of a step, and the run goes on from it as if not stopped."""
+    last = newest_checkpoint(out)
+    assert last is not None and step_of(last) == newest
+    assert run_ranks(run, 2, SETTINGS | {"out": out, "resume": True}) == [NUM_STEPS] * 2
+    assert losses(out) == pytest.approx(whole, rel=1e-10)
+    assert list(out.glob("*.tmp")) == []
+
+
+@pytest.mark.parametrize("fault", seldom(BEFORE_RENAME))
+def test_a_fault_before_a_checkpoint_is_whole_leaves_the_one_before(
+    fault: Fault, whole: list[float], tmp_path: Path
+) -> None:
+    check_left(end_struck(fault, tmp_path), STRUCK - 2, whole)
+
+
+@pytest.mark.parametrize("fault", seldom(AFTER_RENAME))
+def test_a_fault_after_a_checkpoint_is_whole_leaves_it(
+    fault: Fault, whole: list[float], tmp_path: Path
+) -> None:
+    check_left(end_struck(fault, tmp_path, keep=1), STRUCK, whole)
+
+
+@pytest.mark.parametrize("fault", seldom(RESUMING))
+def test_a_fault_while_resuming_hurts_no_checkpoint(
+    fault: Fault, whole: list[float], tmp_path: Path
+) -> None:
+    assert run_ranks(run, 2, SETTINGS | {"out": tmp_path / "out"}, 3) == [3] * 2
+    check_left(end_struck(fault, tmp_path, resume=True), 3, whole)
+
+
+def launched(fault: Fault, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """`bascule train` under torchrun, as a user starts it."""
+    given = SMALL | SETTINGS | {"out": tmp_path / "out"}
+    flags = [text for k, v in given.items() for text in (f"--{k.replace('_', '-')}", str(v))]
+    program = ["-m", "tests.helpers.saving_faults", json.dumps(asdict(fault)), str(tmp_path)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launcher, "--nproc-per-node", str(fault.ranks), *program, "train", *flags, *more],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("fault", LAUNCHED, ids=str)
+def test_a_fault_under_torchrun_leaves_no_process_and_nothing_half_written(
+    fault: Fault, whole: list[float], tmp_path: Path
+) -> None:
+    more = []
+    if fault.step == 0:
+        assert run_ranks(run, 2, SETTINGS | {"out": tmp_path / "out"}, 3) == [3] * 2
+        more = ["--resume"]
+    done = launched(fault, tmp_path, *more)
+    assert (tmp_path / "struck").exists() and done.returncode != 0, done.stderr
+    assert cause_of(fault) in done.stderr or "the store is gone with its host" in done.stderr
+    commands = [one / "cmdline" for one in Path("/proc").glob("[0-9]*")]
+    left = [one for one in commands if one.exists() and str(tmp_path) in one.read_text()]
+    assert left == []
+    check_left(tmp_path / "out", STRUCK - 2 if fault.step else 3, whole)
+
+
+@pytest.fixture
+def disk() -> Iterator[Callable[[str], Path]]:
+    """Makes a disk of a size, or changes its size."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "disk")
+        folder.mkdir()
+
+        def sized(size: str) -> Path:
+            remount = ["remount"] if folder.is_mount() else []
+            options = ",".join([*remount, f"size={size}"])
+            command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"NOT RUN: a disk that is full needs root: {done.stderr.strip()}")
+            return folder
+
+        try:
+            yield sized
+        finally:
+            if folder.is_mount():
+                subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
+    ranks: int, disk: Callable[[str], Path], whole: list[float], tmp_path: Path
+) -> None:
+    assert run_ranks(run, ranks, SETTINGS | {"out": tmp_path}, 2) == [2] * ranks
+    (saved,) = tmp_path.glob("step-*")
+    blocks = sum(-(-one.stat().st_size // 4096) for one in saved.iterdir())
+    out = disk(f"{blocks * 6}k") / "out"  # one and a half of it
+    for classes, text in run_ranks(raised, ranks, SETTINGS | {"out": out}):
+        assert "CommError" in classes and "step 4" in text, text
+        assert "No space left on device" in text, text
+    disk("100m")
+    check_left(out, 2, whole)
+
+
+def raised(settings: dict[str, Any]) -> tuple[list[str], str]:
+    return raised_by(run, settings)
+
+
+def forbidden(settings: dict[str, Any], name: str) -> tuple[list[str], str]:
+    """In the second checkpoint, part of the first rank's work is done without rights to write."""
+    work, is_root = getattr(Checkpoints, name), os.geteuid() == 0
+
+    def without_rights(self: Checkpoints, part: Path, *args: Any) -> None:
+        if step_of(part.with_suffix("")) < STRUCK:
+            return work(self, part, *args)
+        self.folder.chmod(0o555)
+        os.seteuid(NOBODY if is_root else os.geteuid())
+        try:
+            return work(self, part, *args)
+        finally:
+            os.seteuid(0 if is_root else os.geteuid())
+            self.folder.chmod(0o755)
+
+    with mock.patch.object(Checkpoints, name, without_rights):
+        return raised(settings)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("name", "ranks"), [("_prepare", 3), ("_publish", 2)])
+def test_a_folder_that_may_no_longer_be_written(
+    name: str, ranks: int, whole: list[float], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for classes, text in run_ranks(forbidden, ranks, SETTINGS | {"out": out}, name):
+        # TensorBoard's thread may be the first to meet it.
+        assert "CommError" in classes or "metrics.jsonl" in text, text
+        assert "Permission denied" in text, text
+    check_left(out, STRUCK - 2, whole)
+
+
+def cut_short(checkpoint: Path) -> None:
+    shard = next(checkpoint.glob("__1_*.distcp"))
+    os.truncate(shard, shard.stat().st_size // 2)
+
+
+def without_metadata(checkpoint: Path) -> None:
+    (checkpoint / ".metadata").unlink()
+
+
+def without_shard(checkpoint: Path) -> None:
+    next(checkpoint.glob("__1_*.distcp")).unlink()
+
+
+def without_facts(checkpoint: Path) -> None:
+    (checkpoint / "run.json").write_text("")
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("damage", [cut_short, without_metadata, without_shard, without_facts])
+def test_a_damaged_checkpoint_is_refused_by_all_ranks(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    assert run_ranks(run, 2, SETTINGS | {"out": tmp_path}, 2) == [2] * 2
+    damage(tmp_path / "step-00000002")
+    for classes, text in run_ranks(raised, 3, SETTINGS | {"out": tmp_path, "resume": True}):
+        assert "CommError" in classes or "ConfigError" in classes, classes
+        assert "step-00000002" in text, text
+    assert [one.name for one in tmp_path.glob("step-*")] == ["step-00000002"]
+
+
+def test_all_kinds_of_faults_strike_while_saving() -> None:
+    faults = [*BEFORE_RENAME, *AFTER_RENAME, *RESUMING]
+    assert len({str(one) for one in faults}) >= 30
+    assert {one.kind for one in faults} == {"kill", "stop", "full"}
+    assert set(faults) >= DAILY

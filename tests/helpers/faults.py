@@ -1,0 +1,221 @@
+"""Faults that strike one rank of a world at a place, and what the other ranks make of them."""
+
+import errno
+import functools
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import torch.distributed as dist
+
+from bascule.comm.transfers import Transfers
+from tests.helpers.ranks import Outcome, run_to_the_end
+
+Kind = Literal["kill", "stop", "raise", "full", "cut"]
+"""Killed; stopped and never continued; an error in the user's code; a full disk; a link cut."""
+
+PATIENCE_S = 30.0
+"""How long a rank that failed lives on, so that no closed connection tells the others."""
+
+_OWN_OF_TORCH = ("pt_autograd", "Dummy")
+
+
+class OwnError(Exception):
+    """Of the user's code."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one rank at a place that it comes to.
+
+    Attributes:
+        kind: What happens to it.
+        place: A call of bascule as errors name it, "... posted" for when its messages are on
+            their way, or a place that the program of the test names.
+        victim: The rank.
+        ranks: In the world.
+        step: In which step; agreements on what is new are in the first.
+        nth: Which of that place in the step: backward passes make the calls of forward again.
+        topology: Of the world.
+        wrapper: Of the model: "", "ddp" or "fsdp".
+    """
+
+    kind: Kind
+    place: str
+    victim: int
+    ranks: int
+    step: int = 3
+    nth: int = 1
+    topology: str = ""
+    wrapper: str = ""
+
+    def __str__(self) -> str:
+        nth = f" {self.nth}" if self.nth > 1 else ""
+        where = " ".join(filter(None, (self.topology, self.wrapper)))
+        return (
+            f"{self.kind} rank {self.victim} of {self.ranks} at {self.place}{nth} {where}".strip()
+        )
+
+
+class Striker:
+    """Strikes this rank, if it is the victim, when it comes to the place of a fault.
+
+    Args:
+        fault: On all ranks the same.
+        folder: Where it says when it strikes.
+        rank: This one.
+    """
+
+    def __init__(self, fault: Fault, folder: Path, rank: int) -> None:
+        self._fault, self._folder = fault, folder
+        self._is_victim = rank == fault.victim
+        self._times = Counter[tuple[str, int]]()
+
+    def at(self, place: str, step: int) -> None:
+        """This rank comes to a place."""
+        fault = self._fault
+        self._times[place, step] += 1
+        if (place, step) != (fault.place, fault.step) or not self._is_victim:
+            return
+        if self._times[place, step] == fault.nth:
+            strike(fault, self._folder)
+
+    def hits(self, function: Callable[..., Any], place: str, step: Callable[[], int]) -> Any:
+        """The function, which is a place."""
+
+        @functools.wraps(function)
+        def reached(*args: Any, **kwargs: Any) -> Any:
+            self.at(place, step())
+            return function(*args, **kwargs)
+
+        return reached
+
+    def in_calls(self) -> AbstractContextManager[Any]:
+        """Within, every call of bascule is a place, before and after its messages are posted."""
+        begin = Transfers.__init__
+
+        def begin_and_strike(transfers: Transfers, group: Any, what: Any, *args: Any) -> None:
+            self.at(what.what, what.step)
+            begin(transfers, group, what, *args)
+            self.at(f"{what.what} posted", what.step)
+
+        return mock.patch.object(Transfers, "__init__", begin_and_strike)
+
+
+def strike(fault: Fault, folder: Path) -> None:
+    """Do to this rank what the kind says, and write down when."""
+    (folder / "struck").write_text(str(time.monotonic()))
+    if fault.kind == "raise":
+        raise OwnError(f"the fault of rank {fault.victim}")
+    if fault.kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if fault.kind == "cut":  # of a node of its own
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        return
+    os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        error: Names of the classes of its error, and its text with its notes.
+        at_s: On the clock of the machine, which all ranks share.
+        threads: That were left when its process groups were destroyed.
+    """
+
+    error: str
+    at_s: float
+    threads: tuple[str, ...]
+
+
+def ended_by(fault: Fault, folder: Path, program: Callable[[Fault, Striker], None]) -> Ended:
+    """Run a program on this rank, which the fault must end."""
+    error = ""
+    try:
+        program(fault, Striker(fault, folder, dist.get_rank()))
+    except Exception as met:
+        names = [kind.__name__ for kind in type(met).__mro__]
+        error = "\n".join([f"{names}: {met}", *getattr(met, "__notes__", [])])
+    at_s = time.monotonic()
+    (folder / f"ended {dist.get_rank()}").touch()
+    if dist.get_rank() == fault.victim:
+        _wait(lambda: len(list(folder.glob("ended *"))) == fault.ranks)
+    dist.destroy_process_group()
+    _wait(lambda: not _threads())
+    return Ended(error, at_s, tuple(_threads()))
+
+
+def _threads() -> list[str]:
+    own = threading.current_thread()
+    return [
+        one.name
+        for one in threading.enumerate()
+        if one is not own and not one.name.startswith(_OWN_OF_TORCH)
+    ]
+
+
+def _wait(is_done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_done() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def check_fault(
+    fault: Fault, folder: Path, program: Callable[[Fault, Striker], None], most_s: float
+) -> None:
+    """All other ranks end in time, with an error that names the rank and what befell it.
+
+    Args:
+        fault: What happens.
+        folder: Empty.
+        program: What every rank runs.
+        most_s: Seconds from the fault to the end of the last of the others.
+    """
+    stopped = (fault.victim,) if fault.kind == "stop" else ()
+    outcomes = run_to_the_end(
+        ended_by, fault.ranks, fault, folder, program, timeout_s=most_s + 30.0, stopped=stopped
+    )
+    assert (folder / "struck").exists(), f"no rank came to the place: {outcomes}"
+    struck = float((folder / "struck").read_text())
+    victim = outcomes.pop(fault.victim)
+    others = [_ended(outcome) for outcome in outcomes]
+    write_down(fault, max(one.at_s for one in others) - struck)
+    for one in others:
+        assert cause_of(fault) in one.error, f"without the cause: {one.error!r}"
+        assert one.threads == (), one.threads
+        assert one.at_s - struck < most_s, one
+    if fault.kind in ("kill", "stop"):
+        assert victim.error is not None  # killed, by itself or when all others had ended
+    else:
+        assert _ended(victim).threads == ()
+
+
+def cause_of(fault: Fault) -> str:
+    """What the error of every other rank says."""
+    return {
+        "raise": f"OwnError: the fault of rank {fault.victim}",
+        "full": "No space left on device",
+    }.get(fault.kind, f"no report from ranks [{fault.victim}]")
+
+
+def _ended(outcome: Outcome) -> Ended:
+    assert outcome.error is None, outcome.error
+    return outcome.value
+
+
+def write_down(fault: Fault, seconds: float) -> None:
+    """For who wants a table of all faults: a line each."""
+    if path := os.environ.get("BASCULE_FAULT_TIMES"):
+        with Path(path).open("a") as file:
+            file.write(f"{seconds:.1f}\t{fault}\n")
