@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.bench import bench, launched, summary
+from tests.helpers.browser import data_of
 
 BF16 = ("--dtype", "bfloat16")
 
@@ -67,8 +68,14 @@ def test_streams_with_an_idle_rank_and_a_bag(tmp_path: Path, options: tuple[str,
 
 
 def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
-    done = bench(tmp_path, "--data", "g1b1i64f1s0,g1b1i256f1s0", "--steps", "1", "--gamma", "0")
+    page = tmp_path / "page.html"
+    data = ("--data", "g1b1i64f1s0,g1b1i256f1s0", "--steps", "1", "--gamma", "0")
+    done = bench(tmp_path, *data, "--report", str(page))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("warning: ") == 1
     assert "warning: in 1 of 1 steps one sequence alone" in done.stdout
-    assert summary(tmp_path)["single_binds_steps"] == 1
+    result, shown = summary(tmp_path), data_of(page.read_text())
+    assert result["single_binds_steps"] == 1
+    assert shown["measured_ratio"] == result["measured_ratio"]
+    assert shown["wir_balanced"] == result["balanced"]["wir"]
+    assert "one sequence alone" in page.read_text() and f"--report {page}" in page.read_text()
