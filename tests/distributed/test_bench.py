@@ -78,4 +78,4 @@ def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     assert result["single_binds_steps"] == 1
     assert shown["measured_ratio"] == result["measured_ratio"]
     assert shown["wir_balanced"] == result["balanced"]["wir"]
-    assert "one sequence alone" in page.read_text() and f"--report {page}" in page.read_text()
+    assert "one sequence alone" in page.read_text()

@@ -91,6 +91,11 @@ def test_packs_are_not_grouped_twice() -> None:
             made(batch_size=2, **other)
 
 
+def test_packs_are_not_collated_by_another_function() -> None:
+    with pytest.raises(ConfigError, match="leave collate_fn out, or pack"):
+        made(pack=Pack(tokens=8), collate_fn=list)
+
+
 def test_what_a_pack_means() -> None:
     given, _ = made(pack=9)
     assert given.pack == Pack(tokens=9) and given.rules.limits == Limits(tokens=9)

@@ -124,6 +124,11 @@ class Given:
                 f"LoaderOptions(batch_size={chosen.batch_size}): a pack holds samples up to its "
                 "tokens, and ready-made packs come in the loader's lists; leave batch_size out"
             )
+        if chosen.collate_fn is not None and self.pack is not None:
+            raise ConfigError(
+                "LoaderOptions(collate_fn=..): a pack is one sequence of all its samples, and is "
+                "collated by nothing else; leave collate_fn out, or pack"
+            )
 
     def handlers(self, source: Source) -> Handlers:
         """What is done with samples; the DataLoader's own way to collate them is the default."""
