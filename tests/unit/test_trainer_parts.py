@@ -249,10 +249,13 @@ def test_packs_say_how_an_epoch_ends_and_when_training_does() -> None:
             dataloader_drop_last=drops, dataloader_pin_memory=True, ddp_timeout=5
         )
         trainer = cast(Any, SimpleNamespace(args=args, data_collator=list))
-        assert options_of(trainer, LoaderOptions(ends=cast(Any, ends))).ends == wanted
+        given = LoaderOptions(ends=cast(Any, ends))
+        pack = 7 if ends == "finish" else None
+        found = options_of(trainer, BalanceConfig(learns=True, pack=pack, options=given))
+        assert found.ends == wanted and found.collate_fn is (None if pack else list)
     args.dataloader_drop_last = True
     with pytest.raises(ConfigError, match=r"ends='finish'.* with dataloader_drop_last=True"):
-        options_of(trainer, finish)
+        options_of(trainer, balance)
 
 
 def test_ready_made_packs_lose_columns_once_they_are_unpacked() -> None:

@@ -47,13 +47,14 @@ def sync_of(trainer: Trainer, balance: BalanceConfig) -> Sync:
     return sync
 
 
-def options_of(trainer: Trainer, options: LoaderOptions) -> LoaderOptions:
+def options_of(trainer: Trainer, balance: BalanceConfig) -> LoaderOptions:
     """The options of the loader, with those that the Trainer's arguments decide.
 
     Raises:
         ConfigError: The arguments and the options want unlike ends of an epoch.
     """
-    args, ends = trainer.args, options.ends
+    args, options = trainer.args, balance.options
+    ends = options.ends
     if ends == "drop_last":  # the default
         ends = "drop_last" if args.dataloader_drop_last else "pad_empty"
     elif args.dataloader_drop_last:
@@ -64,7 +65,7 @@ def options_of(trainer: Trainer, options: LoaderOptions) -> LoaderOptions:
     return replace(
         options,
         ends=ends,
-        collate_fn=trainer.data_collator,
+        collate_fn=None if balance.pack else trainer.data_collator,
         pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
         timeout_s=float(args.ddp_timeout),
     )

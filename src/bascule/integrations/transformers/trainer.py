@@ -103,7 +103,7 @@ class BalancedTrainerMixin(_Base):
         if self.args.world_size == 1 and self.balance.pack is None:
             return super().get_train_dataloader()
         args, balance = self.args, self.balance
-        dataset, options = checked_dataset(self, balance), options_of(self, balance.options)
+        dataset, options = checked_dataset(self, balance), options_of(self, balance)
         if args.remove_unused_columns:
             self._set_signature_columns_if_needed()
             names = frozenset(self._signature_columns or ())
