@@ -91,7 +91,7 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
     """All samples of the run by length; a microbatch is as many alike as fill the mean tokens.
 
     As resolution buckets with a batch size each: no rank waits, but batches hold one length only,
-    and each is at least a sample a rank.
+    and each is at least a sample a rank. What does not fill the last one is dropped.
     """
     num_ranks, order = run[0].num_ranks, np.argsort(_joined(run, "lens"), kind="stable")[::-1]
     lens, texts = _joined(run, "lens")[order], _joined(run, "texts")[order]
@@ -99,6 +99,8 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
     while first < lens.size:
         each = max(round(budget / max(int(lens[first]), 1)), 1)
         some = slice(first, first + each * num_ranks)
+        if first and some.stop > lens.size:
+            return
         yield _dealt(lens[some], texts[some], np.arange(lens[some].size) % num_ranks, num_ranks)
         first = some.stop
 
@@ -107,7 +109,7 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
     """Samples in order fill packs of one length, padded; a pack a rank and microbatch.
 
     A pack is as long as a rank's mean tokens, or as the longest sample; attention stays within
-    samples, and padding attends to itself.
+    samples, and padding attends to itself. Packs that do not fill the last microbatch are dropped.
     """
     num_ranks, lens, texts = run[0].num_ranks, _joined(run, "lens"), _joined(run, "texts")
     length = max(int(np.ceil(_budget(run))), int(lens.max(initial=0)))
@@ -118,7 +120,8 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
         pack_of[place] = pack
         held += tokens
     num_packs = pack + 1 if lens.size else 0
-    for first in range(0, num_packs, num_ranks):
+    last = max(num_packs // num_ranks * num_ranks, 1)
+    for first in range(0, last, num_ranks):
         inside = (pack_of >= first) & (pack_of < first + num_ranks)
         rank_of = pack_of[inside] - first
         one = _dealt(lens[inside], texts[inside], rank_of, num_ranks)
@@ -154,9 +157,7 @@ _POLICIES: dict[str, Policy] = {
     "packs": packs,
 }
 
-_ADVICE = (
-    f'"{", ".join(_POLICIES)}", "loader", a topology such as g4n8, or knapsack and a topology'
-)
+_ADVICE = f'"{", ".join(_POLICIES)}", "loader", a topology such as g4n8, or knapsack and a topology'
 
 
 def policy_of(name: str, num_ranks: int, cost: TransformerCost) -> Policy:

@@ -11,7 +11,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import number, of_type, put, rate, whole
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster, Floats
-from bascule.plan.costs.passes import TRAINING, in_passes
+from bascule.plan.costs.passes import Passes, in_passes
 from bascule.plan.costs.prices import RankState, price
 from bascule.plan.loaded.sequences import Batch
 from bascule.plan.routes import Ints
@@ -64,12 +64,12 @@ class EncoderStage:
             put(self, name, number(f"EncoderStage({name}", getattr(self, name)))
 
     def seconds(self, placed: Placement) -> Floats:
-        """(N,) seconds of each rank: where samples were loaded, or where the loader brought them."""
+        """(N,) seconds of each rank: where samples were loaded, or the loader brought them."""
         num_ranks, images = placed.topology.num_ranks, placed.real_lens - placed.texts
         each = self.sample_s * (placed.real_lens > 0)
         each = each + self.text_token_s * placed.texts + self.image_token_s * images
         at = placed.bag_of if placed.moves == SAMPLES else placed.source
-        seconds = np.bincount(at, each, num_ranks)
+        seconds: Floats = np.bincount(at, each, num_ranks).astype(np.float64)
         return np.full(num_ranks, seconds.mean()) if self.is_balanced else seconds
 
 
@@ -126,6 +126,7 @@ class Machine:
         cost: The model; forward.
         cluster: The machines; forward.
         host_s: Seconds that the host adds to a microbatch.
+        passes: What a microbatch runs.
         sharding: Of the parameters.
         stages: What runs before the model.
         loader_bytes_per_s: Bytes that the loader of a rank sends in a second.
@@ -135,6 +136,7 @@ class Machine:
     cost: TransformerCost
     cluster: Cluster
     host_s: float
+    passes: Passes
     sharding: Sharding
     stages: tuple[EncoderStage, ...]
     loader_bytes_per_s: float
@@ -159,16 +161,38 @@ class MicrobatchSeconds:
 
 
 def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds:
-    """Seconds of a microbatch: forward, recomputation and backward of checkpointed blocks.
+    """Seconds of a microbatch: of all passes, and what comes before and between them.
 
     Ranks meet at its end, as FSDP2 makes them, so each waits for the slowest one.
 
     Raises:
-        ConfigError: Nothing is known of the wires that it takes.
+        ConfigError: The sharding does not fit the ranks.
     """
+    none = np.zeros(placed.topology.num_ranks)
+    spent = dict.fromkeys(KINDS, none) | _computed(placed, machine)
+    spent["encoders"] = sum((stage.seconds(placed) for stage in machine.stages), none)
+    if placed.moves == TOKENS:
+        num_bytes = _ROUTES * BYTES_PER_VALUE * machine.cost.d_model
+        spent["routing"] = exchange_seconds(placed, machine.cluster, num_bytes)
+    gather, reduce = machine.sharding.seconds(machine.cost, machine.cluster)
+    spent |= _exposed_sharding(spent, machine, gather, reduce)
+    exposed = spent["all_gather"] + spent["reduce_scatter"]
+    moved = none
+    if placed.moves == SAMPLES:  # while the step before computes, which is taken to be as long
+        sent = _sent(placed, machine.cluster).sum(axis=0)
+        moved = sent * machine.sample_bytes_per_token / machine.loader_bytes_per_s
+    spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
+    busy = sum(spent.values(), none)
+    spent["waiting"] = busy.max() - busy
+    hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
+    return MicrobatchSeconds(np.stack([spent[name] for name in KINDS]), np.maximum(hidden, 0.0))
+
+
+def _computed(placed: Placement, machine: Machine) -> dict[str, Floats]:
+    """Seconds inside the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
     num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
-    cost, cluster = in_passes(machine.cost, machine.cluster, TRAINING)
+    cost, cluster = in_passes(machine.cost, machine.cluster, machine.passes)
     batch = Batch(np.bincount(placed.source, minlength=num_ranks), placed.lens)
     prices = price(batch, topology, cost, cluster, RankState.of(num_ranks))
     kind, seqs = prices.kinds[bag_of], np.arange(bag_of.size)
@@ -176,49 +200,46 @@ def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds
     def by_rank(work: Floats) -> Floats:
         return (np.bincount(bag_of, work, prices.sizes.size) / prices.speeds)[bag_of_rank]
 
-    spent = dict.fromkeys(KINDS, np.zeros(num_ranks))
-    spent["encoders"] = sum((s.seconds(placed) for s in machine.stages), np.zeros(num_ranks))
-    spent["compute"] = by_rank(prices.compute)
-    spent["ulysses"] = by_rank(prices.ulysses[kind, seqs]) + prices.carried[bag_of_rank]
-    spent["ring"] = by_rank(prices.ring[kind, seqs])
-    spent["host"] = machine.host_s + prices.exposed_host(bag_of)[bag_of_rank]
+    return {
+        "compute": by_rank(prices.compute),
+        "ulysses": by_rank(prices.ulysses[kind, seqs]) + prices.carried[bag_of_rank],
+        "ring": by_rank(prices.ring[kind, seqs]),
+        "host": machine.host_s + prices.exposed_host(bag_of)[bag_of_rank],
+    }
+
+
+def _exposed_sharding(
+    spent: dict[str, Floats], machine: Machine, gather: float, reduce: float
+) -> dict[str, Floats]:
+    """What the passes do not hide of a gather before each and the reduction of the gradients.
+
+    A layer's exchange hides behind the layer before or after it, so the first gather and the last
+    reduction have nothing to hide behind.
+    """
+    passes, first = machine.passes, 1 / machine.cost.num_layers
     wires = spent["ulysses"] + spent["ring"]
-    if placed.moves == TOKENS:
-        num_bytes = _ROUTES * BYTES_PER_VALUE * cost.d_model
-        spent["routing"] = exchange_seconds(placed, machine.cluster, num_bytes)
-    gather, reduce = machine.sharding.seconds(machine.cost, machine.cluster)
-    forward = spent["compute"] / TRAINING.linear + wires / TRAINING.exchanges
-    backward, first = spent["compute"] + wires - forward, 1 / cost.num_layers
-    # The first gather and the last reduction have nothing to hide behind.
-    spent["all_gather"] = gather * first + np.maximum(gather * (1 - first) - forward, 0.0)
+    forward = spent["compute"] / passes.linear + wires / passes.exchanges
+    backward = spent["compute"] + wires - forward
+    early = gather * (1 - first) - forward
     late = gather + reduce * (1 - first) - backward
-    spent["reduce_scatter"] = reduce * first + np.maximum(late, 0.0)
-    exposed = spent["all_gather"] + spent["reduce_scatter"]
-    end = float(sum(spent.values(), np.zeros(num_ranks)).max())
-    moved = np.zeros(num_ranks)
-    if placed.moves == SAMPLES:
-        loads = cluster.num_nodes, cluster.ranks_per_node
-        moved = _sent(placed, *loads).sum(axis=0) * machine.sample_bytes_per_token
-        moved /= machine.loader_bytes_per_s
-    spent["loader"] = np.maximum(moved - end, 0.0)
-    busy = sum(spent.values(), np.zeros(num_ranks))
-    spent["waiting"] = busy.max() - busy
-    hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
-    return MicrobatchSeconds(np.stack([spent[name] for name in KINDS]), np.maximum(hidden, 0.0))
+    return {
+        "all_gather": gather * first + np.maximum(early, 0.0),
+        "reduce_scatter": reduce * first + np.maximum(late, 0.0),
+    }
 
 
 def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
     """(N,) seconds in which each rank sends its sequences to the bags that compute them."""
-    near, far = _sent(placed, cluster.num_nodes, cluster.ranks_per_node) * bytes_per_token
+    near, far = _sent(placed, cluster) * bytes_per_token
     return near / cluster.intra_bytes_per_s + far / cluster.inter_bytes_per_s
 
 
-def _sent(placed: Placement, num_nodes: int, per_node: int) -> Floats:
+def _sent(placed: Placement, cluster: Cluster) -> Floats:
     """(2, N) tokens that each rank sends or receives, the larger: within its node, to others.
 
     What a bag receives is spread evenly over its ranks.
     """
-    topology, source = placed.topology, placed.source
+    topology, source, per_node = placed.topology, placed.source, cluster.ranks_per_node
     num_ranks, num_bags = topology.num_ranks, topology.num_bags
     first: Ints = topology.first_ranks[placed.bag_of]
     size: Ints = topology.bag_sizes[placed.bag_of]

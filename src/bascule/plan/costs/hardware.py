@@ -358,4 +358,3 @@ def _built(kind: type[_Made], values: object) -> _Made:
             f"{', '.join(names)}"
         )
     return kind(**given)
-

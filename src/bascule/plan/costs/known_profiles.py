@@ -25,10 +25,10 @@ KNOWN_PROFILES: dict[str, dict[str, Any]] = {
         "inter_bytes_per_s": 25e9,
         "memory_bytes": 80e9,
         "launch_s": 10e-6,
-        "host_s": 0.585,
+        "host_s": 0.583,
         "peak_flops_per_s": 989e12,
         "pack_bytes_per_s": 182e9,
-        "piece_s": 9.16e-6,
+        "piece_s": 9.25e-6,
         "note": "matmul_flops_per_s, host_s and piece_s were fitted to four rows of Table 1 of "
         "KnapFormer; NVLink is the data sheet's, packing (5.5 passes over what is exchanged, at "
         "30 % of 3.35 TB/s) and half of a link of 400 Gb/s are assumed",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type
+from bascule.plan.checks import of_type, put, rate
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import Cluster
 
@@ -22,12 +22,19 @@ class Passes:
         attention: Seconds of attention.
         exchanges: All-to-alls and passes of keys and values; as many backward as forward.
         name: For tables.
+
+    Raises:
+        ConfigError: A value is not above 0.
     """
 
     linear: float
     attention: float
     exchanges: float
     name: str
+
+    def __post_init__(self) -> None:
+        for name in ("linear", "attention", "exchanges"):
+            put(self, name, rate(f"Passes({name}", getattr(self, name)))
 
 
 FORWARD = Passes(1.0, 1.0, 1.0, "forward")
