@@ -251,7 +251,7 @@ def least(call: Callable[[], object], rounds: int = 3) -> float:
 
 def planning_seconds() -> float:
     """Of a plan of 1,024 ranks, a part of the above."""
-    policy = policy_of("g8n128", 1024, FLUX)
+    policy = policy_of("g8n128", FLUX, KNOWN.cluster(128, 8))
     rng = np.random.default_rng(0)
     lens = rng.integers(100, 20_000, 4096)
     one = Loaded(1024, np.repeat(np.arange(1024), 4), lens, lens * 0)

@@ -13,6 +13,7 @@ from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import Cluster
 from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
@@ -140,11 +141,18 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
 
 
 def planned(
-    spec: str, planner: str, moves: str, cost: TransformerCost, run: Sequence[Loaded]
+    topology: Topology,
+    planner: str,
+    moves: str,
+    cost: TransformerCost,
+    cluster: Cluster,
+    run: Sequence[Loaded],
 ) -> Iterator[Placement]:
-    """What `plan_batch` decides."""
+    """What `plan_batch` decides; it counts wires where bags differ, equal ones cost alike."""
+    is_mixed = len(set(topology.terms)) > 1 and planner == "lpt"
+    machines = cluster if is_mixed else None
     for one in run:
-        plan = plan_batch(one.by_rank(), spec, cost, planner=planner)
+        plan = plan_batch(one.by_rank(), topology, cost, planner=planner, cluster=machines)
         yield Placement(
             plan.topology, one.source, one.lens, one.lens, one.texts, plan.bag_of, moves
         )
@@ -160,27 +168,28 @@ _POLICIES: dict[str, Policy] = {
 _ADVICE = f'"{", ".join(_POLICIES)}", "loader", a topology such as g4n8, or knapsack and a topology'
 
 
-def policy_of(name: str, num_ranks: int, cost: TransformerCost) -> Policy:
+def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
     """What a name stands for.
 
     Args:
         name: "none", "padded", "buckets" or "packs"; "loader" moves whole samples in the data
             loader; a topology is planned by bascule, "knapsack g4n8" by the paper's greedy.
-        num_ranks: N.
         cost: What is planned by.
+        cluster: The machines, with seconds of a step.
 
     Raises:
         ConfigError: It stands for nothing, or its bags do not fill the ranks.
     """
+    num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
         return _POLICIES[name]
     if name == "loader":
-        return partial(planned, f"g1n{num_ranks}", "lpt", SAMPLES, cost)
+        return partial(planned, Topology(((1, num_ranks),)), "lpt", SAMPLES, cost, cluster)
     planner, _, spec = name.rpartition(" ")
     if planner not in ("", "knapsack"):
         raise ConfigError(f"topologies: {shown(name)}: give {_ADVICE}")
     topology = Topology.parse(spec, world_size=num_ranks)
-    return partial(planned, str(topology), planner or "lpt", TOKENS, cost)
+    return partial(planned, topology, planner or "lpt", TOKENS, cost, cluster)
 
 
 def _dealt(lens: Ints, texts: Ints, rank_of: Ints, num_ranks: int) -> Placement:

@@ -10,7 +10,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import listed, of_type, put, rate, whole
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.costs.hardware import Floats, HardwareProfile
-from bascule.plan.costs.passes import TRAINING, Passes
+from bascule.plan.costs.passes import TRAINING, Passes, in_passes
 from bascule.plan.loaded.sequences import batch_of
 from bascule.sim.placements import Loaded, Placement, policy_of
 from bascule.sim.simulation_result import SimulatedRun, SimulationResult
@@ -101,6 +101,8 @@ def simulate(
 
     Raises:
         ConfigError: A value is out of range, or something does not fit; says what.
+        PlanError: A sequence does not fit into the memory of its bag, where the model knows its
+            `bytes_per_token` and bags of several sizes are planned.
     """
     options = SimulationOptions() if options is None else options
     of_type("options", options, SimulationOptions, "a SimulationOptions(..)")
@@ -129,7 +131,8 @@ def simulate(
     names = listed("topologies", topologies)
     if not names:
         raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
-    policies = [(name, policy_of(name, num_ranks, model)) for name in names]
+    priced = in_passes(model, machine.cluster, machine.passes)
+    policies = [(name, policy_of(name, *priced)) for name in names]
     peak = profile.peak_flops_per_s
     peak = None if peak is None else peak * num_ranks
     runs = [

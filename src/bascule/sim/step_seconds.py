@@ -237,20 +237,24 @@ def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float
 def _sent(placed: Placement, cluster: Cluster) -> Floats:
     """(2, N) tokens that each rank sends or receives, the larger: within its node, to others.
 
-    What a bag receives is spread evenly over its ranks.
+    O(n + N): of the ranks of a bag, those in one node receive the same from other nodes.
     """
     topology, source, per_node = placed.topology, placed.source, cluster.ranks_per_node
-    num_ranks, num_bags = topology.num_ranks, topology.num_bags
+    num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
     first: Ints = topology.first_ranks[placed.bag_of]
     size: Ints = topology.bag_sizes[placed.bag_of]
-    node = source // per_node * per_node
+    share, node = placed.lens / size, source // per_node * per_node
+    is_own = (source >= first) & (source < first + size)
     in_node = np.minimum(first + size, node + per_node) - np.maximum(first, node)
     in_node = np.maximum(in_node, 0)
-    is_own = (source >= first) & (source < first + size)
-    both: list[Floats] = []
-    for others in (in_node - is_own, size - in_node):
-        tokens = placed.lens / size * others
-        sent = np.bincount(source, tokens, num_ranks)
-        received = np.bincount(placed.bag_of, tokens / size, num_bags)[topology.bag_of_rank]
-        both.append(np.maximum(sent, received))
-    return np.stack(both)
+    ranks = np.arange(num_ranks)
+    starts = np.diff(bag_of_rank, prepend=-1) + (ranks % per_node == 0) > 0
+    part = np.cumsum(starts) - 1  # the ranks of a bag in one node
+    near = in_node > 0
+    held = np.bincount(part[np.maximum(first, node)[near]], share[near], num_ranks)[part]
+    own = np.bincount(source[is_own], share[is_own], num_ranks)
+    whole = np.bincount(placed.bag_of, share, topology.num_bags)[bag_of_rank]
+    sent_near = np.bincount(source, share * (in_node - is_own), num_ranks)
+    sent_far = np.bincount(source, share * (size - in_node), num_ranks)
+    found = np.stack([np.maximum(sent_near, held - own), np.maximum(sent_far, whole - held)])
+    return np.maximum(found, 0.0)  # differences of sums may be a rounding below
