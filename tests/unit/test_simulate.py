@@ -20,6 +20,7 @@ from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
 from bascule.sim.simulation import SimulationOptions, simulate
 from bascule.sim.simulation_result import SimulatedRun
 from bascule.sim.step_seconds import KINDS, EncoderStage, Sharding, exchange_seconds
+from tests.helpers.browser import data_of
 from tests.helpers.cli import run
 
 MODEL = TransformerCost(256, gamma=0.5, num_layers=3)
@@ -358,20 +359,33 @@ def test_options_that_are_refused(options: dict[str, Any]) -> None:
 def test_results_are_told(tmp_path: Path) -> None:
     found = simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none", "g2n4"])
     assert "paper" in found.table() and "given, not measured" in found.table()
-    assert "| g2n4 | 1." in Path(found.report(tmp_path / "a.md") or tmp_path / "a.md").read_text()
     told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     assert [one["name"] for one in told["runs"]] == ["none", "g2n4"]
     for one, row in zip(found.runs, told["runs"], strict=True):
         assert sum(row["seconds"].values()) == pytest.approx(one.fbl_s)
     assert told["runs"][0]["wir"] is None and np.isinf(found.runs[0].wir)
-    with pytest.raises(ConfigError, match="cannot write"):
-        found.report(tmp_path / "gone" / "a.md")
+
+
+def test_the_page_says_what_was_found(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path = tmp_path / "a.html"
+    found = simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none", "g2n4"])
+    found.report(path)
+    page = path.read_text()
+    best = max(found.runs, key=lambda run: run.tokens_per_s)
+    data = data_of(page)
+    assert data["best"] == best.name and data["fbl_s"] == best.fbl_s
+    assert data["over_first"] == best.tokens_per_s / found.runs[0].tokens_per_s
+    assert "given, not measured" in page and "<td>g2n4</td>" in page
+    for wrong in ("a.md", "gone/a.html"):
+        with pytest.raises(ConfigError, match=wrong):
+            found.report(tmp_path / wrong)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     common = ("simulate", "--data", CODES, "--num-layers", "3", "--params-b", "0.1")
     options = ("--topologies", "none", "g8n1", "--steps", "2", "--accumulate", "2")
-    report = ("--report", str(tmp_path / "a.md"), "--kb-per-token", "7")
+    report = ("--report", str(tmp_path / "a.html"), "--kb-per-token", "7")
     code, out, _ = run(capsys, *common, *options, *report, "--json", "-")
     assert code == 0
     told = json.loads(out)
@@ -383,7 +397,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         options=SimulationOptions(num_steps=2, accumulate=2, sharding=Sharding(10**8)),
     )
     assert told == json.loads(json.dumps(expected.to_dict()))
-    assert "| g8n1 |" in (tmp_path / "a.md").read_text()
+    assert data_of((tmp_path / "a.html").read_text())["best"] in ("none", "g8n1")
     code, out, _ = run(capsys, *common, *options, "--json", str(tmp_path / "a.json"))
     assert code == 0 and "g8n1" in out and "not measured" in out
     assert json.loads((tmp_path / "a.json").read_text())["num_ranks"] == 8

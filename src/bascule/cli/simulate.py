@@ -7,9 +7,11 @@ from pathlib import Path
 from rich.console import Console
 
 from bascule.cli.reading import InputOptions, MachineOptions
-from bascule.cli.writing import write_text
+from bascule.cli.writing import write_report, write_text
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
+from bascule.report.page import check_report
+from bascule.report.reports import of_simulation
 from bascule.sim.simulation import SimulationOptions, simulate
 from bascule.sim.step_seconds import Sharding
 
@@ -34,7 +36,7 @@ class SimulateOptions(InputOptions, MachineOptions):
         kb_per_token: KB of activations that a token holds, over all layers; those of checkpointed
             blocks if not given.
         json: Where to write it all as JSON; - for standard output.
-        report: Where to write the table as Markdown.
+        report: Where to write a page of it all, .html.
     """
 
     topologies: tuple[str, ...] = ("none", "loader", "buckets", "packs")
@@ -67,6 +69,7 @@ def simulation(options: SimulateOptions) -> None:
     Raises:
         ConfigError: The input is malformed or does not fit.
     """
+    check_report(options.report)
     for name in ("steps", "accumulate"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name}", value, 1)
@@ -99,7 +102,4 @@ def simulation(options: SimulateOptions) -> None:
     console.print(*found.tables(), sep="\n")
     console.print(f"{found.num_ranks} ranks of {found.profile}", markup=False, highlight=False)
     if options.report is not None:
-        try:
-            found.report(options.report)
-        except ConfigError as error:
-            raise ConfigError(f"--report: {error}") from error
+        write_report(options.report, of_simulation(found))

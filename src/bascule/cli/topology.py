@@ -31,13 +31,13 @@ class TopologyOptions(InputOptions, ClusterOptions):
             where they have many sequences.
         rows: Topologies to print.
         report: Where to write a page of it all, .html.
-        passes: What to count: a forward pass, or a training step that recomputes.
+        passes: What to count: a training step that recomputes, or a forward pass.
     """
 
     steps: int | None = None
     rows: int = 10
     report: Path | None = None
-    passes: Literal["forward", "step"] = "forward"
+    passes: Literal["step", "forward"] = "step"
 
 
 def topology(options: TopologyOptions) -> None:

@@ -144,7 +144,7 @@ class SimulationResult:
         for rows in self.rows():
             table = Table()
             for place, name in enumerate(rows[0]):
-                table.add_column(name, justify="right" if place else "left")
+                table.add_column(name, justify="right" if place else "left", no_wrap=not place)
             for row in rows[1:]:
                 table.add_row(*row)
             made.append(table)
@@ -159,20 +159,19 @@ class SimulationResult:
         return text.getvalue()
 
     def report(self, path: str | Path) -> None:
-        """Write `rows` as Markdown, and from where the numbers of the machine are.
+        """Write a page of it all, as `bascule simulate --report` does.
 
         Raises:
-            ConfigError: The file cannot be written; says why.
+            ConfigError: It cannot be written there; says why.
         """
-        lines = [f"{self.num_ranks} ranks of {self.profile}. {self.profile.note}"]
-        for head, *rows in self.rows():
-            lines += [
-                "",
-                *("| " + " | ".join(r) + " |" for r in (head, ["---"] * len(head), *rows)),
-            ]
+        from bascule.report.page import check_report, render
+        from bascule.report.reports import of_simulation
+
+        path = to_path(path)
+        check_report(path)
         try:
-            to_path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        except (OSError, ValueError) as error:
+            path.write_text(render(of_simulation(self), "bascule.simulate(..)"), encoding="utf-8")
+        except OSError as error:
             raise ConfigError(f"cannot write {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:

@@ -41,6 +41,9 @@ FORWARD = Passes(1.0, 1.0, 1.0, "forward")
 TRAINING = Passes(4.0, 2.0 + _ATTENTION_BACKWARD, 3.0, "step")
 """Forward, recomputation and backward, every block checkpointed."""
 
+WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step")
+"""Forward and backward, no block checkpointed."""
+
 
 def in_passes(
     cost: TransformerCost, cluster: Cluster, passes: Passes
