@@ -1,5 +1,7 @@
 """KnapFormer's Table 1 (FLUX on 32 H100) against the simulator; four of its rows were fitted."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from bascule.sim.simulation import SimulationOptions, simulate
 from bascule.sim.simulation_result import SimulatedRun
 from bascule.sim.step_seconds import Sharding
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
+from tests.helpers.pages import ROOT
 
 FLUX = TransformerCost(3072, gamma=0.426, num_layers=57)
 LOW = "g32b32i256f1s0"
@@ -86,3 +89,30 @@ def test_the_table_agrees_with_itself(data: str) -> None:
     for fbl, tps, hfu in zip(FBL[data], TPS[data], HFU[data], strict=True):
         assert fbl * tps * 1e3 == pytest.approx(tokens, rel=0.01)
         assert fbl * hfu / 100 * 32 * 989e12 == pytest.approx(flops, rel=0.02)
+
+
+def test_the_page_quotes_the_results() -> None:
+    """Every row of its table, the constants, and how large the errors are at most."""
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    results = json.loads((ROOT / "benchmarks" / "results" / "simulate.json").read_text())
+    known = HardwareProfile.load("h100-knapformer")
+    assert results["constants"] == {name: getattr(known, name) for name in results["constants"]}
+    for name, value in results["fitted_again"].items():
+        assert results["constants"][name] == pytest.approx(value, rel=2e-3)
+    rows = [line.split("|")[2:-1] for line in page.splitlines() if " | fitted |" in line]
+    rows += [line.split("|")[2:-1] for line in page.splitlines() if " | held out |" in line]
+    cells = sorted(results["table_1"], key=lambda cell: not cell["is_fitted"])
+    for row, cell in zip(rows, cells, strict=True):
+        name, is_fitted, wir, _, fbl, printed, error, tps = (text.strip() for text in row)
+        assert (name, is_fitted == "fitted") == (cell["balancer"], cell["is_fitted"])
+        assert (wir, fbl) == (f"{cell['wir']:.2f}", f"{cell['fbl_s']:.2f}")
+        assert float(printed) == cell["fbl_s_printed"]
+        assert float(error.rstrip(" %")) == pytest.approx(100 * cell["fbl_s_error"], abs=0.06)
+        for column in ("tokens_per_s", "hfu"):
+            found = 100 * cell[f"{column}_error"]
+            assert float(tps.rstrip(" %")) == pytest.approx(found, abs=0.2)
+    held = [abs(cell["fbl_s_error"]) for cell in cells if not cell["is_fitted"]]
+    assert max(held) < 0.05
+    found = results["growth"]
+    assert found["1024 ranks x 50 steps, none and g8n4, s"] <= 10
+    assert all(value < 1.2 for name, value in found.items() if name.startswith("exponent"))
