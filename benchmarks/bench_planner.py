@@ -45,11 +45,8 @@ Chosen second. In the first mix every other step was g28b1i1024f1s0,g4b1i2048f85
 """
 
 EQUAL_BAGS = ("g1n32", "g2n16", "g4n8", "g8n4")
-COST, CLUSTER = in_passes(
-    TransformerCost(3072, gamma=0.426, num_layers=57),
-    HardwareProfile.load("h100-datasheet").cluster(4, 8),
-    TRAINING,
-)
+COST = TransformerCost(3072, gamma=0.426, num_layers=57)
+STEP_COST, CLUSTER = in_passes(COST, HardwareProfile.load("h100-datasheet").cluster(4, 8), TRAINING)
 NUM_STEPS = 50
 
 
@@ -114,8 +111,8 @@ def locality() -> dict[str, Any]:
     )
     before, after, worse = [], [], 0.0
     for batch in batches(MIXES["joint"]):
-        best = plan_batch(batch, "g8n4", COST, cluster=CLUSTER, planner="knapsack")
-        plan = plan_batch(batch, "g8n4", COST, cluster=CLUSTER)
+        best = plan_batch(batch, "g8n4", STEP_COST, cluster=CLUSTER, planner="knapsack")
+        plan = plan_batch(batch, "g8n4", STEP_COST, cluster=CLUSTER)
         before.append(leaving_node(best))
         after.append(leaving_node(plan))
         worse = max(worse, plan.makespan / plan.lower_bound - 1)
@@ -249,7 +246,7 @@ def topology() -> dict[str, Any]:
     for name, target in targets.items():
         steps = bursty() if name == "bursty" else batches(MIXES[name])
         start = time.perf_counter()
-        ranking = suggest_topology(steps[:20], COST, CLUSTER)
+        ranking = suggest_topology(steps[:20], STEP_COST, CLUSTER)
         search_s = time.perf_counter() - start
         equal = {spec: _seconds(steps, spec)[0] for spec in EQUAL_BAGS}
         static = _seconds(steps, str(ranking.best))[0]
@@ -281,7 +278,7 @@ def _seconds(steps: Sequence[Batch], spec: str) -> tuple[float, float]:
     planning: list[float] = []
     for batch in steps:
         start = time.perf_counter()
-        plan = plan_batch(batch, spec, COST, cluster=CLUSTER, home_tolerance=0.0)
+        plan = plan_batch(batch, spec, STEP_COST, cluster=CLUSTER, home_tolerance=0.0)
         planning.append(time.perf_counter() - start)
         seconds.append(plan.makespan)
     return mean(seconds), statistics.median(planning) * 1e3
