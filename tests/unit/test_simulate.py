@@ -328,6 +328,9 @@ def test_profiles_written_before_there_were_such_fields(tmp_path: Path) -> None:
         ({"profile": HardwareProfile(device="new")}, "new has no matmul_flops_per_s"),
         ({"profile": "none such"}, "none such"),
         ({"options": 5}, "options"),
+        ({"options": SimulationOptions(accumulate=2)}, "1 batches are no whole steps"),
+        ({"data": [[bascule.Sequences([5], "causal")]]}, "masks or contexts"),
+        ({"data": [[bascule.Sequences([5], None, [3])]]}, "masks or contexts"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], told: str) -> None:

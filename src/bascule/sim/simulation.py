@@ -110,6 +110,10 @@ def simulate(
     if not isinstance(profile, HardwareProfile):
         profile = HardwareProfile.load(profile)
     run = _drawn(data, options) if isinstance(data, str) else _given(data)
+    if len(run) % options.accumulate:
+        raise ConfigError(
+            f"accumulate={options.accumulate}: {len(run)} batches are no whole steps of so many"
+        )
     if not sum(one.lens.sum() for one in run):
         raise ConfigError("the data has no tokens: there is nothing to simulate")
     num_ranks = run[0].num_ranks
@@ -201,6 +205,11 @@ def _given(data: object) -> list[Loaded]:
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
         loaded = batch_of(ranks, run[0].num_ranks if run else len(ranks))
+        if loaded.masks is not None or loaded.context_lens is not None:
+            raise ConfigError(
+                f"data: batch {len(run)} has masks or contexts, which are not simulated: give "
+                "lengths alone"
+            )
         run.append(Loaded(loaded.counts.size, loaded.ranks, loaded.lens, loaded.lens * 0))
     if not run or not run[0].num_ranks:
         raise ConfigError("no batches, or no ranks, to simulate: give at least one")
