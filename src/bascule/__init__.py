@@ -57,10 +57,10 @@ if TYPE_CHECKING:
     from bascule.plan.topology.search import TopologyRanking as TopologyRanking
     from bascule.plan.topology.search import suggest_topology as suggest_topology
     from bascule.plan.topology.spec import Topology as Topology
-    from bascule.training.stepping import train_step as train_step
     from bascule.sim.simulation import SimulationOptions as SimulationOptions
     from bascule.sim.simulation import simulate as simulate
     from bascule.sim.simulation_result import SimulationResult as SimulationResult
+    from bascule.training.stepping import train_step as train_step
 
 _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
