@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     from bascule.plan.topology.search import TopologyRanking as TopologyRanking
     from bascule.plan.topology.search import suggest_topology as suggest_topology
     from bascule.plan.topology.spec import Topology as Topology
+    from bascule.sim.simulation import SimulationOptions as SimulationOptions
+    from bascule.sim.simulation import simulate as simulate
+    from bascule.sim.simulation_result import SimulationResult as SimulationResult
     from bascule.training.stepping import train_step as train_step
 
 _HOMES = {
@@ -81,6 +84,8 @@ _HOMES = {
     "SamplerOptions": "bascule.data.samplers.balanced",
     "SequenceParallel": "bascule.parallel",
     "Sequences": "bascule.plan.loaded.sequences",
+    "SimulationOptions": "bascule.sim.simulation",
+    "SimulationResult": "bascule.sim.simulation_result",
     "Span": "bascule.plan.loaded.masks",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
     "Step": "bascule.parallel",
@@ -99,6 +104,7 @@ _HOMES = {
     "plan_batch": "bascule.plan.batch",
     "plan_step": "bascule.plan.step",
     "sequence_parallel": "bascule.integrations.sdpa.mode",
+    "simulate": "bascule.sim.simulation",
     "sparse_imbalance": "bascule.plan.sparse",
     "step_makespan": "bascule.plan.step",
     "suggest_topology": "bascule.plan.topology.search",

@@ -15,6 +15,10 @@ from tests.helpers.cli import modules_imported_by
         ("-c", "import bascule.plan"),
         ("-m", "bascule.cli", "plan", "--help"),
         ("-m", "bascule.cli", "doctor", "--help"),
+        ("-c", "import bascule.sim.simulation, bascule.sim.sparse_study"),
+        ("-c", "import bascule; bascule.simulate"),
+        ("-c", "import bascule.report.step_picture, bascule.report.sparse_picture"),
+        ("-m", "bascule.cli", "simulate", "--lengths", "4/5"),
     ],
     ids=" ".join,
 )

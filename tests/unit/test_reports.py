@@ -42,6 +42,13 @@ def report_with(text: str) -> Report:
     )
 
 
+def test_a_rank_without_work_has_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its WIR is infinite, which JSON cannot say."""
+    path = tmp_path / "plan.html"
+    code, _, _ = run(capsys, "plan", "--lengths", "900//", "--report", str(path))
+    assert code == 0 and data_of(path.read_text())["wir"] is None
+
+
 def test_a_plan_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     shown, saved = tmp_path / "plan.html", tmp_path / "plan.json"
     data = ("--data", "g4b8i256f1s0,g2b3i512f1s0,g2b1i1024f9s1", "--topology", "g1n4+g2n2")

@@ -9,6 +9,7 @@ from rich.console import Console
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
 from bascule.cli.plan import PlanOptions
+from bascule.cli.simulate import SimulateOptions
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
 from bascule.errors import CommError, ConfigError, PlanError
@@ -17,6 +18,7 @@ from bascule.training.run.train_options import TrainOptions
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]
     | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
+    | Annotated[SimulateOptions, tyro.conf.subcommand("simulate")]
     | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[TrainOptions, tyro.conf.subcommand("train")]
@@ -37,6 +39,10 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.topology import topology
 
             topology(options)
+        elif isinstance(options, SimulateOptions):
+            from bascule.cli.simulate import simulation
+
+            simulation(options)
         elif isinstance(options, SparseOptions):
             from bascule.cli.sparse import sparse
 

@@ -1,7 +1,7 @@
 """The machines: what they do in a second, and from where that is known; and clusters of them."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
@@ -12,6 +12,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, of_type, put, rate, shown, whole
 from bascule.plan.costs.attention_latency import AttentionLatency
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate
+from bascule.plan.costs.known_profiles import KNOWN_PROFILES
 from bascule.plan.files import parse_json, read_lines, to_path
 from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
@@ -55,6 +56,12 @@ class Cluster:
         intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
         inter_bytes_per_s: The same, to ranks of other nodes.
         latency_s: Time to launch an all-to-all.
+        pack_bytes_per_s: Bytes that a rank brings into order in a second, before and after the
+            exchanges; None: in no time. Adds ``layers * 8 d * (L / G) / pack_bytes_per_s``.
+        piece_s: Seconds of the host for each piece that an exchange of a layer puts into order, of
+            which there are G for each sequence of a bag: of software that loops over them, as
+            KnapFormer does. The host works while the device computes: what takes longer than the
+            compute delays the step. bascule has no such loop.
 
     Raises:
         ConfigError: A value is out of range.
@@ -67,13 +74,17 @@ class Cluster:
     intra_bytes_per_s: float
     inter_bytes_per_s: float
     latency_s: float
+    pack_bytes_per_s: float | None = None
+    piece_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
             put(self, name, whole(f"Cluster({name}", getattr(self, name), 1, MAX_RANKS))
         for field in fields(self)[2:]:
-            check = number if field.name == "latency_s" else rate
-            put(self, field.name, check(f"Cluster({field.name}", getattr(self, field.name)))
+            value = getattr(self, field.name)
+            check = number if field.name in ("latency_s", "piece_s") else rate
+            if value is not None or field.name != "pack_bytes_per_s":
+                put(self, field.name, check(f"Cluster({field.name}", value))
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}): "
@@ -108,7 +119,7 @@ class Cluster:
         return cost(seq_lens, num_pairs) * (FLOPS_PER_UNIT / self.flops_per_s)
 
     def wire_seconds(self, cost: Cost, bag_size: int, ranks_in_node: int | None = None) -> float:
-        """Seconds that a token of a sequence costs each rank of its bag in all-to-alls.
+        """Seconds that a token of a sequence costs each rank of its bag in all-to-alls and packing.
 
         Args:
             cost: Knows the width and the layers of the model.
@@ -124,13 +135,20 @@ class Cluster:
         width, num_layers = _shape(cost)
         num_bytes = BYTES_PER_VALUE * VALUES_PER_TOKEN * width * num_layers / bag_size**2
         near, far = (local - 1) / self.intra_bytes_per_s, (bag_size - local)
-        return num_bytes * (near + far / self.inter_bytes_per_s)
+        pack = 0.0 if self.pack_bytes_per_s is None else bag_size / self.pack_bytes_per_s
+        return num_bytes * (near + far / self.inter_bytes_per_s + pack)
 
     def launch_seconds(self, cost: Cost, bag_size: int) -> float:
         """Seconds that a rank of a bag spends on launching the all-to-alls of a forward pass."""
         if bag_size == 1:
             return 0.0
         return EXCHANGES_PER_LAYER * _shape(cost)[1] * self.latency_s
+
+    def host_seconds(self, cost: Cost, bag_size: int) -> float:
+        """Seconds that the host of a rank spends on the pieces of a sequence in its bag."""
+        if bag_size == 1 or self.piece_s == 0.0:
+            return 0.0
+        return self.piece_s * _shape(cost)[1] * bag_size
 
     def bag_seconds(self, cost: Cost, seq_lens: npt.ArrayLike, bag_size: int) -> Floats:
         """Seconds of sequences of these many tokens on each rank of a bag, without launches."""
@@ -163,6 +181,7 @@ FLOPS_PER_VALUE = 4
 _SOURCES = {
     "measured": "measured",
     "datasheet": "assumed from a data sheet, not measured",
+    "published": "fitted to a published table, not measured by us",
     "given": "given, not measured",
 }
 
@@ -170,6 +189,9 @@ _Made = TypeVar("_Made")
 
 _FORMAT = {"bascule": "hardware profile", "version": 1}
 """What a file of a profile begins with."""
+
+_ADDED = ("peak_flops_per_s", "pack_bytes_per_s", "piece_s")
+"""Fields that files written before there were any lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +202,7 @@ class HardwareProfile:
 
     Args:
         device: Its name.
-        source: "measured", "datasheet" or "given".
+        source: "measured", "datasheet", "published" or "given".
         matmul_flops_per_s: FLOPs in a second that a rank sustains in products of matrices.
         attention_flops_per_s: The same in attention, on the blocks that are computed.
         intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
@@ -188,6 +210,9 @@ class HardwareProfile:
         memory_bytes: Memory of a rank.
         launch_s: Seconds to start a kernel or an exchange.
         host_s: Seconds that the host adds to a step of a rank, whatever its sequences.
+        peak_flops_per_s: FLOPs in a second of the data sheet, of which HFU is a share.
+        pack_bytes_per_s: See `Cluster`; None: in no time.
+        piece_s: See `Cluster`; None: 0.
         attention: The fit of measured calls of attention, of one width of heads; used in place of
             the rates above to predict attention.
         note: How the numbers came about, in words.
@@ -205,6 +230,9 @@ class HardwareProfile:
     memory_bytes: float | None = None
     launch_s: float | None = None
     host_s: float | None = None
+    peak_flops_per_s: float | None = None
+    pack_bytes_per_s: float | None = None
+    piece_s: float | None = None
     attention: AttentionLatency | None = None
     note: str = ""
 
@@ -216,9 +244,9 @@ class HardwareProfile:
                 f"HardwareProfile(source={shown(self.source)}): must be one of "
                 + ", ".join(_SOURCES)
             )
-        for field in fields(self)[2:9]:
+        for field in fields(self)[2:12]:
             if (value := getattr(self, field.name)) is not None:
-                check = number if field.name in ("launch_s", "host_s") else rate
+                check = number if field.name in ("launch_s", "host_s", "piece_s") else rate
                 put(self, field.name, check(f"HardwareProfile({field.name}", value))
         if self.attention is not None:
             advice = "an AttentionLatency, or None"
@@ -249,7 +277,9 @@ class HardwareProfile:
             *("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s"),
             "launch_s",
         )
-        return Cluster(num_nodes, ranks_per_node, compute, memory, near, far, launch_s)
+        machine = Cluster(num_nodes, ranks_per_node, compute, memory, near, far, launch_s)
+        piece_s = 0.0 if self.piece_s is None else self.piece_s
+        return replace(machine, pack_bytes_per_s=self.pack_bytes_per_s, piece_s=piece_s)
 
     def attention_latency(self, head_dim: int) -> AttentionLatency:
         """What predicts a call: the fit if there is one, or else rates and launches.
@@ -294,21 +324,22 @@ class HardwareProfile:
         """Read what `save` wrote, or take a profile that is known by its name.
 
         Args:
-            path: Of the file; or "h100-datasheet".
+            path: Of the file; or "h100-datasheet" or "h100-knapformer".
 
         Raises:
             ConfigError: The file cannot be read, or holds something else; says what.
         """
-        if isinstance(path, str) and path in _KNOWN:
-            return cls(**_KNOWN[path])
+        if isinstance(path, str) and path in KNOWN_PROFILES:
+            return cls(**KNOWN_PROFILES[path])
         found = parse_json("".join(read_lines(path)), str(path))
         values = cast(dict[str, Any], found) if isinstance(found, dict) else {}
         if {name: values.get(name) for name in _FORMAT} != _FORMAT:
             raise ConfigError(
                 f"{path} is no hardware profile of version {_FORMAT['version']}, as "
-                f"HardwareProfile.save writes them; by name there is {', '.join(_KNOWN)}"
+                f"HardwareProfile.save writes them; by name there is {', '.join(KNOWN_PROFILES)}"
             )
         values = {name: value for name, value in values.items() if name not in _FORMAT}
+        values = dict.fromkeys(_ADDED) | values if values else values
         try:
             if values.get("attention") is not None:
                 values["attention"] = _built(AttentionLatency, values["attention"])
@@ -327,20 +358,3 @@ def _built(kind: type[_Made], values: object) -> _Made:
             f"{', '.join(names)}"
         )
     return kind(**given)
-
-
-_KNOWN: dict[str, dict[str, Any]] = {
-    "h100-datasheet": {
-        "device": "NVIDIA H100 SXM",
-        "source": "datasheet",
-        "matmul_flops_per_s": 544e12,
-        "attention_flops_per_s": 544e12,
-        "intra_bytes_per_s": 180e9,
-        "inter_bytes_per_s": 25e9,
-        "memory_bytes": 80e9,
-        "launch_s": 10e-6,
-        "note": "55 % of the peak of 989 TFLOP/s in bf16, 40 % of NVLink's 450 GB/s a direction, "
-        "half of a link of 400 Gb/s; launches guessed",
-    }
-}
-"""Profiles that are known by name: nobody measured them."""
