@@ -11,6 +11,7 @@ from bascule.bench.options import BenchOptions
 from bascule.cli.plan import PlanOptions
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
+from bascule.cli.trace import TraceOptions
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.training.run.train_options import TrainOptions
 
@@ -18,6 +19,7 @@ Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]
     | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
     | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
+    | Annotated[TraceOptions, tyro.conf.subcommand("trace")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[TrainOptions, tyro.conf.subcommand("train")]
     | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
@@ -41,6 +43,10 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.sparse import sparse
 
             sparse(options)
+        elif isinstance(options, TraceOptions):
+            from bascule.cli.trace import trace
+
+            trace(options)
         elif isinstance(options, DoctorOptions):
             from bascule.cli.doctor import doctor
 
