@@ -190,7 +190,11 @@ def _sorted(found: _Found) -> RankEvents:
     if on_device:
         compute, calls = union(_spans(found.kernels)), found.device_calls
         if numbered_by == "ProfilerStep" and set(found.device_steps) >= set(found.steps):
-            windows = _until_the_next(numbers, [found.device_steps[n] for n in numbers.tolist()])
+            # Of a last step only the last kernel is known; it takes the host as long in all.
+            spans = [found.device_steps[n] for n in numbers.tolist()]
+            lasting = (host[:, 1] - host[:, 0]).tolist()
+            spans = [(a, max(b, a + s)) for (a, b), s in zip(spans, lasting, strict=True)]
+            windows = _until_the_next(numbers, spans)
     else:
         compute, calls = _host_compute(found), found.host_calls
     calls = sorted(calls, key=lambda call: call[1:])

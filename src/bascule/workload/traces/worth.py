@@ -27,6 +27,11 @@ Lengths = Mapping[tuple[int, int], Sequence[int]]
 """Tokens of each sequence, by the numbers of step and rank."""
 
 
+MAX_ERROR = 0.3
+"""Error with which steps may predict each other; it is told with the result. A profile has few
+steps, and single ones are noisy where machines are shared; their mean is less so."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunLengths:
     """What ranks computed on, and what they had loaded.
@@ -188,8 +193,8 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         [[known[step, rank] for rank in ranks] for step in steps]
         for known in (lens.computed, lens.loaded)
     )
-    cost = fit_iterations(computed, parts.own[places])
-    bags = Topology.parse(topology or "g1n1", world_size=len(ranks))
+    cost = fit_iterations(computed, parts.own[places], max_loo_error=MAX_ERROR)
+    bags = Topology.parse(topology or f"g1n{len(ranks)}", world_size=len(ranks))
     plans = [plan_batch(each, bags, cost) for each in loaded]
     as_run = np.array([[evaluate(cost, one).sum() for one in each] for each in computed])
     as_loaded = np.array([plan.unbalanced_loads(cost) for plan in plans])
