@@ -107,12 +107,12 @@ def _show_worth(console: Console, worth: Worth | None, unknown: str) -> None:
         console.print(f"what balancing would be worth is not known: {unknown}", markup=False)
         return
     table = Table(title=f"what balancing would be worth: {worth.num_steps} steps, {worth.topology}")
-    for name in ("", "step, ms", "by the cost model, ms", "imbalance of the model"):
+    for name in ("", "step ms", "model ms", "model's imbalance"):
         table.add_column(name, justify="right" if name else "left")
     row = f"{worth.measured_s * 1e3:.4g}", f"{worth.model_s * 1e3:.4g}", f"{worth.imbalance:.4f}"
     table.add_row("as run, measured", *row)
     if worth.as_loaded_s != worth.model_s:
-        table.add_row("without the plan of the run", "", f"{worth.as_loaded_s * 1e3:.4g}", "")
+        table.add_row("without the run's own plan", "", f"{worth.as_loaded_s * 1e3:.4g}", "")
     row = worth.predicted_s * 1e3, worth.balanced_s * 1e3, worth.balanced_imbalance
     table.add_row("balanced, predicted", f"{row[0]:.4g}", f"{row[1]:.4g}", f"{row[2]:.4f}")
     console.print(table)

@@ -19,7 +19,11 @@ TRAIN_STEP = "bascule::a training step"
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*([0-9]{1,15})")
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
-_HOST_CALL = re.compile(r"(?:gloo|ucc|mpi):")
+_HOST_CALL = re.compile(
+    r"(?:gloo|ucc|mpi):"
+    # bascule's own, which are messages to gloo; not those of a bag, whose ranks no name tells.
+    r"|bascule::(?:all_to_all|all_gather|all_reduce|reduce_scatter|barrier) \((?!tokens|heads)"
+)
 _DISPATCH = re.compile(r"(?:c10d|_c10d_functional|c10d_functional|fsdp|symm_mem|bascule)::")
 _WRAPPER = re.compile(r"autograd::engine::|.*Backward[0-9]*$")
 _COMPILED = "## Call CompiledFxGraph"

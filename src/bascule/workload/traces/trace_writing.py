@@ -119,11 +119,11 @@ def _events(one: Segment, number: int, lane: int) -> list[dict[str, Any]]:
     if one.kind == "step":
         name = f"ProfilerStep#{one.name}"
         host = event("user_annotation", name, _HOST)
-        return [host, event("gpu_user_annotation", name, _STEPS, stream=_STEPS)]
+        return [host, event("gpu_user_annotation", name, _STEPS)]
     if one.kind == "lengths":
         return [event("user_annotation", one.name, _HOST)]
     if one.kind == "waiting":
-        return [event("gpu_user_annotation", one.name, _WAITS, stream=_WAITS)]
+        return [event("gpu_user_annotation", one.name, _WAITS)]
     launch = event("cuda_runtime", "cudaLaunchKernel", _HOST, correlation=number) | {"dur": 0}
     args: dict[str, object] = {"device": 0, "correlation": number}
     if one.kind == "communication":
