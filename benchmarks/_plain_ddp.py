@@ -10,14 +10,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile, schedule
 
-WIDTH, NUM_SAMPLES = 192, 4
+WIDTH, NUM_SAMPLES = 192, 6
 
 
 def samples_of(rank: int, step: int) -> list[Tensor]:
-    """(L, WIDTH) samples of a rank's step; lengths are log-normal."""
+    """(L, WIDTH) samples of a rank's step: log-normal lengths, and each step one rank has longer."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    lens = (torch.randn(NUM_SAMPLES, generator=generator) * 0.8 + 5.5).exp().clamp(32, 1536)
-    return [torch.randn(int(length), WIDTH, generator=generator) for length in lens]
+    median = 130 if (rank + step) % 2 else 350
+    lens = median * (torch.randn(NUM_SAMPLES, generator=generator) * 0.6).exp()
+    return [torch.randn(int(length), WIDTH, generator=generator) for length in lens.clamp(32, 1536)]
 
 
 def new_model() -> DistributedDataParallel:
