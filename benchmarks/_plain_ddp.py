@@ -14,7 +14,7 @@ WIDTH, NUM_SAMPLES = 192, 6
 
 
 def samples_of(rank: int, step: int) -> list[Tensor]:
-    """(L, WIDTH) samples of a rank's step: log-normal lengths, and each step one rank has longer."""
+    """(L, WIDTH) samples: log-normal lengths; in each step, one rank in two has longer ones."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     median = 130 if (rank + step) % 2 else 350
     lens = median * (torch.randn(NUM_SAMPLES, generator=generator) * 0.6).exp()

@@ -3,10 +3,10 @@
 Run: `python benchmarks/bench_trace.py` (about three minutes on two idle cores); writes
 results/trace.json.
 
-A plain DDP script on two ranks of one thread, with samples of log-normal lengths, is profiled. Its
-traces and its list of lengths give a cost model and a prediction. Then the same script trains on
-the same steps without and with a `BalancedLoader` that has this cost model, taking turns, without
-a profiler. Each round is as many steps as were profiled.
+In each round a plain DDP script on two ranks of one thread, with samples of log-normal lengths, is
+profiled; its traces and its list of lengths give a cost model and a prediction. Then the same
+script trains on the same steps without a profiler, first as it is, then with a `BalancedLoader`
+that has this cost model. Predicted and measured are the medians of the rounds.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from bascule.workload.traces import balancing_worth, read_traces, step_parts
 from bascule.workload.traces.worth import read_lens
 
 RANKS, WARMUP = 2, 2
+TERMS = ("quadratic", "linear", "constant", "overhead")
 
 
 def length_of(sample: dict[str, Tensor]) -> int:
@@ -64,14 +65,15 @@ def measure(rank: int, folder: str, num_steps: int, rounds: int) -> None:
     trainer = Trainer()
     for _ in range(2):
         trainer.step(steps[0])
-    traces = Path(folder) / "traces"
-    profiled(traces, rank, num_steps, lambda step: trainer.step(steps[step]), warmup=WARMUP)
-    dist.barrier()
-    found: list[Any] = [predicted(str(traces), num_steps) if rank == 0 else None]
-    dist.broadcast_object_list(found)
-    worth = found[0]["worth"]
-    terms = ("quadratic", "linear", "constant", "overhead")
-    cost = PolynomialCost(*(worth["cost"][term] for term in terms))
+
+    def predict(turn: int) -> dict[str, Any]:
+        traces = Path(folder) / f"traces{turn}"
+        traces.mkdir(exist_ok=True)
+        profiled(traces, rank, num_steps, lambda step: trainer.step(steps[step]), warmup=WARMUP)
+        dist.barrier()
+        found: list[Any] = [predicted(str(traces), num_steps) if rank == 0 else None]
+        dist.broadcast_object_list(found)
+        return found[0]
 
     def plain() -> float:
         for samples in steps[:WARMUP]:
@@ -83,7 +85,7 @@ def measure(rank: int, folder: str, num_steps: int, rounds: int) -> None:
         dist.barrier()
         return (time.perf_counter() - start) / num_steps
 
-    def balanced() -> float:
+    def balanced(cost: PolynomialCost) -> float:
         start = 0.0
         data = [{"x": sample} for samples in steps for sample in samples]
         loaded = DataLoader(data, NUM_SAMPLES, collate_fn=list)  # pyright: ignore[reportArgumentType]
@@ -96,35 +98,39 @@ def measure(rank: int, folder: str, num_steps: int, rounds: int) -> None:
             dist.barrier()
             return (time.perf_counter() - start) / num_steps
 
-    turns = [(plain(), balanced()) for _ in range(rounds)]
+    turns: list[tuple[dict[str, Any], float, float]] = []
+    for turn in range(rounds):
+        found = predict(turn)
+        cost = PolynomialCost(*(found["worth"]["cost"][term] for term in TERMS))
+        turns.append((found, plain(), balanced(cost)))
     if rank == 0:
-        report(found[0], turns)
+        report(turns)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(prediction: dict[str, Any], turns: list[tuple[float, float]]) -> None:
+def report(turns: list[tuple[dict[str, Any], float, float]]) -> None:
     """Compare and write."""
-    ratios = [before / after for before, after in turns]
-    measured = statistics.median(ratios)
-    error = prediction["speedup"] / measured - 1.0
+    predictions = [found["speedup"] for found, _, _ in turns]
+    ratios = [before / after for _, before, after in turns]
+    predicted, measured = statistics.median(predictions), statistics.median(ratios)
+    error = predicted / measured - 1.0
     path = write_results(
         "trace",
         {
-            "predicted": prediction,
-            "measured": {
-                "speedup": measured,
-                "of_rounds": ratios,
-                "plain_s": [before for before, _ in turns],
-                "balanced_s": [after for _, after in turns],
-            },
+            "predicted": predicted,
+            "measured": measured,
             "error": error,
+            "rounds": [
+                {"plain_s": before, "balanced_s": after, "measured": before / after, "trace": found}
+                for found, before, after in turns
+            ],
         },
     )
-    verdict = "met" if abs(error) <= 0.10 else "MISSED"
     print(
-        f"{verdict}: predicted {prediction['speedup']:.3f}x, measured {measured:.3f}x "
-        f"(rounds {min(ratios):.3f} to {max(ratios):.3f}), error {error:+.1%}; wrote {path}"
+        f"{'met' if abs(error) <= 0.10 else 'MISSED'}: predicted {predicted:.3f}x "
+        f"({min(predictions):.3f} to {max(predictions):.3f}), measured {measured:.3f}x "
+        f"({min(ratios):.3f} to {max(ratios):.3f}), error {error:+.1%}; wrote {path}"
     )
 
 
@@ -132,11 +138,10 @@ def main() -> None:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "traces").mkdir()
         spawn(measure, (folder, options.steps, options.rounds), nprocs=RANKS)
 
 

@@ -95,7 +95,7 @@ def test_unlike_numbers_of_calls_are_communication(tmp_path: Path) -> None:
     own, last = np.array(OWN), np.array(OWN).max(axis=1, keepdims=True)
     close(parts.waiting, np.r_[np.zeros((1, 3)), (last - own)[1:]])
     close(parts.communication[0], last[0] - own[0] + TRANSFER_S)
-    assert any("unlike numbers of calls of ncclDevKernel_AllReduce" in one for one in parts.notes)
+    assert any("unlike numbers of calls of 'ncclDevKernel_AllReduce" in one for one in parts.notes)
 
 
 def test_what_is_written_reads_the_same(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_compressed_files_and_two_cycles_of_a_profiler(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     assert parts.steps.tolist() == list(range(5, 13))
     close(parts.waiting[4:], parts.waiting[:4])
-    assert parts.notes == ("metrics.json is no trace, it has no traceEvents: left out",)
+    assert parts.notes == ("'metrics.json' is no trace, it has no traceEvents: left out",)
 
 
 def test_steps_by_bascules_ranges_and_by_the_optimizer(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan import metrics
+from bascule.plan.checks import shown
 from bascule.workload.traces.rank_events import RankEvents
 from bascule.workload.traces.spans import Spans, seconds_within, spans_of, union
 from bascule.workload.traces.trace_files import RankTrace
@@ -245,7 +246,7 @@ def _matched(every: Sequence[RankEvents], places: Sequence[Ints]) -> tuple[_Call
     keep = is_even[call] & ~two[kind] if call.size else np.zeros(0, np.bool_)
     uneven = sorted({names[one] for one in kind[~is_even[call]]}) if call.size else []
     notes = [
-        f"ranks made unlike numbers of calls of {name.partition('|')[0]} in a step: waiting in "
+        f"ranks made unlike numbers of calls of {shown(name.partition('|')[0])} in a step: waiting in "
         "these counts as communication"
         for name in uneven[:3]
         if not two[number[name]]

@@ -65,7 +65,7 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
     for file in names:
         data = _load(file)
         if data is None:
-            notes.append(f"{file.name} is no trace, it has no traceEvents: left out")
+            notes.append(f"{shown(file.name)} is no trace, it has no traceEvents: left out")
             continue
         trace = _rank_trace(file, data, is_alone=len(names) == 1)
         if trace.rank in found:
