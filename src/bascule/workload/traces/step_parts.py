@@ -246,8 +246,8 @@ def _matched(every: Sequence[RankEvents], places: Sequence[Ints]) -> tuple[_Call
     keep = is_even[call] & ~two[kind] if call.size else np.zeros(0, np.bool_)
     uneven = sorted({names[one] for one in kind[~is_even[call]]}) if call.size else []
     notes = [
-        f"ranks made unlike numbers of calls of {shown(name.partition('|')[0])} in a step: waiting in "
-        "these counts as communication"
+        f"ranks made unlike numbers of calls of {shown(name.partition('|')[0])} in a step: waiting "
+        "in these counts as communication"
         for name in uneven[:3]
         if not two[number[name]]
     ]
