@@ -13,7 +13,9 @@ from tests.helpers.cli import modules_imported_by
     [
         ("-c", "import bascule"),
         ("-c", "import bascule.plan"),
+        ("-c", "import bascule.workload.traces"),
         ("-m", "bascule.cli", "plan", "--help"),
+        ("-m", "bascule.cli", "trace", "--help"),
         ("-m", "bascule.cli", "doctor", "--help"),
         ("-c", "import bascule.sim.simulation, bascule.sim.sparse_study"),
         ("-c", "import bascule; bascule.simulate"),

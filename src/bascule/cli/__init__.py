@@ -12,6 +12,7 @@ from bascule.cli.plan import PlanOptions
 from bascule.cli.simulate import SimulateOptions
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
+from bascule.cli.trace import TraceOptions
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.training.run.train_options import TrainOptions
 
@@ -20,6 +21,7 @@ Command = (
     | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
     | Annotated[SimulateOptions, tyro.conf.subcommand("simulate")]
     | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
+    | Annotated[TraceOptions, tyro.conf.subcommand("trace")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[TrainOptions, tyro.conf.subcommand("train")]
     | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
@@ -47,6 +49,10 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.sparse import sparse
 
             sparse(options)
+        elif isinstance(options, TraceOptions):
+            from bascule.cli.trace import trace
+
+            trace(options)
         elif isinstance(options, DoctorOptions):
             from bascule.cli.doctor import doctor
 
