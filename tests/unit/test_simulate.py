@@ -5,6 +5,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import FORWARD, TRAINING, Passes, in_passes, passes_of
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
+from bascule.sim.simulated_traces import segments_of
 from bascule.sim.simulation import SimulationOptions, simulate
 from bascule.sim.simulation_result import SimulatedRun
 from bascule.sim.step_seconds import KINDS, EncoderStage, Sharding, exchange_seconds
+from bascule.workload.traces import read_traces, step_parts, write_steps
 from tests.helpers.browser import data_of
 from tests.helpers.cli import run
 
@@ -427,3 +430,32 @@ def test_commands_that_are_refused(
     code, _, error = run(capsys, "simulate", *arguments)
     assert code == 2 and error.startswith("bascule: ") and told in error
     assert error.count("\n") == 1
+
+
+def test_simulated_steps_read_as_measured_ones(tmp_path: Path) -> None:
+    options = SimulationOptions(num_steps=4, accumulate=2, ranks_per_node=4)
+    found = simulate(
+        "g2b3i256f1s0,g2b2i512f1s0",
+        profile="h100-knapformer",
+        model=TransformerCost(3072, gamma=0.426, num_layers=57),
+        topologies=["none", "g1n2+g2n1"],
+        options=options,
+    )
+    for run_of in found.runs:
+        folder = tmp_path / run_of.name
+        write_steps(folder, segments_of(run_of), found.num_ranks)
+        traces, notes = read_traces(folder)
+        parts = step_parts(traces, notes)
+
+        def summed(*kinds: str, seconds: Any = run_of) -> Any:
+            each = np.sum([seconds.spent_on(kind) for kind in kinds], axis=0)
+            return each.reshape(4, 2, -1).sum(axis=1)
+
+        assert parts.notes == () and parts.steps.tolist() == [0, 1, 2, 3]
+        near: Any = partial(np.testing.assert_allclose, atol=1e-5)
+        near(parts.step_seconds, run_of.microbatch_s.reshape(4, 2).sum(axis=1))
+        near(parts.compute, summed("compute", "encoders"))
+        near(parts.rest, summed("host"))
+        exchanges = ("ulysses", "ring", "routing", "loader", "all_gather", "reduce_scatter")
+        near(parts.communication + parts.waiting, summed("waiting", *exchanges))
+        near(parts.waiting, summed("waiting"), atol=2e-3)  # unlike exposed reductions

@@ -12,8 +12,10 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.report.page import check_report
 from bascule.report.reports import of_simulation
+from bascule.sim.simulated_traces import segments_of
 from bascule.sim.simulation import SimulationOptions, simulate
 from bascule.sim.step_seconds import Sharding
+from bascule.workload.traces import write_steps
 
 _DEFAULT_STEPS = 20
 _MOST_BILLIONS = 1e6
@@ -37,6 +39,8 @@ class SimulateOptions(InputOptions, MachineOptions):
             blocks if not given.
         json: Where to write it all as JSON; - for standard output.
         report: Where to write a page of it all, .html.
+        traces: Folder for the steps as traces, a folder in it for each of --topologies; Perfetto,
+            HolisticTraceAnalysis and bascule trace read them.
     """
 
     topologies: tuple[str, ...] = ("none", "loader", "buckets", "packs")
@@ -49,6 +53,7 @@ class SimulateOptions(InputOptions, MachineOptions):
     kb_per_token: float | None = None
     json: Path | None = None
     report: Path | None = None
+    traces: Path | None = None
 
     @property
     def sharding(self) -> Sharding:
@@ -103,3 +108,8 @@ def simulation(options: SimulateOptions) -> None:
     console.print(f"{found.num_ranks} ranks of {found.profile}", markup=False, highlight=False)
     if options.report is not None:
         write_report(options.report, of_simulation(found))
+    if options.traces is not None:
+        for run in found.runs:
+            folder = options.traces / run.name.replace(" ", "_")
+            files = write_steps(folder, segments_of(run), found.num_ranks)
+            console.print(f"wrote {len(files)} files to {folder}", markup=False)

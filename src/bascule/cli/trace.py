@@ -10,9 +10,11 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bascule.cli.writing import write_text
+from bascule.cli.writing import write_report, write_text
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.topology.spec import Topology
+from bascule.report.page import check_report
+from bascule.report.trace_page import of_trace
 from bascule.workload.traces import StepParts, Worth, read_traces, step_parts
 from bascule.workload.traces.segments import segments_of
 from bascule.workload.traces.trace_writing import write_steps
@@ -34,6 +36,7 @@ class TraceOptions:
         topology: Compute bags to plan for, for example g2n1; one rank a bag if not given.
         json: Where to write the numbers; "-" is standard output.
         out: Folder for the steps as traces with one clock, for Perfetto and HolisticTraceAnalysis.
+        report: Where to write a page of it all, .html.
     """
 
     folder: tyro.conf.Positional[Path]
@@ -41,6 +44,7 @@ class TraceOptions:
     topology: str | None = None
     json: Path | None = None
     out: Path | None = None
+    report: Path | None = None
 
 
 def trace(options: TraceOptions) -> None:
@@ -49,6 +53,7 @@ def trace(options: TraceOptions) -> None:
     Raises:
         ConfigError: A trace or an option is malformed, or they do not fit together.
     """
+    check_report(options.report)
     traces, notes = read_traces(options.folder)
     parts = step_parts(traces, notes)
     if options.topology is not None:
@@ -77,6 +82,8 @@ def trace(options: TraceOptions) -> None:
         world_size = max([*sizes, int(parts.ranks.max()) + 1])
         files = write_steps(options.out, segments_of(parts, lens), world_size)
         console.print(f"wrote {len(files)} files to {options.out}", markup=False)
+    if options.report is not None:
+        write_report(options.report, of_trace(parts, worth, unknown))
 
 
 def _show(console: Console, parts: StepParts) -> None:
