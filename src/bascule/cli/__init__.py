@@ -8,6 +8,7 @@ from rich.console import Console
 
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
+from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.cli.plan import PlanOptions
 from bascule.cli.simulate import SimulateOptions
 from bascule.cli.sparse import SparseOptions
@@ -25,6 +26,7 @@ Command = (
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[TrainOptions, tyro.conf.subcommand("train")]
     | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
+    | Annotated[CalibrateOptions, tyro.conf.subcommand("calibrate")]
 )
 
 
@@ -57,6 +59,11 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.doctor import doctor
 
             if doctor(options, arguments):
+                sys.exit(1)
+        elif isinstance(options, CalibrateOptions):
+            from bascule.cli.calibrate import calibrate
+
+            if not calibrate(options, arguments):
                 sys.exit(1)
         elif isinstance(options, TrainOptions):
             from bascule.cli.train import train

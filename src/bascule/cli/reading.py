@@ -6,8 +6,9 @@ from pathlib import Path
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster, HardwareProfile
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology.spec import Topology
 from bascule.workload.codes import (

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, put, rate
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
 
 _ATTENTION_BACKWARD = 2.5 * 648 / 561
 """Seconds of the backward of attention over those of its forward: five products of matrices against
