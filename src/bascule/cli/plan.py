@@ -102,7 +102,7 @@ def plan(options: PlanOptions) -> None:
         _draw(console, made, batch)
     _summarize(console, made, batch)
     if cluster is not None:
-        console.print(f"predicted for {options.hardware()}")
+        console.print(f"predicted for {options.hardware()}", markup=False)
     if options.json is not None:
         write_text("--json", options.json, made.to_json() + "\n")
     if options.picture is not None:

@@ -37,7 +37,8 @@ class InputOptions:
         data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
         ranks: Ranks; those of the input, the topology or the cluster, if not given.
         d_model: Model width.
-        gamma: Cost of an attention FLOP over one of a linear layer.
+        gamma: Cost of an attention FLOP over one of a linear layer; that of the profile by
+            default.
         num_layers: Blocks of the model.
         seed: Of data codes.
         step: Of data codes.
@@ -49,7 +50,7 @@ class InputOptions:
     data: str | None = None
     ranks: int | None = None
     d_model: int = 3072
-    gamma: float = 1.0
+    gamma: float | None = None
     num_layers: int = 1
     seed: int = 0
     step: int = 0
@@ -57,7 +58,10 @@ class InputOptions:
     @property
     def cost(self) -> TransformerCost:
         """The cost model."""
-        return TransformerCost(self.d_model, gamma=self.gamma, num_layers=self.num_layers)
+        gamma = self.gamma
+        if gamma is None:
+            gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
+        return TransformerCost(self.d_model, gamma=gamma, num_layers=self.num_layers)
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
         """One list of lengths a source rank.
@@ -142,7 +146,9 @@ class MachineOptions:
                 )
             checked = (number if option == "latency_us" else rate)(flag, value)
             changes |= dict.fromkeys(fields, checked * unit)
-        return replace(profile, source="given", note="", **changes) if changes else profile
+        if not changes:
+            return profile
+        return replace(profile, source="given", note="", calibration=None, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,14 +245,14 @@ def built(kind: type[_Made], values: object) -> _Made:
     given = cast(dict[str, Any], values) if isinstance(values, dict) else {}
     if given.keys() != set(names):
         raise ConfigError(
-            f"{kind.__name__} holds {shown_names(given)}; it must hold {', '.join(names)}"
+            f"{kind.__name__} holds {_shown_names(given)}; it must hold {', '.join(names)}"
         )
     return kind(**given)
 
 
-def shown_names(given: dict[str, Any]) -> str:
-    """Fields, for a message: not all of them where there are many."""
-    text = ", ".join(given)
+def _shown_names(given: dict[str, Any]) -> str:
+    """Fields, for a message: on one line, and not all of them where there are many."""
+    text = "".join(char if char.isprintable() else " " for char in ", ".join(given))
     return (text if len(text) <= 500 else f"{text[:500]} ..") or "no fields"
 
 

@@ -110,10 +110,12 @@ class HardwareProfile:
             ("inter_bytes_per_s", 1e9, "GB/s between nodes"),
             ("launch_s", 1e-6, "us a launch"),
         )
+        made = self.calibration
         parts = [
-            f"{value / unit:.4g} {name}" + ("" if self.is_known(field) else " (not measured)")
+            f"{getattr(self, field) / unit:.4g} {name}"
+            + ("" if made is None or field in made.measured else " (not measured)")
             for field, unit, name in units
-            if (value := getattr(self, field)) is not None
+            if field in self.numbers
         ]
         if self.attention is not None:
             error = self.attention.fit_error
@@ -135,9 +137,11 @@ class HardwareProfile:
         ranks = f"{made.num_ranks} ranks with torch {made.torch}"
         return f"{made.name}, measured {made.date} on {ranks}"
 
-    def is_known(self, field: str) -> bool:
-        """Whether a number is what the source says: not one that a calibration left as it was."""
-        return self.calibration is None or field in self.calibration.measured
+    def provenance_of(self, field: str) -> str:
+        """From where one number is: a calibration leaves some as they were."""
+        if self.calibration is None or field in self.calibration.measured:
+            return self.provenance
+        return f"from {self.calibration.base}, not measured"
 
     @property
     def gamma(self) -> float:
