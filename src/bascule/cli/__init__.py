@@ -90,5 +90,6 @@ def _fail(message: str, code: int) -> None:
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     if len(text) > _LONGEST:  # what is wrong stands first, the advice last
         text = f"{text[: _LONGEST // 2]} .. {text[-_LONGEST // 2 :]}"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"bascule: {text}", markup=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    console.print(f"bascule: {text}", markup=False)
     sys.exit(code)

@@ -88,7 +88,7 @@ def _tell(options: CalibrateOptions, report: dict[str, Any]) -> bool:
 
 
 def _print(console: Console, text: str) -> None:
-    console.print(text, markup=False, soft_wrap=True, highlight=False)
+    console.print(text, markup=False, soft_wrap=True, highlight=False, emoji=False)
 
 
 def show(console: Console, profile: HardwareProfile) -> None:

@@ -213,7 +213,7 @@ class Calibration:
         if isinstance(values, dict):
             given = dict(cast(dict[str, Any], values))
             for name, kind in (("fits", Fit), ("overheads", Overhead)):
-                if isinstance(given.get(name), list):
+                if isinstance(given.get(name), list | tuple):
                     given[name] = [built(kind, one) for one in given[name]]
             return built(cls, given)
         return built(cls, values)
