@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bascule.calibrate.measuring import PASS
 from bascule.calibrate.profiles import refusals, undisturbed
+from bascule.calibrate.timed import COLLECTIVE
 from bascule.errors import ConfigError
 from bascule.plan.costs.attention_latency import AttentionLoad
 from bascule.plan.costs.calibration import (
@@ -95,9 +97,14 @@ def test_every_third_point_is_held_out_but_neither_end() -> None:
 def test_a_stall_of_some_rounds_bends_no_curve() -> None:
     times = np.tile([1.0, 2.0, 4.0], (9, 1))
     times[2:8, 1] = 50.0  # most of the rounds
-    seconds, noise = undisturbed(times)
-    assert seconds.tolist() == [1.0, 2.0, 4.0]
-    assert noise[0] == noise[2] == 0.0 < noise[1]
+    for kind in (PASS, COLLECTIVE):
+        seconds, noise = undisturbed(times, kind)
+        assert seconds.tolist() == [1.0, 2.0, 4.0]
+        assert noise[0] == noise[2] == 0.0 < noise[1]
+    times[2:8, 1] = [2.1, 2.2, 2.3, 2.4, 2.5, 2.6]
+    assert undisturbed(times, PASS)[0][1] == pytest.approx(2.0)
+    times[3, 0] = 0.5  # a short pass that was left alone for once bends no curve, either
+    assert undisturbed(times, PASS)[0][0] == 1.0 and undisturbed(times, COLLECTIVE)[0][0] == 0.5
 
 
 def refused_of(**changes: Any) -> list[str]:

@@ -34,7 +34,7 @@ _FLOPS_PER_TOKEN = 24
 _FLOPS_PER_PAIR = 4
 """By width squared and by width, of a block; see `TransformerCost`."""
 
-_QUANTILE = 0.25
+_QUARTILE = 0.25
 _DRAWS = 200
 _NORMAL = 1.96  # standard errors on either side hold 95 %
 
@@ -110,7 +110,7 @@ def _fits(measured: Measured) -> dict[str, Fit]:
 def _fit(name: str, places: Sequence[int], measured: Measured) -> Fit:
     probes = [measured.probes[place] for place in places]
     times = np.stack([_of_probe(measured, place) for place in places], axis=1)
-    seconds, noise = undisturbed(times)
+    seconds, noise = undisturbed(times, probes[0].kind)
     if probes[0].kind == COLLECTIVE:
         sizes = [max(round(probe.amount), 1) for probe in probes]
         return Fit.of(name, BYTES, sizes, seconds, noise)
@@ -126,16 +126,22 @@ def _of_probe(measured: Measured, place: int) -> Floats:
     return of_ranks.mean(axis=1) / probe.amount
 
 
-def undisturbed(times: Floats) -> tuple[Floats, Floats]:
-    """(n,) lower quartiles over rounds of (rounds, n) times, and relative standard errors of these.
+def undisturbed(times: Floats, kind: str) -> tuple[Floats, Floats]:
+    """(n,) what (rounds, n) times come to, and relative standard errors of it.
 
-    What else runs on a machine only makes calls slower, long ones as a rule and short ones now and
-    then: medians follow it, and least times bend the curve, since long calls are never left alone.
-    Standard errors are those over rounds drawn again (bootstrap), the same draws each time.
+    What else runs on a machine only makes calls slower, so medians follow it. Messages are short:
+    now and then nothing disturbs them, and the least time counts. A long pass is never left alone
+    on a busy machine, while a short one is, so that least times would bend the curve: of passes the
+    lower quartile counts. Errors are those over rounds drawn again (bootstrap), alike each time.
+
+    Args:
+        times: Positive.
+        kind: Of the probes.
     """
+    share = _QUARTILE if kind == PASS else 0.0
     drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
-    again = np.quantile(times[drawn], _QUANTILE, axis=1)
-    seconds = np.quantile(times, _QUANTILE, axis=0)
+    again = np.quantile(times[drawn], share, axis=1)
+    seconds = np.quantile(times, share, axis=0)
     return seconds, again.std(axis=0) / seconds
 
 
@@ -143,7 +149,8 @@ def _overheads(measured: Measured) -> tuple[Overhead, ...]:
     found: dict[str, tuple[float, float]] = {}
     for place, probe in enumerate(measured.probes):
         if probe.kind == HOST:
-            (seconds,), (noise,) = undisturbed(measured.seconds[:, :, place].max(axis=1)[:, None])
+            slowest = measured.seconds[:, :, place].max(axis=1, keepdims=True)
+            (seconds,), (noise,) = undisturbed(slowest, probe.kind)
             found[probe.name] = float(seconds), float(seconds * noise)
     if ON_RANKS in found:  # to the heads, and back
         (both_s, both_error), (alone_s, error) = found.pop(ON_RANKS), found[ALONE]
