@@ -18,6 +18,7 @@ from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from tests.helpers import own_blocks
 from tests.helpers.cli import modules_imported_by, run
+from tests.helpers.pages import python_of
 
 CPU = torch.device("cpu")
 HERE = "tests.helpers.own_blocks"
@@ -38,6 +39,15 @@ def test_passes_of_a_block_of_the_user() -> None:
     backward()
     assert all(x.grad is not None for x in own_blocks.BLOCK.parameters())
     assert len(call_of(f"{HERE}:several").recompute()) == 2
+
+
+def test_the_block_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [x for x in python_of("docs/calibrate.md") if "def make" in x.text]
+    (tmp_path / "block_of_the_guide.py").write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    call = call_of("block_of_the_guide:make", 16)
+    assert call.inputs[0].shape == (1, 16, 64)  # pyright: ignore[reportAttributeAccessIssue]
+    call.backward()()
 
 
 def test_our_blocks_are_one_of_each_kind() -> None:

@@ -18,7 +18,7 @@ from bascule.calibrate.measuring import PASS
 from bascule.calibrate.profiles import refusals, undisturbed
 from bascule.calibrate.timed import COLLECTIVE
 from bascule.errors import ConfigError
-from bascule.plan.costs.attention_latency import AttentionLoad
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.costs.calibration import (
     BYTES,
     TOKENS,
@@ -127,6 +127,9 @@ def test_a_bad_fit_is_refused_with_its_numbers() -> None:
     assert refused_of(seconds=np.where(held_out, 1.2 * seconds, seconds)) == []
     seen = np.where(held_out, seconds, 1.6 * seconds)  # those that were fitted do not judge
     assert refused_of(seconds=seen) == []
+    attention = replace(AttentionLatency(*[1e-6] * 6), fit_error=0.3)
+    (told,) = refusals(replace(calibrated(noise=0.0), attention=attention), 0.25)
+    assert "block-sparse attention: the fit has an error of 30%" in told
     (told,) = refused_of(coefficients=(1e-4, 0.0, 3e-11), seconds=1e-4 + 3e-11 * np.square(LENS))
     assert "do not grow" in told
     (told,) = refused_of(coefficients=(1e-4, 2e-7, 0.0), seconds=1e-4 + 2e-7 * np.array(LENS))

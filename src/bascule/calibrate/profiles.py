@@ -78,6 +78,12 @@ def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) ->
     """
     assert profile.calibration is not None
     found: list[str] = []
+    error = None if profile.attention is None else profile.attention.fit_error
+    if error is not None and error > limit:
+        found.append(
+            f"block-sparse attention: the fit has an error of {error:.0%}, and the limit is "
+            f"{limit:.0%}: leave the machine idle, or give more --rounds or --sparse-tokens"
+        )
     for fit in profile.calibration.fits:
         error = fit.held_out_error
         if error is not None and error > limit:
