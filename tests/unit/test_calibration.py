@@ -31,6 +31,9 @@ from bascule.plan.costs.calibration import (
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import TRAINING, passes_of
 from bascule.plan.costs.relative_fit import relative_fit
+from bascule.report.calibration_page import of_calibration
+from bascule.report.page import render
+from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, SIZES, calibrated, fitted
 from tests.helpers.cli import run
 from tests.helpers.refusals import NO_NUMBERS, refusal, refused, title
@@ -190,6 +193,21 @@ def test_a_topology_of_a_calibrated_profile(
     replace(calibrated(), attention=None, calibration=None).save(path)
     code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")
     assert code == 0 and "given, not measured" in " ".join(out.split())
+
+
+def test_the_page_in_the_browser(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path, profile = tmp_path / "mine.html", calibrated("<b>mine</b>", noise=0.02)
+    path.write_text(render(of_calibration(profile, []), "bascule calibrate"))
+    found = opened(path, tmp_path / "profile")
+    assert found.errors == [] and found.num_charts == 2
+    assert "&lt;b&gt;mine" in found.html and "<b>mine" not in found.html
+    assert profile.calibration is not None
+    for fit in profile.calibration.fits:
+        assert found.numbers[f"held_out {fit.what}"] == f"{fit.held_out_error:.1%}"
+        assert f"{fit.seconds[1]:.4g} s" in found.html
+    told = render(of_calibration(profile, ["forward: bad", "backward: too"]), "x")
+    assert "Refused: forward: bad." in told and "backward: too" in told
 
 
 # Files

@@ -96,8 +96,8 @@ def show(console: Console, profile: HardwareProfile) -> None:
     made = profile.calibration
     assert made is not None
     table = Table(title=f"{profile.device}, {made.num_ranks} ranks")
-    table.add_column("", no_wrap=True)
-    for name in ("a call", "a token or byte", "a pair of tokens", "held out, missed by"):
+    table.add_column("")
+    for name in ("a call", "a token, byte", "a pair", "missed"):
         table.add_column(name, justify="right", no_wrap=True)
     for fit in made.fits:
         table.add_row(fit.what, *_cells(fit))
@@ -106,9 +106,9 @@ def show(console: Console, profile: HardwareProfile) -> None:
         _print(console, f"{one.what}: {_with_error(one.seconds, one.error)}")
     _print(
         console,
-        "seconds, with half the widths of 95 % confidence intervals; every third size was held out "
-        f"of the fits, and is missed by so much in the median\nmeasured: {', '.join(made.measured)}"
-        f"; {made.settings}",
+        "seconds a call, a token or byte, and a pair of tokens, with half the widths of 95 % "
+        "confidence intervals; every third size was held out of the fits, and is missed by so much "
+        f"in the median\nmeasured: {', '.join(made.measured)}; {made.settings}",
     )
     if left := [name for name in profile.numbers if name not in made.measured]:
         _print(console, f"not measured, taken from {made.base}: {', '.join(left)}")
@@ -125,5 +125,5 @@ def _with_error(seconds: float, error: float | None) -> str:
     """Both in one unit."""
     largest = max(seconds, error or 0.0)
     unit, name = next((x for x in _UNITS if largest >= x[0]), _UNITS[-1])
-    told = "unknown" if error is None else f"{error / unit:.3g}"
+    told = "unknown" if error is None else f"{error / unit:.2g}"
     return f"{seconds / unit:.3g} ± {told} {name}"
