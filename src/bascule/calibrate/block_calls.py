@@ -40,17 +40,18 @@ class BlockCall:
             return self.run(*self.inputs)
 
     def recompute(self) -> list[Tensor]:
-        """The forward pass that keeps what backward needs; gives sums of outputs to begin at."""
+        """The forward pass that keeps what backward needs; gives the outputs with gradients."""
         leaves = [
             x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
             for x in self.inputs
         ]
-        return [out.float().sum() for out in _tensors(self.run(*leaves)) if out.requires_grad]
+        return [out for out in _tensors(self.run(*leaves)) if out.requires_grad]
 
     def backward(self) -> Callable[[], object]:
         """Makes a backward pass ready."""
-        sums = self.recompute()
-        return lambda: torch.autograd.backward(sums)
+        outputs = self.recompute()
+        gradients = [torch.ones_like(out) for out in outputs]
+        return lambda: torch.autograd.backward(outputs, gradients)
 
 
 def _tensors(outputs: object) -> list[Tensor]:
@@ -171,12 +172,12 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
     call = BlockCall(run, inputs)
     try:
         call.forward()
-        sums = call.recompute()
-        if sums:
-            torch.autograd.backward(sums)
+        has_gradient = bool(call.recompute())
+        if has_gradient:
+            call.backward()()
     except Exception as error:
         raise ConfigError(f"{at}: what it returned raised {_told(error)}") from error
-    if not sums:
+    if not has_gradient:
         raise ConfigError(
             f"{at}: what it returned gave no tensor with a gradient; backward cannot be timed"
         )

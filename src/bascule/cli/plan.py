@@ -103,6 +103,8 @@ def plan(options: PlanOptions) -> None:
     _summarize(console, made, batch)
     if cluster is not None:
         console.print(f"predicted for {options.hardware()}", markup=False)
+    if (memory := options.memory) is not None:
+        console.print(memory, markup=False)
     if options.json is not None:
         write_text("--json", options.json, made.to_json() + "\n")
     if options.picture is not None:

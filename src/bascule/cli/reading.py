@@ -189,6 +189,19 @@ class ClusterOptions(MachineOptions):
         cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
         return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
 
+    @property
+    def memory(self) -> str | None:
+        """What --kb-per-token limits plans by, and from where it is known; None if it is not used.
+
+        Raises:
+            ConfigError: The profile cannot be read.
+        """
+        machine = self.hardware()
+        if self.kb_per_token is None or machine.memory_bytes is None:
+            return None
+        source = machine.provenance_of("memory_bytes")
+        return f"limited by {machine.memory_bytes / 1e9:.4g} GB of memory a rank; {source}"
+
     def machines(self, num_ranks: int) -> Cluster:
         """Whole nodes for so many ranks.
 

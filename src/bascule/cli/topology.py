@@ -76,6 +76,8 @@ def topology(options: TopologyOptions) -> None:
         )
     console.print(table)
     console.print(f"predicted for {options.hardware()}", markup=False)
+    if (memory := options.memory) is not None:
+        console.print(memory, markup=False)
     if options.report is not None:
         lens = list(chain.from_iterable(batches[0]))
         write_report(options.report, of_topologies(ranking, lens, str(options.hardware())))
