@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from bascule.plan.batch import Plan as Plan
     from bascule.plan.batch import plan_batch as plan_batch
     from bascule.plan.costs.attention_latency import AttentionLatency as AttentionLatency
+    from bascule.plan.costs.cluster import Cluster as Cluster
     from bascule.plan.costs.cost_models import PolynomialCost as PolynomialCost
     from bascule.plan.costs.cost_models import TransformerCost as TransformerCost
     from bascule.plan.costs.fit_attention import fit_attention_latency as fit_attention_latency
     from bascule.plan.costs.fit_iterations import fit_iterations as fit_iterations
     from bascule.plan.costs.fit_latency import fit_latency as fit_latency
-    from bascule.plan.costs.hardware import Cluster as Cluster
     from bascule.plan.costs.hardware import HardwareProfile as HardwareProfile
     from bascule.plan.limits import Limits as Limits
     from bascule.plan.loaded.masks import Span as Span
@@ -68,7 +68,7 @@ _HOMES = {
     "BalancedLoader": "bascule.data.loader",
     "BalancedModel": "bascule.integrations.diffusers.training.balanced_model",
     "BalancedSampler": "bascule.data.samplers.balanced",
-    "Cluster": "bascule.plan.costs.hardware",
+    "Cluster": "bascule.plan.costs.cluster",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
     "CostTracker": "bascule.data.cost_tracker",

@@ -14,7 +14,8 @@ import pytest
 import bascule
 from bascule.errors import ConfigError
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.costs.hardware import Cluster, HardwareProfile
+from bascule.plan.costs.cluster import Cluster
+from bascule.plan.costs.hardware import HardwareProfile
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 from tests.helpers.sparse_studies import even_load
 

@@ -40,7 +40,8 @@ import importlib, os, pkgutil, sys
 import torch.distributed.fsdp, torch.distributed.tensor, diffusers, transformers, numpy, scipy, tyro
 import bascule
 wanted = ["bascule:" + name for name in dir(bascule) if name != "annotations"]
-for package in ("attention", "comm", "data", "integrations", "plan", "sim", "report", "workload"):
+packages = "attention calibrate comm data integrations plan sim report workload"
+for package in packages.split():
     spec = importlib.util.find_spec("bascule." + package)
     found = pkgutil.walk_packages(spec.submodule_search_locations, f"bascule.{package}.")
     wanted += [one.name + ":" for one in found if "triton" not in one.name]

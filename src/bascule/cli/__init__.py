@@ -8,6 +8,7 @@ from rich.console import Console
 
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
+from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.cli.plan import PlanOptions
 from bascule.cli.simulate import SimulateOptions
 from bascule.cli.sparse import SparseOptions
@@ -25,6 +26,7 @@ Command = (
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[TrainOptions, tyro.conf.subcommand("train")]
     | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
+    | Annotated[CalibrateOptions, tyro.conf.subcommand("calibrate")]
 )
 
 
@@ -58,6 +60,11 @@ def main(arguments: list[str] | None = None) -> None:
 
             if doctor(options, arguments):
                 sys.exit(1)
+        elif isinstance(options, CalibrateOptions):
+            from bascule.cli.calibrate import calibrate
+
+            if not calibrate(options, arguments):
+                sys.exit(1)
         elif isinstance(options, TrainOptions):
             from bascule.cli.train import train
 
@@ -83,5 +90,6 @@ def _fail(message: str, code: int) -> None:
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     if len(text) > _LONGEST:  # what is wrong stands first, the advice last
         text = f"{text[: _LONGEST // 2]} .. {text[-_LONGEST // 2 :]}"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"bascule: {text}", markup=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    console.print(f"bascule: {text}", markup=False)
     sys.exit(code)

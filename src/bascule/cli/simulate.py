@@ -1,15 +1,15 @@
 """`bascule simulate`: what a training step takes on machines that need not be there."""
 
-import json as json_text
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from bascule.cli.reading import InputOptions, MachineOptions
-from bascule.cli.writing import write_report, write_text
+from bascule.cli.writing import STDOUT, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
+from bascule.plan.costs.passes import passes_of
 from bascule.report.page import check_report
 from bascule.report.reports import of_simulation
 from bascule.sim.simulated_traces import segments_of
@@ -19,7 +19,6 @@ from bascule.workload.traces import write_steps
 
 _DEFAULT_STEPS = 20
 _MOST_BILLIONS = 1e6
-_STDOUT = Path("-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,29 +80,26 @@ def simulation(options: SimulateOptions) -> None:
             if value > 1 and options.data is None:
                 raise ConfigError(f"--{name} {value}: only --data has more than one batch")
     steps = options.steps or (_DEFAULT_STEPS if options.data else 1)
+    profile = options.hardware()
     chosen = SimulationOptions(
         num_steps=steps,
         accumulate=options.accumulate,
         ranks_per_node=options.ranks_per_node,
         sharding=options.sharding,
+        passes=passes_of("step", profile),
     )
     cost = options.cost
     if options.kb_per_token is not None:
         per_token = number("--kb-per-token", options.kb_per_token) * 1e3
         cost = replace(cost, bytes_per_token=per_token)
-    profile = options.hardware()
     with Console(stderr=True).status("simulating"):
         batches = [options.read(steps_after=k) for k in range(steps * options.accumulate)]
         topologies = options.topologies
         found = simulate(
             batches, profile=profile, model=cost, topologies=topologies, options=chosen
         )
-    text = json_text.dumps(found.to_dict(), indent=2) + "\n"
-    if options.json == _STDOUT:
-        print(text, end="")
-    elif options.json is not None:
-        write_text("--json", options.json, text)
-    console = Console(stderr=options.json == _STDOUT)
+    write_json(options.json, found.to_dict())
+    console = Console(stderr=options.json == STDOUT)
     console.print(*found.tables(), sep="\n")
     console.print(f"{found.num_ranks} ranks of {found.profile}", markup=False, highlight=False)
     if options.report is not None:

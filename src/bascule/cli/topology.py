@@ -56,7 +56,7 @@ def topology(options: TopologyOptions) -> None:
     batches = _batches(options)
     steps = len(batches)
     cluster = options.machines(len(batches[0]))
-    cost, cluster = in_passes(options.cost, cluster, passes_of(options.passes))
+    cost, cluster = in_passes(options.cost, cluster, passes_of(options.passes, options.hardware()))
     with Console(stderr=True).status("solving topologies"):
         ranking = suggest_topology(batches, cost, cluster, limits=options.limits)
     console = Console()
@@ -75,7 +75,9 @@ def topology(options: TopologyOptions) -> None:
             "\n".join(row.reasons),
         )
     console.print(table)
-    console.print(f"predicted for {options.hardware()}")
+    console.print(f"predicted for {options.hardware()}", markup=False)
+    if (memory := options.memory) is not None:
+        console.print(memory, markup=False)
     if options.report is not None:
         lens = list(chain.from_iterable(batches[0]))
         write_report(options.report, of_topologies(ranking, lens, str(options.hardware())))

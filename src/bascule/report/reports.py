@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from bascule.plan.batch import Plan
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.topology.search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows

@@ -12,8 +12,8 @@ import numpy as np
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
 from bascule.plan.checks import of_type, shown
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 

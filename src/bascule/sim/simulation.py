@@ -8,8 +8,9 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import listed, of_type, put, rate, whole
+from bascule.plan.costs.cluster import Floats
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
-from bascule.plan.costs.hardware import Floats, HardwareProfile
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import TRAINING, Passes, in_passes
 from bascule.plan.loaded.sequences import batch_of
 from bascule.sim.placements import Loaded, Placement, policy_of

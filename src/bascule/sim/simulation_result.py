@@ -11,7 +11,8 @@ from rich.table import Table
 
 from bascule.errors import ConfigError
 from bascule.plan import metrics
-from bascule.plan.costs.hardware import Floats, HardwareProfile
+from bascule.plan.costs.cluster import Floats
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.files import to_path
 from bascule.plan.routes import Ints
 from bascule.sim.step_seconds import HIDDEN, KINDS

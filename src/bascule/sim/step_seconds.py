@@ -9,8 +9,8 @@ import numpy as np
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, of_type, put, rate, whole
+from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster, Floats
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster, Floats
 from bascule.plan.costs.passes import Passes, in_passes
 from bascule.plan.costs.prices import RankState, price
 from bascule.plan.loaded.sequences import Batch

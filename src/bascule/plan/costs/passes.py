@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, put, rate
+from bascule.plan.costs.calibration import PASSES
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.hardware import HardwareProfile
 
 _ATTENTION_BACKWARD = 2.5 * 648 / 561
 """Seconds of the backward of attention over those of its forward: five products of matrices against
@@ -76,13 +80,33 @@ def in_passes(
     return priced, slowed
 
 
-def passes_of(name: str) -> Passes:
-    """`FORWARD` or `TRAINING` by name.
+def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
+    """`FORWARD` or a training step that recomputes, by name.
+
+    Args:
+        name: "forward" or "step".
+        profile: Whose passes of a block a step runs, if it was calibrated. Default: `TRAINING`.
 
     Raises:
         ConfigError: There is no such name.
     """
-    known = {passes.name: passes for passes in (FORWARD, TRAINING)}
+    known = {passes.name: passes for passes in (FORWARD, _measured(profile) or TRAINING)}
     if name not in known:
         raise ConfigError(f"passes {name!r}: choose one of {', '.join(known)}")
     return known[name]
+
+
+def _measured(profile: HardwareProfile | None) -> Passes | None:
+    """A step as it was timed: all passes of a block over its forward pass, by tokens and by pairs.
+
+    Exchanges were not timed by pass. None: not all was, or the noise left nothing of a pass.
+    """
+    made = None if profile is None else profile.calibration
+    fits = [] if made is None else [fit for name in PASSES if (fit := made.fit(name)) is not None]
+    if len(fits) < len(PASSES):
+        return None
+    _, linear, attention = np.array([fit.coefficients for fit in fits]).T.tolist()
+    if not (linear[0] > 0 and attention[0] > 0):
+        return None
+    shares = sum(linear) / linear[0], sum(attention) / attention[0]
+    return Passes(*shares, TRAINING.exchanges, TRAINING.name)

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, of_type, shown
+from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster
 from bascule.plan.costs.cost_models import Cost, TransformerCost, evaluate
-from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.lengths import source_of
 from bascule.plan.loaded.sequences import Batch

@@ -16,8 +16,8 @@ from scipy.optimize import linear_sum_assignment
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import Decision, Floats, RankState, checked, decide, price
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.sequences import Batch, batch_of
