@@ -22,6 +22,8 @@ from bascule.report.step_picture import draw_step
 _MAX_ROWS = 64
 _BAR_WIDTH = 28
 _WIRE_SHARE = 0.05
+_EVEN = 1.01
+"""Imbalance up to which ranks are said to have the same work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ def _summarize(console: Console, plan: Plan, batch: _Batch) -> None:
     speedup = before / plan.makespan if plan.makespan > 0 else 1.0
     console.print(
         f"makespan {plan.makespan:.6g} {batch.unit}, lower bound {plan.lower_bound:.6g}: "
-        f"at most {plan.gap:.3%} from optimal\n"
+        f"at most {plan.gap:.3%} from the best plan on these bags\n"
         f"imbalance (max/mean) {plan.imbalance:.4f}, WIR (max/min) {plan.wir:.4f}\n"
         f"predicted speed-up over the batch as loaded: {speedup:.2f}x\n"
         f"{plan.moved_tokens:,} of {int(plan.seq_lens.sum()):,} tokens move to another rank"
@@ -194,6 +196,11 @@ def _binding(plan: Plan, batch: _Batch) -> list[str]:
             lines.append(
                 f"wires: {share:.0%} of the time of the slowest bag; smaller bags have less"
             )
+    if not lines and plan.imbalance > _EVEN:
+        lines.append(
+            f"whole sequences, which do not divide evenly over {plan.topology.num_bags} bags: "
+            "larger bags can be faster"
+        )
     return lines or ["the total work, spread evenly"]
 
 

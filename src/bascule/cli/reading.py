@@ -2,7 +2,10 @@
 
 import re
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+
+import numpy as np
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
@@ -34,19 +37,24 @@ class InputOptions:
         lengths: Tokens of each sequence, ranks separated by "/", for example 4096,300/512/900,40/.
         file: Length file: a line of lengths for each rank, or JSON.
         manifest: JSONL or CSV with width, height, frames and text tokens or caption of each sample.
+        batch_size: Samples of --manifest a rank and step, drawn anew in each epoch; all samples are
+            one step if not given.
+        compress_frames: Frames of --manifest are compressed in time, as in data codes with s1.
         data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
         ranks: Ranks; those of the input, the topology or the cluster, if not given.
         d_model: Model width.
         gamma: Cost of an attention FLOP over one of a linear layer; that of the profile by
             default.
         num_layers: Blocks of the model.
-        seed: Of data codes.
-        step: Of data codes.
+        seed: Of data codes, and of --batch-size.
+        step: Of data codes, and of --batch-size.
     """
 
     lengths: str | None = None
     file: Path | None = None
     manifest: Path | None = None
+    batch_size: int | None = None
+    compress_frames: bool = False
     data: str | None = None
     ranks: int | None = None
     d_model: int = 3072
@@ -68,7 +76,7 @@ class InputOptions:
 
         Args:
             default_ranks: Ranks for inputs that do not tell, unless --ranks does.
-            steps_after: How many steps after --step; only data codes have other steps.
+            steps_after: How many steps after --step, where `has_steps`.
 
         Raises:
             ConfigError: Not one source is given, or it is malformed or does not fit.
@@ -79,6 +87,8 @@ class InputOptions:
             raise ConfigError(
                 f"give one of --lengths, --file, --manifest and --data, not {len(given)} of them"
             )
+        if self.manifest is None and (self.batch_size is not None or self.compress_frames):
+            raise ConfigError("--batch-size and --compress-frames: only for --manifest")
         if self.ranks is not None:
             whole("--ranks", self.ranks, 1, MAX_RANKS)
         num_ranks = default_ranks if self.ranks is None else self.ranks
@@ -91,11 +101,31 @@ class InputOptions:
                 raise ConfigError(
                     "--manifest needs --ranks or --topology: a list of samples has no ranks"
                 )
-            shapes = read_manifest(self.manifest, max_samples=MAX_SEQUENCES)
-            return deal([shape.seq_len for shape in shapes], num_ranks)
+            most = MAX_SEQUENCES if self.batch_size is None else None
+            lens = _manifest_lens(self.manifest, self.compress_frames, most)
+            return deal(self._drawn(lens, num_ranks, self.step + steps_after), num_ranks)
         assert self.data is not None
         codes, step = parse_data_codes(self.data), self.step + steps_after
         return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether the source has more than one batch."""
+        return self.data is not None or self.batch_size is not None
+
+    def _drawn(self, lens: list[int], num_ranks: int, step: int) -> list[int]:
+        """The samples of a step; every epoch has another order, and drops what fills no step."""
+        if self.batch_size is None:
+            return lens
+        size = whole("--batch-size", self.batch_size, 1, MAX_SEQUENCES) * num_ranks
+        if size > len(lens):
+            raise ConfigError(
+                f"--batch-size {self.batch_size} on {num_ranks} ranks takes {size} samples a step, "
+                f"and {self.manifest} has {len(lens)}: use a smaller one"
+            )
+        epoch, place = divmod(step, len(lens) // size)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(lens))
+        return [lens[k] for k in order[place * size : (place + 1) * size]]
 
 
 _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -219,6 +249,12 @@ class ClusterOptions(MachineOptions):
 def topology_ranks(spec: str | None) -> int | None:
     """Ranks in a unit of a topology, if one is given that tells."""
     return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks
+
+
+@lru_cache(maxsize=1)  # of many steps
+def _manifest_lens(path: Path, compress_frames: bool, most: int | None) -> list[int]:
+    shapes = read_manifest(path, compress_frames=compress_frames, max_samples=most)
+    return [shape.seq_len for shape in shapes]
 
 
 def _parse_lengths(text: str) -> list[list[int]]:

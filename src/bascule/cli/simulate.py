@@ -77,9 +77,11 @@ def simulation(options: SimulateOptions) -> None:
     for name in ("steps", "accumulate"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name}", value, 1)
-            if value > 1 and options.data is None:
-                raise ConfigError(f"--{name} {value}: only --data has more than one batch")
-    steps = options.steps or (_DEFAULT_STEPS if options.data else 1)
+            if value > 1 and not options.has_steps:
+                raise ConfigError(
+                    f"--{name} {value}: only --data and --batch-size have more than one batch"
+                )
+    steps = options.steps or (_DEFAULT_STEPS if options.has_steps else 1)
     profile = options.hardware()
     chosen = SimulationOptions(
         num_steps=steps,

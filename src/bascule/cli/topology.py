@@ -51,8 +51,10 @@ def topology(options: TopologyOptions) -> None:
     for name in ("steps", "rows"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name}", value, 1)
-    if options.steps is not None and options.steps > 1 and options.data is None:
-        raise ConfigError(f"--steps {options.steps}: only --data has more than one batch")
+    if options.steps is not None and options.steps > 1 and not options.has_steps:
+        raise ConfigError(
+            f"--steps {options.steps}: only --data and --batch-size have more than one batch"
+        )
     batches = _batches(options)
     steps = len(batches)
     cluster = options.machines(len(batches[0]))
@@ -95,7 +97,7 @@ def _batches(options: TopologyOptions) -> list[list[list[int]]]:
     each = max(sum(map(len, first)), 1)
     steps = options.steps
     if steps is None:
-        steps = min(_DEFAULT_STEPS, max(_DEFAULT_SEQUENCES // each, 1)) if options.data else 1
+        steps = min(_DEFAULT_STEPS, max(_DEFAULT_SEQUENCES // each, 1)) if options.has_steps else 1
     if steps * each > _MAX_SEQUENCES:
         raise ConfigError(
             f"{steps} steps of {each} sequences: at most {_MAX_SEQUENCES} in all can be ranked, so "

@@ -37,8 +37,13 @@ def of_plan(plan: Plan, cost: Cost, cluster: Cluster | None, machine: str | None
     facts = (
         Fact("speedup", "predicted speed-up", speedup, f"{speedup:.2f}x"),
         Fact("makespan", "slowest rank", plan.makespan, f"{plan.makespan:.6g} {unit}"),
-        Fact("lower_bound", "no plan is below", plan.lower_bound, f"{plan.lower_bound:.6g} {unit}"),
-        Fact("gap", "from optimal at most", plan.gap, f"{plan.gap:.3%}"),
+        Fact(
+            "lower_bound",
+            "no plan on these bags is below",
+            plan.lower_bound,
+            f"{plan.lower_bound:.6g} {unit}",
+        ),
+        Fact("gap", "from the best plan at most", plan.gap, f"{plan.gap:.3%}"),
         Fact("imbalance", "imbalance, max / mean", plan.imbalance, f"{plan.imbalance:.4f}"),
         Fact("wir", "WIR, max / min", plan.wir, f"{plan.wir:.4f}"),
         Fact("waiting_before", "all ranks wait, as loaded", waiting[0], f"{waiting[0]:.4g} {unit}"),
@@ -90,13 +95,13 @@ def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -
         Fact("best", "best bags", first.spec, first.spec),
         Fact("seconds", "a step takes", first.seconds, f"{first.seconds:.4g} s"),
         Fact("imbalance", "imbalance, max / mean", first.imbalance, f"{first.imbalance:.4f}"),
-        Fact("gap", "from optimal at most", first.gap, f"{first.gap:.2%}"),
+        Fact("gap", "from the best plan at most", first.gap, f"{first.gap:.2%}"),
         Fact("over_worst", f"as fast as {last.spec}", ratio, f"{ratio:.2f}x"),
         Fact("candidates", "looked at", ranking.num_candidates, f"{ranking.num_candidates:,}"),
     )
     bars = draw_bars(
         "Seconds of a step",
-        f"{first.spec} is the fastest: {first.seconds:.4g} s, the last one {last.seconds:.4g} s.",
+        f"{first.spec} takes {first.seconds:.4g} s, {last.spec} {last.seconds:.4g} s.",
         [row.spec for row in shown],
         {"seconds": [row.seconds for row in shown]},
         "s",
@@ -120,7 +125,11 @@ def of_topologies(ranking: TopologyRanking, lens: Sequence[int], machine: str) -
             Rows("Ranking", ("bags", "seconds", "imbalance", "gap", "why"), rows),
             draw_lengths(lens),
         ),
-        notes=(f"Predicted for {machine}.", "Every row was planned, not only bounded."),
+        notes=(
+            f"Predicted for {machine}.",
+            "Every row was planned, not only bounded. Bags within 0.5 % of each other count as "
+            "equally fast; of these the fewest and largest stand first.",
+        ),
     )
 
 
@@ -204,7 +213,7 @@ def of_simulation(found: SimulationResult) -> Report:
     """
     first, best = found.runs[0], min(found.runs, key=lambda run: 1.0 / run.tokens_per_s)
     ratio = best.tokens_per_s / first.tokens_per_s
-    spent = [run.seconds.mean(axis=(0, 2)) * run.accumulate for run in found.runs]
+    spent = [run.seconds.mean(axis=2).sum(axis=0) / run.tokens.sum() * 1e6 for run in found.runs]
     kinds = {name: [float(one[place]) for one in spent] for place, name in enumerate(KINDS)}
     metric_rows, second_rows = found.rows()
     facts = (
@@ -215,8 +224,9 @@ def of_simulation(found: SimulationResult) -> Report:
         Fact("idle_share", "ranks wait", best.idle_share, f"{best.idle_share:.1%}"),
     )
     bars = draw_bars(
-        "Seconds of a step",
-        "Means over ranks and steps: where the time of a rank goes.",
+        "Seconds for a million tokens",
+        "Means over ranks and steps: where the time of a rank goes. Steps of packs and buckets "
+        "hold other numbers of tokens, so that steps would not compare.",
         [run.name for run in found.runs],
         {name: values for name, values in kinds.items() if any(values)},
         "s",

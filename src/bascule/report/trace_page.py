@@ -34,6 +34,7 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
             Fact("speedup", "predicted speed-up", worth.speedup, f"{worth.speedup:.2f}x"),
             Fact("predicted_s", "balanced", worth.predicted_s, f"{worth.predicted_s * 1e3:.4g} ms"),
             Fact("fit_error", "error of the fit", error, f"{error:.1%}"),
+            Fact("model_error", "error of the mean step", worth.model_error, _off(worth)),
             Fact("moved_share", "tokens that move", worth.moved_share, f"{worth.moved_share:.0%}"),
         ]
         answer = (
@@ -61,6 +62,10 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
             *parts.notes,
         ),
     )
+
+
+def _off(worth: Worth) -> str:
+    return f"{worth.model_error:+.1%}"
 
 
 def _ranks(parts: StepParts) -> Chart:

@@ -31,6 +31,9 @@ MAX_ERROR = 0.3
 """Error with which steps may predict each other; it is told with the result. A profile has few
 steps, and single ones are noisy where machines are shared; their mean is less so."""
 
+MAX_MODEL_ERROR = 0.15
+"""Share by which the model may miss the mean step as it was run."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
@@ -174,8 +177,8 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         topology: Bags to plan for. Default: one rank each.
 
     Raises:
-        ConfigError: No lengths are known, they do not explain the seconds (`fit_iterations`), or
-            the topology does not fit.
+        ConfigError: No lengths are known, they do not explain the seconds (`fit_iterations`, or the
+            mean step is missed by more than `MAX_MODEL_ERROR`), or the topology does not fit.
     """
     ranks = parts.ranks.tolist()
     places = [
@@ -205,7 +208,7 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     ]
     if not mean[2] > 0:
         raise ConfigError("the cost model gives every step 0 s: measure steps that compute")
-    return Worth(
+    found = Worth(
         cost,
         str(bags),
         len(places),
@@ -217,3 +220,10 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         float(np.mean([metrics.imbalance(loads) for loads in balanced])),
         sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
     )
+    if abs(found.model_error) > MAX_MODEL_ERROR:
+        raise ConfigError(
+            f"by the lengths, a step would be {found.model_error:+.0%} off what was measured: they "
+            "do not explain these seconds; profile more steps, with more unlike lengths, on ranks "
+            "that nothing else uses"
+        )
+    return found
