@@ -1,0 +1,147 @@
+"""Balanced encoders: what they give, and all gradients, are those of encoders that are not balanced."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import bascule
+from bascule.encoders import BalancedEncoder, EncoderTable
+from bascule.encoders.balanced_encoder import EncoderOptions
+from tests.helpers.ranks import raised_by, run_ranks
+
+COST = bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
+
+
+@dataclass
+class Both:
+    """An output that is nested."""
+
+    first: Tensor
+    rest: tuple[Tensor, dict[str, Tensor | None]]
+
+
+class Toy(nn.Module):
+    """Items (1, L, 4) of unlike L; an output that is nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.outer = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor, ids: Tensor, scale: float = 1.0) -> Both:
+        if bool((ids == 13).any()):
+            raise ValueError("item 13 cannot be encoded")
+        hidden = torch.tanh(self.inner(x) * scale).cumsum(1)
+        return Both(self.outer(hidden), (hidden.mean(1), {"ids": ids, "none": None}))
+
+
+def items_of(rank: int, counts: list[int], requires_grad: bool = True) -> list[dict[str, Any]]:
+    """Of unlike lengths; every one has its own number."""
+    generator = torch.Generator().manual_seed(rank)
+    items = list[dict[str, Any]]()
+    for i in range(counts[rank]):
+        length = int(torch.randint(1, 6, (), generator=generator)) * (1 + 5 * (rank == 0))
+        x = torch.randn(1, length, 4, generator=generator, dtype=torch.float64)
+        ids = torch.tensor([[100 * rank + i]])
+        items.append({"x": x.requires_grad_(requires_grad), "ids": ids, "scale": 0.5})
+    return items
+
+
+def loss_of(features: list[Both], rank: int) -> Tensor:
+    """Weighs every number of every feature by itself, its rank and its place."""
+    total = torch.zeros((), dtype=torch.float64)
+    for place, one in enumerate(features):
+        weights = torch.arange(one.first.numel(), dtype=torch.float64).view_as(one.first)
+        total = total + (one.first * weights.sin() * (place + 1 + 10 * rank)).sum()
+        total = total + (one.rest[0] ** 2).sum()
+    return total
+
+
+def summed(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def expected_of(items: list[dict[str, Any]], rank: int) -> tuple[list[Both], list[Tensor]]:
+    """Features without balancing, and the sum over ranks of the gradients of the parameters."""
+    toy = Toy()
+    features = [toy(**item) for item in items]
+    loss = loss_of(features, rank) + 0.0 * sum(p.sum() for p in toy.parameters())
+    loss.backward()
+    return features, [summed(p.grad) for p in toy.parameters() if p.grad is not None]
+
+
+def check_toy(counts: list[int], way: str) -> str:
+    rank = torch.distributed.get_rank()
+    items = items_of(rank, counts)
+    expected, expected_grads = expected_of(items, rank)
+    expected_inputs = [item["x"].grad.clone() for item in items]
+    for item in items:
+        item["x"].grad = None
+    if way == "frozen inputs":
+        for item in items:
+            item["x"].requires_grad_(False)
+    toy = Toy()
+    module: nn.Module = toy
+    if way == "fsdp":
+        fully_shard(toy.inner)
+        fully_shard(toy)
+    if way == "ddp":
+        module = nn.parallel.DistributedDataParallel(toy)
+    encoder = BalancedEncoder(module, length_fn=lambda item: item["x"].shape[1], cost=COST)
+    if way == "checkpoint":
+        kept: list[Any] = []
+
+        def encode(marker: Tensor) -> Tensor:
+            features = encoder(items)
+            kept[:] = [features]
+            return features.attach(loss_of(features, rank) + 0.0 * marker)
+
+        loss = checkpoint(encode, torch.zeros((), requires_grad=True), use_reentrant=False)
+        features = kept[0]
+    else:
+        features = encoder(items)
+        loss = features.attach(loss_of(features, rank))
+    assert len(features) == len(expected)
+    for found, one in zip(features, expected, strict=True):
+        close(found.first, one.first)
+        close(found.rest[0], one.rest[0])
+        assert torch.equal(found.rest[1]["ids"], one.rest[1]["ids"])
+        assert found.rest[1]["none"] is None
+    loss.backward()
+    if way != "frozen inputs":
+        for item, grad in zip(items, expected_inputs, strict=True):
+            close(item["x"].grad, grad)
+    for parameter, grad in zip(toy.parameters(), expected_grads, strict=True):
+        own = parameter.grad
+        assert own is not None
+        if way == "fsdp":
+            close(own.full_tensor() * len(counts), grad)
+        elif way == "ddp":
+            close(own * len(counts), grad)
+        else:
+            close(summed(own), grad)
+    assert encoder.last is not None
+    return str(encoder.last)
+
+
+def all_ways(counts: list[int]) -> list[str]:
+    ways = ("plain", "frozen inputs", "fsdp", "ddp", "checkpoint")
+    return [check_toy(counts, way) for way in ways]
+
+
+@pytest.mark.parametrize("counts", [[3, 0], [5, 0, 2], [12, 12, 12, 12], [1, 0, 0, 0]])
+def test_features_and_gradients_are_those_without_balancing(counts: list[int]) -> None:
+    said = run_ranks(all_ways, len(counts), counts)
+    assert all(one == said[0] for one in said)
+    print(said[0])
