@@ -1,4 +1,4 @@
-"""Balanced encoders: what they give, and all gradients, are those of encoders that are not balanced."""
+"""Balanced encoders: features and all gradients are those without balancing."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import bascule
-from bascule.encoders import BalancedEncoder, EncoderTable
-from bascule.encoders.balanced_encoder import EncoderOptions
-from tests.helpers.ranks import raised_by, run_ranks
+from bascule.encoders import BalancedEncoder
+from tests.helpers.encoder_cases import check_vlm
+from tests.helpers.ranks import run_ranks
 
 COST = bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 
@@ -145,3 +145,30 @@ def test_features_and_gradients_are_those_without_balancing(counts: list[int]) -
     said = run_ranks(all_ways, len(counts), counts)
     assert all(one == said[0] for one in said)
     print(said[0])
+
+
+SHAPES = {
+    2: [[(2, 3), (4, 4), (1, 2), (3, 3)], []],
+    3: [[(1, 2)], [(2, 3), (5, 4), (1, 2), (3, 3)], []],
+    4: [[], [(2, 2)], [(2, 3), (6, 4), (1, 2), (3, 3)], []],
+}
+VIDEOS = {2: [False, True], 3: [True, True, False], 4: [True, False, False, False]}
+
+
+def all_vlms(names: list[str], ways: list[str]) -> list[str]:
+    said, size = list[str](), torch.distributed.get_world_size()
+    for name in names:
+        for way in ways:
+            videos = [False] * size if name == "internvl" else VIDEOS[size]
+            said.append(check_vlm(name, SHAPES[size], videos, way))
+    return said
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl"])
+def test_a_vlm_that_is_not_edited_trains_alike(name: str) -> None:
+    pytest.importorskip("transformers")
+    for size in (2, 3, 4):
+        ways = ["plain", "fsdp", "checkpoint", "frozen"] if size != 4 else ["plain", "fsdp"]
+        said = run_ranks(all_vlms, size, [name], ways)
+        print(size, said[0])
+        assert all(one == said[0] for one in said)
