@@ -106,7 +106,7 @@ class BalancedEncoder:
 
     Attributes:
         module: The encoder, unedited.
-        last: What the last step moved, and what that saved; None before the first.
+        last: What the last step moved, and what that saved; None if no rank had an item.
 
     Args:
         module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2. Its
@@ -235,6 +235,7 @@ class BalancedEncoder:
     ) -> Features:
         self._number += 1
         loaded, parcels = self._agree(items, error)
+        self.last = None
         if not loaded.num_items:
             return Features([], after, None)
         options = self.options

@@ -13,6 +13,7 @@ from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
     from bascule.encoders.balanced_encoder import BalancedEncoder
+    from bascule.encoders.item_plans import Encoding
 
 
 class Installed:
@@ -21,6 +22,9 @@ class Installed:
     In a forward pass the model calls its encoder once for each kind of items that its batch has,
     as images and videos. Ranks' batches have unlike kinds; so every rank takes part once for every
     kind, in the same order: for those that it does not have, before or after its own calls.
+
+    Attributes:
+        encodings: What the last forward pass moved, by kind; None for one that no rank had.
     """
 
     def __init__(self, encoder: "BalancedEncoder", model: nn.Module) -> None:
@@ -29,6 +33,7 @@ class Installed:
         self._kinds = encoder.table.sources
         self._left: list[bool] = []  # of the kinds that are left: whether the model calls for it
         self._tokens: list[Tensor | None] = []
+        self.encodings: list[Encoding | None] = []
         self._stand_in = _StandIn(encoder.module, self)
         self._hooks = [
             self._parent.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -45,7 +50,7 @@ class Installed:
         parameters = inspect.signature(parent.forward).parameters
         given = dict(zip(parameters, args, strict=False)) | kwargs
         self._left = [given.get(kind) is not None for kind in self._kinds]
-        self._tokens = []
+        self._tokens, self.encodings = [], []
         parent._modules[self._name] = self._stand_in
         self._take_part()
 
@@ -68,7 +73,11 @@ class Installed:
         """In what other ranks encode before this rank's next call, or after its last one."""
         while self._left and not self._left[0]:
             self._left.pop(0)
-            self._tokens.append(self._encoder.take_part(self._token).token)
+            self._keep(self._encoder.take_part(self._token))
+
+    def _keep(self, features: Features) -> None:
+        self._tokens.append(features.token)
+        self.encodings.append(self._encoder.last)
 
     @property
     def _token(self) -> Tensor | None:
@@ -84,7 +93,7 @@ class Installed:
             )
         self._left.pop(0)
         features: Features = self._encoder.call_after(self._token, args, kwargs)
-        self._tokens.append(features.token)
+        self._keep(features)
         self._take_part()
         return joined(features)
 

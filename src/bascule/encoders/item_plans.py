@@ -90,8 +90,8 @@ class Encoding:
     def __str__(self) -> str:
         if not self.num_moved:
             return (
-                f"none of {self.num_items} items moved: too little to gain at an imbalance of "
-                f"{self.loaded:.2f}"
+                f"none of {self.num_items} items moved: no plan gains enough over the imbalance "
+                f"of {self.loaded:.2f} as given"
             )
         moved = f"{self.num_moved} of {self.num_items} items moved"
         return f"{moved}: imbalance {self.balanced:.2f} instead of {self.loaded:.2f}"
