@@ -152,6 +152,11 @@ SHAPES = {
     3: [[(1, 2)], [(2, 3), (5, 4), (1, 2), (3, 3)], []],
     4: [[], [(2, 2)], [(2, 3), (6, 4), (1, 2), (3, 3)], []],
 }
+TILES = {
+    2: [[(1, 2), (2, 2), (1, 1)], []],
+    3: [[(1, 2)], [(2, 2), (2, 1), (1, 1)], []],
+    4: [[], [(2, 2)], [(1, 2), (2, 2), (1, 2)], []],
+}
 PROJECTED = ("internvl", "llava_onevision")
 """Models that have a layer of their own between tower and text."""
 VIDEOS = {2: [False, True], 3: [True, True, False], 4: [True, False, False, False]}
@@ -162,14 +167,16 @@ def all_vlms(names: list[str], ways: list[str]) -> list[str]:
     for name in names:
         for way in ways:
             videos = [False] * size if name == "internvl" else VIDEOS[size]
-            shapes = SHAPES[size]
+            if name == "llava_onevision" and way == "fsdp":
+                videos = [True] * size
+            shapes = TILES[size] if name == "llava_onevision" else SHAPES[size]
             if name in PROJECTED and way == "fsdp":  # FSDP waits for ranks that do not project
                 shapes = [own or [(1, 1)] for own in shapes]
             said.append(check_vlm(name, shapes, videos, way))
     return said
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", "internvl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", *PROJECTED])
 def test_a_vlm_that_is_not_edited_trains_alike(name: str) -> None:
     pytest.importorskip("transformers")
     for size in (2, 3, 4):
@@ -188,11 +195,11 @@ PIXELS = {
 
 
 def all_items(kinds: list[str], ways: list[str]) -> list[str]:
-    size = torch.distributed.get_world_size()
-    given = {
-        kind: TEXTS[size] if kind in ("t5", "umt5", "clip") else PIXELS[size] for kind in kinds
-    }
-    return [check_items(kind, given[kind], way) for kind in kinds for way in ways]
+    given = (TEXTS if "t5" in kinds else PIXELS)[torch.distributed.get_world_size()]
+    cases = [(kind, way) for kind in kinds for way in ways]
+    # Wan's and Qwen-Image's call their encoder once for every few frames: FSDP would wait forever.
+    cases = [(kind, way) for kind, way in cases if way != "fsdp" or kind not in ("wan", "qwen")]
+    return [check_items(kind, given, way) for kind, way in cases]
 
 
 @pytest.mark.parametrize("kinds", [["t5", "umt5", "clip"], ["kl", "wan", "qwen"]], ids=str)

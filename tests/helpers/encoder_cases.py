@@ -1,5 +1,6 @@
 """VLMs whose encoders are balanced, beside the same without: features, losses, gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import bascule
 from bascule.comm.samples.nests import leaves_of
 from bascule.encoders import BalancedEncoder
-from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, VIDEO, make_model
+from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, TEXT, VIDEO, make_model
 
 COST = bascule.TransformerCost(16)
 
@@ -76,7 +77,8 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 def shard(model: Any) -> None:
     """Blocks of the tower, the tower, the blocks of the language model, and the rest."""
     tower = tower_of(model)
-    layers = tower.encoder.layer if hasattr(tower, "encoder") else tower.blocks
+    encoder = getattr(tower, "encoder", None)
+    layers = tower.blocks if encoder is None else getattr(encoder, "layer", None) or encoder.layers
     for block in (*layers, tower, *model.model.language_model.layers, model):
         fully_shard(block)
 
@@ -161,10 +163,10 @@ def check_items(kind: str, per_rank: list[Any], way: str) -> str:
         x.grad = None
     if way == "fsdp":
         root = module if is_text else module.encoder  # FSDP cannot see what is in a distribution
-        for block in reversed(list(root.modules())):  # inner ones first
-            if isinstance(block, torch.nn.ModuleList) and len(block):
-                for one in block:
-                    fully_shard(one)
+        names = ("encoder.block", "encoder.layers") if is_text else ("down_blocks",)
+        for path, blocks in root.named_modules():
+            for block in blocks if path.endswith(names) else ():
+                fully_shard(block)
         fully_shard(root)
     encoder = BalancedEncoder(module, cost=COST)
     features = encoder(items)
@@ -202,11 +204,59 @@ def check_padded_texts(kind: str) -> str:
     return str(encoder.last)
 
 
+def llava() -> Any:
+    """A tiny LLaVA-OneVision, whose images are tiles of 8 x 8 pixels, as many as they need."""
+    import transformers as tf
+
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    vision |= {"vision_use_head": False}
+    config = tf.LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config=vision,
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[8, 8], [8, 16], [16, 8], [16, 16]],
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    model = tf.LlavaOnevisionForConditionalGeneration(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)
+    return model
+
+
+def llava_batch(rank: int, sizes: list[tuple[int, int]], has_video: bool) -> dict[str, Any]:
+    """One sample: images of rows x columns tiles and one of the whole; a video of 3 frames."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    ids, batch = [torch.randint(0, 50, (4,), generator=generator)], dict[str, Any]()
+    for rows, columns in sizes:
+        num = 4 + (2 * rows) * (2 * columns + 1)  # the whole, and rows of tiles with line ends
+        ids += [torch.full((num,), IMAGE), torch.randint(0, 50, (1,), generator=generator)]
+    if sizes:
+        most = max(1 + rows * columns for rows, columns in sizes)
+        shape = (len(sizes), most, 3, 8, 8)
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
+        shapes = torch.tensor([(8 * rows, 8 * columns) for rows, columns in sizes])
+        batch |= {"pixel_values": pixels, "image_sizes": shapes}
+    if has_video:
+        shape = (1, 3, 3, 8, 8)
+        video = torch.randn(shape, generator=generator, dtype=torch.float64)
+        batch["pixel_values_videos"] = video
+        ids += [torch.full((3 * 1 + 1,), VIDEO), torch.randint(0, 50, (1,), generator=generator)]
+    return {"input_ids": torch.cat(ids)[None], **batch}
+
+
 def check_vlm(name: str, shapes: list[list[tuple[int, int]]], videos: list[bool], way: str) -> str:
     """A step with a balanced encoder is the same as without; what the encoder said at its end."""
     rank = dist.get_rank()
-    batch = batch_of(name, rank, shapes[rank], videos[rank])
-    plain, model = make_model(name), make_model(name)
+    if name == "llava_onevision":
+        batch, make = llava_batch(rank, shapes[rank], videos[rank]), llava
+    else:
+        batch = batch_of(name, rank, shapes[rank], videos[rank])
+        make = partial(make_model, name)
+    plain, model = make(), make()
     expected = loss_of(plain, batch, rank)
     expected.backward()
     if way == "frozen":

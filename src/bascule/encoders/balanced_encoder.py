@@ -342,6 +342,8 @@ class BalancedEncoder:
                 sent = [[x.detach() for x in parts[one]] for one in sorted(parts)]
                 parcels = [parcel(own, device) for own in sent]
         except Exception as met:  # whatever it is, the others must not wait
+            if self._is_sharded:  # they may wait within the module, which being told of it ends
+                raise
             error = met
         said = agree(
             self._parallel._planning.group,
