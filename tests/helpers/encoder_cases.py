@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import bascule
 from bascule.comm.samples.nests import leaves_of
@@ -66,7 +67,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if hasattr(grad, "full_tensor"):
+        if isinstance(grad, DTensor):
             found[name] = grad.full_tensor() * dist.get_world_size()
         else:
             found[name] = grad.clone()
@@ -90,11 +91,12 @@ def tower_of(model: Any) -> Any:
 
 def text_encoder(name: str) -> Any:
     """Tiny, with random weights."""
-    import transformers as tf
+    import transformers
 
+    tf: Any = transformers
     torch.manual_seed(0)
     if name == "clip":
-        sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24}
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24}
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "eos_token_id": 2}
         return tf.CLIPTextModel(tf.CLIPTextConfig(**sizes)).double().eval()
     sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
@@ -106,11 +108,16 @@ def text_encoder(name: str) -> Any:
 
 def image_encoder(name: str) -> Any:
     """A tiny VAE with random weights."""
-    import diffusers
+    import diffusers as host
 
+    diffusers: Any = host
     torch.manual_seed(0)
     if name == "kl":
-        sizes = {"block_out_channels": (8, 8), "norm_num_groups": 4, "latent_channels": 2}
+        sizes: dict[str, Any] = {
+            "block_out_channels": (8, 8),
+            "norm_num_groups": 4,
+            "latent_channels": 2,
+        }
         sizes |= {"down_block_types": ("DownEncoderBlock2D",) * 2}
         sizes |= {"up_block_types": ("UpDecoderBlock2D",) * 2}
         return diffusers.AutoencoderKL(**sizes).double().eval()
@@ -206,9 +213,14 @@ def check_padded_texts(kind: str) -> str:
 
 def llava() -> Any:
     """A tiny LLaVA-OneVision, whose images are tiles of 8 x 8 pixels, as many as they need."""
-    import transformers as tf
+    import transformers
 
-    vision = {"model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24}
+    tf: Any = transformers
+    vision: dict[str, Any] = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+    }
     vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     vision |= {"vision_use_head": False}
     config = tf.LlavaOnevisionConfig(

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.exchange import has_gradient
+from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import joined, mapped
 from bascule.comm.samples.sample_bytes import Parcel, parcel
@@ -56,15 +57,15 @@ class EncoderOptions:
     Attributes:
         table: What the items of a call are. Default: the one for the module's class.
         limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
-        min_gain: By how much the slowest rank may take longer than in the best plan, so that fewer
-            items move: those of a step that is as even as that stay.
+        home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
+            fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
     """
 
     table: EncoderTable | None = None
     limits: Limits | None = None
-    min_gain: float = 0.02
+    home_tolerance: float = 0.02
     device: torch.device | str | None = None
     timeout_s: float = 600.0
 
@@ -154,11 +155,11 @@ class BalancedEncoder:
                     f"no lengths are known for a {type(inner).__name__}: give length_fn, which "
                     "says the tokens of an item"
                 )
-            number("min_gain", options.min_gain)
+            number("home_tolerance", options.home_tolerance)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        settings = {"module": type(inner).__name__, "min_gain": str(options.min_gain)}
-        agree_on(self._parallel._planning.group, settings, error, what="construction")
+        settings = {"module": type(inner).__name__, "home_tolerance": str(options.home_tolerance)}
+        agree_on(self._agreeing, settings, error, what="construction")
 
     @told("items of a balanced encoder")
     def __call__(self, items: Sequence[Item]) -> Features:
@@ -227,6 +228,13 @@ class BalancedEncoder:
         return self._encode([], token, None)
 
     @property
+    def _agreeing(self) -> RankGroup:
+        """The ranks, on the host."""
+        group = self._parallel.group.control
+        assert group is not None
+        return group
+
+    @property
     def _function(self) -> Callable[..., Any]:
         return getattr(self._inner, self.table.method or "forward")
 
@@ -239,7 +247,9 @@ class BalancedEncoder:
         if not loaded.num_items:
             return Features([], after, None)
         options = self.options
-        plan = plan_items(loaded, self.cost, options.limits, options.min_gain, self._is_sharded)
+        plan = plan_items(
+            loaded, self.cost, options.limits, options.home_tolerance, self._is_sharded
+        )
         self.last = plan.report
         with _recording(loaded.needs_gradient):
             token = self._first_token(after) if loaded.needs_gradient else None
@@ -253,7 +263,7 @@ class BalancedEncoder:
         """What all ranks loaded; or the same error on all of them."""
         parallel, parcels = self._parallel, list[Parcel]()
         own = np.zeros(1, np.int64)
-        settings = dict.fromkeys(("cost", "gradients", "is sharded"), "")
+        settings: dict[str, str] = dict.fromkeys(("cost", "gradients", "is sharded"), "")
         try:
             settings["cost"] = describe_cost(self.cost)
             trains = torch.is_grad_enabled() and any(
@@ -346,7 +356,7 @@ class BalancedEncoder:
                 raise
             error = met
         said = agree(
-            self._parallel._planning.group,
+            self._agreeing,
             Statement({}, np.array([num_rows(one) for one in parcels], np.int64), error),
             what="encoding",
             step=self._number,

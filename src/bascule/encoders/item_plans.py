@@ -127,17 +127,17 @@ class ItemPlan:
 
 
 def plan_items(
-    loaded: Loaded, cost: Cost, limits: Limits | None, min_gain: float, is_aligned: bool
+    loaded: Loaded, cost: Cost, limits: Limits | None, home_tolerance: float, is_aligned: bool
 ) -> ItemPlan:
     """Spread items over ranks by cost, so that the slowest rank ends early.
 
-    Where several plans are as good as `min_gain` allows, the one that moves the fewest tokens.
+    Where several plans are as good as `home_tolerance` allows, the one that moves the fewest tokens.
 
     Args:
         loaded: The items, one at least.
         cost: What one costs.
         limits: What a rank can hold.
-        min_gain: By how much the slowest rank may take longer than in the best plan.
+        home_tolerance: By how much the slowest rank may take longer than in the best plan.
         is_aligned: Whether all ranks need as many calls of the module.
 
     Raises:
@@ -152,12 +152,12 @@ def plan_items(
         limits=limits,
         sizes={"tokens": loaded.lens, "bytes": loaded.num_bytes},
         home=loaded.owner,
-        home_tolerance=min_gain,
+        home_tolerance=home_tolerance,
     )
     one = np.ones(loaded.num_ranks, np.int64)
     passes = forward_passes(found.bin_of, loaded.lens, loaded.forms, one, is_aligned=is_aligned)
     before, after = (
-        imbalance(np.bincount(ranks, weights=costs, minlength=loaded.num_ranks))
+        imbalance(np.bincount(ranks, costs, loaded.num_ranks).astype(np.float64))
         for ranks in (loaded.owner, found.bin_of)
     )
     num_moved = int((found.bin_of != loaded.owner).sum())

@@ -26,8 +26,9 @@ def mapped(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(nest, tuple | list):
         parts = [mapped(value, change) for value in nest]
         return make(*parts) if hasattr(nest, "_fields") else make(parts)
-    if isinstance(getattr(nest, "parameters", None), Tensor) and hasattr(nest, "deterministic"):
-        return make(change(nest.parameters), deterministic=nest.deterministic)
+    parameters: Any = getattr(nest, "parameters", None)
+    if isinstance(parameters, Tensor) and hasattr(nest, "deterministic"):
+        return make(change(parameters), deterministic=nest.deterministic)  # pyright: ignore
     return nest
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -151,7 +152,7 @@ class _Moved(torch.autograd.Function):
         ]
         rank = move.group.rank
         # The sizes of all others are those of items that neither leave this rank nor reach it.
-        rows = move.source * 0
+        rows = np.zeros(move.source.shape, np.int64)
         rows[move.dest == rank] = [_num_rows_of(forms) for forms in ctx.sent]
         rows[move.source == rank] = [_num_rows_of(forms) for forms in ctx.received]
         parts = move_parcels(move, parcels, rows, of=ctx.number)
