@@ -1,5 +1,6 @@
 """BalancedEncoder: items go to the ranks that have time to encode them, and their features back."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.exchange import has_gradient
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import joined, mapped
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import (
     ItemMove,
-    attached,
     move_items,
     move_items_with_gradients,
     num_rows,
@@ -37,6 +36,7 @@ from bascule.encoders.encoder_tables import (
     table_of,
     without_rows,
 )
+from bascule.encoders.features import Features, attach
 from bascule.encoders.item_plans import Encoding, ItemPlan, Loaded, plan_items
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
@@ -73,27 +73,6 @@ class EncoderOptions:
 _DEFAULT = EncoderOptions()
 
 
-class Features(list[Any]):
-    """What was encoded, in the order of the items that were given.
-
-    Attributes:
-        token: () What the backward pass of every rank must reach, or None without gradients.
-        template: An output of the module on this rank, or None if no rank had an item.
-    """
-
-    def __init__(self, outputs: Sequence[Any], token: Tensor | None, template: Any) -> None:
-        super().__init__(outputs)
-        self.token, self.template = token, template
-
-    def attach(self, output: Any) -> Any:
-        """The same output; in its backward pass this rank takes part in that of the encoder.
-
-        For what the backward pass begins with, as the loss, on every rank: one without items has
-        no other way from its loss to the encoder, where the others wait for it.
-        """
-        return attach(output, [self.token])
-
-
 class BalancedEncoder:
     """An encoder whose items are encoded by the ranks that have time, in place of their owners.
 
@@ -111,7 +90,8 @@ class BalancedEncoder:
 
     Args:
         module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2. Its
-            arguments and outputs hold items along the first dim; see `EncoderTable`.
+            arguments and outputs hold items along the first dim; see `EncoderTable`. It has the
+            same weights on all ranks.
         length_fn: Tokens of an item, at least 1, from its arguments by name; or a pair of tokens
             and of how many pairs of a query and a key attention computes. Default: as the table
             for the module's class says.
@@ -158,7 +138,12 @@ class BalancedEncoder:
             number("home_tolerance", options.home_tolerance)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        settings = {"module": type(inner).__name__, "home_tolerance": str(options.home_tolerance)}
+        parts = [(name, str(p.dtype), *p.shape) for name, p in inner.named_parameters()]
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        settings = {
+            "module": f"{type(inner).__name__} with parameters of shapes {digest}",
+            "home_tolerance": str(options.home_tolerance),
+        }
         agree_on(self._agreeing, settings, error, what="construction")
 
     @told("items of a balanced encoder")
@@ -246,10 +231,8 @@ class BalancedEncoder:
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
-        options = self.options
-        plan = plan_items(
-            loaded, self.cost, options.limits, options.home_tolerance, self._is_sharded
-        )
+        limits, tolerance = self.options.limits, self.options.home_tolerance
+        plan = plan_items(loaded, self.cost, limits, tolerance, self._is_sharded)
         self.last = plan.report
         with _recording(loaded.needs_gradient):
             token = self._first_token(after) if loaded.needs_gradient else None
@@ -410,18 +393,6 @@ class _Computed:
     template: Any
     parcels: list[Parcel]
     rows: Sequence[Any]
-
-
-def attach(output: Any, tokens: Sequence[Tensor | None]) -> Any:
-    """The same output, in whose backward pass this rank takes part in those of the tokens."""
-
-    def with_tokens(leaf: Tensor) -> Tensor:
-        for token in tokens:
-            if token is not None and token.requires_grad and has_gradient(leaf):
-                leaf = attached(leaf, token)
-        return leaf
-
-    return mapped(output, with_tokens)
 
 
 @contextmanager

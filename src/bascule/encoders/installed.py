@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import joined
-from bascule.encoders.balanced_encoder import Features, attach
+from bascule.encoders.features import Features, attach
 from bascule.errors import ConfigError
 
 if TYPE_CHECKING:

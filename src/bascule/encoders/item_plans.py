@@ -131,7 +131,7 @@ def plan_items(
 ) -> ItemPlan:
     """Spread items over ranks by cost, so that the slowest rank ends early.
 
-    Where several plans are as good as `home_tolerance` allows, the one that moves the fewest tokens.
+    Of the plans that are as good as `home_tolerance` allows, the one that moves the fewest tokens.
 
     Args:
         loaded: The items, one at least.
