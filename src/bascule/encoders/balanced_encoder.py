@@ -27,7 +27,7 @@ from bascule.comm.samples.sample_moves import (
     tied,
 )
 from bascule.encoders.encoder_tables import (
-    EncoderTable,
+    EncoderOptions,
     Item,
     Length,
     called_with,
@@ -42,32 +42,11 @@ from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.checks import number, whole
 from bascule.plan.costs.cost_models import Cost, describe_cost
-from bascule.plan.limits import Limits
 
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed
 
 _FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderOptions:
-    """How a BalancedEncoder works, where the defaults do not fit.
-
-    Attributes:
-        table: What the items of a call are. Default: the one for the module's class.
-        limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
-        home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
-            fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
-        device: Where the tensors are. Default: the mesh's, or the group's back end's.
-        timeout_s: Longest wait of a collective, in seconds.
-    """
-
-    table: EncoderTable | None = None
-    limits: Limits | None = None
-    home_tolerance: float = 0.02
-    device: torch.device | str | None = None
-    timeout_s: float = 600.0
 
 
 _DEFAULT = EncoderOptions()

@@ -17,6 +17,7 @@ from bascule.comm.samples.nests import leaves_of, mapped, rebuilt
 from bascule.comm.samples.sample_bytes import parcel
 from bascule.encoders import item_lengths
 from bascule.errors import ConfigError
+from bascule.plan.limits import Limits
 
 Item = dict[str, Any]
 """The arguments of a call for one item alone, by name."""
@@ -194,3 +195,23 @@ def table_of(module: nn.Module) -> EncoderTable:
         if table is not None:
             return table
     return EncoderTable()
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOptions:
+    """How a BalancedEncoder works, where the defaults do not fit.
+
+    Attributes:
+        table: What the items of a call are. Default: the one for the module's class.
+        limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
+        home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
+            fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
+        device: Where the tensors are. Default: the mesh's, or the group's back end's.
+        timeout_s: Longest wait of a collective, in seconds.
+    """
+
+    table: EncoderTable | None = None
+    limits: Limits | None = None
+    home_tolerance: float = 0.02
+    device: torch.device | str | None = None
+    timeout_s: float = 600.0
