@@ -12,7 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import bascule
 from bascule.encoders import BalancedEncoder, EncoderOptions
-from tests.helpers.encoder_cases import check_items, check_padded_texts, check_vlm
+from tests.helpers.encoder_cases import (
+    check_failing_image,
+    check_items,
+    check_padded_texts,
+    check_vlm,
+)
 from tests.helpers.ranks import raised_by, run_ranks
 
 COST = bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
@@ -182,6 +187,8 @@ def test_a_vlm_that_is_not_edited_trains_alike(name: str) -> None:
     pytest.importorskip("transformers")
     for size in (2, 3, 4):
         ways = ["plain", "fsdp", "checkpoint", "frozen"] if size != 4 else ["plain", "fsdp"]
+        if name not in PROJECTED:
+            ways += ["ddp"]  # without balancing it would wait for ranks without images
         said = run_ranks(all_vlms, size, [name], ways)
         assert all(one == said[0] for one in said)
         assert all("items moved: imbalance" in one for one in said[0]), said[0]
@@ -274,6 +281,14 @@ def fails_when_sharded() -> tuple[list[str], str]:
 def test_a_sharded_encoder_that_fails_on_a_rank_ends_the_others() -> None:
     said = run_ranks(fails_when_sharded, 2)
     assert "item 13" in said[1][1]
+    assert "item 13" in said[0][1], said[0]
+
+
+def test_a_wrong_image_of_a_model_is_the_same_error_on_all_ranks() -> None:
+    pytest.importorskip("transformers")
+    said = run_ranks(check_failing_image, 3)
+    assert said[0] == said[1] == said[2]
+    assert "do not hold as many items each" in said[0][1] and "rank 1" in said[0][1]
 
 
 def choices() -> list[str]:

@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import bascule
 from bascule.comm.samples.nests import leaves_of
 from bascule.encoders import BalancedEncoder
+from tests.helpers.ranks import raised_by
 from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, TEXT, VIDEO, make_model
 
 COST = bascule.TransformerCost(16)
@@ -62,13 +64,15 @@ def loss_of(model: Any, batch: dict[str, Any], rank: int) -> Tensor:
     return (torch.tanh(logits) * weights).sum() * (1 + rank)
 
 
-def gradients_of(model: Any) -> dict[str, Tensor]:
+def gradients_of(model: Any, is_averaged: bool = False) -> dict[str, Tensor]:
     """Summed over ranks."""
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(grad, DTensor):
             found[name] = grad.full_tensor() * dist.get_world_size()
+        elif is_averaged:
+            found[name] = grad * dist.get_world_size()
         else:
             found[name] = grad.clone()
             dist.all_reduce(found[name])
@@ -278,14 +282,15 @@ def check_vlm(name: str, shapes: list[list[tuple[int, int]]], videos: list[bool]
         model.activation_checkpointing_enable({"use_reentrant": False})
     if way == "fsdp":
         shard(model)
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
     tower = tower_of(model)
     encoder = BalancedEncoder(tower, cost=COST)
-    installed = encoder.install(model)
-    loss = loss_of(model, batch, rank)
+    installed = encoder.install(wrapped)
+    loss = loss_of(wrapped, batch, rank)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     loss.backward()
     assert tower_of(model) is tower
-    grads, expected_grads = gradients_of(model), gradients_of(plain)
+    grads, expected_grads = gradients_of(model, way == "ddp"), gradients_of(plain)
     everything = sum(float((grad**2).sum()) for grad in expected_grads.values()) ** 0.5
     is_seen = False
     for key, grad in expected_grads.items():
@@ -301,4 +306,21 @@ def check_vlm(name: str, shapes: list[list[tuple[int, int]]], videos: list[bool]
     if way != "fsdp":
         loss_of(model, batch, rank)
     assert encoder.last is before
+    return said
+
+
+def check_failing_image() -> tuple[list[str], str]:
+    """An image of a rank is wrong; the model is as before, and all go on."""
+    rank = dist.get_rank()
+    model = make_model("qwen2_5_vl")
+    tower = tower_of(model)
+    BalancedEncoder(tower, cost=COST).install(model)
+    good = batch_of("qwen2_5_vl", rank, [(2, 2)] if rank else [], False)
+    bad = dict(good)
+    if rank == 1:
+        bad["pixel_values"] = bad["pixel_values"][:-1]
+    said = raised_by(loss_of, model, bad, rank)
+    assert tower_of(model) is tower
+    loss_of(model, good, rank).backward()
+    assert all(p.grad is not None for p in tower.parameters())
     return said

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import told
-from bascule.comm.samples.nests import joined, mapped
+from bascule.comm.guard.failures import explained, told
+from bascule.comm.samples.nests import mapped
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import (
     ItemMove,
@@ -34,7 +34,6 @@ from bascule.encoders.encoder_tables import (
     filled,
     form_of,
     table_of,
-    without_rows,
 )
 from bascule.encoders.features import Features, attach
 from bascule.encoders.item_plans import Encoding, ItemPlan, Loaded, plan_items
@@ -154,12 +153,7 @@ class BalancedEncoder:
         Raises:
             As calling with items; ConfigError: no rank has an item (on all ranks).
         """
-        features, is_empty = self.call_after(None, args, kwargs), False
-        if features.template is None:
-            raise ConfigError("no rank has an item to encode: give one on one rank at least")
-        is_empty = not len(features)
-        output = without_rows(features.template) if is_empty else joined(features)
-        return features.attach(output) if is_empty else output
+        return self.call_after(None, args, kwargs).together
 
     def call_after(self, token: Tensor | None, args: Sequence[Any], kwargs: Item) -> Features:
         """`call`, whose backward pass comes before that of the token; item by item."""
@@ -299,11 +293,12 @@ class BalancedEncoder:
     def _compute(self, plan: ItemPlan, arrived: dict[int, Item]) -> "_Computed":
         """What this rank computes, agreed to be without an error."""
         parts, unused, template, error = dict[int, list[Tensor]](), list[Tensor](), None, None
-        parcels, rank = list[Parcel](), self._parallel.rank
+        parcels, rank, meets = list[Parcel](), self._parallel.rank, self._is_sharded
         try:
             for of in plan.passes[rank]:
                 items = [arrived[one] for one in of.ids.tolist()]
-                template = self._call_module(self.table.join(items))
+                with explained(f"step {self._number}: encoding") if meets else nullcontext():
+                    template = self._call_module(self.table.join(items))
                 found = self.table.parts(template, items)
                 if of.is_dummy:
                     unused += [x for own in found for x in own if x.requires_grad]
@@ -314,7 +309,7 @@ class BalancedEncoder:
                 sent = [[x.detach() for x in parts[one]] for one in sorted(parts)]
                 parcels = [parcel(own, device) for own in sent]
         except Exception as met:  # whatever it is, the others must not wait
-            if self._is_sharded:  # they may wait within the module, which being told of it ends
+            if meets:  # they may wait within the module, which being told of it ends
                 raise
             error = met
         said = agree(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bascule.comm.samples.nests import leaves_of, mapped, rebuilt
+from bascule.comm.samples.nests import leaves_of, rebuilt
 from bascule.comm.samples.sample_bytes import parcel
 from bascule.encoders import item_lengths
 from bascule.errors import ConfigError
@@ -108,11 +108,6 @@ def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
             f"sizes {list(sizes)[:8]}: the module must give each item rows of the first dim"
         )
     return leaf.split(rows)
-
-
-def without_rows(output: Any) -> Any:
-    """The output of a call with no items."""
-    return mapped(output, lambda leaf: leaf[:0])
 
 
 def filled(output: Any, leaves: Sequence[Tensor]) -> Any:

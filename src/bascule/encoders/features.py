@@ -6,8 +6,9 @@ from typing import Any
 from torch import Tensor
 
 from bascule.comm.exchange import has_gradient
-from bascule.comm.samples.nests import mapped
+from bascule.comm.samples.nests import joined, mapped
 from bascule.comm.samples.sample_moves import attached
+from bascule.errors import ConfigError
 
 
 class Features(list[Any]):
@@ -21,6 +22,19 @@ class Features(list[Any]):
     def __init__(self, outputs: Sequence[Any], token: Tensor | None, template: Any) -> None:
         super().__init__(outputs)
         self.token, self.template = token, template
+
+    @property
+    def together(self) -> Any:
+        """What the module gives for all items in one call; without rows where there are none.
+
+        Raises:
+            ConfigError: No rank has an item.
+        """
+        if self.template is None:
+            raise ConfigError("no rank has an item to encode: give one on one rank at least")
+        if not self:
+            return self.attach(mapped(self.template, lambda leaf: leaf[:0]))
+        return joined(self)
 
     def attach(self, output: Any) -> Any:
         """The same output; in its backward pass this rank takes part in that of the encoder.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from bascule.comm.guard.failures import told
-from bascule.comm.samples.nests import joined
 from bascule.encoders.features import Features, attach
 from bascule.errors import ConfigError
 
@@ -95,7 +94,7 @@ class Installed:
         features: Features = self._encoder.call_after(self._token, args, kwargs)
         self._keep(features)
         self._take_part()
-        return joined(features)
+        return features.together
 
 
 class _StandIn(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bascule.comm.exchange import BoundRoute, has_gradient, move_rows
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.derivatives import only_first
+from bascule.comm.guard.derivatives import only_first, refuse_transforms
 from bascule.comm.samples.nests import leaves_of, mapped, rebuilt
 from bascule.comm.samples.sample_bytes import ALIGNMENT, Parcel, read
 from bascule.plan.routes import Ints, Ranks, Route
@@ -108,6 +108,7 @@ def move_items_with_gradients(
         The items that arrive, and a token () for what comes before it in the backward pass.
     """
     leaves = [leaf for item in items for leaf in leaves_of(item)]
+    refuse_transforms(move.name, token, *leaves)
     counts = [len(leaves_of(item)) for item in items]
     arrived: list[Any] = []
     token, *received = _Moved.apply(move, parcels, rows, counts, arrived, token, *leaves)
