@@ -136,8 +136,6 @@ class _Moved(torch.autograd.Function):
         ctx.received = [[_Form.of(x) for x in own] for own in flat]
         received = [x for own in flat for x in own]
         ctx.mark_non_differentiable(*(x for x in received if not has_gradient(x)))
-        # Read in the backward, so that a checkpoint is recomputed by all ranks, also by one that
-        # has nothing else to recompute.
         ctx.save_for_backward(token)
         return token.new_zeros(()), *received
 
