@@ -80,4 +80,5 @@ $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "Installing bascule[dev] into $(VENV)"
 	@$(PIP) install --quiet $(CONSTRAINTS) -e '.[dev]'
+	@$(PIP) install --quiet --no-deps HolisticTraceAnalysis==0.5.0  # its parser alone; it asks for jupyterlab
 	@touch $(VENV)/.demo $@

@@ -27,7 +27,7 @@ from _baselines import (
 
 from bascule.data import BalancedSampler, SamplerOptions
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.topology.search import suggest_topology
 
 MOST_REAL, MOST_AUTO = 8, 256

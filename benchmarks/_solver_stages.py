@@ -13,8 +13,8 @@ from rich.table import Table
 from bascule.errors import PlanError
 from bascule.plan import locality
 from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.solver import improve, portfolio
 from bascule.plan.solver.solve import assign

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from bascule.plan.batch import Plan as Plan
     from bascule.plan.batch import plan_batch as plan_batch
     from bascule.plan.costs.attention_latency import AttentionLatency as AttentionLatency
+    from bascule.plan.costs.cluster import Cluster as Cluster
     from bascule.plan.costs.cost_models import PolynomialCost as PolynomialCost
     from bascule.plan.costs.cost_models import TransformerCost as TransformerCost
     from bascule.plan.costs.fit_attention import fit_attention_latency as fit_attention_latency
     from bascule.plan.costs.fit_iterations import fit_iterations as fit_iterations
     from bascule.plan.costs.fit_latency import fit_latency as fit_latency
-    from bascule.plan.costs.hardware import Cluster as Cluster
     from bascule.plan.costs.hardware import HardwareProfile as HardwareProfile
     from bascule.plan.limits import Limits as Limits
     from bascule.plan.loaded.masks import Span as Span
@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from bascule.plan.topology.search import TopologyRanking as TopologyRanking
     from bascule.plan.topology.search import suggest_topology as suggest_topology
     from bascule.plan.topology.spec import Topology as Topology
+    from bascule.sim.simulation import SimulationOptions as SimulationOptions
+    from bascule.sim.simulation import simulate as simulate
+    from bascule.sim.simulation_result import SimulationResult as SimulationResult
     from bascule.training.stepping import train_step as train_step
 
 _HOMES = {
@@ -67,7 +70,7 @@ _HOMES = {
     "BalancedLoader": "bascule.data.loader",
     "BalancedModel": "bascule.integrations.diffusers.training.balanced_model",
     "BalancedSampler": "bascule.data.samplers.balanced",
-    "Cluster": "bascule.plan.costs.hardware",
+    "Cluster": "bascule.plan.costs.cluster",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
     "CostTracker": "bascule.data.cost_tracker",
@@ -83,6 +86,8 @@ _HOMES = {
     "SamplerOptions": "bascule.data.samplers.balanced",
     "SequenceParallel": "bascule.parallel",
     "Sequences": "bascule.plan.loaded.sequences",
+    "SimulationOptions": "bascule.sim.simulation",
+    "SimulationResult": "bascule.sim.simulation_result",
     "Span": "bascule.plan.loaded.masks",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
     "Step": "bascule.parallel",
@@ -101,6 +106,7 @@ _HOMES = {
     "plan_batch": "bascule.plan.batch",
     "plan_step": "bascule.plan.step",
     "sequence_parallel": "bascule.integrations.sdpa.mode",
+    "simulate": "bascule.sim.simulation",
     "sparse_imbalance": "bascule.plan.sparse",
     "step_makespan": "bascule.plan.step",
     "suggest_topology": "bascule.plan.topology.search",

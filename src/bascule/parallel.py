@@ -19,8 +19,8 @@ from bascule.errors import ConfigError
 from bascule.parallel_plans import Asked, Planned, PlannedLater, Planning, checked
 from bascule.parallel_step import Step as Step
 from bascule.plan.checks import of_type, shown
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost, describe_cost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import RankState
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Batch, Sequences

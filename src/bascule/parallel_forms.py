@@ -11,6 +11,7 @@ from bascule.attention.call_spec import check_settings, check_tensors
 from bascule.comm import mean
 from bascule.comm.exchange import misfit
 from bascule.comm.guard.derivatives import refuse_transforms
+from bascule.comm.guard.ranges import mark_lengths
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
 
@@ -29,6 +30,7 @@ class Forms:
 
     def __init__(self, parallel: "SequenceParallel", plan: Plan, number: int) -> None:
         self._parallel, self._plan, self._number = parallel, plan, number
+        self._is_marked = False
         # The most ranks that share heads; of "auto", others every step.
         self._degree = int(plan.topology.ulysses_groups.bag_sizes.max())
 
@@ -71,7 +73,13 @@ class Forms:
     def of_rows(
         self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool], num_rows: int
     ) -> None:
-        """Names, dtypes, widths and gradients decide the sizes."""
+        """Names, dtypes, widths and gradients decide the sizes.
+
+        The first route of a step says in a running profile which lengths it is for.
+        """
+        if what == "route" and not self._is_marked:
+            self._is_marked = True
+            mark_lengths("step", self._plan, self._parallel.rank)
         error = None if tensors else ConfigError(f"{what}: give at least one tensor")
         for name, x in tensors.items():
             error = error or misfit(what, name, x, num_rows, self._parallel.device)

@@ -13,8 +13,8 @@ from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks

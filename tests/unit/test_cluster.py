@@ -5,8 +5,8 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.topology.spec import Topology
 
 MACHINE = {

@@ -152,7 +152,7 @@ def test_a_profile_that_ranks_or_links_do_not_reach() -> None:
     fast = HardwareProfile(device="H200", matmul_flops_per_s=2e15, attention_flops_per_s=1e15)
     found = only(judge(measured(), OPTIONS, fast), "profile")
     assert found.ranks == (0, 1, 2, 3)
-    assert "ranks 0 to 3" in found.text and "H200 says 2000" in found.text
+    assert "ranks 0 to 3" in found.text and "H200 (given, not measured) says 2000" in found.text
     wires = HardwareProfile(device="H200", intra_bytes_per_s=1.5e9, inter_bytes_per_s=2.5e9)
     far = judge(measured(), OPTIONS, wires)
     assert [one.ranks for one in far] == [(1, 2), (3, 0)]

@@ -14,7 +14,8 @@ import pytest
 import bascule
 from bascule.errors import ConfigError
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.costs.hardware import Cluster, HardwareProfile
+from bascule.plan.costs.cluster import Cluster
+from bascule.plan.costs.hardware import HardwareProfile
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 from tests.helpers.sparse_studies import even_load
 
@@ -23,7 +24,7 @@ KNOWN = HardwareProfile.load("h100-datasheet")
 MEASURED = HardwareProfile(device="two cores", source="measured", attention=FIT, host_s=1e-3)
 RATES = (
     *("matmul_flops_per_s", "attention_flops_per_s", "intra_bytes_per_s", "inter_bytes_per_s"),
-    *("memory_bytes", "launch_s", "host_s"),
+    *("memory_bytes", "launch_s", "host_s", "peak_flops_per_s", "pack_bytes_per_s", "piece_s"),
 )
 
 
@@ -98,7 +99,7 @@ def test_values_that_are_no_numbers_in_range(value: Any) -> None:
 
 def test_other_sources_are_refused() -> None:
     told = refusal(lambda: HardwareProfile(device="x", source="guessed"))
-    assert "measured, datasheet, given" in told
+    assert "measured, datasheet, published, given" in told
 
 
 @pytest.mark.parametrize("path", [*UNREADABLE, None, 5, ["h100-datasheet"], "h100"], ids=title)

@@ -19,10 +19,10 @@ import torch
 from bascule.errors import PlanError
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import shown
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost, describe_cost
 from bascule.plan.costs.fit_iterations import fit_iterations
 from bascule.plan.costs.fit_latency import fit_latency
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.lengths import check_lengths
 from bascule.plan.solver.solve import assign

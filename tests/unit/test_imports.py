@@ -13,8 +13,14 @@ from tests.helpers.cli import modules_imported_by
     [
         ("-c", "import bascule"),
         ("-c", "import bascule.plan"),
+        ("-c", "import bascule.workload.traces"),
         ("-m", "bascule.cli", "plan", "--help"),
+        ("-m", "bascule.cli", "trace", "--help"),
         ("-m", "bascule.cli", "doctor", "--help"),
+        ("-c", "import bascule.sim.simulation, bascule.sim.sparse_study"),
+        ("-c", "import bascule; bascule.simulate"),
+        ("-c", "import bascule.report.step_picture, bascule.report.sparse_picture"),
+        ("-m", "bascule.cli", "simulate", "--lengths", "4/5"),
     ],
     ids=" ".join,
 )
@@ -34,7 +40,8 @@ import importlib, os, pkgutil, sys
 import torch.distributed.fsdp, torch.distributed.tensor, diffusers, transformers, numpy, scipy, tyro
 import bascule
 wanted = ["bascule:" + name for name in dir(bascule) if name != "annotations"]
-for package in ("attention", "comm", "data", "integrations", "plan", "sim", "report", "workload"):
+packages = "attention calibrate comm data integrations plan sim report workload"
+for package in packages.split():
     spec = importlib.util.find_spec("bascule." + package)
     found = pkgutil.walk_packages(spec.submodule_search_locations, f"bascule.{package}.")
     wanted += [one.name + ":" for one in found if "triton" not in one.name]

@@ -8,8 +8,8 @@ import pytest
 from bascule.errors import ConfigError
 from bascule.plan import locality
 from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import RankState, price
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Batch

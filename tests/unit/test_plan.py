@@ -10,8 +10,8 @@ import pytest
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.step import plan_step
 from bascule.plan.topology.search import suggest_topology

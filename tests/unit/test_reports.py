@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,10 +22,12 @@ from bascule.report.page import Chart, Fact, Report, Rows, render
 from bascule.report.reports import of_bench
 from tests.helpers.browser import data_of, opened, screenshot
 from tests.helpers.cli import modules_imported_by, run
+from tests.helpers.trace_cases import Run as TracedRun
 
 pytest.importorskip("plotly")
 
 MARKUP = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>&amp;"\''
+OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24))
 PHONE, DESK = (500, 1000), (1000, 1180)
 
 
@@ -40,6 +43,13 @@ def report_with(text: str) -> Report:
         ),
         notes=(text,),
     )
+
+
+def test_a_rank_without_work_has_a_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its WIR is infinite, which JSON cannot say."""
+    path = tmp_path / "plan.html"
+    code, _, _ = run(capsys, "plan", "--lengths", "900//", "--report", str(path))
+    assert code == 0 and data_of(path.read_text())["wir"] is None
 
 
 def test_a_plan_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -83,6 +93,19 @@ def test_masks_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path
     found = opened(shown, tmp_path / "profile")
     assert found.errors == [] and found.num_charts == 1
     assert "who computes what" in found.text and float(found.numbers["rho"]) >= 1.0
+
+
+def test_a_measured_run_in_the_browser(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown, folder = tmp_path / "trace.html", TracedRun(OWN).write(tmp_path)
+    code, out, _ = run(capsys, "trace", str(folder), "--json", "-", "--report", str(shown))
+    assert code == 0
+    found, wanted = opened(shown, tmp_path / "profile"), json.loads(out)
+    assert found.errors == [] and found.num_charts == 2
+    data = data_of(found.html)
+    assert data["imbalance"] == wanted["imbalance"]
+    assert data["slowest_rank"] == wanted["slowest_rank"]
+    assert data["step_s"] == pytest.approx(float(np.mean(wanted["step_seconds"])))
+    assert wanted["worth_unknown"] in found.text
 
 
 def test_text_of_the_user_is_shown_as_text(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
 from tests.helpers.cli import run

@@ -20,6 +20,8 @@ from bascule.errors import CommError, ConfigError
 USER_ERROR = 2  # exit code
 _PIDS_IN = "BASCULE_PIDS_IN"
 """Variable of the environment: the folder in which local ranks tell the launcher who they are."""
+_REPORT_TO = "BASCULE_REPORT_TO"
+"""The same: where the first rank leaves the report for the launcher to tell."""
 _STOP = "stop"
 
 
@@ -58,6 +60,46 @@ def launch(num_ranks: int, arguments: list[str]) -> None:
         rank, failure = error.get_first_failure()
         kind = ConfigError if failure.exitcode == USER_ERROR else CommError
         raise kind(f"rank {rank} failed with exit code {failure.exitcode}") from error
+
+
+def report_of_ranks(given: int | None, arguments: list[str]) -> str:
+    """Launch local ranks, and give what the first of them hands over.
+
+    Args:
+        given: How many. Default: `default_num_ranks`.
+        arguments: Of the command line, for each rank.
+
+    Raises:
+        ConfigError: There are not so many GPUs, or a rank met bad input.
+        CommError: A rank failed.
+    """
+    num_ranks = given or default_num_ranks()
+    if device_type() == "cuda" and num_ranks > default_num_ranks():
+        raise ConfigError(
+            f"--ranks {num_ranks}: this host has {default_num_ranks()} GPUs, one for each rank: "
+            f"give at most {default_num_ranks()}"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report"
+        os.environ[_REPORT_TO] = str(path)
+        try:
+            launch(num_ranks, arguments)
+        finally:
+            del os.environ[_REPORT_TO]
+        return path.read_text(encoding="utf-8")
+
+
+def hand_over(report: str) -> bool:
+    """Give the report to the launcher that waits for it; False if a job has none that does."""
+    if (path := os.environ.get(_REPORT_TO)) is None:
+        return False
+    Path(path).write_text(report, encoding="utf-8")
+    return True
+
+
+def is_waited_for() -> bool:
+    """Whether a launcher tells the report, not this job."""
+    return _REPORT_TO in os.environ
 
 
 @contextmanager

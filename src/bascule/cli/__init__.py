@@ -8,19 +8,25 @@ from rich.console import Console
 
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
+from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.cli.plan import PlanOptions
+from bascule.cli.simulate import SimulateOptions
 from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
+from bascule.cli.trace import TraceOptions
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.training.run.train_options import TrainOptions
 
 Command = (
     Annotated[PlanOptions, tyro.conf.subcommand("plan")]
     | Annotated[TopologyOptions, tyro.conf.subcommand("topology")]
+    | Annotated[SimulateOptions, tyro.conf.subcommand("simulate")]
     | Annotated[SparseOptions, tyro.conf.subcommand("sparse")]
+    | Annotated[TraceOptions, tyro.conf.subcommand("trace")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[TrainOptions, tyro.conf.subcommand("train")]
     | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
+    | Annotated[CalibrateOptions, tyro.conf.subcommand("calibrate")]
 )
 
 
@@ -37,14 +43,27 @@ def main(arguments: list[str] | None = None) -> None:
             from bascule.cli.topology import topology
 
             topology(options)
+        elif isinstance(options, SimulateOptions):
+            from bascule.cli.simulate import simulation
+
+            simulation(options)
         elif isinstance(options, SparseOptions):
             from bascule.cli.sparse import sparse
 
             sparse(options)
+        elif isinstance(options, TraceOptions):
+            from bascule.cli.trace import trace
+
+            trace(options)
         elif isinstance(options, DoctorOptions):
             from bascule.cli.doctor import doctor
 
             if doctor(options, arguments):
+                sys.exit(1)
+        elif isinstance(options, CalibrateOptions):
+            from bascule.cli.calibrate import calibrate
+
+            if not calibrate(options, arguments):
                 sys.exit(1)
         elif isinstance(options, TrainOptions):
             from bascule.cli.train import train
@@ -71,5 +90,6 @@ def _fail(message: str, code: int) -> None:
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in message)
     if len(text) > _LONGEST:  # what is wrong stands first, the advice last
         text = f"{text[: _LONGEST // 2]} .. {text[-_LONGEST // 2 :]}"
-    Console(stderr=True, soft_wrap=True, highlight=False).print(f"bascule: {text}", markup=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    console.print(f"bascule: {text}", markup=False)
     sys.exit(code)

@@ -1,26 +1,18 @@
 """`bascule doctor`: check the ranks before a run, on local ranks or in a job that runs."""
 
 import json
-import os
-import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from bascule.bench.health.doctor_options import DoctorOptions
-from bascule.cli.writing import write_text
+from bascule.cli.writing import STDOUT, progress_bar, write_json
 from bascule.errors import ConfigError
 from bascule.plan.costs.hardware import HardwareProfile
 
 _MAX_ROWS = 64
-_STDOUT = Path("-")
-_REPORT_TO = "BASCULE_DOCTOR_REPORT_TO"
-"""Variable of the environment: where local ranks leave their report for the launcher to tell."""
 
 
 def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
@@ -30,27 +22,14 @@ def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
         ConfigError: An option is wrong.
         CommError: A rank failed.
     """
-    from bascule.bench.launch import default_num_ranks, device_type, in_a_job, launch
+    from bascule.bench.launch import in_a_job, report_of_ranks
 
     options.check()
     if in_a_job():
         return _run_rank(options)
     if options.profile is not None:
         HardwareProfile.load(options.profile)
-    num_ranks = options.ranks or default_num_ranks()
-    if device_type() == "cuda" and num_ranks > default_num_ranks():
-        raise ConfigError(
-            f"--ranks {num_ranks}: this host has {default_num_ranks()} GPUs, one for each rank: "
-            f"give at most {default_num_ranks()}"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.json"
-        os.environ[_REPORT_TO] = str(path)
-        try:
-            launch(num_ranks, arguments)
-        finally:
-            del os.environ[_REPORT_TO]
-        report = json.loads(path.read_text())
+    report = json.loads(report_of_ranks(options.ranks, arguments))
     _tell(options, report)
     return bool(report["findings"])
 
@@ -58,27 +37,23 @@ def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
 def _run_rank(options: DoctorOptions) -> bool:
     """Be a rank; where the launcher is ours, the first one hands it the report."""
     from bascule.bench.health.checkup import check_up
-    from bascule.bench.launch import joined
+    from bascule.bench.launch import hand_over, is_waited_for, joined
     from bascule.comm.agree import agree_on
     from bascule.comm.groups import member_of, resolve
 
-    report_to = os.environ.get(_REPORT_TO)
     with joined(options.timeout_s) as device:
         group, error = member_of(resolve(None), "doctor"), None
-        with _progress(Console(stderr=True, quiet=group.rank > 0)) as progress:
+        with progress_bar(Console(stderr=True, quiet=group.rank > 0)) as progress:
             bar = progress.add_task("checking the ranks", total=options.rounds + 1)
             report = check_up(options, device, lambda: progress.advance(bar))
-        if group.rank == 0:
+        if group.rank == 0 and not hand_over(json.dumps(report.to_dict())):
             try:
-                if report_to is None:
-                    _tell(options, report.to_dict())
-                else:
-                    write_text(_REPORT_TO, Path(report_to), json.dumps(report.to_dict()))
+                _tell(options, report.to_dict())
             except ConfigError as met:
                 error = met
         # A launcher ends all ranks when the first one ends with findings: not before it has told.
         agree_on(group, {}, error, what="bascule doctor, the report")
-    return bool(report.findings) and report_to is None
+    return bool(report.findings) and not is_waited_for()
 
 
 def _tell(options: DoctorOptions, report: dict[str, Any]) -> None:
@@ -87,18 +62,8 @@ def _tell(options: DoctorOptions, report: dict[str, Any]) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    show(Console(stderr=options.json == _STDOUT), report)
-    text = json.dumps(report, indent=2) + "\n"
-    if options.json == _STDOUT:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    elif options.json is not None:
-        write_text("--json", options.json, text)
-
-
-def _progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(*columns, console=console, transient=True)
+    show(Console(stderr=options.json == STDOUT), report)
+    write_json(options.json, report)
 
 
 def show(console: Console, report: dict[str, Any]) -> None:

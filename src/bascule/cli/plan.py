@@ -11,8 +11,8 @@ from rich.table import Table
 from bascule.cli.reading import ClusterOptions, InputOptions, topology_ranks
 from bascule.cli.writing import write_report, write_text
 from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
 from bascule.report.page import check_report
@@ -102,7 +102,9 @@ def plan(options: PlanOptions) -> None:
         _draw(console, made, batch)
     _summarize(console, made, batch)
     if cluster is not None:
-        console.print(f"predicted for {options.hardware()}")
+        console.print(f"predicted for {options.hardware()}", markup=False)
+    if (memory := options.memory) is not None:
+        console.print(memory, markup=False)
     if options.json is not None:
         write_text("--json", options.json, made.to_json() + "\n")
     if options.picture is not None:

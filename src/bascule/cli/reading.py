@@ -6,8 +6,9 @@ from pathlib import Path
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import Cluster, HardwareProfile
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology.spec import Topology
 from bascule.workload.codes import (
@@ -36,7 +37,8 @@ class InputOptions:
         data: Data codes, for example g16b4i256f1s0,g8b1i2048f1s0.
         ranks: Ranks; those of the input, the topology or the cluster, if not given.
         d_model: Model width.
-        gamma: Cost of an attention FLOP over one of a linear layer.
+        gamma: Cost of an attention FLOP over one of a linear layer; that of the profile by
+            default.
         num_layers: Blocks of the model.
         seed: Of data codes.
         step: Of data codes.
@@ -48,7 +50,7 @@ class InputOptions:
     data: str | None = None
     ranks: int | None = None
     d_model: int = 3072
-    gamma: float = 1.0
+    gamma: float | None = None
     num_layers: int = 1
     seed: int = 0
     step: int = 0
@@ -56,7 +58,10 @@ class InputOptions:
     @property
     def cost(self) -> TransformerCost:
         """The cost model."""
-        return TransformerCost(self.d_model, gamma=self.gamma, num_layers=self.num_layers)
+        gamma = self.gamma
+        if gamma is None:
+            gamma = self.hardware().gamma if isinstance(self, MachineOptions) else 1.0
+        return TransformerCost(self.d_model, gamma=gamma, num_layers=self.num_layers)
 
     def read(self, default_ranks: int | None = None, *, steps_after: int = 0) -> list[list[int]]:
         """One list of lengths a source rank.
@@ -111,7 +116,7 @@ class MachineOptions:
     """A machine, from a profile or as described.
 
     Attributes:
-        profile: File of a hardware profile, or h100-datasheet.
+        profile: File of a hardware profile, or h100-datasheet or h100-knapformer.
         tflops: TFLOPs that a rank sustains in a second, in place of the profile's.
         intra_gbs: GB that a rank sends in a second within its node, likewise.
         latency_us: Time to launch a kernel or an exchange, in microseconds, likewise.
@@ -141,7 +146,9 @@ class MachineOptions:
                 )
             checked = (number if option == "latency_us" else rate)(flag, value)
             changes |= dict.fromkeys(fields, checked * unit)
-        return replace(profile, source="given", note="", **changes) if changes else profile
+        if not changes:
+            return profile
+        return replace(profile, source="given", note="", calibration=None, **changes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +188,19 @@ class ClusterOptions(MachineOptions):
         num_bytes = max(int(memory_bytes), 1)
         cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
         return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
+
+    @property
+    def memory(self) -> str | None:
+        """What --kb-per-token limits plans by, and from where it is known; None if it is not used.
+
+        Raises:
+            ConfigError: The profile cannot be read.
+        """
+        machine = self.hardware()
+        if self.kb_per_token is None or machine.memory_bytes is None:
+            return None
+        source = machine.provenance_of("memory_bytes")
+        return f"limited by {machine.memory_bytes / 1e9:.4g} GB of memory a rank; {source}"
 
     def machines(self, num_ranks: int) -> Cluster:
         """Whole nodes for so many ranks.

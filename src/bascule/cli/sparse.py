@@ -193,7 +193,7 @@ def sparse(options: SparseOptions) -> None:
     found = study(source.name, layers, setting, *swept)
     console = Console()
     show(console, found)
-    console.print(f"predicted for {machine}")
+    console.print(f"predicted for {machine}", markup=False)
     if options.report is not None:
         write_report(options.report, of_sparse(found, options.head, str(machine)))
         console.print(f"written: {options.report}")

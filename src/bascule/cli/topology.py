@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -11,6 +12,7 @@ from bascule.cli.reading import ClusterOptions, InputOptions
 from bascule.cli.writing import write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
+from bascule.plan.costs.passes import in_passes, passes_of
 from bascule.plan.topology.search import suggest_topology
 from bascule.report.page import check_report
 from bascule.report.reports import of_topologies
@@ -29,11 +31,13 @@ class TopologyOptions(InputOptions, ClusterOptions):
             where they have many sequences.
         rows: Topologies to print.
         report: Where to write a page of it all, .html.
+        passes: What to count: a training step that recomputes, or a forward pass.
     """
 
     steps: int | None = None
     rows: int = 10
     report: Path | None = None
+    passes: Literal["step", "forward"] = "step"
 
 
 def topology(options: TopologyOptions) -> None:
@@ -52,14 +56,15 @@ def topology(options: TopologyOptions) -> None:
     batches = _batches(options)
     steps = len(batches)
     cluster = options.machines(len(batches[0]))
+    cost, cluster = in_passes(options.cost, cluster, passes_of(options.passes, options.hardware()))
     with Console(stderr=True).status("solving topologies"):
-        ranking = suggest_topology(batches, options.cost, cluster, limits=options.limits)
+        ranking = suggest_topology(batches, cost, cluster, limits=options.limits)
     console = Console()
     table = Table(
         title=f"{cluster.num_nodes} nodes of {cluster.ranks_per_node} ranks, {steps} batches, "
         f"{len(ranking.rows)} of {ranking.num_candidates} topologies solved"
     )
-    for name in ("topology", "forward, s", "imbalance", "gap", "why"):
+    for name in ("topology", f"{options.passes}, s", "imbalance", "gap", "why"):
         table.add_column(name, justify="left" if name in ("topology", "why") else "right")
     for row in ranking.rows[: options.rows]:
         table.add_row(
@@ -70,7 +75,9 @@ def topology(options: TopologyOptions) -> None:
             "\n".join(row.reasons),
         )
     console.print(table)
-    console.print(f"predicted for {options.hardware()}")
+    console.print(f"predicted for {options.hardware()}", markup=False)
+    if (memory := options.memory) is not None:
+        console.print(memory, markup=False)
     if options.report is not None:
         lens = list(chain.from_iterable(batches[0]))
         write_report(options.report, of_topologies(ranking, lens, str(options.hardware())))

@@ -1,9 +1,17 @@
-"""Files that commands write for the user."""
+"""Files that commands write for the user, and what they show meanwhile."""
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from bascule.errors import ConfigError
 from bascule.report.page import Report, command_line, render
+
+STDOUT = Path("-")
 
 
 def write_text(option: str, path: Path, text: str) -> None:
@@ -26,3 +34,23 @@ def write_report(path: Path, report: Report) -> None:
         ConfigError: The file cannot be written.
     """
     write_text("--report", path, render(report, command_line()))
+
+
+def write_json(path: Path | None, report: dict[str, Any]) -> None:
+    """Write a report where --json says: a file, `STDOUT`, or nowhere.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    text = json.dumps(report, indent=2) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    elif path is not None:
+        write_text("--json", path, text)
+
+
+def progress_bar(console: Console) -> Progress:
+    """Rounds that are done, of all."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, console=console, transient=True)

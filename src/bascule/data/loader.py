@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.failures import tell, told
+from bascule.comm.guard.ranges import mark_lengths
 from bascule.comm.new_groups import is_timeout
 from bascule.data.loader_batch import Batch, LoaderMetrics
 from bascule.data.packs import Pack
@@ -326,6 +327,7 @@ class BalancedLoader:
                 counts=tuple(done.tolist()),
                 saved=saved,
             )
+            mark_lengths("batch", part.plan, self._ranks.index)
             yield Batch(
                 data=collated,
                 loss_scale=part.loss_scale,

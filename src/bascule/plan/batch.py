@@ -16,8 +16,8 @@ from bascule.plan import metrics, routes
 from bascule.plan.binding import Binding, find_binding
 from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, shown, wholes
 from bascule.plan.chunks import Chunks
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost, evaluate
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import RankState, check_sizes, decide, price
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.masks import Masks, Span

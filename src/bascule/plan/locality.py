@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.costs.hardware import Cluster
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.prices import Decision
 from bascule.plan.routes import Ints
 from bascule.plan.solver.homes import Homes, Regions, relabel

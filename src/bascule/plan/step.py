@@ -18,8 +18,8 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan import routes
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import by_rank, listed, of_type, shown
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import Floats, RankState, price
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Sequences, batch_of

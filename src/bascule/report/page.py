@@ -1,6 +1,7 @@
 """One self-contained page of numbers, charts and tables, which loads nothing from anywhere."""
 
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -136,8 +137,13 @@ def render(report: Report, command: str) -> str:
         command=escape(command),
         versions=escape(f"Python {sys.version.split()[0]}, {made_with}"),
         plotly=get_plotlyjs() if has_figure else "",
-        data=_script_json({fact.key: fact.value for fact in report.facts}),
+        data=_script_json({fact.key: _json_value(fact.value) for fact in report.facts}),
     )
+
+
+def _json_value(value: float | str) -> float | str | None:
+    """None for what JSON cannot say, as the WIR of a batch with an idle rank."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _fact(fact: Fact) -> str:

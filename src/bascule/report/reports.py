@@ -6,14 +6,16 @@ from typing import Any
 import numpy as np
 
 from bascule.plan.batch import Plan
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.topology.search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows
 from bascule.report.sparse_picture import draw
 from bascule.report.step_picture import draw_step
+from bascule.sim.simulation_result import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
+from bascule.sim.step_seconds import KINDS
 
 _MOST_ROWS = 200
 
@@ -192,6 +194,46 @@ _ARMS = ("unbalanced", "balanced")
 
 def _s(arm: dict[str, Any]) -> str:
     return f"{arm['fbl_median_s']:.3f} s"
+
+
+def of_simulation(found: SimulationResult) -> Report:
+    """Simulated training steps: what each policy takes, and on what.
+
+    Args:
+        found: The result.
+    """
+    first, best = found.runs[0], min(found.runs, key=lambda run: 1.0 / run.tokens_per_s)
+    ratio = best.tokens_per_s / first.tokens_per_s
+    spent = [run.seconds.mean(axis=(0, 2)) * run.accumulate for run in found.runs]
+    kinds = {name: [float(one[place]) for one in spent] for place, name in enumerate(KINDS)}
+    metric_rows, second_rows = found.rows()
+    facts = (
+        Fact("best", "most tokens a second", best.name, best.name),
+        Fact("over_first", f"as fast as {first.name}", ratio, f"{ratio:.2f}x"),
+        Fact("fbl_s", "a step takes", best.fbl_s, f"{best.fbl_s:.3g} s"),
+        Fact("tokens_per_s", "tokens a second", best.tokens_per_s, f"{best.tokens_per_s:,.0f}"),
+        Fact("idle_share", "ranks wait", best.idle_share, f"{best.idle_share:.1%}"),
+    )
+    bars = draw_bars(
+        "Seconds of a step",
+        "Means over ranks and steps: where the time of a rank goes.",
+        [run.name for run in found.runs],
+        {name: values for name, values in kinds.items() if any(values)},
+        "s",
+    )
+    return Report(
+        title=f"Training simulated on {found.num_ranks} ranks",
+        answer=f"{best.name} has {ratio:.2f}x the tokens a second of {first.name}.",
+        facts=facts,
+        parts=(
+            bars,
+            *(
+                Rows(title, rows[0], tuple(rows[1:]))
+                for title, rows in (("Metrics", metric_rows), ("Seconds", second_rows))
+            ),
+        ),
+        notes=(f"Simulated, not measured. Machine: {found.profile}.", found.profile.note),
+    )
 
 
 def of_sparse(study: Study, head: int, machine: str) -> Report:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from bascule.plan import metrics
 from bascule.plan.batch import Plan
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost, evaluate
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.routes import Ints
 
 Floats = npt.NDArray[np.float64]

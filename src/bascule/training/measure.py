@@ -1,17 +1,17 @@
 """Measures what a sequence costs on this device, with the model's own blocks."""
 
-import time
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 import torch
-from torch import Tensor, nn
 
-from bascule.attention import PackedSequences, attend_packed
+from bascule.calibrate.block_calls import BlockCall, block_of_each_kind, calls_of_model
+from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm.groups import device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_reduce
-from bascule.models import LocalExchange, MMDiT, MMDiTConfig
+from bascule.models import MMDiT, MMDiTConfig
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.fit_latency import fit_latency
 
@@ -41,18 +41,11 @@ def measure_cost(
     Returns:
         Forward cost with `seconds_per_unit` scaled to forward plus backward of the whole model.
     """
+    model = block_of_each_kind(config, device, dtype)
     num_blocks = config.num_double + config.num_single
-    small = replace(
-        config, num_double=min(1, config.num_double), num_single=min(1, config.num_single)
-    )
-    model = MMDiT(small).to(device, dtype)
-    model.init_weights(0)
-    weights = (config.num_double, config.num_single)
+    weights = (config.num_double / num_blocks, config.num_single / num_blocks)
     seconds = torch.tensor(
-        [
-            _block_seconds(model, weights, length, dtype, kernel, repeats) / num_blocks
-            for length in seq_lens
-        ],
+        [block_seconds(model, weights, length, dtype, kernel, repeats) for length in seq_lens],
         dtype=torch.float64,
     )
     group = member_of(resolve(None), "data")
@@ -62,51 +55,23 @@ def measure_cost(
     return replace(fitted, num_layers=num_blocks)
 
 
-def _block_seconds(
+def block_seconds(
     model: MMDiT,
-    weights: tuple[int, int],
+    weights: tuple[float, float],
     length: int,
     dtype: torch.dtype,
     kernel: str | None,
     repeats: int,
 ) -> float:
-    """Seconds of forward and backward of all blocks, from one block of each kind."""
+    """Seconds of forward and backward of the blocks of each kind, by weight: medians of repeats."""
     device = next(model.parameters()).device
-    seqs = PackedSequences.build([length], device)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        return attend_packed(q, k, v, seqs, kernel=kernel)
-
-    exchange = LocalExchange([length], attend=attend, device=device)
-    is_image = torch.arange(length, device=device) >= length // 8
-    pos = torch.zeros(length, len(model.config.axes_dim), device=device)
-    layout = model.layout(is_image, pos, exchange.token_slot)
-    x = torch.randn(length, model.config.d_model, device=device, dtype=dtype)
-    vec = torch.randn(1, model.config.d_model, device=device, dtype=dtype)
-    text, image = layout.interleaving.split(x)
-
-    def run(blocks: nn.ModuleList, *inputs: Tensor) -> float:
-        if not blocks:
-            return 0.0
-        times = [_timed(blocks[0], inputs, vec, layout, attend) for _ in range(repeats + 1)]
-        return median(times[1:])
-
-    return weights[0] * run(model.double_blocks, text, image) + weights[1] * run(
-        model.single_blocks, x
-    )
+    total = 0.0
+    for call in calls_of_model(model, weights, length, dtype, kernel):
+        probe = Probe("work", "block", device.type, length, 0.0, partial(_forward_backward, call))
+        times = [seconds_of(probe, device) for _ in range(repeats + 1)]
+        total += call.weight * median(times[1:])
+    return total
 
 
-def _timed(block: nn.Module, inputs: tuple[Tensor, ...], *args: object) -> float:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    _synchronize(leaves[0].device)
-    start = time.perf_counter()
-    outputs = block(*leaves, *args)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    torch.autograd.backward([out.float().sum() for out in outputs])
-    _synchronize(leaves[0].device)
-    return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _forward_backward(call: BlockCall) -> None:
+    call.backward()()

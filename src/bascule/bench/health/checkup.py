@@ -10,16 +10,9 @@ import torch
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.health.findings import Finding, differences, judge
 from bascule.bench.health.measured import LinkTiming, Measured, RankFacts, Timing
-from bascule.bench.health.probes import (
-    COLLECTIVE,
-    LINK,
-    STORE,
-    WORK,
-    Probe,
-    make_probes,
-    time_round,
-)
+from bascule.bench.health.probes import LINK, STORE, WORK, make_probes
 from bascule.bench.health.rank_facts import gather_facts, own_facts
+from bascule.calibrate.timed import COLLECTIVE, Probe, time_round
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard.failures import telling
 from bascule.errors import CommError

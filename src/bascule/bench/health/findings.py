@@ -155,11 +155,12 @@ def _against_profile(
     measured: Measured, options: DoctorOptions, profile: HardwareProfile
 ) -> Iterator[Finding]:
     rates = {
-        "matmul": profile.matmul_flops_per_s,
-        "attention": profile.attention_flops_per_s,
+        "matmul": "matmul_flops_per_s",
+        "attention": "attention_flops_per_s",
     }
     for work in measured.work:
-        expected = rates[work.name]
+        name = rates[work.name]
+        expected = getattr(profile, name)
         if expected is None:
             continue
         limit = expected / (1.0 + options.tolerance)
@@ -169,12 +170,13 @@ def _against_profile(
                 "profile",
                 tuple(slow),
                 f"{named(slow)}: {reached / 1e12:.4g} TFLOP/s in {work.name}, the profile of "
-                f"{profile.device} says {expected / 1e12:.4g}; the limit is {limit / 1e12:.4g}: "
-                f"{_OF_PROFILE}",
+                f"{profile.device} ({profile.provenance_of(name)}) says {expected / 1e12:.4g}; the "
+                f"limit is {limit / 1e12:.4g}: {_OF_PROFILE}",
             )
     for link in largest_links(measured):
         is_near = measured.is_near(link.ends)
-        expected = profile.intra_bytes_per_s if is_near else profile.inter_bytes_per_s
+        name = "intra_bytes_per_s" if is_near else "inter_bytes_per_s"
+        expected = getattr(profile, name)
         if expected is None or link.on != measured.work[0].on:
             continue
         limit = (1.0 - options.link_tolerance) * expected
@@ -183,8 +185,8 @@ def _against_profile(
                 "profile",
                 link.ends,
                 f"{_ends(measured, link)} exchange {link.bytes_per_s / 1e9:.3g} GB/s, the profile "
-                f"of {profile.device} says {expected / 1e9:.3g} {_kind(is_near)}; the limit is "
-                f"{limit / 1e9:.3g}: {_OF_PROFILE}",
+                f"of {profile.device} ({profile.provenance_of(name)}) says {expected / 1e9:.3g} "
+                f"{_kind(is_near)}; the limit is {limit / 1e9:.3g}: {_OF_PROFILE}",
             )
 
 

@@ -2,12 +2,10 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch.cuda.nccl
 import torch.distributed as dist
 
 from bascule.bench.health.measured import RankFacts
+from bascule.calibrate.this_device import device_name, memory_bytes
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, timeout_of
 
@@ -29,8 +28,8 @@ def own_facts(group: RankGroup, device: torch.device) -> RankFacts:
     timeout = timeout_of(group, torch.device("cpu"))
     return RankFacts(
         host=socket.gethostname(),
-        device=_device_name(device),
-        memory_bytes=_memory_bytes(device),
+        device=device_name(device),
+        memory_bytes=memory_bytes(device),
         num_threads=torch.get_num_threads(),
         python=platform.python_version(),
         torch=str(torch.__version__),
@@ -80,24 +79,6 @@ def _to_integers(text: str) -> npt.NDArray[np.int64]:
 
 def _from_integers(values: npt.NDArray[np.int64]) -> dict[str, Any]:
     return json.loads(values.astype("<i8").tobytes())
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    path = Path("/proc/cpuinfo")  # Linux; elsewhere Python's own name must do
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _memory_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):  # this system does not tell
-        return None
 
 
 def _nccl_version(device: torch.device) -> str:

@@ -31,6 +31,7 @@ from bascule.comm.groups import (
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Begun, Call
 from bascule.comm.guard.notes import Failure
+from bascule.comm.guard.ranges import begin_range
 from bascule.comm.guard.verdicts import Verdict
 from bascule.comm.guard.watch import Watch, watch_of_world
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
@@ -72,7 +73,7 @@ class Ongoing:
 
     def __enter__(self) -> None:
         group = self._group
-        self._range = _profiler_range(self.begun.call)
+        self._range = begin_range(self.begun.call)
         self._wait = self._watch.begin(group.key, self.begun, group.ranks, repr(group.name))
 
     def __exit__(
@@ -129,7 +130,7 @@ class telling:  # noqa: N801 - it is called as a function is
         self._where = where
 
     def __enter__(self) -> None:
-        self._range = _profiler_range(self._where)
+        self._range = begin_range(self._where)
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
@@ -155,16 +156,6 @@ def explained(where: str) -> Iterator[None]:
         if notes is None or isinstance(error, CommError):
             raise
         raise CommError(f"{where}: {notes[0]}") from error
-
-
-def _profiler_range(where: object) -> "torch.profiler.record_function | None":
-    """A range "bascule::route" of "step 3: route", begun; None while no profiler runs."""
-    if not torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
-        return None
-    step, _, what = str(where).rpartition(": ")
-    begun = torch.profiler.record_function(f"bascule::{what}", step)
-    begun.__enter__()
-    return begun
 
 
 def told(where: str) -> Callable[[F], F]:

@@ -34,7 +34,7 @@ TERMS = ("quadratic", "linear", "constant", "overhead")
 MIN_OBSERVATIONS = 3
 
 MAX_LOO_ERROR = 0.1
-"""A fit that predicts worse than this is refused."""
+"""A fit that predicts worse than this is refused, if nothing else is said."""
 
 WORST_PART = 10
 """One measurement in so many, rounded up, does not count in the leave-one-out error."""
@@ -125,7 +125,10 @@ class _Problem:
 
 
 def fit_iterations(
-    seq_lens: Sequence[Sequence[npt.ArrayLike]], seconds: npt.ArrayLike
+    seq_lens: Sequence[Sequence[npt.ArrayLike]],
+    seconds: npt.ArrayLike,
+    *,
+    max_loo_error: float = MAX_LOO_ERROR,
 ) -> PolynomialCost:
     """Fit seconds per sequence, and per rank and step, to the times of training iterations.
 
@@ -140,6 +143,7 @@ def fit_iterations(
             computed in the iteration, over all its microbatches. Ranks and iterations may be empty.
         seconds: (iterations,) time of each iteration, which is that of its slowest rank; or
             (iterations, ranks) each rank's own compute time, NaN where it was not measured.
+        max_loo_error: Leave-one-out error above which the fit is refused.
 
     Returns:
         The cost model. Its `fit` holds standard errors, the names of the coefficients that the
@@ -148,7 +152,7 @@ def fit_iterations(
 
     Raises:
         ConfigError: Lengths and seconds do not match or are illegal, there are fewer than 3
-            measurements, or the leave-one-out error is above 10 %.
+            measurements, or the leave-one-out error is above the limit.
     """
     observed = _observe(seq_lens, seconds)
     # Where each rank has a time of its own, there is nothing to search.
@@ -164,11 +168,11 @@ def fit_iterations(
         num_observations=best.loo.size,
         num_outliers=int(np.count_nonzero(best.weights < 0.5)),
     )
-    if fit.loo_error > MAX_LOO_ERROR:
+    if fit.loo_error > max_loo_error:
         raise ConfigError(
             "fit_iterations: the lengths do not explain the seconds: the error with which "
             f"{fit.num_observations} measurements predict each other is {fit.loo_error:.1%}, and "
-            f"the limit is {MAX_LOO_ERROR:.0%}; check that lengths and seconds are of the same "
+            f"the limit is {max_loo_error:.0%}; check that lengths and seconds are of the same "
             "steps and that timers wait for the device, or measure more iterations"
         )
     quadratic, linear, constant, overhead = best.coefs.tolist()

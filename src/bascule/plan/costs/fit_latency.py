@@ -2,11 +2,11 @@
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, floats
 from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.relative_fit import relative_fit
 
 
 def fit_latency(
@@ -43,18 +43,17 @@ def fit_latency(
         )
     attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
     attention = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)(tokens) - attention_free
-    design = np.stack([attention_free, attention], axis=1) / latency[:, None]
-    (linear_s, attention_s), _ = nnls(design, np.ones_like(latency))
+    fitted = relative_fit(np.stack([attention_free, attention], axis=1), latency)
+    linear_s, attention_s = fitted.coefficients.tolist()
     if linear_s <= 0.0:
         raise ConfigError(
             "fit_latency: the latencies grow faster than the square of the length, so the "
             "linear layers get no time; measure shorter lengths too, and repeat each measurement"
         )
-    residual = design @ np.array([linear_s, attention_s]) - 1.0
     return TransformerCost(
         d_model,
-        gamma=float(attention_s / linear_s),
+        gamma=attention_s / linear_s,
         num_layers=num_layers,
-        seconds_per_unit=float(linear_s),
-        fit_error=float(np.sqrt(np.mean(residual**2))),
+        seconds_per_unit=linear_s,
+        fit_error=fitted.rms,
     )

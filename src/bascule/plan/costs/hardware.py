@@ -1,161 +1,18 @@
-"""The machines: what they do in a second, and from where that is known; and clusters of them."""
+"""The machines: what they do in a second, and from where that is known."""
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, Self, cast
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, number, of_type, put, rate, shown, whole
+from bascule.plan.checks import number, of_type, put, rate, shown, whole
 from bascule.plan.costs.attention_latency import AttentionLatency
-from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate
+from bascule.plan.costs.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, built
+from bascule.plan.costs.cluster import Cluster
+from bascule.plan.costs.known_profiles import KNOWN_PROFILES
 from bascule.plan.files import parse_json, read_lines, to_path
-from bascule.plan.routes import Ints
-from bascule.plan.topology.spec import Topology
-
-Floats = npt.NDArray[np.float64]
-
-BYTES_PER_VALUE = 2
-"""Activations travel as bf16."""
-
-VALUES_PER_TOKEN = 4
-"""Of the width of the model: q, k and v to the heads, and the output back."""
-
-EXCHANGES_PER_LAYER = 2
-"""All-to-alls of Ulysses attention: one to the heads, one back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Nodes of equal ranks, and how fast they compute and talk. Ranks are numbered node by node.
-
-    In a bag of G ranks, a forward pass over a sequence of L tokens takes each rank
-
-        compute(L) / G  +  layers * 8 d * (L / G) * ((R - 1) / intra + (G - R) / inter) / G
-
-    seconds: a G-th of the compute, and the Ulysses all-to-alls of its L / G tokens. A token is 4
-    values of width d a layer, 2 bytes each; of a rank's tokens a G-th goes to each rank of the bag,
-    of which R - 1 others are in its own node (the fewest of any rank, where a bag crosses nodes).
-    All sequences of a bag share their all-to-alls: once a pass, a rank of a bag with more than one
-    rank spends ``2 * layers * latency_s`` on launching them, whatever it holds. What a ring adds
-    stands in `plan.costs.prices`.
-
-    Compute is the cost model's: a `TransformerCost` with `seconds_per_unit` is measured; one
-    without is converted with `flops_per_s`; any other model must give seconds already.
-
-    Args:
-        num_nodes: Nodes.
-        ranks_per_node: Ranks in a node.
-        flops_per_s: FLOPs that a rank sustains in a second.
-        memory_bytes: Memory that a rank has for activations: what weights, gradients and optimiser
-            states leave. It limits plans if the cost model knows its `bytes_per_token`.
-        intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
-        inter_bytes_per_s: The same, to ranks of other nodes.
-        latency_s: Time to launch an all-to-all.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    num_nodes: int
-    ranks_per_node: int
-    flops_per_s: float
-    memory_bytes: float
-    intra_bytes_per_s: float
-    inter_bytes_per_s: float
-    latency_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("num_nodes", "ranks_per_node"):
-            put(self, name, whole(f"Cluster({name}", getattr(self, name), 1, MAX_RANKS))
-        for field in fields(self)[2:]:
-            check = number if field.name == "latency_s" else rate
-            put(self, field.name, check(f"Cluster({field.name}", getattr(self, field.name)))
-        if self.num_ranks > MAX_RANKS:
-            raise ConfigError(
-                f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}): "
-                f"{self.num_ranks} ranks, at most {MAX_RANKS} can be planned for"
-            )
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of all nodes."""
-        return self.num_nodes * self.ranks_per_node
-
-    def check_world(self, num_ranks: int) -> None:
-        """Refuse a world of another size.
-
-        Raises:
-            ConfigError: Says both sizes.
-        """
-        if num_ranks != self.num_ranks:
-            raise ConfigError(
-                f"a cluster of {self.num_nodes} nodes with {self.ranks_per_node} ranks each has "
-                f"{self.num_ranks} ranks, not {num_ranks}: change num_nodes, or the input"
-            )
-
-    def compute_seconds(
-        self, cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
-    ) -> Floats:
-        """Forward seconds of sequences of these many tokens on one rank; as `evaluate`."""
-        if not isinstance(cost, TransformerCost):
-            return evaluate(cost, seq_lens, num_pairs)
-        if cost.seconds_per_unit is not None:
-            return cost.seconds(seq_lens, num_pairs)
-        return cost(seq_lens, num_pairs) * (FLOPS_PER_UNIT / self.flops_per_s)
-
-    def wire_seconds(self, cost: Cost, bag_size: int, ranks_in_node: int | None = None) -> float:
-        """Seconds that a token of a sequence costs each rank of its bag in all-to-alls.
-
-        Args:
-            cost: Knows the width and the layers of the model.
-            bag_size: Ranks of the bag.
-            ranks_in_node: Ranks of the bag in a rank's own node. Default: as many as fit.
-
-        Raises:
-            ConfigError: The cost model has no width.
-        """
-        if bag_size == 1:
-            return 0.0
-        local = min(bag_size, self.ranks_per_node) if ranks_in_node is None else ranks_in_node
-        width, num_layers = _shape(cost)
-        num_bytes = BYTES_PER_VALUE * VALUES_PER_TOKEN * width * num_layers / bag_size**2
-        near, far = (local - 1) / self.intra_bytes_per_s, (bag_size - local)
-        return num_bytes * (near + far / self.inter_bytes_per_s)
-
-    def launch_seconds(self, cost: Cost, bag_size: int) -> float:
-        """Seconds that a rank of a bag spends on launching the all-to-alls of a forward pass."""
-        if bag_size == 1:
-            return 0.0
-        return EXCHANGES_PER_LAYER * _shape(cost)[1] * self.latency_s
-
-    def bag_seconds(self, cost: Cost, seq_lens: npt.ArrayLike, bag_size: int) -> Floats:
-        """Seconds of sequences of these many tokens on each rank of a bag, without launches."""
-        wire = np.asarray(seq_lens, dtype=np.float64) * self.wire_seconds(cost, bag_size)
-        return self.compute_seconds(cost, seq_lens) / bag_size + wire
-
-    def nodes_of(self, topology: Topology) -> tuple[Ints, Ints]:
-        """(num_bags,) node of each bag's first rank, and the fewest of its ranks in one node."""
-        first, sizes = topology.first_ranks, topology.bag_sizes
-        last = first + sizes - 1
-        node, last_node = first // self.ranks_per_node, last // self.ranks_per_node
-        head = (node + 1) * self.ranks_per_node - first
-        tail = last - last_node * self.ranks_per_node + 1
-        return node, np.where(node == last_node, sizes, np.minimum(head, tail))
-
-
-def _shape(cost: Cost) -> tuple[int, int]:
-    """Width and layers of the model, which decide what its all-to-alls carry."""
-    if not isinstance(cost, TransformerCost):
-        raise ConfigError(
-            f"the wires of a bag carry activations, but {type(cost).__name__} does not know the "
-            "width of the model: use a TransformerCost, or bags of one rank"
-        )
-    return cost.d_model, cost.num_layers
-
 
 FLOPS_PER_VALUE = 4
 """Of a query-key pair, by value of the head: a product with the key, and one with the value."""
@@ -163,13 +20,18 @@ FLOPS_PER_VALUE = 4
 _SOURCES = {
     "measured": "measured",
     "datasheet": "assumed from a data sheet, not measured",
+    "published": "fitted to a published table, not measured by us",
     "given": "given, not measured",
 }
 
-_Made = TypeVar("_Made")
-
 _FORMAT = {"bascule": "hardware profile", "version": 1}
 """What a file of a profile begins with."""
+
+_NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibration.of_dict}
+"""Fields that hold more than a number, and how they are made of what JSON holds."""
+
+_ADDED = ("peak_flops_per_s", "pack_bytes_per_s", "piece_s", "calibration")
+"""Fields that files written before there were any lack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +42,7 @@ class HardwareProfile:
 
     Args:
         device: Its name.
-        source: "measured", "datasheet" or "given".
+        source: "measured", "datasheet", "published" or "given".
         matmul_flops_per_s: FLOPs in a second that a rank sustains in products of matrices.
         attention_flops_per_s: The same in attention, on the blocks that are computed.
         intra_bytes_per_s: Bytes that a rank sends in a second to ranks of its node.
@@ -188,9 +50,13 @@ class HardwareProfile:
         memory_bytes: Memory of a rank.
         launch_s: Seconds to start a kernel or an exchange.
         host_s: Seconds that the host adds to a step of a rank, whatever its sequences.
+        peak_flops_per_s: FLOPs in a second of the data sheet, of which HFU is a share.
+        pack_bytes_per_s: See `Cluster`; None: in no time.
+        piece_s: See `Cluster`; None: 0.
         attention: The fit of measured calls of attention, of one width of heads; used in place of
             the rates above to predict attention.
         note: How the numbers came about, in words.
+        calibration: What `bascule calibrate` measured; None: something else gave the numbers.
 
     Raises:
         ConfigError: A value is out of range.
@@ -205,8 +71,12 @@ class HardwareProfile:
     memory_bytes: float | None = None
     launch_s: float | None = None
     host_s: float | None = None
+    peak_flops_per_s: float | None = None
+    pack_bytes_per_s: float | None = None
+    piece_s: float | None = None
     attention: AttentionLatency | None = None
     note: str = ""
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         for name in ("device", "source", "note"):
@@ -216,28 +86,74 @@ class HardwareProfile:
                 f"HardwareProfile(source={shown(self.source)}): must be one of "
                 + ", ".join(_SOURCES)
             )
-        for field in fields(self)[2:9]:
+        for field in fields(self)[2:12]:
             if (value := getattr(self, field.name)) is not None:
-                check = number if field.name in ("launch_s", "host_s") else rate
+                check = number if field.name in ("launch_s", "host_s", "piece_s") else rate
                 put(self, field.name, check(f"HardwareProfile({field.name}", value))
         if self.attention is not None:
             advice = "an AttentionLatency, or None"
             of_type("HardwareProfile: attention", self.attention, AttentionLatency, advice)
+        if self.calibration is not None:
+            advice = "a Calibration, or None"
+            of_type("HardwareProfile: calibration", self.calibration, Calibration, advice)
+            if wrong := [x for x in self.calibration.measured if x not in self.numbers]:
+                raise ConfigError(
+                    f"HardwareProfile: {shown(wrong[0])} is said to be measured, and is no number "
+                    "of the profile: leave it out, or add the number"
+                )
 
     def __str__(self) -> str:
         """One line: the numbers, and whether anybody measured them."""
         units = (
-            (self.matmul_flops_per_s, 1e12, "TFLOP/s"),
-            (self.intra_bytes_per_s, 1e9, "GB/s in a node"),
-            (self.inter_bytes_per_s, 1e9, "GB/s between nodes"),
-            (self.launch_s, 1e-6, "us a launch"),
+            ("matmul_flops_per_s", 1e12, "TFLOP/s"),
+            ("intra_bytes_per_s", 1e9, "GB/s in a node"),
+            ("inter_bytes_per_s", 1e9, "GB/s between nodes"),
+            ("launch_s", 1e-6, "us a launch"),
         )
-        parts = [f"{value / unit:g} {name}" for value, unit, name in units if value is not None]
+        made = self.calibration
+        parts = [
+            f"{getattr(self, field) / unit:.4g} {name}"
+            + ("" if made is None or field in made.measured else " (not measured)")
+            for field, unit, name in units
+            if field in self.numbers
+        ]
         if self.attention is not None:
             error = self.attention.fit_error
             fit = "" if error is None else f" with an error of {error:.1%}"
             parts.append(f"attention fitted{fit}")
-        return f"{self.device}: {', '.join(parts) or 'no numbers'}; {_SOURCES[self.source]}"
+        return f"{self.device}: {', '.join(parts) or 'no numbers'}; {self.provenance}"
+
+    @property
+    def numbers(self) -> list[str]:
+        """Names of the fields that hold one."""
+        return [x.name for x in fields(self)[2:13] if getattr(self, x.name) is not None]
+
+    @property
+    def provenance(self) -> str:
+        """From where the numbers are, in words, for wherever they appear."""
+        made = self.calibration
+        if made is None:
+            return _SOURCES[self.source]
+        ranks = f"{made.num_ranks} ranks with torch {made.torch}"
+        return f"{made.name}, measured {made.date} on {ranks}"
+
+    def provenance_of(self, field: str) -> str:
+        """From where one number is: a calibration leaves some as they were."""
+        if self.calibration is None or field in self.calibration.measured:
+            return self.provenance
+        return f"from {self.calibration.base}, not measured"
+
+    @property
+    def gamma(self) -> float:
+        """Seconds of a FLOP of attention over those of a FLOP of the linear layers; 1 if unknown.
+
+        As `TransformerCost` takes it.
+        """
+        if self.calibration is not None and (found := self.calibration.gamma) is not None:
+            return found
+        if self.matmul_flops_per_s is None or self.attention_flops_per_s is None:
+            return 1.0
+        return self.matmul_flops_per_s / self.attention_flops_per_s
 
     def cluster(self, num_nodes: int, ranks_per_node: int) -> Cluster:
         """Nodes of such ranks.
@@ -249,7 +165,9 @@ class HardwareProfile:
             *("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s"),
             "launch_s",
         )
-        return Cluster(num_nodes, ranks_per_node, compute, memory, near, far, launch_s)
+        machine = Cluster(num_nodes, ranks_per_node, compute, memory, near, far, launch_s)
+        piece_s = 0.0 if self.piece_s is None else self.piece_s
+        return replace(machine, pack_bytes_per_s=self.pack_bytes_per_s, piece_s=piece_s)
 
     def attention_latency(self, head_dim: int) -> AttentionLatency:
         """What predicts a call: the fit if there is one, or else rates and launches.
@@ -266,7 +184,11 @@ class HardwareProfile:
             "attention_flops_per_s", "intra_bytes_per_s", "launch_s"
         )
         work_s = FLOPS_PER_VALUE * whole("head_dim", head_dim, 1) / compute
-        return AttentionLatency(launch_s, 1.0 / wire, launch_s, 1.0 / wire, work_s, launch_s)
+        made = self.calibration
+        near = [None if made is None else made.fit(what) for what in (ALL_TO_ALL, POINT_TO_POINT)]
+        wires = [[launch_s, 1.0 / wire] if x is None else x.coefficients[:2] for x in near]
+        (all_s, all_byte_s), (next_s, next_byte_s) = wires
+        return AttentionLatency(all_s, all_byte_s, next_s, next_byte_s, work_s, launch_s)
 
     def _known(self, *names: str) -> list[float]:
         missing = [name for name in names if getattr(self, name) is None]
@@ -277,13 +199,17 @@ class HardwareProfile:
             )
         return [getattr(self, name) for name in names]
 
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values, for JSON."""
+        return _FORMAT | asdict(self)
+
     def save(self, path: str | Path) -> None:
         """Write a JSON file.
 
         Raises:
             ConfigError: The file cannot be written; says why.
         """
-        text = json.dumps(_FORMAT | asdict(self), indent=2) + "\n"
+        text = json.dumps(self.to_dict(), indent=2) + "\n"
         try:
             to_path(path).write_text(text, encoding="utf-8")
         except (OSError, ValueError) as error:
@@ -294,53 +220,38 @@ class HardwareProfile:
         """Read what `save` wrote, or take a profile that is known by its name.
 
         Args:
-            path: Of the file; or "h100-datasheet".
+            path: Of the file; or "h100-datasheet" or "h100-knapformer".
 
         Raises:
             ConfigError: The file cannot be read, or holds something else; says what.
         """
-        if isinstance(path, str) and path in _KNOWN:
-            return cls(**_KNOWN[path])
-        found = parse_json("".join(read_lines(path)), str(path))
+        if isinstance(path, str) and path in KNOWN_PROFILES:
+            return cls(**KNOWN_PROFILES[path])
+        return cls.of_dict(parse_json("".join(read_lines(path)), str(path)), str(path))
+
+    @classmethod
+    def of_dict(cls, found: object, name: str) -> Self:
+        """From what `to_dict` gave, or JSON of it.
+
+        Args:
+            found: The fields.
+            name: From where, for messages.
+
+        Raises:
+            ConfigError: They are no profile; says why.
+        """
         values = cast(dict[str, Any], found) if isinstance(found, dict) else {}
-        if {name: values.get(name) for name in _FORMAT} != _FORMAT:
+        if {key: values.get(key) for key in _FORMAT} != _FORMAT:
             raise ConfigError(
-                f"{path} is no hardware profile of version {_FORMAT['version']}, as "
-                f"HardwareProfile.save writes them; by name there is {', '.join(_KNOWN)}"
+                f"{name} is no hardware profile of version {_FORMAT['version']}, as "
+                f"HardwareProfile.save writes them; by name there is {', '.join(KNOWN_PROFILES)}"
             )
-        values = {name: value for name, value in values.items() if name not in _FORMAT}
+        values = {key: value for key, value in values.items() if key not in _FORMAT}
+        values = dict.fromkeys(_ADDED) | values if values else values
         try:
-            if values.get("attention") is not None:
-                values["attention"] = _built(AttentionLatency, values["attention"])
-            return _built(cls, values)
+            for key, build in _NESTED.items():
+                if values.get(key) is not None:
+                    values[key] = build(values[key])
+            return built(cls, values)
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
-
-
-def _built(kind: type[_Made], values: object) -> _Made:
-    """A dataclass from its fields, all of which must be there."""
-    names = [field.name for field in fields(cast(Any, kind))]
-    given = cast(dict[str, Any], values) if isinstance(values, dict) else {}
-    if given.keys() != set(names):
-        raise ConfigError(
-            f"{kind.__name__} holds {', '.join(given) or 'no fields'}; it must hold "
-            f"{', '.join(names)}"
-        )
-    return kind(**given)
-
-
-_KNOWN: dict[str, dict[str, Any]] = {
-    "h100-datasheet": {
-        "device": "NVIDIA H100 SXM",
-        "source": "datasheet",
-        "matmul_flops_per_s": 544e12,
-        "attention_flops_per_s": 544e12,
-        "intra_bytes_per_s": 180e9,
-        "inter_bytes_per_s": 25e9,
-        "memory_bytes": 80e9,
-        "launch_s": 10e-6,
-        "note": "55 % of the peak of 989 TFLOP/s in bf16, 40 % of NVLink's 450 GB/s a direction, "
-        "half of a link of 400 Gb/s; launches guessed",
-    }
-}
-"""Profiles that are known by name: nobody measured them."""
+            raise ConfigError(f"{name}: {error}") from error

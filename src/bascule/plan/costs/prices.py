@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, of_type, shown
+from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster
 from bascule.plan.costs.cost_models import Cost, TransformerCost, evaluate
-from bascule.plan.costs.hardware import BYTES_PER_VALUE, Cluster
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.lengths import source_of
 from bascule.plan.loaded.sequences import Batch
@@ -108,21 +108,41 @@ class Prices:
         sizes: (num_bags,) ranks of each bag.
         speeds: (num_bags,) the same, times the speed of its slowest rank.
         kinds: (num_bags,) kind of each bag.
-        work: (num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks.
+        compute: (num_seqs,) cost of each sequence on one rank.
+        ulysses: (num_kinds, num_seqs) seconds in all-to-alls of each on a bag, times its ranks.
+        ring: (num_kinds, num_seqs) the same of keys and values that travel without being hidden.
         carried: (num_bags,) cost of each bag before any sequence: carried loads and launches.
+        host: (num_kinds,) seconds of the host for each sequence of a bag.
     """
 
     lens: Ints
     sizes: Ints
     speeds: Floats
     kinds: Ints
-    work: Floats
+    compute: Floats
+    ulysses: Floats
+    ring: Floats
     carried: Floats
+    host: Floats
+
+    @property
+    def work(self) -> Floats:
+        """(num_kinds, num_seqs) cost of each sequence on a bag of each kind, times its ranks."""
+        return self.compute + self.ulysses + self.ring
 
     def loads(self, bag_of: Ints) -> Floats:
         """(num_bags,) true cost of each bag."""
         work = self.work[self.kinds[bag_of], np.arange(bag_of.size)]
         return self.carried + np.bincount(bag_of, work, self.sizes.size) / self.speeds
+
+    def exposed_host(self, bag_of: Ints) -> Floats:
+        """(num_bags,) seconds by which the host of each bag is behind the compute it launches.
+
+        An assignment that is priced by sequences does not see it: it is no sum over them.
+        """
+        host = np.bincount(bag_of, minlength=self.sizes.size) * self.host[self.kinds]
+        compute = np.bincount(bag_of, self.compute, self.sizes.size) / self.speeds
+        return np.where(host > 0, np.maximum(host - compute, 0.0), 0.0)
 
     def problem(self, limits: Limits | None) -> Problem:
         """The sequences as items and the bags as bins, within limits on tokens and items.
@@ -186,8 +206,9 @@ def price(
     lens, sizes, carried = batch.lens, topology.bag_sizes, ranks.bag_carried(topology)
     speeds = ranks.bag_speeds(topology)
     if cluster is None:
-        work = checked(evaluate(cost, lens, batch.num_pairs), lens, batch.counts)[None]
-        return Prices(lens, sizes, speeds, np.zeros_like(sizes), work, carried)
+        costs = checked(evaluate(cost, lens, batch.num_pairs), lens, batch.counts)
+        free, kind_of = np.zeros((1, lens.size)), np.zeros_like(sizes)
+        return Prices(lens, sizes, speeds, kind_of, costs, free, free, carried, np.zeros(1))
     cluster.check_world(topology.num_ranks)
     seconds = cluster.compute_seconds(cost, lens, batch.num_pairs)
     compute = checked(seconds, lens, batch.counts)
@@ -195,8 +216,11 @@ def price(
     kinds = [_Kind(*row) for row in rows.tolist()]
     launch = np.array([kind.launch_seconds(cost, cluster) for kind in kinds])
     kind_of = kind_of.ravel()
-    work = compute + np.stack([kind.wire_work(cost, cluster, batch) for kind in kinds])
-    return Prices(lens, sizes, speeds, kind_of, work, carried + launch[kind_of])
+    ulysses = np.stack([kind.ulysses_work(cost, cluster, batch) for kind in kinds])
+    ring = np.stack([kind.ring_work(cost, cluster, batch) for kind in kinds])
+    host = np.array([cluster.host_seconds(cost, kind.size // kind.ring) for kind in kinds])
+    carried = carried + launch[kind_of]
+    return Prices(lens, sizes, speeds, kind_of, compute, ulysses, ring, carried, host)
 
 
 class _Kind(NamedTuple):
@@ -221,15 +245,16 @@ class _Kind(NamedTuple):
             return seconds
         return seconds + (self.ring - 1) * _transformer(cost).num_layers * cluster.latency_s
 
-    def wire_work(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
-        """(num_seqs,) seconds on wires of each sequence, times the ranks of the bag."""
+    def ulysses_work(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
+        """(num_seqs,) seconds in all-to-alls of each sequence, times the ranks of the bag."""
         degree = self.size // self.ring
         per_token = degree * cluster.wire_seconds(cost, degree, self.ranks_in_node)
-        seconds = per_token * batch.lens.astype(np.float64)
-        return seconds if self.ring == 1 else seconds + self._exposed(cost, cluster, batch)
+        return per_token * batch.lens.astype(np.float64)
 
-    def _exposed(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
+    def ring_work(self, cost: Cost, cluster: Cluster, batch: Batch) -> Floats:
         """(num_seqs,) seconds that keys and values travel without being hidden, times the ranks."""
+        if self.ring == 1:
+            return np.zeros(batch.lens.size)
         model, lens = _transformer(cost), batch.lens
         speed = cluster.intra_bytes_per_s if self.is_in_node else cluster.inter_bytes_per_s
         num_bytes = BYTES_PER_VALUE * _RING_VALUES * model.d_model * model.num_layers

@@ -16,8 +16,8 @@ from scipy.optimize import linear_sum_assignment
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.hardware import Cluster
 from bascule.plan.costs.prices import Decision, Floats, RankState, checked, decide, price
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.sequences import Batch, batch_of
@@ -33,6 +33,9 @@ _MAX_SOLVED = 8
 _WORTH = 5e-4
 """Smallest share of the makespan for which the search goes on."""
 
+_TIE = 0.005
+"""Share of the seconds within which topologies count as equally fast: no prediction is as exact."""
+
 _HALVINGS = 24
 _MAX_SLOTS = 64
 _MAX_NODES = 512
@@ -44,7 +47,8 @@ class RankedTopology:
 
     Attributes:
         spec: The bags of one unit.
-        seconds: Mean makespan of a batch: a forward pass, wires and launches included.
+        seconds: Mean makespan of a batch: wires, launches and exposed host included; of a forward
+            pass, unless cost and cluster are those of a step (`in_passes`).
         imbalance: Mean of max over mean of the ranks' seconds.
         gap: Mean of how far a batch may be from the best on these bags: makespan / bound - 1.
         reasons: Which sequences forced which bag.
@@ -59,11 +63,14 @@ class RankedTopology:
 
 @dataclass(frozen=True, slots=True)
 class TopologyRanking:
-    """Unit topologies, fastest first.
+    """Unit topologies, fastest first; of those within 0.5 % of each other, the one of fewest bags.
+
+    No prediction is as exact as that. Larger bags hold longer sequences, need less memory for each,
+    and spread what a prediction has wrong over more ranks.
 
     Attributes:
-        best: The fastest, over the whole cluster.
-        rows: All that were solved, fastest first.
+        best: The first, over the whole cluster.
+        rows: All that were solved.
         num_candidates: How many were ranked by their bound.
     """
 
@@ -117,9 +124,19 @@ def suggest_topology(
     if not rows:
         assert error is not None
         raise error
-    rows.sort(key=lambda row: row.seconds)
+    rows = _in_order(rows)
     best = Topology.parse(rows[0].spec, world_size=cluster.num_ranks)
     return TopologyRanking(best, tuple(rows), len(units))
+
+
+def _in_order(rows: Sequence[RankedTopology]) -> list[RankedTopology]:
+    """As `TopologyRanking` says: each place goes to one of those in a tie with the fastest left."""
+    left, order = sorted(rows, key=lambda row: row.seconds), list[RankedTopology]()
+    while left:
+        tied = [row for row in left if row.seconds <= left[0].seconds * (1.0 + _TIE)]
+        order.append(min(tied, key=lambda row: (Topology.parse(row.spec).num_bags, row.seconds)))
+        left.remove(order[-1])
+    return order
 
 
 def _rank(
@@ -131,12 +148,15 @@ def _rank(
 ) -> RankedTopology:
     topology = Topology.parse(unit, world_size=cluster.num_ranks)
     idle = RankState.of(topology.num_ranks)
-    found = [decide("lpt", price(one, topology, cost, cluster, idle), limits) for one in batches]
-    imbalances = [metrics.imbalance(one.loads[topology.bag_of_rank]) for one in found]
+    prices = [price(one, topology, cost, cluster, idle) for one in batches]
+    found = [decide("lpt", one, limits) for one in prices]
+    pairs = zip(found, prices, strict=True)
+    loads = [one.loads + priced.exposed_host(one.bag_of) for one, priced in pairs]
+    imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
     gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in found]
     return RankedTopology(
         spec=str(unit),
-        seconds=float(np.mean([one.makespan for one in found])),
+        seconds=float(np.mean([one.max() for one in loads])),
         imbalance=float(np.mean(imbalances)),
         gap=float(np.mean(gaps)),
         reasons=_reasons(topology, [one.lens for one in batches], found, cost, cluster),

@@ -20,6 +20,7 @@ from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.parallel_plans import PlannedLater
+from bascule.plan.costs.passes import TRAINING, WITHOUT_RECOMPUTING, in_passes
 from bascule.training.building import build_model
 from bascule.training.flow import FlowBatch
 from bascule.training.run.checkpoints import Checkpoints, Facts, step_of
@@ -228,11 +229,15 @@ class TrainingRun:
 
     def _make_parallel(self) -> SequenceParallel:
         options, prepared = self._options, self._prepared
+        cost, cluster = cost_of(prepared, options, self._device), prepared.cluster
+        if cluster is not None:
+            passes = TRAINING if options.checkpoint else WITHOUT_RECOMPUTING
+            cost, cluster = in_passes(cost, cluster, passes)
         return SequenceParallel(
             self._mesh,
             prepared.topology,
-            cost_of(prepared, options, self._device),
-            cluster=prepared.cluster,
+            cost,
+            cluster=cluster,
             plan_group=self._group.process_group,
             timeout_s=options.timeout_s,
             options=ParallelOptions(kernel=options.kernel, device=self._device),

@@ -1,0 +1,189 @@
+"""Blocks that are timed by length: the passes of ours, or of any function that the user names.
+
+Shapes: T tokens, C width.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from bascule.attention import PackedSequences, attend_packed
+from bascule.errors import ConfigError
+from bascule.models import LocalExchange, MMDiT, MMDiTConfig
+from bascule.plan.checks import shown
+
+Make = Callable[[int], Any]
+"""Gives, for a number of tokens, a function or module and its input, or a tuple of inputs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockCall:
+    """A block at one length.
+
+    Attributes:
+        run: The block.
+        inputs: What it is called with; gradients of its floating tensors are computed, too.
+        weight: How much its seconds count.
+    """
+
+    run: Callable[..., object]
+    inputs: tuple[object, ...]
+    weight: float = 1.0
+
+    def forward(self) -> object:
+        """The forward pass that keeps nothing."""
+        with torch.no_grad():
+            return self.run(*self.inputs)
+
+    def recompute(self) -> list[Tensor]:
+        """The forward pass that keeps what backward needs; gives the outputs with gradients."""
+        leaves = [
+            x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in self.inputs
+        ]
+        return [out for out in _tensors(self.run(*leaves)) if out.requires_grad]
+
+    def backward(self) -> Callable[[], object]:
+        """Makes a backward pass ready."""
+        outputs = self.recompute()
+        gradients = [torch.ones_like(out) for out in outputs]
+        return lambda: torch.autograd.backward(outputs, gradients)
+
+
+def _tensors(outputs: object) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, list | tuple):
+        return [x for x in cast(list[object], outputs) if isinstance(x, Tensor)]
+    return []
+
+
+def block_of_each_kind(config: MMDiTConfig, device: torch.device, dtype: torch.dtype) -> MMDiT:
+    """The model with one block of each kind that it has."""
+    small = replace(
+        config, num_double=min(1, config.num_double), num_single=min(1, config.num_single)
+    )
+    model = MMDiT(small).to(device, dtype)
+    model.init_weights(0)
+    return model
+
+
+def calls_of_model(
+    model: MMDiT,
+    weights: tuple[float, float],
+    length: int,
+    dtype: torch.dtype,
+    kernel: str | None = None,
+) -> list[BlockCall]:
+    """The first block of each kind that a model has, on one sequence, an eighth of it text.
+
+    Args:
+        model: Has them, on its device.
+        weights: Of the double block and of the single block.
+        length: Tokens.
+        dtype: Of activations.
+        kernel: Attention kernel.
+    """
+    device = next(model.parameters()).device
+    seqs = PackedSequences.build([length], device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+        return attend_packed(q, k, v, seqs, kernel=kernel)
+
+    exchange = LocalExchange([length], attend=attend, device=device)
+    is_image = torch.arange(length, device=device) >= length // 8
+    pos = torch.zeros(length, len(model.config.axes_dim), device=device)
+    layout = model.layout(is_image, pos, exchange.token_slot)
+    x_TC = torch.randn(length, model.config.d_model, device=device, dtype=dtype)
+    vec = torch.randn(1, model.config.d_model, device=device, dtype=dtype)
+    kinds = (model.double_blocks, layout.interleaving.split(x_TC)), (model.single_blocks, (x_TC,))
+    return [
+        BlockCall(_with(blocks[0], vec, layout, attend), inputs, weight)
+        for (blocks, inputs), weight in zip(kinds, weights, strict=True)
+        if blocks
+    ]
+
+
+def _with(block: nn.Module, *args: object) -> Callable[..., object]:
+    """A block as a function of its tokens alone."""
+    return lambda *tokens: block(*tokens, *args)
+
+
+def find(name: str) -> Make:
+    """The function that the user names.
+
+    Args:
+        name: As `package.module:function`.
+
+    Raises:
+        ConfigError: There is no such module or function, it is not callable, or its module cannot
+            be imported; says why.
+    """
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        raise ConfigError(
+            f"--module {shown(name)}: give package.module:function, such as my_model:make"
+        )
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:  # what a module raises when it is imported is its own affair
+        raise ConfigError(
+            f"--module {name}: {module_name} cannot be imported: {_told(error)}; it must be on the "
+            "path of Python, as with PYTHONPATH=."
+        ) from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"--module {name}: {module_name} has no {path}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(
+            f"--module {name}: {path} is {shown(found)}; give a function of a number of tokens"
+        )
+    return found
+
+
+def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> list[BlockCall]:
+    """What the user's function gives for a length; tried once, forward and backward.
+
+    Tensors that it makes without saying where are made on the device.
+
+    Raises:
+        ConfigError: It raised, gave something else, or what it gave cannot run both passes.
+    """
+    at = f"--module {name} at {length} tokens"
+    try:
+        with device:
+            made = make(length)
+    except Exception as error:
+        raise ConfigError(f"{at}: raised {_told(error)}") from error
+    if not (isinstance(made, tuple) and len(cast(tuple[object, ...], made)) == 2):
+        raise ConfigError(
+            f"{at}: gave {shown(cast(object, made))}; it must return two things, a function or "
+            "module, and its input or a tuple of inputs"
+        )
+    run, inputs = cast(tuple[object, object], made)
+    if not callable(run):
+        raise ConfigError(f"{at}: the first thing it returns, {shown(run)}, cannot be called")
+    inputs = cast(tuple[object, ...], inputs) if isinstance(inputs, tuple) else (inputs,)
+    call = BlockCall(run, inputs)
+    try:
+        call.forward()
+        has_gradient = bool(call.recompute())
+        if has_gradient:
+            call.backward()()
+    except Exception as error:
+        raise ConfigError(f"{at}: what it returned raised {_told(error)}") from error
+    if not has_gradient:
+        raise ConfigError(
+            f"{at}: what it returned gave no tensor with a gradient; backward cannot be timed"
+        )
+    return [call]
+
+
+def _told(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"

@@ -1,0 +1,158 @@
+"""The options of `bascule calibrate`. Imports no torch, so that its help is instant."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, number, shown, whole
+from bascule.plan.costs.calibration import TOKENS, least_points
+from bascule.plan.costs.hardware import HardwareProfile
+
+_MOST_LOCAL_RANKS = 256
+_MOST_POINTS = 100
+_MOST_ROUNDS = 10_000
+_MOST_MIB = 1024
+_MOST_TOKENS = 2**24
+_MOST_WIDTH = 2**16
+_LONGEST_S = 1e7
+
+_RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
+
+BY_DEVICE = {
+    "cpu": {"lengths": "64:4096", "d_model": 256, "num_heads": 4, "dtype": "float32"},
+    "cuda": {"lengths": "256:32768", "d_model": 3072, "num_heads": 24, "dtype": "bfloat16"},
+}
+"""What is timed if not given, by type of device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions:
+    """Measure this machine, and save a profile that predictions are made from.
+
+    Starts local ranks; in a job, start it with torchrun. Exit status 0: saved; 1: a curve misses
+    its held-out points by too much and nothing was saved, or a rank failed; 2: a wrong option.
+
+    Attributes:
+        out: The profile, a JSON file.
+        name: Of the profile; that of its file, if not given.
+        ranks: Local ranks to launch; as many as GPUs, else physical cores but two at least, if
+            not given. One rank measures no wires.
+        module: A block of yours, package.module:function; the function gets a number of tokens,
+            and gives a function or module and its input, or a tuple of inputs. By default the
+            blocks of the packed MM-DiT.
+        lengths: Shortest and longest sequence, in tokens.
+        points: Lengths, spread evenly in their logarithm; every third one is held out to judge by.
+        mib: Largest message, in MiB.
+        rounds: Measured rounds, one after the other; of blocks the lower quartile counts, of
+            messages the least.
+        d_model: Width of the block, for which costs count FLOPs.
+        num_heads: Attention heads of the block.
+        dtype: Of parameters and activations of the block.
+        kernel: Attention kernel of the block; the fastest for the device if not given.
+        sparse_tokens: Also time block-sparse attention on all meshes of the ranks, up to so many
+            tokens.
+        base: File or name of the profile that has what is not measured here.
+        limit: Of what held-out points are missed by in the median; 0.25 is 25 %.
+        report: Where to write a page with measured against predicted, .html.
+        json: Where to write the profile and what is refused of it, also if it is; - for standard
+            output, the table then goes to standard error.
+        timeout_s: Longest wait of a collective, in seconds.
+    """
+
+    out: Path = Path("profile.json")
+    name: str | None = None
+    ranks: int | None = None
+    module: str | None = None
+    lengths: str | None = None
+    points: int = 9
+    mib: int = 16
+    rounds: int = 9
+    d_model: int | None = None
+    num_heads: int | None = None
+    dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    kernel: str | None = None
+    sparse_tokens: int | None = None
+    base: str = "h100-datasheet"
+    limit: float = 0.25
+    report: Path | None = None
+    json: Path | None = None
+    timeout_s: float = 600.0
+
+    def check(self, world_size: int | None = None) -> None:
+        """Refuse values that are out of range, or do not fit the ranks.
+
+        Args:
+            world_size: Ranks of the job; None before there is one.
+
+        Raises:
+            ConfigError: Names the option, its value and its range.
+        """
+        if self.ranks is not None:
+            whole("--ranks", self.ranks, 1, _MOST_LOCAL_RANKS)
+            if world_size not in (None, self.ranks):
+                raise ConfigError(
+                    f"--ranks {self.ranks}: the launcher of this job started {world_size} ranks; "
+                    "leave --ranks out, it is for ranks that bascule starts"
+                )
+        if world_size is not None:
+            whole("WORLD_SIZE", world_size, 1, MAX_RANKS)
+        whole("--points", self.points, least_points(TOKENS), _MOST_POINTS)
+        whole("--mib", self.mib, 1, _MOST_MIB)
+        whole("--rounds", self.rounds, 1, _MOST_ROUNDS)
+        for name in ("d_model", "num_heads", "sparse_tokens"):
+            if (value := getattr(self, name)) is not None:
+                most = _MOST_TOKENS if name == "sparse_tokens" else _MOST_WIDTH
+                whole(f"--{name.replace('_', '-')}", value, 1, most)
+        number("--limit", self.limit)
+        number("--timeout-s", self.timeout_s, 1.0, _LONGEST_S)
+        if self.module is not None and self.num_heads is not None:
+            raise ConfigError(
+                f"--num-heads {self.num_heads} and --module {self.module}: the module has heads of "
+                "its own; leave --num-heads out"
+            )
+        for device in BY_DEVICE:
+            self.seq_lens(device)
+        HardwareProfile.load(self.base)
+
+    def or_default(self, name: str, device: str) -> object:
+        """An option, or what is timed on a type of device if it is not given."""
+        given = getattr(self, name)
+        return BY_DEVICE[device][name] if given is None else given
+
+    def seq_lens(self, device: str) -> list[int]:
+        """Ascending tokens of the sequences that are timed.
+
+        Raises:
+            ConfigError: --lengths is no range, or has fewer lengths than points.
+        """
+        text = str(self.or_default("lengths", device))
+        found = _RANGE.fullmatch(text)
+        if found is None:
+            raise ConfigError(
+                f"--lengths {shown(text)}: give the shortest and the longest, such as 256:16384"
+            )
+        shortest, longest = (
+            whole("--lengths: tokens", int(x), 1, _MOST_TOKENS) for x in found.groups()
+        )
+        lens = np.unique(np.geomspace(shortest, longest, self.points).round().astype(np.int64))
+        if shortest >= longest or lens.size < self.points:
+            raise ConfigError(
+                f"--lengths {text}: {lens.size} lengths for --points {self.points}; give a wider "
+                "range, the shortest length first"
+            )
+        return lens.tolist()
+
+    def message_bytes(self) -> list[int]:
+        """Ascending bytes of the messages that are timed."""
+        return np.geomspace(2**12, self.mib * 2**20, self.points).round().astype(int).tolist()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What must be the same on all ranks, so that they make the same calls."""
+        own = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
+        names = [name for name in self.__dataclass_fields__ if name not in own]
+        return {f"--{name.replace('_', '-')}": str(getattr(self, name)) for name in names}

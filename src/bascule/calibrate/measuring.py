@@ -1,0 +1,292 @@
+"""The times of a calibration: passes of blocks, messages, exchanges of attention; on all ranks.
+
+Legend: N ranks, P probes.
+"""
+
+import os
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from bascule.attention import AttentionMesh, AttentionOptions, attention
+from bascule.attention.sparse.timing import CallShape, measure_attention_latency
+from bascule.calibrate.block_calls import (
+    BlockCall,
+    block_of_each_kind,
+    calls_of_model,
+    calls_of_user,
+    find,
+)
+from bascule.calibrate.calibrate_options import CalibrateOptions
+from bascule.calibrate.this_device import device_name, memory_bytes
+from bascule.calibrate.timed import (
+    ALL_REDUCE,
+    MOST_IN_A_ROW,
+    Floats,
+    Probe,
+    collectives,
+    time_round,
+)
+from bascule.comm.agree import agree_on
+from bascule.comm.groups import RankGroup, member_of, resolve
+from bascule.comm.guard.calls import Call
+from bascule.comm.guard.failures import telling
+from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, mesh_of_all
+from bascule.comm.transfers import all_gather
+from bascule.models import MMDiTConfig
+from bascule.plan.costs.attention_latency import AttentionLatency
+from bascule.plan.costs.calibration import BACKWARD, FORWARD, RECOMPUTE
+
+PASS, HOST = "pass", "host"
+ALONE, ON_RANKS = "call of attention", "call of attention on all ranks"
+BETWEEN_NODES = ", between nodes"
+
+_MORE_TIMES = 3
+"""That messages are timed in a round: they take little of it, and a busy machine disturbs most."""
+
+_LEAST_S = 0.02
+"""Short calls are repeated for about so long in each round."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Measured:
+    """What all ranks measured; the same on all of them.
+
+    Attributes:
+        probes: What was timed.
+        seconds: (rounds, N, P).
+        device: Name of the device of this rank.
+        memory_bytes: Of a rank; None: not known.
+        num_hosts: Machines of the ranks.
+        d_model: Width of the block.
+        settings: What was timed, in words.
+        attention: Of block-sparse calls, if they were timed.
+    """
+
+    probes: tuple[Probe, ...]
+    seconds: Floats
+    device: str
+    memory_bytes: float | None
+    num_hosts: int
+    d_model: int
+    settings: str
+    attention: AttentionLatency | None
+
+
+def measure(
+    options: CalibrateOptions,
+    device: torch.device,
+    advance: Callable[[], object] = lambda: None,
+) -> Measured:
+    """Time everything on the ranks of the default group. All of them call it.
+
+    Collectives: an agreement; then in each round, and two before that do not count, the probes, the
+    short ones several times, an all-gather before each, and some of the seconds.
+
+    Args:
+        options: Alike on all ranks.
+        device: Of this rank.
+        advance: Called after each round.
+
+    Raises:
+        RemoteConfigError: A rank met bad input, such as a module that it does not find.
+        CommError: A rank met another error, has other options, died, or did not come in time.
+    """
+    group = member_of(resolve(None), "calibrate")
+    error, probes = None, list[Probe]()
+    try:
+        options.check(group.size)
+        probes = _passes(options, device)
+    except Exception as met:  # whatever it is, the others must not wait
+        error = met
+    agree_on(group, options.settings, error, what="bascule calibrate")
+    with telling("bascule calibrate"):
+        hosts = _hosts(group)
+        probes += [*_messages(group, hosts, options, device), *_attention(group, options, device)]
+        probes = _in_a_row(probes, _second_of(group, device, probes, advance))
+        rounds = np.empty((options.rounds, group.size, len(probes)))
+        for number in range(options.rounds):
+            rounds[number] = _round(group, device, probes)
+            advance()
+        attention = _sparse(options, group, device)
+    own = memory_bytes(device)
+    sharing = hosts.count(hosts[group.rank]) if device.type == "cpu" else 1
+    return Measured(
+        tuple(probes),
+        rounds,
+        device_name(device),
+        None if own is None else own / sharing,
+        len(set(hosts)),
+        width_of(options, device),
+        _in_words(options, group, device),
+        attention,
+    )
+
+
+def width_of(options: CalibrateOptions, device: torch.device) -> int:
+    """Of the block that is timed."""
+    return int(str(options.or_default("d_model", device.type)))
+
+
+def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
+    """Every pass of the block at every length; seconds are those of one block."""
+    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
+    lens = options.seq_lens(device.type)
+    if options.module is not None:
+        make = find(options.module)
+        calls = [calls_of_user(options.module, make, length, device) for length in lens]
+    else:
+        width = width_of(options, device)
+        num_heads = int(str(options.or_default("num_heads", device.type)))
+        config = MMDiTConfig(
+            in_channels=4,
+            text_dim=4,
+            vec_dim=4,
+            d_model=width,
+            num_heads=num_heads,
+            num_double=1,
+            num_single=1,
+            axes_dim=(width // num_heads,),
+        )
+        model = block_of_each_kind(config, device, dtype)
+        made = partial(calls_of_model, model, (0.5, 0.5), dtype=dtype, kernel=options.kernel)
+        calls = [made(length) for length in lens]
+    return [
+        probe
+        for length, of_length in zip(lens, calls, strict=True)
+        for probe in _passes_of(of_length, length, device.type)
+    ]
+
+
+def _passes_of(calls: list[BlockCall], length: int, on: str) -> list[Probe]:
+    def all_of(runs: Iterable[Callable[[], object]]) -> None:
+        for run in runs:
+            run()
+
+    def backward() -> Callable[[], object]:
+        return partial(all_of, [call.backward() for call in calls])
+
+    amount = float(len(calls))
+    forward = partial(all_of, [call.forward for call in calls])
+    recompute = partial(all_of, [call.recompute for call in calls])
+    return [
+        Probe(PASS, FORWARD, on, length, amount, forward),
+        Probe(PASS, RECOMPUTE, on, length, amount, recompute),
+        Probe(PASS, BACKWARD, on, length, amount, forward, prepare=backward),
+    ]
+
+
+def _hosts(group: RankGroup) -> list[str]:
+    """(N,) name of the machine of each rank. One all-gather."""
+    name = socket.gethostname().encode()[:64].ljust(64, b"\0")
+    own = torch.frombuffer(bytearray(name), dtype=torch.uint8)
+    found = all_gather(group, Call("all_gather (calibrate, hosts)"), own)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
+
+
+def _messages(
+    group: RankGroup, hosts: list[str], options: CalibrateOptions, device: torch.device
+) -> list[Probe]:
+    """Collectives among the ranks of each host, and among one rank of each."""
+    places = [place for place in range(group.size) if hosts[place] == hosts[group.rank]]
+    counts = {hosts.count(host) for host in hosts}
+    found: list[Probe] = []
+    if min(counts) > 1:
+        found += _of_group(group.part(places, "calibrate in a node"), options, device)
+    if len(set(hosts)) > 1 and len(counts) == 1:
+        mine = places.index(group.rank)
+        each = [[p for p in range(group.size) if hosts[p] == host] for host in dict.fromkeys(hosts)]
+        far = group.part([of_host[mine] for of_host in each], "calibrate between nodes")
+        probes = _of_group(far, options, device)
+        found += [replace(probe, name=probe.name + BETWEEN_NODES) for probe in probes]
+    return found
+
+
+def _of_group(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
+    made = [probe for size in options.message_bytes() for probe in collectives(group, device, size)]
+    return [probe for probe in made if probe.name != ALL_REDUCE]
+
+
+def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
+    """Attention of one token a rank: next to no data, so what it takes is the host's."""
+    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
+    q = torch.randn(1, group.size, 1, 64, device=device, dtype=dtype)
+    in_turn = AttentionOptions(overlap=False)
+
+    def attend(mesh: AttentionMesh) -> None:
+        with torch.no_grad():
+            attention(q, q, q, mesh, options=in_turn)
+
+    alone = AttentionMesh(None, None, None)
+    probes = [Probe(HOST, ALONE, device.type, 0, 0.0, partial(attend, alone))]
+    if group.size > 1:
+        run = partial(attend, mesh_of_all(1, group.size))
+        probes.append(Probe(HOST, ON_RANKS, device.type, 0, 0.0, run))
+    return probes
+
+
+def _second_of(
+    group: RankGroup, device: torch.device, probes: list[Probe], advance: Callable[[], object]
+) -> Floats:
+    """(N, P) seconds of a round, after one that makes connections, memory and kernels ready."""
+    time_round(group, device, probes)
+    advance()
+    seconds = time_round(group, device, probes)
+    advance()
+    return seconds
+
+
+def _round(group: RankGroup, device: torch.device, probes: list[Probe]) -> Floats:
+    """(N, P) seconds; of what is short those of the quickest of several times, on all ranks."""
+    seconds = time_round(group, device, probes)
+    is_short = np.array([probe.kind != PASS for probe in probes])
+    short = [probe for probe in probes if probe.kind != PASS]
+    for _ in range(_MORE_TIMES):
+        again, best = time_round(group, device, short), seconds[:, is_short]
+        seconds[:, is_short] = np.where(again.max(axis=0) < best.max(axis=0), again, best)
+    return seconds
+
+
+def _in_a_row(probes: list[Probe], seconds: Floats) -> list[Probe]:
+    """Short ones are repeated; on all ranks alike, since all know the same seconds."""
+    times = np.clip(np.ceil(_LEAST_S / seconds.max(axis=0)), 1, MOST_IN_A_ROW).astype(int)
+    return [
+        replace(probe, in_a_row=count) for probe, count in zip(probes, times.tolist(), strict=True)
+    ]
+
+
+def _sparse(
+    options: CalibrateOptions, group: RankGroup, device: torch.device
+) -> AttentionLatency | None:
+    if options.sparse_tokens is None or group.size == 1:
+        return None
+    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
+    names = (RING_AXIS, ULYSSES_AXIS)
+    mesh = init_device_mesh(device.type, (group.size, 1), mesh_dim_names=names)
+    shape = CallShape(options.sparse_tokens, max(group.size, 2), 64, dtype=dtype)
+    return measure_attention_latency(
+        mesh, shape, device=device, rounds=options.rounds, kernel=options.kernel
+    )
+
+
+def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device) -> str:
+    lens = options.seq_lens(device.type)
+    threads = torch.get_num_threads()
+    if options.module is not None:
+        block = f"{options.module} as a block of width {width_of(options, device)}"
+    else:
+        block = (
+            f"double and single block of an MM-DiT, width {width_of(options, device)}, "
+            f"{options.or_default('num_heads', device.type)} heads, "
+            f"{options.or_default('dtype', device.type)}, kernel {options.kernel or 'as chosen'}"
+        )
+    return (
+        f"{block}; {lens[0]} to {lens[-1]} tokens, messages up to {options.mib} MiB, "
+        f"{options.points} sizes each, {options.rounds} rounds; {group.size} ranks at once, "
+        f"{threads} threads each of {os.cpu_count()} processors"
+    )

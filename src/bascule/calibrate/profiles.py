@@ -1,0 +1,195 @@
+"""From times to a profile: curves, which numbers follow from them, and what is refused. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import numpy as np
+import torch
+
+from bascule.calibrate.calibrate_options import CalibrateOptions
+from bascule.calibrate.measuring import (
+    ALONE,
+    BETWEEN_NODES,
+    HOST,
+    ON_RANKS,
+    PASS,
+    Measured,
+)
+from bascule.calibrate.timed import COLLECTIVE, Floats
+from bascule.plan.costs.calibration import (
+    ALL_TO_ALL,
+    BYTES,
+    FORWARD,
+    TOKENS,
+    Calibration,
+    Fit,
+    Overhead,
+)
+from bascule.plan.costs.hardware import HardwareProfile
+
+EXCHANGE = "exchange of attention"
+
+_FLOPS_PER_TOKEN = 24
+_FLOPS_PER_PAIR = 4
+"""By width squared and by width, of a block; see `TransformerCost`."""
+
+_QUARTILE = 0.25
+_DRAWS = 200
+_NORMAL = 1.96  # standard errors on either side hold 95 %
+
+
+def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile:
+    """The profile that the measurements make of the base."""
+    fits, overheads = _fits(measured), _overheads(measured)
+    numbers = _numbers(measured, fits, overheads)
+    calibration = Calibration(
+        name=options.name or options.out.stem or "profile",
+        date=datetime.now(UTC).date().isoformat(),
+        torch=str(torch.__version__),
+        num_ranks=measured.seconds.shape[1],
+        settings=measured.settings,
+        d_model=measured.d_model,
+        measured=(*numbers, *(() if measured.attention is None else ("attention",))),
+        base=options.base,
+        fits=tuple(fits.values()),
+        overheads=overheads,
+    )
+    base = HardwareProfile.load(options.base)
+    return replace(
+        base,
+        **numbers,
+        device=measured.device,
+        source="measured",
+        peak_flops_per_s=base.peak_flops_per_s if base.device == measured.device else None,
+        attention=measured.attention,
+        note=f"what was not measured is taken from {options.base}: {base.note}".strip(": "),
+        calibration=calibration,
+    )
+
+
+def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) -> list[str]:
+    """What is wrong with the curves of a profile: one sentence each, none if all is well.
+
+    Args:
+        profile: As calibrated.
+        limit: Of what held-out points are missed by in the median.
+        attends: Whether the block is known to have attention, which takes time.
+    """
+    assert profile.calibration is not None
+    found: list[str] = []
+    error = None if profile.attention is None else profile.attention.fit_error
+    if error is not None and error > limit:
+        found.append(
+            f"block-sparse attention: the fit has an error of {error:.0%}, and the limit is "
+            f"{limit:.0%}: leave the machine idle, or give more --rounds or --sparse-tokens"
+        )
+    for fit in profile.calibration.fits:
+        error = fit.held_out_error
+        if error is not None and error > limit:
+            found.append(
+                f"{fit.what}: held-out {fit.unit} are missed by {error:.0%} in the median, and the "
+                f"limit is {limit:.0%}: leave the machine idle, give more --rounds, or sizes over "
+                "which it behaves alike"
+            )
+        elif fit.coefficients[1] <= 0:
+            found.append(
+                f"{fit.what}: the times do not grow with the {fit.unit} in proportion anywhere, so "
+                "they give no rate: leave the machine idle, give more --rounds, or larger sizes"
+            )
+        elif attends and fit.what == FORWARD and fit.coefficients[2] <= 0:
+            found.append(
+                f"{fit.what}: attention is lost in the noise, so that it would take no time at any "
+                "length: give longer --lengths, or leave the machine idle"
+            )
+    return found
+
+
+def _fits(measured: Measured) -> dict[str, Fit]:
+    kinds: dict[str, list[int]] = {}
+    for place, probe in enumerate(measured.probes):
+        if probe.kind == PASS or probe.kind == COLLECTIVE:
+            kinds.setdefault(probe.name, []).append(place)
+    return {name: _fit(name, places, measured) for name, places in kinds.items()}
+
+
+def _fit(name: str, places: Sequence[int], measured: Measured) -> Fit:
+    probes = [measured.probes[place] for place in places]
+    times = np.stack([_of_probe(measured, place) for place in places], axis=1)
+    seconds, noise = undisturbed(times, probes[0].kind)
+    if probes[0].kind == COLLECTIVE:
+        sizes = [max(round(probe.amount), 1) for probe in probes]
+        return Fit.of(name, BYTES, sizes, seconds, noise)
+    return Fit.of(name, TOKENS, [probe.size for probe in probes], seconds, noise)
+
+
+def _of_probe(measured: Measured, place: int) -> Floats:
+    """(rounds,) seconds: of messages those of the slowest rank, of a block the mean over ranks."""
+    probe = measured.probes[place]
+    of_ranks = measured.seconds[:, :, place]
+    if probe.kind == COLLECTIVE:
+        return of_ranks.max(axis=1)
+    return of_ranks.mean(axis=1) / probe.amount
+
+
+def undisturbed(times: Floats, kind: str) -> tuple[Floats, Floats]:
+    """(n,) what (rounds, n) times come to, and relative standard errors of it.
+
+    What else runs on a machine only makes calls slower, so medians follow it. Messages are short:
+    now and then nothing disturbs them, and the least time counts. A long pass is never left alone
+    on a busy machine, while a short one is, so that least times would bend the curve: of passes the
+    lower quartile counts. Errors are those over rounds drawn again (bootstrap), alike each time.
+
+    Args:
+        times: Positive.
+        kind: Of the probes.
+    """
+    share = _QUARTILE if kind == PASS else 0.0
+    drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
+    again = np.quantile(times[drawn], share, axis=1)
+    seconds = np.quantile(times, share, axis=0)
+    return seconds, again.std(axis=0) / seconds
+
+
+def _overheads(measured: Measured) -> tuple[Overhead, ...]:
+    found: dict[str, tuple[float, float]] = {}
+    for place, probe in enumerate(measured.probes):
+        if probe.kind == HOST:
+            slowest = measured.seconds[:, :, place].max(axis=1, keepdims=True)
+            (seconds,), (noise,) = undisturbed(slowest, probe.kind)
+            found[probe.name] = float(seconds), float(seconds * noise)
+    if ON_RANKS in found:  # to the heads, and back
+        (both_s, both_error), (alone_s, error) = found.pop(ON_RANKS), found[ALONE]
+        half = max(both_s - alone_s, 0.0) / 2
+        found[EXCHANGE] = half, float(np.hypot(both_error, error)) / 2
+    return tuple(
+        Overhead(what=what, seconds=seconds, error=_NORMAL * error)
+        for what, (seconds, error) in found.items()
+    )
+
+
+def _numbers(
+    measured: Measured, fits: dict[str, Fit], overheads: Sequence[Overhead]
+) -> dict[str, float]:
+    """Fields of a profile, by name: only those that the measurements give."""
+    width = measured.d_model
+    _, linear_s, square_s = fits[FORWARD].coefficients
+    found: dict[str, float | None] = {
+        "matmul_flops_per_s": _over(_FLOPS_PER_TOKEN * width**2, linear_s),
+        "attention_flops_per_s": _over(_FLOPS_PER_PAIR * width, square_s),
+        "memory_bytes": measured.memory_bytes,
+    }
+    for name, what in (
+        ("intra_bytes_per_s", ALL_TO_ALL),
+        ("inter_bytes_per_s", ALL_TO_ALL + BETWEEN_NODES),
+    ):
+        if what in fits:
+            found[name] = _over(1.0, fits[what].coefficients[1])
+    launches = [one.seconds for one in overheads if one.what == EXCHANGE]
+    if launches:
+        found["launch_s"] = launches[0]
+    return {name: float(value) for name, value in found.items() if value is not None}
+
+
+def _over(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds > 0 else None

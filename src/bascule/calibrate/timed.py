@@ -1,0 +1,140 @@
+"""Calls that are timed on all ranks, in rounds; and the collectives of bascule as such calls.
+
+All probes of a round follow each other, and the rounds too, so that what disturbs the machine for
+a moment disturbs one round of many.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
+from bascule.comm.transfers import (
+    Transfers,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    reduce_scatter,
+)
+from bascule.plan.costs.calibration import ALL_TO_ALL, POINT_TO_POINT
+
+Floats = npt.NDArray[np.float64]
+
+COLLECTIVE = "collective"
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+
+MOST_IN_A_ROW = 10
+_ITEM_BYTES = 4  # float32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """Something to time.
+
+    Attributes:
+        kind: Which reports tell apart, for example "work" or "collective".
+        name: In reports.
+        on: Where its tensors are, by torch's name.
+        size: Bytes that a rank holds, or tokens; 0 for what has one size.
+        amount: FLOPs of a rank, or bytes that it has to send.
+        run: Does it once; all ranks call it, also those with no part in it.
+        in_a_row: Runs of one measurement, so that ranks that begin apart matter less.
+        ends: Of links, the pairs of ranks that exchange at the same time.
+        prepare: Makes ready a run of its own, which is timed in place of `run`, and without this.
+    """
+
+    kind: str
+    name: str
+    on: str
+    size: int
+    amount: float
+    run: Callable[[], object]
+    in_a_row: int = 1
+    ends: tuple[tuple[int, int], ...] = ()
+    prepare: Callable[[], Callable[[], object]] | None = None
+
+
+def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) -> Floats:
+    """(ranks, probes) seconds of one run of each probe, alike on all ranks.
+
+    One small all-gather before each probe, and one of the seconds, besides what the probes do.
+
+    Raises:
+        CommError: A rank failed, or did not come in time.
+    """
+    own = np.zeros(len(probes))
+    for place, probe in enumerate(probes):
+        together = torch.zeros(1)
+        all_gather(group, Call("all_gather (timing, to begin together)"), together)
+        own[place] = seconds_of(probe, device)
+    return all_gather(group, Call("all_gather (timing, seconds)"), torch.from_numpy(own)).numpy()
+
+
+def seconds_of(probe: Probe, device: torch.device) -> float:
+    """Seconds of a run on this rank, mean of those in a row."""
+    runs = [probe.run] * probe.in_a_row
+    if probe.prepare is not None:
+        runs = [probe.prepare() for _ in runs]
+    synchronize(device)
+    start = time.perf_counter()
+    for run in runs:
+        run()
+    synchronize(device)
+    return (time.perf_counter() - start) / probe.in_a_row
+
+
+def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
+    """The collectives of bascule, with about so many bytes on each rank.
+
+    Bytes to send are those of the best algorithm, as nccl-tests counts its bus bandwidth.
+    """
+    share = -(-size // (group.size * _ITEM_BYTES))  # items of a rank's part
+    size = share * group.size * _ITEM_BYTES
+    sent = torch.ones(group.size * share, device=where)
+    received = torch.empty_like(sent)
+    splits = [share] * group.size
+    part = size * (group.size - 1) / group.size
+    call = partial(call_of, size=size, where=where)
+
+    def ring() -> None:
+        after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        what = call("point-to-point")
+        Transfers(group, what, {after: sent}, {before: received}).wait()
+
+    runs: dict[str, tuple[float, Callable[[], object]]] = {
+        ALL_TO_ALL: (
+            part,
+            lambda: all_to_all(group, call("all_to_all"), received, sent, splits, splits),
+        ),
+        ALL_GATHER: (part, lambda: all_gather(group, call("all_gather"), sent[:share])),
+        REDUCE_SCATTER: (
+            part,
+            lambda: reduce_scatter(group, call("reduce_scatter"), sent.view(group.size, -1)),
+        ),
+        ALL_REDUCE: (2 * part, lambda: all_reduce(group, call("all_reduce"), sent)),
+        POINT_TO_POINT: (size, ring),
+    }
+    on, count = where.type, in_a_row(size)
+    return [Probe(COLLECTIVE, name, on, size, x, run, count) for name, (x, run) in runs.items()]
+
+
+def call_of(name: str, size: int, where: torch.device) -> Call:
+    """How a timed call is marked."""
+    return Call(f"{name} (timing)", form=f"{size} bytes on {where.type}")
+
+
+def in_a_row(size: int) -> int:
+    """How often a message of so many bytes is sent in one measurement."""
+    return max(2, min(MOST_IN_A_ROW, 2**20 // size))
+
+
+def synchronize(device: torch.device) -> None:
+    """Until a device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,111 @@
+"""`bascule simulate`: what a training step takes on machines that need not be there."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from bascule.cli.reading import InputOptions, MachineOptions
+from bascule.cli.writing import STDOUT, write_json, write_report
+from bascule.errors import ConfigError
+from bascule.plan.checks import number, whole
+from bascule.plan.costs.passes import passes_of
+from bascule.report.page import check_report
+from bascule.report.reports import of_simulation
+from bascule.sim.simulated_traces import segments_of
+from bascule.sim.simulation import SimulationOptions, simulate
+from bascule.sim.step_seconds import Sharding
+from bascule.workload.traces import write_steps
+
+_DEFAULT_STEPS = 20
+_MOST_BILLIONS = 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateOptions(InputOptions, MachineOptions):
+    """Predict training steps under topologies, and under what is done today.
+
+    Attributes:
+        topologies: What to compare: topologies, "knapsack g8n4" for the greedy of the KnapFormer
+            paper, loader, and none, padded, buckets and packs.
+        steps: Steps; more than one only with --data, of which 20 are the default.
+        accumulate: Microbatches of a step.
+        ranks_per_node: Ranks in a node; at most 8 by default.
+        inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
+        params_b: Parameters in billions; those of plain blocks if not given.
+        shard_ranks: Ranks that share the parameters; those of a node if not given.
+        kb_per_token: KB of activations that a token holds, over all layers; those of checkpointed
+            blocks if not given.
+        json: Where to write it all as JSON; - for standard output.
+        report: Where to write a page of it all, .html.
+        traces: Folder for the steps as traces, a folder in it for each of --topologies; Perfetto,
+            HolisticTraceAnalysis and bascule trace read them.
+    """
+
+    topologies: tuple[str, ...] = ("none", "loader", "buckets", "packs")
+    steps: int | None = None
+    accumulate: int = 1
+    ranks_per_node: int | None = None
+    inter_gbs: float | None = None
+    params_b: float | None = None
+    shard_ranks: int | None = None
+    kb_per_token: float | None = None
+    json: Path | None = None
+    report: Path | None = None
+    traces: Path | None = None
+
+    @property
+    def sharding(self) -> Sharding:
+        """Of the parameters.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        params = self.params_b
+        if params is not None:
+            params = max(round(number("--params-b", params, most=_MOST_BILLIONS) * 1e9), 1)
+        return Sharding(params, self.shard_ranks)
+
+
+def simulation(options: SimulateOptions) -> None:
+    """Simulate and print.
+
+    Raises:
+        ConfigError: The input is malformed or does not fit.
+    """
+    check_report(options.report)
+    for name in ("steps", "accumulate"):
+        if (value := getattr(options, name)) is not None:
+            whole(f"--{name}", value, 1)
+            if value > 1 and options.data is None:
+                raise ConfigError(f"--{name} {value}: only --data has more than one batch")
+    steps = options.steps or (_DEFAULT_STEPS if options.data else 1)
+    profile = options.hardware()
+    chosen = SimulationOptions(
+        num_steps=steps,
+        accumulate=options.accumulate,
+        ranks_per_node=options.ranks_per_node,
+        sharding=options.sharding,
+        passes=passes_of("step", profile),
+    )
+    cost = options.cost
+    if options.kb_per_token is not None:
+        per_token = number("--kb-per-token", options.kb_per_token) * 1e3
+        cost = replace(cost, bytes_per_token=per_token)
+    with Console(stderr=True).status("simulating"):
+        batches = [options.read(steps_after=k) for k in range(steps * options.accumulate)]
+        topologies = options.topologies
+        found = simulate(
+            batches, profile=profile, model=cost, topologies=topologies, options=chosen
+        )
+    write_json(options.json, found.to_dict())
+    console = Console(stderr=options.json == STDOUT)
+    console.print(*found.tables(), sep="\n")
+    console.print(f"{found.num_ranks} ranks of {found.profile}", markup=False, highlight=False)
+    if options.report is not None:
+        write_report(options.report, of_simulation(found))
+    if options.traces is not None:
+        for run in found.runs:
+            folder = options.traces / run.name.replace(" ", "_")
+            files = write_steps(folder, segments_of(run), found.num_ranks)
+            console.print(f"wrote {len(files)} files to {folder}", markup=False)

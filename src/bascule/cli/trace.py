@@ -1,0 +1,154 @@
+"""`bascule trace`: what ranks of a profiled run waited for, and what balancing would be worth."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from bascule.cli.writing import write_report, write_text
+from bascule.errors import ConfigError, PlanError
+from bascule.plan.topology.spec import Topology
+from bascule.report.page import check_report
+from bascule.report.trace_page import of_trace
+from bascule.workload.traces import StepParts, Worth, read_traces, step_parts
+from bascule.workload.traces.segments import segments_of
+from bascule.workload.traces.trace_writing import write_steps
+from bascule.workload.traces.worth import RunLengths, balancing_worth, lengths_of, read_lens
+
+_MAX_ROWS = 64
+_STDOUT = Path("-")
+_PARTS = ("compute", "communication", "waiting", "rest", "hidden")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Read the traces that torch.profiler wrote in any trainer, one file a rank.
+
+    Attributes:
+        folder: Folder of the .json or .json.gz files, or one file.
+        lens: JSONL with rows such as {"step": 3, "rank": 0, "lens": [512, 64]}, where the traces do
+            not say the lengths themselves.
+        topology: Compute bags to plan for, for example g2n1; one rank a bag if not given.
+        json: Where to write the numbers; "-" is standard output.
+        out: Folder for the steps as traces with one clock, for Perfetto and HolisticTraceAnalysis.
+        report: Where to write a page of it all, .html.
+    """
+
+    folder: tyro.conf.Positional[Path]
+    lens: Path | None = None
+    topology: str | None = None
+    json: Path | None = None
+    out: Path | None = None
+    report: Path | None = None
+
+
+def trace(options: TraceOptions) -> None:
+    """Read, compute and print.
+
+    Raises:
+        ConfigError: A trace or an option is malformed, or they do not fit together.
+    """
+    check_report(options.report)
+    traces, notes = read_traces(options.folder)
+    parts = step_parts(traces, notes)
+    if options.topology is not None:
+        Topology.parse(options.topology, world_size=parts.ranks.size)
+    manifest = None if options.lens is None else read_lens(options.lens)
+    worth: Worth | None = None
+    unknown = ""
+    try:
+        lens = manifest or lengths_of(traces)
+        worth = balancing_worth(parts, lens, options.topology)
+    except (ConfigError, PlanError) as error:
+        lens, unknown = manifest or RunLengths({}, {}), str(error)
+    console = Console(stderr=options.json == _STDOUT, highlight=False)
+    _show(console, parts)
+    _show_worth(console, worth, unknown)
+    for note in parts.notes:
+        console.print(f"note: {note}", markup=False)
+    if options.json is not None:
+        text = json.dumps(_as_dict(parts, worth, unknown), indent=2) + "\n"
+        if options.json == _STDOUT:
+            print(text, end="")
+        else:
+            write_text("--json", options.json, text)
+    if options.out is not None:
+        sizes = [one.world_size for one in traces if one.world_size is not None]
+        world_size = max([*sizes, int(parts.ranks.max()) + 1])
+        files = write_steps(options.out, segments_of(parts, lens), world_size)
+        console.print(f"wrote {len(files)} files to {options.out}", markup=False)
+    if options.report is not None:
+        write_report(options.report, of_trace(parts, worth, unknown))
+
+
+def _show(console: Console, parts: StepParts) -> None:
+    num_steps, num_ranks = parts.seconds.shape
+    where = "kernels of a device" if parts.on_device else "operators of the host"
+    title = f"{num_steps} steps of {num_ranks} ranks, by {parts.numbered_by}; compute: {where}"
+    table = Table(title=title)
+    for name in ("rank", "step ms", "compute", "commun.", "waiting", "rest", "hidden", "slowest"):
+        table.add_column(name, justify="right", no_wrap=True)
+    means = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *_PARTS)]
+    for place, rank in enumerate(parts.ranks[:_MAX_ROWS].tolist()):
+        slow = f"{np.count_nonzero(parts.slowest == rank)} of {num_steps}"
+        table.add_row(str(rank), *(f"{float(mean[place]):.4g}" for mean in means), slow)
+    console.print(table)
+    if num_ranks > _MAX_ROWS:
+        console.print(f"({num_ranks - _MAX_ROWS} more ranks)")
+    waited = float(parts.waiting.sum() / max(float(parts.seconds.sum()), 1e-30))
+    console.print(
+        f"hidden: communication behind compute, within compute\n"
+        f"a step takes {parts.step_seconds.mean() * 1e3:.4g} ms; ranks wait {waited:.1%} of it; "
+        f"measured imbalance (max/mean compute) {parts.imbalance:.4f}; slowest: rank "
+        f"{parts.slowest_rank}"
+    )
+
+
+def _show_worth(console: Console, worth: Worth | None, unknown: str) -> None:
+    if worth is None:
+        console.print(f"what balancing would be worth is not known: {unknown}", markup=False)
+        return
+    table = Table(title=f"what balancing would be worth: {worth.num_steps} steps, {worth.topology}")
+    for name in ("", "step ms", "model ms", "model's imbalance"):
+        table.add_column(name, justify="right" if name else "left")
+    row = f"{worth.measured_s * 1e3:.4g}", f"{worth.model_s * 1e3:.4g}", f"{worth.imbalance:.4f}"
+    table.add_row("as run, measured", *row)
+    if worth.as_loaded_s != worth.model_s:
+        table.add_row("without the run's own plan", "", f"{worth.as_loaded_s * 1e3:.4g}", "")
+    row = worth.predicted_s * 1e3, worth.balanced_s * 1e3, worth.balanced_imbalance
+    table.add_row("balanced, predicted", f"{row[0]:.4g}", f"{row[1]:.4g}", f"{row[2]:.4f}")
+    console.print(table)
+    assert worth.cost.fit is not None
+    console.print(
+        f"predicted speed-up: {worth.speedup:.2f}x, moving {worth.moved_share:.0%} of the tokens, "
+        f"which is not priced; error of the fit {worth.cost.fit.loo_error:.1%} (leave one out), of "
+        f"the model's steps as run {worth.model_error:+.1%}"
+    )
+
+
+def _as_dict(parts: StepParts, worth: Worth | None, unknown: str) -> dict[str, Any]:
+    """What is printed, and each step of each rank."""
+    found: dict[str, Any] = {
+        "ranks": parts.ranks.tolist(),
+        "steps": parts.steps.tolist(),
+        "numbered_by": parts.numbered_by,
+        "on_device": parts.on_device,
+        "step_seconds": parts.step_seconds.tolist(),
+        "seconds": parts.seconds.tolist(),
+        **{name: getattr(parts, name).tolist() for name in _PARTS},
+        "imbalance": parts.imbalance,
+        "slowest": parts.slowest.tolist(),
+        "slowest_rank": parts.slowest_rank,
+        "notes": list(parts.notes),
+        "worth": None,
+        "worth_unknown": unknown or None,
+    }
+    if worth is not None:
+        extra = {name: getattr(worth, name) for name in ("speedup", "predicted_s", "model_error")}
+        found["worth"] = json.loads(json.dumps(asdict(worth) | extra))
+    return found

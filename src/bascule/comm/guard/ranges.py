@@ -1,0 +1,39 @@
+"""Ranges with names in a running profile of torch; without a profiler they cost nothing."""
+
+import torch
+
+from bascule.plan.batch import Plan
+from bascule.plan.loaded.length_marks import Origin, marks_of
+
+
+def begin_range(where: object) -> "torch.profiler.record_function | None":
+    """A range "bascule::route" of "step 3: route", begun; None while no profiler runs."""
+    if not is_profiled():
+        return None
+    step, _, what = str(where).rpartition(": ")
+    begun = torch.profiler.record_function(f"bascule::{what}", step)
+    begun.__enter__()
+    return begun
+
+
+def is_profiled() -> bool:
+    """Whether a profiler runs on this thread."""
+    return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def mark_lengths(origin: Origin, plan: Plan, rank: int) -> None:
+    """Leave in a running profile what a rank computes of a plan, and what it loaded.
+
+    Args:
+        origin: Who says so.
+        plan: Who computes what.
+        rank: Of its ranks.
+    """
+    if not is_profiled():
+        return
+    bag = int(plan.topology.bag_of_rank[rank])
+    lens, loaded = plan.seq_lens[plan.bag_of == bag], plan.seq_lens[plan.source_ranks == rank]
+    shared_by = int(plan.topology.bag_sizes[bag])
+    for name in marks_of(origin, lens.tolist(), loaded.tolist(), shared_by):
+        with torch.profiler.record_function(name):
+            pass

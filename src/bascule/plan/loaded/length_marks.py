@@ -1,0 +1,69 @@
+"""Names of profiler ranges that say which lengths a rank computed on: bascule's own, and a user's.
+
+A range's name is the only text that every profile keeps. `bascule::lens [512,64]` says that the
+rank computes on two sequences; bascule writes "bascule::step lens [..]" or "bascule::batch lens
+[..]", with "lens/4" where four ranks share each sequence, and "loaded" for what the rank loaded.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from bascule.plan.checks import is_int
+from bascule.plan.loaded.lengths import MAX_LENGTH
+
+Origin = Literal["", "step", "batch"]
+What = Literal["lens", "loaded"]
+
+_MARK = re.compile(r"bascule::(?:(step|batch) )?(lens|loaded)(?:/([0-9]{1,6}))? (\[[0-9, ]*\])")
+
+
+@dataclass(frozen=True, slots=True)
+class LengthMark:
+    """Lengths as the name of a range.
+
+    Attributes:
+        lens: Tokens of each sequence.
+        what: "lens" that the rank computes on, or those that it "loaded".
+        origin: Who says so: a "step" of `SequenceParallel`, a "batch" of a loader, or a user.
+        shared_by: How many ranks share each sequence.
+    """
+
+    lens: tuple[int, ...]
+    what: What = "lens"
+    origin: Origin = ""
+    shared_by: int = 1
+
+    def __str__(self) -> str:
+        origin = f"{self.origin} " if self.origin else ""
+        shared = f"/{self.shared_by}" if self.shared_by > 1 else ""
+        return f"bascule::{origin}{self.what}{shared} [{','.join(map(str, self.lens))}]"
+
+
+def marks_of(
+    origin: Origin, lens: Sequence[int], loaded: Sequence[int], shared_by: int = 1
+) -> list[str]:
+    """The names of a rank's part in a step; what it loaded only if that is something else."""
+    computed = LengthMark(tuple(lens), "lens", origin, shared_by)
+    if shared_by == 1 and sorted(lens) == sorted(loaded):
+        return [str(computed)]
+    return [str(computed), str(LengthMark(tuple(loaded), "loaded", origin))]
+
+
+def read_mark(name: str) -> LengthMark | None:
+    """The lengths in a range's name; None if it is none of these, or a length is above 2^40."""
+    found = _MARK.fullmatch(name)
+    if found is None:
+        return None
+    origin, what, shared_by, text = found.groups()
+    try:
+        lens = json.loads(text)
+    except ValueError:  # "[1 2]", or a number of thousands of digits
+        return None
+    if not all(is_int(length) and length <= MAX_LENGTH for length in lens):
+        return None
+    return LengthMark(
+        tuple(lens), cast(What, what), cast(Origin, origin or ""), max(int(shared_by or 1), 1)
+    )

@@ -1,0 +1,205 @@
+"""Who computes what in each microbatch of a run: as loaded, as others deal samples, as planned.
+
+Legend: n sequences of a microbatch, N ranks.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from bascule.errors import ConfigError
+from bascule.plan.batch import plan_batch
+from bascule.plan.checks import of_type, shown
+from bascule.plan.costs.cluster import Cluster
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.routes import Ints
+from bascule.plan.topology.spec import Topology
+
+NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
+"""What moves between ranks: the loader's samples, or tokens within the step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loaded:
+    """What ranks loaded for a microbatch.
+
+    Attributes:
+        num_ranks: N.
+        source: (n,) rank that loaded each sequence, ascending.
+        lens: (n,) tokens of each.
+        texts: (n,) how many of them are text.
+    """
+
+    num_ranks: int
+    source: Ints
+    lens: Ints
+    texts: Ints
+
+    @property
+    def counts(self) -> Ints:
+        """(N,) sequences of each rank."""
+        return np.bincount(self.source, minlength=self.num_ranks)
+
+    def by_rank(self) -> list[Ints]:
+        """Lengths as `plan_batch` takes them."""
+        return np.split(self.lens, np.cumsum(self.counts)[:-1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Who computes what in a microbatch.
+
+    Attributes:
+        topology: The bags.
+        source: (n,) rank that loaded each sequence.
+        lens: (n,) tokens that are computed, padding included.
+        real_lens: (n,) without padding.
+        texts: (n,) text tokens among them.
+        bag_of: (n,) bag that computes each.
+        moves: What was moved for it.
+    """
+
+    topology: Topology
+    source: Ints
+    lens: Ints
+    real_lens: Ints
+    texts: Ints
+    bag_of: Ints
+    moves: str = NOTHING
+
+
+Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
+
+
+def as_loaded(run: Sequence[Loaded]) -> Iterator[Placement]:
+    """Every rank computes what it loaded."""
+    for one in run:
+        topology = Topology(((1, one.num_ranks),))
+        yield Placement(topology, one.source, one.lens, one.lens, one.texts, one.source)
+
+
+def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
+    """Every rank pads what it loaded to its longest sequence."""
+    for one in as_loaded(run):
+        longest = np.zeros(one.topology.num_ranks, dtype=np.int64)
+        np.maximum.at(longest, one.source, one.lens)
+        yield replace(one, lens=longest[one.source])
+
+
+def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
+    """All samples of the run by length; a microbatch is as many alike as fill the mean tokens.
+
+    As resolution buckets with a batch size each: no rank waits, but batches hold one length only,
+    and each is at least a sample a rank. What does not fill the last one is dropped.
+    """
+    num_ranks, order = run[0].num_ranks, np.argsort(_joined(run, "lens"), kind="stable")[::-1]
+    lens, texts = _joined(run, "lens")[order], _joined(run, "texts")[order]
+    budget, first = _budget(run), 0
+    while first < lens.size:
+        each = max(round(budget / max(int(lens[first]), 1)), 1)
+        some = slice(first, first + each * num_ranks)
+        if first and some.stop > lens.size:
+            return
+        yield _dealt(lens[some], texts[some], np.arange(lens[some].size) % num_ranks, num_ranks)
+        first = some.stop
+
+
+def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
+    """Samples in order fill packs of one length, padded; a pack a rank and microbatch.
+
+    A pack is as long as a rank's mean tokens, or as the longest sample; attention stays within
+    samples, and padding attends to itself. Packs that do not fill the last microbatch are dropped.
+    """
+    num_ranks, lens, texts = run[0].num_ranks, _joined(run, "lens"), _joined(run, "texts")
+    length = max(int(np.ceil(_budget(run))), int(lens.max(initial=0)))
+    pack_of, pack, held = np.zeros(lens.size, dtype=np.int64), 0, 0
+    for place, tokens in enumerate(lens.tolist()):
+        if held + tokens > length:
+            pack, held = pack + 1, 0
+        pack_of[place] = pack
+        held += tokens
+    num_packs = pack + 1 if lens.size else 0
+    last = max(num_packs // num_ranks * num_ranks, 1)
+    for first in range(0, last, num_ranks):
+        inside = (pack_of >= first) & (pack_of < first + num_ranks)
+        rank_of = pack_of[inside] - first
+        one = _dealt(lens[inside], texts[inside], rank_of, num_ranks)
+        used = np.unique(rank_of)
+        free = length - np.bincount(rank_of, lens[inside], num_ranks)[used].astype(np.int64)
+        none = np.zeros(used.size, dtype=np.int64)
+        ranks = np.concatenate([rank_of, used])
+        yield replace(
+            one,
+            source=ranks,
+            bag_of=ranks,
+            lens=np.concatenate([one.lens, free]),
+            real_lens=np.concatenate([one.lens, none]),
+            texts=np.concatenate([one.texts, none]),
+        )
+
+
+def planned(
+    topology: Topology,
+    planner: str,
+    moves: str,
+    cost: TransformerCost,
+    cluster: Cluster,
+    run: Sequence[Loaded],
+) -> Iterator[Placement]:
+    """What `plan_batch` decides; it counts wires where bags differ, equal ones cost alike."""
+    is_mixed = len(set(topology.terms)) > 1 and planner == "lpt"
+    machines = cluster if is_mixed else None
+    for one in run:
+        plan = plan_batch(one.by_rank(), topology, cost, planner=planner, cluster=machines)
+        yield Placement(
+            plan.topology, one.source, one.lens, one.lens, one.texts, plan.bag_of, moves
+        )
+
+
+_POLICIES: dict[str, Policy] = {
+    "none": as_loaded,
+    "padded": padded,
+    "buckets": buckets,
+    "packs": packs,
+}
+
+_ADVICE = f'"{", ".join(_POLICIES)}", "loader", a topology such as g4n8, or knapsack and a topology'
+
+
+def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
+    """What a name stands for.
+
+    Args:
+        name: "none", "padded", "buckets" or "packs"; "loader" moves whole samples in the data
+            loader; a topology is planned by bascule, "knapsack g4n8" by the paper's greedy.
+        cost: What is planned by.
+        cluster: The machines, with seconds of a step.
+
+    Raises:
+        ConfigError: It stands for nothing, or its bags do not fill the ranks.
+    """
+    num_ranks = cluster.num_ranks
+    if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:
+        return _POLICIES[name]
+    if name == "loader":
+        return partial(planned, Topology(((1, num_ranks),)), "lpt", SAMPLES, cost, cluster)
+    planner, _, spec = name.rpartition(" ")
+    if planner not in ("", "knapsack"):
+        raise ConfigError(f"topologies: {shown(name)}: give {_ADVICE}")
+    topology = Topology.parse(spec, world_size=num_ranks)
+    return partial(planned, topology, planner or "lpt", TOKENS, cost, cluster)
+
+
+def _dealt(lens: Ints, texts: Ints, rank_of: Ints, num_ranks: int) -> Placement:
+    return Placement(Topology(((1, num_ranks),)), rank_of, lens, lens, texts, rank_of)
+
+
+def _joined(run: Sequence[Loaded], name: str) -> Ints:
+    return np.concatenate([getattr(one, name) for one in run])
+
+
+def _budget(run: Sequence[Loaded]) -> float:
+    """Mean tokens of a rank and microbatch."""
+    return float(_joined(run, "lens").sum()) / (len(run) * run[0].num_ranks)

@@ -1,0 +1,60 @@
+"""Simulated steps as segments, so that they are written and read as measured ones are."""
+
+from collections.abc import Iterator
+from itertools import chain
+
+import numpy as np
+
+from bascule.sim.simulation_result import SimulatedRun
+from bascule.sim.step_seconds import KINDS
+from bascule.workload.traces.trace_writing import Kind, Segment
+
+_ORDER: tuple[tuple[str, Kind], ...] = (
+    ("loader", "communication"),
+    ("encoders", "compute"),
+    ("routing", "communication"),
+    ("all_gather", "communication"),
+    ("compute", "compute"),
+    ("ulysses", "communication"),
+    ("ring", "communication"),
+)
+"""What a rank does in a microbatch, one after the other: the simulator knows sums, not an order.
+Before it the host is at work, which shows as a gap; at its end ranks meet to reduce gradients."""
+
+
+def segments_of(run: SimulatedRun) -> Iterator[Segment]:
+    """What each rank does in each step, on one clock.
+
+    Exchanges within a bag are named by their rank, so that no reader takes ranks of other bags to
+    wait for them; all ranks wait for each other in the reduction at the end of a microbatch.
+
+    Args:
+        run: Of M microbatches on N ranks; O(M N).
+    """
+    ends = np.cumsum(run.microbatch_s)
+    begins = ends - run.microbatch_s
+    num_ranks = run.seconds.shape[2]
+    for first in range(0, ends.size, run.accumulate):
+        start, end = begins[first], ends[first + run.accumulate - 1]
+        for rank in range(num_ranks):
+            step = first // run.accumulate
+            yield Segment(rank, "step", str(step), float(start), float(end - start))
+    places = range(ends.size)
+    yield from chain.from_iterable(
+        _of_rank(run, m, rank, float(begins[m]), float(ends[m]))
+        for m in places
+        for rank in range(num_ranks)
+    )
+
+
+def _of_rank(run: SimulatedRun, m: int, rank: int, begin: float, end: float) -> Iterator[Segment]:
+    """A microbatch of a rank."""
+    spent = dict(zip(KINDS, run.seconds[m, :, rank].tolist(), strict=True))
+    now = begin + spent["host"]
+    for name, kind in _ORDER:
+        if spent[name] > 0:
+            shown = name if kind == "compute" else f"{name} of rank {rank}"
+            yield Segment(rank, kind, shown, now, spent[name])
+        now += spent[name]
+    yield Segment(rank, "waiting", "waiting", now, spent["waiting"])
+    yield Segment(rank, "communication", "reduce_scatter", now, max(end - now, 0.0))

@@ -1,0 +1,260 @@
+"""Seconds of each rank in a microbatch, by what they are spent on.
+
+Legend: N ranks, S ranks that share the parameters, R replicas of them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from bascule.errors import ConfigError
+from bascule.plan.checks import number, of_type, put, rate, whole
+from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster, Floats
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.passes import Passes, in_passes
+from bascule.plan.costs.prices import RankState, price
+from bascule.plan.loaded.sequences import Batch
+from bascule.plan.routes import Ints
+from bascule.sim.placements import SAMPLES, TOKENS, Placement
+
+KINDS = (
+    *("encoders", "compute", "ulysses", "ring", "routing", "all_gather", "reduce_scatter"),
+    *("host", "loader", "waiting"),
+)
+"""What a rank spends a microbatch on; their sum is the same on all ranks."""
+
+HIDDEN = ("sharding", "loader")
+"""Exchanges that go on meanwhile."""
+
+_GRADIENT_BYTES = 4
+"""Gradients are reduced in float32."""
+
+_ROUTES = 4
+"""Exchanges of all tokens: to where they are computed and back, and the backward of both."""
+
+_PARAMETERS = 12
+"""Of a block, in squares of its width: what 24 L d^2 FLOPs multiply."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderStage:
+    """What runs before the model on every sample, as a T5 or a VAE.
+
+    Args:
+        name: For tables.
+        sample_s: Seconds of a sample, as of a text that is padded.
+        text_token_s: Seconds of a text token.
+        image_token_s: Seconds of any other token.
+        is_balanced: Whether ranks share the samples evenly, as a balanced encoder does.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    name: str
+    sample_s: float = 0.0
+    text_token_s: float = 0.0
+    image_token_s: float = 0.0
+    is_balanced: bool = False
+
+    def __post_init__(self) -> None:
+        of_type("EncoderStage(name", self.name, str, "a text")
+        of_type("EncoderStage(is_balanced", self.is_balanced, bool, "True or False")
+        for name in ("sample_s", "text_token_s", "image_token_s"):
+            put(self, name, number(f"EncoderStage({name}", getattr(self, name)))
+
+    def seconds(self, placed: Placement) -> Floats:
+        """(N,) seconds of each rank: where samples were loaded, or the loader brought them."""
+        num_ranks, images = placed.topology.num_ranks, placed.real_lens - placed.texts
+        each = self.sample_s * (placed.real_lens > 0)
+        each = each + self.text_token_s * placed.texts + self.image_token_s * images
+        at = placed.bag_of if placed.moves == SAMPLES else placed.source
+        seconds: Floats = np.bincount(at, each, num_ranks).astype(np.float64)
+        return np.full(num_ranks, seconds.mean()) if self.is_balanced else seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """FSDP2: parameters over S ranks, and whole replicas of them over the rest (HSDP).
+
+    Args:
+        num_params: Parameters; None: 12 d^2 a layer.
+        shard_ranks: S; None: the ranks of a node.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    num_params: int | None = None
+    shard_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_params", "shard_ranks"):
+            if (value := getattr(self, name)) is not None:
+                put(self, name, whole(f"Sharding({name}", value, 1))
+
+    def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
+        """Of one all-gather of all parameters in bf16, and of reducing all gradients in float32.
+
+        A ring over nodes uses the links of all ranks of a node at once, so (S - 1) / S of the bytes
+        travel at min(intra, inter * ranks per node). Replicas all-reduce an S-th of the gradients,
+        2 (R - 1) / R of its bytes. Source: the ring algorithms of NCCL.
+
+        Raises:
+            ConfigError: S does not divide the ranks.
+        """
+        ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
+        shards = min(per_node, ranks) if self.shard_ranks is None else self.shard_ranks
+        if ranks % shards:
+            raise ConfigError(f"Sharding(shard_ranks={shards}): {ranks} ranks are no multiple")
+        params = self.num_params or _PARAMETERS * cost.d_model**2 * cost.num_layers
+        node = min(cluster.intra_bytes_per_s, cluster.inter_bytes_per_s * per_node)
+        speed = cluster.intra_bytes_per_s if shards <= per_node else node
+        share, replicas = (shards - 1) / shards, ranks // shards
+        between = cluster.intra_bytes_per_s if ranks <= per_node else cluster.inter_bytes_per_s
+        gradients = _GRADIENT_BYTES * params
+        reduced = gradients * share / speed
+        reduced += 2 * (replicas - 1) / replicas * gradients / shards / between
+        return BYTES_PER_VALUE * params * share / speed, reduced
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What seconds depend on besides the placement.
+
+    Attributes:
+        cost: The model; forward.
+        cluster: The machines; forward.
+        host_s: Seconds that the host adds to a microbatch.
+        passes: What a microbatch runs.
+        sharding: Of the parameters.
+        stages: What runs before the model.
+        loader_bytes_per_s: Bytes that the loader of a rank sends in a second.
+        sample_bytes_per_token: Bytes that the loader sends for a token.
+    """
+
+    cost: TransformerCost
+    cluster: Cluster
+    host_s: float
+    passes: Passes
+    sharding: Sharding
+    stages: tuple[EncoderStage, ...]
+    loader_bytes_per_s: float
+    sample_bytes_per_token: float
+
+    def __post_init__(self) -> None:
+        for name in ("loader_bytes_per_s", "sample_bytes_per_token"):
+            put(self, name, rate(name, getattr(self, name)))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicrobatchSeconds:
+    """What a microbatch takes.
+
+    Attributes:
+        spent: (len(KINDS), N) seconds of each rank.
+        hidden: (len(HIDDEN), N) seconds of exchanges that nobody waited for.
+    """
+
+    spent: Floats
+    hidden: Floats
+
+
+def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds:
+    """Seconds of a microbatch: of all passes, and what comes before and between them.
+
+    Ranks meet at its end, as FSDP2 makes them, so each waits for the slowest one.
+
+    Raises:
+        ConfigError: The sharding does not fit the ranks.
+    """
+    none = np.zeros(placed.topology.num_ranks)
+    spent = dict.fromkeys(KINDS, none) | _computed(placed, machine)
+    spent["encoders"] = sum((stage.seconds(placed) for stage in machine.stages), none)
+    if placed.moves == TOKENS:
+        num_bytes = _ROUTES * BYTES_PER_VALUE * machine.cost.d_model
+        spent["routing"] = exchange_seconds(placed, machine.cluster, num_bytes)
+    gather, reduce = machine.sharding.seconds(machine.cost, machine.cluster)
+    spent |= _exposed_sharding(spent, machine, gather, reduce)
+    exposed = spent["all_gather"] + spent["reduce_scatter"]
+    moved = none
+    if placed.moves == SAMPLES:  # while the step before computes, which is taken to be as long
+        sent = _sent(placed, machine.cluster).sum(axis=0)
+        moved = sent * machine.sample_bytes_per_token / machine.loader_bytes_per_s
+    spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
+    busy = sum(spent.values(), none)
+    spent["waiting"] = busy.max() - busy
+    hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
+    return MicrobatchSeconds(np.stack([spent[name] for name in KINDS]), np.maximum(hidden, 0.0))
+
+
+def _computed(placed: Placement, machine: Machine) -> dict[str, Floats]:
+    """Seconds inside the blocks, and of the host."""
+    topology, bag_of = placed.topology, placed.bag_of
+    num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
+    cost, cluster = in_passes(machine.cost, machine.cluster, machine.passes)
+    batch = Batch(np.bincount(placed.source, minlength=num_ranks), placed.lens)
+    prices = price(batch, topology, cost, cluster, RankState.of(num_ranks))
+    kind, seqs = prices.kinds[bag_of], np.arange(bag_of.size)
+
+    def by_rank(work: Floats) -> Floats:
+        return (np.bincount(bag_of, work, prices.sizes.size) / prices.speeds)[bag_of_rank]
+
+    return {
+        "compute": by_rank(prices.compute),
+        "ulysses": by_rank(prices.ulysses[kind, seqs]) + prices.carried[bag_of_rank],
+        "ring": by_rank(prices.ring[kind, seqs]),
+        "host": machine.host_s + prices.exposed_host(bag_of)[bag_of_rank],
+    }
+
+
+def _exposed_sharding(
+    spent: dict[str, Floats], machine: Machine, gather: float, reduce: float
+) -> dict[str, Floats]:
+    """What the passes do not hide of a gather before each and the reduction of the gradients.
+
+    A layer's exchange hides behind the layer before or after it, so the first gather and the last
+    reduction have nothing to hide behind.
+    """
+    passes, first = machine.passes, 1 / machine.cost.num_layers
+    wires = spent["ulysses"] + spent["ring"]
+    forward = spent["compute"] / passes.linear + wires / passes.exchanges
+    backward = spent["compute"] + wires - forward
+    early = gather * (1 - first) - forward
+    late = gather + reduce * (1 - first) - backward
+    return {
+        "all_gather": gather * first + np.maximum(early, 0.0),
+        "reduce_scatter": reduce * first + np.maximum(late, 0.0),
+    }
+
+
+def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
+    """(N,) seconds in which each rank sends its sequences to the bags that compute them."""
+    near, far = _sent(placed, cluster) * bytes_per_token
+    return near / cluster.intra_bytes_per_s + far / cluster.inter_bytes_per_s
+
+
+def _sent(placed: Placement, cluster: Cluster) -> Floats:
+    """(2, N) tokens that each rank sends or receives, the larger: within its node, to others.
+
+    O(n + N): of the ranks of a bag, those in one node receive the same from other nodes.
+    """
+    topology, source, per_node = placed.topology, placed.source, cluster.ranks_per_node
+    num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
+    first: Ints = topology.first_ranks[placed.bag_of]
+    size: Ints = topology.bag_sizes[placed.bag_of]
+    share, node = placed.lens / size, source // per_node * per_node
+    is_own = (source >= first) & (source < first + size)
+    in_node = np.minimum(first + size, node + per_node) - np.maximum(first, node)
+    in_node = np.maximum(in_node, 0)
+    ranks = np.arange(num_ranks)
+    starts = np.diff(bag_of_rank, prepend=-1) + (ranks % per_node == 0) > 0
+    part = np.cumsum(starts) - 1  # the ranks of a bag in one node
+    near = in_node > 0
+    held = np.bincount(part[np.maximum(first, node)[near]], share[near], num_ranks)[part]
+    own = np.bincount(source[is_own], share[is_own], num_ranks)
+    whole = np.bincount(placed.bag_of, share, topology.num_bags)[bag_of_rank]
+    sent_near = np.bincount(source, share * (in_node - is_own), num_ranks)
+    sent_far = np.bincount(source, share * (size - in_node), num_ranks)
+    found = np.stack([np.maximum(sent_near, held - own), np.maximum(sent_far, whole - held)])
+    return np.maximum(found, 0.0)  # differences of sums may be a rounding below

@@ -1,0 +1,52 @@
+"""Sets of time, as sorted spans that do not touch: (n, 2) starts and ends in seconds."""
+
+import numpy as np
+import numpy.typing as npt
+
+Spans = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+def spans_of(starts: npt.ArrayLike, ends: npt.ArrayLike) -> Spans:
+    """(n, 2) from starts and ends."""
+    return np.stack([np.asarray(starts, np.float64), np.asarray(ends, np.float64)], axis=1)
+
+
+def union(spans: Spans) -> Spans:
+    """All time that is in any of some spans; those may overlap, in any order. O(n log n)."""
+    spans = spans[np.argsort(spans[:, 0], kind="stable")]
+    if not len(spans):
+        return spans
+    ends = np.maximum.accumulate(spans[:, 1])
+    is_first = np.r_[True, spans[1:, 0] > ends[:-1]]
+    is_last = np.r_[is_first[1:], True]
+    return spans_of(spans[is_first, 0], ends[is_last])
+
+
+def minus(spans: Spans, others: Spans) -> Spans:
+    """The time of one set that is not in another; both are unions. O(n log n)."""
+    edges = np.unique(np.concatenate([spans.ravel(), others.ravel()]))
+    middles = (edges[:-1] + edges[1:]) / 2
+    left = _holds(spans, middles) & ~_holds(others, middles)
+    return union(spans_of(edges[:-1][left], edges[1:][left]))
+
+
+def within(spans: Spans, start: float, end: float) -> Spans:
+    """The part of a union between two times; O(log n) and the spans that remain."""
+    first, last = np.searchsorted(spans[:, 1], start, "right"), np.searchsorted(spans[:, 0], end)
+    return np.clip(spans[first:last], start, end)
+
+
+def seconds_within(spans: Spans, windows: Spans) -> npt.NDArray[np.float64]:
+    """(w,) how much of a union lies in each window. O((n + w) log n)."""
+    if not len(spans):
+        return np.zeros(len(windows))
+    before = np.r_[0.0, np.cumsum(spans[:, 1] - spans[:, 0])]
+    total = np.stack([before[:-1], before[1:]], axis=1).ravel()
+    inside = np.interp(windows.ravel(), spans.ravel(), total).reshape(-1, 2)
+    return np.maximum(inside[:, 1] - inside[:, 0], 0.0)
+
+
+def _holds(spans: Spans, times: npt.NDArray[np.float64]) -> Bools:
+    begun, ended = (np.searchsorted(spans[:, side], times, "right") for side in (0, 1))
+    return begun > ended

@@ -1,0 +1,297 @@
+"""Where the time of each step went on each rank: compute, communication, waiting, the rest.
+
+**Compute** is time in kernels that are no collectives (on a host: in operators). Of the time in
+collectives only that counts which no compute hides. A rank that begins a collective early
+**waits** until the last of its ranks begins; from then on it is **communication**: we assume that
+a collective moves nothing before all are there, and that the last rank waits for nobody. What is
+left is the **rest**: launches, Python, data. So the slowest rank is the one that arrives last, and
+a rank's *own* time is that of its step without the waiting.
+
+The clocks of ranks differ. A collective ends everywhere at once, so clocks are aligned by the
+median difference of ends; those of broadcasts, whose root may end before, and of messages between
+two ranks only count where there is nothing else.
+
+Which calls belong together: the k-th of a name and group in a step. gloo's events do not say their
+group; those of one name are taken to be of one. Where the counts of a step differ, its calls of
+that name count as communication.
+
+Legend: S steps, R ranks, C calls of all ranks.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.errors import ConfigError
+from bascule.plan import metrics
+from bascule.plan.checks import shown
+from bascule.workload.traces.rank_events import RankEvents
+from bascule.workload.traces.spans import Spans, seconds_within, spans_of, union
+from bascule.workload.traces.trace_files import RankTrace
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+_ONE_SIDED = re.compile(r"broadcast|reduce(?!_?scatter)|scatter|gather|send|recv", re.IGNORECASE)
+_ALL_SIDED = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.I)
+_TWO_RANKS = re.compile(r"(?:gloo:|nccl:)?(?:send|recv)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankSpans:
+    """What one rank did, on the clock of all.
+
+    Attributes:
+        windows: (S, 2) its steps.
+        compute: Union of what it computed.
+        calls: (c, 2) its collectives, by when it began them.
+        call_keys: (c,) what each is.
+        waiting: Union of the parts of its collectives before all of their ranks had begun them.
+    """
+
+    windows: Spans
+    compute: Spans
+    calls: Spans
+    call_keys: tuple[str, ...]
+    waiting: Spans
+
+
+@dataclass(frozen=True, eq=False)
+class StepParts:
+    """The parts of all steps that all ranks have.
+
+    Attributes:
+        ranks: (R,) their numbers.
+        steps: (S,) their numbers.
+        seconds: (S, R) how long each step took.
+        compute: (S, R) seconds of it.
+        communication: (S, R) seconds in collectives that no compute hides, without waiting.
+        waiting: (S, R) seconds in which the rank waited for others.
+        hidden: (S, R) seconds in collectives behind compute; within `compute`.
+        spans: (R,) where these parts are.
+        on_device: Whether they are those of a device.
+        numbered_by: What shows the steps.
+        notes: Sentences on what could not be used.
+    """
+
+    ranks: Ints
+    steps: Ints
+    seconds: Floats
+    compute: Floats
+    communication: Floats
+    waiting: Floats
+    hidden: Floats
+    spans: tuple[RankSpans, ...]
+    on_device: bool
+    numbered_by: str
+    notes: tuple[str, ...]
+
+    @property
+    def rest(self) -> Floats:
+        """(S, R) seconds of a step that are in no other part."""
+        return self.seconds - self.compute - self.communication - self.waiting
+
+    @property
+    def own(self) -> Floats:
+        """(S, R) seconds that a step takes a rank by itself: without waiting for others."""
+        return self.seconds - self.waiting
+
+    @cached_property
+    def step_seconds(self) -> Floats:
+        """(S,) seconds of a step: the mean over its ranks, which meet in every step."""
+        return self.seconds.mean(axis=1)
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of the compute of the ranks, mean over the steps."""
+        return float(np.mean([metrics.imbalance(loads) for loads in self.compute]))
+
+    @cached_property
+    def slowest(self) -> Ints:
+        """(S,) number of the rank with the most time of its own in each step."""
+        return self.ranks[self.own.argmax(axis=1)]
+
+    @property
+    def slowest_rank(self) -> int:
+        """The rank with the most time of its own, over all steps."""
+        return int(self.ranks[self.own.sum(axis=0).argmax()])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Calls:
+    """The collectives of all ranks in common steps, each on its rank's clock."""
+
+    rank: Ints  # (C,) place of the rank
+    together: Ints  # (C,) the same number: the same collective
+    times: Spans  # (C, 2)
+    is_aligning: npt.NDArray[np.bool_]  # (C,) whether all of its ranks end at once
+
+
+def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepParts:
+    """Divide the steps that all ranks have. O(events log events).
+
+    Args:
+        traces: Of the ranks, at least one; what `read_traces` gives.
+        notes: What is to be said besides.
+
+    Raises:
+        ConfigError: The ranks have no step in common, or show steps in unlike ways.
+    """
+    every = [trace.events for trace in traces]
+    ranks = np.array([trace.rank for trace in traces], np.int64)
+    steps = _common_steps(traces)
+    places = [np.searchsorted(events.numbers, steps) for events in every]
+    calls, unmatched = _matched(every, places)
+    offsets, last = _aligned(calls, len(every)), np.zeros(calls.rank.size)
+    times = calls.times - offsets[calls.rank, None]
+    if calls.rank.size:
+        latest = np.full(int(calls.together.max()) + 1, -np.inf)
+        np.maximum.at(latest, calls.together, times[:, 0])
+        last = np.minimum(latest[calls.together], times[:, 1])
+    spans = tuple(
+        RankSpans(
+            windows=events.windows[place] - offset,
+            compute=events.compute - offset,
+            calls=events.calls - offset,
+            call_keys=events.call_keys,
+            waiting=union(spans_of(times[calls.rank == rank, 0], last[calls.rank == rank])),
+        )
+        for rank, (events, place, offset) in enumerate(zip(every, places, offsets, strict=True))
+    )
+    seconds = np.stack([one.windows[:, 1] - one.windows[:, 0] for one in spans], axis=1)
+    compute, exposed, waiting, hidden = (
+        np.stack(part, axis=1) for part in zip(*map(_divided, spans), strict=True)
+    )
+    return StepParts(
+        ranks,
+        steps,
+        seconds,
+        compute,
+        np.maximum(exposed - waiting, 0.0),
+        waiting,
+        hidden,
+        spans,
+        every[0].on_device,
+        every[0].numbered_by,
+        (*notes, *unmatched),
+    )
+
+
+def _divided(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
+    """(S,) seconds of compute, of collectives that it does not hide, waiting of these, hidden."""
+    windows, compute = spans.windows, seconds_within(spans.compute, spans.windows)
+    either = seconds_within(union(np.concatenate([spans.compute, spans.calls])), windows)
+    waits = seconds_within(union(np.concatenate([spans.compute, spans.waiting])), windows)
+    exposed, waiting = np.maximum(either - compute, 0.0), np.maximum(waits - compute, 0.0)
+    hidden = np.maximum(seconds_within(union(spans.calls), windows) - exposed, 0.0)
+    return compute, exposed, waiting, hidden
+
+
+def _common_steps(traces: Sequence[RankTrace]) -> Ints:
+    first = traces[0]
+    for trace in traces[1:]:
+        ways = [one.events.numbered_by for one in (first, trace)]
+        if ways[0] != ways[1]:
+            raise ConfigError(
+                f"rank {first.rank} shows steps by {ways[0]}, rank {trace.rank} by {ways[1]}: "
+                "profile all ranks alike"
+            )
+        counts = [one.events.numbers.size for one in (first, trace)]
+        if ways[0] != "ProfilerStep" and counts[0] != counts[1]:
+            raise ConfigError(
+                f"rank {first.rank} has {counts[0]} steps, rank {trace.rank} {counts[1]}, and "
+                f"{ways[0]} does not number them: call profiler.step() after each step"
+            )
+        kinds = [one.events.on_device for one in (first, trace)]
+        if kinds[0] != kinds[1]:
+            ranks = (first.rank, trace.rank) if kinds[0] else (trace.rank, first.rank)
+            raise ConfigError(
+                f"rank {ranks[0]} has kernels of a device, rank {ranks[1]} has none: profile all "
+                "ranks with the same activities"
+            )
+    steps = first.events.numbers
+    for trace in traces[1:]:
+        steps = np.intersect1d(steps, trace.events.numbers)
+    if not steps.size:
+        raise ConfigError("no step is in the traces of all ranks: profile the same steps on each")
+    return steps
+
+
+def _matched(every: Sequence[RankEvents], places: Sequence[Ints]) -> tuple[_Calls, list[str]]:
+    """The calls of common steps that are found on all of their ranks; what is said of others."""
+    names = sorted({key for events in every for key in events.call_keys})
+    number = {name: place for place, name in enumerate(names)}
+    parts: list[Ints] = []
+    times: list[Spans] = []
+    for rank, (events, place) in enumerate(zip(every, places, strict=True)):
+        step = np.searchsorted(events.windows[place][:, 0], events.calls[:, 0], "right") - 1
+        kind = np.array([number[key] for key in events.call_keys], np.int64)
+        inside = (step >= 0) & (events.calls[:, 0] < events.windows[place][step, 1])
+        step, kind = step[inside], kind[inside]
+        row = np.stack([np.full_like(step, rank), step, kind, _order(step * len(names) + kind)])
+        parts.append(row)
+        times.append(events.calls[inside])
+    rank, step, kind, order = np.concatenate(parts, axis=1)
+    spans = np.concatenate(times)
+    # Ranks that have a call of this name in the step must have as many of them.
+    call = step * max(len(names), 1) + kind
+    num = np.zeros((len(every), int(call.max(initial=-1)) + 1), np.int64)
+    np.add.at(num, (rank, call), 1)
+    is_even = ((num == 0) | (num == num.max(axis=0, initial=0))).all(axis=0)
+    two = np.array([bool(_TWO_RANKS.match(name)) for name in names], np.bool_)
+    keep = is_even[call] & ~two[kind] if call.size else np.zeros(0, np.bool_)
+    uneven = sorted({names[one] for one in kind[~is_even[call]]}) if call.size else []
+    notes = [
+        f"ranks made unlike numbers of calls of {shown(name.partition('|')[0])} in a step: waiting "
+        "in these counts as communication"
+        for name in uneven[:3]
+        if not two[number[name]]
+    ]
+    _, together = np.unique(np.stack([call[keep], order[keep]]), axis=1, return_inverse=True)
+    ends_at_once = np.array([_ends_at_once(name) for name in names], np.bool_)
+    return _Calls(rank[keep], together.reshape(-1), spans[keep], ends_at_once[kind[keep]]), notes
+
+
+def _order(keys: Ints) -> Ints:
+    """(n,) how many equal keys come before each."""
+    by_key = np.argsort(keys, kind="stable")
+    ordered = keys[by_key]
+    first = np.searchsorted(ordered, ordered, "left")
+    order = np.empty_like(keys)
+    order[by_key] = np.arange(keys.size) - first
+    return order
+
+
+def _ends_at_once(name: str) -> bool:
+    return bool(_ALL_SIDED.search(name)) or not _ONE_SIDED.search(name)
+
+
+def _aligned(calls: _Calls, num_ranks: int) -> Floats:
+    """(R,) by how many seconds each rank's clock is ahead of the first that it shares calls with.
+
+    Ranks are aligned in rounds, by the calls that they share with aligned ones.
+    """
+    offsets, is_known = np.zeros(num_ranks), np.zeros(num_ranks, np.bool_)
+    use = calls.is_aligning if calls.is_aligning.any() else np.ones_like(calls.is_aligning)
+    rank, together, ends = calls.rank[use], calls.together[use], calls.times[use, 1]
+    if not rank.size:
+        return offsets
+    num = int(together.max()) + 1
+    while not is_known.all():
+        is_known[int(np.flatnonzero(~is_known)[0])] = True  # begins a part of its own
+        while True:
+            known, new = is_known[rank], ~is_known[rank]
+            count = np.bincount(together[known], minlength=num)
+            total = np.bincount(together[known], (ends - offsets[rank])[known], minlength=num)
+            new &= count[together] > 0
+            if not new.any():
+                break
+            ahead = ends[new] - (total[together[new]] / count[together[new]])
+            for one in np.unique(rank[new]):
+                offsets[one] = np.median(ahead[rank[new] == one])
+                is_known[one] = True
+    return offsets

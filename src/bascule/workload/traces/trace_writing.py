@@ -1,0 +1,134 @@
+"""Steps as Chrome-trace JSON, one file a rank, as torch.profiler would write those of a GPU.
+
+Perfetto opens the files, and HolisticTraceAnalysis and `read_traces` read them. Compute and
+collectives are kernels of two streams, and each has the call on the host that launched it; waiting
+has a row of its own, as a range, which lies within its collective.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from bascule.errors import ConfigError
+
+Kind = Literal["step", "compute", "communication", "waiting", "lengths"]
+
+_HOST, _STEPS, _COMPUTE, _WAITS, _CALLS = 1, 6, 7, 15, 20
+_NAMES = {
+    _HOST: "host",
+    _STEPS: "steps",
+    _COMPUTE: "compute",
+    _CALLS: "communication",
+    _WAITS: "waiting",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Something that a rank did for a while.
+
+    Attributes:
+        rank: Who.
+        kind: A "step", "compute", "communication" (a collective, from when the rank begins it),
+            "waiting" (the part of a collective before the last rank begins it), or "lengths" that
+            the rank computes in the step around it.
+        name: Of a step its number, as text; of lengths a `LengthMark`, as text; of a collective
+            what it is, the same on all ranks that make it, such as "all_reduce".
+        start: When, in seconds, on a clock that all ranks share.
+        seconds: How long.
+    """
+
+    rank: int
+    kind: Kind
+    name: str
+    start: float
+    seconds: float
+
+
+def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int) -> list[Path]:
+    """Write `rank0.json`, `rank1.json`, ..: one file for each rank that did something.
+
+    Args:
+        folder: Made if it is not there; files of these names are written over.
+        segments: In any order.
+        world_size: Ranks of the run.
+
+    Returns:
+        The files, by rank.
+
+    Raises:
+        ConfigError: A file cannot be written.
+    """
+    events: dict[int, list[dict[str, Any]]] = {}
+    busy: dict[int, list[float]] = {}
+    for number, one in enumerate(sorted(segments, key=lambda one: one.start), 1):
+        lane = _free(busy.setdefault(one.rank, []), one) if one.kind == "communication" else 0
+        events.setdefault(one.rank, []).extend(_events(one, number, lane))
+    folder = Path(folder)
+    files: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in sorted(events):
+            files.append(folder / f"rank{rank}.json")
+            files[-1].write_text(_file(rank, world_size, events[rank]), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write traces to {folder}: {error}") from error
+    return files
+
+
+def _file(rank: int, world_size: int, events: list[dict[str, Any]]) -> str:
+    """One rank's file. HolisticTraceAnalysis takes the first "rank" that it finds in the text."""
+    rows = [
+        {"ph": "M", "name": "thread_name", "pid": _pid(tid), "tid": tid, "ts": 0}
+        | {"args": {"name": name}}
+        for tid, name in _NAMES.items()
+    ]
+    name = {"ph": "M", "name": "process_name", "pid": 0, "ts": 0, "args": {"name": f"rank {rank}"}}
+    return json.dumps(
+        {
+            "schemaVersion": 1,
+            "distributedInfo": {"rank": rank, "world_size": world_size, "backend": "nccl"},
+            "displayTimeUnit": "ms",
+            "traceEvents": [name, *rows, *sorted(events, key=lambda event: event["ts"])],
+        }
+    )
+
+
+def _free(ends: list[float], call: Segment) -> int:
+    """The first row without another collective at this time: rows do not show what overlaps."""
+    free = [lane for lane, end in enumerate(ends) if end <= call.start]
+    lane = free[0] if free else len(ends)
+    ends[lane : lane + 1] = [call.start + call.seconds]
+    return lane
+
+
+def _pid(tid: int) -> int:
+    return 1 if tid == _HOST else 0
+
+
+def _events(one: Segment, number: int, lane: int) -> list[dict[str, Any]]:
+    """The events of one segment; `number` ties a kernel to its launch."""
+    start, lasting = one.start * 1e6, one.seconds * 1e6
+
+    def event(category: str, name: str, tid: int, /, **args: object) -> dict[str, Any]:
+        row = {"ph": "X", "cat": category, "name": name, "pid": _pid(tid), "tid": tid}
+        return row | {"ts": start, "dur": lasting, "args": args}
+
+    if one.kind == "step":
+        name = f"ProfilerStep#{one.name}"
+        host = event("user_annotation", name, _HOST)
+        return [host, event("gpu_user_annotation", name, _STEPS)]
+    if one.kind == "lengths":
+        return [event("user_annotation", one.name, _HOST)]
+    if one.kind == "waiting":
+        return [event("gpu_user_annotation", one.name, _WAITS)]
+    launch = event("cuda_runtime", "cudaLaunchKernel", _HOST, correlation=number) | {"dur": 0}
+    args: dict[str, object] = {"device": 0, "correlation": number}
+    if one.kind == "communication":
+        tid, name = _CALLS + lane, f"ncclDevKernel_{one.name}"
+        args["Collective name"] = one.name
+    else:
+        tid, name = _COMPUTE, one.name
+    return [launch, event("kernel", name, tid, stream=tid, **args)]

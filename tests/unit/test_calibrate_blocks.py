@@ -1,0 +1,175 @@
+"""Blocks that are timed: which passes run, what the user may name, and what the options refuse."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from bascule.calibrate.block_calls import (
+    BlockCall,
+    block_of_each_kind,
+    calls_of_model,
+    calls_of_user,
+    find,
+)
+from bascule.calibrate.calibrate_options import CalibrateOptions
+from bascule.calibrate.timed import Probe, seconds_of
+from bascule.errors import ConfigError
+from bascule.models import MMDiTConfig
+from tests.helpers import own_blocks
+from tests.helpers.cli import modules_imported_by, run
+from tests.helpers.pages import python_of
+
+CPU = torch.device("cpu")
+HERE = "tests.helpers.own_blocks"
+
+
+def call_of(name: str, length: int = 8) -> BlockCall:
+    (call,) = calls_of_user(name, find(name), length, CPU)
+    return call
+
+
+def test_passes_of_a_block_of_the_user() -> None:
+    call = call_of(f"{HERE}:make")
+    own_blocks.BLOCK.zero_grad()
+    out = call.forward()
+    assert isinstance(out, torch.Tensor) and not out.requires_grad and out.shape == (1, 8, 16)
+    backward = call.backward()
+    assert all(x.grad is None for x in own_blocks.BLOCK.parameters())
+    backward()
+    assert all(x.grad is not None for x in own_blocks.BLOCK.parameters())
+    assert len(call_of(f"{HERE}:several").recompute()) == 2
+
+
+def test_the_block_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = [x for x in python_of("docs/calibrate.md") if "def make" in x.text]
+    (tmp_path / "block_of_the_guide.py").write_text(block.text)
+    monkeypatch.syspath_prepend(tmp_path)
+    call = call_of("block_of_the_guide:make", 16)
+    assert call.inputs[0].shape == (1, 16, 64)  # pyright: ignore[reportAttributeAccessIssue]
+    call.backward()()
+
+
+def test_our_blocks_are_one_of_each_kind() -> None:
+    config = MMDiTConfig(
+        in_channels=4,
+        text_dim=4,
+        vec_dim=4,
+        d_model=8,
+        num_heads=1,
+        num_double=5,
+        num_single=3,
+        axes_dim=(8,),
+    )
+    model = block_of_each_kind(config, CPU, torch.float64)
+    calls = calls_of_model(model, (0.25, 0.75), 16, torch.float64)
+    assert [call.weight for call in calls] == [0.25, 0.75]
+    double, single = (call.forward() for call in calls)
+    assert isinstance(double, tuple) and [x.shape for x in double] == [(2, 8), (14, 8)]
+    assert isinstance(single, torch.Tensor) and single.shape == (16, 8)
+    for call in calls:
+        call.backward()()
+    found = [
+        x.grad
+        for blocks in (model.double_blocks, model.single_blocks)
+        for x in blocks[0].parameters()
+    ]
+    assert len(found) > 10 and all(x is not None for x in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "give package.module:function"),
+        (":make", "give package.module:function"),
+        ("nowhere.at.all:make", "nowhere.at.all cannot be imported: ModuleNotFoundError"),
+        (f"{HERE}:missing", "has no missing"),
+        (f"{HERE}:BLOCK.missing", "has no BLOCK.missing"),
+        (f"{HERE}:NUMBER", "NUMBER is 5; give a function"),
+        (f"{HERE}:raises", "at 8 tokens: raised ValueError: no block for 8"),
+        (f"{HERE}:one_thing", "must return two things"),
+        (f"{HERE}:no_call", "the first thing it returns, 5, cannot be called"),
+        (f"{HERE}:wrong_input", "what it returned raised"),
+        (f"{HERE}:no_gradient", "no tensor with a gradient"),
+    ],
+)
+def test_modules_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        call_of(name)
+    told = str(error.value)
+    assert message in told and told.startswith(f"--module {name}".split("'")[0][:9])
+    assert "\n" not in told
+
+
+def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ran = [0.0], list[str]()
+    monkeypatch.setattr("bascule.calibrate.timed.time.perf_counter", lambda: now[0])
+
+    def passes(name: str, seconds: float) -> None:
+        now[0] += seconds
+        ran.append(name)
+
+    def prepare():
+        passes("prepare", 100.0)
+        return lambda: passes("run", 3.0)
+
+    probe = Probe("x", "x", "cpu", 0, 0.0, lambda: passes("other", 7.0), 2, prepare=prepare)
+    assert seconds_of(probe, CPU) == 3.0
+    assert ran == ["prepare", "prepare", "run", "run"]
+    assert seconds_of(Probe("x", "x", "cpu", 0, 0.0, probe.run, 4), CPU) == 7.0
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lengths", "100"), "--lengths '100': give the shortest and the longest"),
+        (("--lengths", "a:b"), "--lengths"),
+        (("--lengths", "0:100"), "--lengths: tokens 0: must be an integer, at least 1"),
+        (("--lengths", "512:64"), "--lengths 512:64"),
+        (("--lengths", "10:14"), "5 lengths for --points 9; give a wider range"),
+        (("--lengths", "1:999999999"), "--lengths: tokens"),
+        (("--points", "4"), "--points 4: must be an integer, at least 5"),
+        (("--points", "1000000"), "--points"),
+        (("--rounds", "0"), "--rounds 0:"),
+        (("--mib", "0"), "--mib 0:"),
+        (("--mib", "1000000"), "--mib"),
+        (("--ranks", "0"), "--ranks 0:"),
+        (("--limit", "nan"), "--limit nan: must be finite"),
+        (("--limit", "-1"), "--limit"),
+        (("--timeout-s", "0"), "--timeout-s"),
+        (("--d-model", "0"), "--d-model 0:"),
+        (("--num-heads", "9999999"), "--num-heads"),
+        (("--sparse-tokens", "-1"), "--sparse-tokens"),
+        (("--base", "h900"), "cannot read h900"),
+        (("--module", "a:b", "--num-heads", "2"), "--num-heads 2 and --module a:b"),
+        (("--out", "/nowhere/at/all/x.json"), "there is no folder /nowhere/at/all"),
+        (("--report", "x.pdf"), "--report x.pdf: must end in .html"),
+    ],
+)
+def test_options_that_are_refused_before_any_rank_starts(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = run(capsys, "calibrate", *arguments)
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+
+
+def test_lengths_are_spread_evenly_from_end_to_end() -> None:
+    options = CalibrateOptions(lengths="256:16384", points=7)
+    assert options.seq_lens("cpu") == [256, 512, 1024, 2048, 4096, 8192, 16384]
+    assert options.message_bytes()[0] == 4096 and options.message_bytes()[-1] == 16 * 2**20
+    assert CalibrateOptions().seq_lens("cuda")[-1] == 32768
+
+
+def test_what_ranks_must_share_is_what_changes_their_calls() -> None:
+    same = CalibrateOptions(out=Path("a.json"), name="a", json=Path("-"), limit=1.0)
+    assert same.settings == CalibrateOptions().settings
+    for change in (CalibrateOptions(rounds=3), CalibrateOptions(module="a:b")):
+        assert change.settings != same.settings
+
+
+def test_the_help_loads_without_torch() -> None:
+    modules = modules_imported_by("-m", "bascule.cli", "calibrate", "--help")
+    assert "bascule.calibrate.calibrate_options" in modules and "torch" not in modules

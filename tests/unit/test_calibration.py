@@ -1,0 +1,340 @@
+"""Curves through noisy times, the profiles that follow, and files that hold none."""
+
+# pyright: reportArgumentType=false
+# What the types forbid is what is tried here.
+
+import copy
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bascule.calibrate.measuring import PASS
+from bascule.calibrate.profiles import refusals, undisturbed
+from bascule.calibrate.timed import COLLECTIVE
+from bascule.errors import ConfigError
+from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
+from bascule.plan.costs.calibration import (
+    BYTES,
+    TOKENS,
+    Calibration,
+    Fit,
+    Overhead,
+    is_held_out,
+    least_points,
+)
+from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.costs.passes import TRAINING, passes_of
+from bascule.plan.costs.relative_fit import relative_fit
+from bascule.report.calibration_page import of_calibration
+from bascule.report.page import render
+from tests.helpers.browser import opened
+from tests.helpers.calibrations import CURVES, LENS, SIZES, calibrated, fitted
+from tests.helpers.cli import run
+from tests.helpers.refusals import NO_NUMBERS, refusal, refused, title
+
+NUM_MUTATIONS = 600
+
+
+@pytest.mark.parametrize("what", CURVES)
+def test_exact_times_give_the_curve_back(what: str) -> None:
+    fit = fitted(what)
+    assert fit.coefficients == pytest.approx(CURVES[what], rel=1e-6)
+    assert fit.held_out_error == pytest.approx(0.0, abs=1e-9)
+    assert fit(fit.sizes) == pytest.approx(fit.seconds)
+
+
+@pytest.mark.parametrize("what", CURVES)
+def test_stated_errors_hold_the_true_coefficients(what: str) -> None:
+    """Intervals of 95 %: of 300 draws, each coefficient is in no fewer than 270."""
+    true = np.array(CURVES[what])
+    fits = [fitted(what, 0.03, seed) for seed in range(300)]
+    inside = [
+        np.abs(np.array(fit.coefficients) - true) <= np.array(fit.errors, dtype=np.float64)
+        for fit in fits
+    ]
+    assert np.sum(inside, axis=0).min() >= 270
+    # and they are no wider than they must be: most coefficients are known within a fourth
+    widths = [np.array(fit.errors, dtype=float) / true for fit in fits]
+    assert np.median(widths, axis=0).max() < 0.6
+
+
+@pytest.mark.parametrize("what", CURVES)
+def test_two_calibrations_agree_within_their_errors(what: str) -> None:
+    agree = 0
+    for seed in range(0, 300, 2):
+        a, b = fitted(what, 0.03, seed), fitted(what, 0.03, seed + 1)
+        apart = np.abs(np.subtract(a.coefficients, b.coefficients))
+        widths = [np.array(fit.errors, dtype=np.float64) for fit in (a, b)]
+        agree += bool(np.all(apart <= np.hypot(*widths)))
+    assert agree >= 135
+
+
+def test_short_sizes_count_as_much_as_long_ones() -> None:
+    """A fit of seconds would lose the call's own time, which only short lengths show."""
+    fit = fitted("forward", 0.02)
+    assert fit.coefficients[0] == pytest.approx(CURVES["forward"][0], rel=0.2)
+
+
+def test_errors_are_never_below_the_noise_of_the_points() -> None:
+    x = np.geomspace(1.0, 100.0, 6)
+    columns, seconds = x[:, None] ** np.arange(2), 3.0 + 2.0 * x
+    sure, noisy = (relative_fit(columns, seconds, np.full(6, noise)) for noise in (0.0, 0.1))
+    assert sure.errors.max() < 1e-9 and noisy.errors.min() > 0.1
+    assert np.isinf(relative_fit(columns[:2], seconds[:2]).errors).all()
+
+
+def test_every_third_point_is_held_out_but_neither_end() -> None:
+    for num in range(4, 40):
+        held_out = is_held_out(num)
+        assert not held_out[0] and not held_out[-1] and held_out[1]
+        assert held_out.sum() in (num // 3, (num - 1) // 3, (num + 1) // 3)
+    assert (least_points(TOKENS), least_points(BYTES)) == (5, 4)
+
+
+def test_a_stall_of_some_rounds_bends_no_curve() -> None:
+    times = np.tile([1.0, 2.0, 4.0], (9, 1))
+    times[2:8, 1] = 50.0  # most of the rounds
+    for kind in (PASS, COLLECTIVE):
+        seconds, noise = undisturbed(times, kind)
+        assert seconds.tolist() == [1.0, 2.0, 4.0]
+        assert noise[0] == noise[2] == 0.0 < noise[1]
+    times[2:8, 1] = [2.1, 2.2, 2.3, 2.4, 2.5, 2.6]
+    assert undisturbed(times, PASS)[0][1] == pytest.approx(2.0)
+    times[3, 0] = 0.5  # a short pass that was left alone for once bends no curve, either
+    assert undisturbed(times, PASS)[0][0] == 1.0 and undisturbed(times, COLLECTIVE)[0][0] == 0.5
+
+
+def refused_of(**changes: Any) -> list[str]:
+    """Refusals of a profile whose forward curve has other points."""
+    profile = calibrated(noise=0.0)
+    assert profile.calibration is not None
+    first, *others = profile.calibration.fits
+    fits = (replace(first, **changes), *others)
+    changed = replace(profile, calibration=replace(profile.calibration, fits=fits))
+    return refusals(changed, 0.25)
+
+
+def test_a_bad_fit_is_refused_with_its_numbers() -> None:
+    assert refused_of() == []
+    seconds = np.array(fitted("forward").seconds)
+    held_out = is_held_out(len(LENS))
+    (told,) = refused_of(seconds=np.where(held_out, 1.6 * seconds, seconds))
+    assert "forward: held-out tokens are missed by 38%" in told and "limit is 25%" in told
+    assert "leave the machine idle" in told
+    assert refused_of(seconds=np.where(held_out, 1.2 * seconds, seconds)) == []
+    seen = np.where(held_out, seconds, 1.6 * seconds)  # those that were fitted do not judge
+    assert refused_of(seconds=seen) == []
+    attention = replace(AttentionLatency(*[1e-6] * 6), fit_error=0.3)
+    (told,) = refusals(replace(calibrated(noise=0.0), attention=attention), 0.25)
+    assert "block-sparse attention: the fit has an error of 30%" in told
+    (told,) = refused_of(coefficients=(1e-4, 0.0, 3e-11), seconds=1e-4 + 3e-11 * np.square(LENS))
+    assert "do not grow" in told
+    (told,) = refused_of(coefficients=(1e-4, 2e-7, 0.0), seconds=1e-4 + 2e-7 * np.array(LENS))
+    assert "attention is lost in the noise" in told
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    profile = calibrated()
+    profile.save(tmp_path / "mine.json")
+    assert HardwareProfile.load(tmp_path / "mine.json") == profile
+
+
+def test_it_says_which_numbers_nobody_measured() -> None:
+    told = str(calibrated())
+    assert "125.8 TFLOP/s, 166.7 GB/s in a node, 25 GB/s between nodes (not measured)" in told
+    assert told.endswith("mine, measured 2026-11-23 on 8 ranks with torch 2.13.0")
+    assert calibrated().provenance_of("inter_bytes_per_s") == "from h100-datasheet, not measured"
+    assert calibrated().provenance_of("launch_s").startswith("mine, measured")
+
+
+def test_gamma_and_passes_are_those_that_were_measured() -> None:
+    profile = calibrated(noise=0.0)
+    assert profile.gamma == pytest.approx(3e-11 / 2e-7 * 24 * 1024**2 / (4 * 1024))
+    step = passes_of("step", profile)
+    assert step.linear == pytest.approx((2.0 + 2.2 + 4.0) / 2.0)
+    assert step.attention == pytest.approx((3 + 3 + 8) / 3)
+    assert step.exchanges == TRAINING.exchanges
+    assert passes_of("step", HardwareProfile.load("h100-datasheet")) is TRAINING
+    assert HardwareProfile.load("h100-datasheet").gamma == 1.0
+    assert HardwareProfile.load("h100-knapformer").gamma == pytest.approx(0.426)
+    assert HardwareProfile(device="new").gamma == 1.0
+
+
+def test_wires_of_attention_are_those_that_were_measured() -> None:
+    profile = replace(calibrated(noise=0.0), attention=None, calibration=None)
+    given = calibrated(noise=0.0).calibration
+    assert given is not None
+    measured = tuple(name for name in given.measured if name != "attention")
+    profile = replace(profile, calibration=replace(given, measured=measured))
+    latency = profile.attention_latency(128)
+    assert latency(AttentionLoad(2, 1, 0.0, 1e6, 0.0)) == pytest.approx(
+        2 * 4e-5 + 6e-12 * 1e6 + 5e-5
+    )
+    assert latency(AttentionLoad(1, 2, 0.0, 0.0, 1e9)) == pytest.approx(3e-5 + 5e-3 + 5e-5)
+
+
+def test_a_topology_of_a_calibrated_profile(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    calibrated().save(path)
+    arguments = ("--lengths", "900,300/512", "--d-model", "1024", "--profile", str(path))
+    code, out, _ = run(capsys, "topology", *arguments)
+    assert code == 0 and "mine, measured 2026-11-23" in " ".join(out.split())
+    assert "(not measured)" in " ".join(out.split())
+    code, out, _ = run(capsys, "plan", *arguments, "--kb-per-token", "9")
+    told = "limited by 80 GB of memory a rank; from h100-datasheet, not measured"
+    assert code == 0 and told in " ".join(out.split())
+    code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")
+    assert code == 2  # its attention was measured
+    replace(calibrated(), attention=None, calibration=None).save(path)
+    code, out, _ = run(capsys, "topology", *arguments, "--tflops", "5")
+    assert code == 0 and "given, not measured" in " ".join(out.split())
+
+
+def test_the_page_in_the_browser(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path, profile = tmp_path / "mine.html", calibrated("<b>mine</b>", noise=0.02)
+    path.write_text(render(of_calibration(profile, []), "bascule calibrate"))
+    found = opened(path, tmp_path / "profile")
+    assert found.errors == [] and found.num_charts == 2
+    assert "&lt;b&gt;mine" in found.html and "<b>mine" not in found.html
+    assert profile.calibration is not None
+    for fit in profile.calibration.fits:
+        assert found.numbers[f"held_out {fit.what}"] == f"{fit.held_out_error:.1%}"
+        assert f"{fit.seconds[1]:.4g} s" in found.html
+    told = render(of_calibration(profile, ["forward: bad", "backward: too"]), "x")
+    assert "Refused: forward: bad." in told and "backward: too" in told
+
+
+# Files
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Of everything in a JSON value."""
+    yield path
+    if isinstance(value, dict | list):
+        keys = value.keys() if isinstance(value, dict) else range(len(value))
+        for key in keys:
+            yield from places(value[key], (*path, key))
+
+
+WRONG: list[Any] = [
+    *(None, True, False, 0, -1, 1, 0.5, -0.5, 1e308, -1e308, 5e-324, 10**30, 10**400, 2**63),
+    *(float("nan"), float("inf"), "", "1", "x" * 5000, "\0\n\x1b[31m", "é" * 50, "[/x]"),
+    *([], [1], [None], [[]], [[[[]]]], {}, {"a": 1}, {"fits": []}, [1.0] * 2000, ["a"] * 3),
+]
+
+
+def mutated(values: Any, chance: random.Random) -> Any:
+    """A copy with one to three places replaced, removed, added, or numbers far from themselves."""
+    values = copy.deepcopy(values)
+    for _ in range(chance.randint(1, 3)):
+        path = chance.choice(list(places(values)))
+        if not path:
+            if chance.random() < 0.9:
+                continue
+            return chance.choice(WRONG)
+        *above, last = path
+        holder = values
+        for key in above:
+            holder = holder[key]
+        what = chance.randrange(6)
+        if what > 3 and isinstance(holder[last], float):
+            holder[last] *= 10.0 ** chance.uniform(-30, 30)
+            continue
+        if what == 0:
+            del holder[last]
+        elif what == 1 and isinstance(holder, dict):
+            holder[str(chance.choice(WRONG))[:20]] = chance.choice(WRONG)
+        elif what == 2 and isinstance(holder, list):
+            holder.insert(last, chance.choice(WRONG))
+        else:
+            holder[last] = chance.choice(WRONG)
+    return values
+
+
+def test_mutated_files_give_a_profile_or_one_sentence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "mine.json"
+    saved, chance = calibrated().to_dict(), random.Random(7)
+    saved = json.loads(json.dumps(saved))
+    num_loaded = num_refused = 0
+    for _ in range(NUM_MUTATIONS):
+        path.write_text(json.dumps(mutated(saved, chance)))
+        try:
+            profile = HardwareProfile.load(path)
+        except ConfigError as error:
+            num_refused += 1
+            told = str(error)
+            assert "\n" not in told and len(told) < 1500 and told.startswith(str(path)), told
+            continue
+        num_loaded += 1
+        again = HardwareProfile.of_dict(json.loads(json.dumps(profile.to_dict())), "again")
+        assert again == profile and profile.gamma >= 0
+        passes_of("step", profile)
+        for fit in () if profile.calibration is None else profile.calibration.fits:
+            assert np.isfinite(fit(fit.sizes)).all() and fit.held_out_error != -1.0
+    assert num_loaded > 20 and num_refused > 300
+    for _ in range(40):  # through the command: an answer, or one line and exit code 2
+        path.write_text(json.dumps(mutated(saved, chance)))
+        code, _, err = run(capsys, "topology", "--lengths", "90/50", "--profile", str(path))
+        assert code in (0, 2), err
+        lines = [line for line in err.splitlines() if line.strip() and "solving" not in line]
+        assert code == 0 or len(lines) == 1, err
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=title)
+def test_values_that_are_no_numbers(value: Any) -> None:
+    made = calibrated().calibration
+    assert made is not None
+    fit = made.fits[0]
+    refused(
+        lambda: replace(fit, sizes=value),
+        lambda: replace(fit, seconds=[value] * len(LENS)),
+        lambda: replace(fit, coefficients=[value] * 3),
+        lambda: Overhead(what="x", seconds=value, error=0.0),
+        lambda: Overhead(what="x", seconds=0.0, error=value),
+        lambda: replace(made, num_ranks=value),
+        lambda: replace(made, d_model=value),
+        lambda: replace(made, fits=value),
+    )
+    if not isinstance(value, str):
+        refused(lambda: replace(made, name=value), lambda: replace(fit, what=value))
+
+
+def test_fields_that_do_not_fit_each_other() -> None:
+    made = calibrated().calibration
+    assert made is not None
+    fit = made.fits[0]
+    assert "2 coefficients and 3 errors" in refusal(lambda: replace(fit, coefficients=(1.0, 2.0)))
+    assert "8 sizes" in refusal(lambda: replace(fit, sizes=LENS[:-1]))
+    assert "must be one of tokens, bytes" in refusal(lambda: replace(fit, unit="words"))
+    everything = (True,) * len(LENS)
+    assert "fit some of them" in refusal(lambda: replace(fit, held_out=everything))
+    assert "no number of the profile" in refusal(
+        lambda: replace(calibrated(), calibration=replace(made, measured=("host_s",)))
+    )
+    assert "Calibration holds no fields" in refusal(lambda: Calibration.of_dict([]))
+    assert "at most 1000" in refusal(lambda: replace(fit, sizes=[1.0] * 1001))
+
+
+def test_old_files_have_no_calibration(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    HardwareProfile(device="x").save(path)
+    values = json.loads(path.read_text())
+    del values["calibration"]
+    path.write_text(json.dumps(values))
+    assert HardwareProfile.load(path).calibration is None
+
+
+def test_sizes_of_the_helpers_are_those_of_a_calibration() -> None:
+    assert len(LENS) == len(SIZES) == 9
+    assert Fit.of("x", BYTES, SIZES, np.array(SIZES) * 1e-9, np.zeros(9)).coefficients[1] > 0

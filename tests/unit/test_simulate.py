@@ -1,0 +1,461 @@
+"""The simulator: seconds by hand, sums that must agree, and batches at the edge."""
+
+# pyright: reportArgumentType=false
+# What the types forbid is what is tried here.
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bascule
+from bascule.errors import ConfigError
+from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
+from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.costs.passes import FORWARD, TRAINING, Passes, in_passes, passes_of
+from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
+from bascule.sim.simulated_traces import segments_of
+from bascule.sim.simulation import SimulationOptions, simulate
+from bascule.sim.simulation_result import SimulatedRun
+from bascule.sim.step_seconds import KINDS, EncoderStage, Sharding, exchange_seconds
+from bascule.workload.traces import read_traces, step_parts, write_steps
+from tests.helpers.browser import data_of
+from tests.helpers.cli import run
+
+MODEL = TransformerCost(256, gamma=0.5, num_layers=3)
+MACHINE = HardwareProfile(
+    device="paper",
+    matmul_flops_per_s=1e12,
+    intra_bytes_per_s=2e9,
+    inter_bytes_per_s=1e9,
+    memory_bytes=1e9,
+    launch_s=1e-5,
+    host_s=0.25,
+    peak_flops_per_s=4e12,
+    pack_bytes_per_s=5e9,
+    piece_s=1e-4,
+)
+FREE = replace(MACHINE, host_s=None, pack_bytes_per_s=None, piece_s=None, launch_s=0.0)
+PASSES = Passes(4.0, 6.0, 3.0, "step")
+POLICIES = (
+    *("none", "padded", "buckets", "packs", "loader"),
+    *("g1n8", "g2n4", "g4n2", "g4r2n1", "g1n2+g2n1+g4n1", "knapsack g8n1"),
+)
+CODES = "g4b3i64f1s0,g3b1i512f1s0,g1b0i16f1s0"
+
+
+def simulated(
+    data: Any, name: str, profile: HardwareProfile = MACHINE, **options: Any
+) -> SimulatedRun:
+    chosen = SimulationOptions(**{"passes": PASSES, "num_steps": 3} | options)
+    found = simulate(data, profile=profile, model=MODEL, topologies=[name], options=chosen)
+    return found.runs[0]
+
+
+def test_they_are_public_names() -> None:
+    assert bascule.simulate is simulate
+    assert bascule.SimulationOptions is SimulationOptions
+
+
+def forward_flops(tokens: int) -> tuple[float, float]:
+    """Linear and attention, written out: KnapFormer, equation 1."""
+    return 3 * 24 * tokens * 256**2, 3 * 4 * tokens**2 * 256
+
+
+def test_ranks_that_keep_what_they_loaded() -> None:
+    found = simulated([[[1000, 50], [400]]], "none", sharding=Sharding(10**6, 1))
+    work = [sum(forward_flops(n)[0] * 4 + 0.5 * forward_flops(n)[1] * 6 for n in ranks)
+            for ranks in ([1000, 50], [400])]  # fmt: skip
+    seconds = np.array(work) / 1e12
+    assert found.spent_on("compute")[0] == pytest.approx(seconds)
+    assert (found.spent_on("host") == 0.25).all()
+    # Two replicas of all parameters in a node: the gradients, 4 bytes each, travel once.
+    reduced = 4e6 / 2e9
+    late = np.maximum(reduced * 2 / 3 - seconds * 3 / 4, 0)
+    assert found.spent_on("reduce_scatter")[0] == pytest.approx(reduced / 3 + late)
+    busy = seconds + 0.25 + reduced / 3 + late
+    assert found.spent_on("waiting")[0] == pytest.approx(busy.max() - busy)
+    assert found.fbl_s == pytest.approx(busy.max())
+    assert found.tokens_per_s == pytest.approx(1450 / busy.max())
+    flops = 4 * sum(sum(forward_flops(n)) for n in (1000, 50, 400))
+    assert found.hfu == pytest.approx(flops / busy.max() / 8e12)
+    loads = [MODEL([1000, 50]).sum(), MODEL([400]).sum()]
+    assert found.wir == pytest.approx(max(loads) / min(loads))
+    assert found.idle_share == pytest.approx((busy.max() - busy).sum() / (2 * busy.max()))
+    assert found.most_activation_bytes == 1050 * 256 * (2 * 3 + 34)
+
+
+def test_a_bag_shares_and_pays_for_it() -> None:
+    found = simulated([[[1000], [400]]], "g2n1", sharding=Sharding(1, 1))
+    compute = sum(
+        (4 * forward_flops(n)[0] + 0.5 * 6 * forward_flops(n)[1]) / 2e12 for n in (1000, 400)
+    )
+    assert found.spent_on("compute")[0] == pytest.approx([compute] * 2)
+    # Three passes; 3 layers; q, k, v and the output of 700 tokens: half leaves, all is packed.
+    num_bytes = 3 * 3 * 4 * 2 * 256 * 700
+    launches = 3 * 3 * 2 * 1e-5
+    wires = num_bytes / 2 / 2e9 + num_bytes / 5e9 + launches
+    assert found.spent_on("ulysses")[0] == pytest.approx([wires] * 2)
+    # Two sequences of two pieces in each layer and pass, behind the compute that hides them.
+    pieces = 3 * 3 * 2 * 2 * 1e-4
+    assert found.spent_on("host")[0] == pytest.approx([0.25 + max(pieces - compute, 0)] * 2)
+    # Each rank gets half of what the other loaded; in, out, and the backward of both.
+    routed = 4 * 2 * 256 * 500 / 2e9
+    assert found.spent_on("routing")[0] == pytest.approx([routed] * 2)
+
+
+def test_the_host_shows_where_it_takes_longer_than_the_device() -> None:
+    slow = replace(MACHINE, piece_s=0.1)
+    found = simulated([[[1000], [400]]], "g2n1", slow)
+    pieces = 3 * 3 * 2 * 2 * 0.1
+    exposed = pieces - found.spent_on("compute")[0]
+    assert found.spent_on("host")[0] == pytest.approx(0.25 + exposed)
+    assert (simulated([[[1000], [400]]], "g1n2", slow).spent_on("host") == 0.25).all()
+
+
+def test_wires_between_nodes_are_slower() -> None:
+    near = simulated([[[1000], []]], "g2n1", FREE)
+    far = simulated([[[1000], []]], "g2n1", FREE, ranks_per_node=1, sharding=Sharding(1, 1))
+    for kind in ("ulysses", "routing"):
+        assert far.spent_on(kind)[0] == pytest.approx(2 * near.spent_on(kind)[0])
+    assert near.spent_on("routing")[0] == pytest.approx([4 * 2 * 256 * 500 / 2e9] * 2)
+
+
+def test_what_ranks_send_and_receive_is_what_routes_say() -> None:
+    """Token by token, against the index tables that move them; ranks in nodes of 3."""
+    rng = np.random.default_rng(0)
+    for spec in ("g1n12", "g2n6", "g4n3", "g3n2+g6n1", "g12n1"):
+        batch = [rng.integers(1, 40, rng.integers(0, 4)).tolist() for _ in range(12)]
+        plan = bascule.plan_batch(batch, spec, MODEL)
+        source = plan.source_ranks
+        placed = Placement(
+            plan.topology, source, plan.seq_lens, plan.seq_lens, source, plan.bag_of, TOKENS
+        )
+        wires = ((1.0, 1e12), (1e12, 1.0))
+        near, far = (
+            exchange_seconds(
+                placed, replace(MACHINE, intra_bytes_per_s=a, inter_bytes_per_s=b).cluster(4, 3), 1
+            )
+            for a, b in wires
+        )
+        sent = np.array([plan.route(rank).send_splits for rank in range(12)])
+        is_near = np.equal.outer(np.arange(12) // 3, np.arange(12) // 3)
+        for found, where in ((near, is_near & ~np.eye(12, dtype=bool)), (far, ~is_near)):
+            exact = np.maximum((sent * where).sum(axis=1), (sent * where).sum(axis=0))
+            # Chunks differ by a token, where the simulator shares evenly.
+            assert np.abs(found - exact).max() <= 12
+
+
+def test_parameters_of_a_node_and_replicas_between_nodes() -> None:
+    """Gathered in bf16 within the node; reduced in float32 there, and an S-th between nodes."""
+    cluster = MACHINE.cluster(2, 2)
+    gather, reduce = Sharding(10**6).seconds(MODEL, cluster)
+    assert gather == pytest.approx(2e6 / 2 / 2e9)
+    assert reduce == pytest.approx(4e6 / 2 / 2e9 + 4e6 / 2 / 1e9)
+    gather, reduce = Sharding(10**6, 4).seconds(MODEL, cluster)
+    assert gather == pytest.approx(2e6 * 3 / 4 / 2e9)  # both ranks' links to the other node
+    assert reduce == pytest.approx(2 * gather)
+    gather, _ = Sharding().seconds(MODEL, cluster)
+    assert gather == pytest.approx(2 * 12 * 256**2 * 3 / 2 / 2e9)
+    with pytest.raises(ConfigError, match="4 ranks are no multiple"):
+        Sharding(1, 3).seconds(MODEL, cluster)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("profile", [MACHINE, FREE], ids=["priced", "free"])
+def test_all_ranks_end_together(name: str, profile: HardwareProfile) -> None:
+    """Every part is at least 0, one rank waits for nobody, and the parts of all add up alike."""
+    stage = EncoderStage("text", sample_s=1e-3, text_token_s=1e-5, image_token_s=1e-6)
+    found = simulated(CODES, name, profile, stages=(stage,), accumulate=2)
+    assert found.seconds.shape[1:] == (len(KINDS), 8)
+    assert (found.seconds >= 0).all() and (found.hidden >= 0).all()
+    assert (found.spent_on("waiting").min(axis=1) == 0).all()
+    ends = found.seconds.sum(axis=1)
+    assert ends == pytest.approx(np.broadcast_to(ends[:, :1], ends.shape))
+    assert found.fbl_s == pytest.approx(2 * ends[:, 0].mean())
+    assert found.hfu is not None and 0 < found.hfu < 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(
+    "data",
+    [
+        [[[5, 7, 0]]] * 2,  # one rank
+        [[[3], [], [], [], [], [], [], []]],
+        [[[60_000], [1], [2], [3], [], [5], [6], [7]]],
+        [[[1]] * 8, [[]] * 8],  # a microbatch of nothing
+        [[[64]] * 8],
+    ],
+    ids=["one rank", "one sequence", "a giant", "nothing", "alike"],
+)
+def test_batches_at_the_edge(name: str, data: Any) -> None:
+    if len(data[0]) == 1:
+        name = "g1n1" if name[0] == "g" else "knapsack g1n1" if name[0] == "k" else name
+    found = simulated(data, name)
+    assert np.isfinite(found.seconds).all() and (found.seconds >= 0).all()
+    assert found.tokens.sum() <= sum(sum(map(sum, batch)) for batch in data)
+    if name not in ("buckets", "packs"):  # which may drop the end of the run
+        assert found.tokens.sum() == sum(sum(map(sum, batch)) for batch in data)
+    if len(data[0]) == 1:
+        assert found.wir == 1.0 and found.idle_share == 0.0
+        assert not found.spent_on("routing").any() and not found.spent_on("reduce_scatter").any()
+
+
+def loaded(num_batches: int = 5) -> list[Loaded]:
+    rng = np.random.default_rng(0)
+    made: list[Loaded] = []
+    for _ in range(num_batches):
+        counts = rng.integers(0, 9, 4)
+        lens = rng.integers(0, 900, counts.sum())
+        made.append(Loaded(4, np.repeat(np.arange(4), counts), lens, lens // 2))
+    return made
+
+
+def test_padding_makes_all_of_a_rank_as_long_as_its_longest() -> None:
+    for given, placed in zip(
+        loaded(), policy_of("padded", MODEL, MACHINE.cluster(1, 4))(loaded()), strict=True
+    ):
+        for rank, lens in enumerate(given.by_rank()):
+            inside = placed.source == rank
+            assert (placed.real_lens[inside] == lens).all()
+            assert (placed.lens[inside] == max(lens, default=0)).all()
+
+
+@pytest.mark.parametrize("name", ["buckets", "packs"])
+def test_samples_dealt_anew_are_those_of_the_run(name: str) -> None:
+    """None twice; only those of the last microbatch may be missing."""
+    placed = list(policy_of(name, MODEL, MACHINE.cluster(1, 4))(loaded()))
+    given = np.concatenate([one.lens for one in loaded()])
+    dealt = np.concatenate([one.real_lens[one.real_lens > 0] for one in placed])
+    left = np.bincount(given, minlength=900) - np.bincount(dealt, minlength=900)
+    assert (left[1:] >= 0).all() and dealt.size > 0.7 * given.size
+    budget = given.sum() / 20
+    for one in placed:
+        held = np.bincount(one.bag_of, one.lens, 4)
+        assert one.moves == NOTHING
+        if name == "packs":
+            assert (held == held[0]).all() and held[0] == max(np.ceil(budget), given.max())
+        else:
+            longest, counts = one.lens.max(), np.bincount(one.bag_of, minlength=4)
+            assert (counts == counts[0]).all()
+            assert held.max() <= max(1.5 * budget, longest)
+
+
+def test_the_loader_hides_what_fits_behind_a_step() -> None:
+    data = [[[900, 900], [100, 100]]]
+    hidden = simulated(data, "loader", FREE, sample_bytes_per_token=1.0)
+    assert not hidden.spent_on("loader").any()
+    assert hidden.hidden[0, 1] == pytest.approx([900 / 1e9] * 2)
+    slow = simulated(data, "loader", FREE, loader_bytes_per_s=100.0, sample_bytes_per_token=1.0)
+    rest = hidden.fbl_s
+    assert slow.spent_on("loader")[0] == pytest.approx([9.0 - rest] * 2)
+    assert slow.hidden[0, 1] == pytest.approx([rest] * 2)
+    assert slow.fbl_s == pytest.approx(9.0)
+
+
+def test_encoders_run_where_samples_are() -> None:
+    data = "g1b4i64f1s0,g1b0i16f1s0"
+    texts = EncoderStage("T5", sample_s=0.5)
+    uneven = simulated(data, "none", FREE, stages=(texts,))
+    assert (uneven.spent_on("encoders") == [2.0, 0.0]).all()
+    even = simulated(data, "none", FREE, stages=(replace(texts, is_balanced=True),))
+    assert (even.spent_on("encoders") == 1.0).all()
+    moved = simulated(data, "loader", FREE, stages=(texts,))
+    assert moved.spent_on("encoders").sum(axis=1) == pytest.approx([2.0] * 3)
+    assert (moved.spent_on("encoders") > 0).all()
+    by_token = EncoderStage("both", text_token_s=1.0, image_token_s=100.0)
+    one = simulated(data, "none", FREE, stages=(by_token,), num_steps=1)
+    images = (one.tokens[0] - one.spent_on("encoders")[0, 0]) / (1 - 100)
+    assert images == pytest.approx(round(images)) and 4 * 15 <= images <= 4 * 17
+
+
+def test_a_step_is_its_passes() -> None:
+    cluster = MACHINE.cluster(1, 4)
+    cost, slowed = in_passes(MODEL, cluster, PASSES)
+    linear = cluster.compute_seconds(replace(MODEL, gamma=0.0), [700])
+    attention = cluster.compute_seconds(MODEL, [700]) - linear
+    assert slowed.compute_seconds(cost, [700]) == pytest.approx(4 * linear + 6 * attention)
+    assert slowed.wire_seconds(cost, 4) == pytest.approx(3 * cluster.wire_seconds(MODEL, 4))
+    assert slowed.launch_seconds(cost, 4) == pytest.approx(3 * cluster.launch_seconds(MODEL, 4))
+    assert slowed.host_seconds(cost, 4) == pytest.approx(3 * cluster.host_seconds(MODEL, 4))
+    measured = replace(MODEL, seconds_per_unit=2.0)
+    found = in_passes(measured, cluster, PASSES)
+    assert found[1].compute_seconds(found[0], [700]) == pytest.approx(
+        (4 * linear + 6 * attention) * 2.0
+    )
+    assert in_passes(MODEL, cluster, FORWARD) == (MODEL, cluster)
+    assert passes_of("step") is TRAINING and TRAINING.linear == 4
+    for wrong in (
+        lambda: passes_of("both"),
+        lambda: in_passes(PolynomialCost(1, 1, 1), cluster, TRAINING),
+        lambda: Passes(0.0, 1.0, 1.0, ""),
+    ):
+        with pytest.raises(ConfigError):
+            wrong()
+
+
+def test_profiles_written_before_there_were_such_fields(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    MACHINE.save(path)
+    text = json.loads(path.read_text())
+    for name in ("peak_flops_per_s", "pack_bytes_per_s", "piece_s"):
+        del text[name]
+    path.write_text(json.dumps(text))
+    bare = replace(MACHINE, peak_flops_per_s=None, pack_bytes_per_s=None, piece_s=None)
+    assert HardwareProfile.load(path) == bare
+    found = simulated([[[5]]], "none", HardwareProfile.load(path))
+    assert found.hfu is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"data": []}, "no batches"),
+        ({"data": [[]]}, "no batches, or no ranks"),
+        ({"data": [[[]]]}, "no tokens"),
+        ({"data": [[[1]], [[1], [2]]]}, "2"),
+        ({"data": [[[-1]]]}, "-1"),
+        ({"data": 5}, "data"),
+        ({"data": "g1"}, "g1"),
+        ({"topologies": []}, "no topologies"),
+        ({"topologies": "none"}, "topologies"),
+        ({"topologies": ["lpt g1n1"]}, "lpt g1n1"),
+        ({"topologies": ["auto"]}, "auto"),
+        ({"topologies": ["g2n1"]}, "g2n1"),
+        ({"topologies": [None]}, "topologies"),
+        ({"model": PolynomialCost(1, 1, 1)}, "model"),
+        ({"profile": HardwareProfile(device="new")}, "new has no matmul_flops_per_s"),
+        ({"profile": "none such"}, "none such"),
+        ({"options": 5}, "options"),
+        ({"options": SimulationOptions(accumulate=2)}, "1 batches are no whole steps"),
+        ({"data": [[bascule.Sequences([5], "causal")]]}, "masks or contexts"),
+        ({"data": [[bascule.Sequences([5], None, [3])]]}, "masks or contexts"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], told: str) -> None:
+    given = {"data": [[[1]]], "profile": MACHINE, "model": MODEL, "topologies": ["none"]}
+    with pytest.raises(ConfigError, match=told):
+        simulate(**given | arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_steps": 0},
+        {"num_steps": 10**5, "accumulate": 2},
+        {"accumulate": 0.5},
+        {"num_ranks": -1},
+        {"ranks_per_node": 0},
+        {"sharding": 8},
+        {"stages": ["T5"]},
+        {"passes": "step"},
+        {"loader_bytes_per_s": 0},
+        {"sample_bytes_per_token": float("nan")},
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        SimulationOptions(**options)
+
+
+def test_results_are_told(tmp_path: Path) -> None:
+    found = simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none", "g2n4"])
+    assert "paper" in found.table() and "given, not measured" in found.table()
+    told = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert [one["name"] for one in told["runs"]] == ["none", "g2n4"]
+    for one, row in zip(found.runs, told["runs"], strict=True):
+        assert sum(row["seconds"].values()) == pytest.approx(one.fbl_s)
+    assert told["runs"][0]["wir"] is None and np.isinf(found.runs[0].wir)
+
+
+def test_the_page_says_what_was_found(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    path = tmp_path / "a.html"
+    found = simulate(CODES, profile=MACHINE, model=MODEL, topologies=["none", "g2n4"])
+    found.report(path)
+    page = path.read_text()
+    best = max(found.runs, key=lambda run: run.tokens_per_s)
+    data = data_of(page)
+    assert data["best"] == best.name and data["fbl_s"] == best.fbl_s
+    assert data["over_first"] == best.tokens_per_s / found.runs[0].tokens_per_s
+    assert "given, not measured" in page and "<td>g2n4</td>" in page
+    for wrong in ("a.md", "gone/a.html"):
+        with pytest.raises(ConfigError, match=wrong):
+            found.report(tmp_path / wrong)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    common = ("simulate", "--data", CODES, "--num-layers", "3", "--params-b", "0.1")
+    options = ("--topologies", "none", "g8n1", "--steps", "2", "--accumulate", "2")
+    report = ("--report", str(tmp_path / "a.html"), "--kb-per-token", "7")
+    code, out, _ = run(capsys, *common, *options, *report, "--json", "-")
+    assert code == 0
+    told = json.loads(out)
+    expected = simulate(
+        CODES,
+        profile="h100-datasheet",
+        model=TransformerCost(3072, num_layers=3, bytes_per_token=7000.0),
+        topologies=["none", "g8n1"],
+        options=SimulationOptions(num_steps=2, accumulate=2, sharding=Sharding(10**8)),
+    )
+    assert told == json.loads(json.dumps(expected.to_dict()))
+    assert data_of((tmp_path / "a.html").read_text())["best"] in ("none", "g8n1")
+    code, out, _ = run(capsys, *common, *options, "--json", str(tmp_path / "a.json"))
+    assert code == 0 and "g8n1" in out and "not measured" in out
+    assert json.loads((tmp_path / "a.json").read_text())["num_ranks"] == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--lengths", "4/5", "--steps", "2"), "--steps 2: only --data"),
+        (("--lengths", "4/5", "--accumulate", "2"), "--accumulate 2: only --data"),
+        (("--lengths", "4/5", "--steps", "0"), "--steps"),
+        (("--lengths", "4/5", "--params-b", "-1"), "--params-b"),
+        (("--lengths", "4/5", "--shard-ranks", "0"), "shard_ranks"),
+        (("--lengths", "4/5", "--topologies", "best"), "best"),
+        (("--lengths", "4/5", "--ranks-per-node", "3"), "2 ranks fill no whole nodes"),
+        (("--lengths", "4/5", "--report", "/no/such/place"), "--report"),
+        (("--lengths", "4/5", "--json", "/no/such/place"), "--json"),
+        ((), "give one of --lengths"),
+    ],
+)
+def test_commands_that_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    code, _, error = run(capsys, "simulate", *arguments)
+    assert code == 2 and error.startswith("bascule: ") and told in error
+    assert error.count("\n") == 1
+
+
+def test_simulated_steps_read_as_measured_ones(tmp_path: Path) -> None:
+    options = SimulationOptions(num_steps=4, accumulate=2, ranks_per_node=4)
+    found = simulate(
+        "g2b3i256f1s0,g2b2i512f1s0",
+        profile="h100-knapformer",
+        model=TransformerCost(3072, gamma=0.426, num_layers=57),
+        topologies=["none", "g1n2+g2n1"],
+        options=options,
+    )
+    for run_of in found.runs:
+        folder = tmp_path / run_of.name
+        write_steps(folder, segments_of(run_of), found.num_ranks)
+        traces, notes = read_traces(folder)
+        parts = step_parts(traces, notes)
+
+        def summed(*kinds: str, seconds: Any = run_of) -> Any:
+            each = np.sum([seconds.spent_on(kind) for kind in kinds], axis=0)
+            return each.reshape(4, 2, -1).sum(axis=1)
+
+        assert parts.notes == () and parts.steps.tolist() == [0, 1, 2, 3]
+        near: Any = partial(np.testing.assert_allclose, atol=1e-5)
+        near(parts.step_seconds, run_of.microbatch_s.reshape(4, 2).sum(axis=1))
+        near(parts.compute, summed("compute", "encoders"))
+        near(parts.rest, summed("host"))
+        exchanges = ("ulysses", "ring", "routing", "loader", "all_gather", "reduce_scatter")
+        near(parts.communication + parts.waiting, summed("waiting", *exchanges))
+        near(parts.waiting, summed("waiting"), atol=2e-3)  # unlike exposed reductions

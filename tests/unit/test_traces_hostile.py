@@ -1,0 +1,194 @@
+"""Damaged traces and lists of lengths: a result or one clear sentence, and soon."""
+
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
+# What is mutated has no type.
+
+import copy
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError, PlanError
+from bascule.workload.traces import balancing_worth, read_traces, step_parts, write_steps
+from bascule.workload.traces.segments import segments_of
+from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
+from tests.helpers.trace_cases import Run
+
+NUM_CASES = 1000
+VALUES: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1,
+    1.5,
+    -0.0,
+    1e300,
+    float("nan"),
+    float("inf"),
+    2**63,
+    10**400,
+    "",
+    "0",
+    "ProfilerStep#6",
+    "ProfilerStep#999999999999999",
+    "bascule::lens [9,9]",
+    "bascule::step lens/9 [9]",
+    "bascule::lens [99999999999999999]",
+    "gloo:all_reduce",
+    "\ud800 \0\n" * 50,
+    [],
+    [0],
+    {},
+    {"rank": 1},
+    {"a": [{}]},
+]
+OWN = ((0.1, 0.3), (0.3, 0.1), (0.2, 0.25), (0.1, 0.2))
+LENS = [[[100], [300]], [[300, 10], [90]], [[200], [250]], [[50, 50], [200]]]
+
+
+def spots(value: Any) -> list[tuple[Any, Any]]:
+    """Every place in some JSON that can be changed: its container and its key."""
+    found: list[tuple[Any, Any]] = []
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        keys = list(one) if isinstance(one, dict) else list(range(len(one)))
+        for key in keys:
+            found.append((one, key))
+            if isinstance(one[key], dict | list):
+                todo.append(one[key])
+    return found
+
+
+def mutated(rng: random.Random, value: Any) -> Any:
+    """Some places changed, taken away, doubled, negated or swapped."""
+    value = copy.deepcopy(value)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        places = spots(value)
+        if not places:
+            break
+        holder, key = rng.choice(places)
+        way = rng.randrange(6)
+        if way == 0:
+            del holder[key]
+        elif way == 1 and isinstance(holder, list):
+            holder.insert(rng.randrange(len(holder) + 1), copy.deepcopy(holder[key]))
+        elif (
+            way == 2 and isinstance(holder[key], int | float) and not isinstance(holder[key], bool)
+        ):
+            holder[key] = holder[key] * rng.choice((-1, 0, 1e-9, 1e9, 2))
+        elif way == 3:
+            other, place = rng.choice(places)
+            if isinstance(holder[key], str | int | float):
+                other[place] = holder[key]
+        else:
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
+    return value
+
+
+def damaged(rng: random.Random, content: bytes) -> bytes:
+    """Cut off, or with other bytes, or with a part twice."""
+    way = rng.randrange(3)
+    place = rng.randrange(len(content))
+    if way == 0:
+        return content[:place]
+    if way == 1:
+        noise = bytearray(content)
+        for _ in range(rng.choice((1, 3, 30))):
+            noise[rng.randrange(len(noise))] = rng.randrange(256)
+        return bytes(noise)
+    end = min(place + rng.randrange(1, 200), len(content))
+    return content[:end] + content[place:]
+
+
+def write_case(rng: random.Random, folder: Path) -> str:
+    """One damaged run; says what was done."""
+    run = Run(OWN, on_device=rng.random() < 0.5, lens=LENS if rng.random() < 0.6 else ())
+    traces: list[Any] = [run.trace(rank) for rank in range(2)]
+    way = rng.choice(("values", "values", "values", "bytes", "packed", "files", "lens"))
+    if way == "values":
+        victim = rng.randrange(2)
+        traces[victim] = mutated(rng, traces[victim])
+    for rank, trace in enumerate(traces):
+        content = json.dumps(trace).encode()
+        name = f"rank{rank}.json"
+        if way == "bytes" and rank == 0:
+            content = damaged(rng, content)
+        if way == "packed":
+            content, name = gzip.compress(content, 1), f"{name}.gz"
+            content = damaged(rng, content) if rank == 0 else content
+        if way == "files" and rank == 0:
+            if rng.random() < 0.5:
+                (folder / "copy.json").write_bytes(content)
+            name = rng.choice(("rank1.json", "rank7.json", "x.json", "rank0.txt"))
+        (folder / name).write_bytes(content)
+    rows = [{"step": 5 + s, "rank": r, "lens": LENS[s][r]} for s in range(4) for r in range(2)]
+    listed = "\n".join(map(json.dumps, mutated(rng, rows) if way == "lens" else rows))
+    content = listed.encode("utf-8", "surrogatepass")
+    (folder / "lens.jsonl").write_bytes(damaged(rng, content) if rng.random() < 0.1 else content)
+    return way
+
+
+def analysed(folder: Path, *, from_file: bool) -> tuple[bool, bool]:
+    """Whether there was a result, and whether balancing could be priced; checks both."""
+    try:
+        traces, notes = read_traces(folder)
+        parts = step_parts(traces, notes)
+    except ConfigError as error:
+        check_sentence(error)
+        return False, False
+    every = parts.compute, parts.communication, parts.waiting, parts.hidden, parts.seconds
+    for one in every:
+        assert one.shape == (parts.steps.size, parts.ranks.size)
+        assert np.isfinite(one).all() and (one >= 0).all()
+    total = parts.compute + parts.communication + parts.waiting
+    assert (total <= parts.seconds * (1 + 1e-6) + 1e-5).all()
+    assert np.isfinite(parts.imbalance) and parts.slowest_rank in parts.ranks
+    lens = RunLengths({}, {})
+    is_priced = False
+    try:
+        lens = read_lens(folder / "lens.jsonl") if from_file else lengths_of(traces)
+        worth = balancing_worth(parts, lens)
+        numbers = worth.speedup, worth.predicted_s, worth.model_s, worth.as_loaded_s
+        assert np.isfinite(numbers).all() and min(numbers) > 0
+        is_priced = True
+    except (ConfigError, PlanError) as error:
+        check_sentence(error)
+    write_steps(folder / "out", segments_of(parts, lens), 8)
+    return True, is_priced
+
+
+def check_sentence(error: Exception) -> None:
+    text = str(error)
+    assert "\n" not in text and 10 < len(text) < 1400, text
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_result_or_one_sentence(part: int, tmp_path: Path) -> None:
+    outcomes: list[tuple[str, bool, bool]] = []
+    for case in range(part, NUM_CASES, 4):
+        rng = random.Random(case)
+        folder = tmp_path / str(case)
+        folder.mkdir()
+        way = write_case(rng, folder)
+        try:
+            outcomes.append((way, *analysed(folder, from_file=rng.random() < 0.5)))
+        except Exception as error:
+            raise AssertionError(f"case {case}, {way}") from error
+    # A test whose cases are all refused, or all accepted, would test little.
+    for kind in (1, 2):
+        share = sum(bool(outcome[kind]) for outcome in outcomes) / len(outcomes)
+        assert 0.15 < share < 0.95, share
+
+
+def test_a_trace_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bascule.workload.traces.trace_files.MAX_BYTES", 2**20)
+    (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(b" " * 2**22))
+    with pytest.raises(ConfigError, match="has more than 1048576 bytes"):
+        read_traces(tmp_path)
