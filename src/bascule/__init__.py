@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from bascule.data.samplers.balanced import SamplerOptions as SamplerOptions
     from bascule.data.samplers.resumable import ResumableSampler as ResumableSampler
     from bascule.data.setup import LoaderOptions as LoaderOptions
+    from bascule.encoders.balanced_encoder import BalancedEncoder as BalancedEncoder
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
     "AttentionLatency": "bascule.plan.costs.attention_latency",
+    "BalancedEncoder": "bascule.encoders.balanced_encoder",
     "BalancedLoader": "bascule.data.loader",
     "BalancedModel": "bascule.integrations.diffusers.training.balanced_model",
     "BalancedSampler": "bascule.data.samplers.balanced",

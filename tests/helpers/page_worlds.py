@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule import TransformerCost
 from bascule.plan.sparse import BlockLayout, block_lens
+from tests.helpers.encoder_cases import batch_of, image_encoder, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.pages import ROOT, run_python
 from tests.helpers.trainer_world import join_world
+from tests.helpers.vlm_models import make_model
 
 Names = dict[str, Any]
 
@@ -159,6 +161,54 @@ def _check_loader(left: Names) -> None:
     assert type(left["trainer"]).__name__ == "BalancedTrainer"
 
 
+# --- docs/encoders.md
+
+
+class _Clips(nn.Module):
+    """Frames (F, 4) of clips; a feature of each frame, and of each clip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, frames: torch.Tensor, counts: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.layer(frames)
+        means = [own.mean(0) for own in hidden.split(counts.tolist())]
+        return {"frames": hidden, "clips": torch.stack(means)}
+
+
+def _encoders(folder: str) -> Names:
+    rank = dist.get_rank()
+    vlm = make_model("qwen2_5_vl")
+    batch = batch_of("qwen2_5_vl", rank, [(2, 3), (3, 3), (2, 2)] if rank else [], rank == 0)
+    counts = torch.tensor([3, 1, 4, 2] if rank else [1])
+    return {
+        "vlm": vlm,
+        "batch": batch | {"labels": batch["input_ids"]},
+        "text_encoder": text_encoder("t5"),
+        "input_ids": torch.ones(5 * rank, 7, dtype=torch.int64),
+        "attention_mask": torch.ones(5 * rank, 7, dtype=torch.int64),
+        "vae": image_encoder("kl"),
+        "photos": [torch.randn(3, 8 * n, 16).double() for n in ((1, 3, 2) if rank else (1,))],
+        "clip_encoder": _Clips(),
+        "frames": torch.randn(int(counts.sum()), 4),
+        "counts": counts,
+    }
+
+
+def _check_encoders(left: Names) -> None:
+    gradients = [p.grad.abs().sum() for p in left["vlm"].model.visual.parameters()]
+    assert all(one > 0 for one in gradients) and left["loss"].isfinite()
+    assert "items moved" in str(left["installed"].encodings[0])
+    assert left["embeddings"].shape == (len(left["input_ids"]), 7, 16)
+    assert [one.shape[2] * 2 for one in left["latents"]] == [x.shape[1] for x in left["photos"]]
+    expected = left["clip_encoder"](left["frames"], left["counts"])
+    for name, found in left["features"].items():
+        torch.testing.assert_close(found, expected[name])
+    assert left["clips"].last.num_moved
+
+
 # --- docs/sequence_parallel.md
 
 
@@ -218,6 +268,7 @@ def _check_sparse(left: Names) -> None:
 WORLDS = {
     "README.md": World(_readme, _check_readme),
     "docs/data_loader.md": World(_loader, _check_loader),
+    "docs/encoders.md": World(_encoders, _check_encoders),
     "docs/sequence_parallel.md": World(_split, _check_split),
     "docs/sparse_attention.md": World(_sparse, _check_sparse),
 }

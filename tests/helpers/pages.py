@@ -21,6 +21,7 @@ PAGES = sorted(
 ON_RANKS = (
     "README.md",
     "docs/data_loader.md",
+    "docs/encoders.md",
     "docs/sequence_parallel.md",
     "docs/sparse_attention.md",
 )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bascule.comm.groups import RankGroup
-from bascule.comm.sample_bytes import Parcel
+from bascule.comm.samples.sample_bytes import Parcel
 from bascule.data.redistribute import Redistributor, Rules, _assemble, check_received
 from bascule.data.samples.loaded import DataRanks, Ends, Loaded, Offer
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver

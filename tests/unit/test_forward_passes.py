@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from bascule.integrations.diffusers.training.forward_passes import forward_passes
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
 
 COST = TransformerCost(64)
 
@@ -23,12 +23,19 @@ def drawn(seed: int) -> tuple[Plan, np.ndarray]:
     return plan_batch(lens, topology, COST), np.array([x for own in forms for x in own])
 
 
+def passes_of(
+    plan: Plan, forms: np.ndarray, *, max_tokens: int | None, is_aligned: bool
+) -> list[list[ForwardPass]]:
+    args = plan.bag_of, plan.seq_lens, forms, plan.topology.bag_sizes
+    return forward_passes(*args, max_tokens=max_tokens, is_aligned=is_aligned)
+
+
 @pytest.mark.parametrize("seed", range(60))
 @pytest.mark.parametrize("max_tokens", [None, 1, 40])
 def test_every_sample_is_computed_once(seed: int, max_tokens: int | None) -> None:
     plan, forms = drawn(seed)
     for is_aligned in (True, False):
-        bags = forward_passes(plan, forms, max_tokens=max_tokens, is_aligned=is_aligned)
+        bags = passes_of(plan, forms, max_tokens=max_tokens, is_aligned=is_aligned)
         counted = [[of for of in passes if not of.is_dummy] for passes in bags]
         for bag, (passes, real) in enumerate(zip(bags, counted, strict=True)):
             computed = sorted(one for of in real for one in of.ids.tolist())
@@ -50,8 +57,8 @@ def test_every_sample_is_computed_once(seed: int, max_tokens: int | None) -> Non
 def test_a_bag_without_samples_computes_the_shortest_one() -> None:
     plan = plan_batch([[30, 4], []], "g1n2", COST, planner="lpt")
     alone = plan_batch([[9], []], "g1n2", COST)
-    (first, second) = forward_passes(alone, np.array([1]), max_tokens=None, is_aligned=True)
+    (first, second) = passes_of(alone, np.array([1]), max_tokens=None, is_aligned=True)
     kinds = sorted((of.is_dummy, of.ids.tolist()) for of in (*first, *second))
     assert kinds == [(False, [0]), (True, [0])]
-    both = forward_passes(plan, np.array([1, 2]), max_tokens=None, is_aligned=True)
+    both = passes_of(plan, np.array([1, 2]), max_tokens=None, is_aligned=True)
     assert not any(of.is_dummy for passes in both for of in passes)

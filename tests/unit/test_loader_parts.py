@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bascule.comm.groups import RankGroup
-from bascule.comm.sample_bytes import Parcel
+from bascule.comm.samples.sample_bytes import Parcel
 from bascule.data.cost_tracker import CostTracker, _drift
 from bascule.data.loader_batch import LoaderMetrics
 from bascule.data.redistribute import Delivered, StepData, Verdict, _without_idle_ranks

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.comm.groups import RankGroup
-from bascule.comm.sample_bytes import Parcel
+from bascule.comm.samples.sample_bytes import Parcel
 from bascule.errors import ConfigError
 
 Ints = npt.NDArray[np.int64]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bascule.comm.sample_bytes import Parcel, parcel
+from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.data.samples.loaded import Offer, Sample, whole_number
 from bascule.data.source import Reading
 from bascule.errors import ConfigError, PlanError

@@ -10,7 +10,7 @@ import torch
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.sample_bytes import Parcel, read
+from bascule.comm.samples.sample_bytes import Parcel, read
 from bascule.comm.transfers import all_gather, all_to_all
 from bascule.data.samples.loaded import DataRanks, Ints, Loaded, Sample
 from bascule.plan.batch import Plan

@@ -13,17 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.exchange import BoundRoute, move_rows
 from bascule.comm.guard.failures import told
 from bascule.comm.meshes import AttentionMesh, meshes_over
-from bascule.comm.sample_bytes import Parcel, parcel, read
+from bascule.comm.samples.sample_bytes import Parcel, parcel, read
+from bascule.comm.samples.sample_moves import ItemMove, move_parcels, num_rows
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.agreement import Asked, agree_on_split
 from bascule.integrations.diffusers.arguments import parameters_of, required_of
 from bascule.integrations.diffusers.handle import Parallelized
 from bascule.integrations.diffusers.hooks import SplitModel, check_model
 from bascule.integrations.diffusers.tables import SplitTable, table_of
-from bascule.integrations.diffusers.training.forward_passes import ForwardPass, forward_passes
 from bascule.integrations.diffusers.training.sample_batches import (
     Sample,
     batch_of,
@@ -36,12 +35,12 @@ from bascule.parallel import SequenceParallel
 from bascule.parallel_step import Step
 from bascule.plan.batch import Plan
 from bascule.plan.checks import whole
-from bascule.plan.routes import Ints, Route, cumulative, ranges
+from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
+from bascule.plan.routes import Ints, cumulative, ranges
 
 Loss = Callable[[Tensor, dict[str, Any]], Tensor]
 """Takes the model's output and the batch; gives (batch, ..), whose mean is the loss of a sample."""
 
-_ROW_BYTES = 512  # what a sample is padded to on the wire: index tables have a number a row
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 _NUM_NUMBERS = 3  # of a sample: form, rows, weight
 
@@ -164,8 +163,11 @@ class BalancedModel:
         parallel, measured = self._parallel, self._measured(samples)
         step = self._step = parallel.plan([one.length for one in measured])
         forms, rows, weights = self._agree(step, samples, measured)
+        plan = step.plan
         bags = forward_passes(
-            step.plan, forms, max_tokens=self._max_tokens, is_aligned=self._is_sharded
+            *(plan.bag_of, plan.seq_lens, forms, plan.topology.bag_sizes),
+            max_tokens=self._max_tokens,
+            is_aligned=self._is_sharded,
         )
         arrived = self._exchange(step, bags, rows, [one.parcel for one in measured])
         bag = int(step.plan.topology.bag_of_rank[parallel.rank])
@@ -251,23 +253,11 @@ class BalancedModel:
         dest = ranges(plan.topology.first_ranks[bag_of], sizes)
         first_of_rank = cumulative(rows)[cumulative(plan.source_counts)[:-1]]
         starts = cumulative(rows)[:-1] - first_of_rank[plan.source_ranks]
-        args = plan.source_ranks[ids], dest, rows[ids], parallel.rank, parallel.group.size
-        route = Route.of_items(*args, starts=starts[ids])
-        sent = torch.empty(
-            sum(_num_rows(one) for one in parcels),
-            _ROW_BYTES,
-            dtype=torch.uint8,
-            device=parallel.device,
-        )
-        at = 0
-        for one in parcels:
-            one.write(sent[at : at + _num_rows(one)].flatten()[: one.num_bytes])
-            at += _num_rows(one)
-        bound = BoundRoute(route, parallel.group, parallel.device, step.number, "samples")
-        (received,) = move_rows(bound, [sent])
+        where = parallel.group, parallel.device, step.number, "samples"
+        move = ItemMove(plan.source_ranks[ids], dest, *where)
+        received = move_parcels(move, parcels, rows[ids], starts=starts[ids])
         own = ids[dest == parallel.rank]
-        parts = received.split(rows[own].tolist())
-        return {one: read(part.flatten()) for one, part in zip(own.tolist(), parts, strict=True)}
+        return {one: read(part) for one, part in zip(own.tolist(), received, strict=True)}
 
     def _mesh_of(self, plan: Plan, bag: int) -> AttentionMesh | None:
         """The ranks of a bag; None for one."""
@@ -331,11 +321,7 @@ class _Measured:
     @property
     def num_rows(self) -> int:
         """On the wire."""
-        return _num_rows(self.parcel)
-
-
-def _num_rows(one: Parcel) -> int:
-    return -(-one.num_bytes // _ROW_BYTES)
+        return num_rows(self.parcel)
 
 
 def _one(sample: Sample) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.comm.sample_bytes import parcel
+from bascule.comm.samples.sample_bytes import parcel
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import holds_tensors
 

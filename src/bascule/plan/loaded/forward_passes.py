@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bascule.plan.batch import Plan
 from bascule.plan.routes import Ints
 
 
@@ -24,7 +23,13 @@ class ForwardPass:
 
 
 def forward_passes(
-    plan: Plan, forms: Ints, *, max_tokens: int | None, is_aligned: bool
+    bag_of: Ints,
+    lens: Ints,
+    forms: Ints,
+    bag_sizes: Ints,
+    *,
+    max_tokens: int | None = None,
+    is_aligned: bool,
 ) -> list[list[ForwardPass]]:
     """The forward passes of each bag, the longest first.
 
@@ -32,23 +37,23 @@ def forward_passes(
     computes the shortest sample once more, or that of another bag.
 
     Args:
-        plan: The bag of each sample; there is one sample at least.
+        bag_of: (num_seqs,) the bag of each sample; there is one sample at least.
+        lens: (num_seqs,) its tokens.
         forms: (num_seqs,) samples of the same form fit into one batch.
+        bag_sizes: (num_bags,) ranks of each bag.
         max_tokens: Most tokens of a pass on a rank; a longer sample goes alone.
         is_aligned: Whether all bags need as many passes, as under FSDP; else each needs one.
     """
-    by_bag = np.argsort(plan.bag_of, kind="stable")
-    counts = np.bincount(plan.bag_of, minlength=plan.topology.num_bags)
+    by_bag = np.argsort(bag_of, kind="stable")
+    parts = np.split(by_bag, np.cumsum(np.bincount(bag_of, minlength=bag_sizes.size))[:-1])
     bags = [
-        _by_form(ids, plan.seq_lens, forms, None if max_tokens is None else max_tokens * size)
-        for ids, size in zip(
-            np.split(by_bag, np.cumsum(counts)[:-1]), plan.topology.bag_sizes.tolist(), strict=True
-        )
+        _by_form(ids, lens, forms, None if max_tokens is None else max_tokens * size)
+        for ids, size in zip(parts, bag_sizes.tolist(), strict=True)
     ]
     wanted = max(map(len, bags)) if is_aligned else 1
-    shortest = plan.seq_lens.argmin()
+    shortest = np.array([lens.argmin()])
     for passes in bags:
-        _fill(passes, wanted, plan.seq_lens, np.array([shortest]))
+        _fill(passes, wanted, lens, shortest)
         passes.sort(key=lambda one: (one.is_dummy, -one.num_tokens))
     return bags
 

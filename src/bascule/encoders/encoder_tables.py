@@ -1,0 +1,212 @@
+"""Encoder tables: one for each family says what the items of a call are, and how long each is.
+
+Items lie along the first dim of all tensors of a call: one row each, as the images of a batch, or
+several, as the patches of images of unlike sizes. What comes out is cut likewise.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bascule.comm.samples.nests import leaves_of, rebuilt
+from bascule.comm.samples.sample_bytes import parcel
+from bascule.encoders import item_lengths
+from bascule.errors import ConfigError
+from bascule.plan.limits import Limits
+
+Item = dict[str, Any]
+"""The arguments of a call for one item alone, by name."""
+
+Length = int | tuple[int, float]
+"""Tokens of an item; and pairs of a query and a key that a layer computes, on the mean of them."""
+
+
+@dataclass(frozen=True)
+class EncoderTable:
+    """Says how the items of a call are cut apart and put together.
+
+    Attributes:
+        length: Tokens of an item, from the module and the item; None: the user gives `length_fn`.
+        packed: Arguments in which an item has as many rows as its size; the others have one.
+        sizes: The sizes of the items of a call, from its arguments; None: all are 1.
+        method: What is called of the module, where it is not the module itself.
+        sources: Arguments of the model around the module that hold items; the module is called
+            once for each that is there, in this order.
+    """
+
+    length: Callable[[nn.Module, Item], Length] | None = None
+    packed: tuple[str, ...] = ()
+    sizes: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
+    method: str | None = None
+    sources: tuple[str, ...] = field(default=("pixel_values", "pixel_values_videos"))
+
+    def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
+        """The items of a call; views.
+
+        Raises:
+            ConfigError: Arguments have unlike numbers of items.
+        """
+        counts = self._counts(arguments)
+        given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        sizes = None if self.sizes is None else list(self.sizes(arguments))
+        num = counts.pop() if len(counts) == 1 else -1
+        if sizes is not None and len(sizes) != num:
+            num = -1
+        total = num if sizes is None else sum(sizes)
+        shapes = {name: tuple(x.shape) for name, x in given.items()}
+        if num < 0 or any(given[name].shape[0] != total for name in self.packed if name in given):
+            raise ConfigError(
+                f"arguments of shapes {shapes} do not hold as many items each: give tensors with "
+                f"one row an item{', or its size in ' + str(self.packed) if self.packed else ''}"
+            )
+        parts = {
+            name: x.split(sizes if name in self.packed and sizes is not None else 1)
+            for name, x in given.items()
+        }
+        return [{**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(num)]
+
+    def join(self, items: Sequence[Item]) -> Item:
+        """The arguments of one call for items of the same form."""
+        first = items[0]
+        alike = {name: x for name, x in first.items() if not isinstance(x, Tensor)}
+        tensors = first.keys() - alike.keys()
+        return alike | {name: torch.cat([item[name] for item in items]) for name in tensors}
+
+    def parts(self, output: Any, items: Sequence[Item]) -> list[list[Tensor]]:
+        """The tensors of an output that belong to each item, in the order of the nest.
+
+        Raises:
+            ConfigError: A tensor cannot be cut into the items.
+        """
+        sizes = [1 if self.sizes is None else self.sizes(item)[0] for item in items]
+        columns = [_cut(leaf, sizes) for leaf in leaves_of(output)]
+        return [list(own) for own in zip(*columns, strict=True)] if columns else [[] for _ in items]
+
+    def _counts(self, arguments: Mapping[str, Any]) -> set[int]:
+        """Numbers of rows of arguments with one row an item."""
+        given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+        if any(x.dim() == 0 for x in given.values()):
+            raise ConfigError("an argument is a tensor without dims: give one row an item")
+        return {x.shape[0] for name, x in given.items() if name not in self.packed}
+
+
+def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """One row an item, or rows as their sizes."""
+    num, total = leaf.shape[0] if leaf.dim() else -1, sum(sizes)
+    rows, is_whole = [1] * len(sizes), num == len(sizes)
+    if not is_whole:
+        rows = [num * size // total for size in sizes]
+        is_whole = num >= 0 and not any(num * size % total for size in sizes)
+    if not is_whole:
+        raise ConfigError(
+            f"an output of shape {tuple(leaf.shape)} cannot be cut into {len(sizes)} items of "
+            f"sizes {list(sizes)[:8]}: the module must give each item rows of the first dim"
+        )
+    return leaf.split(rows)
+
+
+def filled(output: Any, leaves: Sequence[Tensor]) -> Any:
+    """An output of the same form around other tensors."""
+    return rebuilt(output, iter(leaves))
+
+
+def form_of(item: Item, device: torch.device) -> int:
+    """A number that is the same for items that fit into one call."""
+    tensors = {name: x for name, x in item.items() if isinstance(x, Tensor)}
+    shapes = sorted((name, str(x.dtype), *x.shape[1:]) for name, x in tensors.items())
+    digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
+    rest = {name: item[name] for name in sorted(item.keys() - tensors.keys())}
+    for part in parcel(rest, device).parts:
+        digest.update(part.numpy(force=True).tobytes())
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item) -> Item:
+    """The arguments of a call by name, without those that are None.
+
+    Raises:
+        ConfigError: They are not those of the function.
+    """
+    try:
+        bound = inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"the encoder cannot be called so: {error}") from None
+    named: Item = {}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ConfigError("the encoder takes arguments without names (*args): give them names")
+        named |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def _grid_sizes(arguments: Mapping[str, Any]) -> list[int]:
+    return arguments["grid_thw"].prod(-1).tolist()
+
+
+_QWEN = EncoderTable(length=item_lengths.of_patches, packed=("hidden_states",), sizes=_grid_sizes)
+_IMAGES = EncoderTable(length=item_lengths.of_image)
+_TEXTS = EncoderTable(length=item_lengths.of_text, sources=())
+_VAE = EncoderTable(length=item_lengths.of_pixels, method="encode", sources=())
+
+TABLES: Mapping[str, EncoderTable] = {
+    f"{library}.models.{name}": table
+    for library, tables in {
+        "transformers": {
+            "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": _QWEN,
+            "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": _QWEN,
+            "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel": _QWEN,
+            "internvl.modeling_internvl.InternVLVisionModel": _IMAGES,
+            "siglip.modeling_siglip.SiglipVisionModel": _IMAGES,
+            "clip.modeling_clip.CLIPVisionModel": _IMAGES,
+            "clip.modeling_clip.CLIPTextModel": _TEXTS,
+            "clip.modeling_clip.CLIPTextModelWithProjection": _TEXTS,
+            "t5.modeling_t5.T5EncoderModel": _TEXTS,
+            "umt5.modeling_umt5.UMT5EncoderModel": _TEXTS,
+        },
+        "diffusers": {
+            "autoencoders.autoencoder_kl.AutoencoderKL": _VAE,
+            "autoencoders.autoencoder_kl_wan.AutoencoderKLWan": _VAE,
+            "autoencoders.autoencoder_kl_qwenimage.AutoencoderKLQwenImage": _VAE,
+        },
+    }.items()
+    for name, table in tables.items()
+}
+"""By the path of the module's class."""
+
+
+def table_of(module: nn.Module) -> EncoderTable:
+    """The table of a module's class, or of the nearest class that it is made from.
+
+    That of a module of no known class has one row an item in every argument, and no length.
+    """
+    for cls in type(module).__mro__:
+        table = TABLES.get(f"{cls.__module__}.{cls.__qualname__}")
+        if table is not None:
+            return table
+    return EncoderTable()
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOptions:
+    """How a BalancedEncoder works, where the defaults do not fit.
+
+    Attributes:
+        table: What the items of a call are. Default: the one for the module's class.
+        limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
+        home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
+            fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
+        device: Where the tensors are. Default: the mesh's, or the group's back end's.
+        timeout_s: Longest wait of a collective, in seconds.
+    """
+
+    table: EncoderTable | None = None
+    limits: Limits | None = None
+    home_tolerance: float = 0.02
+    device: torch.device | str | None = None
+    timeout_s: float = 600.0

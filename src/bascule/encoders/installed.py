@@ -1,0 +1,124 @@
+"""A balanced encoder within a model that is not edited."""
+
+import inspect
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from bascule.comm.guard.failures import told
+from bascule.encoders.features import Features, attach
+from bascule.errors import ConfigError
+
+if TYPE_CHECKING:
+    from bascule.encoders.balanced_encoder import BalancedEncoder
+    from bascule.encoders.item_plans import Encoding
+
+
+class Installed:
+    """A balanced encoder in its place within a model; made by `BalancedEncoder.install`.
+
+    In a forward pass the model calls its encoder once for each kind of items that its batch has,
+    as images and videos. Ranks' batches have unlike kinds; so every rank takes part once for every
+    kind, in the same order: for those that it does not have, before or after its own calls.
+
+    Attributes:
+        encodings: What the last forward pass moved, by kind; None for one that no rank had.
+    """
+
+    def __init__(self, encoder: "BalancedEncoder", model: nn.Module) -> None:
+        self._encoder = encoder
+        self._parent, self._name = _holder(model, encoder.module)
+        self._kinds = encoder.table.sources
+        self._left: list[bool] = []  # of the kinds that are left: whether the model calls for it
+        self._tokens: list[Tensor | None] = []
+        self.encodings: list[Encoding | None] = []
+        self._stand_in = _StandIn(encoder.module, self)
+        self._hooks = [
+            self._parent.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._parent.register_forward_hook(self._end, with_kwargs=True, always_call=True),
+        ]
+
+    def undo(self) -> None:
+        """Take the encoder out: the model calls its own again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @told("a forward pass with a balanced encoder")
+    def _begin(self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        parameters = inspect.signature(parent.forward).parameters
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        self._left = [given.get(kind) is not None for kind in self._kinds]
+        self._tokens, self.encodings = [], []
+        parent._modules[self._name] = self._stand_in
+        self._take_part()
+
+    @told("the end of a forward pass with a balanced encoder")
+    def _end(
+        self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        del args, kwargs
+        parent._modules[self._name] = self._encoder.module
+        tokens, self._tokens = self._tokens, []
+        if output is not None and self._left:
+            raise ConfigError(
+                f"the model did not call its encoder for all of {self._kinds} that it was given: "
+                "name the arguments with items in EncoderTable(sources=..)"
+            )
+        # The last one comes first in the backward pass, and the others after it.
+        return None if output is None else attach(output, tokens[-1:])
+
+    def _take_part(self) -> None:
+        """In what other ranks encode before this rank's next call, or after its last one."""
+        while self._left and not self._left[0]:
+            self._left.pop(0)
+            self._keep(self._encoder.take_part(self._token))
+
+    def _keep(self, features: Features) -> None:
+        self._tokens.append(features.token)
+        self.encodings.append(self._encoder.last)
+
+    @property
+    def _token(self) -> Tensor | None:
+        return self._tokens[-1] if self._tokens else None
+
+    @told("a call of a balanced encoder")
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the model gets when it calls its encoder."""
+        if not self._left:
+            raise ConfigError(
+                f"the model calls its encoder more often than it was given {self._kinds}: name "
+                "the arguments with items in EncoderTable(sources=..)"
+            )
+        self._left.pop(0)
+        features: Features = self._encoder.call_after(self._token, args, kwargs)
+        self._keep(features)
+        self._take_part()
+        return features.together
+
+
+class _StandIn(nn.Module):
+    """Is called in place of the encoder, and has all else from it."""
+
+    def __init__(self, module: nn.Module, installed: Installed) -> None:
+        super().__init__()
+        object.__setattr__(self, "_encoder", module)
+        object.__setattr__(self, "_installed", installed)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._installed.call(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_encoder"], name)
+
+
+def _holder(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
+    """The part of the model that has the module, and under which name."""
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if child is module:
+                return parent, name
+    raise ConfigError(
+        f"a {type(model).__name__} does not contain this {type(module).__name__}: install the "
+        "encoder in the model whose encoder it was made with"
+    )

@@ -1,0 +1,327 @@
+"""Balanced encoders: features and all gradients are those without balancing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import bascule
+from bascule.encoders import BalancedEncoder, EncoderOptions
+from tests.helpers.encoder_cases import (
+    check_failing_image,
+    check_items,
+    check_padded_texts,
+    check_vlm,
+)
+from tests.helpers.ranks import raised_by, run_ranks
+
+COST = bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
+
+
+@dataclass
+class Both:
+    """An output that is nested."""
+
+    first: Tensor
+    rest: tuple[Tensor, dict[str, Tensor | None]]
+
+
+class Toy(nn.Module):
+    """Items (1, L, 4) of unlike L; an output that is nested."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner, self.outer = nn.Linear(4, 6).double(), nn.Linear(6, 3).double()
+
+    def forward(self, x: Tensor, ids: Tensor, scale: float = 1.0) -> Both:
+        if bool((ids == 13).any()):
+            raise ValueError("item 13 cannot be encoded")
+        hidden = torch.tanh(self.inner(x) * scale).cumsum(1)
+        return Both(self.outer(hidden), (hidden.mean(1), {"ids": ids, "none": None}))
+
+
+def items_of(rank: int, counts: list[int], requires_grad: bool = True) -> list[dict[str, Any]]:
+    """Of unlike lengths; every one has its own number."""
+    generator = torch.Generator().manual_seed(rank)
+    items = list[dict[str, Any]]()
+    for i in range(counts[rank]):
+        length = int(torch.randint(1, 6, (), generator=generator)) * (1 + 5 * (rank == 0))
+        x = torch.randn(1, length, 4, generator=generator, dtype=torch.float64)
+        ids = torch.tensor([[100 * rank + i]])
+        items.append({"x": x.requires_grad_(requires_grad), "ids": ids, "scale": 0.5})
+    return items
+
+
+def loss_of(features: list[Both], rank: int) -> Tensor:
+    """Weighs every number of every feature by itself, its rank and its place."""
+    total = torch.zeros((), dtype=torch.float64)
+    for place, one in enumerate(features):
+        weights = torch.arange(one.first.numel(), dtype=torch.float64).view_as(one.first)
+        total = total + (one.first * weights.sin() * (place + 1 + 10 * rank)).sum()
+        total = total + (one.rest[0] ** 2).sum()
+    return total
+
+
+def summed(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    torch.distributed.all_reduce(total)
+    return total
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def expected_of(items: list[dict[str, Any]], rank: int) -> tuple[list[Both], list[Tensor]]:
+    """Features without balancing, and the sum over ranks of the gradients of the parameters."""
+    toy = Toy()
+    features = [toy(**item) for item in items]
+    loss = loss_of(features, rank) + 0.0 * sum(p.sum() for p in toy.parameters())
+    loss.backward()
+    return features, [summed(p.grad) for p in toy.parameters() if p.grad is not None]
+
+
+def check_toy(counts: list[int], way: str) -> str:
+    rank = torch.distributed.get_rank()
+    items = items_of(rank, counts)
+    expected, expected_grads = expected_of(items, rank)
+    expected_inputs = [item["x"].grad.clone() for item in items]
+    for item in items:
+        item["x"].grad = None
+    if way == "frozen inputs":
+        for item in items:
+            item["x"].requires_grad_(False)
+    toy = Toy()
+    module: nn.Module = toy
+    if way == "fsdp":
+        fully_shard(toy.inner)
+        fully_shard(toy)
+    if way == "ddp":
+        module = nn.parallel.DistributedDataParallel(toy)
+    encoder = BalancedEncoder(module, length_fn=lambda item: item["x"].shape[1], cost=COST)
+    if way == "checkpoint":
+        kept: list[Any] = []
+
+        def encode(marker: Tensor) -> Tensor:
+            features = encoder(items)
+            kept[:] = [features]
+            return features.attach(loss_of(features, rank) + 0.0 * marker)
+
+        loss = checkpoint(encode, torch.zeros((), requires_grad=True), use_reentrant=False)
+        features = kept[0]
+    else:
+        features = encoder(items)
+        loss = features.attach(loss_of(features, rank))
+    assert len(features) == len(expected)
+    for found, one in zip(features, expected, strict=True):
+        close(found.first, one.first)
+        close(found.rest[0], one.rest[0])
+        torch.testing.assert_close(found.rest[1], one.rest[1])
+    loss.backward()
+    if way != "frozen inputs":
+        for item, grad in zip(items, expected_inputs, strict=True):
+            close(item["x"].grad, grad)
+    for parameter, grad in zip(toy.parameters(), expected_grads, strict=True):
+        own = parameter.grad
+        assert own is not None
+        if way == "fsdp":
+            assert isinstance(own, DTensor)
+            close(own.full_tensor() * len(counts), grad)
+        elif way == "ddp":
+            close(own * len(counts), grad)
+        else:
+            close(summed(own), grad)
+    assert encoder.last is not None
+    return str(encoder.last)
+
+
+def all_ways(counts: list[int]) -> list[str]:
+    ways = ("plain", "frozen inputs", "fsdp", "ddp", "checkpoint")
+    return [check_toy(counts, way) for way in ways]
+
+
+@pytest.mark.parametrize("counts", [[3, 0], [5, 0, 2], [12, 12, 12, 12], [1, 0, 0, 0]])
+def test_features_and_gradients_are_those_without_balancing(counts: list[int]) -> None:
+    said = run_ranks(all_ways, len(counts), counts)
+    assert all(one == said[0] for one in said)
+    print(said[0])
+
+
+SHAPES = {
+    2: [[(2, 3), (4, 4), (1, 2), (3, 3)], []],
+    3: [[(1, 2)], [(2, 3), (5, 4), (1, 2), (3, 3)], []],
+    4: [[], [(2, 2)], [(2, 3), (6, 4), (1, 2), (3, 3)], []],
+}
+TILES = {
+    2: [[(1, 2), (2, 2), (1, 1)], []],
+    3: [[(1, 2)], [(2, 2), (2, 1), (1, 1)], []],
+    4: [[], [(2, 2)], [(1, 2), (2, 2), (1, 2)], []],
+}
+PROJECTED = ("internvl", "llava_onevision")
+"""Models that have a layer of their own between tower and text."""
+VIDEOS = {2: [False, True], 3: [True, True, False], 4: [True, False, False, False]}
+
+
+def all_vlms(names: list[str], ways: list[str]) -> list[str]:
+    said, size = list[str](), torch.distributed.get_world_size()
+    for name in names:
+        for way in ways:
+            videos = [False] * size if name == "internvl" else VIDEOS[size]
+            if name == "llava_onevision" and way == "fsdp":
+                continue  # transformers finds no hidden states then, with or without balancing
+            shapes = TILES[size] if name == "llava_onevision" else SHAPES[size]
+            if name in PROJECTED and way == "fsdp":  # FSDP waits for ranks that do not project
+                shapes = [own or [(1, 1)] for own in shapes]
+            said.append(check_vlm(name, shapes, videos, way))
+    return said
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", *PROJECTED])
+def test_a_vlm_that_is_not_edited_trains_alike(name: str) -> None:
+    pytest.importorskip("transformers")
+    for size in (2, 3, 4):
+        ways = ["plain", "fsdp", "checkpoint", "frozen"] if size != 4 else ["plain", "fsdp"]
+        if name not in PROJECTED:
+            ways += ["ddp"]  # without balancing it would wait for ranks without images
+        said = run_ranks(all_vlms, size, [name], ways)
+        assert all(one == said[0] for one in said)
+        assert all("items moved: imbalance" in one for one in said[0]), said[0]
+
+
+TEXTS = {2: [[3, 9, 4, 4], []], 3: [[2], [9, 5, 5, 9, 1], []], 4: [[], [7, 7, 3, 8], [2], []]}
+PIXELS = {
+    2: [[(1, 16, 16), (5, 8, 16), (1, 8, 8), (1, 8, 16)], []],
+    3: [[(1, 8, 8)], [(5, 16, 16), (1, 8, 16), (1, 8, 8), (1, 8, 8)], []],
+    4: [[], [(1, 8, 8)], [(1, 16, 16), (5, 8, 8), (1, 8, 8), (1, 8, 8)], []],
+}
+
+
+def all_items(kinds: list[str], ways: list[str]) -> list[str]:
+    given = (TEXTS if "t5" in kinds else PIXELS)[torch.distributed.get_world_size()]
+    cases = [(kind, way) for kind in kinds for way in ways]
+    # Wan's and Qwen-Image's call their encoder once for every few frames: FSDP would wait forever.
+    cases = [(kind, way) for kind, way in cases if way != "fsdp" or kind not in ("wan", "qwen")]
+    return [check_items(kind, given, way) for kind, way in cases]
+
+
+@pytest.mark.parametrize("kinds", [["t5", "umt5", "clip"], ["kl", "wan", "qwen"]], ids=str)
+def test_texts_and_images_are_encoded_alike_on_any_rank(kinds: list[str]) -> None:
+    pytest.importorskip("transformers" if "t5" in kinds else "diffusers")
+    for size in (2, 3, 4):
+        said = run_ranks(all_items, size, kinds, ["plain", "fsdp"] if size < 4 else ["plain"])
+        assert all(one == said[0] for one in said)
+        assert all("items moved" in one and "none" not in one for one in said[0]), said[0]
+
+
+def all_padded(kinds: list[str]) -> list[str]:
+    return [check_padded_texts(kind) for kind in kinds]
+
+
+def test_a_padded_batch_of_texts_is_encoded_as_by_the_module() -> None:
+    pytest.importorskip("transformers")
+    said = run_ranks(all_padded, 3, ["t5", "umt5", "clip"])
+    assert said[0] == ["3 of 6 items moved: imbalance 1.00 instead of 2.50"] * 3
+
+
+def failures() -> list[tuple[list[str], str]]:
+    rank = torch.distributed.get_rank()
+    encoder = BalancedEncoder(Toy(), length_fn=lambda item: item["x"].shape[1], cost=COST)
+    x, ids = torch.ones(1, 4, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64)
+    good = [{"x": x, "ids": ids}] * 3
+    bad: list[list[dict[str, Any]]] = [
+        [{"x": x, "ids": ids + 13}],  # fails in the module, wherever it is encoded
+        [{"x": x[:, :0], "ids": ids}],  # has no length
+        [{"x": x.expand(2, 4, 4), "ids": ids}],  # is two items
+        [{"x": x, "ids": ids, "scale": object()}],  # cannot travel
+        [{"y": x}],  # has no x
+    ]
+    said = [raised_by(encoder, items if rank == 1 else good) for items in bad]
+    said.append(raised_by(encoder.call, x[:0], ids[:0]))
+    said.append(raised_by(encoder.call, x, ids, 1.0, 2.0))
+    with torch.set_grad_enabled(rank == 0):
+        said.append(raised_by(encoder, good))
+    assert len(encoder(good)) == 3  # all of them can go on
+    return said
+
+
+def test_an_item_that_fails_is_the_same_error_on_all_ranks() -> None:
+    said = run_ranks(failures, 3)
+    assert said[0] == said[1] == said[2]
+    texts = [
+        "ValueError('item 13 cannot be encoded')",
+        "rank 1 of group 'plan': item 0: length_fn is 0; it must be an integer",
+        "do not hold as many items each",
+        "item 0: ",
+        "item 0: KeyError('x')",
+        "no rank has an item to encode",
+        "the encoder cannot be called so: too many positional arguments",
+        "disagree on gradients",
+    ]
+    for (kinds, text), expected in zip(said[0], texts, strict=True):
+        assert expected in text, text
+        assert {"CommError", "ConfigError"} & set(kinds)
+
+
+def fails_when_sharded() -> tuple[list[str], str]:
+    rank, toy = torch.distributed.get_rank(), Toy()
+    fully_shard(toy.inner)
+    fully_shard(toy)
+    encoder = BalancedEncoder(toy, length_fn=lambda item: item["x"].shape[1], cost=COST)
+    x, ids = torch.ones(1, 4, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64)
+    kinds, text = raised_by(encoder, [{"x": x, "ids": ids + 13 * (rank == 1)}])
+    return kinds, text
+
+
+def test_a_sharded_encoder_that_fails_on_a_rank_ends_the_others() -> None:
+    said = run_ranks(fails_when_sharded, 2)
+    assert "item 13" in said[1][1]
+    assert "item 13" in said[0][1], said[0]
+
+
+def test_a_wrong_image_of_a_model_is_the_same_error_on_all_ranks() -> None:
+    pytest.importorskip("transformers")
+    said = run_ranks(check_failing_image, 3)
+    assert said[0] == said[1] == said[2]
+    assert "do not hold as many items each" in said[0][1] and "rank 1" in said[0][1]
+
+
+def choices() -> list[str]:
+    rank = torch.distributed.get_rank()
+    lengths = [[6, 4, 2], [4, 4, 4], []][rank]
+    x, ids = torch.ones(1, 8, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64)
+    items = [{"x": x[:, :n], "ids": ids} for n in lengths]
+    said = list[str]()
+
+    def encode(**options: Any) -> str:
+        encoder = BalancedEncoder(
+            Toy(),
+            length_fn=lambda item: item["x"].shape[1],
+            cost=COST,
+            options=EncoderOptions(**options),
+        )
+        encoder(items)
+        return str(encoder.last)
+
+    said.append(encode())
+    said.append(encode(home_tolerance=0.5))
+    said.append(encode(limits=bascule.Limits(tokens=8)))
+    said.append(raised_by(encode, limits=bascule.Limits(tokens=7))[0][0])
+    said.append(raised_by(encode, limits=bascule.Limits(num_bytes=400))[0][0])
+    return said
+
+
+def test_items_stay_where_moving_does_not_pay_and_limits_hold() -> None:
+    said = run_ranks(choices, 3)
+    assert said[0] == said[1] == said[2]
+    even = "items moved: imbalance 1.00 instead of 1.50"
+    assert said[0][0].endswith(even) and said[0][2].endswith(even)
+    assert said[0][1] == (
+        "none of 6 items moved: no plan gains enough over the imbalance of 1.50 as given"
+    )
+    assert said[0][3:] == ["PlanError", "PlanError"]

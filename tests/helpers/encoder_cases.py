@@ -1,0 +1,326 @@
+"""VLMs whose encoders are balanced, beside the same without: features, losses, gradients."""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import bascule
+from bascule.comm.samples.nests import leaves_of
+from bascule.encoders import BalancedEncoder
+from tests.helpers.ranks import raised_by
+from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, TEXT, VIDEO, make_model
+
+COST = bascule.TransformerCost(16)
+
+
+def images_of(name: str, seed: int, sizes: list[tuple[int, int]]) -> dict[str, Any]:
+    """Pixels of images of rows x columns merged patches; of InternVL as many tiles."""
+    generator = torch.Generator().manual_seed(seed)
+    num = sum(rows * columns for rows, columns in sizes)
+    if name == "internvl":
+        shape: tuple[int, ...] = (num, 3, 8, 8)
+    else:
+        shape = (4 * num, PATCH_VALUES)
+    pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if name == "internvl":
+        return {"pixel_values": pixels}
+    grids = torch.tensor([(1, 2 * rows, 2 * columns) for rows, columns in sizes])
+    return {"pixel_values": pixels, "image_grid_thw": grids}
+
+
+def batch_of(name: str, rank: int, sizes: list[tuple[int, int]], has_video: bool) -> dict[str, Any]:
+    """One sample: text, its images, and a video of two frames of 2 x 2 merged patches."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    tiles = 4 if name == "internvl" else 1
+    ids = [torch.randint(0, 50, (4,), generator=generator)]
+    for rows, columns in sizes:
+        ids += [torch.full((rows * columns * tiles,), IMAGE)]
+        ids += [torch.randint(0, 50, (2,), generator=generator)]
+    batch = images_of(name, rank, sizes) if sizes else {}
+    if has_video:
+        video = torch.randn(32, PATCH_VALUES, generator=generator, dtype=torch.float64)
+        batch |= {"pixel_values_videos": video, "video_grid_thw": torch.tensor([(2, 4, 4)])}
+        frames = [4, 4] if name == "qwen3_vl" else [8]  # Qwen3-VL has times between frames
+        for num in frames:
+            ids += [torch.full((num,), VIDEO), torch.randint(0, 50, (1,), generator=generator)]
+    input_ids = torch.cat(ids).clamp_max(VIDEO)
+    types = (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO)
+    return {
+        "input_ids": input_ids[None],
+        **({} if name == "internvl" else {"mm_token_type_ids": types[None]}),
+        **batch,
+    }
+
+
+def loss_of(model: Any, batch: dict[str, Any], rank: int) -> Tensor:
+    logits = model(**batch, use_cache=False).logits
+    weights = torch.arange(logits.numel(), dtype=torch.float64).view_as(logits).sin()
+    return (torch.tanh(logits) * weights).sum() * (1 + rank)
+
+
+def gradients_of(model: Any, is_averaged: bool = False) -> dict[str, Tensor]:
+    """Summed over ranks."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if isinstance(grad, DTensor):
+            found[name] = grad.full_tensor() * dist.get_world_size()
+        elif is_averaged:
+            found[name] = grad * dist.get_world_size()
+        else:
+            found[name] = grad.clone()
+            dist.all_reduce(found[name])
+    return found
+
+
+def shard(model: Any) -> None:
+    """Blocks of the tower, the tower, the blocks of the language model, and the rest."""
+    tower = tower_of(model)
+    encoder = getattr(tower, "encoder", None)
+    layers = tower.blocks if encoder is None else getattr(encoder, "layer", None) or encoder.layers
+    for block in (*layers, tower, *model.model.language_model.layers, model):
+        fully_shard(block)
+
+
+def tower_of(model: Any) -> Any:
+    inner = model.model
+    return inner.visual if hasattr(inner, "visual") else inner.vision_tower
+
+
+def text_encoder(name: str) -> Any:
+    """Tiny, with random weights."""
+    import transformers
+
+    tf: Any = transformers
+    torch.manual_seed(0)
+    if name == "clip":
+        sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "eos_token_id": 2}
+        return tf.CLIPTextModel(tf.CLIPTextConfig(**sizes)).double().eval()
+    sizes = {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
+    sizes |= {"num_heads": 2, "dropout_rate": 0.0}
+    if name == "t5":
+        return tf.T5EncoderModel(tf.T5Config(**sizes)).double().eval()
+    return tf.UMT5EncoderModel(tf.UMT5Config(**sizes)).double().eval()
+
+
+def image_encoder(name: str) -> Any:
+    """A tiny VAE with random weights."""
+    import diffusers as host
+
+    diffusers: Any = host
+    torch.manual_seed(0)
+    if name == "kl":
+        sizes: dict[str, Any] = {
+            "block_out_channels": (8, 8),
+            "norm_num_groups": 4,
+            "latent_channels": 2,
+        }
+        sizes |= {"down_block_types": ("DownEncoderBlock2D",) * 2}
+        sizes |= {"up_block_types": ("UpDecoderBlock2D",) * 2}
+        return diffusers.AutoencoderKL(**sizes).double().eval()
+    sizes = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1}
+    sizes |= {"temperal_downsample": [True], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    make = diffusers.AutoencoderKLWan if name == "wan" else diffusers.AutoencoderKLQwenImage
+    return make(**sizes).double().eval()
+
+
+def tokens_of(lengths: list[int]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [{"input_ids": torch.randint(3, 60, (1, n), generator=generator)} for n in lengths]
+
+
+def pixels_of(name: str, sizes: list[tuple[int, int, int]]) -> list[dict[str, Tensor]]:
+    """Videos, or of AutoencoderKL images, of frames x height x width."""
+    generator = torch.Generator().manual_seed(sum(map(sum, sizes)))
+    items = list[dict[str, Tensor]]()
+    for frames, height, width in sizes:
+        shape = (1, 3, height, width) if name == "kl" else (1, 3, frames, height, width)
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
+        items.append({"x": pixels.requires_grad_()})
+    return items
+
+
+def joined_leaves(outputs: Any) -> Tensor:
+    """All numbers of all outputs."""
+    parts = [leaf.flatten() for leaf in leaves_of(list(outputs)) if leaf.is_floating_point()]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def weighed(numbers: Tensor) -> Tensor:
+    return (numbers * torch.arange(len(numbers), dtype=numbers.dtype).sin()).sum()
+
+
+def check_items(kind: str, per_rank: list[Any], way: str) -> str:
+    """Items of a text encoder or a VAE, one by one, have the features and gradients of any rank."""
+    rank = dist.get_rank()
+    is_text = kind in ("t5", "umt5", "clip")
+    make = text_encoder if is_text else image_encoder
+    plain, module = make(kind), make(kind)
+    items = tokens_of(per_rank[rank]) if is_text else pixels_of(kind, per_rank[rank])
+    encode: Any = plain if is_text else plain.encode
+    expected = joined_leaves([encode(**item) for item in items])
+    everything = [p for p in plain.parameters() if p.requires_grad]
+    (weighed(expected) + 0.0 * sum(p.sum() for p in everything)).backward()
+    inputs = [x for item in items for x in item.values() if x.requires_grad]
+    input_grads = [x.grad.clone() for x in inputs if x.grad is not None]
+    for x in inputs:
+        x.grad = None
+    if way == "fsdp":
+        root = module if is_text else module.encoder  # FSDP cannot see what is in a distribution
+        names = ("encoder.block", "encoder.layers") if is_text else ("down_blocks",)
+        for path, blocks in root.named_modules():
+            for block in blocks if path.endswith(names) else ():
+                fully_shard(block)
+        fully_shard(root)
+    encoder = BalancedEncoder(module, cost=COST)
+    features = encoder(items)
+    found = joined_leaves(features)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    features.attach(weighed(found)).backward()
+    for x, grad in zip(inputs, input_grads, strict=True):
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad, grad, rtol=1e-10, atol=1e-12)
+    grads, expected_grads = gradients_of(module), gradients_of(plain)
+    norm = sum(float((grad**2).sum()) for grad in expected_grads.values()) ** 0.5
+    assert norm > 0
+    for key, grad in expected_grads.items():
+        error = float((grads[key] - grad).norm())
+        assert error <= 1e-10 * float(grad.norm()) + 1e-13 * norm, (key, error)
+    return str(encoder.last)
+
+
+def check_padded_texts(kind: str) -> str:
+    """A call with a padded batch gives what the module gives; some ranks have no text."""
+    rank = dist.get_rank()
+    module, count = text_encoder(kind), [0, 5, 1][rank]
+    module.requires_grad_(False)
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(3, 60, (count, 7), generator=generator)
+    mask = (torch.arange(7) < torch.randint(2, 8, (count, 1), generator=generator)).long()
+    encoder = BalancedEncoder(module, cost=COST)
+    found = encoder.call(ids, attention_mask=mask)
+    assert found.last_hidden_state.shape == (count, 7, 16)
+    assert not found.last_hidden_state.requires_grad
+    if count:
+        expected = module(ids, attention_mask=mask)
+        assert type(found) is type(expected)
+        torch.testing.assert_close(found.to_tuple(), expected.to_tuple(), rtol=1e-10, atol=1e-10)
+    return str(encoder.last)
+
+
+def llava() -> Any:
+    """A tiny LLaVA-OneVision, whose images are tiles of 8 x 8 pixels, as many as they need."""
+    import transformers
+
+    tf: Any = transformers
+    vision: dict[str, Any] = {
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+    }
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    vision |= {"vision_use_head": False}
+    config = tf.LlavaOnevisionConfig(
+        text_config={"model_type": "qwen2", **TEXT},
+        vision_config=vision,
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=[[8, 8], [8, 16], [16, 8], [16, 16]],
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    model = tf.LlavaOnevisionForConditionalGeneration(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)
+    return model
+
+
+def llava_batch(rank: int, sizes: list[tuple[int, int]], has_video: bool) -> dict[str, Any]:
+    """One sample: images of rows x columns tiles and one of the whole; a video of 3 frames."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    ids, batch = [torch.randint(0, 50, (4,), generator=generator)], dict[str, Any]()
+    for rows, columns in sizes:
+        num = 4 + (2 * rows) * (2 * columns + 1)  # the whole, and rows of tiles with line ends
+        ids += [torch.full((num,), IMAGE), torch.randint(0, 50, (1,), generator=generator)]
+    if sizes:
+        most = max(1 + rows * columns for rows, columns in sizes)
+        shape = (len(sizes), most, 3, 8, 8)
+        pixels = torch.randn(shape, generator=generator, dtype=torch.float64)
+        shapes = torch.tensor([(8 * rows, 8 * columns) for rows, columns in sizes])
+        batch |= {"pixel_values": pixels, "image_sizes": shapes}
+    if has_video:
+        shape = (1, 3, 3, 8, 8)
+        video = torch.randn(shape, generator=generator, dtype=torch.float64)
+        batch["pixel_values_videos"] = video
+        ids += [torch.full((3 * 1 + 1,), VIDEO), torch.randint(0, 50, (1,), generator=generator)]
+    return {"input_ids": torch.cat(ids)[None], **batch}
+
+
+def check_vlm(name: str, shapes: list[list[tuple[int, int]]], videos: list[bool], way: str) -> str:
+    """A step with a balanced encoder is the same as without; what the encoder said at its end."""
+    rank = dist.get_rank()
+    if name == "llava_onevision":
+        batch, make = llava_batch(rank, shapes[rank], videos[rank]), llava
+    else:
+        batch = batch_of(name, rank, shapes[rank], videos[rank])
+        make = partial(make_model, name)
+    plain, model = make(), make()
+    expected = loss_of(plain, batch, rank)
+    expected.backward()
+    if way == "frozen":
+        tower_of(model).requires_grad_(False)
+    if way == "checkpoint":
+        model.train()
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if way == "fsdp":
+        shard(model)
+    wrapped = DistributedDataParallel(model) if way == "ddp" else model
+    tower = tower_of(model)
+    encoder = BalancedEncoder(tower, cost=COST)
+    installed = encoder.install(wrapped)
+    loss = loss_of(wrapped, batch, rank)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    loss.backward()
+    assert tower_of(model) is tower
+    grads, expected_grads = gradients_of(model, way == "ddp"), gradients_of(plain)
+    everything = sum(float((grad**2).sum()) for grad in expected_grads.values()) ** 0.5
+    is_seen = False
+    for key, grad in expected_grads.items():
+        if way == "frozen" and key.startswith(("model.visual", "model.vision_tower")):
+            assert not grads[key].any()
+            continue
+        is_seen |= "vis" in key and bool(grad.any())
+        error = float((grads[key] - grad).norm())
+        assert error <= 1e-10 * float(grad.norm()) + 1e-13 * everything, (key, error)
+    assert is_seen or way == "frozen" or not (any(shapes) or any(videos))
+    installed.undo()
+    before, said = encoder.last, str([*map(str, installed.encodings)])
+    if way != "fsdp":
+        loss_of(model, batch, rank)
+    assert encoder.last is before
+    return said
+
+
+def check_failing_image() -> tuple[list[str], str]:
+    """An image of a rank is wrong; the model is as before, and all go on."""
+    rank = dist.get_rank()
+    model = make_model("qwen2_5_vl")
+    tower = tower_of(model)
+    BalancedEncoder(tower, cost=COST).install(model)
+    good = batch_of("qwen2_5_vl", rank, [(2, 2)] if rank else [], False)
+    bad = dict(good)
+    if rank == 1:
+        bad["pixel_values"] = bad["pixel_values"][:-1]
+    said = raised_by(loss_of, model, bad, rank)
+    assert tower_of(model) is tower
+    loss_of(model, good, rank).backward()
+    assert all(p.grad is not None for p in tower.parameters())
+    return said

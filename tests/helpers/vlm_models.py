@@ -1,0 +1,116 @@
+"""The VLM classes of transformers, tiny, with random weights in float64; and samples for them."""
+
+from typing import Any
+
+import torch
+
+VOCAB, WIDTH, IMAGE, VIDEO = 64, 32, 60, 61
+PATCH_VALUES = 3 * 2 * 4 * 4  # channels, frames and side of a Qwen patch
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+QWEN_VISION = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "tie_word_embeddings": False}
+MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
+QWENS = MODELS[:3]
+
+
+def make_model(name: str) -> Any:
+    """A tiny model in float64."""
+    import transformers as tf
+
+    make: Any
+    mrope = TEXT | {"rope_parameters": ROPE}
+    if name == "qwen2_vl":
+        vision = QWEN_VISION | {"embed_dim": 16, "hidden_size": WIDTH}
+        config = tf.Qwen2VLConfig(text_config=mrope, vision_config=vision, **IDS)
+        make = tf.Qwen2VLForConditionalGeneration
+    elif name == "qwen2_5_vl":
+        vision = QWEN_VISION | {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": WIDTH,
+        }
+        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        config = tf.Qwen2_5_VLConfig(text_config=mrope, vision_config=vision, **IDS)
+        make = tf.Qwen2_5_VLForConditionalGeneration
+    elif name == "qwen3_vl":
+        vision = QWEN_VISION | {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": WIDTH,
+        }
+        vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+        text = mrope | {"head_dim": 8}
+        config = tf.Qwen3VLConfig(text_config=text, vision_config=vision, **IDS)
+        make = tf.Qwen3VLForConditionalGeneration
+    else:
+        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 2}
+        config = tf.InternVLConfig(
+            text_config={"model_type": "qwen2", **TEXT},
+            vision_config=vision,
+            image_token_id=IMAGE,
+            image_seq_length=4,
+            tie_word_embeddings=False,
+        )
+        make = tf.InternVLForConditionalGeneration
+    torch.manual_seed(0)
+    config._attn_implementation = "sdpa"
+    model = make(config).double().eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.2)  # no zero that could hide a wrong image or position
+    return model
+
+
+def make_sample(
+    model: str, seed: int, images: list[tuple[int, int]], num_text: int
+) -> dict[str, Any]:
+    """Text with images; a size is rows and columns of merged patches, or of InternVL's tiles."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, tiles = [], 4 if model == "internvl" else 1
+    for rows, columns in images:
+        ids += [torch.randint(0, 50, (2,), generator=generator)]
+        ids += [torch.full((rows * columns * tiles,), IMAGE)]
+    input_ids = torch.cat([*ids, torch.randint(0, 50, (num_text,), generator=generator)])
+    labels = input_ids.masked_fill(input_ids == IMAGE, -100)
+    labels[1] = -100
+    sample: dict[str, Any] = {"input_ids": input_ids, "labels": labels}
+    if model != "internvl":
+        sample["mm_token_type_ids"] = (input_ids == IMAGE).long()
+    if not images:
+        return sample
+    num_merged = sum(rows * columns for rows, columns in images)
+    if model == "internvl":
+        shape = (num_merged, 3, 8, 8)
+    else:
+        shape = (4 * num_merged, PATCH_VALUES)
+        grids = [(1, 2 * rows, 2 * columns) for rows, columns in images]
+        sample["image_grid_thw"] = torch.tensor(grids)
+    sample["pixel_values"] = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return sample
+
+
+def make_samples(model: str) -> list[dict[str, Any]]:
+    return [
+        make_sample(model, 1, [(2, 3)], 5),
+        make_sample(model, 2, [], 9),
+        make_sample(model, 3, [(1, 2), (3, 2), (2, 2)], 2),
+        make_sample(model, 4, [], 2),
+        make_sample(model, 5, [(3, 1), (1, 3)], 7),
+    ]
