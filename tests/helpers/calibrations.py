@@ -44,8 +44,8 @@ def calibrated(name: str = "mine", noise: float = 0.01) -> HardwareProfile:
     return HardwareProfile(
         device="a GPU",
         source="measured",
-        matmul_flops_per_s=24 * 1024**2 / 2e-7,
-        attention_flops_per_s=4 * 1024 / 3e-11,
+        matmul_flops_per_s=calibration.rates["matmul_flops_per_s"],
+        attention_flops_per_s=calibration.rates["attention_flops_per_s"],
         intra_bytes_per_s=1 / 6e-12,
         inter_bytes_per_s=25e9,
         memory_bytes=80e9,

@@ -146,7 +146,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_it_says_which_numbers_nobody_measured() -> None:
-    told = str(calibrated())
+    told = str(calibrated(noise=0.0))
     assert "125.8 TFLOP/s, 166.7 GB/s in a node, 25 GB/s between nodes (not measured)" in told
     assert told.endswith("mine, measured 2026-11-23 on 8 ranks with torch 2.13.0")
     assert calibrated().provenance_of("inter_bytes_per_s") == "from h100-datasheet, not measured"
@@ -338,3 +338,11 @@ def test_old_files_have_no_calibration(tmp_path: Path) -> None:
 def test_sizes_of_the_helpers_are_those_of_a_calibration() -> None:
     assert len(LENS) == len(SIZES) == 9
     assert Fit.of("x", BYTES, SIZES, np.array(SIZES) * 1e-9, np.zeros(9)).coefficients[1] > 0
+
+
+def test_rates_that_were_edited_are_refused() -> None:
+    profile = calibrated()
+    with pytest.raises(ConfigError, match='take "calibration" out and say source="given"'):
+        replace(profile, matmul_flops_per_s=1e15)
+    given = replace(profile, matmul_flops_per_s=1e15, source="given", calibration=None)
+    assert given.matmul_flops_per_s == 1e15

@@ -459,3 +459,26 @@ def test_simulated_steps_read_as_measured_ones(tmp_path: Path) -> None:
         exchanges = ("ulysses", "ring", "routing", "loader", "all_gather", "reduce_scatter")
         near(parts.communication + parts.waiting, summed("waiting", *exchanges))
         near(parts.waiting, summed("waiting"), atol=2e-3)  # unlike exposed reductions
+
+
+def test_what_would_be_ignored_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"num_ranks=3.*the batches are of 2 ranks"):
+        simulate(
+            [[[4], [5]]],
+            profile=FREE,
+            model=MODEL,
+            topologies=["none"],
+            options=SimulationOptions(num_ranks=3),
+        )
+    given = ("simulate", "--lengths", "4/5", "--topologies", "none")
+    for option, said in (("--step", "lengths are as given"), ("--seed", "lengths are as given")):
+        code, _, err = run(capsys, *given, option, "7")
+        assert code == 2 and said in err
+    (tmp_path / "file").write_text("")
+    code, out, err = run(capsys, *given, "--traces", str(tmp_path / "file"))
+    assert code == 2 and "give a folder" in err and out == ""
+    found = simulate([[[4], [5]]], profile=FREE, model=MODEL, topologies=["none"])
+    with pytest.raises(ConfigError, match="choose one of encoders, compute"):
+        found.runs[0].spent_on("nope")

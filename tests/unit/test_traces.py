@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.loaded.length_marks import LengthMark, marks_of, read_mark
 from bascule.workload.traces import (
+    Segment,
     StepParts,
     balancing_worth,
     read_traces,
@@ -324,3 +327,50 @@ def test_lengths_that_do_not_explain_the_seconds(tmp_path: Path) -> None:
     parts = parts_of(Run(((0.1, 9.0, 0.01), (9.0, 0.01, 0.1)) * 2).write(tmp_path))
     with pytest.raises(ConfigError, match="do not explain"):
         balancing_worth(parts, RunLengths(lens, lens))
+
+
+def test_what_is_read_is_not_written_over(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = Run(OWN).write(tmp_path)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for given in (folder, next(folder.iterdir())):
+        code, _, err = run(capsys, "trace", str(given), "--out", str(folder))
+        assert code == 2 and "would be written over" in err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_traces_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
+    def steps(*ranks: int) -> list[Segment]:
+        return [Segment(rank, "step", "0", 0.0, 1.0) for rank in ranks]
+
+    write_steps(tmp_path, steps(0, 1, 2), 3)
+    write_steps(tmp_path, steps(0, 1, 2), 3)
+    with pytest.raises(ConfigError, match=r"rank2\.json.*empty folder"):
+        write_steps(tmp_path, steps(0, 1), 2)
+    with pytest.raises(ConfigError, match="rank 5, and the run has 2 ranks"):
+        write_steps(tmp_path / "new", steps(5), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "foo"}, "must be one of step, compute"),
+        ({"rank": -1}, "rank"),
+        ({"name": "abc"}, "the name of a step is its number"),
+        ({"seconds": -1.0}, "not negative"),
+        ({"seconds": math.inf}, "finite"),
+        ({"start": math.nan}, "finite"),
+    ],
+)
+def test_segments_that_are_none(changes: dict[str, Any], said: str) -> None:
+    good: dict[str, Any] = {"rank": 0, "kind": "step", "name": "3", "start": 0.0, "seconds": 1.0}
+    with pytest.raises(ConfigError, match=said):
+        Segment(**good | changes)
+
+
+def test_lengths_of_other_steps_are_said_to_be(tmp_path: Path) -> None:
+    parts = parts_of(Run(OWN).write(tmp_path))
+    lens = RunLengths({(90, 0): [4]}, {(90, 0): [4]})
+    with pytest.raises(ConfigError, match="lengths are given of steps 90 to 90"):
+        balancing_worth(parts, lens)

@@ -25,14 +25,11 @@ from bascule.plan.costs.calibration import (
     Calibration,
     Fit,
     Overhead,
+    block_rates,
 )
 from bascule.plan.costs.hardware import HardwareProfile
 
 EXCHANGE = "exchange of attention"
-
-_FLOPS_PER_TOKEN = 24
-_FLOPS_PER_PAIR = 4
-"""By width squared and by width, of a block; see `TransformerCost`."""
 
 _QUARTILE = 0.25
 _DRAWS = 200
@@ -172,11 +169,8 @@ def _numbers(
     measured: Measured, fits: dict[str, Fit], overheads: Sequence[Overhead]
 ) -> dict[str, float]:
     """Fields of a profile, by name: only those that the measurements give."""
-    width = measured.d_model
-    _, linear_s, square_s = fits[FORWARD].coefficients
     found: dict[str, float | None] = {
-        "matmul_flops_per_s": _over(_FLOPS_PER_TOKEN * width**2, linear_s),
-        "attention_flops_per_s": _over(_FLOPS_PER_PAIR * width, square_s),
+        **block_rates(fits[FORWARD], measured.d_model),
         "memory_bytes": measured.memory_bytes,
     }
     for name, what in (
@@ -184,12 +178,8 @@ def _numbers(
         ("inter_bytes_per_s", ALL_TO_ALL + BETWEEN_NODES),
     ):
         if what in fits:
-            found[name] = _over(1.0, fits[what].coefficients[1])
+            found[name] = 1.0 / byte_s if (byte_s := fits[what].coefficients[1]) > 0 else None
     launches = [one.seconds for one in overheads if one.what == EXCHANGE]
     if launches:
         found["launch_s"] = launches[0]
     return {name: float(value) for name, value in found.items() if value is not None}
-
-
-def _over(amount: float, seconds: float) -> float | None:
-    return amount / seconds if seconds > 0 else None

@@ -30,6 +30,8 @@ def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
 
     options.check()
     check_report(options.report)
+    if options.out.is_dir():
+        raise ConfigError(f"--out {options.out}: is a folder; give the name of a file in it")
     if not options.out.parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}")
     if in_a_job():

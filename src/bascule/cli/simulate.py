@@ -74,6 +74,14 @@ def simulation(options: SimulateOptions) -> None:
         ConfigError: The input is malformed or does not fit.
     """
     check_report(options.report)
+    if options.traces is not None and options.traces.exists() and not options.traces.is_dir():
+        raise ConfigError(f"--traces {options.traces}: is a file; give a folder")
+    if options.lengths is not None or options.file is not None:
+        for name in ("step", "seed"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"--{name}: lengths are as given; it is for --data and --manifest"
+                )
     for name in ("steps", "accumulate"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name}", value, 1)

@@ -54,6 +54,7 @@ def trace(options: TraceOptions) -> None:
         ConfigError: A trace or an option is malformed, or they do not fit together.
     """
     check_report(options.report)
+    _check_out(options)
     traces, notes = read_traces(options.folder)
     parts = step_parts(traces, notes)
     if options.topology is not None:
@@ -84,6 +85,22 @@ def trace(options: TraceOptions) -> None:
         console.print(f"wrote {len(files)} files to {options.out}", markup=False)
     if options.report is not None:
         write_report(options.report, of_trace(parts, worth, unknown))
+
+
+def _check_out(options: TraceOptions) -> None:
+    """Refuse to write over what is read.
+
+    Raises:
+        ConfigError: Says so.
+    """
+    if options.out is None:
+        return
+    source = options.folder if options.folder.is_dir() else options.folder.parent
+    if options.out.resolve() == source.resolve():
+        raise ConfigError(
+            f"--out {options.out}: the traces are read from there, and would be written over; give "
+            "another folder"
+        )
 
 
 def _show(console: Console, parts: StepParts) -> None:

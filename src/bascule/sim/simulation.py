@@ -111,12 +111,7 @@ def simulate(
     if not isinstance(profile, HardwareProfile):
         profile = HardwareProfile.load(profile)
     run = _drawn(data, options) if isinstance(data, str) else _given(data)
-    if len(run) % options.accumulate:
-        raise ConfigError(
-            f"accumulate={options.accumulate}: {len(run)} batches are no whole steps of so many"
-        )
-    if not sum(one.lens.sum() for one in run):
-        raise ConfigError("the data has no tokens: there is nothing to simulate")
+    _check_batches(run, options)
     num_ranks = run[0].num_ranks
     per_node = options.ranks_per_node
     if per_node is None:
@@ -145,6 +140,20 @@ def simulate(
         for name, policy in policies
     ]
     return SimulationResult(profile, num_ranks, tuple(runs))
+
+
+def _check_batches(run: list[Loaded], options: SimulationOptions) -> None:
+    if options.num_ranks not in (None, run[0].num_ranks):
+        raise ConfigError(
+            f"SimulationOptions(num_ranks={options.num_ranks}): the batches are of "
+            f"{run[0].num_ranks} ranks; leave it out, it is for data codes"
+        )
+    if len(run) % options.accumulate:
+        raise ConfigError(
+            f"accumulate={options.accumulate}: {len(run)} batches are no whole steps of so many"
+        )
+    if not sum(one.lens.sum() for one in run):
+        raise ConfigError("the data has no tokens: there is nothing to simulate")
 
 
 def _simulated(

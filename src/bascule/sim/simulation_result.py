@@ -48,7 +48,13 @@ class SimulatedRun:
     peak_flops_per_s: float | None
 
     def spent_on(self, kind: str) -> Floats:
-        """(M, N) seconds of each rank; `KINDS` lists what there is."""
+        """(M, N) seconds of each rank.
+
+        Raises:
+            ConfigError: There is no such kind; names what there is.
+        """
+        if kind not in KINDS:
+            raise ConfigError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
         return self.seconds[:, KINDS.index(kind)]
 
     @property
@@ -185,4 +191,4 @@ class SimulationResult:
 
 
 def _short(seconds: float) -> str:
-    return f"{seconds:.3f}" if seconds >= 5e-4 else f"{seconds:.1e}" if seconds > 0 else ""
+    return f"{seconds:.3g}" if seconds > 0 else ""

@@ -230,9 +230,32 @@ class Calibration:
         _, linear_s, square_s = forward.coefficients
         return square_s / linear_s * 6.0 * self.d_model
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """`block_rates` of the forward pass, if it was measured."""
+        forward = self.fit(FORWARD)
+        return {} if forward is None else block_rates(forward, self.d_model)
+
     def fit(self, what: str) -> Fit | None:
         """The curve of something, if it was measured."""
         return next((fit for fit in self.fits if fit.what == what), None)
+
+
+def block_rates(forward: "Fit", d_model: int) -> dict[str, float]:
+    """FLOP/s of the linear layers and of attention, by the fields of a profile that hold them.
+
+    A block of width d has 24 d^2 FLOPs a token and 4 d a pair of tokens.
+
+    Args:
+        forward: Of a block.
+        d_model: Its width.
+    """
+    _, linear_s, square_s = forward.coefficients
+    flops = {
+        "matmul_flops_per_s": (24.0 * d_model**2, linear_s),
+        "attention_flops_per_s": (4.0 * d_model, square_s),
+    }
+    return {name: work / seconds for name, (work, seconds) in flops.items() if seconds > 0}
 
 
 def built(kind: type[_Made], values: object) -> _Made:

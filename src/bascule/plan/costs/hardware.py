@@ -34,6 +34,10 @@ _ADDED = ("peak_flops_per_s", "pack_bytes_per_s", "piece_s", "calibration")
 """Fields that files written before there were any lack."""
 
 
+_SAME = 1e-6
+"""Share by which a rate may differ from the curve that it is read from: rounding, in a file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
     """What a machine does in a second, and from where that is known. None: not known.
@@ -100,6 +104,17 @@ class HardwareProfile:
                 raise ConfigError(
                     f"HardwareProfile: {shown(wrong[0])} is said to be measured, and is no number "
                     "of the profile: leave it out, or add the number"
+                )
+            self._check_rates(self.calibration)
+
+    def _check_rates(self, made: Calibration) -> None:
+        """Refuse rates that were edited: costs follow from the curves, which say something else."""
+        for field, rate_of in made.rates.items():
+            value = getattr(self, field)
+            if field in made.measured and abs(value / rate_of - 1.0) > _SAME:
+                raise ConfigError(
+                    f"HardwareProfile({field}={value:g}): its calibration measured {rate_of:g}; to "
+                    'give a number of your own, take "calibration" out and say source="given"'
                 )
 
     def __str__(self) -> str:

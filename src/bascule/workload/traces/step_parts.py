@@ -36,6 +36,9 @@ from bascule.workload.traces.trace_files import RankTrace
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
+_DUST = 1e-9
+"""Share of a step below which a difference is rounding."""
+
 _ONE_SIDED = re.compile(r"broadcast|reduce(?!_?scatter)|scatter|gather|send|recv", re.IGNORECASE)
 _ALL_SIDED = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.I)
 _TWO_RANKS = re.compile(r"(?:gloo:|nccl:)?(?:send|recv)", re.IGNORECASE)
@@ -93,7 +96,8 @@ class StepParts:
     @property
     def rest(self) -> Floats:
         """(S, R) seconds of a step that are in no other part."""
-        return self.seconds - self.compute - self.communication - self.waiting
+        left = self.seconds - self.compute - self.communication - self.waiting
+        return np.where(left > _DUST * self.seconds, left, 0.0)
 
     @property
     def own(self) -> Floats:
@@ -187,7 +191,8 @@ def _divided(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
     either = seconds_within(union(np.concatenate([spans.compute, spans.calls])), windows)
     waits = seconds_within(union(np.concatenate([spans.compute, spans.waiting])), windows)
     exposed, waiting = np.maximum(either - compute, 0.0), np.maximum(waits - compute, 0.0)
-    hidden = np.maximum(seconds_within(union(spans.calls), windows) - exposed, 0.0)
+    hidden = seconds_within(union(spans.calls), windows) - exposed
+    hidden = np.where(hidden > _DUST * (windows[:, 1] - windows[:, 0]), hidden, 0.0)
     return compute, exposed, waiting, hidden
 
 

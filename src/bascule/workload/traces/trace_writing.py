@@ -6,12 +6,15 @@ has a row of its own, as a range, which lies within its collective.
 """
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_RANKS, shown, whole
+from bascule.plan.files import to_path
 
 Kind = Literal["step", "compute", "communication", "waiting", "lengths"]
 
@@ -46,12 +49,26 @@ class Segment:
     start: float
     seconds: float
 
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            known = ", ".join(get_args(Kind))
+            raise ConfigError(f"Segment(kind={shown(self.kind)}): must be one of {known}")
+        whole("Segment(rank", self.rank, 0, MAX_RANKS - 1)
+        if self.kind == "step" and not self.name.isdecimal():
+            raise ConfigError(f"Segment(name={shown(self.name)}): the name of a step is its number")
+        if not (math.isfinite(self.start) and math.isfinite(self.seconds) and self.seconds >= 0):
+            raise ConfigError(
+                f"Segment(start={self.start}, seconds={self.seconds}): must be finite, and seconds "
+                "not negative"
+            )
+
 
 def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int) -> list[Path]:
     """Write `rank0.json`, `rank1.json`, ..: one file for each rank that did something.
 
     Args:
-        folder: Made if it is not there; files of these names are written over.
+        folder: Made if it is not there; files of these names are written over. It must hold no
+            other traces, which would be read with them.
         segments: In any order.
         world_size: Ranks of the run.
 
@@ -59,15 +76,27 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
         The files, by rank.
 
     Raises:
-        ConfigError: A file cannot be written.
+        ConfigError: A file cannot be written, there are traces of other ranks in the folder, or a
+            segment is of a rank that the run has not.
     """
+    whole("world_size", world_size, 1, MAX_RANKS)
     events: dict[int, list[dict[str, Any]]] = {}
     busy: dict[int, list[float]] = {}
     for number, one in enumerate(sorted(segments, key=lambda one: one.start), 1):
         lane = _free(busy.setdefault(one.rank, []), one) if one.kind == "communication" else 0
         events.setdefault(one.rank, []).extend(_events(one, number, lane))
-    folder = Path(folder)
+    if events and max(events) >= world_size:
+        raise ConfigError(f"a segment is of rank {max(events)}, and the run has {world_size} ranks")
+    folder = to_path(folder)
     files: list[Path] = []
+    others = {path.name for path in folder.glob("*.json*")} - {
+        f"rank{rank}.json" for rank in events
+    }
+    if others:
+        raise ConfigError(
+            f"cannot write traces to {folder}: it holds {shown(min(others))}, which would be read "
+            "with them; give an empty folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for rank in sorted(events):

@@ -186,6 +186,13 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         for place, step in enumerate(parts.steps.tolist())
         if all((step, rank) in lens.computed for rank in ranks)
     ]
+    if not places and lens.computed:
+        steps, rows = parts.steps.tolist(), sorted(lens.computed)
+        raise ConfigError(
+            "lengths of all ranks are known of none of the steps in the traces: those are "
+            f"{steps[0]} to {steps[-1]} of ranks {ranks[0]} to {ranks[-1]}, and lengths are given "
+            f"of steps {rows[0][0]} to {rows[-1][0]}"
+        )
     if not places:
         raise ConfigError(
             "of no step are the lengths of all ranks known: give --lens, or name a range in each "
