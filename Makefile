@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# Files of tests that start ranks run four at a time: ranks wait for each other for much of their time.
+# Files of tests that start ranks run three at a time: ranks wait for each other for much of their time.
 TESTS := tests/unit tests/property tests/peers
 RANKS := tests/distributed
 ifeq ($(GPU),yes)
@@ -47,7 +47,7 @@ contracts: $(VENV)/.dev ## import-linter: which package may import which
 
 pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, without GPU tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(SELECT) --numprocesses 2 $(TESTS)
-	$(BIN)/pytest $(SELECT) --numprocesses 4 --dist loadfile $(RANKS)
+	$(BIN)/pytest $(SELECT) --numprocesses 3 --dist loadfile $(RANKS)
 
 stress: $(VENV)/.dev ## the tests that take minutes
 	$(BIN)/pytest -m stress --timeout 1800

@@ -154,7 +154,7 @@ def with_a_slow_rank(folder: Path) -> None:
     attend = Step.attend
 
     def slowly(*args: Any) -> Any:
-        time.sleep(0.05)
+        time.sleep(0.25)  # far more than a busy machine adds
         return attend(*args)
 
     with pytest.MonkeyPatch.context() as patch:
