@@ -7,12 +7,12 @@ from typing import Literal
 
 import numpy as np
 
+from bascule.calibrate.rank_options import check_ranks
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, number, shown, whole
+from bascule.plan.checks import number, shown, whole
 from bascule.plan.costs.calibration import TOKENS, least_points
 from bascule.plan.costs.hardware import HardwareProfile
 
-_MOST_LOCAL_RANKS = 256
 _MOST_POINTS = 100
 _MOST_ROUNDS = 10_000
 _MOST_MIB = 1024
@@ -91,15 +91,7 @@ class CalibrateOptions:
         Raises:
             ConfigError: Names the option, its value and its range.
         """
-        if self.ranks is not None:
-            whole("--ranks", self.ranks, 1, _MOST_LOCAL_RANKS)
-            if world_size not in (None, self.ranks):
-                raise ConfigError(
-                    f"--ranks {self.ranks}: the launcher of this job started {world_size} ranks; "
-                    "leave --ranks out, it is for ranks that bascule starts"
-                )
-        if world_size is not None:
-            whole("WORLD_SIZE", world_size, 1, MAX_RANKS)
+        check_ranks(self.ranks, world_size)
         whole("--points", self.points, least_points(TOKENS), _MOST_POINTS)
         whole("--mib", self.mib, 1, _MOST_MIB)
         whole("--rounds", self.rounds, 1, _MOST_ROUNDS)

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, number, whole
+from bascule.calibrate.rank_options import check_ranks
+from bascule.plan.checks import number, whole
 
-_MOST_LOCAL_RANKS = 256
 _MOST_ROUNDS = 10_000
 _MOST_MIB = 1024
 _LONGEST_S = 1e7
@@ -54,15 +53,7 @@ class DoctorOptions:
         Raises:
             ConfigError: Names the option, its value and its range.
         """
-        if self.ranks is not None:
-            whole("--ranks", self.ranks, 1, _MOST_LOCAL_RANKS)
-            if world_size not in (None, self.ranks):
-                raise ConfigError(
-                    f"--ranks {self.ranks}: the launcher of this job started {world_size} ranks; "
-                    "leave --ranks out, it is for ranks that bascule starts"
-                )
-        if world_size is not None:
-            whole("WORLD_SIZE", world_size, 1, MAX_RANKS)
+        check_ranks(self.ranks, world_size)
         whole("--rounds", self.rounds, 1, _MOST_ROUNDS)
         whole("--mib", self.mib, 1, _MOST_MIB)
         number("--tolerance", self.tolerance, 0.0, 100.0)
