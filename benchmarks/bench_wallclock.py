@@ -2,10 +2,11 @@
 
     python benchmarks/bench_wallclock.py            # about a quarter of an hour on two idle cores
 
-Two ranks of one thread train without and with balancing, under FSDP2, by `bascule bench`: on four
-mixes of data codes, on the photos of scikit-image at their own sizes, and on these photos and clips
-of 4 to 16 frames that pan over them. `bascule calibrate` measures the machine first, and `simulate`
-predicts the same steps from its profile: with wires, FSDP's collectives and the host's launches.
+Two ranks of one thread train without and with balancing, under FSDP2, by `bascule bench` with its
+own model: on four mixes of data codes, on the photos of scikit-image at their own sizes, and on
+these photos and clips of 4 to 16 frames that pan over them. `bascule calibrate` measures the
+machine first, and `simulate` predicts the same steps from its profile: with wires, FSDP's
+collectives, the launches of routing, and what the model computes before and after its blocks.
 Targets, both of the median of the runs of a set: on photos and clips at least 95 % of the speed-up
 that was predicted from compute alone, and on every set within 5 % of what was simulated.
 """
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,15 @@ from _common import write_results
 from PIL import Image
 
 from bascule import HardwareProfile, SimulationOptions, TransformerCost, simulate
-from bascule.plan.costs.passes import WITHOUT_RECOMPUTING
+from bascule.bench.options import BenchOptions
+from bascule.plan.costs.cost_models import FLOPS_PER_UNIT
+from bascule.plan.costs.passes import WITHOUT_RECOMPUTING, passes_of
+from bascule.sim.step_seconds import EncoderStage
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SampleStream, SyntheticStream
 
-WIDTH, HEADS, LAYERS, RANKS = 128, 2, 2, 2
-SHAPE = ["--d-model", str(WIDTH), "--num-heads", str(HEADS)]
-MODEL = [*SHAPE, "--num-double", "1", "--num-single", "1"]
+RANKS, MODEL = 2, BenchOptions()  # of the model: width, heads and blocks as they are by default
+LAYERS = MODEL.num_double + MODEL.num_single
 MIXES = {
     "long and short streams": "g1b4i256f1s0,g1b2i1024f1s0",
     "low resolution": "g2b16i256f1s0",
@@ -68,7 +72,8 @@ def bascule(*arguments: str) -> None:
 def calibrated(folder: Path) -> HardwareProfile:
     """This machine, by the blocks of the model that is trained."""
     out = folder / "machine.json"
-    bascule("calibrate", "--ranks", str(RANKS), *SHAPE, "--lengths", "64:8192", "--out", str(out))
+    shape = ["--d-model", str(MODEL.d_model), "--num-heads", str(MODEL.num_heads)]
+    bascule("calibrate", "--ranks", str(RANKS), *shape, "--lengths", "64:4096", "--out", str(out))
     return HardwareProfile.load(out)
 
 
@@ -93,14 +98,28 @@ def streams_of(data: list[str], seed: int) -> list[SampleStream]:
 
 def simulated(profile: HardwareProfile, data: list[str], steps: int, seed: int) -> float:
     """The speed-up that the simulator predicts of the same steps."""
-    by_rank = [lens_of(stream, steps) for stream in streams_of(data, seed)]
-    found = simulate(
-        list(zip(*by_rank, strict=True)),
-        profile=profile,
-        model=TransformerCost(WIDTH, gamma=profile.gamma, num_layers=LAYERS),
-        topologies=["none", f"g1n{RANKS}"],
-        options=SimulationOptions(passes=WITHOUT_RECOMPUTING),
+    streams = streams_of(data, seed)
+    by_rank = [lens_of(stream, steps) for stream in streams]
+    width, channels = MODEL.d_model, streams[0].batch(0).image.shape[1]
+    rate, gamma = profile.matmul_flops_per_s, profile.gamma
+    assert rate is not None and gamma is not None  # it was calibrated
+    last = 1 + channels / (12 * width * LAYERS)  # the last layer, beside 24 d^2 FLOPs a block
+    model = TransformerCost(
+        width,
+        gamma=gamma / last,
+        num_layers=LAYERS,
+        seconds_per_unit=last * FLOPS_PER_UNIT / rate,
     )
+    # The first layer is where a sample was loaded: forward, and the gradient of its weights.
+    first = EncoderStage("first layer", image_token_s=2 * 2 * channels * width / rate)
+    options = SimulationOptions(
+        passes=passes_of(WITHOUT_RECOMPUTING.name, profile),
+        stages=(first,),
+        routed_bytes_per_token=2.0 * 4 * (width + channels),  # float32, forward and backward
+    )
+    batches = list(zip(*by_rank, strict=True))
+    topologies = ["none", f"g1n{RANKS}"]
+    found = simulate(batches, profile=profile, model=model, topologies=topologies, options=options)
     before, after = found.runs
     return before.fbl_s / after.fbl_s
 
@@ -109,7 +128,7 @@ def run_once(data: list[str], steps: int, seed: int) -> dict[str, float]:
     """One run; its measured and predicted ratio."""
     with tempfile.TemporaryDirectory() as folder:
         options = ["--steps", str(steps), "--warmup", str(WARMUP), "--seed", str(seed)]
-        bascule("bench", *data, "--ranks", str(RANKS), *MODEL, *options, "--out", folder)
+        bascule("bench", *data, "--ranks", str(RANKS), *options, "--out", folder)
         summary = json.loads((Path(folder) / "summary.json").read_text())
     return {
         "measured": summary["measured_ratio"],
@@ -169,7 +188,7 @@ def main() -> None:
             name: run_all(name, data, profile, options.runs, options.steps)
             for name, data in sets.items()
         }
-    results = {"model": MODEL, "mixes": MIXES, "profile": profile.to_dict(), "sets": found}
+    results = {"model": asdict(MODEL), "mixes": MIXES, "profile": profile.to_dict(), "sets": found}
     if not options.no_results:
         print("written:", write_results("wallclock", results))
 

@@ -62,11 +62,13 @@ def test_our_blocks_are_one_of_each_kind() -> None:
         axes_dim=(8,),
     )
     model = block_of_each_kind(config, CPU, torch.float64)
-    calls = calls_of_model(model, (0.25, 0.75), 16, torch.float64)
-    assert [call.weight for call in calls] == [0.25, 0.75]
-    double, single = (call.forward() for call in calls)
+    calls = calls_of_model(model, (0.25, 0.75, 0.125), [10, 6], torch.float64)
+    assert [call.weight for call in calls] == [0.25, 0.75, 0.125]
+    double, single, last = (call.forward() for call in calls)
     assert isinstance(double, tuple) and [x.shape for x in double] == [(2, 8), (14, 8)]
     assert isinstance(single, torch.Tensor) and single.shape == (16, 8)
+    assert isinstance(last, torch.Tensor) and last.shape == (16, 4)
+    assert len(calls_of_model(model, (0.0, 1.0, 0.0), [16], torch.float64)) == 1
     for call in calls:
         call.backward()()
     found = [

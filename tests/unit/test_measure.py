@@ -21,8 +21,8 @@ CONFIG = MMDiTConfig(
 
 def test_the_first_run_is_left_out_and_the_last_is_not() -> None:
     model = MMDiT(CONFIG)
-    times = iter([0.0, 5.0, 7.0, 9.0, 900.0, 30.0, 20.0, 10.0])
+    times = iter([0.0, 5.0, 7.0, 9.0, 900.0, 30.0, 20.0, 10.0, 70.0, 1.0, 2.0, 3.0])
     with mock.patch.object(measure, "seconds_of", lambda *_: next(times)):
-        seconds = measure.block_seconds(model, (2, 3), 8, torch.float32, None, 3)
-    assert seconds == 2 * 7.0 + 3 * 20.0
+        seconds = measure.pack_seconds(model, (2, 3, 5), [5, 3], torch.float32, None, 3)
+    assert seconds == 2 * 7.0 + 3 * 20.0 + 5 * 2.0
     assert next(times, None) is None

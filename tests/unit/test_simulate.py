@@ -104,7 +104,7 @@ def test_a_bag_shares_and_pays_for_it() -> None:
     pieces = 3 * 3 * 2 * 2 * 1e-4
     assert found.spent_on("host")[0] == pytest.approx([0.25 + max(pieces - compute, 0)] * 2)
     # Each rank gets half of what the other loaded; in, out, and the backward of both.
-    routed = 4 * 2 * 256 * 500 / 2e9
+    routed = 4 * 2 * 256 * 500 / 2e9 + 4 * 1e-5
     assert found.spent_on("routing")[0] == pytest.approx([routed] * 2)
 
 
@@ -123,6 +123,17 @@ def test_wires_between_nodes_are_slower() -> None:
     for kind in ("ulysses", "routing"):
         assert far.spent_on(kind)[0] == pytest.approx(2 * near.spent_on(kind)[0])
     assert near.spent_on("routing")[0] == pytest.approx([4 * 2 * 256 * 500 / 2e9] * 2)
+
+
+def test_routing_moves_the_bytes_that_are_given_and_is_launched_where_a_token_moves() -> None:
+    launched = replace(FREE, launch_s=1e-3)
+    rows = dict.fromkeys(("none", "g1n2", "g2n1"), 0.0)
+    for name in rows:
+        found = simulated([[[1000], [1000]]], name, launched, routed_bytes_per_token=3072.0)
+        rows[name] = float(found.spent_on("routing").max())
+    assert rows == {"none": 0.0, "g1n2": 0.0, "g2n1": pytest.approx(3072 * 500 / 2e9 + 4e-3)}
+    with pytest.raises(ConfigError, match="routed_bytes_per_token"):
+        SimulationOptions(routed_bytes_per_token=0.0)
 
 
 def test_what_ranks_send_and_receive_is_what_routes_say() -> None:
@@ -288,6 +299,11 @@ def test_a_step_is_its_passes() -> None:
         (4 * linear + 6 * attention) * 2.0
     )
     assert in_passes(MODEL, cluster, FORWARD) == (MODEL, cluster)
+    again = in_passes(found[0], cluster, PASSES.over(PASSES))
+    assert again[1].compute_seconds(again[0], [700]) == pytest.approx(
+        (4 * linear + 6 * attention) * 2.0
+    )
+    assert again[1].wire_seconds(again[0], 4) == pytest.approx(3 * cluster.wire_seconds(MODEL, 4))
     assert passes_of("step") is TRAINING and TRAINING.linear == 4
     for wrong in (
         lambda: passes_of("both"),

@@ -4,7 +4,7 @@ Shapes: T tokens, C width.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -74,37 +74,41 @@ def block_of_each_kind(config: MMDiTConfig, device: torch.device, dtype: torch.d
 
 def calls_of_model(
     model: MMDiT,
-    weights: tuple[float, float],
-    length: int,
+    weights: tuple[float, float, float],
+    seq_lens: Sequence[int],
     dtype: torch.dtype,
     kernel: str | None = None,
 ) -> list[BlockCall]:
-    """The first block of each kind that a model has, on one sequence, an eighth of it text.
+    """The first block of each kind that a model has, and what follows the last block, on a pack.
 
     Args:
         model: Has them, on its device.
-        weights: Of the double block and of the single block.
-        length: Tokens.
+        weights: Of the double block, the single block, and what follows; 0 leaves one out.
+        seq_lens: Tokens of each sequence of a pack; an eighth of the pack is text.
         dtype: Of activations.
         kernel: Attention kernel.
     """
-    device = next(model.parameters()).device
-    seqs = PackedSequences.build([length], device)
+    device, num_tokens = next(model.parameters()).device, sum(seq_lens)
+    seqs = PackedSequences.build(seq_lens, device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
         return attend_packed(q, k, v, seqs, kernel=kernel)
 
-    exchange = LocalExchange([length], attend=attend, device=device)
-    is_image = torch.arange(length, device=device) >= length // 8
-    pos = torch.zeros(length, len(model.config.axes_dim), device=device)
+    exchange = LocalExchange(seq_lens, attend=attend, device=device)
+    is_image = torch.arange(num_tokens, device=device) % 8 > 0
+    pos = torch.zeros(num_tokens, len(model.config.axes_dim), device=device)
     layout = model.layout(is_image, pos, exchange.token_slot)
-    x_TC = torch.randn(length, model.config.d_model, device=device, dtype=dtype)
-    vec = torch.randn(1, model.config.d_model, device=device, dtype=dtype)
-    kinds = (model.double_blocks, layout.interleaving.split(x_TC)), (model.single_blocks, (x_TC,))
+    x_TC = torch.randn(num_tokens, model.config.d_model, device=device, dtype=dtype)
+    vec = torch.randn(len(seq_lens), model.config.d_model, device=device, dtype=dtype)
+    kinds = (
+        (model.double_blocks, layout.interleaving.split(x_TC), (vec, layout, attend)),
+        (model.single_blocks, (x_TC,), (vec, layout, attend)),
+        ([model.final], (x_TC,), (vec, layout.slot)),
+    )
     return [
-        BlockCall(_with(blocks[0], vec, layout, attend), inputs, weight)
-        for (blocks, inputs), weight in zip(kinds, weights, strict=True)
-        if blocks
+        BlockCall(_with(found[0], *rest), inputs, weight)
+        for (found, inputs, rest), weight in zip(kinds, weights, strict=True)
+        if weight
     ]
 
 

@@ -134,11 +134,16 @@ def width_of(options: CalibrateOptions, device: torch.device) -> int:
 
 
 def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    """Every pass of the block at every length; seconds are those of one block."""
+    """Every pass of the block at every length; seconds are those of a block and a sequence.
+
+    Our blocks compute packs of equal sequences, of as many tokens as the longest, as in training;
+    a block of the user computes one sequence.
+    """
     dtype = getattr(torch, str(options.or_default("dtype", device.type)))
     lens = options.seq_lens(device.type)
     if options.module is not None:
         make = find(options.module)
+        packs = [[length] for length in lens]
         calls = [calls_of_user(options.module, make, length, device) for length in lens]
     else:
         width = width_of(options, device)
@@ -154,16 +159,16 @@ def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
             axes_dim=(width // num_heads,),
         )
         model = block_of_each_kind(config, device, dtype)
-        made = partial(calls_of_model, model, (0.5, 0.5), dtype=dtype, kernel=options.kernel)
-        calls = [made(length) for length in lens]
+        packs = [[length] * (lens[-1] // length) for length in lens]
+        calls = [calls_of_model(model, (0.5, 0.5, 0.0), p, dtype, options.kernel) for p in packs]
     return [
         probe
-        for length, of_length in zip(lens, calls, strict=True)
-        for probe in _passes_of(of_length, length, device.type)
+        for pack, of_pack in zip(packs, calls, strict=True)
+        for probe in _passes_of(of_pack, pack, device.type)
     ]
 
 
-def _passes_of(calls: list[BlockCall], length: int, on: str) -> list[Probe]:
+def _passes_of(calls: list[BlockCall], pack: list[int], on: str) -> list[Probe]:
     def all_of(runs: Iterable[Callable[[], object]]) -> None:
         for run in runs:
             run()
@@ -171,7 +176,7 @@ def _passes_of(calls: list[BlockCall], length: int, on: str) -> list[Probe]:
     def backward() -> Callable[[], object]:
         return partial(all_of, [call.backward() for call in calls])
 
-    amount = float(len(calls))
+    length, amount = pack[0], float(len(calls) * len(pack))
     forward = partial(all_of, [call.forward for call in calls])
     recompute = partial(all_of, [call.recompute for call in calls])
     return [

@@ -31,13 +31,13 @@ class TopologyOptions(InputOptions, ClusterOptions):
             where they have many sequences.
         rows: Topologies to print.
         report: Where to write a page of it all, .html.
-        passes: What to count: a training step that recomputes, or a forward pass.
+        passes: What to count: a training step, which recomputes or does not, or a forward pass.
     """
 
     steps: int | None = None
     rows: int = 10
     report: Path | None = None
-    passes: Literal["step", "forward"] = "step"
+    passes: Literal["step", "step-without-recompute", "forward"] = "step"
 
 
 def topology(options: TopologyOptions) -> None:

@@ -8,14 +8,20 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import listed, of_type, put, rate, whole
-from bascule.plan.costs.cluster import Floats
+from bascule.plan.costs.cluster import BYTES_PER_VALUE, Floats
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import TRAINING, Passes, in_passes
 from bascule.plan.loaded.sequences import batch_of
 from bascule.sim.placements import Loaded, Placement, policy_of
 from bascule.sim.simulation_result import SimulatedRun, SimulationResult
-from bascule.sim.step_seconds import EncoderStage, Machine, Sharding, microbatch_seconds
+from bascule.sim.step_seconds import (
+    NUM_ROUTES,
+    EncoderStage,
+    Machine,
+    Sharding,
+    microbatch_seconds,
+)
 from bascule.workload.codes import parse_data_codes, sample_lengths
 
 _MOST_MICROBATCHES = 100_000
@@ -40,6 +46,9 @@ class SimulationOptions:
         loader_bytes_per_s: Bytes that a rank's loader sends in a second; assumed, as of gloo.
         sample_bytes_per_token: Bytes that it sends for a token; by default a latent of FLUX in
             bf16, 64 values.
+        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch, to
+            where it is computed and back, forward and backward; by default four times its values
+            of the width of the model, in bf16.
 
     Raises:
         ConfigError: A value is out of range.
@@ -55,6 +64,7 @@ class SimulationOptions:
     stages: tuple[EncoderStage, ...] = ()
     loader_bytes_per_s: float = 1e9
     sample_bytes_per_token: float = 128.0
+    routed_bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "accumulate"):
@@ -74,6 +84,9 @@ class SimulationOptions:
             of_type("SimulationOptions(stages: each", stage, EncoderStage, "an EncoderStage(..)")
         for name in ("loader_bytes_per_s", "sample_bytes_per_token"):
             put(self, name, rate(f"SimulationOptions({name}", getattr(self, name)))
+        if (value := self.routed_bytes_per_token) is not None:
+            name = "routed_bytes_per_token"
+            put(self, name, rate(f"SimulationOptions({name}", value))
 
 
 def simulate(
@@ -127,6 +140,7 @@ def simulate(
         tuple(options.stages),
         options.loader_bytes_per_s,
         options.sample_bytes_per_token,
+        options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * model.d_model,
     )
     names = listed("topologies", topologies)
     if not names:

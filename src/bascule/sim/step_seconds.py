@@ -29,7 +29,7 @@ HIDDEN = ("sharding", "loader")
 _GRADIENT_BYTES = 4
 """Gradients are reduced in float32."""
 
-_ROUTES = 4
+NUM_ROUTES = 4
 """Exchanges of all tokens: to where they are computed and back, and the backward of both."""
 
 _PARAMETERS = 12
@@ -131,6 +131,7 @@ class Machine:
         stages: What runs before the model.
         loader_bytes_per_s: Bytes that the loader of a rank sends in a second.
         sample_bytes_per_token: Bytes that the loader sends for a token.
+        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch.
     """
 
     cost: TransformerCost
@@ -141,10 +142,19 @@ class Machine:
     stages: tuple[EncoderStage, ...]
     loader_bytes_per_s: float
     sample_bytes_per_token: float
+    routed_bytes_per_token: float
 
     def __post_init__(self) -> None:
-        for name in ("loader_bytes_per_s", "sample_bytes_per_token"):
+        for name in ("loader_bytes_per_s", "sample_bytes_per_token", "routed_bytes_per_token"):
             put(self, name, rate(name, getattr(self, name)))
+
+    def routing(self, placed: Placement) -> Floats:
+        """(N,) seconds in which each rank's tokens go to where they are computed, and back.
+
+        The launches are those of all ranks, as soon as one token moves.
+        """
+        seconds = exchange_seconds(placed, self.cluster, self.routed_bytes_per_token)
+        return seconds + NUM_ROUTES * self.cluster.latency_s * bool(seconds.any())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,8 +182,7 @@ def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds
     spent = dict.fromkeys(KINDS, none) | _computed(placed, machine)
     spent["encoders"] = sum((stage.seconds(placed) for stage in machine.stages), none)
     if placed.moves == TOKENS:
-        num_bytes = _ROUTES * BYTES_PER_VALUE * machine.cost.d_model
-        spent["routing"] = exchange_seconds(placed, machine.cluster, num_bytes)
+        spent["routing"] = machine.routing(placed)
     gather, reduce = machine.sharding.seconds(machine.cost, machine.cluster)
     spent |= _exposed_sharding(spent, machine, gather, reduce)
     exposed = spent["all_gather"] + spent["reduce_scatter"]

@@ -1,5 +1,6 @@
 """Measures what a sequence costs on this device, with the model's own blocks."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -25,7 +26,11 @@ def measure_cost(
     kernel: str | None = None,
     repeats: int = 3,
 ) -> TransformerCost:
-    """Time forward and backward of the model's blocks on single sequences and fit their cost.
+    """Time forward and backward of the model's blocks on packs of equal sequences; fit their cost.
+
+    All packs hold about as many tokens as the longest sequence. So what a call costs besides, and
+    what the size of its tensors does to caches, is alike in all, and not taken for attention. The
+    projection after the blocks counts, too: it runs where the blocks do.
 
     All ranks measure at once, so that what they share (memory, power) is in the result, and use the
     mean of their medians: the same cost everywhere. One all-reduce.
@@ -43,31 +48,33 @@ def measure_cost(
     """
     model = block_of_each_kind(config, device, dtype)
     num_blocks = config.num_double + config.num_single
-    weights = (config.num_double / num_blocks, config.num_single / num_blocks)
-    seconds = torch.tensor(
-        [block_seconds(model, weights, length, dtype, kernel, repeats) for length in seq_lens],
-        dtype=torch.float64,
-    )
+    weights = config.num_double / num_blocks, config.num_single / num_blocks, 1 / num_blocks
+    packs = [[length] * (max(seq_lens) // length) for length in seq_lens]
+    each = [
+        pack_seconds(model, weights, pack, dtype, kernel, repeats) / len(pack) for pack in packs
+    ]
     group = member_of(resolve(None), "data")
     call = Call("all_reduce (measured seconds)", form=f"lengths {seq_lens}")
-    seconds = all_reduce(group, call, seconds.to(device_of(group))).cpu() / group.size
+    own = torch.tensor(each, dtype=torch.float64, device=device_of(group))
+    seconds = all_reduce(group, call, own).cpu() / group.size
     fitted = fit_latency(seq_lens, seconds.numpy(), config.d_model)
     return replace(fitted, num_layers=num_blocks)
 
 
-def block_seconds(
+def pack_seconds(
     model: MMDiT,
-    weights: tuple[float, float],
-    length: int,
+    weights: tuple[float, float, float],
+    seq_lens: Sequence[int],
     dtype: torch.dtype,
     kernel: str | None,
     repeats: int,
 ) -> float:
-    """Seconds of forward and backward of the blocks of each kind, by weight: medians of repeats."""
+    """Seconds of forward and backward of a pack, by weight: medians of repeats."""
     device = next(model.parameters()).device
     total = 0.0
-    for call in calls_of_model(model, weights, length, dtype, kernel):
-        probe = Probe("work", "block", device.type, length, 0.0, partial(_forward_backward, call))
+    for call in calls_of_model(model, weights, seq_lens, dtype, kernel):
+        run, size = partial(_forward_backward, call), sum(seq_lens)
+        probe = Probe("work", "block", device.type, size, 0.0, run)
         times = [seconds_of(probe, device) for _ in range(repeats + 1)]
         total += call.weight * median(times[1:])
     return total

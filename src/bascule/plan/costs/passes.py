@@ -6,7 +6,7 @@ import numpy as np
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, put, rate
-from bascule.plan.costs.calibration import PASSES
+from bascule.plan.costs.calibration import BACKWARD, PASSES, RECOMPUTE
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import HardwareProfile
@@ -40,12 +40,20 @@ class Passes:
         for name in ("linear", "attention", "exchanges"):
             put(self, name, rate(f"Passes({name}", getattr(self, name)))
 
+    def over(self, timed: "Passes") -> "Passes":
+        """The same for a cost model whose seconds are those of other passes, such as measured ones.
+
+        Wires are those of a forward pass all the same.
+        """
+        linear, attention = self.linear / timed.linear, self.attention / timed.attention
+        return replace(self, linear=linear, attention=attention)
+
 
 FORWARD = Passes(1.0, 1.0, 1.0, "forward")
 TRAINING = Passes(4.0, 2.0 + _ATTENTION_BACKWARD, 3.0, "step")
 """Forward, recomputation and backward, every block checkpointed."""
 
-WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step")
+WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step-without-recompute")
 """Forward and backward, no block checkpointed."""
 
 
@@ -81,32 +89,33 @@ def in_passes(
 
 
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
-    """`FORWARD` or a training step that recomputes, by name.
+    """`FORWARD`, or a training step that recomputes or does not, by name.
 
     Args:
-        name: "forward" or "step".
-        profile: Whose passes of a block a step runs, if it was calibrated. Default: `TRAINING`.
+        name: "forward", "step" or "step-without-recompute".
+        profile: Whose passes of a block a step runs, if it was calibrated. Default: `TRAINING` and
+            `WITHOUT_RECOMPUTING`.
 
     Raises:
         ConfigError: There is no such name.
     """
-    known = {passes.name: passes for passes in (FORWARD, _measured(profile) or TRAINING)}
+    known = {passes.name: passes for passes in (FORWARD, TRAINING, WITHOUT_RECOMPUTING)}
     if name not in known:
         raise ConfigError(f"passes {name!r}: choose one of {', '.join(known)}")
-    return known[name]
+    run = PASSES if name == TRAINING.name else (RECOMPUTE, BACKWARD)
+    measured = None if name == FORWARD.name else _measured(profile, run)
+    return known[name] if measured is None else replace(known[name], **measured)
 
 
-def _measured(profile: HardwareProfile | None) -> Passes | None:
-    """A step as it was timed: all passes of a block over its forward pass, by tokens and by pairs.
+def _measured(profile: HardwareProfile | None, run: tuple[str, ...]) -> dict[str, float] | None:
+    """Passes as they were timed, over the forward pass: by tokens, and by pairs.
 
     Exchanges were not timed by pass. None: not all was, or the noise left nothing of a pass.
     """
     made = None if profile is None else profile.calibration
-    fits = [] if made is None else [fit for name in PASSES if (fit := made.fit(name)) is not None]
-    if len(fits) < len(PASSES):
+    fits = {} if made is None else {name: made.fit(name) for name in PASSES}
+    rates = {name: fit.coefficients[1:] for name, fit in fits.items() if fit is not None}
+    if len(rates) < len(PASSES) or min(rates[PASSES[0]]) <= 0:
         return None
-    _, linear, attention = np.array([fit.coefficients for fit in fits]).T.tolist()
-    if not (linear[0] > 0 and attention[0] > 0):
-        return None
-    shares = sum(linear) / linear[0], sum(attention) / attention[0]
-    return Passes(*shares, TRAINING.exchanges, TRAINING.name)
+    linear, attention = np.sum([rates[name] for name in run], axis=0) / rates[PASSES[0]]
+    return {"linear": float(linear), "attention": float(attention)}
