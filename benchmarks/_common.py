@@ -1,9 +1,11 @@
 """What the benchmarks share: where they ran, how they time, and where the results go."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from bascule import HardwareProfile
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -38,6 +42,20 @@ def write_results(name: str, results: Mapping[str, Any]) -> Path:
     text = json.dumps({"benchmark": name, "environment": environment(), **results}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
     return path
+
+
+def bascule(*arguments: str) -> None:
+    """Run a command of bascule with one thread a rank."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "bascule.cli", *arguments]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def calibrated(folder: Path, *options: str) -> HardwareProfile:
+    """This machine, as `bascule calibrate` measures it."""
+    out = folder / "machine.json"
+    bascule("calibrate", *options, "--lengths", "64:4096", "--out", str(out))
+    return HardwareProfile.load(out)
 
 
 def time_interleaved(

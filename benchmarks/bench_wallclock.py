@@ -13,17 +13,14 @@ that was predicted from compute alone, and on every set within 5 % of what was s
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import skimage
-from _common import write_results
+from _common import bascule, calibrated, write_results
 from PIL import Image
 
 from bascule import HardwareProfile, SimulationOptions, TransformerCost, simulate
@@ -60,21 +57,6 @@ def write_clips(folder: Path) -> None:
                 left = (photo.width - width) * frame // (num_frames - 1)
                 window = photo.crop((left, height // 2, left + width, height // 2 + height))
                 window.save(clip / f"{frame:02}.png")
-
-
-def bascule(*arguments: str) -> None:
-    """Run a command of bascule with one thread a rank."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "bascule.cli", *arguments]
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-
-
-def calibrated(folder: Path) -> HardwareProfile:
-    """This machine, by the blocks of the model that is trained."""
-    out = folder / "machine.json"
-    shape = ["--d-model", str(MODEL.d_model), "--num-heads", str(MODEL.num_heads)]
-    bascule("calibrate", "--ranks", str(RANKS), *shape, "--lengths", "64:4096", "--out", str(out))
-    return HardwareProfile.load(out)
 
 
 def lens_of(stream: SampleStream, steps: int) -> list[list[int]]:
@@ -176,7 +158,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        profile = calibrated(folder)
+        shape = ["--d-model", str(MODEL.d_model), "--num-heads", str(MODEL.num_heads)]
+        profile = calibrated(folder, "--ranks", str(RANKS), *shape)
         print(profile)
         clips = folder / "clips"
         clips.mkdir()
