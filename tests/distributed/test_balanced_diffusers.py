@@ -6,6 +6,7 @@ Every rank draws the samples of all ranks, and one process takes them one by one
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -89,6 +90,18 @@ def alone(model: nn.Module, samples: Sequence[Inputs], weights: Sequence[int]) -
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@cache
+def one_process(name: str, weights: tuple[int, ...]) -> tuple[Gradients, float]:
+    """Gradients and loss of the first samples, by weight; once for all that a world tries."""
+    torch.manual_seed(0)
+    samples, model = samples_of(name)[: len(weights)], make_model(cases_of(name)[0], F64)
+    wanted = alone(model, samples, weights)
+    inputs = [inputs_of(one) for one in samples]
+    with torch.no_grad():
+        losses = [loss_of(model(**x)[0], s) for x, s in zip(inputs, samples, strict=True)]
+    return wanted, sum(float(a) * w for a, w in zip(losses, weights, strict=True)) / sum(weights)
+
+
 def worst(model: nn.Module, wanted: Gradients) -> float:
     """The largest error of a parameter's gradient over what is allowed."""
     every = float(torch.cat([grad.flatten() for grad in wanted.values()]).norm())
@@ -149,12 +162,7 @@ def as_it_is(
     mine = [share_of(samples, one, num_ranks) for one in range(num_ranks)]
     in_order = [one for own in mine for one in own]
     assert len(in_order) == len(samples)
-    wanted = alone(model, samples, weights)
-    inputs = [inputs_of(one) for one in samples]
-    with torch.no_grad():
-        losses = [loss_of(model(**x)[0], s) for x, s in zip(inputs, samples, strict=True)]
-    mean = sum(float(a) * w for a, w in zip(losses, weights, strict=True)) / sum(weights)
-    model.zero_grad()
+    wanted, mean = one_process(name, tuple(weights))
     sp = SequenceParallel(None, topology, COST, timeout_s=15.0)
     model = wrapped(kind, name, model)
     balanced = BalancedModel(model, sp, length_fn=num_tokens, **settings)

@@ -70,7 +70,8 @@ def compare_toy(ring: int, ulysses: int, case: dict[str, Any]) -> dict[str, Any]
     config = make_config(case, masks)
     with parallelize(model, mesh=make_mesh(ring, ulysses), table=TABLE, sparse=config) as handle:
         for inputs, (output, grads) in zip(steps, wanted, strict=True):
-            found["ok"].append(handle.verify(**inputs).ok)
+            if inputs is not steps[0]:  # as is, of the first step: a verification is not a step
+                found["ok"].append(handle.verify(**inputs).ok)
             found["out"].append(difference(toy_gradients(model, inputs)[0], output))
             handle.average_gradients()
             found["grads"].append(worst(grads_of(model), grads))

@@ -81,7 +81,7 @@ def lengths_of(num_ranks: int) -> list[Lengths]:
     nothing: Lengths = [[] for _ in range(num_ranks)]
     drawn = [
         [[draw.choice((*LENGTHS, 40)) for _ in range(draw.choice((0, 1, 3)))] for _ in nothing]
-        for _ in range(4)
+        for _ in range(2)
     ]
     return [nothing, [[1] for _ in nothing], [[0, 131, 1], *nothing[1:]], *drawn]
 
@@ -93,7 +93,7 @@ def attend_everywhere(spec: str, num_heads: int, num_kv_heads: int) -> int:
         parallel = SequenceParallel(None, spec, COST, options=ParallelOptions(kernel=kernel))
         for lens in lengths_of(dist.get_world_size()):
             step = parallel.plan(lens[rank])
-            for causal, scale in ((False, None), (True, None), (True, 0.7)):
+            for causal, scale in ((False, None), (True, 0.7)):
                 compare(step, lens, (num_heads, num_kv_heads), causal, scale)
                 compared += 1
     return compared
@@ -139,7 +139,7 @@ def compare(
 def test_attention_equals_one_process(spec: str, num_heads: int, num_kv_heads: int) -> None:
     world_size = Topology.parse(spec).num_ranks
     compared = run_ranks(attend_everywhere, world_size, spec, num_heads, num_kv_heads)
-    assert compared == [2 * 3 * 7] * world_size
+    assert compared == [2 * 2 * 5] * world_size
 
 
 # Collectives, and bytes.

@@ -167,8 +167,8 @@ def compare_all(ring: int, ulysses: int) -> list[tuple[str, str, int, dict[str, 
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
     [
-        *[(2, 1), (1, 2), (2, 2), (3, 1), (1, 3)],
-        *[pytest.param(*mesh, marks=pytest.mark.stress) for mesh in ((4, 1), (2, 3))],
+        *[(1, 2), (2, 2), (3, 1)],
+        *[pytest.param(*x, marks=pytest.mark.stress) for x in ((2, 1), (1, 3), (4, 1), (2, 3))],
     ],
 )
 def test_forward_rounds_and_backward_does_not(ring: int, ulysses: int) -> None:
