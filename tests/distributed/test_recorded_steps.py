@@ -103,10 +103,10 @@ def compiled(
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-CASES: list[tuple[int, str, dict[str, Any]]] = [
+CASES = [
     (2, "g1n2", {}),
-    (2, "g2n1", {"causal": True, "scale": -0.5}),
-    (3, "g1n1+g2n1", {"scale": 0.25}),
+    pytest.param(2, "g2n1", {"causal": True, "scale": -0.5}, marks=pytest.mark.stress),
+    pytest.param(3, "g1n1+g2n1", {"scale": 0.25}, marks=pytest.mark.stress),
     (4, "g2r2n1", {"causal": True}),
 ]
 
@@ -128,7 +128,7 @@ def test_ranks_of_which_some_are_compiled_fit_together() -> None:
     run_ranks(partial(compiled, "g2n1", eager_ranks=[1]), 2)
 
 
-@pytest.mark.slow
+@pytest.mark.stress
 def test_inductor_gives_the_same() -> None:
     """Route and samples in one graph: by the setting that `docs/limits.md` asks for."""
     run_ranks(partial(compiled, "g2n1", "inductor", num_steps=2), 2)
@@ -242,7 +242,10 @@ def checkpointed(spec: str) -> list[dict[str, int]]:
     return counts
 
 
-@pytest.mark.parametrize(("world_size", "spec"), [(2, "g1n2"), (2, "g2n1"), (2, "g1r2n1")])
+@pytest.mark.parametrize(
+    ("world_size", "spec"),
+    [(2, "g2n1"), (2, "g1r2n1"), pytest.param(2, "g1n2", marks=pytest.mark.stress)],
+)
 def test_checkpoints_that_keep_exchanges_make_none_twice(world_size: int, spec: str) -> None:
     for plain, whole, *others in run_ranks(checkpointed, world_size, spec):
         assert sum(whole.values()) > sum(plain.values())
@@ -289,6 +292,6 @@ def sharded(spec: str) -> None:
             torch.testing.assert_close(got.grad.full_tensor(), want.grad, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("spec", ["g2n1", "g1n2"])
+@pytest.mark.parametrize("spec", ["g2n1", pytest.param("g1n2", marks=pytest.mark.stress)])
 def test_compiled_and_sharded_blocks_have_the_gradients_of_plain_ones(spec: str) -> None:
     run_ranks(sharded, 2, spec)
