@@ -1,7 +1,9 @@
 """Balanced encoders: features and all gradients are those without balancing."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import bascule
+from bascule.comm import clocks
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.encoder_cases import (
     check_failing_image,
@@ -325,3 +328,49 @@ def test_items_stay_where_moving_does_not_pay_and_limits_hold() -> None:
         "none of 6 items moved: no plan gains enough over the imbalance of 1.50 as given"
     )
     assert said[0][3:] == ["PlanError", "PlanError"]
+
+
+def weighed() -> list[str]:
+    """What a balanced encoder says at three steps, if its calls take a second, and next to none."""
+    rank, said = torch.distributed.get_rank(), list[str]()
+    x, ids = torch.ones(1, 8, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64)
+    items = [{"x": x[:, :n], "ids": ids} for n in ([6, 4, 2], [4])[rank]]
+    for tick in (1.0, 1e-9):
+        ticks = iter(range(1000))
+        clock = SimpleNamespace(thread_time=lambda ticks=ticks, tick=tick: next(ticks) * tick)
+        with mock.patch.object(clocks, "time", clock):
+            encoder = BalancedEncoder(Toy(), length_fn=lambda item: item["x"].shape[1], cost=COST)
+            for _ in range(3):
+                features = encoder(items)
+                assert [f.first.shape[1] for f in features] == [x["x"].shape[1] for x in items]
+                said.append(str(encoder.last))
+    return said
+
+
+def test_an_encoder_times_its_calls_and_moves_nothing_where_that_does_not_pay() -> None:
+    said = run_ranks(weighed, 2)
+    assert said[0] == said[1]
+    balanced = "1 of 4 items moved: imbalance 1.00 instead of 1.50"
+    assert said[0][:2] == said[0][3:5] == [balanced] * 2  # not known yet
+    assert said[0][2].startswith(balanced) and "MB take" in said[0][2]
+    assert said[0][5].startswith("none of 4 items moved: at the imbalance of 1.50 as given, ")
+
+
+def unlike_weights() -> list[tuple[list[str], str]]:
+    rank, said = torch.distributed.get_rank(), list[tuple[list[str], str]]()
+    BalancedEncoder(Toy(), length_fn=len, cost=COST)
+    for change in ("a weight", "a buffer"):
+        toy = Toy()
+        toy.register_buffer("scale", torch.tensor([True]))
+        with torch.no_grad():
+            toy.outer.bias[1] += 1e-15 * (rank == 1 and change == "a weight")
+            toy.get_buffer("scale")[0] = rank == 0 or change != "a buffer"
+        said.append(raised_by(BalancedEncoder, toy, length_fn=len, cost=COST))
+    return said
+
+
+def test_ranks_with_unlike_weights_are_refused() -> None:
+    said = run_ranks(unlike_weights, 2)
+    assert said[0] == said[1]
+    for kinds, text in said[0]:
+        assert "CommError" in kinds and "disagree on values of weights" in text

@@ -2,16 +2,13 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from bascule.comm.samples.nests import joined, leaves_of, mapped
 from bascule.encoders.encoder_tables import TABLES, EncoderTable, called_with, form_of, table_of
-from bascule.encoders.item_plans import Loaded, plan_items
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 
 GRIDS = torch.tensor([(1, 4, 6), (3, 2, 2), (2, 10, 6), (1, 2, 14)])
 
@@ -119,31 +116,20 @@ def test_nests_keep_their_types() -> None:
     assert twice["a"][1] == [None, 3] and twice["b"].deterministic
 
 
-def loaded_of(lens: list[list[int]], pairs: list[float] | None = None) -> Loaded:
-    flat = [n for own in lens for n in own]
-    bits = np.array(pairs or [-1.0] * len(flat), np.float64).view(np.int64).tolist()
-    said, at = list[Any](), 0
-    for own in lens:
-        rows = [[n, bits[at + i], 0, 1, 8 * n] for i, n in enumerate(own)]
-        at += len(own)
-        said.append(np.array([0, *np.array(rows, np.int64).flatten()], np.int64))
-    return Loaded.of(said, 0)
-
-
-def test_pairs_and_not_squares_are_the_cost_of_attention() -> None:
-    cost = TransformerCost(1, gamma=1e9)  # nothing but attention
-    plan = plan_items(loaded_of([[9, 9, 9], []], [100.0, 50.0, 50.0]), cost, None, 0.0, False)
-    assert sorted(plan.rank_of.tolist()) in ([0, 0, 1], [0, 1, 1])
-    assert plan.rank_of[1] == plan.rank_of[2] != plan.rank_of[0]
-    assert plan.report.balanced == pytest.approx(1.0)
-    alike = plan_items(loaded_of([[9, 9, 9], []]), cost, None, 0.0, False)
-    assert alike.report.balanced == pytest.approx(4 / 3)
-
-
-def test_a_rank_without_items_needs_the_cheapest_one() -> None:
-    plan = plan_items(loaded_of([[7, 3], [], []]), PolynomialCost(0.0, 1.0, 0.0), None, 0.0, True)
-    dummies = [[of.is_dummy for of in own] for own in plan.passes]
-    assert sorted(dummies) == [[False], [False], [True]]
-    ids, ranks = plan.needed
-    assert sorted(ids.tolist()) == [0, 1, 1] and sorted(ranks.tolist()) == [0, 1, 2]
-    assert plan.moves and "1 of 2 items moved" in str(plan.report)
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_a_video_is_cut_into_runs_of_frames_that_the_tower_computes_by_themselves(
+    most: int,
+) -> None:
+    model = qwen().double().eval()
+    table, grid = table_of(model), torch.tensor([(5, 4, 6)])
+    patches = torch.randn(120, 3 * 2 * 4 * 4, dtype=torch.float64)
+    item = {"hidden_states": patches, "grid_thw": grid}
+    assert table.split is not None
+    pieces = table.split(item, most)
+    frames = [int(piece["grid_thw"][0, 0]) for piece in pieces]
+    assert len(frames) == min(most, 5) and sum(frames) == 5 and max(frames) - min(frames) <= 1
+    assert torch.equal(torch.cat([piece["hidden_states"] for piece in pieces]), patches)
+    whole, apart = model(**item), [model(**piece) for piece in pieces]
+    for name in ("last_hidden_state", "pooler_output"):
+        found = torch.cat([getattr(one, name) for one in apart])
+        torch.testing.assert_close(found, getattr(whole, name), rtol=1e-10, atol=1e-12)

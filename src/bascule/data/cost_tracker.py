@@ -1,7 +1,6 @@
 """What a sample costs, learned from the steps of the job itself while it runs."""
 
 import logging
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from bascule.comm.agree import agree_on
+from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.groups import set_timeout
 from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import is_timeout
@@ -43,7 +43,7 @@ class _Unit:
     """
 
     seq_lens: list[npt.NDArray[np.int64]]
-    clocks: list["_Clock"]
+    clocks: list[Clock]
     is_odd: bool
 
     def seconds(self) -> float:
@@ -97,7 +97,7 @@ class CostTracker:
         self._loader, self._ranks, self._group = loader, loader.ranks, loader.ranks.group
         self._agree(warmup, discard, window, max_drift, timeout_s)
         default = "cuda" if torch.cuda.is_available() else "cpu"
-        self._on_cuda = torch.device(default if device is None else device).type == "cuda"
+        self._device = torch.device(default if device is None else device)
         self._timeout_s = float(timeout_s)
         self._window, self._max_drift = window, max_drift
         self._left_out, self._wanted = discard, warmup
@@ -136,12 +136,12 @@ class CostTracker:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches of the loader; what is done with each is timed."""
-        clocks: list[_Clock] = []
+        clocks: list[Clock] = []
         batches: list[Batch] = []
         accumulate = self._loader.rules.accumulate
         per_unit = 1 if self._loader.rules.sync == "microbatch" else accumulate
         for batch in self._loader:
-            clock = _CudaClock() if self._on_cuda else _CpuClock()
+            clock = start_clock(self._device)
             yield batch
             clock.stop()
             clocks.append(clock)
@@ -187,7 +187,7 @@ class CostTracker:
         self._wanted = self._window
         self._loader.set_cost(cost)
 
-    def _observe(self, batches: list[Batch], clocks: list["_Clock"]) -> None:
+    def _observe(self, batches: list[Batch], clocks: list[Clock]) -> None:
         if self._left_out:
             self._left_out -= 1
             return
@@ -231,7 +231,7 @@ class CostTracker:
         own = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
         call = Call("all_gather (seconds)", self._num_gathered, f"{own.numel()} measurements")
         times = all_gather(self._group, call, own).numpy()
-        if self._on_cuda:
+        if self._device.type == "cuda":
             return np.nanmax(times, axis=0)
         places = [times[self._ranks.place == place] for place in range(self._ranks.num)]
         return np.stack([np.max(part, axis=0) for part in places], axis=1)
@@ -248,35 +248,3 @@ def _drift(
     known = np.isfinite(seconds) & (seconds > 0)
     errors = np.abs(predicted[known] / seconds[known] - 1.0)
     return float(np.median(errors)) if errors.size else 0.0
-
-
-class _CpuClock:
-    """CPU time of this thread, from the construction to `stop`."""
-
-    def __init__(self) -> None:
-        self._start = time.thread_time()
-        self._seconds = 0.0
-
-    def stop(self) -> None:
-        self._seconds = time.thread_time() - self._start
-
-    def seconds(self) -> float:
-        return self._seconds
-
-
-class _CudaClock:
-    """Time on the current stream, by events; read when the times are gathered."""
-
-    def __init__(self) -> None:
-        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._start.record()
-
-    def stop(self) -> None:
-        self._end.record()
-
-    def seconds(self) -> float:
-        self._end.synchronize()
-        return self._start.elapsed_time(self._end) / 1e3
-
-
-_Clock = _CpuClock | _CudaClock

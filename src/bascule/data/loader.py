@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.comm.guard.failures import tell, told
 from bascule.comm.guard.ranges import mark_lengths
 from bascule.comm.new_groups import is_timeout
+from bascule.comm.samples.exchange_speed import measure_exchange
 from bascule.data.loader_batch import Batch, LoaderMetrics
 from bascule.data.packs import Pack
 from bascule.data.prefetch import PATIENCE_S, Prefetcher, ReadyStep, text_of
@@ -19,7 +20,6 @@ from bascule.data.progress import Progress
 from bascule.data.redistribute import Redistributor, Rules, StepKey
 from bascule.data.samples.loaded import DataRanks, Sample, whole_number
 from bascule.data.samples.offers import named, num_input_ids
-from bascule.data.samples.sample_transfer import measure_exchange
 from bascule.data.setup import (
     DEFAULT_OPTIONS,
     DEFAULT_TIMEOUT_S,
@@ -110,7 +110,7 @@ class BalancedLoader:
         rules, rate = given.rules, options.bytes_per_s
         self._source_places, self._deal = sources.places, sources.deal
         self._num_microbatches = sources.epoch_length(rules)
-        per_byte = measure_exchange(self._ranks.group) if rate is None else 1.0 / rate
+        per_byte = measure_exchange(self._ranks.group).byte_s if rate is None else 1.0 / rate
         self._redistributor = Redistributor(self._ranks, rules, cost, per_byte)
         self._source, self._handlers = source, given.handlers(source)
         self._depth, self._timeout_s = options.prefetch, float(options.timeout_s)

@@ -1,9 +1,8 @@
 """BalancedEncoder: items go to the ranks that have time to encode them, and their features back."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.comm.agree import Statement, agree, agree_on
+from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import explained, told
-from bascule.comm.samples.nests import mapped
+from bascule.comm.samples.exchange_speed import measure_exchange
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import (
+    ROW_BYTES,
     ItemMove,
     move_items,
     move_items_with_gradients,
@@ -32,18 +33,24 @@ from bascule.encoders.encoder_tables import (
     Length,
     called_with,
     filled,
-    form_of,
     table_of,
 )
 from bascule.encoders.features import Features, attach
+from bascule.encoders.item_offers import Describing, Offer
 from bascule.encoders.item_plans import Encoding, ItemPlan, Loaded, plan_items
+from bascule.encoders.item_prices import Prices, Wires
+from bascule.encoders.own_speed import OwnSpeed
+from bascule.encoders.weights import names_digest, values_digest
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
-from bascule.plan.checks import number, whole
+from bascule.plan.checks import number
 from bascule.plan.costs.cost_models import Cost, describe_cost
+from bascule.plan.routes import Ints
 
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed
+
+_SETTINGS = ("module", "values of weights", "home_tolerance")
 
 _FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
 
@@ -99,14 +106,20 @@ class BalancedEncoder:
         self._parallel = SequenceParallel(
             *(mesh_or_group, "g1n1", cost),
             limits=options.limits,
+            cluster=options.cluster,
             timeout_s=options.timeout_s,
             options=rest,
         )
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self._inner: nn.Module = inner
         self.table = table_of(inner) if options.table is None else options.table
-        self._length_fn = length_fn
-        error = None
+        num_ranks, has_limits = self._parallel.group.size, options.limits is not None
+        self._describing = Describing(
+            *(inner, self.table, length_fn, self._parallel.device),
+            Describing.num_pieces_of(num_ranks, has_limits),
+        )
+        error: Exception | None = None
+        settings: dict[str, str] = dict.fromkeys(_SETTINGS, "")
         try:
             if length_fn is None and self.table.length is None:
                 raise ConfigError(
@@ -114,15 +127,14 @@ class BalancedEncoder:
                     "says the tokens of an item"
                 )
             number("home_tolerance", options.home_tolerance)
+            kind = type(inner).__name__
+            settings["module"] = f"{kind} with parameters of shapes {names_digest(inner)}"
+            settings["values of weights"] = values_digest(inner)
+            settings["home_tolerance"] = str(options.home_tolerance)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        parts = [(name, str(p.dtype), *p.shape) for name, p in inner.named_parameters()]
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-        settings = {
-            "module": f"{type(inner).__name__} with parameters of shapes {digest}",
-            "home_tolerance": str(options.home_tolerance),
-        }
         agree_on(self._agreeing, settings, error, what="construction")
+        self._speed, self._prices = OwnSpeed(), Prices(self._wires(), cluster=options.cluster)
 
     @told("items of a balanced encoder")
     def __call__(self, items: Sequence[Item]) -> Features:
@@ -200,92 +212,93 @@ class BalancedEncoder:
         self, items: Sequence[Item], after: Tensor | None, error: Exception | None
     ) -> Features:
         self._number += 1
-        loaded, parcels = self._agree(items, error)
+        loaded, offer = self._agree(items, error)
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
-        limits, tolerance = self.options.limits, self.options.home_tolerance
-        plan = plan_items(loaded, self.cost, limits, tolerance, self._is_sharded)
-        self.last = plan.report
+        plan, self.last = plan_items(
+            *(loaded, self.cost, self._priced(loaded)),
+            limits=self.options.limits,
+            home_tolerance=self.options.home_tolerance,
+            is_aligned=self._is_sharded,
+        )
         with _recording(loaded.needs_gradient):
             token = self._first_token(after) if loaded.needs_gradient else None
-            arrived, token = self._send(plan, items, parcels, token)
-            features = self._return(plan, self._compute(plan, arrived), token)
+            arrived, token = self._send(plan, offer, token)
+            computed = self._compute(plan, arrived)
+            self._learn(loaded, computed)
+            features = self._return(plan, offer, computed, token)
         if not loaded.needs_gradient:
             features.token = after
         return features
 
-    def _agree(self, items: Sequence[Item], error: Exception | None) -> tuple[Loaded, list[Parcel]]:
+    def _agree(self, items: Sequence[Item], error: Exception | None) -> tuple[Loaded, Offer]:
         """What all ranks loaded; or the same error on all of them."""
-        parallel, parcels = self._parallel, list[Parcel]()
-        own = np.zeros(1, np.int64)
+        parallel, offer = self._parallel, Offer()
+        own = np.zeros(2, np.int64)
         settings: dict[str, str] = dict.fromkeys(("cost", "gradients", "is sharded"), "")
         try:
             settings["cost"] = describe_cost(self.cost)
-            trains = torch.is_grad_enabled() and any(
-                p.requires_grad for p in self._inner.parameters()
-            )
-            settings["gradients"] = f"enabled {torch.is_grad_enabled()}, of parameters {trains}"
+            records = torch.is_grad_enabled()
+            trains = records and any(p.requires_grad for p in self._inner.parameters())
+            settings["gradients"] = f"enabled {records}, of parameters {trains}"
             settings["is sharded"] = str(self._is_sharded)
             if error is None:
-                measured = [self._measure(place, one) for place, one in enumerate(items)]
-                parcels = [one for one, _ in measured]
-                wants = torch.is_grad_enabled() and any(
-                    x.requires_grad for one in items for x in one.values() if isinstance(x, Tensor)
-                )
-                own = np.array([wants + 2 * trains, *(n for _, ns in measured for n in ns)])
+                offer = self._describing.offer(items)
+                flags = (records and offer.wants_gradient) + 2 * trains
+                own = np.array([flags, self._speed.spent_ns(), *offer.numbers], np.int64)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         said = agree(
             parallel._planning.group,
-            Statement(settings, own.astype(np.int64), error),
+            Statement(settings, own, error),
             what="items",
             step=self._number,
             capacity=self._capacity,
         )
         self._capacity = max(self._capacity, *(part.size for part in said))
-        return Loaded.of(said, parallel.rank), parcels
+        return Loaded.of(said, parallel.rank), offer
 
-    def _measure(self, place: int, item: Item) -> tuple[Parcel, tuple[int, ...]]:
-        """An item ready to travel, and what the others must know of it.
+    def _wires(self) -> Wires:
+        """Between the ranks: of the cluster, or timed."""
+        if self.options.cluster is not None:
+            return Wires.of(self.options.cluster)
+        found = measure_exchange(self._parallel.group, self._parallel.device)
+        return Wires(found.launch_s, found.byte_s, found.byte_s, self._parallel.group.size)
 
-        Raises:
-            ConfigError: Something is wrong with it; names its place.
-        """
-        device = self._parallel.device
-        try:
-            length = self._length_fn(item) if self._length_fn else None
-            if length is None:
-                assert self.table.length is not None
-                length = self.table.length(self._inner, item)
-            tokens, pairs = length if isinstance(length, tuple) else (length, -1.0)
-            tokens = whole("length_fn", tokens, 1)
-            bits = int(np.float64(pairs).view(np.int64))
-            if len(self.table.cut(item)) != 1:
-                raise ConfigError("it has rows of several items: give each by itself")
-            sent = parcel(mapped(dict(item), torch.Tensor.detach), device)
-            return sent, (tokens, bits, form_of(item, device), num_rows(sent), sent.num_bytes)
-        except Exception as error:
-            text = str(error) if isinstance(error, ConfigError) else repr(error)
-            raise ConfigError(f"item {place}: {text}") from error
+    def _priced(self, loaded: Loaded) -> Prices:
+        """With what all ranks know of the seconds that their calls took."""
+        is_given = self.options.cluster is not None
+        unit_s = 1.0 if is_given else self._speed.unit_s(loaded.spent_ns)
+        return replace(self._prices, unit_s=unit_s)
+
+    def _learn(self, loaded: Loaded, computed: "_Computed") -> None:
+        """What features take on the wire, and what the calls took."""
+        num_bytes = ROW_BYTES * sum(int(rows.sum()) for rows in computed.rows)
+        per_token = num_bytes / int(loaded.lens.sum())
+        self._prices = replace(self._prices, feature_bytes=per_token)
+        if self.options.cluster is None:
+            units = loaded.costs(self.cost, self._prices).sum()
+            self._speed.keep(computed.clocks, float(units))
 
     def _first_token(self, after: Tensor | None) -> Tensor:
         device = self._parallel.device
         return torch.zeros((), device=device, requires_grad=True) if after is None else after
 
     def _send(
-        self, plan: ItemPlan, items: Sequence[Item], parcels: Sequence[Parcel], token: Tensor | None
+        self, plan: ItemPlan, offer: Offer, token: Tensor | None
     ) -> tuple[dict[int, Item], Tensor | None]:
         """The items that this rank computes, by id."""
         parallel, loaded = self._parallel, plan.loaded
         if not plan.moves:
-            return dict(zip(loaded.own.tolist(), items, strict=True)), token
+            return dict(zip(loaded.own.tolist(), offer.items, strict=True)), token
         ids, dest = plan.needed
         move = self._move(loaded.owner[ids], dest, "items")
         sent = (ids[loaded.owner[ids] == parallel.rank] - loaded.first).tolist()
-        args = [parcels[one] for one in sent], loaded.rows[ids]
+        args = [offer.parcels[one] for one in sent], loaded.rows[ids]
         if token is not None and loaded.items_need_gradient:
-            arrived, token = move_items_with_gradients(move, [items[i] for i in sent], *args, token)
+            items = [offer.items[one] for one in sent]
+            arrived, token = move_items_with_gradients(move, items, *args, token)
         else:
             arrived = move_items(move, *args)
         return dict(zip(ids[dest == parallel.rank].tolist(), arrived, strict=True)), token
@@ -293,40 +306,46 @@ class BalancedEncoder:
     def _compute(self, plan: ItemPlan, arrived: dict[int, Item]) -> "_Computed":
         """What this rank computes, agreed to be without an error."""
         parts, unused, template, error = dict[int, list[Tensor]](), list[Tensor](), None, None
-        parcels, rank, meets = list[Parcel](), self._parallel.rank, self._is_sharded
+        parcels, clocks, rank = list[Parcel](), list[Clock](), self._parallel.rank
+        rows, meets, device = np.zeros(0, np.int64), self._is_sharded, self._parallel.device
         try:
             for of in plan.passes[rank]:
                 items = [arrived[one] for one in of.ids.tolist()]
+                clock = start_clock(device)
                 with explained(f"step {self._number}: encoding") if meets else nullcontext():
                     template = self._call_module(self.table.join(items))
+                clock.stop()
                 found = self.table.parts(template, items)
                 if of.is_dummy:
                     unused += [x for own in found for x in own if x.requires_grad]
                 else:
+                    clocks.append(clock)
                     parts |= dict(zip(of.ids.tolist(), found, strict=True))
-            if plan.moves:
-                device = self._parallel.device
-                sent = [[x.detach() for x in parts[one]] for one in sorted(parts)]
-                parcels = [parcel(own, device) for own in sent]
+            own = [[x.detach() for x in parts[one]] for one in sorted(parts)]
+            parcels = [parcel(one, device) for one in own] if plan.moves else []
+            num_bytes = sum(x.numel() * x.element_size() for one in own for x in one)
+            rows = np.array([num_rows(one) for one in parcels] or [num_bytes // ROW_BYTES])
         except Exception as met:  # whatever it is, the others must not wait
             if meets:  # they may wait within the module, which being told of it ends
                 raise
             error = met
         said = agree(
             self._agreeing,
-            Statement({}, np.array([num_rows(one) for one in parcels], np.int64), error),
+            Statement({}, rows.astype(np.int64), error),
             what="encoding",
             step=self._number,
             capacity=self._capacity,
         )
-        return _Computed(parts, unused, template, parcels, said)
+        return _Computed(parts, unused, template, parcels, said, clocks)
 
     def _call_module(self, arguments: Item) -> Any:
         if self.table.method is None:
             return self.module(**arguments)
         return getattr(self.module, self.table.method)(**arguments)
 
-    def _return(self, plan: ItemPlan, computed: "_Computed", token: Tensor | None) -> Features:
+    def _return(
+        self, plan: ItemPlan, offer: Offer, computed: "_Computed", token: Tensor | None
+    ) -> Features:
         loaded, parts = plan.loaded, computed.parts
         if token is not None:
             token = tied(token, computed.unused)
@@ -345,7 +364,7 @@ class BalancedEncoder:
                 leaves = move_items(move, computed.parcels, rows)
             else:
                 leaves, token = move_items_with_gradients(*args, token)
-        outputs = [filled(computed.template, own) for own in leaves]
+        outputs = [filled(computed.template, own) for own in offer.whole(leaves)]
         return Features(outputs, token, computed.template)
 
     def _move(self, source: Any, dest: Any, name: str) -> ItemMove:
@@ -366,7 +385,8 @@ class _Computed:
     unused: list[Tensor]
     template: Any
     parcels: list[Parcel]
-    rows: Sequence[Any]
+    rows: Sequence[Ints]
+    clocks: list[Clock]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from bascule.comm.samples.nests import leaves_of, rebuilt
 from bascule.comm.samples.sample_bytes import parcel
 from bascule.encoders import item_lengths
 from bascule.errors import ConfigError
+from bascule.plan.costs.cluster import Cluster
 from bascule.plan.limits import Limits
 
 Item = dict[str, Any]
@@ -35,6 +36,8 @@ class EncoderTable:
         packed: Arguments in which an item has as many rows as its size; the others have one.
         sizes: The sizes of the items of a call, from its arguments; None: all are 1.
         method: What is called of the module, where it is not the module itself.
+        split: An item's pieces, at most so many, of an encoder that computes each by itself: their
+            outputs one after another are those of the item. None: items stay whole.
         sources: Arguments of the model around the module that hold items; the module is called
             once for each that is there, in this order.
     """
@@ -43,6 +46,7 @@ class EncoderTable:
     packed: tuple[str, ...] = ()
     sizes: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
     method: str | None = None
+    split: Callable[[Item, int], list[Item]] | None = None
     sources: tuple[str, ...] = field(default=("pixel_values", "pixel_values_videos"))
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
@@ -149,7 +153,25 @@ def _grid_sizes(arguments: Mapping[str, Any]) -> list[int]:
     return arguments["grid_thw"].prod(-1).tolist()
 
 
-_QWEN = EncoderTable(length=item_lengths.of_patches, packed=("hidden_states",), sizes=_grid_sizes)
+def _by_frames(item: Item, most: int) -> list[Item]:
+    """Runs of frames of a video, or the image: patches attend to those of their frame alone."""
+    frames, height, width = item["grid_thw"][0].tolist()
+    short, num_long = divmod(frames, num := min(frames, most))
+    counts = [short + (place < num_long) for place in range(num)]
+    grids = item["grid_thw"].new_tensor([(count, height, width) for count in counts])
+    patches = item["hidden_states"].split([count * height * width for count in counts])
+    return [
+        {**item, "hidden_states": part, "grid_thw": grid[None]}
+        for part, grid in zip(patches, grids, strict=True)
+    ]
+
+
+_QWEN = EncoderTable(
+    length=item_lengths.of_patches,
+    packed=("hidden_states",),
+    sizes=_grid_sizes,
+    split=_by_frames,
+)
 _IMAGES = EncoderTable(length=item_lengths.of_image)
 _TEXTS = EncoderTable(length=item_lengths.of_text, sources=())
 _VAE = EncoderTable(length=item_lengths.of_pixels, method="encode", sources=())
@@ -201,6 +223,9 @@ class EncoderOptions:
         limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
         home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
             fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
+        cluster: What computing and exchanging take, for whether moving pays; costs are in seconds
+            then, or those of a TransformerCost. Default: exchanges are timed once, and the
+            encoder's calls from the second one on; the gain counts from the third one on.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
     """
@@ -208,5 +233,6 @@ class EncoderOptions:
     table: EncoderTable | None = None
     limits: Limits | None = None
     home_tolerance: float = 0.02
+    cluster: Cluster | None = None
     device: torch.device | str | None = None
     timeout_s: float = 600.0

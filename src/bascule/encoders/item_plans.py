@@ -7,14 +7,17 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from bascule.comm.samples.sample_moves import ROW_BYTES
+from bascule.encoders.item_prices import Prices, step_factor
 from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
 from bascule.plan.metrics import imbalance
 from bascule.plan.routes import Ints
+from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign
 
-_NUM_NUMBERS = 5  # of an item
+_NUM_FIRST, _NUM_NUMBERS = 2, 5  # of a rank, and of an item
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,8 @@ class Loaded:
         num_bytes: (n,) its bytes.
         items_need_gradient: Whether an item of any rank requires a gradient.
         needs_gradient: Whether an item or a parameter does.
+        num_ranks: Number of ranks.
+        spent_ns: What each rank's own calls of the encoder took until now; see `OwnSpeed`.
     """
 
     rank: int
@@ -43,22 +48,31 @@ class Loaded:
     items_need_gradient: bool
     needs_gradient: bool
     num_ranks: int
+    spent_ns: tuple[int, ...]
 
     @classmethod
     def of(cls, said: Sequence[Ints], rank: int) -> "Loaded":
-        """From what ranks said: two flags, and five numbers of each item."""
-        numbers = [part[1:].reshape(-1, _NUM_NUMBERS) for part in said]
+        """From what ranks said: flags, nanoseconds, and five numbers of each item."""
+        numbers = [part[_NUM_FIRST:].reshape(-1, _NUM_NUMBERS) for part in said]
         owner = np.repeat(np.arange(len(said)), [len(own) for own in numbers])
         lens, bits, forms, rows, num_bytes = np.ascontiguousarray(np.concatenate(numbers).T)
         flags = [int(part[0]) for part in said]
         wants = any(flag & 1 for flag in flags)
         args = lens, bits.view(np.float64), forms, rows, num_bytes
-        return cls(rank, owner, *args, wants, any(flags), len(said))
+        spent_ns = tuple(int(part[1]) for part in said)
+        return cls(rank, owner, *args, wants, any(flags), len(said), spent_ns)
 
     @property
     def num_items(self) -> int:
         """Of all ranks."""
         return self.owner.size
+
+    def costs(self, cost: Cost, prices: Prices) -> npt.NDArray[np.float64]:
+        """(n,) what each costs: in seconds where a cluster says so, else in the model's unit."""
+        pairs = np.where(self.pairs >= 0, self.pairs, self.lens.astype(np.float64) ** 2)
+        args = cost, self.lens, pairs if bool((self.pairs >= 0).any()) else None
+        cluster = prices.cluster
+        return evaluate(*args) if cluster is None else cluster.compute_seconds(*args)
 
     @cached_property
     def own(self) -> Ints:
@@ -73,28 +87,45 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a step of a balanced encoder moved.
+    """What a step of a balanced encoder moved, or why nothing.
+
+    Gain, seconds and bytes are those of the plan that was weighed, also where its items then stay.
 
     Attributes:
         num_items: Items of all ranks.
         num_moved: Those that another rank than their owner encoded.
         loaded: Imbalance (slowest rank over the mean) as the items were given.
         balanced: Imbalance as they were encoded.
+        loads: Cost of the items that each rank encoded: in seconds if the encoder was given a
+            cluster, else in the unit of its cost model.
+        gain_s: Seconds by which the slowest rank ends earlier, the backward pass included; None
+            where no plan was weighed, as there is no better one, or no time was measured yet.
+        exchange_s: Seconds that the exchanges take more than without moving; None likewise.
+        exchange_bytes: Bytes that all ranks together send more than without moving.
     """
 
     num_items: int
     num_moved: int
     loaded: float
     balanced: float
+    loads: tuple[float, ...]
+    gain_s: float | None = None
+    exchange_s: float | None = None
+    exchange_bytes: int = 0
 
     def __str__(self) -> str:
-        if not self.num_moved:
-            return (
-                f"none of {self.num_items} items moved: no plan gains enough over the imbalance "
-                f"of {self.loaded:.2f} as given"
-            )
-        moved = f"{self.num_moved} of {self.num_items} items moved"
-        return f"{moved}: imbalance {self.balanced:.2f} instead of {self.loaded:.2f}"
+        priced = ""
+        if self.gain_s is not None and self.exchange_s is not None:
+            takes = f"{self.exchange_bytes / 1e6:.3g} MB take {1e3 * self.exchange_s:.3g} ms"
+            priced = f"{takes} and save {1e3 * self.gain_s:.3g} ms"
+        if self.num_moved:
+            moved = f"{self.num_moved} of {self.num_items} items moved"
+            said = f"{moved}: imbalance {self.balanced:.2f} instead of {self.loaded:.2f}"
+            return f"{said}; {priced}" if priced else said
+        why = f"at the imbalance of {self.loaded:.2f} as given, {priced}"
+        if not priced:
+            why = f"no plan gains enough over the imbalance of {self.loaded:.2f} as given"
+        return f"none of {self.num_items} items moved: {why}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +136,17 @@ class ItemPlan:
         loaded: The items.
         rank_of: (n,) rank that encodes each.
         passes: Calls of the module, by rank.
-        report: What it moves.
     """
 
     loaded: Loaded
     rank_of: Ints
     passes: list[list[ForwardPass]]
-    report: Encoding
+
+    @classmethod
+    def of(cls, loaded: Loaded, rank_of: Ints, is_aligned: bool) -> "ItemPlan":
+        """With the calls that it takes."""
+        args = loaded.lens, loaded.forms, np.ones(loaded.num_ranks, np.int64)
+        return cls(loaded, rank_of, forward_passes(rank_of, *args, is_aligned=is_aligned))
 
     @cached_property
     def needed(self) -> tuple[Ints, Ints]:
@@ -125,17 +160,42 @@ class ItemPlan:
         ids, dest = self.needed
         return bool((self.loaded.owner[ids] != dest).any())
 
+    def exchange(self, prices: Prices) -> tuple[float, int]:
+        """Seconds and bytes of all exchanges of a step: items and features, and their gradients."""
+        if not self.moves:
+            return 0.0, 0
+        loaded, (ids, dest) = self.loaded, self.needed
+        seconds, num_bytes = 0.0, 0.0
+        rows = loaded.rows.astype(np.float64) * ROW_BYTES
+        per_token = prices.feature_bytes
+        features = rows if per_token is None else loaded.lens * np.float64(per_token)
+        for times, source, target, each in (
+            (1 + loaded.items_need_gradient, loaded.owner[ids], dest, rows[ids]),
+            (1 + loaded.needs_gradient, self.rank_of, loaded.owner, features),
+        ):
+            seconds += times * prices.wires.seconds(source, target, each)
+            num_bytes += times * each[source != target].sum()
+        return seconds, round(num_bytes)
+
 
 def plan_items(
-    loaded: Loaded, cost: Cost, limits: Limits | None, home_tolerance: float, is_aligned: bool
-) -> ItemPlan:
-    """Spread items over ranks by cost, so that the slowest rank ends early.
+    loaded: Loaded,
+    cost: Cost,
+    prices: Prices,
+    *,
+    limits: Limits | None = None,
+    home_tolerance: float = 0.0,
+    is_aligned: bool = False,
+) -> tuple[ItemPlan, Encoding]:
+    """Spread items over ranks by cost, so that the slowest rank ends early, where that pays.
 
     Of the plans that are as good as `home_tolerance` allows, the one that moves the fewest tokens.
+    Items stay where they are if the slowest rank gains no more than the exchanges take.
 
     Args:
         loaded: The items, one at least.
         cost: What one costs.
+        prices: What computing and exchanging take.
         limits: What a rank can hold.
         home_tolerance: By how much the slowest rank may take longer than in the best plan.
         is_aligned: Whether all ranks need as many calls of the module.
@@ -143,23 +203,31 @@ def plan_items(
     Raises:
         ConfigError: The cost model is wrong. PlanError: The limits cannot be kept.
     """
-    pairs = np.where(loaded.pairs >= 0, loaded.pairs, loaded.lens.astype(np.float64) ** 2)
-    has_pairs = bool((loaded.pairs >= 0).any())
-    costs = evaluate(cost, loaded.lens, pairs if has_pairs else None)
+    costs, owner, num_ranks = loaded.costs(cost, prices), loaded.owner, loaded.num_ranks
+    sizes = {"tokens": loaded.lens, "bytes": loaded.num_bytes}
     found = assign(
-        costs,
-        loaded.num_ranks,
+        *(costs, num_ranks),
         limits=limits,
-        sizes={"tokens": loaded.lens, "bytes": loaded.num_bytes},
-        home=loaded.owner,
+        sizes=sizes,
+        home=owner,
         home_tolerance=home_tolerance,
     )
-    one = np.ones(loaded.num_ranks, np.int64)
-    passes = forward_passes(found.bin_of, loaded.lens, loaded.forms, one, is_aligned=is_aligned)
-    before, after = (
-        imbalance(np.bincount(ranks, costs, loaded.num_ranks).astype(np.float64))
-        for ranks in (loaded.owner, found.bin_of)
-    )
-    num_moved = int((found.bin_of != loaded.owner).sum())
-    report = Encoding(loaded.num_items, num_moved, before, after)
-    return ItemPlan(loaded, np.asarray(found.bin_of), passes, report)
+    plan = ItemPlan.of(loaded, np.asarray(found.bin_of), is_aligned)
+    before = np.bincount(owner, costs, num_ranks).astype(np.float64)
+    after = np.bincount(plan.rank_of, costs, num_ranks).astype(np.float64)
+    weighed: tuple[float | None, float | None, int] = None, None, 0
+    if prices.unit_s is not None and bool((plan.rank_of != owner).any()):
+        stays = ItemPlan.of(loaded, owner, is_aligned)
+        more = zip(plan.exchange(prices), stays.exchange(prices), strict=True)
+        exchange_s, exchange_bytes = (moving - staying for moving, staying in more)
+        gain_s = (before.max() - after.max()) * prices.unit_s * step_factor(loaded.needs_gradient)
+        weighed = float(gain_s), float(exchange_s), int(exchange_bytes)
+        is_legal = limits is None or not build_problem(
+            costs, num_ranks, limits=limits, sizes=sizes
+        ).excess(owner)
+        if is_legal and round(1e9 * gain_s) <= round(1e9 * exchange_s):
+            plan, after = stays, before
+    num_moved = int((plan.rank_of != owner).sum())
+    even = imbalance(before), imbalance(after)
+    loads = tuple(after.tolist())
+    return plan, Encoding(loaded.num_items, num_moved, *even, loads, *weighed)

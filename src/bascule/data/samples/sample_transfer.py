@@ -1,6 +1,5 @@
 """Samples from the ranks that loaded them to those that compute on them, in one all-to-all."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ import torch
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.samples.sample_bytes import Parcel, read
-from bascule.comm.transfers import all_gather, all_to_all
+from bascule.comm.transfers import all_to_all
 from bascule.data.samples.loaded import DataRanks, Ints, Loaded, Sample
 from bascule.plan.batch import Plan
 from bascule.plan.routes import ranges
@@ -128,26 +127,3 @@ def exchange(
     starts = ends - transfer.num_bytes[own]
     places = zip(transfer.delivery[own].tolist(), starts.tolist(), ends.tolist(), strict=True)
     return {delivery: read(received[start:end]) for delivery, start, end in places}
-
-
-_PROBE_BYTES = 1 << 20
-_NUM_PROBES = 4
-
-
-def measure_exchange(group: RankGroup) -> float:
-    """Seconds that a byte which a rank sends takes in an exchange; the same on all ranks.
-
-    The best of a few exchanges of a mebibyte a rank, on the rank where it took longest; rounded up
-    to a power of two, so that runs on the same machines agree.
-    """
-    share = -(-_PROBE_BYTES // group.size)
-    buffers = torch.zeros(2, share * group.size, dtype=torch.uint8)
-    best = torch.full((1,), np.inf, dtype=torch.float64)
-    for _ in range(_NUM_PROBES):
-        all_gather(group, Call("all_gather (measuring)"), best)  # to begin together
-        start = time.perf_counter()
-        splits = [share] * group.size
-        all_to_all(group, Call("all_to_all (measuring)"), buffers[0], buffers[1], splits, splits)
-        best[0] = min(float(best), time.perf_counter() - start)
-    slowest = float(all_gather(group, Call("all_gather (measured)"), best).max())
-    return float(2.0 ** np.ceil(np.log2(slowest / (share * group.size))))

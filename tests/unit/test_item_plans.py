@@ -1,0 +1,105 @@
+"""Which rank encodes which item, and whether moving pays."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bascule.encoders.item_plans import Loaded, plan_items
+from bascule.encoders.item_prices import Prices, Wires
+from bascule.errors import PlanError
+from bascule.plan.costs.cluster import Cluster
+from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
+from bascule.plan.limits import Limits
+
+FREE = Prices(Wires(0.0, 0.0, 0.0, 8))
+TOKENS = PolynomialCost(0.0, 1.0, 0.0)
+
+
+def loaded_of(
+    lens: list[list[int]], pairs: list[float] | None = None, flags: int = 0, rows: int = 1
+) -> Loaded:
+    flat = [n for own in lens for n in own]
+    bits = np.array(pairs or [-1.0] * len(flat), np.float64).view(np.int64).tolist()
+    said, at = list[Any](), 0
+    for own in lens:
+        numbers = [[n, bits[at + i], 0, rows, 8 * n] for i, n in enumerate(own)]
+        at += len(own)
+        said.append(np.array([flags, 0, *np.array(numbers, np.int64).flatten()], np.int64))
+    return Loaded.of(said, 0)
+
+
+def test_pairs_and_not_squares_are_the_cost_of_attention() -> None:
+    cost = TransformerCost(1, gamma=1e9)  # nothing but attention
+    plan, report = plan_items(loaded_of([[9, 9, 9], []], [100.0, 50.0, 50.0]), cost, FREE)
+    assert sorted(plan.rank_of.tolist()) in ([0, 0, 1], [0, 1, 1])
+    assert plan.rank_of[1] == plan.rank_of[2] != plan.rank_of[0]
+    assert report.balanced == pytest.approx(1.0)
+    _, alike = plan_items(loaded_of([[9, 9, 9], []]), cost, FREE)
+    assert alike.balanced == pytest.approx(4 / 3)
+
+
+def test_a_rank_without_items_needs_the_cheapest_one() -> None:
+    plan, report = plan_items(loaded_of([[7, 3], [], []]), TOKENS, FREE, is_aligned=True)
+    dummies = [[of.is_dummy for of in own] for own in plan.passes]
+    assert sorted(dummies) == [[False], [False], [True]]
+    ids, ranks = plan.needed
+    assert sorted(ids.tolist()) == [0, 1, 1] and sorted(ranks.tolist()) == [0, 1, 2]
+    assert plan.moves and "1 of 2 items moved" in str(report)
+    assert sorted(report.loads) == [0.0, 3.0, 7.0]
+
+
+# Rank 0 has 4 + 2 + 2 tokens and rank 1 four. Evening them out moves an item of 2 tokens: 512 bytes
+# there, and 2 * 256 bytes of features back.
+GIVEN = [[4, 2, 2], [4]]
+
+
+def weigh(unit_s: float, byte_s: float, flags: int = 0, launch_s: float = 0.0, **more: Any) -> Any:
+    prices = Prices(Wires(launch_s, byte_s, byte_s, 8), unit_s, 256.0)
+    return plan_items(loaded_of(GIVEN, flags=flags), TOKENS, prices, **more)
+
+
+@pytest.mark.parametrize(
+    ("flags", "gain", "num_bytes", "launches"),
+    [(0, 2.0, 1024, 2), (2, 6.0, 1536, 3), (1, 6.0, 2048, 4)],
+    ids=["no gradients", "of parameters", "of items"],
+)
+def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
+    flags: int, gain: float, num_bytes: int, launches: int
+) -> None:
+    at_most = (gain - 0.1 * launches) / num_bytes
+    for factor, num_moved in ((0.99, 1), (1.01, 0)):
+        _, report = weigh(1.0, factor * at_most, flags, 0.1)
+        assert report.num_moved == num_moved
+        assert report.gain_s == pytest.approx(gain) and report.exchange_bytes == num_bytes
+        seconds = factor * at_most * num_bytes + 0.1 * launches
+        assert report.exchange_s == pytest.approx(seconds)
+        assert f"take {1e3 * seconds:.3g} ms and save {1e3 * gain:.3g} ms" in str(report)
+        assert sorted(report.loads) == ([6.0, 6.0] if num_moved else [4.0, 8.0])
+
+
+def test_where_no_time_is_known_moving_is_taken_to_pay() -> None:
+    prices = Prices(Wires(1e9, 1e9, 1e9, 8))
+    _, report = plan_items(loaded_of(GIVEN), TOKENS, prices)
+    assert report.num_moved == 1 and report.gain_s is None
+    assert str(report) == "1 of 4 items moved: imbalance 1.00 instead of 1.33"
+
+
+def test_what_does_not_pay_moves_all_the_same_where_a_rank_cannot_hold_its_items() -> None:
+    assert weigh(1.0, 1e9, limits=Limits(tokens=8))[1].num_moved == 0
+    assert weigh(1.0, 1e9, limits=Limits(tokens=7))[1].num_moved == 1
+    with pytest.raises(PlanError):
+        weigh(1.0, 1e9, limits=Limits(tokens=5))
+
+
+def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:
+    cost = TransformerCost(1000)
+    loaded = loaded_of([[4096, 4096], [1], [4096], [4096]], rows=1000)
+    for num_nodes, num_moved in ((1, 1), (2, 1), (4, 0)):
+        made = Cluster(num_nodes, 4 // num_nodes, 1e15, 1.0, 1e11, 1e7, 0.0)
+        prices = Prices(Wires.of(made), 1.0, 0.0, made)
+        _, report = plan_items(loaded, cost, prices)
+        assert report.num_moved == num_moved
+        assert max(report.loads) == pytest.approx(
+            (2 - num_moved) * float(cost(4096)) * 1e-3, rel=1e-3
+        )
