@@ -128,12 +128,19 @@ class SequenceParallel:
         """This rank in the group."""
         return self._planning.group.rank
 
-    def plan(self, local_seq_lens: npt.ArrayLike | Sequences) -> "Step":
+    def plan(
+        self,
+        local_seq_lens: npt.ArrayLike | Sequences,
+        *,
+        carried_loads: npt.ArrayLike | None = None,
+    ) -> "Step":
         """Plan the next step from the lengths of all ranks; one fixed-size gather, on the host.
 
         Args:
             local_seq_lens: Tokens of each sequence that this rank loaded; may be empty. `Sequences`
                 also say what the tokens see, and the contexts that they attend to.
+            carried_loads: (ranks,) cost that each rank has already, the same on all of them: of
+                what ranks do before, without waiting for each other, as an encoder's loads.
 
         Returns:
             A frozen step. Any number may be alive.
@@ -143,7 +150,8 @@ class SequenceParallel:
             CommError: Ranks disagree about anything that a plan depends on, or one is gone.
             PlanError: The limits cannot be met (on all ranks).
         """
-        return self._plan_now(self._asked([local_seq_lens], "microbatch"))[0]
+        asked = self._asked([local_seq_lens], "microbatch", carried_loads=carried_loads)
+        return self._plan_now(asked)[0]
 
     def plan_step(
         self,
@@ -237,6 +245,7 @@ class SequenceParallel:
         error: Exception | None = None,
         *,
         mixes: bool = False,
+        carried_loads: npt.ArrayLike | None = None,
     ) -> Asked:
         """What this rank brings to its next plan; what is wrong is told where ranks agree."""
         number, batches = self._num_plans + 1, list[Batch]()
@@ -253,6 +262,9 @@ class SequenceParallel:
             if error is None:
                 of_type("mixes", mixes, bool, "True or False")
                 batches = checked(microbatches, sync)
+            if carried_loads is not None:
+                carried = RankState.of(self.group.size, carried_loads).carried
+                others["carried_loads"] = carried
         except Exception as met:  # whatever it is, the others must not wait
             error = error or met
         except BaseException as met:  # as that of a user who interrupts
@@ -261,6 +273,7 @@ class SequenceParallel:
         self._num_plans += max(1, len(microbatches) if isinstance(microbatches, Sized) else 1)
         microbatch = f"{len(batches)}, sync={sync}, mixes={mixes}"
         settings |= {"step": str(number), "microbatches": microbatch}
+        settings["carried_loads"] = str([*others.get("carried_loads", [])])
         same = settings, self.topology, self.cost, others, error
         return Asked(number, batches, sync, bool(mixes), *same)
 

@@ -21,6 +21,7 @@ from tests.helpers.encoder_cases import (
     check_padded_texts,
     check_vlm,
 )
+from tests.helpers.oracle import packed_attention
 from tests.helpers.ranks import raised_by, run_ranks
 
 COST = bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
@@ -374,3 +375,75 @@ def test_ranks_with_unlike_weights_are_refused() -> None:
     assert said[0] == said[1]
     for kinds, text in said[0]:
         assert "CommError" in kinds and "disagree on values of weights" in text
+
+
+class Backbone(nn.Module):
+    """One attention over each sequence of features, with or without bags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.qkv, self.out = nn.Linear(3, 3 * 8).double(), nn.Linear(8, 1).double()
+
+    def qkv_of(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        return self.qkv(tokens).view(-1, 3, 2, 4).unbind(1)
+
+    def loss(self, attended: Tensor, ids: Tensor) -> Tensor:
+        return (self.out(attended.flatten(1))[:, 0] * (1 + ids).sin()).sum()
+
+
+CARRIED = bascule.Cluster(1, 2, 1e12, 1e9, 1e-3, 1e-3, 0.0)
+"""On these wires nothing pays."""
+
+
+def encoder_before_bags(topology: str, stays: bool) -> tuple[str, list[float], list[float]]:
+    """Loss and gradients of both; what each rank has to do, planned together and apart."""
+    rank, lens = torch.distributed.get_rank(), [[6, 5, 3], [3]]
+    items = [
+        {"x": one["x"][:, : lens[rank][place]].detach(), "ids": one["ids"]}
+        for place, one in enumerate(items_of(0, [3, 3]))
+        if place < len(lens[rank])
+    ]
+    ids = torch.arange(sum(lens[rank]), dtype=torch.float64) + 100 * rank
+    plain, toy, expected, backbone = Toy(), Toy(), Backbone(), Backbone()
+    tokens = torch.cat([plain(**item).first[0] for item in items])
+    loss = expected.loss(packed_attention(*expected.qkv_of(tokens), lens[rank])[0], ids)
+    loss.backward()
+    options = EncoderOptions(cluster=CARRIED if stays else None)
+    encoder = BalancedEncoder(
+        toy, length_fn=lambda item: item["x"].shape[1], cost=COST, options=options
+    )
+    features = encoder(items)
+    assert encoder.last is not None
+    assert encoder.last.num_moved == (0 if stays else 1)
+    parallel = bascule.SequenceParallel(None, topology, COST)
+    apart = parallel.plan(lens[rank])
+    step = parallel.plan(lens[rank], carried_loads=encoder.last.loads) if stays else apart
+    moved = step.route(tokens=torch.cat([one.first[0] for one in features]), ids=ids)
+    found = backbone.loss(step.attend(*backbone.qkv_of(moved["tokens"])), moved["ids"])
+    close(summed(found.detach()), summed(loss.detach()))
+    features.attach(found).backward()
+    pairs = zip(
+        [*toy.parameters(), *backbone.parameters()],
+        [*plain.parameters(), *expected.parameters()],
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert ours.grad is not None or theirs.grad is None
+        if theirs.grad is not None and ours.grad is not None:
+            close(summed(ours.grad), summed(theirs.grad))
+    after = (apart.plan.loads + encoder.last.loads).tolist()
+    return str(encoder.last), step.plan.loads.tolist(), after
+
+
+@pytest.mark.parametrize("topology", ["g1n2", "g2n1"])
+def test_an_encoder_and_bags_share_a_step(topology: str) -> None:
+    said = run_ranks(encoder_before_bags, 2, topology, False)
+    assert said[0] == said[1] and said[0][0].startswith("1 of 4 items moved")
+
+
+def test_a_backbone_is_planned_on_top_of_what_the_encoder_left_uneven() -> None:
+    (said, together, apart), other = run_ranks(encoder_before_bags, 2, "g1n2", True)
+    assert (said, together, apart) == other
+    assert said.startswith("none of 4 items moved: at the imbalance of 1.65 as given")
+    assert max(together) == 17.0 and max(apart) >= 22.0  # of 34 together

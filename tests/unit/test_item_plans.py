@@ -1,5 +1,6 @@
 """Which rank encodes which item, and whether moving pays."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,9 +9,12 @@ import pytest
 from bascule.encoders.item_plans import Loaded, plan_items
 from bascule.encoders.item_prices import Prices, Wires
 from bascule.errors import PlanError
+from bascule.plan.batch import plan_batch
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.metrics import imbalance
+from bascule.plan.solver.solve import assign
 
 FREE = Prices(Wires(0.0, 0.0, 0.0, 8))
 TOKENS = PolynomialCost(0.0, 1.0, 0.0)
@@ -103,3 +107,49 @@ def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:
         assert max(report.loads) == pytest.approx(
             (2 - num_moved) * float(cost(4096)) * 1e-3, rel=1e-3
         )
+
+
+NUM_RANKS, SAMPLES_A_RANK = 4, 16
+LANGUAGE, TOWER = TransformerCost(3584, num_layers=28), TransformerCost(1280, num_layers=32)
+
+
+def photos_and_texts(seed: int) -> tuple[list[list[int]], list[int]]:
+    """Of each sample, the patches of its photos, of real sizes; and its tokens of text."""
+    skimage = pytest.importorskip("skimage")
+    images = pytest.importorskip("PIL.Image")
+    folder = Path(skimage.__file__).parent / "data"
+    paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".jpg", ".png")]
+    sides = [images.open(path).size for path in paths]
+    random = np.random.default_rng(seed)
+    num = NUM_RANKS * SAMPLES_A_RANK
+    counts = random.choice([0, 0, 0, 0, 0, 1, 2, 6], num)
+    chosen = [[sides[i] for i in random.integers(len(sides), size=count)] for count in counts]
+    patches = [[4 * (w // 28) * (h // 28) for w, h in own] for own in chosen]
+    return patches, np.clip(random.lognormal(7.0, 1.2, num), 16, 16384).astype(int).tolist()
+
+
+def imbalances(patches: list[list[int]], tokens: list[int], rank_of: Any) -> tuple[float, float]:
+    """Of the language model, and of the tower where photos are encoded by who has the sample."""
+    towers = np.array([TOWER(own).sum() for own in patches])
+    language, tower = (
+        imbalance(np.bincount(rank_of, each, NUM_RANKS)) for each in (LANGUAGE(tokens), towers)
+    )
+    return language, tower
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_stages_are_even_where_one_cost_leaves_one_of_them_uneven(seed: int) -> None:
+    patches, texts = photos_and_texts(seed)
+    tokens = [text + sum(own) // 4 for text, own in zip(texts, patches, strict=True)]
+    both = LANGUAGE(tokens) + [TOWER(own).sum() for own in patches]
+    one = imbalances(patches, tokens, assign(both, NUM_RANKS).bin_of)
+    assert max(one) >= 1.2
+
+    # What the loader does with the cost of the language model, and the encoder with its own.
+    plan = plan_batch(np.split(np.array(tokens), NUM_RANKS), f"g1n{NUM_RANKS}", LANGUAGE)
+    language, as_given = imbalances(patches, tokens, plan.bag_of)
+    held = [np.flatnonzero(plan.bag_of == rank).tolist() for rank in range(NUM_RANKS)]
+    owned = [[n for i in own for n in patches[i]] for own in held]
+    _, report = plan_items(loaded_of(owned), TOWER, FREE)
+    assert report.loaded == pytest.approx(as_given) and as_given > 1.02
+    assert language <= 1.02 and report.balanced <= 1.02

@@ -10,7 +10,12 @@ from bascule.plan.costs.relative_fit import relative_fit
 
 
 def fit_latency(
-    seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, d_model: int, *, num_layers: int = 1
+    seq_lens: npt.ArrayLike,
+    seconds: npt.ArrayLike,
+    d_model: int,
+    *,
+    num_layers: int = 1,
+    num_pairs: npt.ArrayLike | None = None,
 ) -> TransformerCost:
     """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of single sequences.
 
@@ -23,6 +28,8 @@ def fit_latency(
         seconds: (n,) forward latency of each.
         d_model: Model width.
         num_layers: Blocks that the latencies cover.
+        num_pairs: (n,) pairs of a query and a key that a block computes for each, as an encoder
+            with windows says; None: the square of its tokens.
 
     Raises:
         ConfigError: Too few points, a value that is not positive, or latencies that leave the
@@ -42,7 +49,8 @@ def fit_latency(
             f"{MAX_NUMBER:g}: leave the measurement out"
         )
     attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
-    attention = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)(tokens) - attention_free
+    plain = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)
+    attention = plain(tokens, num_pairs) - attention_free
     fitted = relative_fit(np.stack([attention_free, attention], axis=1), latency)
     linear_s, attention_s = fitted.coefficients.tolist()
     if linear_s <= 0.0:
