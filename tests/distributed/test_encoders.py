@@ -385,8 +385,9 @@ class Backbone(nn.Module):
         torch.manual_seed(2)
         self.qkv, self.out = nn.Linear(3, 3 * 8).double(), nn.Linear(8, 1).double()
 
-    def qkv_of(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        return self.qkv(tokens).view(-1, 3, 2, 4).unbind(1)
+    def qkv_of(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = self.qkv(tokens).view(-1, 3, 2, 4).unbind(1)
+        return q, k, v
 
     def loss(self, attended: Tensor, ids: Tensor) -> Tensor:
         return (self.out(attended.flatten(1))[:, 0] * (1 + ids).sin()).sum()

@@ -119,7 +119,10 @@ def photos_and_texts(seed: int) -> tuple[list[list[int]], list[int]]:
     images = pytest.importorskip("PIL.Image")
     folder = Path(skimage.__file__).parent / "data"
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in (".jpg", ".png")]
-    sides = [images.open(path).size for path in paths]
+    sides = list[tuple[int, int]]()
+    for path in paths:
+        with images.open(path) as image:
+            sides.append(image.size)
     random = np.random.default_rng(seed)
     num = NUM_RANKS * SAMPLES_A_RANK
     counts = random.choice([0, 0, 0, 0, 0, 1, 2, 6], num)
@@ -132,7 +135,8 @@ def imbalances(patches: list[list[int]], tokens: list[int], rank_of: Any) -> tup
     """Of the language model, and of the tower where photos are encoded by who has the sample."""
     towers = np.array([TOWER(own).sum() for own in patches])
     language, tower = (
-        imbalance(np.bincount(rank_of, each, NUM_RANKS)) for each in (LANGUAGE(tokens), towers)
+        imbalance(np.bincount(rank_of, each, NUM_RANKS).astype(np.float64))
+        for each in (LANGUAGE(tokens), towers)
     )
     return language, tower
 
