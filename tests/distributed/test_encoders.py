@@ -448,3 +448,34 @@ def test_a_backbone_is_planned_on_top_of_what_the_encoder_left_uneven() -> None:
     assert (said, together, apart) == other
     assert said.startswith("none of 4 items moved: at the imbalance of 1.65 as given")
     assert max(together) == 17.0 and max(apart) >= 22.0  # of 34 together
+
+
+def recomputed() -> tuple[str, str]:
+    """A step that is recomputed, and one that is not; nothing but features leads to the encoder."""
+    rank, said = torch.distributed.get_rank(), list[str]()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(1, 8, 4, generator=generator, dtype=torch.float64)
+    items = [{"x": x[:, :n], "ids": torch.tensor([[n]])} for n in ([1], [3, 3], [2])[rank]]
+    grads = list[list[Tensor]]()
+    for recomputes in (False, True):
+        toy = Toy()
+        encoder = BalancedEncoder(toy, length_fn=lambda item: item["x"].shape[1], cost=COST)
+
+        def encode(marker: Tensor, encoder: BalancedEncoder = encoder) -> Tensor:
+            return torch.cat([one.first.flatten() for one in encoder(items)])
+
+        marker = torch.zeros((), requires_grad=True)
+        found = checkpoint(encode, marker, use_reentrant=False) if recomputes else encode(marker)
+        assert isinstance(found, Tensor)
+        (found * torch.arange(found.numel()).sin()).sum().backward()
+        grads.append([summed(p.grad) for p in toy.parameters() if p.grad is not None])
+        said.append(str(encoder.last))
+    for found, expected in zip(*grads, strict=True):
+        close(found, expected)
+    return said[0], said[1]
+
+
+def test_ranks_recompute_together_also_one_whose_items_all_leave_it() -> None:
+    # Rank 0 encodes an item of rank 1, and rank 2 that of rank 0.
+    for one in run_ranks(recomputed, 3):
+        assert one == ("2 of 4 items moved: imbalance 1.00 instead of 2.00",) * 2

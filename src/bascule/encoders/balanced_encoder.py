@@ -1,8 +1,8 @@
 """BalancedEncoder: items go to the ranks that have time to encode them, and their features back."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +35,7 @@ from bascule.encoders.encoder_tables import (
     filled,
     table_of,
 )
-from bascule.encoders.features import Features, attach
+from bascule.encoders.features import Computed, Features, attach
 from bascule.encoders.item_offers import Describing, Offer
 from bascule.encoders.item_plans import Encoding, ItemPlan, Loaded, plan_items
 from bascule.encoders.item_prices import Prices, Wires
@@ -45,7 +45,6 @@ from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.checks import number
 from bascule.plan.costs.cost_models import Cost, describe_cost
-from bascule.plan.routes import Ints
 
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed
@@ -222,7 +221,7 @@ class BalancedEncoder:
             home_tolerance=self.options.home_tolerance,
             is_aligned=self._is_sharded,
         )
-        with _recording(loaded.needs_gradient):
+        with torch.set_grad_enabled(loaded.needs_gradient and torch.is_grad_enabled()):
             token = self._first_token(after) if loaded.needs_gradient else None
             arrived, token = self._send(plan, offer, token)
             computed = self._compute(plan, arrived)
@@ -272,9 +271,9 @@ class BalancedEncoder:
         unit_s = 1.0 if is_given else self._speed.unit_s(loaded.spent_ns)
         return replace(self._prices, unit_s=unit_s)
 
-    def _learn(self, loaded: Loaded, computed: "_Computed") -> None:
+    def _learn(self, loaded: Loaded, computed: Computed) -> None:
         """What features take on the wire, and what the calls took."""
-        num_bytes = ROW_BYTES * sum(int(rows.sum()) for rows in computed.rows)
+        num_bytes = ROW_BYTES * sum(int(rows[0]) for rows in computed.rows)
         per_token = num_bytes / int(loaded.lens.sum())
         self._prices = replace(self._prices, feature_bytes=per_token)
         if self.options.cluster is None:
@@ -289,21 +288,26 @@ class BalancedEncoder:
         self, plan: ItemPlan, offer: Offer, token: Tensor | None
     ) -> tuple[dict[int, Item], Tensor | None]:
         """The items that this rank computes, by id."""
-        parallel, loaded = self._parallel, plan.loaded
-        if not plan.moves:
-            return dict(zip(loaded.own.tolist(), offer.items, strict=True)), token
-        ids, dest = plan.needed
-        move = self._move(loaded.owner[ids], dest, "items")
-        sent = (ids[loaded.owner[ids] == parallel.rank] - loaded.first).tolist()
+        rank, loaded, (ids, dest) = self._parallel.rank, plan.loaded, plan.needed
+        owner = loaded.owner[ids]
+        stays = owner == dest
+        held = {
+            one: offer.items[one - loaded.first] for one in ids[stays & (dest == rank)].tolist()
+        }
+        if stays.all():
+            return held, token
+        ids, owner, dest = ids[~stays], owner[~stays], dest[~stays]
+        move = self._move(owner, dest, "items")
+        sent = (ids[owner == rank] - loaded.first).tolist()
         args = [offer.parcels[one] for one in sent], loaded.rows[ids]
         if token is not None and loaded.items_need_gradient:
             items = [offer.items[one] for one in sent]
             arrived, token = move_items_with_gradients(move, items, *args, token)
         else:
             arrived = move_items(move, *args)
-        return dict(zip(ids[dest == parallel.rank].tolist(), arrived, strict=True)), token
+        return held | dict(zip(ids[dest == rank].tolist(), arrived, strict=True)), token
 
-    def _compute(self, plan: ItemPlan, arrived: dict[int, Item]) -> "_Computed":
+    def _compute(self, plan: ItemPlan, arrived: dict[int, Item]) -> Computed:
         """What this rank computes, agreed to be without an error."""
         parts, unused, template, error = dict[int, list[Tensor]](), list[Tensor](), None, None
         parcels, clocks, rank = list[Parcel](), list[Clock](), self._parallel.rank
@@ -321,10 +325,10 @@ class BalancedEncoder:
                 else:
                     clocks.append(clock)
                     parts |= dict(zip(of.ids.tolist(), found, strict=True))
-            own = [[x.detach() for x in parts[one]] for one in sorted(parts)]
-            parcels = [parcel(one, device) for one in own] if plan.moves else []
-            num_bytes = sum(x.numel() * x.element_size() for one in own for x in one)
-            rows = np.array([num_rows(one) for one in parcels] or [num_bytes // ROW_BYTES])
+            sizes = [x.numel() * x.element_size() for own in parts.values() for x in own]
+            leaving = [one for one in sorted(parts) if plan.leaves[one]]
+            parcels = [parcel([x.detach() for x in parts[one]], device) for one in leaving]
+            rows = np.array([sum(sizes) // ROW_BYTES, *map(num_rows, parcels)])
         except Exception as met:  # whatever it is, the others must not wait
             if meets:  # they may wait within the module, which being told of it ends
                 raise
@@ -336,7 +340,7 @@ class BalancedEncoder:
             step=self._number,
             capacity=self._capacity,
         )
-        return _Computed(parts, unused, template, parcels, said, clocks)
+        return Computed(parts, unused, template, parcels, said, clocks)
 
     def _call_module(self, arguments: Item) -> Any:
         if self.table.method is None:
@@ -344,27 +348,29 @@ class BalancedEncoder:
         return getattr(self.module, self.table.method)(**arguments)
 
     def _return(
-        self, plan: ItemPlan, offer: Offer, computed: "_Computed", token: Tensor | None
+        self, plan: ItemPlan, offer: Offer, computed: Computed, token: Tensor | None
     ) -> Features:
-        loaded, parts = plan.loaded, computed.parts
+        loaded, rank, parts = plan.loaded, self._parallel.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)
-        if not plan.moves:
-            leaves = [parts[one] for one in loaded.own.tolist()]
-            if token is not None and computed.unused:
-                leaves = [[attach(x, [token]) for x in own] for own in leaves]
-        else:
-            rows = np.zeros(loaded.num_items, np.int64)
-            for rank, said in enumerate(computed.rows):
-                rows[plan.rank_of == rank] = said
-            move = self._move(plan.rank_of, loaded.owner, "features")
-            own = [parts[one] for one in sorted(parts)]
-            args = move, own, computed.parcels, rows
+        stayed = [one for one in loaded.own.tolist() if not plan.leaves[one]]
+        if plan.leaves.any():
+            ids = np.flatnonzero(plan.leaves)
+            source, dest, rows = plan.rank_of[ids], loaded.owner[ids], np.zeros_like(ids)
+            for place, said in enumerate(computed.rows):
+                rows[source == place] = said[1:]
+            move = self._move(source, dest, "features")
             if token is None:
-                leaves = move_items(move, computed.parcels, rows)
+                arrived = move_items(move, computed.parcels, rows)
             else:
-                leaves, token = move_items_with_gradients(*args, token)
-        outputs = [filled(computed.template, own) for own in offer.whole(leaves)]
+                sent = [parts[one] for one in ids[source == rank].tolist()]
+                args = move, sent, computed.parcels, rows
+                arrived, token = move_items_with_gradients(*args, token)
+            parts |= dict(zip(ids[dest == rank].tolist(), arrived, strict=True))
+        if token is not None and (plan.moves or computed.unused):
+            parts |= {one: attach(parts[one], [token]) for one in stayed}
+        leaves = offer.whole([parts[one] for one in loaded.own.tolist()])
+        outputs = [filled(computed.template, own) for own in leaves]
         return Features(outputs, token, computed.template)
 
     def _move(self, source: Any, dest: Any, name: str) -> ItemMove:
@@ -375,22 +381,3 @@ class BalancedEncoder:
     def _is_sharded(self) -> bool:
         """Whether ranks meet in every forward pass, as those of FSDP do."""
         return any(isinstance(module, FSDPModule) for module in self._inner.modules())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Computed:
-    """What a rank computed: tensors of each item, and rows on the wire of those of all ranks."""
-
-    parts: dict[int, list[Tensor]]
-    unused: list[Tensor]
-    template: Any
-    parcels: list[Parcel]
-    rows: Sequence[Ints]
-    clocks: list[Clock]
-
-
-@contextmanager
-def _recording(is_needed: bool) -> Iterator[None]:
-    """Gradients, where any rank needs them."""
-    with torch.set_grad_enabled(is_needed and torch.is_grad_enabled()):
-        yield

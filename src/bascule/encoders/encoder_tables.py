@@ -55,6 +55,21 @@ class EncoderTable:
         Raises:
             ConfigError: Arguments have unlike numbers of items.
         """
+        given, sizes = self._sizes(arguments)
+        num = len(sizes)
+        parts = {name: x.split(sizes if name in self.packed else 1) for name, x in given.items()}
+        return [{**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(num)]
+
+    def num_items(self, arguments: Mapping[str, Any]) -> int:
+        """How many `cut` gives.
+
+        Raises:
+            ConfigError: Arguments have unlike numbers of items.
+        """
+        return len(self._sizes(arguments)[1])
+
+    def _sizes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
+        """Arguments that hold items, and the sizes of these."""
         counts = self._counts(arguments)
         given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         sizes = None if self.sizes is None else list(self.sizes(arguments))
@@ -68,11 +83,7 @@ class EncoderTable:
                 f"arguments of shapes {shapes} do not hold as many items each: give tensors with "
                 f"one row an item{', or its size in ' + str(self.packed) if self.packed else ''}"
             )
-        parts = {
-            name: x.split(sizes if name in self.packed and sizes is not None else 1)
-            for name, x in given.items()
-        }
-        return [{**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(num)]
+        return given, [1] * num if sizes is None else sizes
 
     def join(self, items: Sequence[Item]) -> Item:
         """The arguments of one call for items of the same form."""
@@ -125,7 +136,7 @@ def form_of(item: Item, device: torch.device) -> int:
     shapes = sorted((name, str(x.dtype), *x.shape[1:]) for name, x in tensors.items())
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
     rest = {name: item[name] for name in sorted(item.keys() - tensors.keys())}
-    for part in parcel(rest, device).parts:
+    for part in parcel(rest, device).parts if rest else ():
         digest.update(part.numpy(force=True).tobytes())
     return int.from_bytes(digest.digest(), "little", signed=True)
 

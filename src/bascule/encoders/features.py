@@ -1,14 +1,18 @@
 """What was encoded, and how a rank's loss leads its backward pass to the encoder."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from bascule.comm.clocks import Clock
 from bascule.comm.exchange import has_gradient
 from bascule.comm.samples.nests import joined, mapped
+from bascule.comm.samples.sample_bytes import Parcel
 from bascule.comm.samples.sample_moves import attached
 from bascule.errors import ConfigError
+from bascule.plan.routes import Ints
 
 
 class Features(list[Any]):
@@ -55,3 +59,24 @@ def attach(output: Any, tokens: Sequence[Tensor | None]) -> Any:
         return leaf
 
     return mapped(output, with_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """What a rank computed.
+
+    Attributes:
+        parts: Tensors of each item, by id.
+        unused: What it computed besides, for the others' sake.
+        template: An output.
+        parcels: Of the items whose owner is another rank.
+        rows: Of each rank, the rows of all of its features, and those of its parcels.
+        clocks: Of its calls.
+    """
+
+    parts: dict[int, list[Tensor]]
+    unused: list[Tensor]
+    template: Any
+    parcels: list[Parcel]
+    rows: Sequence[Ints]
+    clocks: list[Clock]

@@ -53,7 +53,7 @@ class Describing:
         for place, item in enumerate(items):
             try:
                 pieces = [item]
-                if len(self.table.cut(item)) != 1:
+                if self.table.num_items(item) != 1:
                     raise ConfigError("it has rows of several items: give each by itself")
                 if self.table.split is not None and self.num_pieces > 1:
                     pieces = self.table.split(item, self.num_pieces)

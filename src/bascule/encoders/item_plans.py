@@ -155,15 +155,18 @@ class ItemPlan:
         return np.concatenate(ids), np.repeat(np.arange(len(ids)), [own.size for own in ids])
 
     @cached_property
+    def leaves(self) -> npt.NDArray[np.bool_]:
+        """(n,) whether another rank than its owner encodes it."""
+        return self.rank_of != self.loaded.owner
+
+    @cached_property
     def moves(self) -> bool:
-        """Whether any item leaves its rank."""
+        """Whether any item leaves its rank, be it to be encoded once more."""
         ids, dest = self.needed
         return bool((self.loaded.owner[ids] != dest).any())
 
     def exchange(self, prices: Prices) -> tuple[float, int]:
         """Seconds and bytes of all exchanges of a step: items and features, and their gradients."""
-        if not self.moves:
-            return 0.0, 0
         loaded, (ids, dest) = self.loaded, self.needed
         seconds, num_bytes = 0.0, 0.0
         rows = loaded.rows.astype(np.float64) * ROW_BYTES
@@ -173,8 +176,10 @@ class ItemPlan:
             (1 + loaded.items_need_gradient, loaded.owner[ids], dest, rows[ids]),
             (1 + loaded.needs_gradient, self.rank_of, loaded.owner, features),
         ):
-            seconds += times * prices.wires.seconds(source, target, each)
-            num_bytes += times * each[source != target].sum()
+            away = source != target
+            if away.any():
+                seconds += times * prices.wires.seconds(source, target, each)
+                num_bytes += times * each[away].sum()
         return seconds, round(num_bytes)
 
 
