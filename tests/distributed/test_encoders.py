@@ -18,11 +18,13 @@ from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.encoder_cases import (
     check_failing_image,
     check_items,
+    check_long_video,
     check_padded_texts,
     check_vlm,
 )
 from tests.helpers.oracle import packed_attention
 from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.vlm_models import QWENS
 
 COST = bascule.PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 
@@ -479,3 +481,16 @@ def test_ranks_recompute_together_also_one_whose_items_all_leave_it() -> None:
     # Rank 0 encodes an item of rank 1, and rank 2 that of rank 0.
     for one in run_ranks(recomputed, 3):
         assert one == ("2 of 4 items moved: imbalance 1.00 instead of 2.00",) * 2
+
+
+def long_videos() -> list[tuple[str, str]]:
+    return [check_long_video(name) for name in QWENS]
+
+
+def test_a_video_is_shared_by_ranks_and_one_above_the_limit_is_cut() -> None:
+    pytest.importorskip("transformers")
+    said = run_ranks(long_videos, 3)
+    assert said[0] == said[1] == said[2]
+    for shared, limited in said[0]:
+        assert shared.endswith("imbalance 1.00 instead of 3.00")
+        assert limited == shared

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bascule
 from bascule.comm.samples.nests import leaves_of
-from bascule.encoders import BalancedEncoder
+from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.ranks import raised_by
 from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, TEXT, VIDEO, make_model
 
@@ -324,3 +324,34 @@ def check_failing_image() -> tuple[list[str], str]:
     loss_of(model, good, rank).backward()
     assert all(p.grad is not None for p in tower.parameters())
     return said
+
+
+def check_long_video(name: str) -> tuple[str, str]:
+    """One rank has a video; without and with a limit that only a third of it keeps."""
+    rank, said = dist.get_rank(), list[str]()
+    plain = tower_of(make_model(name))
+    generator = torch.Generator().manual_seed(7)
+    patches = torch.randn(9 * 16, PATCH_VALUES, generator=generator, dtype=torch.float64)
+    video = {"hidden_states": patches, "grid_thw": torch.tensor([(9, 4, 4)])}
+    expected = joined_leaves([plain(**video)])
+    weighed(expected).backward()
+    for limits in (None, bascule.Limits(tokens=3 * 16)):
+        tower = tower_of(make_model(name))
+        given = dict(video, hidden_states=patches.clone().requires_grad_())
+        encoder = BalancedEncoder(tower, cost=COST, options=EncoderOptions(limits=limits))
+        features = encoder([given] if rank == 0 else [])
+        found = joined_leaves(features)
+        if rank == 0:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        features.attach(weighed(found) if rank == 0 else found.sum()).backward()
+        assert (given["hidden_states"].grad is not None) == (rank == 0)
+        for found_p, expected_p in zip(tower.parameters(), plain.parameters(), strict=True):
+            if expected_p.grad is None:
+                continue
+            assert found_p.grad is not None
+            grad = found_p.grad.clone()
+            dist.all_reduce(grad)
+            error = float((grad - expected_p.grad).norm())
+            assert error <= 1e-10 * float(expected_p.grad.norm()) + 1e-11, error
+        said.append(str(encoder.last))
+    return said[0], said[1]
