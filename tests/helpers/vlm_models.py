@@ -114,3 +114,31 @@ def make_samples(model: str) -> list[dict[str, Any]]:
         make_sample(model, 4, [], 2),
         make_sample(model, 5, [(3, 1), (1, 3)], 7),
     ]
+
+
+def with_video(model: str, sample: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A sample that a video of two frames of 2 x 2 merged patches follows."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, types = [sample["input_ids"]], [sample["mm_token_type_ids"]]
+    for num in [4, 4] if model == "qwen3_vl" else [8]:  # Qwen3-VL has times between frames
+        ids += [torch.full((num,), VIDEO), torch.randint(0, 50, (2,), generator=generator)]
+        types += [torch.full((num,), 2), torch.zeros(2, dtype=torch.int64)]
+    input_ids, mm_types = torch.cat(ids), torch.cat(types)
+    return sample | {
+        "input_ids": input_ids,
+        "labels": input_ids.masked_fill(mm_types > 0, -100),
+        "mm_token_type_ids": mm_types,
+        "pixel_values_videos": torch.randn(
+            32, PATCH_VALUES, generator=generator, dtype=torch.float64
+        ),
+        "video_grid_thw": torch.tensor([(2, 4, 4)]),
+        **({"second_per_grid_ts": torch.tensor([1.5])} if model == "qwen2_5_vl" else {}),
+    }
+
+
+def make_videos(model: str) -> list[dict[str, Any]]:
+    """The samples; all of Qwen-VL but the first have a video."""
+    samples = make_samples(model)
+    if model == "internvl":
+        return samples
+    return samples[:1] + [with_video(model, one, i) for i, one in enumerate(samples[1:])]

@@ -4,7 +4,7 @@ The loss of several samples together is the mean of their own losses, weighted b
 each is asked for. Images differ in number and size, and every parameter is random.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -14,11 +14,13 @@ from torch.nn.functional import cross_entropy
 
 from bascule.data.collators import VISUAL_FIELDS, collate_padded
 from bascule.data.packs import Pack, make_pack, unpack
+from bascule.integrations.transformers.train_loader import inputs_of_pack
 from tests.helpers.vlm_models import (
     MODELS,
     QWENS,
     make_model,
     make_samples,
+    make_videos,
 )
 
 pytest.importorskip("transformers")
@@ -57,23 +59,9 @@ def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def packed_inputs(model: Any, pack: Mapping[str, Any]) -> dict[str, Any]:
-    """What a Qwen-VL takes for a pack: text positions, then the three of each sample alone."""
-    parts = []
-    for sample in unpack(pack):
-        position_ids, _ = model.model.get_rope_index(
-            sample["input_ids"][None],
-            mm_token_type_ids=sample["mm_token_type_ids"][None],
-            image_grid_thw=sample.get("image_grid_thw"),
-        )
-        parts.append(position_ids)
-    num_padding = len(pack["input_ids"]) - sum(part.shape[2] for part in parts)
-    spatial = torch.cat([*parts, torch.zeros(3, 1, num_padding, dtype=torch.int64)], dim=2)
-    position_ids = torch.cat([pack["positions"].expand(1, 1, -1), spatial])
-    return {
-        "input_ids": pack["input_ids"][None],
-        "position_ids": position_ids,
-        **{name: pack[name] for name in VISUAL_FIELDS if name in pack},
-    }
+    """What a Qwen-VL takes for a pack, but labels."""
+    inputs = inputs_of_pack(pack, Pack(len(pack["positions"])), model)
+    return {name: x for name, x in inputs.items() if name not in ("labels", "use_cache")}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,14 +90,17 @@ def test_a_padded_batch_has_the_mean_loss_of_its_samples(name: str, chosen: list
         torch.testing.assert_close(grad, expected_grads[parameter], rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", QWENS)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("chosen", [[0, 1, 2, 3, 4], [1, 3], [2]], ids=["mixed", "text", "one"])
-def test_a_pack_has_the_mean_loss_of_its_samples(name: str, fixed: bool, chosen: list[int]) -> None:
+@pytest.mark.parametrize("make", [make_samples, make_videos])
+def test_a_pack_has_the_mean_loss_of_its_samples(
+    name: str, fixed: bool, chosen: list[int], make: Callable[[str], list[dict[str, Any]]]
+) -> None:
     model = make_model(name)
-    samples = [make_samples(name)[i] for i in chosen]
+    samples = [make(name)[i] for i in chosen]
     expected, theirs, logits = alone(model, samples)
-    pack = make_pack(samples, Pack(96, fixed=fixed, pad_id=50))
+    pack = make_pack(samples, Pack(192, fixed=fixed, pad_id=50))
     inputs = packed_inputs(model, pack)
     out = model(**inputs, labels=pack["labels"][None], use_cache=False)
     for start, own in zip(pack["cu_seqlens"].tolist(), logits, strict=False):

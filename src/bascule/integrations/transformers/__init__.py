@@ -5,4 +5,5 @@ from bascule.integrations.transformers.bag_attention import (
     register_attention as register_attention,
 )
 from bascule.integrations.transformers.balance_config import BalanceConfig as BalanceConfig
+from bascule.integrations.transformers.train_loader import inputs_of_pack as inputs_of_pack
 from bascule.integrations.transformers.trainer import BalancedTrainerMixin as BalancedTrainerMixin

@@ -32,7 +32,7 @@ def check_separates(model: nn.Module, device: torch.device) -> None:
     """
     pack = Pack(tokens=len(_FIRST + _SECOND))
     samples = [{"input_ids": torch.tensor(tokens)} for tokens in (_FIRST, _SECOND)]
-    packed = _logits(model, inputs_of_pack(make_pack(samples, pack), pack), device)
+    packed = _logits(model, inputs_of_pack(make_pack(samples, pack), pack, model), device)
     alone = _logits(model, {"input_ids": torch.tensor([_SECOND])}, device)
     joined = _logits(model, {"input_ids": torch.tensor([_FIRST + _SECOND])}, device)
     mixed = float((packed - alone).norm() / (joined - alone).norm())

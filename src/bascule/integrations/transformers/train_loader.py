@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from bascule.data.collators import VISUAL_FIELDS
@@ -18,6 +18,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.packs import MADE, Pack, make_pack
 from bascule.errors import ConfigError
+from bascule.integrations.transformers.pack_positions import positions_of_pack
 
 ASIDE = "bascule_aside"
 """Travels among the inputs from the loader to `training_step`."""
@@ -152,8 +153,8 @@ class TrainLoader:
             )
 
 
-def inputs_of_pack(packed: Mapping[str, Any], pack: Pack) -> Inputs:
-    """What a causal language model of transformers takes of a pack.
+def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | None = None) -> Inputs:
+    """What a causal language model of transformers takes of a pack, or one that sees images.
 
     It finds the samples by their positions, but only without an attention mask and a cache: see
     `make_pack`.
@@ -161,18 +162,20 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack) -> Inputs:
     Args:
         packed: Of `make_pack`.
         pack: How it was made.
+        model: What it is for, wrapped or not: needed for packs with images.
 
     Returns:
-        Token fields as (1, T, ..), ``position_ids`` (1, T), and the others as they are.
+        Token fields as (1, T, ..), ``position_ids`` as `positions_of_pack` gives them, and the
+        others as they are.
 
     Raises:
-        ConfigError: Tokens are masked, or their positions are not those of a text.
+        ConfigError: Tokens are masked, or nobody knows the positions of images.
     """
     for name in VISUAL_FIELDS:
-        if packed.get(name) is not None:
+        if model is None and packed.get(name) is not None:
             raise ConfigError(
-                f"a pack with {name}: the positions of images depend on the model; override "
-                "packed_inputs of the Trainer to give them as position_ids"
+                f"a pack with {name}: the positions of images depend on the model; give the "
+                "model, or override packed_inputs of the Trainer to give them as position_ids"
             )
     mask = packed.get("attention_mask")
     if mask is not None:
@@ -187,7 +190,8 @@ def inputs_of_pack(packed: Mapping[str, Any], pack: Pack) -> Inputs:
         for name, value in packed.items()
         if name not in MADE and name != "attention_mask"
     }
-    return inputs | {"position_ids": packed["positions"][None], "use_cache": False}
+    places = packed["positions"][None] if model is None else positions_of_pack(packed, model)
+    return inputs | {"position_ids": places, "use_cache": False}
 
 
 def _padding_alone(pack: Pack) -> Inputs:

@@ -139,17 +139,17 @@ class BalancedTrainerMixin(_Base):
     def packed_inputs(self, packed: Mapping[str, Any]) -> dict[str, Any]:
         """What the model takes of a pack: here, what causal language models of transformers take.
 
-        These find the samples of a pack in ``position_ids``, and attend within each. For another
-        model, override it.
+        These find the samples of a pack in ``position_ids``, and attend within each; so do those
+        that see images and videos (`positions_of_pack`). For another model, override it.
 
         Args:
             packed: Of `make_pack`. Padding alone has ``input_ids`` and ``labels``, and no other
                 field of the samples.
 
         Raises:
-            ConfigError: Tokens are masked, or their positions are not those of a text.
+            ConfigError: Tokens are masked, or nobody knows the positions of images.
         """
-        return inputs_of_pack(packed, cast(Pack, self.balance.pack))
+        return inputs_of_pack(packed, cast(Pack, self.balance.pack), self.model)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's. Others hear of an error of this process when they ask for a batch.
