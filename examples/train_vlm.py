@@ -1,11 +1,12 @@
-"""Train a tiny Qwen2.5-VL on photos of different sizes and numbers with text, and on text alone.
+"""Train a tiny Qwen2.5-VL on photos and clips of different sizes with text, and on text alone.
 
     torchrun --standalone --nproc-per-node 2 examples/train_vlm.py [--no-balance] [--photos FOLDER]
 
 On GPUs, or on CPU cores over gloo where there are none. The model is the real class of transformers
-with random weights, the photos are those inside the wheel of scikit-image, the text says what they
-are called. Samples move between the ranks behind the compute. The loss stays the same: compare with
---no-balance.
+with random weights, the photos are those inside the wheel of scikit-image, clips pan across them,
+the text says what they are called. Samples move between the ranks behind the compute, by what they
+cost the language model; photos and frames move to be encoded, by what they cost the vision tower.
+The loss stays the same: compare with --no-balance.
 """
 
 import argparse
@@ -26,13 +27,14 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from bascule import TransformerCost
+from bascule import BalancedEncoder, TransformerCost
 from bascule.data import BalancedLoader, LoaderOptions, ResumableSampler, collate_padded
 
 NUM_STEPS, BATCH_SIZE = 20, 5
 WIDTH, NUM_LAYERS = 64, 2
 VISION_START, IMAGE, VIDEO, VISION_END, END, VOCAB = 256, 257, 258, 259, 260, 261  # after bytes
 PHOTO_COUNTS = [0, 0, 0, 0, 1, 1, 2, 3]  # of a sample; drawn from these
+CLIP_FRAMES = 6  # in what takes the place of one photo in two
 PATCH, MERGE, SHRINK = 14, 2, 3  # pixels of a patch, patches of a token along a side
 
 
@@ -48,8 +50,10 @@ class PhotoTexts(Dataset[dict[str, Tensor]]):
             for path in sorted(folder.iterdir())
             if path.suffix in (".jpg", ".png")
         ]
+        self.clips = [self._pan(*photo) for photo in self.photos]
         random = np.random.default_rng(0)
         counts = random.choice(PHOTO_COUNTS, num_samples)
+        self.is_clip = (counts == 1) & (random.random(num_samples) < 0.5)
         self.chosen = [random.integers(len(self.photos), size=max(n, 1)) for n in counts]
         self.has_photos = counts > 0
 
@@ -57,24 +61,36 @@ class PhotoTexts(Dataset[dict[str, Tensor]]):
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        photos = [self.photos[i] for i in self.chosen[index]]
+        is_clip = bool(self.is_clip[index])
+        photos = [(self.clips if is_clip else self.photos)[i] for i in self.chosen[index]]
         names = " and ".join(name for name, _, _ in photos)
         text = f"This is {names}." if self.has_photos[index] else f"No photo shows the {names}."
         answer = [*text.encode(), END]
         prompt: list[int] = []
         for _, _, grid in photos if self.has_photos[index] else []:
             num_tokens = int(grid.prod()) // MERGE**2
-            prompt += [VISION_START, *[IMAGE] * num_tokens, VISION_END]
+            prompt += [VISION_START, *[VIDEO if is_clip else IMAGE] * num_tokens, VISION_END]
         input_ids = torch.tensor(prompt + answer)
         sample = {
             "input_ids": input_ids,
             "labels": torch.tensor([-100] * len(prompt) + answer),
-            "mm_token_type_ids": (input_ids == IMAGE).long(),
+            "mm_token_type_ids": (input_ids == IMAGE).long() + 2 * (input_ids == VIDEO),
         }
         if prompt:
-            sample["pixel_values"] = torch.cat([pixels for _, pixels, _ in photos])
-            sample["image_grid_thw"] = torch.cat([grid for _, _, grid in photos])
+            pixels, grids = ("_videos", "video") if is_clip else ("", "image")
+            sample[f"pixel_values{pixels}"] = torch.cat([pixels for _, pixels, _ in photos])
+            sample[f"{grids}_grid_thw"] = torch.cat([grid for _, _, grid in photos])
         return sample
+
+    @staticmethod
+    def _pan(name: str, pixels: Tensor, grid: Tensor) -> tuple[str, Tensor, Tensor]:
+        """The left half of a photo, moved to the right from frame to frame."""
+        rows, columns = grid[0, 1:].tolist()
+        width = max(columns // 2 // MERGE, 1) * MERGE
+        merged = pixels.view(rows // MERGE, columns // MERGE, MERGE**2, -1)
+        starts = np.linspace(0, (columns - width) // MERGE, CLIP_FRAMES).round().astype(int)
+        frames = [merged[:, i : i + width // MERGE].flatten(0, 2) for i in starts]
+        return name, torch.cat(frames), torch.tensor([[CLIP_FRAMES, rows, width]])
 
     @staticmethod
     def _read(path: Path, processor: Any) -> tuple[str, Tensor, Tensor]:
@@ -83,11 +99,6 @@ class PhotoTexts(Dataset[dict[str, Tensor]]):
             small = image.convert("RGB").reduce(SHRINK)
         made = processor(images=[small], return_tensors="pt")
         return path.stem.replace("_", " "), made["pixel_values"], made["image_grid_thw"]
-
-
-def num_tokens(sample: dict[str, Tensor]) -> int:
-    """Tokens of the language model, and patches of the vision tower."""
-    return len(sample["input_ids"]) + len(sample.get("pixel_values", ()))
 
 
 def num_asked(sample: dict[str, Tensor]) -> int:
@@ -136,8 +147,10 @@ def make_model() -> Any:
 
 def train(device: torch.device, folder: Path, *, balance: bool) -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    # A microbatch of text alone leaves the vision tower without gradients.
+    # Without balancing, a microbatch of text alone leaves the vision tower without gradients.
     model = DistributedDataParallel(make_model().to(device), find_unused_parameters=True)
+    tower = BalancedEncoder(model.module.model.visual, cost=TransformerCost(32, num_layers=2))
+    installed = tower.install(model) if balance else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     dataset = PhotoTexts(folder, NUM_STEPS * BATCH_SIZE * num_ranks)
     loader = BalancedLoader(
@@ -148,7 +161,6 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
             collate_fn=collate_padded,
         ),
         cost=TransformerCost(WIDTH, num_layers=NUM_LAYERS),
-        length_fn=num_tokens,
         options=LoaderOptions(
             weight_fn=num_asked,
             min_gain=0.02 if balance else 0.999,
@@ -168,6 +180,10 @@ def train(device: torch.device, folder: Path, *, balance: bool) -> None:
         after, before = batch.plan.makespan / average, batch.verdict.before / average
         waited_s, exposed_s = exposed_s, loader.metrics()["exposed_s"]
         if rank == 0:
+            encoded = [] if installed is None else installed.encodings
+            for kind, one in zip(("photos", "clips"), encoded, strict=False):
+                if one is not None:
+                    print(f"  {kind}: {one}")
             print(
                 f"step {batch.step + 1}: loss {mean.item():.6f}, imbalance (max/mean cost) "
                 f"{after:.3f} instead of {before:.3f}, waited for the exchange "
