@@ -262,7 +262,7 @@ class BalancedEncoder:
         """Between the ranks: of the cluster, or timed."""
         if self.options.cluster is not None:
             return Wires.of(self.options.cluster)
-        found = measure_exchange(self._parallel.group, self._parallel.device)
+        found = measure_exchange(self._parallel.group, self._parallel.device, of_items=True)
         return Wires(found.launch_s, found.byte_s, found.byte_s, self._parallel.group.size)
 
     def _priced(self, loaded: Loaded) -> Prices:
