@@ -209,30 +209,24 @@ def plan_items(
         ConfigError: The cost model is wrong. PlanError: The limits cannot be kept.
     """
     costs, owner, num_ranks = loaded.costs(cost, prices), loaded.owner, loaded.num_ranks
-    sizes = {"tokens": loaded.lens, "bytes": loaded.num_bytes}
-    found = assign(
-        *(costs, num_ranks),
-        limits=limits,
-        sizes=sizes,
-        home=owner,
-        home_tolerance=home_tolerance,
-    )
-    plan = ItemPlan.of(loaded, np.asarray(found.bin_of), is_aligned)
+    limited = {"limits": limits, "sizes": {"tokens": loaded.lens, "bytes": loaded.num_bytes}}
     before = np.bincount(owner, costs, num_ranks).astype(np.float64)
-    after = np.bincount(plan.rank_of, costs, num_ranks).astype(np.float64)
+    may_stay = limits is None or not build_problem(costs, num_ranks, **limited).excess(owner)
+    rank_of, least = owner, max(before.mean(), costs.max())
+    if not may_stay or before.max() > least * (1.0 + home_tolerance):  # else nothing is better
+        found = assign(*(costs, num_ranks), home=owner, home_tolerance=home_tolerance, **limited)
+        rank_of = np.asarray(found.bin_of)
+    plan = ItemPlan.of(loaded, rank_of, is_aligned)
+    after = np.bincount(rank_of, costs, num_ranks).astype(np.float64)
     weighed: tuple[float | None, float | None, int] = None, None, 0
-    if prices.unit_s is not None and bool((plan.rank_of != owner).any()):
+    if prices.unit_s is not None and plan.leaves.any():
         stays = ItemPlan.of(loaded, owner, is_aligned)
         more = zip(plan.exchange(prices), stays.exchange(prices), strict=True)
         exchange_s, exchange_bytes = (moving - staying for moving, staying in more)
         gain_s = (before.max() - after.max()) * prices.unit_s * step_factor(loaded.needs_gradient)
         weighed = float(gain_s), float(exchange_s), int(exchange_bytes)
-        is_legal = limits is None or not build_problem(
-            costs, num_ranks, limits=limits, sizes=sizes
-        ).excess(owner)
-        if is_legal and round(1e9 * gain_s) <= round(1e9 * exchange_s):
+        if may_stay and round(1e9 * gain_s) <= round(1e9 * exchange_s):
             plan, after = stays, before
-    num_moved = int((plan.rank_of != owner).sum())
+    num_moved, loads = int(plan.leaves.sum()), tuple(after.tolist())
     even = imbalance(before), imbalance(after)
-    loads = tuple(after.tolist())
     return plan, Encoding(loaded.num_items, num_moved, *even, loads, *weighed)
