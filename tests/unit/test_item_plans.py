@@ -96,6 +96,13 @@ def test_what_does_not_pay_moves_all_the_same_where_a_rank_cannot_hold_its_items
         weigh(1.0, 1e9, limits=Limits(tokens=5))
 
 
+def test_what_is_even_as_given_stays_without_a_search() -> None:
+    for given, tolerance in (([[4], [2, 2]], 0.0), ([[51], [50]], 0.02), ([[9], [1]], 0.0)):
+        _, report = plan_items(loaded_of(given), TOKENS, FREE, home_tolerance=tolerance)
+        assert report.num_moved == 0 and report.gain_s is None
+        assert "no plan gains enough over the imbalance" in str(report)
+
+
 def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:
     cost = TransformerCost(1000)
     loaded = loaded_of([[4096, 4096], [1], [4096], [4096]], rows=1000)
@@ -141,7 +148,7 @@ def imbalances(patches: list[list[int]], tokens: list[int], rank_of: Any) -> tup
     return language, tower
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(4))
 def test_two_stages_are_even_where_one_cost_leaves_one_of_them_uneven(seed: int) -> None:
     patches, texts = photos_and_texts(seed)
     tokens = [text + sum(own) // 4 for text, own in zip(texts, patches, strict=True)]

@@ -18,6 +18,8 @@ from bascule.integrations.transformers.dataset_columns import Columns, unpacked_
 from bascule.integrations.transformers.pack_check import check_separates
 from bascule.integrations.transformers.train_loader import TrainLoader, inputs_of_pack
 from bascule.integrations.transformers.train_settings import checked_dataset, options_of
+from tests.helpers.vlm_models import MODELS as VLMS
+from tests.helpers.vlm_models import make_model, make_sample
 
 BALANCE = BalanceConfig(learns=True)
 
@@ -229,6 +231,22 @@ def test_a_model_that_mixes_the_samples_of_a_pack_is_refused(
         return
     with pytest.raises(ConfigError, match="mixes the samples of a pack"):
         check_separates(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", VLMS)
+def test_models_that_see_images_separate_samples_by_their_own_positions(name: str) -> None:
+    pytest.importorskip("transformers")
+    model = make_model(name)
+    check_separates(model, torch.device("cpu"))
+    pack = Pack(tokens=64)
+    sample = make_sample(name, 1, [(2, 3)], 5)
+    sample.pop("mm_token_type_ids", None)
+    if name == "internvl":  # places in the text
+        inputs = inputs_of_pack(make_pack([sample], pack), pack, model)
+        assert inputs["position_ids"].shape == (1, len(sample["input_ids"]))
+        return
+    with pytest.raises(ConfigError, match="no mm_token_type_ids"):
+        inputs_of_pack(make_pack([sample], pack), pack, model)
 
 
 def test_packs_say_how_an_epoch_ends_and_when_training_does() -> None:
