@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import explained, told
+from bascule.comm.guard.failures import IS_ENOUGH, explained, told
 from bascule.comm.samples.exchange_speed import measure_exchange
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import (
@@ -133,7 +132,7 @@ class BalancedEncoder:
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         agree_on(self._agreeing, settings, error, what="construction")
-        self._speed, self._prices = OwnSpeed(), Prices(self._wires(), cluster=options.cluster)
+        self._speed = OwnSpeed(self._first_prices())
 
     @told("items of a balanced encoder")
     def __call__(self, items: Sequence[Item]) -> Features:
@@ -215,8 +214,9 @@ class BalancedEncoder:
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
+        prices = self._speed.prices(loaded)
         plan, self.last = plan_items(
-            *(loaded, self.cost, self._priced(loaded)),
+            *(loaded, self.cost, prices),
             limits=self.options.limits,
             home_tolerance=self.options.home_tolerance,
             is_aligned=self._is_sharded,
@@ -225,7 +225,7 @@ class BalancedEncoder:
             token = self._first_token(after) if loaded.needs_gradient else None
             arrived, token = self._send(plan, offer, token)
             computed = self._compute(plan, arrived)
-            self._learn(loaded, computed)
+            self._learn(loaded, prices, computed)
             features = self._return(plan, offer, computed, token)
         if not loaded.needs_gradient:
             features.token = after
@@ -258,27 +258,20 @@ class BalancedEncoder:
         self._capacity = max(self._capacity, *(part.size for part in said))
         return Loaded.of(said, parallel.rank), offer
 
-    def _wires(self) -> Wires:
-        """Between the ranks: of the cluster, or timed."""
-        if self.options.cluster is not None:
-            return Wires.of(self.options.cluster)
+    def _first_prices(self) -> Prices:
+        """By the cluster, or by exchanges that are timed."""
+        cluster = self.options.cluster
+        if cluster is not None:
+            return Prices(Wires.of(cluster), unit_s=1.0, cluster=cluster)
         found = measure_exchange(self._parallel.group, self._parallel.device, of_items=True)
-        return Wires(found.launch_s, found.byte_s, found.byte_s, self._parallel.group.size)
+        size = self._parallel.group.size
+        return Prices(Wires(found.launch_s, found.byte_s, found.byte_s, size))
 
-    def _priced(self, loaded: Loaded) -> Prices:
-        """With what all ranks know of the seconds that their calls took."""
-        is_given = self.options.cluster is not None
-        unit_s = 1.0 if is_given else self._speed.unit_s(loaded.spent_ns)
-        return replace(self._prices, unit_s=unit_s)
-
-    def _learn(self, loaded: Loaded, computed: Computed) -> None:
-        """What features take on the wire, and what the calls took."""
+    def _learn(self, loaded: Loaded, prices: Prices, computed: Computed) -> None:
+        """What the calls took, and features take on the wire."""
         num_bytes = ROW_BYTES * sum(int(rows[0]) for rows in computed.rows)
-        per_token = num_bytes / int(loaded.lens.sum())
-        self._prices = replace(self._prices, feature_bytes=per_token)
-        if self.options.cluster is None:
-            units = loaded.costs(self.cost, self._prices).sum()
-            self._speed.keep(computed.clocks, float(units))
+        units = float(loaded.costs(self.cost, prices).sum())
+        self._speed.keep(computed.clocks, loaded, units, num_bytes)
 
     def _first_token(self, after: Tensor | None) -> Tensor:
         device = self._parallel.device
@@ -311,7 +304,8 @@ class BalancedEncoder:
         """What this rank computes, agreed to be without an error."""
         parts, unused, template, error = dict[int, list[Tensor]](), list[Tensor](), None, None
         parcels, clocks, rank = list[Parcel](), list[Clock](), self._parallel.rank
-        rows, meets, device = np.zeros(0, np.int64), self._is_sharded, self._parallel.device
+        rows, meets, device = np.zeros(1, np.int64), self._is_sharded, self._parallel.device
+        ended: Exception | None = None
         try:
             for of in plan.passes[rank]:
                 items = [arrived[one] for one in of.ids.tolist()]
@@ -329,6 +323,8 @@ class BalancedEncoder:
             leaving = [one for one in sorted(parts) if plan.leaves[one]]
             parcels = [parcel([x.detach() for x in parts[one]], device) for one in leaving]
             rows = np.array([sum(sizes) // ROW_BYTES, *map(num_rows, parcels)])
+        except IS_ENOUGH as met:  # a recomputation, of which the others may need more
+            ended = met
         except Exception as met:  # whatever it is, the others must not wait
             if meets:  # they may wait within the module, which being told of it ends
                 raise
@@ -340,6 +336,8 @@ class BalancedEncoder:
             step=self._number,
             capacity=self._capacity,
         )
+        if ended is not None:
+            raise ended
         return Computed(parts, unused, template, parcels, said, clocks)
 
     def _call_module(self, arguments: Item) -> Any:

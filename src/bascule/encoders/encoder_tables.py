@@ -236,7 +236,7 @@ class EncoderOptions:
             fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
         cluster: What computing and exchanging take, for whether moving pays; costs are in seconds
             then, or those of a TransformerCost. Default: exchanges are timed once, and the
-            encoder's calls from the second one on; the gain counts from the third one on.
+            encoder's calls from the second to the ninth; from then on, what does not pay stays.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
     """

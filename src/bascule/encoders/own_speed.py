@@ -1,29 +1,71 @@
-"""Seconds of a unit of cost, from the encoder's own calls."""
+"""What plans of items are priced by, learned from the first calls of an encoder, then kept."""
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from bascule.comm.clocks import Clock
+from bascule.encoders.item_plans import Loaded
+from bascule.encoders.item_prices import Prices
 
 _LEFT_OUT = 1  # calls that compile and allocate
+_NUM_TIMED = 8
+_IN_FLIGHT = 64
+"""Calls after which none is recomputed that was planned by the first prices."""
 
 
 class OwnSpeed:
-    """What the calls of an encoder took on this rank, and what they should cost on all of them."""
+    """Prices before and after the first calls.
 
-    def __init__(self) -> None:
-        self._num, self._ns, self._units = 0, 0, 0.0
+    They change once, so that steps on the same machines plan alike. A call that is recomputed in
+    the backward pass is planned as it was the first time, also if they changed in between.
+
+    Args:
+        first: Without what is learned.
+    """
+
+    def __init__(self, first: Prices) -> None:
+        self._first, self._known = first, first
+        self._is_known = False
+        self._num, self._ns, self._units, self._bytes, self._tokens = 0, 0, 0.0, 0, 0
         self._running: list[Clock] = []
+        self._early: Counter[str] = Counter()  # calls that were planned by the first prices
 
-    def keep(self, clocks: Sequence[Clock], units: float) -> None:
+    def prices(self, loaded: Loaded) -> Prices:
+        """Those of a call; the same on all ranks."""
+        form = loaded.digest
+        if _recomputes():
+            is_early = self._early[form] > 0
+            self._early[form] -= is_early
+            return self._first if is_early else self._known
+        wanted = 1 if self._first.cluster is not None else _LEFT_OUT + _NUM_TIMED
+        if not self._is_known and self._num >= wanted:
+            self._learn(sum(loaded.spent_ns))
+        if not self._is_known:
+            self._early[form] += torch.is_grad_enabled()
+        elif self._early:
+            self._num += 1
+            if self._num > wanted + _IN_FLIGHT:
+                self._early.clear()
+        return self._known
+
+    def keep(self, clocks: Sequence[Clock], loaded: Loaded, units: float, num_bytes: int) -> None:
         """A call of all ranks.
 
         Args:
             clocks: Of this rank's part; read at the next call.
-            units: What the items of all ranks cost.
+            loaded: Its items.
+            units: What they cost.
+            num_bytes: Bytes on the wire of their features.
         """
+        if self._is_known or _recomputes():
+            return
         self._num += 1
+        self._bytes += num_bytes
+        self._tokens += int(loaded.lens.sum())
         if self._num > _LEFT_OUT:
             self._running += clocks
             self._units += units
@@ -34,12 +76,16 @@ class OwnSpeed:
         self._running = []
         return self._ns
 
-    def unit_s(self, spent_ns: Sequence[int]) -> float | None:
-        """Seconds of a unit, from what all ranks spent; None where nothing was timed yet.
+    def _learn(self, spent_ns: int) -> None:
+        """Seconds of a unit to the nearest power of two, so that other runs agree."""
+        unit_s = self._first.unit_s
+        if unit_s is None and spent_ns and self._units:
+            unit_s = float(2.0 ** np.rint(np.log2(1e-9 * spent_ns / self._units)))
+        feature_bytes = self._bytes / self._tokens
+        self._known = replace(self._first, unit_s=unit_s, feature_bytes=feature_bytes)
+        self._is_known = True
 
-        To the nearest power of two, so that runs on the same machines agree.
-        """
-        total = sum(spent_ns)
-        if not total or not self._units:
-            return None
-        return float(2.0 ** np.rint(np.log2(1e-9 * total / self._units)))
+
+def _recomputes() -> bool:
+    """Whether this is a backward pass, in which calls are those of the forward pass once more."""
+    return torch._C._current_graph_task_id() != -1

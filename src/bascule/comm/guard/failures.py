@@ -49,7 +49,7 @@ _BROKEN_OFF = re.compile(
     "gloo.*(Connection (closed|reset) by peer|Timed out waiting)|Application timeout caused"
 )
 _GONE = "no roll call, the store is gone with its host: {}"
-_IS_ENOUGH: tuple[type[BaseException], ...] = tuple(
+IS_ENOUGH: tuple[type[Exception], ...] = tuple(
     filter(None, [getattr(torch.utils.checkpoint, "_StopRecomputationError", None)])
 )
 
@@ -188,7 +188,7 @@ def tell(error: BaseException, where: str, *, leaves: bool = False, goes_on: boo
             were given is known to them, but not that this one does not go on.
         goes_on: Whether it goes on with bascule's calls, so that only who waits elsewhere ends.
     """
-    if isinstance(error, _IS_ENOUGH) or not dist.is_initialized():
+    if isinstance(error, IS_ENOUGH) or not dist.is_initialized():
         return
     is_over = any(calls.ended for calls in calls_in_use().values())
     if isinstance(error, CommError) and (is_over or not leaves):
