@@ -38,7 +38,7 @@ def tracker_of(places: list[int]) -> Any:
     tracker: Any = CostTracker.__new__(CostTracker)
     tracker._ranks, tracker._group = DataRanks(group, np.array(places)), group
     tracker._left_out, tracker._wanted, tracker._units = 0, 99, []
-    tracker._num_gathered, tracker._on_cuda = 0, False
+    tracker._num_gathered, tracker._device = 0, torch.device("cpu")
     return tracker
 
 
