@@ -47,8 +47,7 @@ class CalibrateOptions:
         lengths: Shortest and longest sequence, in tokens.
         points: Lengths, spread evenly in their logarithm; every third one is held out to judge by.
         mib: Largest message, in MiB.
-        rounds: Measured rounds, one after the other; of blocks the lower quartile counts, of
-            messages the least.
+        rounds: Measured rounds, one after the other; of each time their lower quartile counts.
         d_model: Width of the block, for which costs count FLOPs.
         num_heads: Attention heads of the block.
         dtype: Of parameters and activations of the block.

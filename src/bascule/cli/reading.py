@@ -45,7 +45,7 @@ class InputOptions:
         d_model: Model width.
         gamma: Cost of an attention FLOP over one of a linear layer; that of the profile by
             default.
-        num_layers: Blocks of the model.
+        num_layers: Blocks of the model. By default, width and blocks are those of FLUX.1.
         seed: Of data codes, and of --batch-size.
         step: Of data codes, and of --batch-size.
     """
@@ -59,7 +59,7 @@ class InputOptions:
     ranks: int | None = None
     d_model: int = 3072
     gamma: float | None = None
-    num_layers: int = 1
+    num_layers: int = 57
     seed: int = 0
     step: int = 0
 
@@ -112,6 +112,13 @@ class InputOptions:
     def has_steps(self) -> bool:
         """Whether the source has more than one batch."""
         return self.data is not None or self.batch_size is not None
+
+    def epoch_batches(self, num_ranks: int) -> int | None:
+        """Batches of an epoch of --manifest with --batch-size, which was read; None of others."""
+        if self.manifest is None or self.batch_size is None:
+            return None
+        lens = _manifest_lens(self.manifest, self.compress_frames, None)
+        return max(len(lens) // (self.batch_size * num_ranks), 1)
 
     def _drawn(self, lens: list[int], num_ranks: int, step: int) -> list[int]:
         """The samples of a step; every epoch has another order, and drops what fills no step."""

@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions
-from bascule.cli.writing import write_report
+from bascule.cli.writing import check_outputs, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 from bascule.plan.costs.passes import in_passes, passes_of
 from bascule.plan.topology.search import suggest_topology
-from bascule.report.page import check_report
 from bascule.report.reports import of_topologies
 
 _DEFAULT_STEPS = 20
@@ -47,7 +46,7 @@ def topology(options: TopologyOptions) -> None:
         ConfigError: The input is malformed or does not fit.
         PlanError: No topology keeps the limit.
     """
-    check_report(options.report)
+    check_outputs(file=options.file, manifest=options.manifest, report=options.report)
     for name in ("steps", "rows"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name}", value, 1)
@@ -77,12 +76,14 @@ def topology(options: TopologyOptions) -> None:
             "\n".join(row.reasons),
         )
     console.print(table)
+    console.print(f"model: {options.cost.shape}", highlight=False)
     console.print(f"predicted for {options.hardware()}", markup=False)
     if (memory := options.memory) is not None:
         console.print(memory, markup=False)
     if options.report is not None:
         lens = list(chain.from_iterable(batches[0]))
-        write_report(options.report, of_topologies(ranking, lens, str(options.hardware())))
+        page = of_topologies(ranking, lens, str(options.hardware()))
+        write_report(console, options.report, page)
     first, last = ranking.rows[0], ranking.rows[-1]
     if first.seconds > 0:
         ratio = last.seconds / first.seconds

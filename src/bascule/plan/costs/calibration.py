@@ -143,7 +143,7 @@ class Overhead:
 
     Args:
         what: Of what.
-        seconds: Least of the rounds.
+        seconds: Lower quartile of the rounds.
         error: Half the width of its 95 % confidence interval.
 
     Raises:

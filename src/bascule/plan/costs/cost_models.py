@@ -130,6 +130,11 @@ class TransformerCost:
             return tokens * (linear + quadratic * tokens)
         return linear * tokens + quadratic * floats("num_pairs", num_pairs)
 
+    @property
+    def shape(self) -> str:
+        """The model in words, for wherever its numbers appear."""
+        return f"width {self.d_model}, {self.num_layers} layers, gamma {self.gamma:.3g}"
+
     def seconds(
         self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
     ) -> npt.NDArray[np.float64]:
