@@ -11,7 +11,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.costs.hardware import LIMITS, HardwareProfile
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology.spec import Topology
 from bascule.workload.codes import (
@@ -23,8 +23,6 @@ from bascule.workload.codes import (
     seq_lens,
 )
 from bascule.workload.manifest import read_manifest
-
-_MOST_GB = 1e6
 
 _WHOLE = re.compile("-?[0-9]{1,18}")
 
@@ -181,8 +179,8 @@ class MachineOptions:
                     f"--profile {self.profile} and {flag}: its attention was measured, so give one "
                     "of them"
                 )
-            checked = (number if option == "latency_us" else rate)(flag, value)
-            changes |= dict.fromkeys(fields, checked * unit)
+            least, most = LIMITS[fields[0]]
+            changes |= dict.fromkeys(fields, number(flag, value, least / unit, most / unit) * unit)
         if not changes:
             return profile
         return replace(profile, source="given", note="", calibration=None, **changes)
@@ -217,13 +215,17 @@ class ClusterOptions(MachineOptions):
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
             return limits
-        if self.memory_gb is not None:
-            number("--memory-gb", self.memory_gb, most=_MOST_GB)
         memory_bytes = self.hardware().memory_bytes
         if memory_bytes is None:
             raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
-        num_bytes = max(int(memory_bytes), 1)
-        cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
+        num_bytes = int(memory_bytes)
+        each = rate("--kb-per-token", self.kb_per_token) * 1e3
+        if each > num_bytes:
+            raise ConfigError(
+                f"--kb-per-token {self.kb_per_token:g}: a rank has {memory_bytes / 1e3:g} KB of "
+                "memory, which hold no token: give a smaller number, or --memory-gb"
+            )
+        cost = TransformerCost(bytes_per_token=each)
         return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
 
     @property
