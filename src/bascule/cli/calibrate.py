@@ -32,7 +32,10 @@ def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
         ConfigError: An option is wrong.
         CommError: A rank failed.
     """
-    from bascule.bench.launch import in_a_job, report_of_ranks
+    import torch
+
+    from bascule.bench.launch import device_type, in_a_job, report_of_ranks
+    from bascule.calibrate.measuring import check_block
 
     options.check()
     check_outputs(out=options.out, json=options.json, report=options.report)
@@ -42,6 +45,7 @@ def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
         raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}")
     if in_a_job():
         return _run_rank(options)
+    check_block(options, torch.device(device_type()))
     return _tell(options, json.loads(report_of_ranks(options.ranks, arguments)))
 
 
