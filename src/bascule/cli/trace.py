@@ -17,7 +17,13 @@ from bascule.report.trace_page import of_trace
 from bascule.workload.traces import StepParts, Worth, read_traces, step_parts
 from bascule.workload.traces.segments import segments_of
 from bascule.workload.traces.trace_writing import write_steps
-from bascule.workload.traces.worth import RunLengths, balancing_worth, lengths_of, read_lens
+from bascule.workload.traces.worth import (
+    CONFIDENCE,
+    RunLengths,
+    balancing_worth,
+    lengths_of,
+    read_lens,
+)
 
 _MAX_ROWS = 64
 _PARTS = ("compute", "communication", "waiting", "rest", "hidden")
@@ -132,11 +138,15 @@ def _show_worth(console: Console, worth: Worth | None, unknown: str) -> None:
     table.add_row("balanced, predicted", f"{row[0]:.4g}", f"{row[1]:.4g}", f"{row[2]:.4f}")
     console.print(table)
     assert worth.cost.fit is not None
+    low, high = worth.speedup_range
     console.print(
-        f"predicted speed-up: {worth.speedup:.2f}x, moving {worth.moved_share:.0%} of the tokens, "
+        f"predicted speed-up: {worth.speedup:.2f}x, within {low:.2f}x and "
+        f"{high:.2f}x ({CONFIDENCE:.0%} confidence), moving {worth.moved_share:.0%} of the tokens, "
         f"which is not priced; error of the fit {worth.cost.fit.loo_error:.1%} (leave one out), of "
         f"the model's steps as run {worth.model_error:+.1%}"
     )
+    if worth.assumed_in_words is not None:
+        console.print(f"note: {worth.assumed_in_words}", markup=False)
 
 
 def _as_dict(parts: StepParts, worth: Worth | None, unknown: str) -> dict[str, Any]:
@@ -157,6 +167,9 @@ def _as_dict(parts: StepParts, worth: Worth | None, unknown: str) -> dict[str, A
         "worth_unknown": unknown or None,
     }
     if worth is not None:
-        extra = {name: getattr(worth, name) for name in ("speedup", "predicted_s", "model_error")}
+        extra = {
+            name: getattr(worth, name)
+            for name in ("speedup", "predicted_s", "model_error", "assumed")
+        }
         found["worth"] = json.loads(json.dumps(asdict(worth) | extra))
     return found
