@@ -16,6 +16,7 @@ from bascule.errors import ConfigError
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.hardware import LIMITS, HardwareProfile
+from bascule.plan.costs.known_profiles import KNOWN_PROFILES
 from tests.helpers.cli import run
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 from tests.helpers.sparse_studies import even_load
@@ -193,3 +194,21 @@ def test_options_of_a_machine_have_the_limits_of_its_profile(
         assert code == 2 and err.startswith(f"bascule: {option} {float(value)}: must be finite")
     code, _, err = run(capsys, "plan", "--lengths", "9/5", "--kb-per-token", "1e9")
     assert code == 2 and "hold no token: give a smaller number, or --memory-gb" in err
+
+
+def test_profiles_of_data_sheets() -> None:
+    """Each says that nobody measured it, and plans and simulates."""
+    assert len(KNOWN_PROFILES) == 6
+    for name in KNOWN_PROFILES:
+        known = HardwareProfile.load(name)
+        assert "not measured" in str(known) and known.numbers and known.note
+        assert known.cluster(2, 8).num_ranks == 16
+        if known.source == "datasheet":
+            assert name.endswith("-datasheet") and known.peak_flops_per_s is not None
+            sustained = known.matmul_flops_per_s
+            assert sustained == pytest.approx(0.55 * known.peak_flops_per_s, rel=1e-3)
+            assert f"{known.peak_flops_per_s / 1e12:g} TFLOP/s" in known.note
+    h100 = HardwareProfile.load("h100-datasheet")
+    assert (h100.matmul_flops_per_s, h100.intra_bytes_per_s) == (544e12, 180e9)
+    with pytest.raises(ConfigError, match="l40s-datasheet"):
+        HardwareProfile.of_dict({}, "mine")

@@ -151,7 +151,8 @@ class MachineOptions:
     """A machine, from a profile or as described.
 
     Attributes:
-        profile: File of a hardware profile, or h100-datasheet or h100-knapformer.
+        profile: File of a hardware profile; or h100-, h200-, b200-, a100- or l40s-datasheet, or
+            h100-knapformer.
         tflops: TFLOPs that a rank sustains in a second, in place of the profile's.
         intra_gbs: GB that a rank sends in a second within its node, likewise.
         latency_us: Time to launch a kernel or an exchange, in microseconds, likewise.

@@ -256,7 +256,7 @@ class HardwareProfile:
         """Read what `save` wrote, or take a profile that is known by its name.
 
         Args:
-            path: Of the file; or "h100-datasheet" or "h100-knapformer".
+            path: Of the file; or a name of `KNOWN_PROFILES`, such as "h100-datasheet".
 
         Raises:
             ConfigError: The file cannot be read, or holds something else; says what.
