@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -99,9 +99,9 @@ class InputOptions:
                 raise ConfigError(
                     "--manifest needs --ranks or --topology: a list of samples has no ranks"
                 )
-            most = MAX_SEQUENCES if self.batch_size is None else None
-            lens = _manifest_lens(self.manifest, self.compress_frames, most)
-            return deal(self._drawn(lens, num_ranks, self.step + steps_after), num_ranks)
+            return deal(
+                self._drawn(self._manifest_lens, num_ranks, self.step + steps_after), num_ranks
+            )
         assert self.data is not None
         codes, step = parse_data_codes(self.data), self.step + steps_after
         return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
@@ -115,8 +115,16 @@ class InputOptions:
         """Batches of an epoch of --manifest with --batch-size, which was read; None of others."""
         if self.manifest is None or self.batch_size is None:
             return None
-        lens = _manifest_lens(self.manifest, self.compress_frames, None)
-        return max(len(lens) // (self.batch_size * num_ranks), 1)
+        return max(len(self._manifest_lens) // (self.batch_size * num_ranks), 1)
+
+    @cached_property
+    def _manifest_lens(self) -> list[int]:
+        """Tokens of all samples of --manifest, which many steps are drawn from."""
+        assert self.manifest is not None
+        most = MAX_SEQUENCES if self.batch_size is None else None
+        compress = self.compress_frames
+        shapes = read_manifest(self.manifest, compress_frames=compress, max_samples=most)
+        return [shape.seq_len for shape in shapes]
 
     def _drawn(self, lens: list[int], num_ranks: int, step: int) -> list[int]:
         """The samples of a step; every epoch has another order, and drops what fills no step."""
@@ -259,12 +267,6 @@ class ClusterOptions(MachineOptions):
 def topology_ranks(spec: str | None) -> int | None:
     """Ranks in a unit of a topology, if one is given that tells."""
     return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks
-
-
-@lru_cache(maxsize=1)  # of many steps
-def _manifest_lens(path: Path, compress_frames: bool, most: int | None) -> list[int]:
-    shapes = read_manifest(path, compress_frames=compress_frames, max_samples=most)
-    return [shape.seq_len for shape in shapes]
 
 
 def _parse_lengths(text: str) -> list[list[int]]:
