@@ -245,7 +245,9 @@ class SimulationResult:
         for rows in (self.worth_rows(), *self.rows()):
             table = Table()
             for place, name in enumerate(rows[0]):
-                table.add_column(name, justify="right" if place else "left", no_wrap=not place)
+                table.add_column(
+                    name.replace("_", " "), justify="right" if place else "left", no_wrap=not place
+                )
             for row in rows[1:]:
                 table.add_row(*row)
             made.append(table)
