@@ -1,5 +1,6 @@
 """What commands write: said, checked before any work, and never one file over another."""
 
+import json
 from importlib.metadata import version
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def test_every_command_says_what_it_wrote(
 ) -> None:
     pytest.importorskip("plotly")
     files = {"--report": tmp_path / "a.html"}
-    if command in ("plan", "simulate"):
+    if command != "sparse":
         files["--json"] = tmp_path / "a.json"
     if command == "plan":
         files["--picture"] = tmp_path / "a.svg"
@@ -37,6 +38,13 @@ def test_every_command_says_what_it_wrote(
     assert code == 0, err
     for path in files.values():
         assert path.stat().st_size > 100 and f"written: {path}\n" in out
+
+
+def test_a_ranking_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *COMMANDS["topology"], "--json", "-")
+    found = json.loads(out)
+    assert code == 0 and f"best: {found['rows'][0]['spec']}" in err
+    assert found["rows"][0]["seconds"] <= found["rows"][-1]["seconds"]
 
 
 def test_folders_of_traces_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -196,6 +196,11 @@ def test_options_of_a_machine_have_the_limits_of_its_profile(
     assert code == 2 and "hold no token: give a smaller number, or --memory-gb" in err
 
 
+def test_a_name_that_is_no_profile() -> None:
+    with pytest.raises(ConfigError, match=r"there is no profile 'h200': give a file, or .*h200-da"):
+        HardwareProfile.load("h200")
+
+
 def test_profiles_of_data_sheets() -> None:
     """Each says that nobody measured it, and plans and simulates."""
     assert len(KNOWN_PROFILES) == 6

@@ -97,7 +97,7 @@ class InputOptions:
         if self.manifest is not None:
             if num_ranks is None:
                 raise ConfigError(
-                    "--manifest needs --ranks or --topology: a list of samples has no ranks"
+                    "--manifest needs --ranks, such as --ranks 8: a list of samples has no ranks"
                 )
             return deal(
                 self._drawn(self._manifest_lens, num_ranks, self.step + steps_after), num_ranks

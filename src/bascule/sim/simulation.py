@@ -139,22 +139,7 @@ def simulate(
     run = _drawn(data, options) if isinstance(data, str) else _given(data)
     _check_batches(run, options)
     num_ranks = run[0].num_ranks
-    per_node = options.ranks_per_node
-    if per_node is None:
-        per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
-    if num_ranks % per_node:
-        raise ConfigError(f"ranks_per_node {per_node}: {num_ranks} ranks fill no whole nodes")
-    machine = Machine(
-        model,
-        profile.cluster(num_ranks // per_node, per_node),
-        0.0 if profile.host_s is None else profile.host_s,
-        options.passes,
-        options.sharding,
-        tuple(options.stages),
-        options.loader_bytes_per_s,
-        options.sample_bytes_per_token,
-        options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * model.d_model,
-    )
+    machine = _machine(model, profile, num_ranks, options)
     names = listed("topologies", topologies)
     if not names:
         raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
@@ -179,6 +164,27 @@ def simulate(
         options.gpu_hour_price,
     )
     return SimulationResult(profile, num_ranks, tuple(runs), setting)
+
+
+def _machine(
+    model: TransformerCost, profile: HardwareProfile, num_ranks: int, options: SimulationOptions
+) -> Machine:
+    per_node = options.ranks_per_node
+    if per_node is None:
+        per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
+    if num_ranks % per_node:
+        raise ConfigError(f"ranks_per_node {per_node}: {num_ranks} ranks fill no whole nodes")
+    return Machine(
+        model,
+        profile.cluster(num_ranks // per_node, per_node),
+        0.0 if profile.host_s is None else profile.host_s,
+        options.passes,
+        options.sharding,
+        tuple(options.stages),
+        options.loader_bytes_per_s,
+        options.sample_bytes_per_token,
+        options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * model.d_model,
+    )
 
 
 def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:

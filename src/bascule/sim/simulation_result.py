@@ -1,6 +1,6 @@
 """What a simulation found: metrics of each policy, and where the seconds of each rank went."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -290,7 +290,7 @@ class SimulationResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         model = self.setting.model
-        setting = {name: getattr(self.setting, name) for name in self.setting.__slots__[1:]}
+        setting = {one.name: getattr(self.setting, one.name) for one in fields(Setting)[1:]}
         shape = {name: getattr(model, name) for name in ("d_model", "num_layers", "gamma")}
         return {
             "profile": str(self.profile),

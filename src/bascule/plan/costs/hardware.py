@@ -1,6 +1,7 @@
 """The machines: what they do in a second, and from where that is known."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,8 @@ LIMITS: dict[str, tuple[float, float]] = {
 them stays finite and no error names something that the user did not write."""
 
 _MOST_GAMMA = 1e24
+
+_NAME = re.compile(r"[\w-]{1,80}")
 
 
 _SAME = 1e-6
@@ -263,6 +266,9 @@ class HardwareProfile:
         """
         if isinstance(path, str) and path in KNOWN_PROFILES:
             return cls(**KNOWN_PROFILES[path])
+        if isinstance(path, str) and _NAME.fullmatch(path) and not Path(path).exists():
+            known = ", ".join(KNOWN_PROFILES)
+            raise ConfigError(f"there is no profile {shown(path)}: give a file, or one of {known}")
         return cls.of_dict(parse_json("".join(read_lines(path)), str(path)), str(path))
 
     @classmethod
