@@ -302,10 +302,18 @@ def _range(cost: PolynomialCost, run: Floats, planned: Floats) -> tuple[float, f
         planned: (S, R, 3) as planned.
     """
     assert cost.fit is not None
-    mean = cost.quadratic, cost.linear, cost.constant, cost.overhead
+    mean = np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])
+    covariance = np.array(cost.fit.covariance)
+    # Seconds a square token are 1e-9, seconds a step 0.1: only correlations can be decomposed.
+    errors = np.sqrt(covariance.diagonal())
+    unit = np.where(errors > 0, errors, 1.0)
+    correlation = covariance / np.outer(unit, unit)
     chance = np.random.default_rng(0)
-    drawn = chance.multivariate_normal(mean, cost.fit.covariance, _DRAWS, method="eigh")
-    drawn = np.maximum(drawn, 0.0)
+    none = np.zeros(mean.size)
+    drawn = chance.multivariate_normal(
+        none, correlation, _DRAWS, check_valid="ignore", method="eigh"
+    )
+    drawn = np.maximum(mean + unit * drawn, 0.0)
     seconds = np.array(
         [[(work @ one[:3]).max(axis=1).mean() + one[3] for work in (run, planned)] for one in drawn]
     )
