@@ -1,6 +1,7 @@
 """What commands write: said, checked before any work, and never one file over another."""
 
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -101,3 +102,18 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "--version")
     assert (code, out) == (0, f"bascule {version('bascule')}\n")
     assert "bascule --version" in run(capsys, "--help")[1]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "trace"])
+def test_without_a_report_nothing_needs_plotly(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "plotly"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)  # an import of it fails
+    folder = Run(((0.1, 0.3), (0.3, 0.1), (0.2, 0.25))).write(tmp_path)
+    code, _, err = run(capsys, *COMMANDS.get(command, ("trace", str(folder))))
+    assert code == 0, err

@@ -144,7 +144,9 @@ def _run_rank(options: BenchOptions) -> None:
             _print(console, summary)
             steps = [record.to_dict() for record in records]
             tell_written(console, *_write(options.out, summary, steps))
-            write_report(console, options.report, of_bench(summary, steps, warnings(summary)))
+            if options.report is not None:
+                page = of_bench(summary, steps, warnings(summary))
+                write_report(console, options.report, page)
 
 
 def _followed(comparison: "Paired", records: Iterator[_Record], num_steps: int) -> list[_Record]:

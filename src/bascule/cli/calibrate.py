@@ -87,7 +87,8 @@ def _tell(options: CalibrateOptions, report: dict[str, Any]) -> bool:
     console = Console(stderr=options.json == STDOUT)
     show(console, profile)
     write_json(console, options.json, report)
-    write_report(console, options.report, of_calibration(profile, report["refused"]))
+    if options.report is not None:
+        write_report(console, options.report, of_calibration(profile, report["refused"]))
     for line in report["refused"]:
         _print(console, f"refused: {line}")
     if report["refused"]:

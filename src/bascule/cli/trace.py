@@ -81,7 +81,8 @@ def trace(options: TraceOptions) -> None:
         sizes = [one.world_size for one in traces if one.world_size is not None]
         world_size = max([*sizes, int(parts.ranks.max()) + 1])
         tell_written(console, *write_steps(options.out, segments_of(parts, lens), world_size))
-    write_report(console, options.report, of_trace(parts, worth, unknown))
+    if options.report is not None:
+        write_report(console, options.report, of_trace(parts, worth, unknown))
 
 
 def _check_out(options: TraceOptions) -> None:

@@ -69,14 +69,13 @@ def write_text(console: Console, option: str, path: Path, text: str) -> None:
     tell_written(console, path)
 
 
-def write_report(console: Console, path: Path | None, report: Report) -> None:
-    """Write the page of `--report`, if it was given, and say so.
+def write_report(console: Console, path: Path, report: Report) -> None:
+    """Write the page of `--report`, and say so. Making a report needs plotly, so ask before.
 
     Raises:
         ConfigError: The file cannot be written.
     """
-    if path is not None:
-        write_text(console, "--report", path, render(report, command_line()))
+    write_text(console, "--report", path, render(report, command_line()))
 
 
 def write_json(console: Console, path: Path | None, report: dict[str, Any]) -> None:
