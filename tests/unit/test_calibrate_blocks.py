@@ -147,7 +147,7 @@ def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
         (("--d-model", "0"), "--d-model 0:"),
         (("--num-heads", "9999999"), "--num-heads"),
         (("--sparse-tokens", "-1"), "--sparse-tokens"),
-        (("--base", "h900"), "cannot read h900"),
+        (("--base", "h900"), "there is no profile 'h900'"),
         (("--module", "a:b", "--num-heads", "2"), "--num-heads 2 and --module a:b"),
         (("--out", "/nowhere/at/all/x.json"), "there is no folder /nowhere/at/all"),
         (("--report", "x.pdf"), "--report x.pdf: must end in .html"),
