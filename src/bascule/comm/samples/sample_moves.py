@@ -84,9 +84,11 @@ def move_parcels(
     return [part.flatten() for part in received.split(rows[move.dest == rank].tolist())]
 
 
-def move_items(move: ItemMove, parcels: Sequence[Parcel], rows: Ints) -> list[Any]:
-    """The items that arrive. No gradients."""
-    return [read(part) for part in move_parcels(move, parcels, rows)]
+def move_items(
+    move: ItemMove, parcels: Sequence[Parcel], rows: Ints, starts: Ints | None = None
+) -> list[Any]:
+    """The items that arrive. No gradients. As `move_parcels`."""
+    return [read(part) for part in move_parcels(move, parcels, rows, starts=starts)]
 
 
 def move_items_with_gradients(
