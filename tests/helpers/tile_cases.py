@@ -93,3 +93,59 @@ def check_tiles(
             assert float((found - expected).norm()) <= most * float(expected.norm())
         said.append(str(tiled.last))
     return said
+
+
+def flux_pipeline() -> Any:
+    """Tiny, with a VAE of 2 x 2 pixels a latent; no text encoders."""
+    import diffusers as host
+
+    diffusers: Any = host
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"in_channels": 16, "num_layers": 1, "num_single_layers": 1}
+    sizes |= {"attention_head_dim": 16, "num_attention_heads": 2, "joint_attention_dim": 32}
+    sizes |= {"pooled_projection_dim": 32, "axes_dims_rope": (4, 6, 6)}
+    transformer = diffusers.FluxTransformer2DModel(**sizes).eval()
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        latent_channels=4,
+        shift_factor=0.1,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    )
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 16, 8
+    absent = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+    parts = {"transformer": transformer, "vae": vae.eval(), **dict.fromkeys(absent)}
+    parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+    pipeline = diffusers.FluxPipeline(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def wan_pipeline() -> Any:
+    """Tiny, with a VAE of 2 x 2 pixels and up to 2 frames a latent; no text encoder."""
+    import diffusers as host
+
+    diffusers: Any = host
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 1}
+    sizes |= {"in_channels": 4, "out_channels": 4, "text_dim": 32, "freq_dim": 16, "ffn_dim": 16}
+    transformer = diffusers.WanTransformer3DModel(**sizes).eval()
+    parts = {"transformer": transformer, "vae": tiny_vae("wan"), "tokenizer": None}
+    parts |= {"text_encoder": None, "scheduler": diffusers.UniPCMultistepScheduler()}
+    pipeline = diffusers.WanPipeline(**parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def generated(pipeline: Any) -> Tensor:
+    """Pixels of an image, or of the frames of a video; the same noise and prompt on all ranks."""
+    random = torch.Generator().manual_seed(3)
+    inputs: dict[str, Any] = {"prompt_embeds": torch.randn(1, 7, 32, generator=random)}
+    if type(pipeline).__name__ == "FluxPipeline":
+        inputs["pooled_prompt_embeds"] = torch.randn(1, 32, generator=random)
+    else:
+        inputs |= {"num_frames": 5, "guidance_scale": 1.0}
+    generator = torch.Generator().manual_seed(1)
+    sizes = {"height": 64, "width": 48, "num_inference_steps": 2, "output_type": "pt"}
+    return pipeline(**inputs, **sizes, generator=generator)[0]

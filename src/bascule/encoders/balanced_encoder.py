@@ -228,11 +228,9 @@ class BalancedEncoder:
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
-        sharded, is_alone = self._is_sharded, self.table.is_alone
         limits, tolerance = self.options.limits, self.options.home_tolerance
-        plan = plan_items(
-            loaded, self.cost, limits, tolerance, is_aligned=sharded, is_alone=is_alone
-        )
+        aligned = self._is_sharded, self.table.is_alone
+        plan = plan_items(loaded, self.cost, limits, tolerance, *aligned)
         self.last = plan.report
         with _recording(loaded.needs_gradient):
             token = self._first_token(after) if loaded.needs_gradient else None

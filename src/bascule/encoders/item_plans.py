@@ -177,7 +177,6 @@ def plan_items(
     cost: Cost,
     limits: Limits | None,
     home_tolerance: float,
-    *,
     is_aligned: bool,
     is_alone: bool = False,
 ) -> ItemPlan:

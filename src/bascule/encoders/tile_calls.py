@@ -37,14 +37,15 @@ class TileCalls(nn.Module):
         Args:
             part: "encoder" or "decoder".
             calls: Plain arguments of each call; what the first one has of a cache is for all.
-            tensors: The others, under "NUMBER.NAME": of which call, and which argument.
+            tensors: The others, under "NUMBER.NAME": of which call, and which argument; the first
+                argument of a call has no name.
         """
         module, own = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():
             number, _, key = name.partition(".")
             own[int(number)][key] = x
         cache = {key: own[0][key] for key in own[0].keys() & {_CACHE}}
-        found = [module(**call | cache) for call in own]
+        found = [module(call.pop(""), **call | cache) for call in own]
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
@@ -89,7 +90,7 @@ def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
     upsamples time by.
     """
     vae: Any = calls.vae
-    firsts = [x for name, x in tile.items() if isinstance(x, Tensor) and x.dim() > 3]
+    firsts = [x for name, x in tile.items() if name.endswith(".")]
     frames = sum(x.shape[2] if x.dim() == 5 else 1 for x in firsts)
     if tile["part"] == "decoder":
         frames = 1 + (frames - 1) * 2 ** sum(getattr(vae, "temperal_downsample", ()))
@@ -106,13 +107,19 @@ def noted(vae: nn.Module, way: str, x: Tensor, **arguments: Any) -> tuple[list[I
         arguments: Further ones of that method.
 
     Raises:
-        ConfigError: A tile is empty.
+        ConfigError: The model cannot cut them, or a tile is empty.
     """
     tiles: list[Item] = []
     output = None
     for sample in x.split(1) if len(x) else [x]:
         notes = _Notes(vae, way)
-        output = getattr(notes.model, way)(sample, **arguments)
+        try:
+            output = getattr(notes.model, way)(sample, **arguments)
+        except Exception as error:
+            raise ConfigError(
+                f"the {type(vae).__name__} cannot {way} a sample of shape {tuple(x.shape)} in its "
+                f"tiles: {error}"
+            ) from error
         tiles += [_as_item(notes.part, calls) for calls in notes.tiles if len(x)]
     return tiles, output
 
@@ -171,8 +178,11 @@ class _InPlace(nn.Module):
         return self._cache is None or self._cache is not before
 
     def _named(self, args: Sequence[Any], kwargs: Item) -> Item:
+        """Arguments by name, but for the first."""
         real: Any = self.real
-        return called_with(type(real).forward.__get__(real), args, kwargs)
+        named = called_with(type(real).forward.__get__(real), args, kwargs)
+        first, *others = named
+        return {"": named[first], **{name: named[name] for name in others}}
 
 
 class _Around(nn.Module):

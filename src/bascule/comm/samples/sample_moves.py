@@ -79,7 +79,7 @@ def move_parcels(
     for one in parcels:
         one.write(sent[at : at + num_rows(one)].flatten()[: one.num_bytes])
         at += num_rows(one)
-    bound = BoundRoute(route, move.group, device, move.step, move.name)
+    bound = BoundRoute(route.lean, move.group, device, move.step, move.name)
     (received,) = move_rows(bound, [sent], of=of)
     return [part.flatten() for part in received.split(rows[move.dest == rank].tolist())]
 
