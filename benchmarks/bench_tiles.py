@@ -1,6 +1,6 @@
 """Tiles of a VAE over two ranks against the model's own tiles on one.
 
-Run: `python benchmarks/bench_tiles.py` (about five minutes); writes results/tiles.json.
+Run: `python benchmarks/bench_tiles.py` (about four minutes); writes results/tiles.json.
 
 Two ranks of one thread over gloo, which both have the image or its latents, and both get the
 result. Alone, one rank computes the model's own tiled result while the other one waits. Both take
@@ -49,7 +49,9 @@ def main() -> None:
             f"{case['bound']:.2f}x, target at least {TARGET:g}x)"
         )
         share, of_tiled = (max(peaks["over ranks"]) / peaks[way] for way in ("whole", "tiled"))
-        word = "met   " if share <= MEMORY_TARGET else "MISSED"
+        word = "      "  # the target is of decoding, whose tiles are as large as pixels
+        if case["what"].startswith("decode"):
+            word = "met   " if share <= MEMORY_TARGET else "MISSED"
         print(f"{word}  peak {share:.2f}x of whole, {of_tiled:.2f}x of the model's own tiles")
     print("written to", write_results("tiles", results))
 
@@ -78,7 +80,7 @@ def models() -> list[tuple[str, Any, Tensor]]:
     torch.manual_seed(0)
     library: Any = diffusers
     image = library.AutoencoderKL(
-        block_out_channels=(32, 64, 64),
+        block_out_channels=(64, 128, 128),
         norm_num_groups=16,
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,

@@ -28,7 +28,7 @@ def tiny_vae(kind: str, tile: int = 16) -> Any:
         vae.tile_sample_min_size, vae.tile_latent_min_size = tile, tile // 2
         return vae.eval()
     sizes = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1}
-    sizes |= {"temperal_downsample": [True], "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
+    sizes |= {"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4, "temperal_downsample": [True]}
     if kind == "qwen":
         vae = diffusers.AutoencoderKLQwenImage(**sizes)
     elif kind == "wan":

@@ -13,6 +13,7 @@ from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import joined, mapped
 from bascule.encoders.balanced_encoder import BalancedEncoder
 from bascule.encoders.encoder_tables import EncoderOptions, EncoderTable, Item
+from bascule.encoders.features import Features
 from bascule.encoders.item_plans import Encoding
 from bascule.encoders.tile_calls import TileCalls, answered, noted, pixels_of, settings_of
 from bascule.errors import ConfigError
@@ -78,7 +79,8 @@ class TiledVAE:
             arguments: Further ones of `vae.encode`, as `return_dict`.
 
         Returns:
-            The model's output; a list of them, if several were given.
+            The model's output; several of them as `Features`, if several were given. With
+            gradients, a rank that gave none lets its loss take part by their `attach`.
 
         Raises:
             ConfigError: Something is wrong here. RemoteConfigError: on another rank.
@@ -125,7 +127,9 @@ class TiledVAE:
             rows = x.split(1) if is_mine and len(x) else ()
             own = [answered(self.vae, way, one, answers, **arguments) for one in rows]
             outputs.append(joined(own) if own else nothing)
-        return features.attach(outputs[0] if is_one else outputs)
+        if is_one:
+            return features.attach(outputs[0])
+        return Features(features.attach(outputs), features.token, None)
 
 
 class InstalledVAE:
