@@ -9,8 +9,8 @@ from torch import Tensor
 from bascule.comm.samples.nests import leaves_of
 from bascule.encoders import EncoderOptions, TiledVAE
 
-LATENTS = {"kl": 2, "wan": 4, "wan2.2": 4, "qwen": 4}
-RATIO = {"kl": 2, "wan": 2, "wan2.2": 4, "qwen": 2}
+LATENTS = {"kl": 2, "wan": 4, "wan2.2": 4, "qwen": 4, "hunyuan": 4, "cogvideox": 4, "ltx": 8}
+RATIO = {"kl": 2, "wan": 2, "wan2.2": 4, "qwen": 2, "hunyuan": 8, "cogvideox": 8, "ltx": 8}
 """Pixels a latent, along a side."""
 
 
@@ -38,6 +38,31 @@ def tiny_vae(kind: str, tile: int = 16) -> Any:
         vae = diffusers.AutoencoderKLWan(**sizes, scale_factor_spatial=4, decoder_base_dim=4)
     vae.tile_sample_min_height = vae.tile_sample_min_width = tile
     vae.tile_sample_stride_height = vae.tile_sample_stride_width = tile * 3 // 4
+    return vae.eval()
+
+
+def other_vae(kind: str) -> Any:
+    """A tiny one of HunyuanVideo, whose tiles are some frames, too; of CogVideoX; or of LTX."""
+    import diffusers as host
+
+    diffusers: Any = host
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"block_out_channels": (8,) * 4, "latent_channels": LATENTS[kind]}
+    if kind == "cogvideox":
+        sizes |= {"norm_num_groups": 4, "layers_per_block": 1}
+        return diffusers.AutoencoderKLCogVideoX(**sizes, sample_height=32, sample_width=32).eval()
+    if kind == "hunyuan":
+        sizes |= {"norm_num_groups": 4, "layers_per_block": 1}
+        sizes |= {"down_block_types": ("HunyuanVideoDownBlock3D",) * 4}
+        sizes |= {"up_block_types": ("HunyuanVideoUpBlock3D",) * 4}
+        vae = diffusers.AutoencoderKLHunyuanVideo(**sizes)
+        vae.tile_sample_min_num_frames, vae.tile_sample_stride_num_frames = 8, 4
+    else:
+        sizes |= {"decoder_block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5}
+        sizes |= {"decoder_layers_per_block": (1,) * 5, "patch_size": 1}
+        vae = diffusers.AutoencoderKLLTXVideo(**sizes)
+    vae.tile_sample_min_height = vae.tile_sample_min_width = 32
+    vae.tile_sample_stride_height = vae.tile_sample_stride_width = 24
     return vae.eval()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from bascule.encoders.tile_calls import TileCalls, answered, noted, pixels_of, settings_of
 from bascule.errors import ConfigError
-from tests.helpers.tile_cases import own_tiled, sample_of, tiny_vae, values_of
+from tests.helpers.tile_cases import other_vae, own_tiled, sample_of, tiny_vae, values_of
 
 pytest.importorskip("diffusers")
 KINDS = ("kl", "wan", "wan2.2", "qwen")
@@ -33,6 +33,18 @@ def test_tiles_are_the_models_own_and_it_is_left_alone(
     assert not values_of(nothing).numel() and type(nothing) is type(found[0])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(values_of(one)[0], other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["hunyuan", "cogvideox", "ltx"])
+def test_other_families_are_cut_and_blended_likewise(kind: str) -> None:
+    vae, x = other_vae(kind).double(), sample_of(kind, "decode", (1, 9, 80, 72), 0, torch.float64)
+    with torch.no_grad():
+        tiles, _ = noted(vae, "decode", x)
+        answers = deque([TileCalls(vae)(**tile) for tile in tiles])
+        found = values_of(answered(vae, "decode", x, answers))
+        expected = own_tiled(vae, "decode", x)
+    assert not answers and len(tiles) >= 9
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_tile_costs_the_pixels_that_it_has_or_becomes() -> None:

@@ -6,6 +6,7 @@ and at the end one that gives what the ranks computed. Between the two, a tile i
 """
 
 import copy
+import inspect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,10 @@ from bascule.encoders.encoder_tables import Item, called_with
 from bascule.errors import ConfigError
 
 _CACHE = "feat_cache"
-"""What diffusers' causal VAEs hand from the frames of a tile to its next ones."""
+"""What causal VAEs hand from the frames of a tile to its next ones: a list, which calls change."""
+
+_HANDED = "conv_cache"
+"""Likewise; a call gives it back beside its output, for the next one."""
 
 
 class TileCalls(nn.Module):
@@ -45,7 +49,12 @@ class TileCalls(nn.Module):
             number, _, key = name.partition(".")
             own[int(number)][key] = x
         cache = {key: own[0][key] for key in own[0].keys() & {_CACHE}}
-        found = [module(call.pop(""), **call | cache) for call in own]
+        found = list[Tensor]()
+        for call in own:
+            output = module(call.pop(""), **call | cache)
+            if isinstance(output, tuple):
+                output, cache = output[0], {_HANDED: output[1]}
+            found.append(output)
         return found[0] if len(found) == 1 else torch.cat(found, dim=2)
 
 
@@ -137,7 +146,7 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
     for number, call in enumerate(calls):
         given = {name: x for name, x in call.items() if isinstance(x, Tensor)}
         tensors |= {f"{number}.{name}": x for name, x in given.items()}
-        left_out = given.keys() | ({_CACHE} if number else set())
+        left_out = given.keys() | ({_CACHE, _HANDED} if number else set())
         plain.append({name: value for name, value in call.items() if name not in left_out})
     for x in tensors.values():
         if not x.numel():
@@ -162,7 +171,7 @@ class _InPlace(nn.Module):
     def __init__(self, vae: nn.Module, way: str) -> None:
         super().__init__()
         self.part = "encoder" if way == "encode" else "decoder"
-        self.real = vae._modules[self.part]
+        self.real: Any = vae._modules[self.part]
         modules = {
             name: None if child is None else _Around(child) for name, child in vae._modules.items()
         }
@@ -171,16 +180,22 @@ class _InPlace(nn.Module):
         model.use_tiling = True
         object.__setattr__(self, "model", model)
         self._cache: Any = None
+        self._hands = _HANDED in inspect.signature(type(self.real).forward).parameters
 
     def _begins(self, call: Item) -> bool:
         """Whether a call begins a tile: it is given nothing of the call before."""
+        if self._hands:
+            return _HANDED not in call
         before, self._cache = self._cache, call.get(_CACHE)
         return self._cache is None or self._cache is not before
 
+    def _given(self, x: Tensor) -> Any:
+        """As the real part gives it."""
+        return (x, {}) if self._hands else x
+
     def _named(self, args: Sequence[Any], kwargs: Item) -> Item:
         """Arguments by name, but for the first."""
-        real: Any = self.real
-        named = called_with(type(real).forward.__get__(real), args, kwargs)
+        named = called_with(type(self.real).forward.__get__(self.real), args, kwargs)
         first, *others = named
         return {"": named[first], **{name: named[name] for name in others}}
 
@@ -203,12 +218,13 @@ class _Notes(_InPlace):
         super().__init__(vae, way)
         self.tiles: list[list[Item]] = []
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         call = self._named((x, *args), kwargs)
         if self._begins(call):
             self.tiles.append([])
         self.tiles[-1].append(call)
-        return x.new_empty(len(x), 2 * x.shape[1], *x.shape[2:-2], 0, 0)  # of two halves: moments
+        halves = 2 * x.shape[1]  # those of moments
+        return self._given(x.new_empty(len(x), halves, *x.shape[2:-2], 0, 0))
 
 
 class _Answers(_InPlace):
@@ -218,9 +234,9 @@ class _Answers(_InPlace):
         super().__init__(vae, way)
         self._left, self._rest = answers, torch.empty(0)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._begins(self._named(args, kwargs)):
-            return self._rest
+            return self._given(self._rest)
         tile = self._left.popleft()
         self._rest = tile.new_empty(*tile.shape[:2], 0, *tile.shape[3:])
-        return tile
+        return self._given(tile)
