@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.encoders import EncoderOptions, TiledVAE
+from bascule.encoders import EncoderOptions, EncoderTable, TiledVAE
 from tests.helpers.pages import ROOT
 from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.tile_cases import (
@@ -192,6 +192,7 @@ def wrong_calls() -> list[tuple[list[str], str]]:
 
     told(TiledVAE, nn.Linear(2, 2) if is_last else vae)
     made(lambda: None, features_for="none")
+    made(lambda: None, table=EncoderTable())
     made(lambda: setattr(other, "tile_sample_stride_width", 24), other)
     other.tile_sample_stride_width = 12
     made(lambda: setattr(other, "tile_sample_min_height", 0), other)
@@ -228,6 +229,7 @@ def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
     texts = [
         "a Linear has no tiles (no use_tiling, encoder and decoder): give a VAE of diffusers",
         "features_for='none': choose one of ['owner', 'all', 'first']",
+        "the items of a TiledVAE are its tiles: leave out options.table",
         "tile_sample_stride_width of the AutoencoderKLWan is 24, more than its tiles of 16",
         "tile_sample_min_height of the AutoencoderKLWan is 0: a tile needs a number above 0",
         "disagree on settings: ranks [0, 1]: AutoencoderKLWan with",

@@ -27,7 +27,7 @@ def test_tiles_are_the_models_own_and_it_is_left_alone(
         tiles, nothing = noted(vae, way, x)
         computed = [TileCalls(vae)(**tile) for tile in tiles]
         answers = deque(computed)
-        found = [answered(vae, way, one, answers) for one in x.split(1)]
+        found = [answered(vae, answers, way, one) for one in x.split(1)]
         assert not answers and vars(vae) == state
         expected = own_tiled(vae, way, x)
     assert not values_of(nothing).numel() and type(nothing) is type(found[0])
@@ -41,7 +41,7 @@ def test_other_families_are_cut_and_blended_likewise(kind: str) -> None:
     with torch.no_grad():
         tiles, _ = noted(vae, "decode", x)
         answers = deque([TileCalls(vae)(**tile) for tile in tiles])
-        found = values_of(answered(vae, "decode", x, answers))
+        found = values_of(answered(vae, answers, "decode", x))
         expected = own_tiled(vae, "decode", x)
     assert not answers and len(tiles) >= 9
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

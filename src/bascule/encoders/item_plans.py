@@ -148,7 +148,8 @@ class ItemPlan:
         """Ids of the items whose features are sent, and to which ranks; by who computed them.
 
         Without gradients, what a rank computed for itself stays. With them it goes along, if any
-        item moves: then no rank's backward pass reaches the module before the exchange.
+        item moves: then no rank's backward pass reaches the module before the exchange. Items of
+        owners are listed owner by owner, so those of a rank that computed them are in their order.
         """
         ids, dest = self.wanted
         is_sent = self.rank_of[ids] != dest
@@ -213,6 +214,6 @@ def plan_items(
         imbalance(np.bincount(ranks, costs, loaded.num_ranks).astype(np.float64))
         for ranks in (np.maximum(loaded.owner, 0), found.bin_of)
     )
-    num_moved = int((found.bin_of != loaded.owner).sum())
+    num_moved = int((found.bin_of != loaded.owner).sum()) if loaded.num_ranks > 1 else 0
     report = Encoding(loaded.num_items, num_moved, before, after)
     return ItemPlan(loaded, np.asarray(found.bin_of), passes, report)

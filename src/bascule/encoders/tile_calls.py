@@ -106,14 +106,15 @@ def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
     return frames * firsts[0].shape[-2:].numel()
 
 
-def noted(vae: nn.Module, way: str, x: Tensor, **arguments: Any) -> tuple[list[Item], Any]:
+def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[Item], Any]:
     """The tiles that the model makes of samples, and its output around nothing.
 
     Args:
         vae: The model.
         way: "encode" or "decode".
         x: (B, C, .., H, W).
-        arguments: Further ones of that method.
+        args: Further arguments of that method.
+        kwargs: Likewise.
 
     Raises:
         ConfigError: The model cannot cut them, or a tile is empty.
@@ -123,7 +124,7 @@ def noted(vae: nn.Module, way: str, x: Tensor, **arguments: Any) -> tuple[list[I
     for sample in x.split(1) if len(x) else [x]:
         notes = _Notes(vae, way)
         try:
-            output = getattr(notes.model, way)(sample, **arguments)
+            output = getattr(notes.model, way)(sample, *args, **kwargs)
         except Exception as error:
             raise ConfigError(
                 f"the {type(vae).__name__} cannot {way} a sample of shape {tuple(x.shape)} in its "
@@ -134,10 +135,10 @@ def noted(vae: nn.Module, way: str, x: Tensor, **arguments: Any) -> tuple[list[I
 
 
 def answered(
-    vae: nn.Module, way: str, sample: Tensor, answers: deque[Tensor], **arguments: Any
+    vae: nn.Module, answers: deque[Tensor], way: str, sample: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """What the model makes of a sample, with its tiles computed: takes those from the answers."""
-    return getattr(_Answers(vae, way, answers).model, way)(sample, **arguments)
+    return getattr(_Answers(vae, way, answers).model, way)(sample, *args, **kwargs)
 
 
 def _as_item(part: str, calls: Sequence[Item]) -> Item:

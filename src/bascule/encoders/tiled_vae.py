@@ -55,6 +55,8 @@ class TiledVAE:
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None" = None,
         options: EncoderOptions = _DEFAULT,
     ) -> None:
+        if options.table is not None:
+            raise ConfigError("the items of a TiledVAE are its tiles: leave out options.table")
         self.vae = vae
         self._tiles = BalancedEncoder(
             TileCalls(vae),
@@ -69,14 +71,15 @@ class TiledVAE:
         return self._tiles.last
 
     @told("a call of a TiledVAE")
-    def encode(self, x: Tensor | Sequence[Tensor], **arguments: Any) -> Any:
+    def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """What `vae.encode` gives with its tiles.
 
         Three small gathers; an all-to-all where tiles move, and one of what was made of them.
 
         Args:
             x: (B, C, .., H, W), B may be 0; or several of unlike sizes, also none.
-            arguments: Further ones of `vae.encode`, as `return_dict`.
+            args: Further arguments of `vae.encode`, as `return_dict`.
+            kwargs: Likewise.
 
         Returns:
             The model's output; several of them as `Features`, if several were given. With
@@ -86,12 +89,12 @@ class TiledVAE:
             ConfigError: Something is wrong here. RemoteConfigError: on another rank.
             CommError: A tile failed on a rank (on all ranks), ranks disagree, or one is gone.
         """
-        return self._run("encode", x, arguments)
+        return self._run("encode", x, args, kwargs)
 
     @told("a call of a TiledVAE")
-    def decode(self, z: Tensor | Sequence[Tensor], **arguments: Any) -> Any:
+    def decode(self, z: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """What `vae.decode` gives with its tiles; as `encode`, of latents."""
-        return self._run("decode", z, arguments)
+        return self._run("decode", z, args, kwargs)
 
     def install(self, pipeline: Any) -> "InstalledVAE":
         """Let a pipeline, or whatever else has the VAE as an attribute, use this one from now on.
@@ -107,14 +110,16 @@ class TiledVAE:
         """
         return InstalledVAE(self, pipeline)
 
-    def _run(self, way: str, given: Tensor | Sequence[Tensor], arguments: Item) -> Any:
+    def _run(
+        self, way: str, given: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
+    ) -> Any:
         is_one = isinstance(given, Tensor)
         samples, tiles, empty = list[Tensor](), list[Item](), list[Any]()
         error = None
         try:
             samples = [given] if isinstance(given, Tensor) else list(given)
             for x in samples:
-                own, output = noted(self.vae, way, x, **arguments)
+                own, output = noted(self.vae, way, x, *args, **kwargs)
                 tiles += own
                 empty.append(mapped(output, lambda leaf: leaf[:0]))
         except Exception as met:  # whatever it is, the others must not wait
@@ -125,7 +130,7 @@ class TiledVAE:
         outputs = list[Any]()
         for x, nothing in zip(samples, empty, strict=True):
             rows = x.split(1) if is_mine and len(x) else ()
-            own = [answered(self.vae, way, one, answers, **arguments) for one in rows]
+            own = [answered(self.vae, answers, way, one, *args, **kwargs) for one in rows]
             outputs.append(joined(own) if own else nothing)
         if is_one:
             return features.attach(outputs[0])
@@ -155,11 +160,11 @@ class InstalledVAE:
 def _in_place_of(tiled: TiledVAE) -> Any:
     """An object of the same state as the VAE, and of its class but for two methods."""
 
-    def encode(self: Any, x: Tensor, return_dict: bool = True, **arguments: Any) -> Any:
-        return tiled.encode(x, return_dict=return_dict, **arguments)
+    def encode(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return tiled.encode(x, *args, **kwargs)
 
-    def decode(self: Any, z: Tensor, return_dict: bool = True, **arguments: Any) -> Any:
-        return tiled.decode(z, return_dict=return_dict, **arguments)
+    def decode(self: Any, z: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return tiled.decode(z, *args, **kwargs)
 
     cls = type(tiled.vae)
     members = {"__module__": cls.__module__, "encode": encode, "decode": decode}
