@@ -147,3 +147,24 @@ def test_a_rank_without_items_needs_the_cheapest_one() -> None:
     ids, ranks = plan.needed
     assert sorted(ids.tolist()) == [0, 1, 1] and sorted(ranks.tolist()) == [0, 1, 2]
     assert plan.moves and "1 of 2 items moved" in str(plan.report)
+
+
+def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
+    numbers = [(n, -1, 0, 0, 8) for n in (4, 3, 2, 1)]
+    said = [np.array([0, *(x for one in numbers for x in one)])] * 3
+    for num_getting in (3, 1):
+        loaded = Loaded.of(said, 2, num_getting)
+        assert loaded.num_items == 4 and loaded.own.tolist() == [0, 1, 2, 3]
+        cost = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
+        plan = plan_items(loaded, cost, None, 0.0, False, True)
+        assert not plan.moves and plan.report.loaded == 3.0 and plan.report.num_moved == 4
+        assert np.bincount(plan.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
+        assert [[of.ids.size for of in own] for own in plan.passes] == [[1], [1], [1, 1]]
+        ids, dest = plan.sent(False)
+        source = plan.rank_of[ids]
+        assert (np.diff(source) >= 0).all() and (source != dest).all()
+        assert ids.size == (8 if num_getting == 3 else 3)
+        rows = np.array([10, 20, 30, 40])
+        for one, rank, start in zip(ids, source, plan.starts(rows), strict=True):
+            before = [i for i in range(one) if plan.rank_of[i] == rank]
+            assert start == rows[before].sum()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import explained, told
-from bascule.comm.samples.nests import mapped
+from bascule.comm.samples.nests import leaves_of
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import (
     ItemMove,
@@ -32,23 +32,22 @@ from bascule.encoders.encoder_tables import (
     Length,
     called_with,
     filled,
-    form_of,
     table_of,
 )
 from bascule.encoders.features import Features, attach
+from bascule.encoders.item_measures import ItemMeasures, contents_of, weights_of
 from bascule.encoders.item_plans import Encoding, ItemPlan, Loaded, plan_items
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
-from bascule.plan.checks import number, whole
+from bascule.plan.checks import number, shown
 from bascule.plan.costs.cost_models import Cost, describe_cost
 
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed
 
 _FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
-
-
 _DEFAULT = EncoderOptions()
+_GETTING = {"owner": 0, "all": None, "first": 1}  # ranks that get what all of them gave
 
 
 class BalancedEncoder:
@@ -105,8 +104,19 @@ class BalancedEncoder:
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self._inner: nn.Module = inner
         self.table = table_of(inner) if options.table is None else options.table
-        self._length_fn = length_fn
+        is_owned = options.features_for == "owner"
+        args = inner, self.table, length_fn, self._parallel.device, is_owned
+        self._measures = ItemMeasures(*args)
         error = None
+        parts = [(name, str(p.dtype), *p.shape) for name, p in inner.named_parameters()]
+        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+        settings = {
+            "module": f"{type(inner).__name__} with parameters of shapes {digest}",
+            "home_tolerance": str(options.home_tolerance),
+            "features_for": str(options.features_for),
+            "weights": "",
+            "settings": "",
+        }
         try:
             if length_fn is None and self.table.length is None:
                 raise ConfigError(
@@ -114,14 +124,14 @@ class BalancedEncoder:
                     "says the tokens of an item"
                 )
             number("home_tolerance", options.home_tolerance)
+            if options.features_for not in _GETTING:
+                raise ConfigError(
+                    f"features_for={shown(options.features_for)}: choose one of {list(_GETTING)}"
+                )
+            settings["settings"] = self.table.settings(inner) if self.table.settings else ""
+            settings["weights"] = weights_of(inner)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        parts = [(name, str(p.dtype), *p.shape) for name, p in inner.named_parameters()]
-        digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
-        settings = {
-            "module": f"{type(inner).__name__} with parameters of shapes {digest}",
-            "home_tolerance": str(options.home_tolerance),
-        }
         agree_on(self._agreeing, settings, error, what="construction")
 
     @told("items of a balanced encoder")
@@ -142,7 +152,7 @@ class BalancedEncoder:
             CommError: Encoding failed on a rank (on all ranks), or one is gone.
             PlanError: The limits cannot be kept (on all ranks).
         """
-        return self._encode(items, None, None)
+        return self.encode(items)
 
     @told("a call of a balanced encoder")
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,7 +172,7 @@ class BalancedEncoder:
             items = self.table.cut(called_with(self._function, args, kwargs))
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        return self._encode(items, token, error)
+        return self.encode(items, token, error)
 
     def install(self, model: nn.Module) -> "Installed":
         """Let a model that contains the module use this encoder, in every forward pass from now on.
@@ -183,7 +193,7 @@ class BalancedEncoder:
 
     def take_part(self, token: Tensor | None) -> Features:
         """Be there when other ranks encode, without an item."""
-        return self._encode([], token, None)
+        return self.encode([], token)
 
     @property
     def _agreeing(self) -> RankGroup:
@@ -196,16 +206,31 @@ class BalancedEncoder:
     def _function(self) -> Callable[..., Any]:
         return getattr(self._inner, self.table.method or "forward")
 
-    def _encode(
-        self, items: Sequence[Item], after: Tensor | None, error: Exception | None
+    def encode(
+        self,
+        items: Sequence[Item],
+        after: Tensor | None = None,
+        error: Exception | None = None,
+        what: str = "",
+        given: Any = None,
     ) -> Features:
+        """Calling with items, for who prepares them.
+
+        Args:
+            items: As for calling.
+            after: The token before whose backward pass this one's comes.
+            error: What this rank met while it prepared them; then all ranks raise.
+            what: What all ranks must do alike besides.
+            given: What the items were made of. Default: the items.
+        """
         self._number += 1
-        loaded, parcels = self._agree(items, error)
+        loaded, parcels = self._agree(items, error, what, items if given is None else given)
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
         limits, tolerance = self.options.limits, self.options.home_tolerance
-        plan = plan_items(loaded, self.cost, limits, tolerance, self._is_sharded)
+        aligned = self._is_sharded, self.table.is_alone
+        plan = plan_items(loaded, self.cost, limits, tolerance, *aligned)
         self.last = plan.report
         with _recording(loaded.needs_gradient):
             token = self._first_token(after) if loaded.needs_gradient else None
@@ -215,24 +240,35 @@ class BalancedEncoder:
             features.token = after
         return features
 
-    def _agree(self, items: Sequence[Item], error: Exception | None) -> tuple[Loaded, list[Parcel]]:
+    def _agree(
+        self, items: Sequence[Item], error: Exception | None, what: str, given: Any
+    ) -> tuple[Loaded, list[Parcel]]:
         """What all ranks loaded; or the same error on all of them."""
         parallel, parcels = self._parallel, list[Parcel]()
         own = np.zeros(1, np.int64)
-        settings: dict[str, str] = dict.fromkeys(("cost", "gradients", "is sharded"), "")
+        names = ("call", "cost", "settings", "gradients", "is sharded", "items")
+        settings: dict[str, str] = dict.fromkeys(names, "")
         try:
-            settings["cost"] = describe_cost(self.cost)
+            settings["call"], settings["cost"] = what, describe_cost(self.cost)
+            settings["settings"] = self.table.settings(self._inner) if self.table.settings else ""
             trains = torch.is_grad_enabled() and any(
                 p.requires_grad for p in self._inner.parameters()
             )
             settings["gradients"] = f"enabled {torch.is_grad_enabled()}, of parameters {trains}"
             settings["is sharded"] = str(self._is_sharded)
             if error is None:
-                measured = [self._measure(place, one) for place, one in enumerate(items)]
+                measured = [self._measures.of(place, one) for place, one in enumerate(items)]
                 parcels = [one for one, _ in measured]
                 wants = torch.is_grad_enabled() and any(
                     x.requires_grad for one in items for x in one.values() if isinstance(x, Tensor)
                 )
+                if not self._measures.travel:
+                    settings["items"] = contents_of(leaves_of(given))
+                    if wants or trains:
+                        raise ConfigError(
+                            f"features_for={self.options.features_for!r} has no gradients: encode "
+                            "under torch.no_grad(), or let each rank give its own items"
+                        )
                 own = np.array([wants + 2 * trains, *(n for _, ns in measured for n in ns)])
         except Exception as met:  # whatever it is, the others must not wait
             error = met
@@ -244,30 +280,9 @@ class BalancedEncoder:
             capacity=self._capacity,
         )
         self._capacity = max(self._capacity, *(part.size for part in said))
-        return Loaded.of(said, parallel.rank), parcels
-
-    def _measure(self, place: int, item: Item) -> tuple[Parcel, tuple[int, ...]]:
-        """An item ready to travel, and what the others must know of it.
-
-        Raises:
-            ConfigError: Something is wrong with it; names its place.
-        """
-        device = self._parallel.device
-        try:
-            length = self._length_fn(item) if self._length_fn else None
-            if length is None:
-                assert self.table.length is not None
-                length = self.table.length(self._inner, item)
-            tokens, pairs = length if isinstance(length, tuple) else (length, -1.0)
-            tokens = whole("length_fn", tokens, 1)
-            bits = int(np.float64(pairs).view(np.int64))
-            if len(self.table.cut(item)) != 1:
-                raise ConfigError("it has rows of several items: give each by itself")
-            sent = parcel(mapped(dict(item), torch.Tensor.detach), device)
-            return sent, (tokens, bits, form_of(item, device), num_rows(sent), sent.num_bytes)
-        except Exception as error:
-            text = str(error) if isinstance(error, ConfigError) else repr(error)
-            raise ConfigError(f"item {place}: {text}") from error
+        num_getting = _GETTING[self.options.features_for]
+        num_getting = len(said) if num_getting is None else num_getting
+        return Loaded.of(said, parallel.rank, num_getting), parcels
 
     def _first_token(self, after: Tensor | None) -> Tensor:
         device = self._parallel.device
@@ -294,6 +309,7 @@ class BalancedEncoder:
         """What this rank computes, agreed to be without an error."""
         parts, unused, template, error = dict[int, list[Tensor]](), list[Tensor](), None, None
         parcels, rank, meets = list[Parcel](), self._parallel.rank, self._is_sharded
+        loaded = plan.loaded
         try:
             for of in plan.passes[rank]:
                 items = [arrived[one] for one in of.ids.tolist()]
@@ -304,10 +320,10 @@ class BalancedEncoder:
                     unused += [x for own in found for x in own if x.requires_grad]
                 else:
                     parts |= dict(zip(of.ids.tolist(), found, strict=True))
-            if plan.moves:
-                device = self._parallel.device
-                sent = [[x.detach() for x in parts[one]] for one in sorted(parts)]
-                parcels = [parcel(own, device) for own in sent]
+            ids, _ = plan.sent(loaded.needs_gradient)
+            for one in np.unique(ids[plan.rank_of[ids] == rank]).tolist():
+                own = [x.detach() for x in parts[one]]
+                parcels.append(parcel(own, self._parallel.device))
         except Exception as met:  # whatever it is, the others must not wait
             if meets:  # they may wait within the module, which being told of it ends
                 raise
@@ -327,26 +343,29 @@ class BalancedEncoder:
         return getattr(self.module, self.table.method)(**arguments)
 
     def _return(self, plan: ItemPlan, computed: "_Computed", token: Tensor | None) -> Features:
-        loaded, parts = plan.loaded, computed.parts
+        """The features of what this rank gets, in the order of the items."""
+        parts, rank, template = computed.parts, self._parallel.rank, computed.template
         if token is not None:
             token = tied(token, computed.unused)
-        if not plan.moves:
-            leaves = [parts[one] for one in loaded.own.tolist()]
-            if token is not None and computed.unused:
-                leaves = [[attach(x, [token]) for x in own] for own in leaves]
-        else:
-            rows = np.zeros(loaded.num_items, np.int64)
-            for rank, said in enumerate(computed.rows):
-                rows[plan.rank_of == rank] = said
-            move = self._move(plan.rank_of, loaded.owner, "features")
-            own = [parts[one] for one in sorted(parts)]
-            args = move, own, computed.parcels, rows
+        ids, dest = plan.sent(token is not None)
+        if ids.size:
+            source, rows = plan.rank_of[ids], np.zeros(plan.rank_of.size, np.int64)
+            for of, said in enumerate(computed.rows):
+                rows[np.unique(ids[source == of])] = said
+            move = self._move(source, dest, "features")
             if token is None:
-                leaves = move_items(move, computed.parcels, rows)
+                arrived = move_items(move, computed.parcels, rows[ids], plan.starts(rows))
             else:
-                leaves, token = move_items_with_gradients(*args, token)
-        outputs = [filled(computed.template, own) for own in leaves]
-        return Features(outputs, token, computed.template)
+                sent = [parts[one] for one in sorted(parts)]
+                args = sent, computed.parcels, rows[ids], token
+                arrived, token = move_items_with_gradients(move, *args)
+            parts |= dict(zip(ids[dest == rank].tolist(), arrived, strict=True))
+        wanted, getting = plan.wanted
+        leaves = [parts[one] for one in wanted[getting == rank].tolist()]
+        if token is not None and not ids.size and computed.unused:
+            leaves = [[attach(x, [token]) for x in own] for own in leaves]
+        outputs = [filled(template, own) for own in leaves]
+        return Features(outputs, token, template)
 
     def _move(self, source: Any, dest: Any, name: str) -> ItemMove:
         parallel = self._parallel

@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,8 @@ class EncoderTable:
         method: What is called of the module, where it is not the module itself.
         sources: Arguments of the model around the module that hold items; the module is called
             once for each that is there, in this order.
+        settings: What of the module must be the same on all ranks, in each call.
+        is_alone: Whether items are computed one by one, also where several would fit into a call.
     """
 
     length: Callable[[nn.Module, Item], Length] | None = None
@@ -44,6 +46,8 @@ class EncoderTable:
     sizes: Callable[[Mapping[str, Any]], Sequence[int]] | None = None
     method: str | None = None
     sources: tuple[str, ...] = field(default=("pixel_values", "pixel_values_videos"))
+    settings: Callable[[nn.Module], str] | None = None
+    is_alone: bool = False
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
         """The items of a call; views.
@@ -73,6 +77,8 @@ class EncoderTable:
     def join(self, items: Sequence[Item]) -> Item:
         """The arguments of one call for items of the same form."""
         first = items[0]
+        if len(items) == 1:
+            return dict(first)
         alike = {name: x for name, x in first.items() if not isinstance(x, Tensor)}
         tensors = first.keys() - alike.keys()
         return alike | {name: torch.cat([item[name] for item in items]) for name in tensors}
@@ -203,6 +209,9 @@ class EncoderOptions:
             fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
+        features_for: "owner": each rank gives its own items and gets their features. "all": every
+            rank gives the same items, as in inference; none is sent, and all get the features.
+            "first": likewise, and only the first rank gets them. The last two have no gradients.
     """
 
     table: EncoderTable | None = None
@@ -210,3 +219,4 @@ class EncoderOptions:
     home_tolerance: float = 0.02
     device: torch.device | str | None = None
     timeout_s: float = 600.0
+    features_for: Literal["owner", "all", "first"] = "owner"
