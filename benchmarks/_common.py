@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from bascule import HardwareProfile
 
@@ -79,6 +80,23 @@ def time_interleaved(
                 call()
             times[name].append((time.perf_counter() - start) / calls)
     return times
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Most bytes that torch's allocator of the host held at once, beyond those from before.
+
+    Allocations are counted, so it is the same in every run.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = call()
+    del result
+    kineto: Any = profiler.profiler and profiler.profiler.kineto_results
+    memory = [event for event in kineto.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(memory, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:

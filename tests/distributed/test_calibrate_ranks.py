@@ -166,7 +166,7 @@ def test_the_command_saves_a_profile_that_the_others_take(
     report = json.loads(done.stdout)
     profile = HardwareProfile.load(path)
     assert report["refused"] == [] and report["profile"] == json.loads(path.read_text())
-    assert "forward" in done.stderr and "saved:" in done.stderr
+    assert "forward" in done.stderr and "written: " in done.stderr
     text = page.read_text()
     assert "Passes of a block" in text and "Messages" in text and "held out" in text
     given = ("--profile", str(path))

@@ -673,6 +673,24 @@ def test_what_is_not_found_twice_ends_no_wait() -> None:
     run_ranks(suspected, 1)
 
 
+def told_to_nobody() -> None:
+    """The rank that has the store ended right after the call that this one waited in."""
+    assert dist.group.WORLD is not None
+    gone = dist.DistNetworkError("failed to send, got error: Broken pipe")
+    watch = Watch(dist.group.WORLD, lambda *_: None)
+    wait = watch.begin("all", Begun(Call("last"), 0, 7), (0,), "all")
+    wait.is_told = True
+    watch._told = "a note of the wait"
+    with mock.patch("bascule.comm.guard.notes.erase", side_effect=gone) as erase:
+        watch.end(wait, is_done=True)
+    assert erase.called
+    watch.close()
+
+
+def test_a_call_that_is_done_needs_no_store() -> None:
+    run_ranks(told_to_nobody, 1)
+
+
 def test_a_position_survives_the_store() -> None:
     one = position(waiting("all", (1, 2), 5), all=[4, 5])
     assert Position.from_json(one.to_json()) == one

@@ -18,6 +18,7 @@ from bascule.plan.sparse import BlockLayout, block_lens
 from tests.helpers.encoder_cases import batch_of, image_encoder, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.pages import ROOT, run_python
+from tests.helpers.tile_cases import flux_pipeline, own_tiled
 from tests.helpers.trainer_world import join_world
 from tests.helpers.vlm_models import make_model
 
@@ -183,13 +184,19 @@ def _encoders(folder: str) -> Names:
     vlm = make_model("qwen2_5_vl")
     batch = batch_of("qwen2_5_vl", rank, [(2, 3), (3, 3), (2, 2)] if rank else [], rank == 0)
     counts = torch.tensor([3, 1, 4, 2] if rank else [1])
+    vae = image_encoder("kl")
+    vae.tile_sample_min_size, vae.tile_latent_min_size = 16, 8
+    prompt = {"prompt_embeds": torch.ones(1, 7, 32), "pooled_prompt_embeds": torch.ones(1, 32)}
     return {
         "vlm": vlm,
         "batch": batch | {"labels": batch["input_ids"]},
         "text_encoder": text_encoder("t5"),
         "input_ids": torch.ones(5 * rank, 7, dtype=torch.int64),
         "attention_mask": torch.ones(5 * rank, 7, dtype=torch.int64),
-        "vae": image_encoder("kl"),
+        "vae": vae,
+        "photo": torch.randn(rank, 3, 40, 28).double(),
+        "pipeline": flux_pipeline(),
+        "prompt": _short(prompt) | {"output_type": "pt"},
         "photos": [torch.randn(3, 8 * n, 16).double() for n in ((1, 3, 2) if rank else (1,))],
         "clip_encoder": _Clips(),
         "frames": torch.randn(int(counts.sum()), 4),
@@ -203,6 +210,12 @@ def _check_encoders(left: Names) -> None:
     assert "items moved" in str(left["installed"].encodings[0])
     assert left["embeddings"].shape == (len(left["input_ids"]), 7, 16)
     assert [one.shape[2] * 2 for one in left["latents"]] == [x.shape[1] for x in left["photos"]]
+    with torch.no_grad():
+        tiles = own_tiled(left["vae"], "decode", left["z"]) if dist.get_rank() else left["again"]
+    torch.testing.assert_close(left["again"], tiles)
+    left["prompt"]["generator"].manual_seed(1)
+    left["pipeline"].vae.enable_tiling()
+    assert difference(left["pixels"], left["pipeline"](**left["prompt"]).images) < 1e-5
     expected = left["clip_encoder"](left["frames"], left["counts"])
     for name, found in left["features"].items():
         torch.testing.assert_close(found, expected[name])

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from bascule.bench import launch
 from bascule.calibrate.block_calls import (
     BlockCall,
     block_of_each_kind,
     calls_of_model,
     calls_of_user,
+    check_name,
     find,
 )
 from bascule.calibrate.calibrate_options import CalibrateOptions
@@ -145,7 +147,7 @@ def test_what_makes_a_run_ready_is_not_timed(monkeypatch: pytest.MonkeyPatch) ->
         (("--d-model", "0"), "--d-model 0:"),
         (("--num-heads", "9999999"), "--num-heads"),
         (("--sparse-tokens", "-1"), "--sparse-tokens"),
-        (("--base", "h900"), "cannot read h900"),
+        (("--base", "h900"), "there is no profile 'h900'"),
         (("--module", "a:b", "--num-heads", "2"), "--num-heads 2 and --module a:b"),
         (("--out", "/nowhere/at/all/x.json"), "there is no folder /nowhere/at/all"),
         (("--report", "x.pdf"), "--report x.pdf: must end in .html"),
@@ -175,3 +177,33 @@ def test_what_ranks_must_share_is_what_changes_their_calls() -> None:
 def test_the_help_loads_without_torch() -> None:
     modules = modules_imported_by("-m", "bascule.cli", "calibrate", "--help")
     assert "bascule.calibrate.calibrate_options" in modules and "torch" not in modules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--kernel", "magic"), "kernel 'magic': choose one of"),
+        (("--kernel", "flash_attn"), "flash_attn"),
+        (("--d-model", "100", "--num-heads", "7"), "such as --d-model 112"),
+        (("--d-model", "12", "--num-heads", "4"), "--d-model 12 and --num-heads 4: a head must"),
+        (("--module", "nocolon"), "give package.module:function"),
+        (("--module", "a.b:"), "give package.module:function"),
+        (("--module", "no_such_module.x:make"), "there is no no_such_module on the path of Python"),
+        (("--ranks", "1", "--sparse-tokens", "64"), "one rank has no meshes"),
+    ],
+)
+def test_what_cannot_be_right_starts_no_rank(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    said: str,
+) -> None:
+    monkeypatch.setattr(launch, "launch", lambda *_: pytest.fail("ranks were started"))
+    code, _, err = run(capsys, "calibrate", *arguments)
+    assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_module_of_this_folder_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in_this_folder.py").write_text("raise ValueError")
+    monkeypatch.chdir(tmp_path)
+    check_name("in_this_folder:make")  # and it is not imported

@@ -85,7 +85,7 @@ def sentence(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ((*LENGTHS, "--num-layers", "9" * 200), "num_layers=999"),
         ((*LENGTHS, "--gamma", "1e308"), "gamma=1e+308"),
         ((*LENGTHS, "--max-tokens", HUGE), "tokens=999"),
-        ((*LENGTHS, "--kb-per-token", "1e-320"), "bytes_per_token="),
+        ((*LENGTHS, "--kb-per-token", "1e-320"), "--kb-per-token 1e-320"),
         ((*LENGTHS, "--kb-per-token", "1", "--memory-gb", "nan"), "memory"),
         ((*LENGTHS, "--kb-per-token", "1", "--memory-gb", "inf"), "memory"),
         ((*LENGTHS, "--kb-per-token", "1", "--memory-gb", "-1"), "memory"),

@@ -15,6 +15,9 @@ from bascule.plan.costs.hardware import HardwareProfile
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.cli import modules_imported_by, run
 
+MODEL = TransformerCost(3072, num_layers=57)
+"""What commands plan for if nothing else is said."""
+
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +141,8 @@ def test_the_speed_up_is_that_of_the_plan_not_of_its_bound(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     lens = [[369, 382, 420], [], [465, 810, 542]]
-    plan = plan_batch(lens, "g1n3", TransformerCost(3072))
-    as_loaded = TransformerCost(3072)([465, 810, 542]).sum()
+    plan = plan_batch(lens, "g1n3", MODEL)
+    as_loaded = MODEL([465, 810, 542]).sum()
     assert plan.gap > 0.1
     code, out, _ = run(capsys, "plan", "--lengths", "369,382,420//465,810,542")
     assert code == 0
@@ -152,7 +155,8 @@ def test_the_share_of_wires_is_of_the_time_of_a_rank(capsys: pytest.CaptureFixtu
     width, tokens, flops, speed, launch = 512, 1000, 1e12, 1e9, 50e-6
     compute = (24 * tokens * width**2 + 4 * 2 * (tokens / 2) ** 2 * width) / flops / 2
     wires = 8 * width * tokens / 2 / 2 / speed + 2 * launch
-    arguments = ("--d-model", "512", "--tflops", "1", "--intra-gbs", "1", "--latency-us", "50")
+    arguments = ("--d-model", "512", "--num-layers", "1", "--tflops", "1", "--intra-gbs", "1")
+    arguments += ("--latency-us", "50")
     lens = ("--lengths", "500,500/", "--topology", "g2n1", "--wires")
     code, out, _ = run(capsys, "plan", *lens, *arguments)
     assert code == 0
@@ -181,12 +185,12 @@ def test_the_table_of_loads(capsys: pytest.CaptureFixture[str], lengths: tuple[s
 
     Ranks that are not listed come after those that are.
     """
-    plan = plan_batch([[900], [40], [], [30], *[[]] * 4], "g2n1+g3r2n1", TransformerCost(3072))
+    plan = plan_batch([[900], [40], [], [30], *[[]] * 4], "g2n1+g3r2n1", MODEL)
     arguments = ("--lengths", *lengths, "--topology", "g2n1+g3r2n1")
     code, out, _ = run(capsys, "plan", *arguments)
     assert code == 0
     rows = [[x.strip() for x in row.split("│")[1:-1]] for row in out.splitlines() if "(g" in row]
-    as_loaded = plan.unbalanced_loads(TransformerCost(3072))
+    as_loaded = plan.unbalanced_loads(MODEL)
     assert [row[0] for row in rows] == [str(rank) for rank in range(8)]
     assert [row[1] for row in rows] == ["0 (g2)"] * 2 + ["1 (g3r2)"] * 6
     assert [row[2] for row in rows] == [str(tokens) for tokens in plan.tokens]

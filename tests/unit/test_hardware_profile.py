@@ -15,7 +15,9 @@ import bascule
 from bascule.errors import ConfigError
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
 from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.costs.hardware import LIMITS, HardwareProfile
+from bascule.plan.costs.known_profiles import KNOWN_PROFILES
+from tests.helpers.cli import run
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 from tests.helpers.sparse_studies import even_load
 
@@ -156,3 +158,62 @@ def test_a_file_that_holds_no_profile(tmp_path: Path, content: bytes, message: s
     assert str(path) in str(error.value)
     with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
         HardwareProfile.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("command", ["plan", "topology", "simulate"])
+def test_an_extreme_number_is_named_by_file_and_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    """Not by what is computed of it: a step has three passes of the launches, for example."""
+    path = tmp_path / "mine.json"
+    values = HardwareProfile.load("h100-knapformer").to_dict()
+    arguments = {
+        "plan": ("--topology", "g2n1", "--wires"),
+        "topology": (),
+        "simulate": ("--topologies", "none", "g2n1"),
+    }[command]
+    refused = 0
+    for name, (least, most) in LIMITS.items():
+        for value in (least / 3, least, most, most * 3):
+            path.write_text(json.dumps(values | {name: value}))
+            given = ("--lengths", "90/50", *arguments, "--profile", str(path))
+            code, _, err = run(capsys, command, *given)
+            assert code == (0 if least <= value <= most else 2), err
+            if code:
+                assert err.startswith(f"bascule: {path}: HardwareProfile({name}="), err
+                assert f"at least {least:g} and at most {most:g}" in err
+                refused += 1
+    assert refused >= len(LIMITS)
+
+
+def test_options_of_a_machine_have_the_limits_of_its_profile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, value in (("--tflops", "1e13"), ("--intra-gbs", "1e-10"), ("--latency-us", "1e13")):
+        code, _, err = run(capsys, "topology", "--lengths", "90/50", option, value)
+        assert code == 2 and err.startswith(f"bascule: {option} {float(value)}: must be finite")
+    code, _, err = run(capsys, "plan", "--lengths", "9/5", "--kb-per-token", "1e9")
+    assert code == 2 and "hold no token: give a smaller number, or --memory-gb" in err
+
+
+def test_a_name_that_is_no_profile() -> None:
+    with pytest.raises(ConfigError, match=r"there is no profile 'h200': give a file, or .*h200-da"):
+        HardwareProfile.load("h200")
+
+
+def test_profiles_of_data_sheets() -> None:
+    """Each says that nobody measured it, and plans and simulates."""
+    assert len(KNOWN_PROFILES) == 6
+    for name in KNOWN_PROFILES:
+        known = HardwareProfile.load(name)
+        assert "not measured" in str(known) and known.numbers and known.note
+        assert known.cluster(2, 8).num_ranks == 16
+        if known.source == "datasheet":
+            assert name.endswith("-datasheet") and known.peak_flops_per_s is not None
+            sustained = known.matmul_flops_per_s
+            assert sustained == pytest.approx(0.55 * known.peak_flops_per_s, rel=1e-3)
+            assert f"{known.peak_flops_per_s / 1e12:g} TFLOP/s" in known.note
+    h100 = HardwareProfile.load("h100-datasheet")
+    assert (h100.matmul_flops_per_s, h100.intra_bytes_per_s) == (544e12, 180e9)
+    with pytest.raises(ConfigError, match="l40s-datasheet"):
+        HardwareProfile.of_dict({}, "mine")

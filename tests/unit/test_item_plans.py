@@ -53,6 +53,26 @@ def test_a_rank_without_items_needs_the_cheapest_one() -> None:
     assert sorted(report.loads) == [0.0, 3.0, 7.0]
 
 
+def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
+    numbers = [(n, -1, 0, 0, 8) for n in (4, 3, 2, 1)]
+    said = [np.array([0, 0, *(x for one in numbers for x in one)])] * 3
+    for num_getting in (3, 1):
+        loaded = Loaded.of(said, 2, num_getting)
+        assert loaded.num_items == 4 and loaded.own.tolist() == [0, 1, 2, 3]
+        plan, report = plan_items(loaded, TOKENS, FREE, is_alone=True)
+        assert not plan.moves and report.loaded == 3.0 and report.num_moved == 4
+        assert np.bincount(plan.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
+        assert [[of.ids.size for of in own] for own in plan.passes] == [[1], [1], [1, 1]]
+        ids, dest = plan.sent
+        source = plan.rank_of[ids]
+        assert (np.diff(source) >= 0).all() and (source != dest).all()
+        assert ids.size == (8 if num_getting == 3 else 3)
+        rows = np.array([10, 20, 30, 40])
+        for one, rank, start in zip(ids, source, plan.starts(rows), strict=True):
+            before = [i for i in range(one) if plan.rank_of[i] == rank]
+            assert start == rows[before].sum()
+
+
 # Rank 0 has 4 + 2 + 2 tokens and rank 1 four. Evening them out moves an item of 2 tokens: 512 bytes
 # there, and 2 * 256 bytes of features back.
 GIVEN = [[4, 2, 2], [4]]

@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.training.sample_batches import batch_of, samples_in
+from bascule.integrations.diffusers.training.sample_batches import (
+    batch_of,
+    check_sample,
+    samples_in,
+)
 
 BATCH: dict[str, Any] = {
     "hidden_states": torch.arange(24.0).view(3, 4, 2),
@@ -42,12 +47,23 @@ def test_a_batch_is_cut_into_views_and_joined_again() -> None:
     [
         ({"timestep": torch.ones(2)}, "'timestep' of a batch has 2 samples, and 'hidden_states'"),
         ({"img_shapes": [1, 2]}, "'img_shapes' of a batch has 2 samples"),
+        ({"timestep": np.ones(3)}, r"'timestep' is an array of numpy of the shape \(3,\): give"),
+        ({"captions": np.array(["a", "b", "c"])}, "'captions' is an array of numpy"),
         ({"guidance": torch.tensor(3.5)}, "'guidance' of a batch is a tensor of one number"),
     ],
 )
 def test_what_is_no_batch_is_refused(changed: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         samples_in(BATCH | changed, UNBATCHED)
+
+
+def test_arrays_of_numpy_are_in_no_sample() -> None:
+    sample = {"hidden_states": torch.ones(1, 4, 2), "noise": np.ones((1, 4))}
+    with pytest.raises(ConfigError, match=r"'noise' is an array of numpy of the shape \(1, 4\)"):
+        check_sample(sample, (), UNBATCHED)
+    check_sample(sample, (), ("noise",))
+    whole = samples_in(BATCH | {"grid": np.arange(4)}, (*UNBATCHED, "grid"))
+    assert all((each["grid"] == np.arange(4)).all() for each in whole)
 
 
 def test_a_batch_of_nothing_has_no_number_of_samples() -> None:

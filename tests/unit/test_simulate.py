@@ -17,10 +17,11 @@ from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import FORWARD, TRAINING, Passes, in_passes, passes_of
+from bascule.plan.topology.search import suggest_topology
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
 from bascule.sim.simulated_traces import segments_of
 from bascule.sim.simulation import SimulationOptions, simulate
-from bascule.sim.simulation_result import SimulatedRun
+from bascule.sim.simulation_result import SimulatedRun, SimulationResult
 from bascule.sim.step_seconds import KINDS, EncoderStage, Sharding, exchange_seconds
 from bascule.workload.traces import read_traces, step_parts, write_steps
 from tests.helpers.browser import data_of
@@ -340,7 +341,6 @@ def test_profiles_written_before_there_were_such_fields(tmp_path: Path) -> None:
         ({"topologies": []}, "no topologies"),
         ({"topologies": "none"}, "topologies"),
         ({"topologies": ["lpt g1n1"]}, "lpt g1n1"),
-        ({"topologies": ["auto"]}, "auto"),
         ({"topologies": ["g2n1"]}, "g2n1"),
         ({"topologies": [None]}, "topologies"),
         ({"model": PolynomialCost(1, 1, 1)}, "model"),
@@ -425,9 +425,79 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert json.loads((tmp_path / "a.json").read_text())["num_ranks"] == 8
 
 
+def test_what_a_run_is_worth() -> None:
+    options = SimulationOptions(num_steps=3, train_steps=5000, gpu_hour_price=2.5)
+    names = ["none", "g8n1", "packs"]
+    found = simulate(CODES, profile=MACHINE, model=MODEL, topologies=names, options=options)
+    now, bags, packed = found.runs
+    hours = 5000 * now.fbl_s * 8 / 3600
+    assert found.gpu_hours(now) == pytest.approx(hours) and found.saved_gpu_hours(now) == 0
+    assert found.gpu_hours(bags) == pytest.approx(5000 * bags.fbl_s * 8 / 3600)  # same tokens
+    # Packs hold other tokens a step: hours are for as many tokens, not for as many steps.
+    tokens = float(now.tokens.mean()) * 5000
+    assert found.gpu_hours(packed) == pytest.approx(tokens / packed.tokens_per_s * 8 / 3600)
+    saved = hours - found.gpu_hours(bags)
+    assert found.saved_money(bags) == pytest.approx(2.5 * saved)
+    told = found.to_dict()
+    assert told["compared_with"] == "none" and told["train_steps"] == 5000
+    assert told["runs"][1]["saved_gpu_hours"] == pytest.approx(saved)
+    assert told["runs"][1]["speedup"] == pytest.approx(bags.tokens_per_s / now.tokens_per_s)
+    text = " ".join(found.table().split())
+    assert "none: what you do now" in text and f"{saved:,.4g}" in text
+    assert "width 256, 3 layers, gamma 0.5, 0.00236 billion parameters" in text
+    assert "1.88 sequences a rank and microbatch in the mean; steps: 3" in text
+    assert simulate(CODES, profile=MACHINE, model=MODEL, topologies=names).saved_money(now) is None
+
+
+def test_bags_that_the_simulation_chooses() -> None:
+    data = [[[9000, 40], [50], [60], [70]]]
+    found = simulate(data, profile=FREE, model=MODEL, topologies=["none", "auto"])
+    cost, cluster = in_passes(MODEL, FREE.cluster(1, 4), TRAINING)
+    best = suggest_topology(data, cost, cluster).rows[0].spec
+    assert found.runs[1].name == f"auto {best}" and best != "g1n4"
+    named = simulate(data, profile=FREE, model=MODEL, topologies=["none", best])
+    assert found.runs[1].fbl_s == named.runs[1].fbl_s < found.runs[0].fbl_s
+
+
+def test_activations_beyond_the_memory_are_told(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    data, width = [[[900, 40], [50]]], 256 * (2 * 3 + 34)
+    tight = replace(MACHINE, memory_bytes=600.0 * width)
+    found = simulate(data, profile=tight, model=MODEL, topologies=["none", "g2n1"])
+    (told,) = found.warnings
+    assert told.startswith("none: the activations of a rank, up to 0.009626 GB, exceed its memory")
+    assert "larger bags" in told and told.endswith("; g2n1 would fit")
+    assert [run["fits"] for run in found.to_dict()["runs"]] == [False, True]
+    assert "0.00963 (too much)" in found.table() and "warning: none: " in found.table()
+    found.report(tmp_path / "a.html")
+    assert "would fit" in (tmp_path / "a.html").read_text()
+    roomy = simulate(data, profile=MACHINE, model=MODEL, topologies=["none"])
+    assert roomy.warnings == [] and "too much" not in roomy.table()
+    unknown = replace(FREE, memory_bytes=None)
+    assert SimulationResult(unknown, 2, found.runs, found.setting).warnings == []
+
+
+def test_gpu_hours_of_an_epoch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    path.write_text("tokens\n" + "\n".join(str(100 + 7 * k) for k in range(103)))
+    given = ("simulate", "--manifest", str(path), "--ranks", "2", "--batch-size", "5")
+    options = ("--steps", "2", "--topologies", "none", "--json", "-")
+    told = json.loads(run(capsys, *given, *options)[1])
+    assert told["train_steps"] == 10 and told["num_layers"] == 57 and told["sequences"] == 5
+    told = json.loads(run(capsys, *given, *options, "--accumulate", "2")[1])
+    assert told["train_steps"] == 5
+    money = ("--train-steps", "7", "--gpu-hour-price", "3")
+    _, out, err = run(capsys, *given, *options, *money)
+    told = json.loads(out)
+    assert told["train_steps"] == 7 and told["gpu_hour_price"] == 3.0
+    assert "saved, at 3" in err and "57 layers" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (("--lengths", "4/5", "--train-steps", "0"), "--train-steps 0"),
+        (("--lengths", "4/5", "--gpu-hour-price", "-1"), "--gpu-hour-price -1"),
         (("--lengths", "4/5", "--steps", "2"), "--steps 2: only --data"),
         (("--lengths", "4/5", "--accumulate", "2"), "--accumulate 2: only --data"),
         (("--lengths", "4/5", "--steps", "0"), "--steps"),

@@ -316,7 +316,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ((str(tmp_path / "none"),), "cannot read"),
         ((folder, "--topology", "g2n1"), "a divisor of 3"),
         ((folder, "--lens", str(tmp_path)), "cannot read"),
-        ((folder, "--json", str(tmp_path)), "cannot be written"),
+        ((folder, "--json", str(tmp_path)), "is a folder"),
     ):
         code, _, err = run(capsys, "trace", *arguments)
         assert code == 2 and said in err

@@ -190,6 +190,32 @@ def test_an_empty_pack_is_two_tokens_that_count_nothing(ends: str) -> None:
         assert first(unlabelled)["input_ids"].tolist() == [[3, 4]]
 
 
+def test_packs_without_a_label_to_learn_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    pack, tokens = Pack(tokens=9), torch.tensor([3, 4, 5])
+    first_only, learns = torch.tensor([7, -100, -100]), torch.tensor([-100, 4, -100])
+
+    def trained(*labels: Tensor) -> int:
+        packs = [make_pack([{"input_ids": tokens, "labels": one}] * 2, pack) for one in labels]
+        batches = [SimpleNamespace(data=x, is_padding=False, loss_scale=1.0) for x in packs]
+        balanced = Batches(batches)
+        balanced.rules = SimpleNamespace(ends="pad_empty")
+        loader = TrainLoader(
+            DataLoader(cast(Any, [1])),
+            cast(BalancedLoader, balanced),
+            None,
+            pack=pack,
+            inputs_of=lambda data: inputs_of_pack(data, pack),
+            counts_labels=True,
+        )
+        return len(list(loader))
+
+    assert trained(learns, learns) == 2 and caplog.messages == []
+    assert trained(learns, torch.full((3,), -100), first_only) == 3
+    assert len(caplog.messages) == 1 and "a pack of 2 samples has no label" in caplog.text
+    caplog.clear()
+    assert trained(first_only) == 1 and "do" in caplog.text and "loss of 0" in caplog.text
+
+
 class Batches(list[Any]):
     """A list with the rules of a loader."""
 

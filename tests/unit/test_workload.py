@@ -22,7 +22,7 @@ from bascule.workload.codes import (
     sample_lengths,
     seq_lens,
 )
-from bascule.workload.manifest import read_manifest
+from bascule.workload.manifest import TOKEN_COLUMNS, read_manifest
 
 MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
 
@@ -345,12 +345,49 @@ def test_jsonl_manifest(tmp_path: Path) -> None:
         ("m.jsonl", '{"width": 64.0, "height": 64}', "line 1: width must be"),
         ("m.jsonl", '{"width": true, "height": 64}', "line 1: width must be"),
         ("m.jsonl", '{"width": 64, "height": 64, "caption": 5}', "line 1: caption must be text"),
+        (
+            "m.csv",
+            "id,size\n1,2\n",
+            "line 2: none of its columns (id, size) is known: give tokens (or",
+        ),
+        ("m.jsonl", "{}", "line 1: none of its columns (it has none) is known"),
+        (
+            "m.jsonl",
+            '{"W": 64, "H": 64}',
+            "(W, H) is known: give tokens (or num_tokens, seq_len, length)",
+        ),
+        ("m.csv", "length,x\n,1\n", "line 2: length is missing"),
+        ("m.csv", "seq_len\n-1\n", "line 2: seq_len must be a whole number >= 0"),
+        ("m.csv", "tokens\n2147483648\n", "line 2: the sample has more than 2147483647 tokens"),
         ("m.parquet", "x", "use a .jsonl or a .csv file"),
     ],
 )
 def test_a_bad_row_is_reported_by_line(tmp_path: Path, name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_manifest(write(tmp_path, name, text))
+
+
+def test_a_manifest_of_lengths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in TOKEN_COLUMNS:
+        path = write(tmp_path, f"{name}.jsonl", f'{{"{name}": 77}}\n{{"{name}": "0"}}')
+        assert read_manifest(path) == [SampleShape(77, 0), SampleShape(0, 0)]
+    assert caplog.text == ""
+    # What a row says itself counts before what would be computed; a row may do without.
+    rows = "tokens,width,height,caption\n900,64,64,a cat\n,64,32,\n"
+    found = read_manifest(write(tmp_path, "both.csv", rows))
+    assert found == [SampleShape(900, 0), SampleShape(0, 8, 1, 4)]
+
+
+def test_columns_that_are_not_read_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "file,width,height,hash,n\x1b[31m\na.jpg,64,64,1,2\nb.jpg,64,64,3,4\n"
+    path = write(tmp_path, "m.csv", text)
+    assert len(read_manifest(path)) == 2
+    (told,) = caplog.messages
+    assert told == (
+        f"{path}: lengths are from the columns width, height; ignored: file, hash, 'n\\x1b[31m'"
+    )
 
 
 @pytest.mark.parametrize(

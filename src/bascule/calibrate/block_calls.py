@@ -4,8 +4,11 @@ Shapes: T tokens, C width.
 """
 
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -117,6 +120,32 @@ def _with(block: nn.Module, *args: object) -> Callable[..., object]:
     return lambda *tokens: block(*tokens, *args)
 
 
+def check_name(name: str) -> None:
+    """Refuse a name that no rank could find, without importing anything.
+
+    Ranks are started in this folder, which is then on their path.
+
+    Raises:
+        ConfigError: It has another form, or there is no such module or package.
+    """
+    first = _parts(name)[0].partition(".")[0]
+    if find_spec(first) is None and PathFinder.find_spec(first, [os.getcwd()]) is None:
+        raise ConfigError(
+            f"--module {name}: there is no {first} on the path of Python; add its folder, as with "
+            "PYTHONPATH=."
+        )
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """Module and function."""
+    module_name, _, path = name.partition(":")
+    if not all(part.isidentifier() for part in [*module_name.split("."), *path.split(".")]):
+        raise ConfigError(
+            f"--module {shown(name)}: give package.module:function, such as my_model:make"
+        )
+    return module_name, path
+
+
 def find(name: str) -> Make:
     """The function that the user names.
 
@@ -127,11 +156,7 @@ def find(name: str) -> Make:
         ConfigError: There is no such module or function, it is not callable, or its module cannot
             be imported; says why.
     """
-    module_name, colon, path = name.partition(":")
-    if not (module_name and colon and path):
-        raise ConfigError(
-            f"--module {shown(name)}: give package.module:function, such as my_model:make"
-        )
+    module_name, path = _parts(name)
     try:
         found: object = importlib.import_module(module_name)
     except Exception as error:  # what a module raises when it is imported is its own affair

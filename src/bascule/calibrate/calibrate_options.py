@@ -47,8 +47,7 @@ class CalibrateOptions:
         lengths: Shortest and longest sequence, in tokens.
         points: Lengths, spread evenly in their logarithm; every third one is held out to judge by.
         mib: Largest message, in MiB.
-        rounds: Measured rounds, one after the other; of blocks the lower quartile counts, of
-            messages the least.
+        rounds: Measured rounds, one after the other; of each time their lower quartile counts.
         d_model: Width of the block, for which costs count FLOPs.
         num_heads: Attention heads of the block.
         dtype: Of parameters and activations of the block.
@@ -99,6 +98,11 @@ class CalibrateOptions:
             if (value := getattr(self, name)) is not None:
                 most = _MOST_TOKENS if name == "sparse_tokens" else _MOST_WIDTH
                 whole(f"--{name.replace('_', '-')}", value, 1, most)
+        if self.sparse_tokens is not None and 1 in (self.ranks, world_size):
+            raise ConfigError(
+                f"--sparse-tokens {self.sparse_tokens}: one rank has no meshes; give --ranks 2 or "
+                "more, or leave it out"
+            )
         number("--limit", self.limit)
         number("--timeout-s", self.timeout_s, 1.0, _LONGEST_S)
         if self.module is not None and self.num_heads is not None:

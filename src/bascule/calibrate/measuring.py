@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention import AttentionMesh, AttentionOptions, attention
+from bascule.attention import AttentionMesh, AttentionOptions, attention, select_kernel
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.calibrate.block_calls import (
     BlockCall,
     block_of_each_kind,
     calls_of_model,
     calls_of_user,
+    check_name,
     find,
 )
 from bascule.calibrate.calibrate_options import CalibrateOptions
@@ -38,6 +39,7 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import telling
 from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, mesh_of_all
 from bascule.comm.transfers import all_gather
+from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from bascule.plan.costs.attention_latency import AttentionLatency
 from bascule.plan.costs.calibration import BACKWARD, FORWARD, RECOMPUTE
@@ -133,6 +135,47 @@ def width_of(options: CalibrateOptions, device: torch.device) -> int:
     return int(str(options.or_default("d_model", device.type)))
 
 
+def check_block(options: CalibrateOptions, device: torch.device) -> None:
+    """Refuse a block that cannot be made, or has no kernel, before ranks are started.
+
+    Raises:
+        ConfigError: Names the options.
+    """
+    if options.module is not None:
+        check_name(options.module)
+        return
+    config = _config(options, device)
+    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
+    head_dim = config.head_dim
+    select_kernel(options.kernel, device.type, dtype=dtype, head_dim=head_dim, is_packed=True)
+
+
+def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
+    """A model of one double and one single block.
+
+    Raises:
+        ConfigError: The heads do not divide the width evenly.
+    """
+    width = width_of(options, device)
+    num_heads = int(str(options.or_default("num_heads", device.type)))
+    if width % (2 * num_heads):
+        raise ConfigError(
+            f"--d-model {width} and --num-heads {num_heads}: a head must have an even width, so "
+            f"give a multiple of {2 * num_heads}, such as --d-model "
+            f"{-(-width // (2 * num_heads)) * 2 * num_heads}"
+        )
+    return MMDiTConfig(
+        in_channels=4,
+        text_dim=4,
+        vec_dim=4,
+        d_model=width,
+        num_heads=num_heads,
+        num_double=1,
+        num_single=1,
+        axes_dim=(width // num_heads,),
+    )
+
+
 def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
     """Every pass of the block at every length; seconds are those of a block and a sequence.
 
@@ -146,19 +189,7 @@ def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
         packs = [[length] for length in lens]
         calls = [calls_of_user(options.module, make, length, device) for length in lens]
     else:
-        width = width_of(options, device)
-        num_heads = int(str(options.or_default("num_heads", device.type)))
-        config = MMDiTConfig(
-            in_channels=4,
-            text_dim=4,
-            vec_dim=4,
-            d_model=width,
-            num_heads=num_heads,
-            num_double=1,
-            num_single=1,
-            axes_dim=(width // num_heads,),
-        )
-        model = block_of_each_kind(config, device, dtype)
+        model = block_of_each_kind(_config(options, device), device, dtype)
         packs = [[length] * (lens[-1] // length) for length in lens]
         calls = [calls_of_model(model, (0.5, 0.5, 0.0), p, dtype, options.kernel) for p in packs]
     return [

@@ -6,6 +6,7 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
+import bascule
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
 from bascule.calibrate.calibrate_options import CalibrateOptions
@@ -33,6 +34,9 @@ Command = (
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line; exits with 2 for a user's error, 1 if a rank or a check failed."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments == ["--version"]:
+        sys.stdout.write(f"bascule {bascule.__version__}\n")
+        return
     try:
         options = tyro.cli(Command, prog="bascule", description=_DESCRIPTION, args=arguments)  # pyright: ignore
         if isinstance(options, PlanOptions):
@@ -79,7 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error), 1)
 
 
-_DESCRIPTION = "Give every GPU the same work: plan batches, and measure what balancing is worth."
+_DESCRIPTION = (
+    "Give every GPU the same work: plan batches, and measure what balancing is worth. "
+    "bascule --version tells the version."
+)
 
 
 _LONGEST = 1200

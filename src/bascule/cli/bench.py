@@ -12,10 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.bench.options import BenchOptions
-from bascule.cli.writing import write_report
+from bascule.cli.writing import check_outputs, tell_written, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
-from bascule.report.page import check_report
 from bascule.report.reports import of_bench
 from bascule.training.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
@@ -54,7 +53,7 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
     from bascule.bench.launch import default_num_ranks, in_a_job, launch
 
     _check_numbers(options)
-    check_report(options.report)
+    check_outputs(photos=options.photos, out=options.out, report=options.report)
     if in_a_job():
         _run_rank(options)
         return
@@ -141,11 +140,13 @@ def _run_rank(options: BenchOptions) -> None:
             records = _followed(comparison, comparison.run(), options.steps)
             summary = summarize(records, comparison.setting, options)
         if comparison.group.rank == 0:
-            _write(options.out, summary, records)
-            _print(Console(), summary, options.out)
+            console = Console()
+            _print(console, summary)
+            steps = [record.to_dict() for record in records]
+            tell_written(console, *_write(options.out, summary, steps))
             if options.report is not None:
-                steps = [record.to_dict() for record in records]
-                write_report(options.report, of_bench(summary, steps, warnings(summary)))
+                page = of_bench(summary, steps, warnings(summary))
+                write_report(console, options.report, page)
 
 
 def _followed(comparison: "Paired", records: Iterator[_Record], num_steps: int) -> list[_Record]:
@@ -169,14 +170,18 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def _write(folder: Path, summary: dict[str, Any], records: Sequence[Any]) -> None:
+def _write(
+    folder: Path, summary: dict[str, Any], steps: Sequence[dict[str, Any]]
+) -> tuple[Path, Path]:
+    """The numbers of the run and of its steps; where they stand."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    lines = [json.dumps(record.to_dict()) for record in records]
-    (folder / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    files = folder / "summary.json", folder / "steps.jsonl"
+    files[0].write_text(json.dumps(summary, indent=2) + "\n")
+    files[1].write_text("".join(json.dumps(step) + "\n" for step in steps))
+    return files
 
 
-def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
+def _print(console: Console, summary: dict[str, Any]) -> None:
     setting = summary["setting"]
     way = "data loader" if "loader" in summary else f"bags {setting['topology']}"
     title = f"{setting['world_size']} ranks ({setting['device']}), {way}"
@@ -208,8 +213,8 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
         f"tokens a rank with balancing: {tokens}{' ...' if setting['world_size'] > 16 else ''}; "
         f"sent a step{'' if loader else ', forward'}, all ranks: {sent}\n"
         + (_loader_lines(loader, summary["steps"]) if loader else "")
-        + (f"photos skipped: {setting['skipped_photos']}\n" if setting["skipped_photos"] else "")
-        + f"written: {folder / 'summary.json'}, {folder / 'steps.jsonl'}"
+        + (f"photos skipped: {setting['skipped_photos']}\n" if setting["skipped_photos"] else ""),
+        end="",
     )
     for warning in warnings(summary):
         console.print(f"warning: {warning}", soft_wrap=True)

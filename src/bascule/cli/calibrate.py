@@ -7,12 +7,18 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.calibrate.calibrate_options import CalibrateOptions
-from bascule.cli.writing import STDOUT, progress_bar, write_json, write_report
+from bascule.cli.writing import (
+    STDOUT,
+    check_outputs,
+    progress_bar,
+    tell_written,
+    write_json,
+    write_report,
+)
 from bascule.errors import ConfigError
 from bascule.plan.costs.calibration import TOKENS, Fit
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.report.calibration_page import of_calibration
-from bascule.report.page import check_report
 
 _FORMAT = {"bascule": "calibration report", "version": 1}
 _ROUNDS_THAT_DO_NOT_COUNT = 2
@@ -26,16 +32,20 @@ def calibrate(options: CalibrateOptions, arguments: list[str]) -> bool:
         ConfigError: An option is wrong.
         CommError: A rank failed.
     """
-    from bascule.bench.launch import in_a_job, report_of_ranks
+    import torch
+
+    from bascule.bench.launch import device_type, in_a_job, report_of_ranks
+    from bascule.calibrate.measuring import check_block
 
     options.check()
-    check_report(options.report)
+    check_outputs(out=options.out, json=options.json, report=options.report)
     if options.out.is_dir():
         raise ConfigError(f"--out {options.out}: is a folder; give the name of a file in it")
     if not options.out.parent.is_dir():
         raise ConfigError(f"--out {options.out}: there is no folder {options.out.parent}")
     if in_a_job():
         return _run_rank(options)
+    check_block(options, torch.device(device_type()))
     return _tell(options, json.loads(report_of_ranks(options.ranks, arguments)))
 
 
@@ -76,16 +86,17 @@ def _tell(options: CalibrateOptions, report: dict[str, Any]) -> bool:
     profile = HardwareProfile.of_dict(report["profile"], "the report")
     console = Console(stderr=options.json == STDOUT)
     show(console, profile)
-    write_json(options.json, report)
+    write_json(console, options.json, report)
     if options.report is not None:
-        write_report(options.report, of_calibration(profile, report["refused"]))
+        write_report(console, options.report, of_calibration(profile, report["refused"]))
     for line in report["refused"]:
         _print(console, f"refused: {line}")
     if report["refused"]:
         _print(console, f"nothing was saved to {options.out}")
         return False
     profile.save(options.out)
-    _print(console, f"{profile}\nsaved: {options.out}, for --profile of the other commands")
+    _print(console, f"{profile}\nthe profile, for --profile of the other commands:")
+    tell_written(console, options.out)
     return True
 
 

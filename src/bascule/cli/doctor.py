@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.bench.health.doctor_options import DoctorOptions
-from bascule.cli.writing import STDOUT, progress_bar, write_json
+from bascule.cli.writing import STDOUT, check_outputs, progress_bar, write_json
 from bascule.errors import ConfigError
 from bascule.plan.costs.hardware import HardwareProfile
 
@@ -25,6 +25,7 @@ def doctor(options: DoctorOptions, arguments: list[str]) -> bool:
     from bascule.bench.launch import in_a_job, report_of_ranks
 
     options.check()
+    check_outputs(json=options.json)
     if in_a_job():
         return _run_rank(options)
     if options.profile is not None:
@@ -62,8 +63,9 @@ def _tell(options: DoctorOptions, report: dict[str, Any]) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    show(Console(stderr=options.json == STDOUT), report)
-    write_json(options.json, report)
+    console = Console(stderr=options.json == STDOUT)
+    show(console, report)
+    write_json(console, options.json, report)
 
 
 def show(console: Console, report: dict[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """`bascule plan`: plan lengths from the command line, a file or data codes, and draw the loads."""
 
+import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,13 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions, topology_ranks
-from bascule.cli.writing import write_report, write_text
+from bascule.cli.writing import STDOUT, check_outputs, write_json, write_report, write_text
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.topology.spec import Topology
-from bascule.report.page import check_report
 from bascule.report.reports import of_plan
 from bascule.report.step_picture import draw_step
 
@@ -38,7 +38,7 @@ class PlanOptions(InputOptions, ClusterOptions):
         home_tolerance: By how much the makespan may grow so that more tokens stay where they were
             loaded, 0.01 is 1 %; 0 gives up evenness alone. Shows what that costs in WIR.
         compare: Compare the planners instead of drawing the loads.
-        json: Where to write the plan.
+        json: Where to write the plan; - for standard output.
         picture: Where to draw the step before and after balancing, as an SVG.
         report: Where to write a page of it all, .html.
     """
@@ -89,7 +89,13 @@ def plan(options: PlanOptions) -> None:
         ConfigError: The input is malformed or does not fit.
         PlanError: The limit cannot be kept.
     """
-    check_report(options.report)
+    check_outputs(
+        file=options.file,
+        manifest=options.manifest,
+        json=options.json,
+        picture=options.picture,
+        report=options.report,
+    )
     lens = options.read(topology_ranks(options.topology))
     topology = options.topology or f"g1n{len(lens)}"
     if topology != "auto":
@@ -97,24 +103,24 @@ def plan(options: PlanOptions) -> None:
     cluster = options.machines(len(lens)) if options.wires or topology == "auto" else None
     batch = _Batch(lens, topology, options.cost, cluster, options.limits, options.home_tolerance)
     made = batch.plan(options.planner, batch.limits)
-    console = Console()
+    console = Console(stderr=options.json == STDOUT)
     if options.compare:
         _compare(console, batch)
     else:
         _draw(console, made, batch)
     _summarize(console, made, batch)
+    console.print(f"model: {options.cost.shape}", highlight=False)
     if cluster is not None:
         console.print(f"predicted for {options.hardware()}", markup=False)
     if (memory := options.memory) is not None:
         console.print(memory, markup=False)
-    if options.json is not None:
-        write_text("--json", options.json, made.to_json() + "\n")
+    write_json(console, options.json, json.loads(made.to_json()))
     if options.picture is not None:
         picture = draw_step(made, batch.cost, batch.cluster, batch.unit)
-        write_text("--picture", options.picture, picture)
+        write_text(console, "--picture", options.picture, picture)
     if options.report is not None:
         machine = None if cluster is None else str(options.hardware())
-        write_report(options.report, of_plan(made, batch.cost, cluster, machine))
+        write_report(console, options.report, of_plan(made, batch.cost, cluster, machine))
 
 
 def _as_loaded(plan: Plan, batch: _Batch) -> list[float]:

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.costs.hardware import LIMITS, HardwareProfile
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology.spec import Topology
 from bascule.workload.codes import (
@@ -23,8 +23,6 @@ from bascule.workload.codes import (
     seq_lens,
 )
 from bascule.workload.manifest import read_manifest
-
-_MOST_GB = 1e6
 
 _WHOLE = re.compile("-?[0-9]{1,18}")
 
@@ -45,7 +43,7 @@ class InputOptions:
         d_model: Model width.
         gamma: Cost of an attention FLOP over one of a linear layer; that of the profile by
             default.
-        num_layers: Blocks of the model.
+        num_layers: Blocks of the model. By default, width and blocks are those of FLUX.1.
         seed: Of data codes, and of --batch-size.
         step: Of data codes, and of --batch-size.
     """
@@ -59,7 +57,7 @@ class InputOptions:
     ranks: int | None = None
     d_model: int = 3072
     gamma: float | None = None
-    num_layers: int = 1
+    num_layers: int = 57
     seed: int = 0
     step: int = 0
 
@@ -99,11 +97,11 @@ class InputOptions:
         if self.manifest is not None:
             if num_ranks is None:
                 raise ConfigError(
-                    "--manifest needs --ranks or --topology: a list of samples has no ranks"
+                    "--manifest needs --ranks, such as --ranks 8: a list of samples has no ranks"
                 )
-            most = MAX_SEQUENCES if self.batch_size is None else None
-            lens = _manifest_lens(self.manifest, self.compress_frames, most)
-            return deal(self._drawn(lens, num_ranks, self.step + steps_after), num_ranks)
+            return deal(
+                self._drawn(self._manifest_lens, num_ranks, self.step + steps_after), num_ranks
+            )
         assert self.data is not None
         codes, step = parse_data_codes(self.data), self.step + steps_after
         return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
@@ -112,6 +110,21 @@ class InputOptions:
     def has_steps(self) -> bool:
         """Whether the source has more than one batch."""
         return self.data is not None or self.batch_size is not None
+
+    def epoch_batches(self, num_ranks: int) -> int | None:
+        """Batches of an epoch of --manifest with --batch-size, which was read; None of others."""
+        if self.manifest is None or self.batch_size is None:
+            return None
+        return max(len(self._manifest_lens) // (self.batch_size * num_ranks), 1)
+
+    @cached_property
+    def _manifest_lens(self) -> list[int]:
+        """Tokens of all samples of --manifest, which many steps are drawn from."""
+        assert self.manifest is not None
+        most = MAX_SEQUENCES if self.batch_size is None else None
+        compress = self.compress_frames
+        shapes = read_manifest(self.manifest, compress_frames=compress, max_samples=most)
+        return [shape.seq_len for shape in shapes]
 
     def _drawn(self, lens: list[int], num_ranks: int, step: int) -> list[int]:
         """The samples of a step; every epoch has another order, and drops what fills no step."""
@@ -146,7 +159,8 @@ class MachineOptions:
     """A machine, from a profile or as described.
 
     Attributes:
-        profile: File of a hardware profile, or h100-datasheet or h100-knapformer.
+        profile: File of a hardware profile; or h100-, h200-, b200-, a100- or l40s-datasheet, or
+            h100-knapformer.
         tflops: TFLOPs that a rank sustains in a second, in place of the profile's.
         intra_gbs: GB that a rank sends in a second within its node, likewise.
         latency_us: Time to launch a kernel or an exchange, in microseconds, likewise.
@@ -174,8 +188,8 @@ class MachineOptions:
                     f"--profile {self.profile} and {flag}: its attention was measured, so give one "
                     "of them"
                 )
-            checked = (number if option == "latency_us" else rate)(flag, value)
-            changes |= dict.fromkeys(fields, checked * unit)
+            least, most = LIMITS[fields[0]]
+            changes |= dict.fromkeys(fields, number(flag, value, least / unit, most / unit) * unit)
         if not changes:
             return profile
         return replace(profile, source="given", note="", calibration=None, **changes)
@@ -210,13 +224,17 @@ class ClusterOptions(MachineOptions):
         limits = None if self.max_tokens is None else Limits(tokens=self.max_tokens)
         if self.kb_per_token is None:
             return limits
-        if self.memory_gb is not None:
-            number("--memory-gb", self.memory_gb, most=_MOST_GB)
         memory_bytes = self.hardware().memory_bytes
         if memory_bytes is None:
             raise ConfigError(f"--kb-per-token: {self.profile} tells no memory: give --memory-gb")
-        num_bytes = max(int(memory_bytes), 1)
-        cost = TransformerCost(bytes_per_token=self.kb_per_token * 1e3)
+        num_bytes = int(memory_bytes)
+        each = rate("--kb-per-token", self.kb_per_token) * 1e3
+        if each > num_bytes:
+            raise ConfigError(
+                f"--kb-per-token {self.kb_per_token:g}: a rank has {memory_bytes / 1e3:g} KB of "
+                "memory, which hold no token: give a smaller number, or --memory-gb"
+            )
+        cost = TransformerCost(bytes_per_token=each)
         return in_tokens(Limits(tokens=self.max_tokens, num_bytes=num_bytes), cost, None)
 
     @property
@@ -249,12 +267,6 @@ class ClusterOptions(MachineOptions):
 def topology_ranks(spec: str | None) -> int | None:
     """Ranks in a unit of a topology, if one is given that tells."""
     return None if spec is None or spec == "auto" else Topology.parse(spec).num_ranks
-
-
-@lru_cache(maxsize=1)  # of many steps
-def _manifest_lens(path: Path, compress_frames: bool, most: int | None) -> list[int]:
-    shapes = read_manifest(path, compress_frames=compress_frames, max_samples=most)
-    return [shape.seq_len for shape in shapes]
 
 
 def _parse_lengths(text: str) -> list[list[int]]:

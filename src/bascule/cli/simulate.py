@@ -6,11 +6,10 @@ from pathlib import Path
 from rich.console import Console
 
 from bascule.cli.reading import InputOptions, MachineOptions
-from bascule.cli.writing import STDOUT, write_json, write_report
+from bascule.cli.writing import STDOUT, check_outputs, tell_written, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.costs.passes import passes_of
-from bascule.report.page import check_report
 from bascule.report.reports import of_simulation
 from bascule.sim.simulated_traces import segments_of
 from bascule.sim.simulation import SimulationOptions, simulate
@@ -18,6 +17,8 @@ from bascule.sim.step_seconds import Sharding
 from bascule.workload.traces import write_steps
 
 _DEFAULT_STEPS = 20
+_DEFAULT_TRAIN_STEPS = 1000
+_MOST_PRICE = 1e9
 _MOST_BILLIONS = 1e6
 
 
@@ -26,10 +27,14 @@ class SimulateOptions(InputOptions, MachineOptions):
     """Predict training steps under topologies, and under what is done today.
 
     Attributes:
-        topologies: What to compare: topologies, "knapsack g8n4" for the greedy of the KnapFormer
-            paper, loader, and none, padded, buckets and packs.
+        topologies: What to compare; put first what you do now, the others are compared with it.
+            Topologies, or auto for those that bascule topology would choose; "knapsack g8n4" for
+            the greedy of the KnapFormer paper; loader, none, padded, buckets and packs.
         steps: Steps; more than one only with --data, of which 20 are the default.
         accumulate: Microbatches of a step.
+        train_steps: Steps of your run, for GPU-hours; by default those of an epoch of --manifest
+            with --batch-size, or 1000.
+        gpu_hour_price: Of a GPU-hour, to see what it is worth in money.
         ranks_per_node: Ranks in a node; at most 8 by default.
         inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
         params_b: Parameters in billions; those of plain blocks if not given.
@@ -42,9 +47,11 @@ class SimulateOptions(InputOptions, MachineOptions):
             HolisticTraceAnalysis and bascule trace read them.
     """
 
-    topologies: tuple[str, ...] = ("none", "loader", "buckets", "packs")
+    topologies: tuple[str, ...] = ("none", "loader", "auto", "buckets", "packs")
     steps: int | None = None
     accumulate: int = 1
+    train_steps: int | None = None
+    gpu_hour_price: float | None = None
     ranks_per_node: int | None = None
     inter_gbs: float | None = None
     params_b: float | None = None
@@ -73,49 +80,80 @@ def simulation(options: SimulateOptions) -> None:
     Raises:
         ConfigError: The input is malformed or does not fit.
     """
-    check_report(options.report)
+    check_outputs(
+        file=options.file,
+        manifest=options.manifest,
+        json=options.json,
+        report=options.report,
+        traces=options.traces,
+    )
     if options.traces is not None and options.traces.exists() and not options.traces.is_dir():
         raise ConfigError(f"--traces {options.traces}: is a file; give a folder")
-    if options.lengths is not None or options.file is not None:
-        for name in ("step", "seed"):
-            if getattr(options, name):
-                raise ConfigError(
-                    f"--{name}: lengths are as given; it is for --data and --manifest"
-                )
-    for name in ("steps", "accumulate"):
-        if (value := getattr(options, name)) is not None:
-            whole(f"--{name}", value, 1)
-            if value > 1 and not options.has_steps:
-                raise ConfigError(
-                    f"--{name} {value}: only --data and --batch-size have more than one batch"
-                )
+    _check(options)
     steps = options.steps or (_DEFAULT_STEPS if options.has_steps else 1)
     profile = options.hardware()
-    chosen = SimulationOptions(
-        num_steps=steps,
-        accumulate=options.accumulate,
-        ranks_per_node=options.ranks_per_node,
-        sharding=options.sharding,
-        passes=passes_of("step", profile),
-    )
     cost = options.cost
     if options.kb_per_token is not None:
         per_token = number("--kb-per-token", options.kb_per_token) * 1e3
         cost = replace(cost, bytes_per_token=per_token)
     with Console(stderr=True).status("simulating"):
         batches = [options.read(steps_after=k) for k in range(steps * options.accumulate)]
+        chosen = SimulationOptions(
+            num_steps=steps,
+            accumulate=options.accumulate,
+            ranks_per_node=options.ranks_per_node,
+            sharding=options.sharding,
+            passes=passes_of("step", profile),
+            train_steps=_train_steps(options, len(batches[0])),
+            gpu_hour_price=options.gpu_hour_price,
+        )
         topologies = options.topologies
         found = simulate(
             batches, profile=profile, model=cost, topologies=topologies, options=chosen
         )
-    write_json(options.json, found.to_dict())
     console = Console(stderr=options.json == STDOUT)
     console.print(*found.tables(), sep="\n")
-    console.print(f"{found.num_ranks} ranks of {found.profile}", markup=False, highlight=False)
+    for line in found.told:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    write_json(console, options.json, found.to_dict())
     if options.report is not None:
-        write_report(options.report, of_simulation(found))
+        write_report(console, options.report, of_simulation(found))
     if options.traces is not None:
         for run in found.runs:
             folder = options.traces / run.name.replace(" ", "_")
-            files = write_steps(folder, segments_of(run), found.num_ranks)
-            console.print(f"wrote {len(files)} files to {folder}", markup=False)
+            tell_written(console, *write_steps(folder, segments_of(run), found.num_ranks))
+
+
+def _check(options: SimulateOptions) -> None:
+    """Refuse what does not fit together.
+
+    Raises:
+        ConfigError: Says so.
+    """
+    if options.lengths is not None or options.file is not None:
+        for name in ("step", "seed"):
+            if getattr(options, name):
+                raise ConfigError(
+                    f"--{name}: lengths are as given; it is for --data and --manifest"
+                )
+    for name in ("steps", "accumulate", "train_steps"):
+        if (value := getattr(options, name)) is not None:
+            whole(_flag(name), value, 1)
+            if value > 1 and name != "train_steps" and not options.has_steps:
+                raise ConfigError(
+                    f"--{name} {value}: only --data and --batch-size have more than one batch"
+                )
+    if options.gpu_hour_price is not None:
+        number("--gpu-hour-price", options.gpu_hour_price, most=_MOST_PRICE)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _train_steps(options: SimulateOptions, num_ranks: int) -> int:
+    """Steps of the user's run: as given, those of an epoch, or a round number."""
+    epoch = options.epoch_batches(num_ranks)
+    if options.train_steps is not None or epoch is None:
+        return options.train_steps or _DEFAULT_TRAIN_STEPS
+    return max(epoch // options.accumulate, 1)

@@ -13,7 +13,7 @@ from rich.progress import track
 
 from bascule.cli.reading import MachineOptions
 from bascule.cli.sparse_tables import show
-from bascule.cli.writing import write_report
+from bascule.cli.writing import check_outputs, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.routes import Ints
@@ -21,7 +21,6 @@ from bascule.plan.sparse import check_degrees
 from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import all_degrees
 from bascule.plan.sparse.sparse_baselines import REWARD
-from bascule.report.page import check_report
 from bascule.report.reports import of_sparse
 from bascule.sim.sparse_study import Bools, Mesh, Setting, study
 from bascule.workload import load_masks
@@ -172,7 +171,7 @@ def sparse(options: SparseOptions) -> None:
     """
     options.check()
     meshes, machine = options.meshes, options.hardware()
-    check_report(options.report)
+    check_outputs(masks=options.masks, report=options.report)
     source = _source(options)
     if not 0 <= options.head < source.num_heads:
         raise ConfigError(f"--head {options.head}: there are heads 0 to {source.num_heads - 1}")
@@ -195,8 +194,7 @@ def sparse(options: SparseOptions) -> None:
     show(console, found)
     console.print(f"predicted for {machine}", markup=False)
     if options.report is not None:
-        write_report(options.report, of_sparse(found, options.head, str(machine)))
-        console.print(f"written: {options.report}")
+        write_report(console, options.report, of_sparse(found, options.head, str(machine)))
 
 
 def _with_heads(meshes: tuple[Mesh, ...], source: _Source) -> tuple[Mesh, ...]:

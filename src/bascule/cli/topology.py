@@ -1,6 +1,6 @@
 """`bascule topology`: which bags suit batches like these, and why."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -9,12 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.cli.reading import ClusterOptions, InputOptions
-from bascule.cli.writing import write_report
+from bascule.cli.writing import STDOUT, check_outputs, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 from bascule.plan.costs.passes import in_passes, passes_of
 from bascule.plan.topology.search import suggest_topology
-from bascule.report.page import check_report
 from bascule.report.reports import of_topologies
 
 _DEFAULT_STEPS = 20
@@ -30,12 +29,14 @@ class TopologyOptions(InputOptions, ClusterOptions):
         steps: Batches to look at; more than one only with --data. By default 20 of --data, or fewer
             where they have many sequences.
         rows: Topologies to print.
+        json: Where to write the ranking; - for standard output.
         report: Where to write a page of it all, .html.
         passes: What to count: a training step, which recomputes or does not, or a forward pass.
     """
 
     steps: int | None = None
     rows: int = 10
+    json: Path | None = None
     report: Path | None = None
     passes: Literal["step", "step-without-recompute", "forward"] = "step"
 
@@ -47,7 +48,9 @@ def topology(options: TopologyOptions) -> None:
         ConfigError: The input is malformed or does not fit.
         PlanError: No topology keeps the limit.
     """
-    check_report(options.report)
+    check_outputs(
+        file=options.file, manifest=options.manifest, json=options.json, report=options.report
+    )
     for name in ("steps", "rows"):
         if (value := getattr(options, name)) is not None:
             whole(f"--{name}", value, 1)
@@ -61,7 +64,7 @@ def topology(options: TopologyOptions) -> None:
     cost, cluster = in_passes(options.cost, cluster, passes_of(options.passes, options.hardware()))
     with Console(stderr=True).status("solving topologies"):
         ranking = suggest_topology(batches, cost, cluster, limits=options.limits)
-    console = Console()
+    console = Console(stderr=options.json == STDOUT)
     table = Table(
         title=f"{cluster.num_nodes} nodes of {cluster.ranks_per_node} ranks, {steps} batches, "
         f"{len(ranking.rows)} of {ranking.num_candidates} topologies solved"
@@ -77,12 +80,16 @@ def topology(options: TopologyOptions) -> None:
             "\n".join(row.reasons),
         )
     console.print(table)
+    console.print(f"model: {options.cost.shape}", highlight=False)
     console.print(f"predicted for {options.hardware()}", markup=False)
     if (memory := options.memory) is not None:
         console.print(memory, markup=False)
+    found = {"best": str(ranking.best), "rows": [asdict(row) for row in ranking.rows]}
+    write_json(console, options.json, found | {"machine": str(options.hardware())})
     if options.report is not None:
         lens = list(chain.from_iterable(batches[0]))
-        write_report(options.report, of_topologies(ranking, lens, str(options.hardware())))
+        page = of_topologies(ranking, lens, str(options.hardware()))
+        write_report(console, options.report, page)
     first, last = ranking.rows[0], ranking.rows[-1]
     if first.seconds > 0:
         ratio = last.seconds / first.seconds

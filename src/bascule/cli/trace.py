@@ -10,18 +10,22 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from bascule.cli.writing import write_report, write_text
+from bascule.cli.writing import STDOUT, check_outputs, tell_written, write_json, write_report
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.topology.spec import Topology
-from bascule.report.page import check_report
 from bascule.report.trace_page import of_trace
 from bascule.workload.traces import StepParts, Worth, read_traces, step_parts
 from bascule.workload.traces.segments import segments_of
 from bascule.workload.traces.trace_writing import write_steps
-from bascule.workload.traces.worth import RunLengths, balancing_worth, lengths_of, read_lens
+from bascule.workload.traces.worth import (
+    CONFIDENCE,
+    RunLengths,
+    balancing_worth,
+    lengths_of,
+    read_lens,
+)
 
 _MAX_ROWS = 64
-_STDOUT = Path("-")
 _PARTS = ("compute", "communication", "waiting", "rest", "hidden")
 
 
@@ -53,7 +57,7 @@ def trace(options: TraceOptions) -> None:
     Raises:
         ConfigError: A trace or an option is malformed, or they do not fit together.
     """
-    check_report(options.report)
+    check_outputs(lens=options.lens, json=options.json, out=options.out, report=options.report)
     _check_out(options)
     traces, notes = read_traces(options.folder)
     parts = step_parts(traces, notes)
@@ -67,24 +71,18 @@ def trace(options: TraceOptions) -> None:
         worth = balancing_worth(parts, lens, options.topology)
     except (ConfigError, PlanError) as error:
         lens, unknown = manifest or RunLengths({}, {}), str(error)
-    console = Console(stderr=options.json == _STDOUT, highlight=False)
+    console = Console(stderr=options.json == STDOUT, highlight=False)
     _show(console, parts)
     _show_worth(console, worth, unknown)
     for note in parts.notes:
         console.print(f"note: {note}", markup=False)
-    if options.json is not None:
-        text = json.dumps(_as_dict(parts, worth, unknown), indent=2) + "\n"
-        if options.json == _STDOUT:
-            print(text, end="")
-        else:
-            write_text("--json", options.json, text)
+    write_json(console, options.json, _as_dict(parts, worth, unknown))
     if options.out is not None:
         sizes = [one.world_size for one in traces if one.world_size is not None]
         world_size = max([*sizes, int(parts.ranks.max()) + 1])
-        files = write_steps(options.out, segments_of(parts, lens), world_size)
-        console.print(f"wrote {len(files)} files to {options.out}", markup=False)
+        tell_written(console, *write_steps(options.out, segments_of(parts, lens), world_size))
     if options.report is not None:
-        write_report(options.report, of_trace(parts, worth, unknown))
+        write_report(console, options.report, of_trace(parts, worth, unknown))
 
 
 def _check_out(options: TraceOptions) -> None:
@@ -141,11 +139,15 @@ def _show_worth(console: Console, worth: Worth | None, unknown: str) -> None:
     table.add_row("balanced, predicted", f"{row[0]:.4g}", f"{row[1]:.4g}", f"{row[2]:.4f}")
     console.print(table)
     assert worth.cost.fit is not None
+    low, high = worth.speedup_range
     console.print(
-        f"predicted speed-up: {worth.speedup:.2f}x, moving {worth.moved_share:.0%} of the tokens, "
+        f"predicted speed-up: {worth.speedup:.2f}x, within {low:.2f}x and "
+        f"{high:.2f}x ({CONFIDENCE:.0%} confidence), moving {worth.moved_share:.0%} of the tokens, "
         f"which is not priced; error of the fit {worth.cost.fit.loo_error:.1%} (leave one out), of "
         f"the model's steps as run {worth.model_error:+.1%}"
     )
+    if worth.assumed_in_words is not None:
+        console.print(f"note: {worth.assumed_in_words}", markup=False)
 
 
 def _as_dict(parts: StepParts, worth: Worth | None, unknown: str) -> dict[str, Any]:
@@ -166,6 +168,9 @@ def _as_dict(parts: StepParts, worth: Worth | None, unknown: str) -> dict[str, A
         "worth_unknown": unknown or None,
     }
     if worth is not None:
-        extra = {name: getattr(worth, name) for name in ("speedup", "predicted_s", "model_error")}
+        extra = {
+            name: getattr(worth, name)
+            for name in ("speedup", "predicted_s", "model_error", "assumed")
+        }
         found["worth"] = json.loads(json.dumps(asdict(worth) | extra))
     return found

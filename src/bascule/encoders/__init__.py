@@ -3,3 +3,4 @@
 from bascule.encoders.balanced_encoder import BalancedEncoder as BalancedEncoder
 from bascule.encoders.encoder_tables import EncoderOptions as EncoderOptions
 from bascule.encoders.encoder_tables import EncoderTable as EncoderTable
+from bascule.encoders.tiled_vae import TiledVAE as TiledVAE

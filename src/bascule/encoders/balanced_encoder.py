@@ -16,7 +16,7 @@ from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import IS_ENOUGH, explained, told
-from bascule.comm.samples.exchange_speed import measure_exchange
+from bascule.comm.samples.nests import leaves_of
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import (
     ROW_BYTES,
@@ -37,18 +37,16 @@ from bascule.encoders.encoder_tables import (
 from bascule.encoders.features import Computed, Features, attach
 from bascule.encoders.item_offers import Describing, Offer
 from bascule.encoders.item_plans import Encoding, ItemPlan, Loaded, plan_items
-from bascule.encoders.item_prices import Prices, Wires
-from bascule.encoders.own_speed import OwnSpeed
-from bascule.encoders.weights import names_digest, values_digest
+from bascule.encoders.item_prices import Prices
+from bascule.encoders.own_speed import OwnSpeed, first_prices
+from bascule.encoders.weights import GETTING, SETTINGS, contents_of, settings_of
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
-from bascule.plan.checks import number
 from bascule.plan.costs.cost_models import Cost, describe_cost
 
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed
 
-_SETTINGS = ("module", "values of weights", "home_tolerance")
 
 _FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
 
@@ -100,13 +98,12 @@ class BalancedEncoder:
         self.module, self.cost, self.options = module, cost, options
         self.last: Encoding | None = None
         self._number, self._capacity = 0, _FIRST_CAPACITY
-        rest = ParallelOptions(device=options.device)
         self._parallel = SequenceParallel(
             *(mesh_or_group, "g1n1", cost),
             limits=options.limits,
             cluster=options.cluster,
             timeout_s=options.timeout_s,
-            options=rest,
+            options=ParallelOptions(device=options.device),
         )
         inner = module.module if isinstance(module, DistributedDataParallel) else module
         self._inner: nn.Module = inner
@@ -115,24 +112,23 @@ class BalancedEncoder:
         self._describing = Describing(
             *(inner, self.table, length_fn, self._parallel.device),
             Describing.num_pieces_of(num_ranks, has_limits),
+            options.features_for == "owner",
         )
         error: Exception | None = None
-        settings: dict[str, str] = dict.fromkeys(_SETTINGS, "")
+        settings: dict[str, str] = dict.fromkeys(SETTINGS, "")
         try:
             if length_fn is None and self.table.length is None:
                 raise ConfigError(
                     f"no lengths are known for a {type(inner).__name__}: give length_fn, which "
                     "says the tokens of an item"
                 )
-            number("home_tolerance", options.home_tolerance)
-            kind = type(inner).__name__
-            settings["module"] = f"{kind} with parameters of shapes {names_digest(inner)}"
-            settings["values of weights"] = values_digest(inner)
-            settings["home_tolerance"] = str(options.home_tolerance)
+            settings = settings_of(inner, self.table, options)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         agree_on(self._agreeing, settings, error, what="construction")
-        self._speed = OwnSpeed(self._first_prices())
+        self._speed = OwnSpeed(
+            first_prices(options.cluster, self._parallel.group, self._parallel.device)
+        )
 
     @told("items of a balanced encoder")
     def __call__(self, items: Sequence[Item]) -> Features:
@@ -152,7 +148,7 @@ class BalancedEncoder:
             CommError: Encoding failed on a rank (on all ranks), or one is gone.
             PlanError: The limits cannot be kept (on all ranks).
         """
-        return self._encode(items, None, None)
+        return self.encode(items)
 
     @told("a call of a balanced encoder")
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +168,7 @@ class BalancedEncoder:
             items = self.table.cut(called_with(self._function, args, kwargs))
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        return self._encode(items, token, error)
+        return self.encode(items, token, error)
 
     def install(self, model: nn.Module) -> "Installed":
         """Let a model that contains the module use this encoder, in every forward pass from now on.
@@ -193,7 +189,7 @@ class BalancedEncoder:
 
     def take_part(self, token: Tensor | None) -> Features:
         """Be there when other ranks encode, without an item."""
-        return self._encode([], token, None)
+        return self.encode([], token)
 
     @property
     def _agreeing(self) -> RankGroup:
@@ -206,11 +202,25 @@ class BalancedEncoder:
     def _function(self) -> Callable[..., Any]:
         return getattr(self._inner, self.table.method or "forward")
 
-    def _encode(
-        self, items: Sequence[Item], after: Tensor | None, error: Exception | None
+    def encode(
+        self,
+        items: Sequence[Item],
+        after: Tensor | None = None,
+        error: Exception | None = None,
+        what: str = "",
+        given: Any = None,
     ) -> Features:
+        """Calling with items, for who prepares them.
+
+        Args:
+            items: As for calling.
+            after: The token before whose backward pass this one's comes.
+            error: What this rank met while it prepared them; then all ranks raise.
+            what: What all ranks must do alike besides.
+            given: What the items were made of. Default: the items.
+        """
         self._number += 1
-        loaded, offer = self._agree(items, error)
+        loaded, offer = self._agree(items, error, what, items if given is None else given)
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
@@ -220,6 +230,7 @@ class BalancedEncoder:
             limits=self.options.limits,
             home_tolerance=self.options.home_tolerance,
             is_aligned=self._is_sharded,
+            is_alone=self.table.is_alone,
         )
         with torch.set_grad_enabled(loaded.needs_gradient and torch.is_grad_enabled()):
             token = self._first_token(after) if loaded.needs_gradient else None
@@ -231,13 +242,17 @@ class BalancedEncoder:
             features.token = after
         return features
 
-    def _agree(self, items: Sequence[Item], error: Exception | None) -> tuple[Loaded, Offer]:
+    def _agree(
+        self, items: Sequence[Item], error: Exception | None, what: str, given: Any
+    ) -> tuple[Loaded, Offer]:
         """What all ranks loaded; or the same error on all of them."""
         parallel, offer = self._parallel, Offer()
         own = np.zeros(2, np.int64)
-        settings: dict[str, str] = dict.fromkeys(("cost", "gradients", "is sharded"), "")
+        names = ("call", "cost", "settings", "gradients", "is sharded", "items")
+        settings: dict[str, str] = dict.fromkeys(names, "")
         try:
-            settings["cost"] = describe_cost(self.cost)
+            settings["call"], settings["cost"] = what, describe_cost(self.cost)
+            settings["settings"] = self.table.settings(self._inner) if self.table.settings else ""
             records = torch.is_grad_enabled()
             trains = records and any(p.requires_grad for p in self._inner.parameters())
             settings["gradients"] = f"enabled {records}, of parameters {trains}"
@@ -245,6 +260,13 @@ class BalancedEncoder:
             if error is None:
                 offer = self._describing.offer(items)
                 flags = (records and offer.wants_gradient) + 2 * trains
+                if not self._describing.travel:
+                    settings["items"] = contents_of(leaves_of(given))
+                    if flags:
+                        raise ConfigError(
+                            f"features_for={self.options.features_for!r} has no gradients: encode "
+                            "under torch.no_grad(), or let each rank give its own items"
+                        )
                 own = np.array([flags, self._speed.spent_ns(), *offer.numbers], np.int64)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
@@ -256,16 +278,9 @@ class BalancedEncoder:
             capacity=self._capacity,
         )
         self._capacity = max(self._capacity, *(part.size for part in said))
-        return Loaded.of(said, parallel.rank), offer
-
-    def _first_prices(self) -> Prices:
-        """By the cluster, or by exchanges that are timed."""
-        cluster = self.options.cluster
-        if cluster is not None:
-            return Prices(Wires.of(cluster), unit_s=1.0, cluster=cluster)
-        found = measure_exchange(self._parallel.group, self._parallel.device, of_items=True)
-        size = self._parallel.group.size
-        return Prices(Wires(found.launch_s, found.byte_s, found.byte_s, size))
+        num_getting = GETTING[self.options.features_for]
+        num_getting = len(said) if num_getting is None else num_getting
+        return Loaded.of(said, parallel.rank, num_getting), offer
 
     def _learn(self, loaded: Loaded, prices: Prices, computed: Computed) -> None:
         """What the calls took, and features take on the wire."""
@@ -283,7 +298,7 @@ class BalancedEncoder:
         """The items that this rank computes, by id."""
         rank, loaded, (ids, dest) = self._parallel.rank, plan.loaded, plan.needed
         owner = loaded.owner[ids]
-        stays = owner == dest
+        stays = (owner == dest) | (owner < 0)
         held = {
             one: offer.items[one - loaded.first] for one in ids[stays & (dest == rank)].tolist()
         }
@@ -320,7 +335,8 @@ class BalancedEncoder:
                     clocks.append(clock)
                     parts |= dict(zip(of.ids.tolist(), found, strict=True))
             sizes = [x.numel() * x.element_size() for own in parts.values() for x in own]
-            leaving = [one for one in sorted(parts) if plan.leaves[one]]
+            ids, _ = plan.sent
+            leaving = np.unique(ids[plan.rank_of[ids] == rank]).tolist()
             parcels = [parcel([x.detach() for x in parts[one]], device) for one in leaving]
             rows = np.array([sum(sizes) // ROW_BYTES, *map(num_rows, parcels)])
         except IS_ENOUGH as met:  # a recomputation, of which the others may need more
@@ -351,23 +367,26 @@ class BalancedEncoder:
         loaded, rank, parts = plan.loaded, self._parallel.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)
-        stayed = [one for one in loaded.own.tolist() if not plan.leaves[one]]
-        if plan.leaves.any():
-            ids = np.flatnonzero(plan.leaves)
-            source, dest, rows = plan.rank_of[ids], loaded.owner[ids], np.zeros_like(ids)
+        wanted, getting = plan.wanted
+        own = wanted[getting == rank].tolist()
+        stayed = [one for one in own if one in parts]
+        ids, dest = plan.sent
+        if ids.size:
+            source, rows = plan.rank_of[ids], np.zeros(loaded.num_items, np.int64)
             for place, said in enumerate(computed.rows):
-                rows[source == place] = said[1:]
+                rows[np.unique(ids[source == place])] = said[1:]
             move = self._move(source, dest, "features")
             if token is None:
-                arrived = move_items(move, computed.parcels, rows)
+                arrived = move_items(move, computed.parcels, rows[ids], plan.starts(rows))
             else:
                 sent = [parts[one] for one in ids[source == rank].tolist()]
-                args = move, sent, computed.parcels, rows
+                args = move, sent, computed.parcels, rows[ids]
                 arrived, token = move_items_with_gradients(*args, token)
             parts |= dict(zip(ids[dest == rank].tolist(), arrived, strict=True))
         if token is not None and (plan.moves or computed.unused):
-            parts |= {one: attach(parts[one], [token]) for one in stayed}
-        leaves = offer.whole([parts[one] for one in loaded.own.tolist()])
+            # Not views: who gets them may write into them.
+            parts |= {one: [x.clone() for x in attach(parts[one], [token])] for one in stayed}
+        leaves = offer.whole([parts[one] for one in own]) if own else []
         outputs = [filled(computed.template, own) for own in leaves]
         return Features(outputs, token, computed.template)
 

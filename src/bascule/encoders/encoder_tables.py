@@ -8,7 +8,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,8 @@ class EncoderTable:
             outputs one after another are those of the item. None: items stay whole.
         sources: Arguments of the model around the module that hold items; the module is called
             once for each that is there, in this order.
+        settings: What of the module must be the same on all ranks, in each call.
+        is_alone: Whether items are computed one by one, also where several would fit into a call.
     """
 
     length: Callable[[nn.Module, Item], Length] | None = None
@@ -48,6 +50,8 @@ class EncoderTable:
     method: str | None = None
     split: Callable[[Item, int], list[Item]] | None = None
     sources: tuple[str, ...] = field(default=("pixel_values", "pixel_values_videos"))
+    settings: Callable[[nn.Module], str] | None = None
+    is_alone: bool = False
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
         """The items of a call; views.
@@ -88,6 +92,8 @@ class EncoderTable:
     def join(self, items: Sequence[Item]) -> Item:
         """The arguments of one call for items of the same form."""
         first = items[0]
+        if len(items) == 1:
+            return dict(first)
         alike = {name: x for name, x in first.items() if not isinstance(x, Tensor)}
         tensors = first.keys() - alike.keys()
         return alike | {name: torch.cat([item[name] for item in items]) for name in tensors}
@@ -239,6 +245,9 @@ class EncoderOptions:
             encoder's calls from the second to the ninth; from then on, what does not pay stays.
         device: Where the tensors are. Default: the mesh's, or the group's back end's.
         timeout_s: Longest wait of a collective, in seconds.
+        features_for: "owner": each rank gives its own items and gets their features. "all": every
+            rank gives the same items, as in inference; none is sent, and all get the features.
+            "first": likewise, and only the first rank gets them. The last two have no gradients.
     """
 
     table: EncoderTable | None = None
@@ -247,3 +256,4 @@ class EncoderOptions:
     cluster: Cluster | None = None
     device: torch.device | str | None = None
     timeout_s: float = 600.0
+    features_for: Literal["owner", "all", "first"] = "owner"

@@ -30,6 +30,7 @@ class Describing:
         length_fn: Tokens of an item; None: as the table says.
         device: Where tensors are.
         num_pieces: Most pieces of an item.
+        travel: Whether any may go to another rank.
     """
 
     module: nn.Module
@@ -37,6 +38,7 @@ class Describing:
     length_fn: Callable[[Item], Length] | None
     device: torch.device
     num_pieces: int
+    travel: bool
 
     @staticmethod
     def num_pieces_of(num_ranks: int, has_limits: bool) -> int:
@@ -76,7 +78,9 @@ class Describing:
         tokens, pairs = length if isinstance(length, tuple) else (length, -1.0)
         tokens = whole("length_fn", tokens, 1)
         bits = int(np.float64(pairs).view(np.int64))
-        sent = parcel(mapped(dict(item), Tensor.detach), self.device)
+        sent = Parcel((), sum(x.nbytes for x in item.values() if isinstance(x, Tensor)))
+        if self.travel:
+            sent = parcel(mapped(dict(item), Tensor.detach), self.device)
         form = form_of(item, self.device)
         return sent, (tokens, bits, form, num_rows(sent), sent.num_bytes)
 

@@ -27,7 +27,7 @@ class Loaded:
 
     Attributes:
         rank: This rank.
-        owner: (n,) rank that gave each.
+        owner: (n,) rank that gave each, and gets its features; -1 where all ranks gave it.
         lens: (n,) its tokens.
         pairs: (n,) pairs that attention computes, or -1 where nobody said.
         forms: (n,) items of the same form fit into one call.
@@ -36,6 +36,7 @@ class Loaded:
         items_need_gradient: Whether an item of any rank requires a gradient.
         needs_gradient: Whether an item or a parameter does.
         num_ranks: Number of ranks.
+        num_getting: Of items that all ranks gave: so many ranks, the first ones, get the features.
         spent_ns: What each rank's own calls of the encoder took until now; see `OwnSpeed`.
     """
 
@@ -50,18 +51,25 @@ class Loaded:
     needs_gradient: bool
     num_ranks: int
     spent_ns: tuple[int, ...]
+    num_getting: int = 0
 
     @classmethod
-    def of(cls, said: Sequence[Ints], rank: int) -> "Loaded":
-        """From what ranks said: flags, nanoseconds, and five numbers of each item."""
+    def of(cls, said: Sequence[Ints], rank: int, num_getting: int = 0) -> "Loaded":
+        """From what ranks said: flags, nanoseconds, and five numbers of each item.
+
+        With `num_getting` all of them said the same items.
+        """
         numbers = [part[_NUM_FIRST:].reshape(-1, _NUM_NUMBERS) for part in said]
         owner = np.repeat(np.arange(len(said)), [len(own) for own in numbers])
+        if num_getting:
+            numbers = numbers[:1]
+            owner = np.full(len(numbers[0]), -1)
         lens, bits, forms, rows, num_bytes = np.ascontiguousarray(np.concatenate(numbers).T)
         flags = [int(part[0]) for part in said]
         wants = any(flag & 1 for flag in flags)
         args = lens, bits.view(np.float64), forms, rows, num_bytes
         spent_ns = tuple(int(part[1]) for part in said)
-        return cls(rank, owner, *args, wants, any(flags), len(said), spent_ns)
+        return cls(rank, owner, *args, wants, any(flags), len(said), spent_ns, num_getting)
 
     @property
     def digest(self) -> str:
@@ -85,8 +93,8 @@ class Loaded:
 
     @cached_property
     def own(self) -> Ints:
-        """Ids of this rank's items."""
-        return np.flatnonzero(self.owner == self.rank)
+        """Ids of the items that this rank gave."""
+        return np.flatnonzero((self.owner == self.rank) | (self.owner < 0))
 
     @property
     def first(self) -> int:
@@ -102,7 +110,8 @@ class Encoding:
 
     Attributes:
         num_items: Items of all ranks.
-        num_moved: Those that another rank than their owner encoded.
+        num_moved: Those that another rank than their owner encoded; all of those that all ranks
+            gave.
         loaded: Imbalance (slowest rank over the mean) as the items were given.
         balanced: Imbalance as they were encoded.
         loads: Cost of the items that each rank encoded: in seconds if the encoder was given a
@@ -152,10 +161,12 @@ class ItemPlan:
     passes: list[list[ForwardPass]]
 
     @classmethod
-    def of(cls, loaded: Loaded, rank_of: Ints, is_aligned: bool) -> "ItemPlan":
+    def of(cls, loaded: Loaded, rank_of: Ints, is_aligned: bool, is_alone: bool) -> "ItemPlan":
         """With the calls that it takes."""
-        args = loaded.lens, loaded.forms, np.ones(loaded.num_ranks, np.int64)
-        return cls(loaded, rank_of, forward_passes(rank_of, *args, is_aligned=is_aligned))
+        args = rank_of, loaded.lens, loaded.forms, np.ones(loaded.num_ranks, np.int64)
+        most = 1 if is_alone else None
+        passes = forward_passes(*args, max_tokens=most, is_aligned=is_aligned)
+        return cls(loaded, rank_of, passes)
 
     @cached_property
     def needed(self) -> tuple[Ints, Ints]:
@@ -172,7 +183,37 @@ class ItemPlan:
     def moves(self) -> bool:
         """Whether any item leaves its rank, be it to be encoded once more."""
         ids, dest = self.needed
-        return bool((self.loaded.owner[ids] != dest).any())
+        owner = self.loaded.owner[ids]
+        return bool(((owner != dest) & (owner >= 0)).any())
+
+    @cached_property
+    def wanted(self) -> tuple[Ints, Ints]:
+        """Ids of the items whose features each rank gets, and these ranks."""
+        ids, num = np.arange(self.loaded.num_items), self.loaded.num_getting
+        if not num:
+            return ids, self.loaded.owner
+        return np.tile(ids, num), np.repeat(np.arange(num), ids.size)
+
+    @cached_property
+    def sent(self) -> tuple[Ints, Ints]:
+        """Ids of the items whose features are sent, and to which ranks; by who computed them."""
+        ids, dest = self.wanted
+        found = np.flatnonzero(self.rank_of[ids] != dest)
+        order = found[np.lexsort((ids[found], dest[found], self.rank_of[ids[found]]))]
+        return ids[order], dest[order]
+
+    def starts(self, rows: Ints) -> Ints:
+        """First row of each that is sent, on the rank that computed it.
+
+        Args:
+            rows: (n,) rows of the features of each item that is sent.
+        """
+        ids, _ = self.sent
+        starts = np.zeros(self.rank_of.size, np.int64)
+        for rank in range(self.loaded.num_ranks):
+            own = np.unique(ids[self.rank_of[ids] == rank])
+            starts[own] = np.cumsum(rows[own]) - rows[own]
+        return starts[ids]
 
     def exchange(self, prices: Prices) -> tuple[float, int]:
         """Seconds and bytes of all exchanges of a step: items and features, and their gradients."""
@@ -200,6 +241,7 @@ def plan_items(
     limits: Limits | None = None,
     home_tolerance: float = 0.0,
     is_aligned: bool = False,
+    is_alone: bool = False,
 ) -> tuple[ItemPlan, Encoding]:
     """Spread items over ranks by cost, so that the slowest rank ends early, where that pays.
 
@@ -213,29 +255,34 @@ def plan_items(
         limits: What a rank can hold.
         home_tolerance: By how much the slowest rank may take longer than in the best plan.
         is_aligned: Whether all ranks need as many calls of the module.
+        is_alone: Whether every item is a call of its own.
 
     Raises:
         ConfigError: The cost model is wrong. PlanError: The limits cannot be kept.
     """
     costs, owner, num_ranks = loaded.costs(cost, prices), loaded.owner, loaded.num_ranks
     limited = {"limits": limits, "sizes": {"tokens": loaded.lens, "bytes": loaded.num_bytes}}
-    before = np.bincount(owner, costs, num_ranks).astype(np.float64)
-    may_stay = limits is None or not build_problem(costs, num_ranks, **limited).excess(owner)
+    before = np.bincount(np.maximum(owner, 0), costs, num_ranks).astype(np.float64)
+    may_stay = not loaded.num_getting and (
+        limits is None or not build_problem(costs, num_ranks, **limited).excess(owner)
+    )
     rank_of, least = owner, max(before.mean(), costs.max())
     if not may_stay or before.max() > least * (1.0 + home_tolerance):  # else nothing is better
         found = assign(*(costs, num_ranks), home=owner, home_tolerance=home_tolerance, **limited)
         rank_of = np.asarray(found.bin_of)
-    plan = ItemPlan.of(loaded, rank_of, is_aligned)
+    calls = is_aligned, is_alone
+    plan = ItemPlan.of(loaded, rank_of, *calls)
     after = np.bincount(rank_of, costs, num_ranks).astype(np.float64)
     weighed: tuple[float | None, float | None, int] = None, None, 0
-    if prices.unit_s is not None and plan.leaves.any():
-        stays = ItemPlan.of(loaded, owner, is_aligned)
+    if prices.unit_s is not None and plan.leaves.any() and not loaded.num_getting:
+        stays = ItemPlan.of(loaded, owner, *calls)
         more = zip(plan.exchange(prices), stays.exchange(prices), strict=True)
         exchange_s, exchange_bytes = (moving - staying for moving, staying in more)
         gain_s = (before.max() - after.max()) * prices.unit_s * step_factor(loaded.needs_gradient)
         weighed = float(gain_s), float(exchange_s), int(exchange_bytes)
         if may_stay and round(1e9 * gain_s) <= round(1e9 * exchange_s):
             plan, after = stays, before
-    num_moved, loads = int(plan.leaves.sum()), tuple(after.tolist())
+    num_moved = int(plan.leaves.sum()) if num_ranks > 1 else 0
+    loads = tuple(after.tolist())
     even = imbalance(before), imbalance(after)
     return plan, Encoding(loaded.num_items, num_moved, *even, loads, *weighed)

@@ -8,13 +8,24 @@ import numpy as np
 import torch
 
 from bascule.comm.clocks import Clock
+from bascule.comm.groups import RankGroup
+from bascule.comm.samples.exchange_speed import measure_exchange
 from bascule.encoders.item_plans import Loaded
-from bascule.encoders.item_prices import Prices
+from bascule.encoders.item_prices import Prices, Wires
+from bascule.plan.costs.cluster import Cluster
 
 _LEFT_OUT = 1  # calls that compile and allocate
 _NUM_TIMED = 8
 _IN_FLIGHT = 64
 """Calls after which none is recomputed that was planned by the first prices."""
+
+
+def first_prices(cluster: Cluster | None, group: RankGroup, device: torch.device) -> Prices:
+    """By the cluster, or by exchanges that are timed: then all ranks of the group call it."""
+    if cluster is not None:
+        return Prices(Wires.of(cluster), unit_s=1.0, cluster=cluster)
+    found = measure_exchange(group, device, of_items=True)
+    return Prices(Wires(found.launch_s, found.byte_s, found.byte_s, group.size))
 
 
 class OwnSpeed:

@@ -73,6 +73,12 @@ class Route:
             recv_index=ranges(places, lens[received]),
         )
 
+    @property
+    def lean(self) -> "Route":
+        """The same with None for an index that leaves the order as it is: rows are not copied."""
+        args = _unless_in_order(self.send_index), self.send_splits, self.recv_splits
+        return Route(*args, _unless_in_order(self.recv_index))
+
     def inverse(self) -> "Route":
         """The exchange that brings every row back to where it came from."""
         return Route(
@@ -181,6 +187,11 @@ def frozen(array: Ints) -> Ints:
     """The same array, read-only from here on."""
     array.flags.writeable = False
     return array
+
+
+def _unless_in_order(index: Ints | None) -> Ints | None:
+    in_order = index is None or np.array_equal(index, np.arange(index.size))
+    return None if in_order else index
 
 
 def _inverse_permutation(index: Ints | None) -> Ints | None:

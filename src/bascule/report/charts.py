@@ -119,8 +119,8 @@ def _figure(height: int, across: str, up: str) -> "Figure":
     figure.update_layout(
         template="plotly_white",
         height=height,
-        margin={"l": 55, "r": 15, "t": 15, "b": 45},
-        legend={"orientation": "h", "y": 1.12},
+        margin={"l": 55, "r": 15, "t": 40, "b": 45},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
     )
     figure.update_xaxes(title=escape(across))
     figure.update_yaxes(title=escape(up))

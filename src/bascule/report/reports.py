@@ -212,7 +212,7 @@ def of_simulation(found: SimulationResult) -> Report:
         found: The result.
     """
     first, best = found.runs[0], min(found.runs, key=lambda run: 1.0 / run.tokens_per_s)
-    ratio = best.tokens_per_s / first.tokens_per_s
+    ratio, saved, money = found.speedup(best), found.saved_gpu_hours(best), found.saved_money(best)
     spent = [run.seconds.mean(axis=2).sum(axis=0) / run.tokens.sum() * 1e6 for run in found.runs]
     kinds = {name: [float(one[place]) for one in spent] for place, name in enumerate(KINDS)}
     metric_rows, second_rows = found.rows()
@@ -222,6 +222,13 @@ def of_simulation(found: SimulationResult) -> Report:
         Fact("fbl_s", "a step takes", best.fbl_s, f"{best.fbl_s:.3g} s"),
         Fact("tokens_per_s", "tokens a second", best.tokens_per_s, f"{best.tokens_per_s:,.0f}"),
         Fact("idle_share", "ranks wait", best.idle_share, f"{best.idle_share:.1%}"),
+        Fact(
+            "saved_gpu_hours",
+            f"GPU-hours saved in {found.setting.train_steps:,} steps",
+            saved,
+            f"{saved:,.4g} of {found.gpu_hours(first):,.4g}",
+        ),
+        *(() if money is None else (Fact("saved_money", "worth", money, f"{money:,.4g}"),)),
     )
     bars = draw_bars(
         "Seconds for a million tokens",
@@ -233,16 +240,27 @@ def of_simulation(found: SimulationResult) -> Report:
     )
     return Report(
         title=f"Training simulated on {found.num_ranks} ranks",
-        answer=f"{best.name} has {ratio:.2f}x the tokens a second of {first.name}.",
+        answer=f"{best.name}: {ratio:.2f}x the tokens a second of what you do now, {first.name}.",
         facts=facts,
         parts=(
             bars,
             *(
                 Rows(title, rows[0], tuple(rows[1:]))
-                for title, rows in (("Metrics", metric_rows), ("Seconds", second_rows))
+                for title, rows in (
+                    ("What it is worth", found.worth_rows()),
+                    ("Metrics", metric_rows),
+                    ("Seconds", second_rows),
+                )
             ),
         ),
-        notes=(f"Simulated, not measured. Machine: {found.profile}.", found.profile.note),
+        notes=(
+            *found.warnings,
+            f"Simulated, not measured. Machine: {found.profile}.",
+            found.profile.note,
+            f"Model and data: {found.setting}.",
+            "GPU-hours are those of all ranks, for as many tokens as the first row trains on in so "
+            "many steps.",
+        ),
     )
 
 

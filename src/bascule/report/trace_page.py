@@ -3,6 +3,7 @@
 from bascule.report.charts import draw_bars, draw_lines
 from bascule.report.page import Chart, Fact, Report, Rows
 from bascule.workload.traces import StepParts, Worth
+from bascule.workload.traces.worth import CONFIDENCE
 
 _PARTS = ("compute", "communication", "waiting", "rest")
 _MOST_RANKS = 64
@@ -32,6 +33,7 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
         error = worth.cost.fit.loo_error
         facts += [
             Fact("speedup", "predicted speed-up", worth.speedup, f"{worth.speedup:.2f}x"),
+            Fact("speedup_range", f"{CONFIDENCE:.0%} interval", *_range(worth)),
             Fact("predicted_s", "balanced", worth.predicted_s, f"{worth.predicted_s * 1e3:.4g} ms"),
             Fact("fit_error", "error of the fit", error, f"{error:.1%}"),
             Fact("model_error", "error of the mean step", worth.model_error, _off(worth)),
@@ -39,7 +41,7 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
         ]
         answer = (
             f"Ranks wait {waited:.1%} of the time; balanced on {worth.topology}, steps are "
-            f"predicted to run {worth.speedup:.2f}x as fast."
+            f"predicted to run {worth.speedup:.2f}x as fast ({_range(worth)[1]})."
         )
     return Report(
         title=f"{num_steps} measured steps of {num_ranks} ranks",
@@ -59,9 +61,15 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
             "Waiting is what a rank spends in a collective before the last rank begins it.",
             f"Compute: {'kernels of a device' if parts.on_device else 'operators of the host'}.",
             "The prediction prices no moving of tokens.",
+            *(() if worth is None or not worth.assumed else (f"{worth.assumed_in_words}.",)),
             *parts.notes,
         ),
     )
+
+
+def _range(worth: Worth) -> tuple[str, str]:
+    text = "{:.2f}x to {:.2f}x".format(*worth.speedup_range)
+    return text, text
 
 
 def _off(worth: Worth) -> str:

@@ -165,7 +165,13 @@ _POLICIES: dict[str, Policy] = {
     "packs": packs,
 }
 
-_ADVICE = f'"{", ".join(_POLICIES)}", "loader", a topology such as g4n8, or knapsack and a topology'
+AUTO = "auto"
+"""The name of the bags that `suggest_topology` chooses for the run."""
+
+_ADVICE = (
+    f'"{", ".join(_POLICIES)}", "loader", "{AUTO}", a topology such as g4n8, or knapsack and a '
+    "topology"
+)
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:

@@ -2,19 +2,21 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import listed, of_type, put, rate, whole
-from bascule.plan.costs.cluster import BYTES_PER_VALUE, Floats
+from bascule.plan.checks import listed, number, of_type, put, rate, whole
+from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster, Floats
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import TRAINING, Passes, in_passes
 from bascule.plan.loaded.sequences import batch_of
-from bascule.sim.placements import Loaded, Placement, policy_of
-from bascule.sim.simulation_result import SimulatedRun, SimulationResult
+from bascule.plan.topology.search import suggest_topology
+from bascule.sim.placements import AUTO, TOKENS, Loaded, Placement, Policy, planned, policy_of
+from bascule.sim.simulation_result import Setting, SimulatedRun, SimulationResult
 from bascule.sim.step_seconds import (
     NUM_ROUTES,
     EncoderStage,
@@ -25,6 +27,9 @@ from bascule.sim.step_seconds import (
 from bascule.workload.codes import parse_data_codes, sample_lengths
 
 _MOST_MICROBATCHES = 100_000
+_MOST_BATCHES, _MOST_RANKED = 20, 20_000
+"""Batches for which bags are chosen, and sequences of them: they are ranked in some seconds."""
+
 _BLOCK_VALUES = 34
 """Bytes a token and unit of width that the block that is recomputed holds, without the scores of
 attention. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
@@ -49,6 +54,8 @@ class SimulationOptions:
         routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch, to
             where it is computed and back, forward and backward; by default four times its values
             of the width of the model, in bf16.
+        train_steps: Steps of the user's own run or epoch, for which GPU-hours are told.
+        gpu_hour_price: Of one GPU-hour, in any currency; None: no money is told.
 
     Raises:
         ConfigError: A value is out of range.
@@ -65,6 +72,8 @@ class SimulationOptions:
     loader_bytes_per_s: float = 1e9
     sample_bytes_per_token: float = 128.0
     routed_bytes_per_token: float | None = None
+    train_steps: int = 1000
+    gpu_hour_price: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_steps", "accumulate"):
@@ -78,6 +87,9 @@ class SimulationOptions:
                 f"SimulationOptions: {self.num_steps} steps of {self.accumulate} microbatches are "
                 f"more than {_MOST_MICROBATCHES}: use fewer"
             )
+        put(self, "train_steps", whole("SimulationOptions(train_steps", self.train_steps, 1))
+        if (price := self.gpu_hour_price) is not None:
+            put(self, "gpu_hour_price", number("SimulationOptions(gpu_hour_price", price))
         of_type("SimulationOptions(passes", self.passes, Passes, "TRAINING, or a Passes(..)")
         of_type("SimulationOptions(sharding", self.sharding, Sharding, "a Sharding(..)")
         for stage in listed("SimulationOptions(stages", self.stages):
@@ -110,7 +122,8 @@ def simulate(
         model: The model, and what is planned by. Its `gamma` is of the forward pass.
         topologies: What to compare: topologies ("g4n8"), which bascule plans; "knapsack g4n8", the
             paper's greedy; "loader", whole samples moved by the data loader; and of today's
-            practice "none", "padded", "buckets" and "packs".
+            practice "none", "padded", "buckets" and "packs"; "auto" is what `suggest_topology`
+            finds for the first batches. The first one is what the others are compared with.
         options: Everything else.
 
     Raises:
@@ -126,12 +139,42 @@ def simulate(
     run = _drawn(data, options) if isinstance(data, str) else _given(data)
     _check_batches(run, options)
     num_ranks = run[0].num_ranks
+    machine = _machine(model, profile, num_ranks, options)
+    names = listed("topologies", topologies)
+    if not names:
+        raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
+    priced = in_passes(model, machine.cluster, machine.passes)
+    policies = [
+        _suggested(run, *priced) if name == AUTO else (name, policy_of(name, *priced))
+        for name in names
+    ]
+    peak = profile.peak_flops_per_s
+    peak = None if peak is None else peak * num_ranks
+    runs = [
+        _simulated(name, policy(run), machine, options.accumulate, peak)
+        for name, policy in policies
+    ]
+    setting = Setting(
+        model,
+        machine.sharding.params_of(model),
+        float(np.mean([one.lens.size for one in run])) / num_ranks,
+        len(run) // options.accumulate,
+        options.accumulate,
+        options.train_steps,
+        options.gpu_hour_price,
+    )
+    return SimulationResult(profile, num_ranks, tuple(runs), setting)
+
+
+def _machine(
+    model: TransformerCost, profile: HardwareProfile, num_ranks: int, options: SimulationOptions
+) -> Machine:
     per_node = options.ranks_per_node
     if per_node is None:
         per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
     if num_ranks % per_node:
         raise ConfigError(f"ranks_per_node {per_node}: {num_ranks} ranks fill no whole nodes")
-    machine = Machine(
+    return Machine(
         model,
         profile.cluster(num_ranks // per_node, per_node),
         0.0 if profile.host_s is None else profile.host_s,
@@ -142,18 +185,15 @@ def simulate(
         options.sample_bytes_per_token,
         options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * model.d_model,
     )
-    names = listed("topologies", topologies)
-    if not names:
-        raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
-    priced = in_passes(model, machine.cluster, machine.passes)
-    policies = [(name, policy_of(name, *priced)) for name in names]
-    peak = profile.peak_flops_per_s
-    peak = None if peak is None else peak * num_ranks
-    runs = [
-        _simulated(name, policy(run), machine, options.accumulate, peak)
-        for name, policy in policies
-    ]
-    return SimulationResult(profile, num_ranks, tuple(runs))
+
+
+def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:
+    """The bags that suit the first batches best, and their name."""
+    most = max(_MOST_RANKED // max(run[0].lens.size, 1), 1)
+    batches = [one.by_rank() for one in run[: min(most, _MOST_BATCHES)]]
+    ranking = suggest_topology(batches, cost, cluster)
+    policy = partial(planned, ranking.best, "lpt", TOKENS, cost, cluster)
+    return f"{AUTO} {ranking.rows[0].spec}", policy
 
 
 def _check_batches(run: list[Loaded], options: SimulationOptions) -> None:

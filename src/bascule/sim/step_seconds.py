@@ -93,6 +93,10 @@ class Sharding:
             if (value := getattr(self, name)) is not None:
                 put(self, name, whole(f"Sharding({name}", value, 1))
 
+    def params_of(self, cost: TransformerCost) -> int:
+        """Parameters of a model, where they are not given."""
+        return self.num_params or _PARAMETERS * cost.d_model**2 * cost.num_layers
+
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
         """Of one all-gather of all parameters in bf16, and of reducing all gradients in float32.
 
@@ -107,7 +111,7 @@ class Sharding:
         shards = min(per_node, ranks) if self.shard_ranks is None else self.shard_ranks
         if ranks % shards:
             raise ConfigError(f"Sharding(shard_ranks={shards}): {ranks} ranks are no multiple")
-        params = self.num_params or _PARAMETERS * cost.d_model**2 * cost.num_layers
+        params = self.params_of(cost)
         node = min(cluster.intra_bytes_per_s, cluster.inter_bytes_per_s * per_node)
         speed = cluster.intra_bytes_per_s if shards <= per_node else node
         share, replicas = (shards - 1) / shards, ranks // shards

@@ -1,9 +1,10 @@
 """Samples of a dataset from a manifest: a JSONL or CSV file with one sample a row."""
 
 import csv
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +18,15 @@ from bascule.workload.codes import (
     latent_frames,
 )
 
+TOKEN_COLUMNS = ("tokens", "num_tokens", "seq_len", "length")
+"""Names under which a row may say how many tokens its sample has; the first of them counts."""
+
+SHAPE_COLUMNS = ("width", "height", "frames", "text_tokens", "caption")
+"""Columns from which the tokens follow where no row says their number."""
+
 _WHOLE = re.compile("[0-9]{1,18}")
+_MOST_NAMED = 20
+_log = logging.getLogger(__name__)
 
 
 def read_manifest(
@@ -30,9 +39,10 @@ def read_manifest(
 ) -> list[SampleShape]:
     """Read the samples of a dataset from a ``.jsonl`` or ``.csv`` manifest.
 
-    A row has ``width`` and ``height`` in pixels (both 0: a sample of text only), and may have
+    A row says its ``tokens`` (or ``num_tokens``, ``seq_len``, ``length``), which are taken as text.
+    Or it has ``width`` and ``height`` in pixels (both 0: a sample of text only), and may have
     ``frames`` (default 1) and ``text_tokens`` or, where that is absent or empty, a ``caption``.
-    Other columns are ignored, and so are empty lines.
+    Other columns are ignored, which the log says once; empty lines are, too.
 
     Args:
         path: The file, UTF-8; the first line of a CSV file names its columns.
@@ -46,7 +56,8 @@ def read_manifest(
         Samples in the file's order; see ``deal`` for ranks.
 
     Raises:
-        ConfigError: Names the file, the line and the bad value.
+        ConfigError: Names the file, the line and the bad value, or the columns, none of which is
+            known.
     """
     side, ratio = index_of(patch), real(bytes_per_token)
     if side is None or not 0 < side <= MAX_LENGTH or ratio is None or not 0 < ratio < math.inf:
@@ -58,9 +69,18 @@ def read_manifest(
     if path.suffix.lower() not in readers:
         raise ConfigError(f"{path} is not a manifest; use a .jsonl or a .csv file")
     shapes: list[SampleShape] = []
+    used: dict[str, None] = {}  # a set in the order of the file
+    ignored: dict[str, None] = {}
     for line, row in readers[path.suffix.lower()](path):
         try:
-            shapes.append(_row_shape(row, side, compress_frames, ratio))
+            read = _columns(row)
+            used |= dict.fromkeys(read)
+            ignored |= dict.fromkeys(name for name in row if name not in read)
+            shapes.append(
+                _length_alone(row, read[0])
+                if read[0] in TOKEN_COLUMNS
+                else _row_shape(row, side, compress_frames, ratio)
+            )
         except ConfigError as error:
             raise ConfigError(f"{path}, line {line}: {error}") from None
         if max_samples is not None and len(shapes) > max_samples:
@@ -70,7 +90,44 @@ def read_manifest(
             )
     if not shapes:
         raise ConfigError(f"{path} holds no samples")
+    if ignored := {name: None for name in ignored if name not in used}:
+        told = _named(used), _named(ignored)
+        _log.warning("%s: lengths are from the columns %s; ignored: %s", path, *told)
     return shapes
+
+
+def _columns(row: Mapping[str, object]) -> tuple[str, ...]:
+    """Names of what a row's tokens are counted from.
+
+    Raises:
+        ConfigError: None of its columns is known; names those that are.
+    """
+    for name in TOKEN_COLUMNS:
+        if row.get(name) not in (None, ""):
+            return (name,)
+    found = tuple(name for name in SHAPE_COLUMNS if name in row)
+    if not found:
+        if empty := [name for name in TOKEN_COLUMNS if name in row]:
+            raise ConfigError(f"{empty[0]} is missing")
+        raise ConfigError(
+            f"none of its columns ({_named(row) or 'it has none'}) is known: give tokens (or "
+            f"{', '.join(TOKEN_COLUMNS[1:])}), or width and height, and with these frames, "
+            "text_tokens or caption"
+        )
+    return found
+
+
+def _named(names: Iterable[str]) -> str:
+    """Some names of columns, for a message: on one line, and not all where there are many."""
+    named = [name if name.isidentifier() else shown(name) for name in names]
+    left = len(named) - _MOST_NAMED
+    return ", ".join([*named[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])
+
+
+def _length_alone(row: Mapping[str, object], name: str) -> SampleShape:
+    if (tokens := _whole(row, name)) > MAX_LENGTH:
+        raise ConfigError(f"the sample has more than {MAX_LENGTH} tokens")
+    return SampleShape(tokens, 0)
 
 
 def _row_shape(

@@ -79,6 +79,10 @@ class Wait:
         return Waiting(self.id, self.thread, self.group, needs, begun.number, begun.mark, text)
 
 
+_UNREAD = StoreSilentError, dist.DistNetworkError
+"""The host of the store is gone, as the one that ended first: nobody can read a note."""
+
+
 class Watch:
     """Looks after the waits of this rank, in a thread of its own.
 
@@ -118,7 +122,7 @@ class Watch:
     def end(self, wait: Wait, *, is_done: bool) -> None:
         """It waits no longer; done, if the others came."""
         del self._waits[wait.id]
-        with suppress(StoreSilentError):  # what others made of a call counts, not what they read
+        with suppress(*_UNREAD):  # what others made of a call counts, not what they read
             if wait.is_told:  # at once: others must not take this rank for one that waits
                 self._tell()
             if is_done and wait.thread in self._failures:  # it went on, and the others with it
@@ -138,7 +142,7 @@ class Watch:
         finally:
             del self._waits[wait.id]
             if wait.is_told:
-                with suppress(StoreSilentError):
+                with suppress(*_UNREAD):
                     self._tell()
 
     def num_met(self, name: str) -> int:

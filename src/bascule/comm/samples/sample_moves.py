@@ -79,14 +79,16 @@ def move_parcels(
     for one in parcels:
         one.write(sent[at : at + num_rows(one)].flatten()[: one.num_bytes])
         at += num_rows(one)
-    bound = BoundRoute(route, move.group, device, move.step, move.name)
+    bound = BoundRoute(route.lean, move.group, device, move.step, move.name)
     (received,) = move_rows(bound, [sent], of=of)
     return [part.flatten() for part in received.split(rows[move.dest == rank].tolist())]
 
 
-def move_items(move: ItemMove, parcels: Sequence[Parcel], rows: Ints) -> list[Any]:
-    """The items that arrive. No gradients."""
-    return [read(part) for part in move_parcels(move, parcels, rows)]
+def move_items(
+    move: ItemMove, parcels: Sequence[Parcel], rows: Ints, starts: Ints | None = None
+) -> list[Any]:
+    """The items that arrive. No gradients. As `move_parcels`."""
+    return [read(part) for part in move_parcels(move, parcels, rows, starts=starts)]
 
 
 def move_items_with_gradients(

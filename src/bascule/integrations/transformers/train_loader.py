@@ -4,6 +4,7 @@ Legend of shapes: T tokens of a pack.
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ from bascule.integrations.transformers.pack_positions import positions_of_pack
 
 ASIDE = "bascule_aside"
 """Travels among the inputs from the loader to `training_step`."""
+
+_log = logging.getLogger(__name__)
 
 _IGNORED = -100  # the Trainer counts labels that differ from it
 
@@ -70,6 +73,7 @@ class TrainLoader:
         # know that a checkpoint was written where one ended.
         self._first_epoch, self._may_be_over = 0, False
         self._pack, self._inputs_of, self._counts_labels = pack, inputs_of, counts_labels
+        self._warned = False
 
     def __len__(self) -> int:
         """Microbatches of a whole epoch; the same on all processes.
@@ -135,6 +139,8 @@ class TrainLoader:
             self._check_labels(data)
             if not data["positions"].shape[0]:
                 data, is_padding = _padding_alone(self._pack), True
+            elif not is_padding:
+                self._warn_of_no_label(data, self._pack.ignore_index)
         inputs, labels = self._inputs_of(data), Inputs()
         if is_padding and self._counts_labels:
             for name in ("labels", "shift_labels"):
@@ -151,6 +157,19 @@ class TrainLoader:
                 "runs padding that has labels, so processes would count unlike things; give "
                 "labels, or ends='pad_empty'"
             )
+
+    def _warn_of_no_label(self, packed: Mapping[str, Any], ignored: int) -> None:
+        """Say it once: one pack may have none by chance, and a run of them learns nothing."""
+        labels = packed.get("shift_labels")
+        if labels is None or self._warned or bool((labels != ignored).any()):
+            return
+        self._warned = True
+        _log.warning(
+            "a pack of %d samples has no label to learn: all are %d, but for first tokens, which "
+            "a causal model does not predict; such packs train at a loss of 0",
+            packed["num_samples"],
+            ignored,
+        )
 
 
 def inputs_of_pack(packed: Mapping[str, Any], pack: Pack, model: nn.Module | None = None) -> Inputs:

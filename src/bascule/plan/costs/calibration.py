@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, listed, number, of_type, put, rate, shown, whole
+from bascule.plan.checks import MAX_RANKS, listed, number, of_type, put, shown, whole
 from bascule.plan.costs.relative_fit import relative_fit
 
 Floats = npt.NDArray[np.float64]
@@ -28,6 +28,7 @@ NUM_COEFFICIENTS = {TOKENS: 3, BYTES: 2}
 _MOST_POINTS = 1000
 _MOST_FITS = 100
 _MOST_LETTERS = 2000
+_MOST_S = 1e6
 
 _Made = TypeVar("_Made")
 
@@ -63,9 +64,14 @@ class Fit:
         if not isinstance(self.unit, str) or self.unit not in NUM_COEFFICIENTS:  # pyright: ignore[reportUnnecessaryIsInstance]
             known = ", ".join(NUM_COEFFICIENTS)
             raise ConfigError(f"Fit(unit={shown(self.unit)}): must be one of {known}")
-        for name, check in (("coefficients", number), ("sizes", rate), ("seconds", rate)):
-            values = _listed(f"Fit: {name}", getattr(self, name))
-            put(self, name, tuple(check(f"Fit: one of {name},", value) for value in values))
+        limits = {
+            "coefficients": (0.0, _MOST_S),
+            "sizes": (1e-6, 1e15),
+            "seconds": (1e-30, _MOST_S),
+        }
+        for name, (least, most) in limits.items():
+            told, values = f"Fit of {self.what}: one of {name},", _listed(name, getattr(self, name))
+            put(self, name, tuple(number(told, value, least, most) for value in values))
         errors = _listed("Fit: errors", self.errors)
         told = (None if x is None else number("Fit: one of errors,", x) for x in errors)
         put(self, "errors", tuple(told))
@@ -143,7 +149,7 @@ class Overhead:
 
     Args:
         what: Of what.
-        seconds: Least of the rounds.
+        seconds: Lower quartile of the rounds.
         error: Half the width of its 95 % confidence interval.
 
     Raises:
@@ -157,7 +163,7 @@ class Overhead:
     def __post_init__(self) -> None:
         put(self, "what", _text("Overhead: what", self.what))
         for name in ("seconds", "error"):
-            put(self, name, number(f"Overhead({name}", getattr(self, name)))
+            put(self, name, number(f"Overhead({name}", getattr(self, name), most=_MOST_S))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,11 @@ class TransformerCost:
             return tokens * (linear + quadratic * tokens)
         return linear * tokens + quadratic * floats("num_pairs", num_pairs)
 
+    @property
+    def shape(self) -> str:
+        """The model in words, for wherever its numbers appear."""
+        return f"width {self.d_model}, {self.num_layers} layers, gamma {self.gamma:.3g}"
+
     def seconds(
         self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
     ) -> npt.NDArray[np.float64]:
@@ -159,6 +164,8 @@ class IterationFit:
             the worst tenth.
         num_observations: Measurements that were fitted.
         num_outliers: Those of them that the fit gave less than half of the usual weight.
+        covariance: (4, 4) of the coefficients, by the measurements and the assumptions of the fit
+            together: how far what is predicted from them may be off.
     """
 
     standard_errors: tuple[float, float, float, float]
@@ -166,6 +173,7 @@ class IterationFit:
     loo_error: float
     num_observations: int
     num_outliers: int
+    covariance: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

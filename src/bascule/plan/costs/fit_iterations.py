@@ -167,6 +167,7 @@ def fit_iterations(
         loo_error=_loo_error(best.loo),
         num_observations=best.loo.size,
         num_outliers=int(np.count_nonzero(best.weights < 0.5)),
+        covariance=tuple(map(tuple, _covariance(best).tolist())),
     )
     if fit.loo_error > max_loo_error:
         raise ConfigError(
@@ -280,6 +281,17 @@ def _standard_errors(found: _Solution) -> tuple[Floats, npt.NDArray[np.bool_]]:
     seen_K = found.scale > 0
     errors_K[seen_K] = share_errors_K[seen_K] * found.scale[seen_K]
     return errors_K, share_errors_K < assumed_K
+
+
+def _covariance(found: _Solution) -> Floats:
+    """(K, K) of the coefficients, by the measurements and the assumptions (normal, to first order).
+
+    Constraints at 0 are left out of it: who draws coefficients must cut them off there.
+    """
+    rows = np.sqrt(found.weights)[:, None] * found.design / max(found.noise, MIN_NOISE)
+    assumed, _ = _assumptions(found.scale)
+    shares = np.linalg.pinv(rows.T @ rows + assumed.T @ assumed, hermitian=True)
+    return shares * np.outer(found.scale, found.scale)
 
 
 def _observe(seq_lens: Sequence[Sequence[npt.ArrayLike]], seconds: npt.ArrayLike) -> _Observed:

@@ -1,13 +1,14 @@
 """The machines: what they do in a second, and from where that is known."""
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, cast
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, of_type, put, rate, shown, whole
+from bascule.plan.checks import number, of_type, put, shown, whole
 from bascule.plan.costs.attention_latency import AttentionLatency
 from bascule.plan.costs.calibration import ALL_TO_ALL, POINT_TO_POINT, Calibration, built
 from bascule.plan.costs.cluster import Cluster
@@ -32,6 +33,28 @@ _NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibra
 
 _ADDED = ("peak_flops_per_s", "pack_bytes_per_s", "piece_s", "calibration")
 """Fields that files written before there were any lack."""
+
+
+_RATE, _SECONDS = (1.0, 1e24), (0.0, 1e6)
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "matmul_flops_per_s": _RATE,
+    "attention_flops_per_s": _RATE,
+    "intra_bytes_per_s": _RATE,
+    "inter_bytes_per_s": _RATE,
+    "memory_bytes": (1.0, 1e15),
+    "launch_s": _SECONDS,
+    "host_s": _SECONDS,
+    "peak_flops_per_s": _RATE,
+    "pack_bytes_per_s": _RATE,
+    "piece_s": _SECONDS,
+}
+"""Fields that hold a number, and between what: far beyond any machine, so that what is computed of
+them stays finite and no error names something that the user did not write."""
+
+_MOST_GAMMA = 1e24
+
+_NAME = re.compile(r"[\w-]{1,80}")
 
 
 _SAME = 1e-6
@@ -90,10 +113,9 @@ class HardwareProfile:
                 f"HardwareProfile(source={shown(self.source)}): must be one of "
                 + ", ".join(_SOURCES)
             )
-        for field in fields(self)[2:12]:
-            if (value := getattr(self, field.name)) is not None:
-                check = number if field.name in ("launch_s", "host_s", "piece_s") else rate
-                put(self, field.name, check(f"HardwareProfile({field.name}", value))
+        for name, limits in LIMITS.items():
+            if (value := getattr(self, name)) is not None:
+                put(self, name, number(f"HardwareProfile({name}", value, *limits))
         if self.attention is not None:
             advice = "an AttentionLatency, or None"
             of_type("HardwareProfile: attention", self.attention, AttentionLatency, advice)
@@ -106,6 +128,8 @@ class HardwareProfile:
                     "of the profile: leave it out, or add the number"
                 )
             self._check_rates(self.calibration)
+        told = "HardwareProfile: seconds of a FLOP of attention over those of others,"
+        number(told, self.gamma, most=_MOST_GAMMA)
 
     def _check_rates(self, made: Calibration) -> None:
         """Refuse rates that were edited: costs follow from the curves, which say something else."""
@@ -235,13 +259,16 @@ class HardwareProfile:
         """Read what `save` wrote, or take a profile that is known by its name.
 
         Args:
-            path: Of the file; or "h100-datasheet" or "h100-knapformer".
+            path: Of the file; or a name of `KNOWN_PROFILES`, such as "h100-datasheet".
 
         Raises:
             ConfigError: The file cannot be read, or holds something else; says what.
         """
         if isinstance(path, str) and path in KNOWN_PROFILES:
             return cls(**KNOWN_PROFILES[path])
+        if isinstance(path, str) and _NAME.fullmatch(path) and not Path(path).exists():
+            known = ", ".join(KNOWN_PROFILES)
+            raise ConfigError(f"there is no profile {shown(path)}: give a file, or one of {known}")
         return cls.of_dict(parse_json("".join(read_lines(path)), str(path)), str(path))
 
     @classmethod

@@ -109,18 +109,24 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
 
 def _file(rank: int, world_size: int, events: list[dict[str, Any]]) -> str:
     """One rank's file. HolisticTraceAnalysis takes the first "rank" that it finds in the text."""
+    used = {event["tid"] for event in events}
+    lanes = {tid: f"{_NAMES[_CALLS]} {tid - _CALLS + 1}" for tid in used if tid > _CALLS}
     rows = [
         {"ph": "M", "name": "thread_name", "pid": _pid(tid), "tid": tid, "ts": 0}
         | {"args": {"name": name}}
-        for tid, name in _NAMES.items()
+        for tid, name in sorted((_NAMES | lanes).items())
     ]
-    name = {"ph": "M", "name": "process_name", "pid": 0, "ts": 0, "args": {"name": f"rank {rank}"}}
+    processes = {0: f"rank {rank}", _pid(_HOST): f"rank {rank}, host"}
+    names = [
+        {"ph": "M", "name": "process_name", "pid": pid, "ts": 0, "args": {"name": name}}
+        for pid, name in processes.items()
+    ]
     return json.dumps(
         {
             "schemaVersion": 1,
             "distributedInfo": {"rank": rank, "world_size": world_size, "backend": "nccl"},
             "displayTimeUnit": "ms",
-            "traceEvents": [name, *rows, *sorted(events, key=lambda event: event["ts"])],
+            "traceEvents": [*names, *rows, *sorted(events, key=lambda event: event["ts"])],
         }
     )
 

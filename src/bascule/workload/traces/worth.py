@@ -9,19 +9,22 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan import metrics
-from bascule.plan.batch import plan_batch
+from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import MAX_RANKS, shown, whole
 from bascule.plan.costs.cost_models import PolynomialCost, evaluate
-from bascule.plan.costs.fit_iterations import fit_iterations
+from bascule.plan.costs.fit_iterations import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.plan.files import parse_json, read_lines
 from bascule.plan.loaded.length_marks import LengthMark, Origin, What
 from bascule.plan.loaded.lengths import check_lengths
 from bascule.plan.topology.spec import Topology
 from bascule.workload.traces.step_parts import StepParts
 from bascule.workload.traces.trace_files import RankTrace
+
+Floats = npt.NDArray[np.float64]
 
 Lengths = Mapping[tuple[int, int], Sequence[int]]
 """Tokens of each sequence, by the numbers of step and rank."""
@@ -33,6 +36,12 @@ steps, and single ones are noisy where machines are shared; their mean is less s
 
 MAX_MODEL_ERROR = 0.15
 """Share by which the model may miss the mean step as it was run."""
+
+
+CONFIDENCE = 0.95
+"""Of the interval of a predicted speed-up."""
+
+_DRAWS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,8 @@ class Worth:
         imbalance: Max over mean of the model's loads, as run; mean over the steps.
         balanced_imbalance: The same with the plan.
         moved_share: Share of the tokens that the plan moves.
+        speedup_range: 95 % of what the speed-up may be, by what noise and few steps leave open of
+            the cost model, and the fit's assumptions with them; not by what the model leaves out.
     """
 
     cost: PolynomialCost
@@ -75,6 +86,25 @@ class Worth:
     imbalance: float
     balanced_imbalance: float
     moved_share: float
+    speedup_range: tuple[float, float]
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Coefficients that the steps do not tell, so that assumptions of the fit decide."""
+        fit = self.cost.fit
+        return () if fit is None else fit.unidentified
+
+    @property
+    def assumed_in_words(self) -> str | None:
+        """A sentence on them; None if the steps tell all."""
+        if not self.assumed:
+            return None
+        crossover = f", attention to outweigh the rest from {TYPICAL_CROSSOVER_TOKENS:,} tokens on"
+        return (
+            f"the steps do not tell how much of the time is {', '.join(self.assumed)}: the fit "
+            f"assumes it{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}; the "
+            "interval counts what that may be off by, and more unlike lengths narrow it"
+        )
 
     @property
     def speedup(self) -> float:
@@ -226,6 +256,7 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         float(np.mean([metrics.imbalance(loads) for loads in as_run])),
         float(np.mean([metrics.imbalance(loads) for loads in balanced])),
         sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
+        _range(cost, _work(computed), np.stack([_planned_work(plan) for plan in plans])),
     )
     if abs(found.model_error) > MAX_MODEL_ERROR:
         raise ConfigError(
@@ -234,3 +265,58 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
             "that nothing else uses"
         )
     return found
+
+
+def _work(seq_lens: Sequence[Sequence[Sequence[int]]]) -> Floats:
+    """(S, R, 3) sums of L^2 and of L, and number of the sequences of each rank."""
+    return np.array(
+        [
+            [_sums(np.asarray(lens, dtype=np.float64)).sum(axis=0) for lens in step]
+            for step in seq_lens
+        ]
+    )
+
+
+def _sums(lens: Floats) -> Floats:
+    """(n, 3) what the coefficients of a cost multiply, of each sequence."""
+    return np.stack([lens**2, lens, np.ones_like(lens)], axis=1)
+
+
+def _planned_work(plan: Plan) -> Floats:
+    """(R, 3) the same as planned: ranks of a bag have equal parts of its sequences."""
+    topology = plan.topology
+    each = _sums(plan.seq_lens.astype(np.float64))
+    sums = [np.bincount(plan.bag_of, column, topology.num_bags) for column in each.T]
+    return (np.stack(sums, axis=1) / topology.bag_sizes[:, None])[topology.bag_of_rank]
+
+
+def _range(cost: PolynomialCost, run: Floats, planned: Floats) -> tuple[float, float]:
+    """The interval of the speed-up of a given plan, by drawing what the fit leaves open.
+
+    Coefficients are drawn from the normal distribution of the fit and cut off at 0; the plan stays
+    as it is, since it was made for the fitted ones.
+
+    Args:
+        cost: Fitted.
+        run: (S, R, 3) as run, see `_work`.
+        planned: (S, R, 3) as planned.
+    """
+    assert cost.fit is not None
+    mean = np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])
+    covariance = np.array(cost.fit.covariance)
+    # Seconds a square token are 1e-9, seconds a step 0.1: only correlations can be decomposed.
+    errors = np.sqrt(covariance.diagonal())
+    unit = np.where(errors > 0, errors, 1.0)
+    correlation = covariance / np.outer(unit, unit)
+    chance = np.random.default_rng(0)
+    none = np.zeros(mean.size)
+    drawn = chance.multivariate_normal(
+        none, correlation, _DRAWS, check_valid="ignore", method="eigh"
+    )
+    drawn = np.maximum(mean + unit * drawn, 0.0)
+    seconds = np.array(
+        [[(work @ one[:3]).max(axis=1).mean() + one[3] for work in (run, planned)] for one in drawn]
+    )
+    ratios = seconds[:, 0] / np.maximum(seconds[:, 1], np.finfo(float).tiny)
+    low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
+    return low, high

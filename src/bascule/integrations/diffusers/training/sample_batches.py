@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,6 +46,8 @@ def check_sample(sample: Any, required: Collection[str], unbatched: Collection[s
                     f"{name!r} has the shape {tuple(value.shape)}: give what the model takes for a "
                     "batch of one, (1, ..)"
                 )
+        elif isinstance(value, np.ndarray):
+            raise _is_array(name, value)
         elif holds_tensors(value):
             raise ConfigError(
                 f"{name!r} is a {type(value).__name__} that holds tensors, and nothing says how "
@@ -104,7 +107,8 @@ def samples_in(batch: Sample, unbatched: Collection[str]) -> list[Sample]:
         unbatched: Keywords of what has no batch: all samples have it whole.
 
     Raises:
-        ConfigError: Keywords have unlike numbers of samples, or none has a batch.
+        ConfigError: Keywords have unlike numbers of samples, one is an array of numpy, or none has
+            a batch.
     """
     sizes: dict[str, int] = {}
     for name, value in batch.items():
@@ -115,6 +119,8 @@ def samples_in(batch: Sample, unbatched: Collection[str]) -> list[Sample]:
                     "(batch, ..), or a plain number"
                 )
             sizes[name] = value.shape[0]
+        elif isinstance(value, np.ndarray) and name not in unbatched:
+            raise _is_array(name, value)
         elif isinstance(value, list) and name not in unbatched:
             sizes[name] = len(value)
     if not sizes:
@@ -128,6 +134,15 @@ def samples_in(batch: Sample, unbatched: Collection[str]) -> list[Sample]:
             )
     places = range(num_samples)
     return [{n: x[i : i + 1] if n in sizes else x for n, x in batch.items()} for i in places]
+
+
+def _is_array(name: str, value: Any) -> ConfigError:
+    """Every sample would have it whole, as it has plain values."""
+    return ConfigError(
+        f"{name!r} is an array of numpy of the shape {value.shape}: give "
+        f"torch.from_numpy({name}), which is cut into samples, or name what has no batch in the "
+        "`unbatched` of a table"
+    )
 
 
 def _is_batched(name: str, value: Any, unbatched: Collection[str]) -> bool:

@@ -1,0 +1,272 @@
+"""Tiles of VAEs over ranks: the model's own tiled results, whoever computed the tiles."""
+
+import runpy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from bascule.encoders import EncoderOptions, EncoderTable, TiledVAE
+from tests.helpers.pages import ROOT
+from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.tile_cases import (
+    check_tiles,
+    flux_pipeline,
+    generated,
+    own_tiled,
+    sample_of,
+    tiny_vae,
+    values_of,
+    wan_pipeline,
+)
+
+pytest.importorskip("diffusers")
+
+SIZES = {
+    2: [(1, 5, 44, 28), (2, 1, 12, 12)],
+    3: [(0, 1, 16, 16), (1, 9, 40, 52), (1, 1, 20, 12)],
+    4: [(1, 1, 36, 16), (0, 5, 8, 8), (1, 5, 28, 28), (1, 1, 8, 40)],
+}
+"""Of each rank: batch, frames, height, width. Tiles are 16 x 16 at most."""
+SHARED = {2: [(1, 5, 44, 28), (1, 1, 12, 12)], 3: [(2, 3, 20, 36)], 4: [(1, 1, 16, 24)]}
+"""What all ranks give, one after another; also fewer tiles than ranks."""
+FLOAT, DOUBLE = torch.float32, torch.float64
+
+
+def all_owned(kind: str) -> list[list[str]]:
+    sizes = SIZES[dist.get_world_size()]
+    return [check_tiles(kind, sizes, "owner", dtype) for dtype in (FLOAT, DOUBLE)]
+
+
+@pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
+def test_tiles_of_all_ranks_are_one_pool(kind: str) -> None:
+    for size in (2, 3, 4):
+        said = run_ranks(all_owned, size, kind)
+        assert all(one == said[0] for one in said)
+        assert all("items moved" in text and "none" not in text for text in said[0][0])
+
+
+def all_shared(kind: str) -> list[list[str]]:
+    said = list[list[str]]()
+    for size in SHARED[dist.get_world_size()]:
+        said += [check_tiles(kind, [size], way, DOUBLE) for way in ("all", "first")]
+    return said
+
+
+@pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
+def test_what_all_ranks_want_is_split_without_sending_it(kind: str) -> None:
+    for size in (2, 3, 4):
+        said = run_ranks(all_shared, size, kind)
+        assert all(one == said[0] for one in said)
+
+
+def check_gradients(kind: str) -> None:
+    """Of images, and of all parameters; one rank has an image, and one has none."""
+    rank = dist.get_rank()
+    plain, vae = tiny_vae(kind).double(), tiny_vae(kind).double()
+    tiled = TiledVAE(vae)
+    for way in ("encode", "decode"):
+        x = sample_of(kind, way, (1 - rank, 3, 28, 20), rank, DOUBLE).requires_grad_()
+        found = values_of(getattr(tiled, way)(x))
+        weights = torch.arange(found.numel(), dtype=DOUBLE).sin().view_as(found)
+        (found * weights).sum().backward()
+        y, pairs = x.detach().requires_grad_(), list[tuple[Tensor, Tensor]]()
+        if rank == 0:
+            (own_tiled(plain, way, y) * weights).sum().backward()
+            assert x.grad is not None and y.grad is not None
+            pairs.append((x.grad, y.grad))
+        for one, other in zip(vae.parameters(), plain.parameters(), strict=True):
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other)]
+            pairs.append((_summed(grads[0]), _summed(grads[1])))
+        everything = sum(float(grad.square().sum()) for _, grad in pairs[1 - rank :]) ** 0.5
+        assert everything > 0
+        for one, grad in pairs:
+            assert (one - grad).norm() <= 1e-10 * grad.norm() + 1e-13 * everything
+
+
+def _summed(x: Tensor) -> Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return total
+
+
+def all_train() -> None:
+    for kind in ("kl", "wan", "qwen"):
+        check_gradients(kind)
+
+
+def test_gradients_are_those_of_the_models_own_tiles() -> None:
+    run_ranks(all_train, 2)
+
+
+def all_pools() -> list[str]:
+    """Unlike samples of a rank; a mesh's axis; and a VAE that tiles by itself."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    vae = tiny_vae("qwen")
+    tiled = TiledVAE(vae, mesh_or_group=mesh["columns"])
+    said = list[str]()
+    sizes = [[], [(1, 5, 16, 40), (1, 1, 16, 16)], [(1, 1, 8, 8)], [(1, 1, 40, 16)]][rank]
+    with torch.no_grad():
+        xs = [sample_of("qwen", "decode", size, rank, FLOAT) for size in sizes]
+        found = tiled.decode(xs, return_dict=False)
+        assert len(found) == len(xs)
+        for x, (one,) in zip(xs, found, strict=True):
+            torch.testing.assert_close(one, own_tiled(vae, "decode", x))
+        said.append(str(tiled.last))
+        vae.enable_tiling(12, 12, 8, 8)
+        x = sample_of("qwen", "encode", (1, 1, 20, 20), rank, FLOAT)
+        found = values_of(tiled.encode(x))
+        torch.testing.assert_close(found, values_of(vae.encode(x)))
+        said.append(str(tiled.last))
+    return said
+
+
+def test_unlike_samples_over_an_axis_of_a_mesh_and_tiles_of_ones_own() -> None:
+    said = run_ranks(all_pools, 4)
+    assert said[0] == said[1] and said[2] == said[3] and said[0] != said[2]
+    assert said[0] == [
+        "6 of 9 items moved: imbalance 1.03 instead of 2.00",
+        "none of 18 items moved: no plan gains enough over the imbalance of 1.00 as given",
+    ]
+
+
+def pipelines() -> list[int]:
+    """Pixels of pipelines that are not edited; images that each rank got."""
+    rank, counts = dist.get_rank(), list[int]()
+    for make in (flux_pipeline, wan_pipeline):
+        for way in ("all", "first") if make is flux_pipeline else ("all",):
+            pipeline = make()
+            vae, config = pipeline.vae, dict(pipeline.config)
+            vae.enable_tiling()
+            expected = generated(pipeline)
+            vae.disable_tiling()
+            options = EncoderOptions(features_for=way)
+            tiled = TiledVAE(vae, options=options)
+            installed = tiled.install(pipeline)
+            assert isinstance(pipeline.vae, type(vae)) and dict(pipeline.config) == config
+            found = generated(pipeline)
+            assert "items moved" in str(tiled.last)
+            if way == "all" or rank == 0:
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            counts.append(len(found))
+            pipeline.vae.enable_tiling()
+            assert vae.use_tiling
+            installed.undo()
+            assert pipeline.vae is vae
+            before = tiled.last
+            torch.testing.assert_close(generated(pipeline), expected, rtol=0.0, atol=0.0)
+            assert tiled.last is before
+    return counts
+
+
+def test_a_pipeline_that_is_not_edited_decodes_over_ranks() -> None:
+    said = run_ranks(pipelines, 2)
+    assert said == [[1, 1, 1], [1, 0, 1]]
+
+
+class Refusing:
+    """Fails for a latent of 1000."""
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if float(args[0].max()) > 100.0:
+            raise ValueError("this tile cannot be decoded")
+
+
+def wrong_calls() -> list[tuple[list[str], str]]:
+    """Each is wrong on the last rank alone, where it can be."""
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    vae, other = tiny_vae("kl"), tiny_vae("wan")
+    vae.post_quant_conv, said = None, list[Any]()
+
+    def told(call: Any, *args: Any, **kwargs: Any) -> None:
+        said.append(raised_by(call, *args, **kwargs))
+
+    def made(change: Any, model: Any = vae, **options: Any) -> None:
+        if is_last:
+            change()
+        told(TiledVAE, model, options=EncoderOptions(**options))
+
+    told(TiledVAE, nn.Linear(2, 2) if is_last else vae)
+    made(lambda: None, features_for="none")
+    made(lambda: None, table=EncoderTable())
+    made(lambda: setattr(other, "tile_sample_stride_width", 24), other)
+    other.tile_sample_stride_width = 12
+    made(lambda: setattr(other, "tile_sample_min_height", 0), other)
+    other.tile_sample_min_height = 16
+    made(lambda: other.register_to_config(dropout=0.1), other)
+    made(lambda: nn.init.ones_(vae.decoder.conv_in.weight))
+    vae = tiny_vae("kl")
+    vae.decoder.register_forward_pre_hook(Refusing())
+    z = sample_of("kl", "decode", (1, 1, 44, 28), 0, FLOAT)
+    with torch.no_grad():
+        tiled = TiledVAE(vae)
+        told(tiled.decode, z * (1e6 if is_last else 1.0))
+        told(tiled.decode, z[:, :, 0] if is_last else z)
+        told(
+            tiled.decode if is_last else tiled.encode,
+            z if is_last else z[:, :1].expand(1, 3, -1, -1),
+        )
+        vae.tile_latent_min_size = 6 if is_last else 8
+        told(tiled.decode, z)
+        vae.tile_latent_min_size = 8
+        assert len(tiled.decode(z).sample) == 1  # all of them can go on
+        shared = TiledVAE(vae, options=EncoderOptions(features_for="all"))
+        told(shared.decode, z[:, :, :-1] if is_last else z)
+        told(shared.decode, z + 1 if is_last else z)
+        assert len(shared.decode(z).sample) == 1
+    told(shared.decode, z)
+    told(shared.install, nn.Linear(2, 2))
+    return said
+
+
+def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
+    said = run_ranks(wrong_calls, 3)
+    assert said[0] == said[1] == said[2]
+    texts = [
+        "a Linear has no tiles (no use_tiling, encoder and decoder): give a VAE of diffusers",
+        "features_for='none': choose one of ['owner', 'all', 'first']",
+        "the items of a TiledVAE are its tiles: leave out options.table",
+        "tile_sample_stride_width of the AutoencoderKLWan is 24, more than its tiles of 16",
+        "tile_sample_min_height of the AutoencoderKLWan is 0: a tile needs a number above 0",
+        "disagree on settings: ranks [0, 1]: AutoencoderKLWan with",
+        "disagree on weights",
+        "ValueError('this tile cannot be decoded')",
+        "the AutoencoderKL cannot decode a sample of shape (1, 2, 14) in its tiles",
+        "disagree on call: ranks [0, 1]: encode; ranks [2]: decode",
+        "disagree on settings: ranks [0, 1]: AutoencoderKL with {'tile_sample_min_size': 16",
+        "disagree on items: ranks [0, 1]: shapes [(1, 2, 22, 14)] of 1 tensors",
+        "disagree on items",
+        "features_for='all' has no gradients: encode under torch.no_grad()",
+        "a Linear does not have this AutoencoderKL",
+    ]
+    for (kinds, text), expected in zip(said[0], texts, strict=True):
+        assert expected in text, text
+        assert {"CommError", "ConfigError"} & set(kinds)
+
+
+def peaks(kind: str) -> list[dict[str, int]]:
+    """Bytes that a decode holds at most: whole and tiled on one rank, and over ranks."""
+    peak_bytes = runpy.run_path(str(ROOT / "benchmarks" / "_common.py"))["peak_bytes"]
+    vae, size = tiny_vae(kind), (1, 3, 80, 80)
+    z, found = sample_of(kind, "decode", size, 0, FLOAT), list[dict[str, int]]()
+    with torch.no_grad():
+        for way in ("owner", "all"):
+            tiled = TiledVAE(vae, options=EncoderOptions(features_for=way))  # pyright: ignore
+            own = z if way == "all" or dist.get_rank() == 0 else z[:0]
+            whole = peak_bytes(lambda: vae.decode(z))
+            alone = peak_bytes(lambda: own_tiled(vae, "decode", z))
+            over_ranks = peak_bytes(lambda tiled=tiled, own=own: tiled.decode(own))
+            found.append({"whole": whole, "alone": alone, "over ranks": over_ranks})
+    return found
+
+
+@pytest.mark.parametrize("kind", ["kl", "wan", "qwen"])
+def test_a_decode_over_ranks_holds_less_than_a_whole_one(kind: str) -> None:
+    for rank in run_ranks(peaks, 2, kind):
+        for held in rank:
+            assert held["over ranks"] <= 0.4 * held["whole"]
+            assert held["over ranks"] <= 1.4 * held["alone"]  # 49 tiles weigh as much as 8 channels

@@ -1,0 +1,84 @@
+"""What a VAE asks of its encoder or decoder: noted tile by tile, and answered."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bascule.encoders.tile_calls import TileCalls, answered, noted, pixels_of, settings_of
+from bascule.errors import ConfigError
+from tests.helpers.tile_cases import other_vae, own_tiled, sample_of, tiny_vae, values_of
+
+pytest.importorskip("diffusers")
+KINDS = ("kl", "wan", "wan2.2", "qwen")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["encode", "decode"])
+@pytest.mark.parametrize("size", [(2, 5, 44, 28), (1, 1, 12, 12)])
+def test_tiles_are_the_models_own_and_it_is_left_alone(
+    kind: str, way: str, size: tuple[int, ...]
+) -> None:
+    vae = tiny_vae(kind).double()
+    x, state = sample_of(kind, way, size, 0, torch.float64), dict(vars(vae))
+    with torch.no_grad():
+        tiles, nothing = noted(vae, way, x)
+        computed = [TileCalls(vae)(**tile) for tile in tiles]
+        answers = deque(computed)
+        found = [answered(vae, answers, way, one) for one in x.split(1)]
+        assert not answers and vars(vae) == state
+        expected = own_tiled(vae, way, x)
+    assert not values_of(nothing).numel() and type(nothing) is type(found[0])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(values_of(one)[0], other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["hunyuan", "cogvideox", "ltx"])
+def test_other_families_are_cut_and_blended_likewise(kind: str) -> None:
+    vae, x = other_vae(kind).double(), sample_of(kind, "decode", (1, 9, 80, 72), 0, torch.float64)
+    with torch.no_grad():
+        tiles, _ = noted(vae, "decode", x)
+        answers = deque([TileCalls(vae)(**tile) for tile in tiles])
+        found = values_of(answered(vae, answers, "decode", x))
+        expected = own_tiled(vae, "decode", x)
+    assert not answers and len(tiles) >= 9
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_tile_costs_the_pixels_that_it_has_or_becomes() -> None:
+    def costs(kind: str, way: str, size: tuple[int, ...]) -> list[int]:
+        vae = tiny_vae(kind)
+        tiles, _ = noted(vae, way, sample_of(kind, way, size, 0, torch.float32))
+        return [pixels_of(TileCalls(vae), tile) for tile in tiles]
+
+    assert costs("kl", "encode", (1, 1, 16, 20)) == [256, 128, 64, 32]
+    assert costs("kl", "decode", (1, 1, 16, 20)) == [64, 32, 16, 8]
+    for kind in ("wan", "qwen"):
+        assert costs(kind, "encode", (1, 5, 20, 12)) == [5 * 192, 5 * 96]
+        assert costs(kind, "decode", (1, 5, 20, 12)) == [5 * 48, 5 * 24]  # of three latents
+        assert costs(kind, "decode", (1, 1, 12, 12)) == [36]
+
+
+def test_whole_samples_are_one_tile_and_none_are_no_tile() -> None:
+    vae = tiny_vae("wan")
+    assert len(noted(vae, "encode", torch.zeros(3, 3, 5, 16, 16))[0]) == 3
+    tiles, nothing = noted(vae, "encode", torch.zeros(0, 3, 5, 40, 40))
+    assert not tiles and len(values_of(nothing)) == 0
+
+
+def test_what_has_no_tiles_and_tiles_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a Linear has no tiles"):
+        settings_of(TileCalls(nn.Linear(2, 2)))
+    vae: Any = tiny_vae("kl")
+    assert settings_of(TileCalls(vae)).startswith("AutoencoderKL with {'tile_sample_min_size': 16")
+    vae.tile_latent_min_size = "8"
+    with pytest.raises(ConfigError, match="tile_latent_min_size of the AutoencoderKL is '8'"):
+        settings_of(TileCalls(vae))
+    vae = tiny_vae("wan")
+    vae.enable_tiling(1, 1, 1, 1)  # less than a latent
+    with pytest.raises(ConfigError, match="cannot decode a sample of shape"):
+        noted(vae, "decode", torch.zeros(1, 4, 1, 8, 8))
+    with pytest.raises(ConfigError, match="cannot encode a sample of shape"):
+        noted(vae, "encode", torch.zeros(1, 3, 8, 8))
