@@ -78,14 +78,24 @@ class Encoding:
     Attributes:
         num_items: Items of all ranks.
         num_moved: Those that another rank than their owner encoded.
-        loaded: Imbalance (slowest rank over the mean) as the items were given.
-        balanced: Imbalance as they were encoded.
+        loads_as_given: What the items of each rank cost, as they were given.
+        loads: The same as they were encoded.
     """
 
     num_items: int
     num_moved: int
-    loaded: float
-    balanced: float
+    loads_as_given: tuple[float, ...]
+    loads: tuple[float, ...]
+
+    @property
+    def loaded(self) -> float:
+        """Imbalance (slowest rank over the mean) as the items were given."""
+        return imbalance(np.array(self.loads_as_given))
+
+    @property
+    def balanced(self) -> float:
+        """Imbalance as they were encoded."""
+        return imbalance(np.array(self.loads))
 
     def __str__(self) -> str:
         if not self.num_moved:
@@ -157,7 +167,7 @@ def plan_items(
     one = np.ones(loaded.num_ranks, np.int64)
     passes = forward_passes(found.bin_of, loaded.lens, loaded.forms, one, is_aligned=is_aligned)
     before, after = (
-        imbalance(np.bincount(ranks, costs, loaded.num_ranks).astype(np.float64))
+        tuple(np.bincount(ranks, costs, loaded.num_ranks).tolist())
         for ranks in (loaded.owner, found.bin_of)
     )
     num_moved = int((found.bin_of != loaded.owner).sum())

@@ -12,7 +12,7 @@ from bascule.plan.topology.search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows
 from bascule.report.sparse_picture import draw
-from bascule.report.step_picture import draw_step
+from bascule.report.step_picture import draw_stages, draw_step
 from bascule.sim.simulation_result import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
 from bascule.sim.step_seconds import KINDS
@@ -189,6 +189,7 @@ def of_bench(
                 seconds,
             ),
             draw_lines("Loss", "The curves of both lie on each other.", ("step", "loss"), losses),
+            *_stage_parts(summary, steps),
         ),
         notes=(
             "The prediction counts compute only, not the wires.",
@@ -198,7 +199,37 @@ def of_bench(
     )
 
 
-_ARMS = ("unbalanced", "balanced")
+_ARMS, _KINDS = ("unbalanced", "balanced"), ("predicted", "measured")
+
+
+def _stage_parts(
+    summary: dict[str, Any], steps: Sequence[dict[str, Any]]
+) -> tuple[Chart | Rows, ...]:
+    """Of steps that begin with encoders: the stages of the last step, and what each takes."""
+    if "stages" not in summary:
+        return ()
+    heading, *rows = stage_rows(summary["stages"])
+    stages = steps[-1]["stages"]
+    words = "Above without, below with bascule: one bar a rank, its stages after each other."
+    picture = draw_stages(*(stages[arm] for arm in _ARMS))
+    return (
+        Chart("The last step, stage by stage", words, picture),
+        Rows("Stages, predicted / measured", heading, tuple(rows)),
+    )
+
+
+def stage_rows(stages: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A heading, and what a summary says of each stage and the step: predicted / measured."""
+    rows = [("", "imbalance without", "with", "seconds without", "with", "speed-up")]
+    for name, stage in stages.items():
+        cells = [name.replace("_", " ")]
+        for measure, form in (("imbalance", ".2f"), ("seconds", ".3g")):
+            for arm in _ARMS:
+                both = [stage[arm].get(f"{measure}_{kind}") for kind in _KINDS]
+                cells.append("" if None in both else " / ".join(f"{x:{form}}" for x in both))
+        cells.append(" / ".join(f"{stage[f'{kind}_ratio']:.2f}x" for kind in _KINDS))
+        rows.append(tuple(cells))
+    return rows
 
 
 def _s(arm: dict[str, Any]) -> str:

@@ -63,6 +63,11 @@ class RunOptions:
     strict: bool = False
     timeout_s: float = 120.0
 
+    @property
+    def encodes(self) -> bool:
+        """Whether a frozen encoder stands before the transformer."""
+        return self.vae is not None or self.text_encoder is not None
+
     def check_source(self) -> None:
         """Refuse a run without data, or with two sorts of it.
 

@@ -210,6 +210,7 @@ class PhotoStream:
         Raises:
             ConfigError: A photo that was readable at the start no longer is (names the file).
         """
+        assert self._options.tokenize is None and self._options.token_channels is None, "use raw()"
         photos = [self._photos[index] for index in self._draw(numbers)]
         nothing = np.empty((0, self.in_channels), dtype=np.uint8)
         image = np.concatenate([nothing, *map(self._tokens, photos)])
