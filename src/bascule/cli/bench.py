@@ -16,7 +16,7 @@ from bascule.cli.writing import write_report, write_text
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
 from bascule.report.page import check_report
-from bascule.report.reports import of_bench, stage_rows
+from bascule.report.reports import STAGE_KINDS, of_bench, stage_rows
 from bascule.report.step_picture import draw_stages
 from bascule.training.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
@@ -203,7 +203,7 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
     table.add_row("loss, last step", *(f"{loss:.6f}" for loss in last))
     console.print(table)
     if "stages" in summary:
-        console.print(_stages(summary["stages"]))
+        console.print(*(_stages(summary["stages"], kind) for kind in STAGE_KINDS), sep="\n")
     loader = summary.get("loader")
     sent = f"{summary['sent_bytes_per_step'] / 2**20:.1f} MiB"
     low, high = summary["measured_ratio_spread"]
@@ -227,10 +227,10 @@ def _print(console: Console, summary: dict[str, Any], folder: Path) -> None:
         console.print(f"warning: {warning}", soft_wrap=True)
 
 
-def _stages(stages: dict[str, Any]) -> Table:
-    """Imbalance, seconds and speed-up of each stage, each as predicted and as measured."""
-    heading, *rows = stage_rows(stages)
-    table = Table(title="stages: predicted / measured")
+def _stages(stages: dict[str, Any], kind: str) -> Table:
+    """Imbalance, seconds and speed-up of each stage."""
+    heading, *rows = stage_rows(stages, kind)
+    table = Table(title=f"stages, {kind}")
     for place, name in enumerate(heading):
         table.add_column(name, justify="right" if place else "left")
     for row in rows:

@@ -16,6 +16,7 @@ from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology.spec import Topology
 from bascule.workload.codes import (
     MAX_SEQUENCES,
+    SampleShape,
     deal,
     parse_data_codes,
     read_lengths,
@@ -96,36 +97,51 @@ class InputOptions:
             return _pad(_parse_lengths(self.lengths), self.ranks)
         if self.file is not None:
             return read_lengths(self.file, num_ranks=num_ranks)
+        return seq_lens(self.read_shapes(num_ranks, steps_after=steps_after))
+
+    def read_shapes(
+        self, num_ranks: int | None = None, *, steps_after: int = 0
+    ) -> list[list[SampleShape]]:
+        """The samples of each source rank, of --manifest or --data: text and images told apart.
+
+        Args:
+            num_ranks: Ranks that a manifest is dealt to.
+            steps_after: How many steps after --step, where `has_steps`.
+
+        Raises:
+            ConfigError: The source is malformed or does not fit.
+        """
         if self.manifest is not None:
             if num_ranks is None:
                 raise ConfigError(
                     "--manifest needs --ranks or --topology: a list of samples has no ranks"
                 )
             most = MAX_SEQUENCES if self.batch_size is None else None
-            lens = _manifest_lens(self.manifest, self.compress_frames, most)
-            return deal(self._drawn(lens, num_ranks, self.step + steps_after), num_ranks)
-        assert self.data is not None
+            shapes = _manifest_shapes(self.manifest, self.compress_frames, most)
+            return deal(self._drawn(shapes, num_ranks, self.step + steps_after), num_ranks)
+        if self.data is None:
+            raise ConfigError("lengths do not tell texts from images: give --data or --manifest")
         codes, step = parse_data_codes(self.data), self.step + steps_after
-        return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
+        return sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks)
 
     @property
     def has_steps(self) -> bool:
         """Whether the source has more than one batch."""
         return self.data is not None or self.batch_size is not None
 
-    def _drawn(self, lens: list[int], num_ranks: int, step: int) -> list[int]:
+    def _drawn(self, shapes: list[SampleShape], num_ranks: int, step: int) -> list[SampleShape]:
         """The samples of a step; every epoch has another order, and drops what fills no step."""
         if self.batch_size is None:
-            return lens
+            return shapes
         size = whole("--batch-size", self.batch_size, 1, MAX_SEQUENCES) * num_ranks
-        if size > len(lens):
+        if size > len(shapes):
             raise ConfigError(
                 f"--batch-size {self.batch_size} on {num_ranks} ranks takes {size} samples a step, "
-                f"and {self.manifest} has {len(lens)}: use a smaller one"
+                f"and {self.manifest} has {len(shapes)}: use a smaller one"
             )
-        epoch, place = divmod(step, len(lens) // size)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(lens))
-        return [lens[k] for k in order[place * size : (place + 1) * size]]
+        epoch, place = divmod(step, len(shapes) // size)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(shapes))
+        return [shapes[k] for k in order[place * size : (place + 1) * size]]
 
 
 _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {
@@ -252,9 +268,8 @@ def topology_ranks(spec: str | None) -> int | None:
 
 
 @lru_cache(maxsize=1)  # of many steps
-def _manifest_lens(path: Path, compress_frames: bool, most: int | None) -> list[int]:
-    shapes = read_manifest(path, compress_frames=compress_frames, max_samples=most)
-    return [shape.seq_len for shape in shapes]
+def _manifest_shapes(path: Path, compress_frames: bool, most: int | None) -> list[SampleShape]:
+    return read_manifest(path, compress_frames=compress_frames, max_samples=most)
 
 
 def _parse_lengths(text: str) -> list[list[int]]:

@@ -15,7 +15,6 @@ from bascule.report.sparse_picture import draw
 from bascule.report.step_picture import draw_stages, draw_step
 from bascule.sim.simulation_result import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
-from bascule.sim.step_seconds import KINDS
 
 _MOST_ROWS = 200
 
@@ -199,7 +198,9 @@ def of_bench(
     )
 
 
-_ARMS, _KINDS = ("unbalanced", "balanced"), ("predicted", "measured")
+_ARMS = ("unbalanced", "balanced")
+STAGE_KINDS = ("predicted", "measured")
+"""What is told of the stages of a step, twice."""
 
 
 def _stage_parts(
@@ -208,26 +209,31 @@ def _stage_parts(
     """Of steps that begin with encoders: the stages of the last step, and what each takes."""
     if "stages" not in summary:
         return ()
-    heading, *rows = stage_rows(summary["stages"])
+    tables = [(kind, *stage_rows(summary["stages"], kind)) for kind in STAGE_KINDS]
     stages = steps[-1]["stages"]
     words = "Above without, below with bascule: one bar a rank, its stages after each other."
     picture = draw_stages(*(stages[arm] for arm in _ARMS))
     return (
         Chart("The last step, stage by stage", words, picture),
-        Rows("Stages, predicted / measured", heading, tuple(rows)),
+        *(Rows(f"Stages, {kind}", heading, tuple(rows)) for kind, heading, *rows in tables),
     )
 
 
-def stage_rows(stages: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A heading, and what a summary says of each stage and the step: predicted / measured."""
+def stage_rows(stages: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
+    """A heading, and what a summary says of each stage and of the step.
+
+    Args:
+        stages: Of the summary.
+        kind: One of `STAGE_KINDS`.
+    """
     rows = [("", "imbalance without", "with", "seconds without", "with", "speed-up")]
     for name, stage in stages.items():
         cells = [name.replace("_", " ")]
         for measure, form in (("imbalance", ".2f"), ("seconds", ".3g")):
             for arm in _ARMS:
-                both = [stage[arm].get(f"{measure}_{kind}") for kind in _KINDS]
-                cells.append("" if None in both else " / ".join(f"{x:{form}}" for x in both))
-        cells.append(" / ".join(f"{stage[f'{kind}_ratio']:.2f}x" for kind in _KINDS))
+                value = stage[arm].get(f"{measure}_{kind}")
+                cells.append("" if value is None else f"{value:{form}}")
+        cells.append(f"{stage[f'{kind}_ratio']:.2f}x")
         rows.append(tuple(cells))
     return rows
 
@@ -244,8 +250,13 @@ def of_simulation(found: SimulationResult) -> Report:
     """
     first, best = found.runs[0], min(found.runs, key=lambda run: 1.0 / run.tokens_per_s)
     ratio = best.tokens_per_s / first.tokens_per_s
-    spent = [run.seconds.mean(axis=2).sum(axis=0) / run.tokens.sum() * 1e6 for run in found.runs]
-    kinds = {name: [float(one[place]) for one in spent] for place, name in enumerate(KINDS)}
+    kinds = {
+        name: [
+            run.means[name] / run.accumulate * run.tokens.size / run.tokens.sum() * 1e6
+            for run in found.runs
+        ]
+        for name in first.means
+    }
     metric_rows, second_rows = found.rows()
     facts = (
         Fact("best", "most tokens a second", best.name, best.name),

@@ -97,20 +97,23 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
     used = {colors.of_len(seq_len) for seq_len in plan.seq_lens.tolist() if seq_len}
     bounds = [bound for bound in colors.upper if colors.of_len(bound) in used]
     legend = [(_work(colors.of_len(bound)), f"to {bound:,}") for bound in bounds]
+    scale = _scale(before, after)
+    wires = [part.length for bar in after for part in bar.segments if part.look == _WIRES]
+    legend += [(_WIRES, "wires")] * any(length * scale >= _THINNEST for length in wires)
+    legend.append((_WAIT, "waiting for the slowest rank"))
     return _drawn((before, after), words, unit, ("tokens", legend))
 
 
-def draw_stages(before: Stages, after: Stages, note: str = "measured") -> str:
-    """Draw a step twice, stage by stage: without balancing, and below it with balancing.
+def draw_stages(before: Stages, after: Stages) -> str:
+    """Draw a measured step twice, stage by stage: without balancing, and below it with balancing.
 
     There is one bar for each rank. The stages follow each other; the hatched rest of a stage is
-    what its rank did not compute in: waiting for other ranks, and moves.
+    what its rank did not encode, or compute in blocks, in: it waited, exchanged, or planned.
 
     Args:
         before: By the name of each stage in its order, "seconds" from its begin to its end and
             "work" seconds within: lists with a number for each rank.
         after: The same with balancing.
-        note: Whether seconds were measured.
 
     Returns:
         The text of an SVG file.
@@ -118,12 +121,14 @@ def draw_stages(before: Stages, after: Stages, note: str = "measured") -> str:
     bars = [_staged(stages) for stages in (before, after)]
     ends = [max(bar.load for bar in one) for one in bars]
     speed_up = ends[0] / ends[1] if ends[1] > 0 else 1.0
+    shares = [_waiting(one).replace("waiting", "not work") for one in bars]
     words = (
-        f"Without: each rank encodes what it loaded. {_waiting(bars[0])}",
-        f"With bascule: {speed_up:.2f}x as fast ({note}). {_waiting(bars[1])}",
+        f"Without: each rank computes what it loaded. {shares[0]}",
+        f"With bascule: {speed_up:.2f}x as fast (measured). {shares[1]}",
     )
     names = [name.replace("_", " ") for name in before]
     legend = [(_work(color), name) for name, color in zip(names, _STAGE_COLORS, strict=False)]
+    legend.append((_WAIT, "waiting, exchanges, and what is between"))
     return _drawn((bars[0], bars[1]), words, "s", ("stages", legend))
 
 
@@ -136,7 +141,10 @@ def _staged(stages: Stages) -> list[_Bar]:
         for (name, one), color in zip(stages.items(), _STAGE_COLORS, strict=False):
             work, rest = one["work"][rank], max(one["seconds"][rank] - one["work"][rank], 0.0)
             title = f"{name.replace('_', ' ')}: {work:.4g} s"
-            segments += [_Segment(_work(color), title, work), _Segment(_WAIT, "waiting", rest)]
+            segments += [
+                _Segment(_work(color), title, work),
+                _Segment(_WAIT, f"{rest:.4g} s", rest),
+            ]
         load = sum(part.length for part in segments)
         bars.append(_Bar(f"rank {rank}", tuple(segments), load))
     return bars
@@ -149,12 +157,9 @@ def _drawn(
     legend: tuple[str, list[tuple[str, str]]],
 ) -> str:
     """Two panels of one scale, and what the colours mean: a word, and entries."""
-    longest = max(bar.load for bars in panels for bar in bars)
-    scale = _PLOT / longest if longest > 0 else 0.0
+    scale = _scale(*panels)
     num_ranks = len(panels[0])
     height = _HEAD + _PITCH * min(num_ranks, MOST_RANKS) + _FOOT
-    wires = [x for bar in panels[1] for x in bar.segments if x.look == _WIRES]
-    has_wires = any(part.length * scale >= _THINNEST for part in wires)
     total = 2 * height + 62.0
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {total:g}" '
@@ -164,10 +169,16 @@ def _drawn(
         _CARD % (total - 1),
         *_panel("before", words[0], panels[0], (0.0, scale, unit)),
         *_panel("after", words[1], panels[1], (height, scale, unit)),
-        *_legend(2 * height, legend, num_ranks, has_wires),
+        *_legend(2 * height, legend, num_ranks),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
+
+
+def _scale(*panels: list[_Bar]) -> float:
+    """Of a picture in which the longest bar fills the width."""
+    longest = max(bar.load for bars in panels for bar in bars)
+    return _PLOT / longest if longest > 0 else 0.0
 
 
 def _work(color: str) -> str:
@@ -304,12 +315,9 @@ def _rounded(value: float) -> int:
     return int(round(value / step) * step)
 
 
-def _legend(
-    top: float, legend: tuple[str, list[tuple[str, str]]], num_ranks: int, has_wires: bool
-) -> list[str]:
+def _legend(top: float, legend: tuple[str, list[tuple[str, str]]], num_ranks: int) -> list[str]:
     """What the colours mean, in one row; colours that nothing has are left out."""
     word, entries = legend
-    entries = [*entries, *[(_WIRES, "wires")] * has_wires, (_WAIT, "waiting for the slowest rank")]
     x, y = 18.0, top + 22.0
     parts = ['<g class="legend">', f'<text x="{x:g}" y="{y + 11.5:g}">{word}</text>']
     x += 54.0

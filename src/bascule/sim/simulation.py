@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from bascule.sim.step_seconds import (
     Sharding,
     microbatch_seconds,
 )
-from bascule.workload.codes import parse_data_codes, sample_lengths
+from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths
 
 _MOST_MICROBATCHES = 100_000
 _BLOCK_VALUES = 34
@@ -90,7 +91,7 @@ class SimulationOptions:
 
 
 def simulate(
-    data: str | Sequence[Sequence[npt.ArrayLike]],
+    data: str | Sequence[Sequence[npt.ArrayLike | Sequence[SampleShape]]],
     *,
     profile: HardwareProfile | str,
     model: TransformerCost,
@@ -104,8 +105,8 @@ def simulate(
     ranks, in time and memory.
 
     Args:
-        data: Data codes, of which steps are drawn; or batches, each one list of token counts a
-            source rank: the microbatches, in order.
+        data: Data codes, of which steps are drawn; or batches, each one list a source rank, of
+            token counts or of `SampleShape`: the microbatches, in order.
         profile: The machine; or its file or name, as for `HardwareProfile.load`.
         model: The model, and what is planned by. Its `gamma` is of the forward pass.
         topologies: What to compare: topologies ("g4n8"), which bascule plans; "knapsack g4n8", the
@@ -175,11 +176,13 @@ def _simulated(
 ) -> SimulatedRun:
     spent: list[Floats] = []
     hidden: list[Floats] = []
+    stages: list[Floats] = []
     columns: list[tuple[int, float, Floats, Floats]] = []
     for one in placed:
         found = microbatch_seconds(one, machine)
         spent.append(found.spent)
         hidden.append(found.hidden)
+        stages.append(found.stages)
         columns.append(_measures(one, machine))
     tokens, flops, workloads, held = zip(*columns, strict=True)
     return SimulatedRun(
@@ -192,6 +195,8 @@ def _simulated(
         np.stack(workloads),
         np.stack(held),
         peak,
+        tuple(stage.name for stage in machine.stages),
+        np.stack(stages),
     )
 
 
@@ -217,17 +222,26 @@ def _drawn(data: str, options: SimulationOptions) -> list[Loaded]:
     run: list[Loaded] = []
     for step in range(options.num_steps * options.accumulate):
         ranks = sample_lengths(codes, seed=options.seed, step=step, world_size=options.num_ranks)
-        source = np.repeat(np.arange(len(ranks)), [len(shapes) for shapes in ranks])
-        lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
-        texts = np.array([s.text_tokens for shapes in ranks for s in shapes], dtype=np.int64)
-        run.append(Loaded(len(ranks), source, lens, texts))
+        run.append(_of_shapes(ranks))
     return run
+
+
+def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
+    source = np.repeat(np.arange(len(ranks)), [len(shapes) for shapes in ranks])
+    lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
+    texts = np.array([s.text_tokens for shapes in ranks for s in shapes], dtype=np.int64)
+    return Loaded(len(ranks), source, lens, texts)
 
 
 def _given(data: object) -> list[Loaded]:
     run: list[Loaded] = []
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
+        if any(
+            isinstance(one, SampleShape) for own in ranks if isinstance(own, list) for one in own
+        ):
+            run.append(_of_shapes(cast(Sequence[Sequence[SampleShape]], ranks)))
+            continue
         loaded = batch_of(ranks, run[0].num_ranks if run else len(ranks))
         if loaded.masks is not None or loaded.context_lens is not None:
             raise ConfigError(
