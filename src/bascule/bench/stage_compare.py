@@ -116,17 +116,18 @@ class StagedComparison(Comparison):
 
     def _told(self, times: Floats, balanced: StepResult) -> dict[str, Any]:
         plan = cast(Any, balanced.exchange).plan
-        loads = {TRANSFORMER: (plan.unbalanced_loads(self.cost), plan.loads)}
-        none = (np.zeros(self.group.size),) * 2
+        loads = {TRANSFORMER: (plan.unbalanced_loads(self.cost).tolist(), plan.loads.tolist())}
+        none = [0.0] * self.group.size
         for name, encoding in self._stages[1].last.items():
-            moved = None if encoding is None else (encoding.loads_as_given, encoding.loads)
-            loads[name] = none if moved is None else tuple(map(np.array, moved))
+            loads[name] = none, none
+            if encoding is not None:
+                loads[name] = list(encoding.loads_as_given), list(encoding.loads)
         return {
             arm: {
                 name: dict(
                     zip(
                         _MEASURES,
-                        (*times[k, place].tolist(), loads[name][k].tolist()),
+                        (*times[k, place].tolist(), loads[name][k]),
                         strict=True,
                     )
                 )
@@ -164,8 +165,9 @@ def summarize_stages(
         stages[name] = own | _ratios(own)
         predicted_s[name] = [rate * costs for _, _, costs in found.values()]
     *encoders, transformer = predicted_s.values()
-    before = sum(own[0] for own in encoders).max(axis=1) + transformer[0].max(axis=1)
-    after = sum(own[1].max(axis=1) for own in predicted_s.values())
+    encoded = np.sum([own[0] for own in encoders], axis=0)
+    before = encoded.max(axis=1) + transformer[0].max(axis=1)
+    after = np.sum([own[1].max(axis=1) for own in predicted_s.values()], axis=0)
     step = {
         arm: {
             "seconds_predicted": float(predicted.mean()),

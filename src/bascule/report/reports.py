@@ -226,7 +226,8 @@ def stage_rows(stages: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
         stages: Of the summary.
         kind: One of `STAGE_KINDS`.
     """
-    rows = [("", "imbalance without", "with", "seconds without", "with", "speed-up")]
+    heading = ("", "imbalance without", "with", "seconds without", "with", "speed-up")
+    rows: list[tuple[str, ...]] = [heading]
     for name, stage in stages.items():
         cells = [name.replace("_", " ")]
         for measure, form in (("imbalance", ".2f"), ("seconds", ".3g")):

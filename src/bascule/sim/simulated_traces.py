@@ -52,7 +52,8 @@ def _of_rank(run: SimulatedRun, m: int, rank: int, begin: float, end: float) -> 
     spent = dict(zip(KINDS, run.seconds[m, :, rank].tolist(), strict=True))
     spent |= dict(zip(run.stages, run.stage_s[m, :, rank].tolist(), strict=True))
     now = begin + spent["host"]
-    for name, kind in (_ORDER[0], *((name, "compute") for name in run.stages), *_ORDER[1:]):
+    stages: list[tuple[str, Kind]] = [(name, "compute") for name in run.stages]
+    for name, kind in (_ORDER[0], *stages, *_ORDER[1:]):
         if spent[name] > 0:
             shown = name if kind == "compute" else f"{name} of rank {rank}"
             yield Segment(rank, kind, shown, now, spent[name])

@@ -226,6 +226,11 @@ def _drawn(data: str, options: SimulationOptions) -> list[Loaded]:
     return run
 
 
+def _has_shapes(ranks: Sequence[object]) -> bool:
+    lists = [cast(list[object], own) for own in ranks if isinstance(own, list)]
+    return any(isinstance(one, SampleShape) for own in lists for one in own)
+
+
 def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
     source = np.repeat(np.arange(len(ranks)), [len(shapes) for shapes in ranks])
     lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
@@ -237,9 +242,7 @@ def _given(data: object) -> list[Loaded]:
     run: list[Loaded] = []
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
-        if any(
-            isinstance(one, SampleShape) for own in ranks if isinstance(own, list) for one in own
-        ):
+        if _has_shapes(ranks):
             run.append(_of_shapes(cast(Sequence[Sequence[SampleShape]], ranks)))
             continue
         loaded = batch_of(ranks, run[0].num_ranks if run else len(ranks))

@@ -73,7 +73,8 @@ class LatentEncoder(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """(1, 2 C, f, h, w), without f for an image, from uint8 pixels of one item."""
-        dist = self.vae.encode(pixels.to(self.vae.dtype) / 127.5 - 1.0).latent_dist
+        values = pixels.to(torch.promote_types(self.vae.dtype, torch.float32)) / 127.5 - 1.0
+        dist = self.vae.encode(values.to(self.vae.dtype)).latent_dist
         return torch.cat([dist.mean, dist.std], dim=1)
 
     def length(self, item: Mapping[str, Any]) -> int:
