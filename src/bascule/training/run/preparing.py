@@ -62,7 +62,7 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
     encoders = load_encoders(options)
     data = _open(options, encoders, rank, world_size)
     schedule = schedule_of(options, data.num_samples)
-    settings = encoders.settings | settings_of(options, data.digest, schedule)
+    settings = settings_of(options, data.digest, schedule) | encoders.settings
     checkpoint = newest_checkpoint(options.out)
     if checkpoint is not None:
         if not options.resume:
