@@ -119,9 +119,13 @@ def test_a_missing_library_is_named(
 
 
 def test_options_that_do_not_fit() -> None:
-    for name in ("vae", "text_encoder"):
+    codes = "g1b1i32f1s0"
+    for options in (
+        RunOptions(data=codes, vae="tiny"),
+        RunOptions(data=codes, text_encoder="tiny"),
+    ):
         with pytest.raises(ConfigError, match="tiny: data codes have no pixels; give --photos"):
-            RunOptions(data="g1b1i32f1s0", **{name: "tiny"}).check_source()
+            options.check_source()
     with pytest.raises(ConfigError, match="--loader moves samples before they are encoded"):
         BenchOptions(photos=ALBUM, vae="tiny", loader=True).check(2)
     with pytest.raises(ConfigError, match=r"--picture x\.svg: give --vae or --text-encoder, too"):
