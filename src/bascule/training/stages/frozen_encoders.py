@@ -102,7 +102,8 @@ class LatentEncoder(nn.Module):
         shift, divisor = (drawn.new_tensor(x).view(-1, 1, 1, 1) for x in self._constants)
         return (drawn - shift) / divisor
 
-    def __str__(self) -> str:
+    def described(self) -> str:
+        """Its class, and a digest of its weights and constants."""
         return f"{type(self.vae).__name__} ({_digest(self.vae, repr(self._constants))})"
 
 
@@ -142,12 +143,13 @@ class TextEncoder(nn.Module):
     def tokenize(self, caption: str) -> tuple[list[int], bool]:
         """Tokens of a caption, cut as the tokenizer cuts them; and whether that was so."""
         tokens = self._tokenizer(caption, truncation=True, max_length=self._most)["input_ids"]
-        is_full = len(tokens) >= self._most
-        return tokens, is_full and len(self._tokenizer(caption, verbose=False).input_ids) > len(
-            tokens
-        )
+        if len(tokens) < self._most:
+            return tokens, False
+        whole = self._tokenizer(caption, verbose=False)["input_ids"]
+        return tokens, len(whole) > len(tokens)
 
-    def __str__(self) -> str:
+    def described(self) -> str:
+        """Its class, and a digest of its weights."""
         return f"{type(self.encoder).__name__} ({_digest(self.encoder, '')})"
 
 
@@ -170,7 +172,7 @@ class FrozenEncoders:
     def settings(self) -> dict[str, str]:
         """What decides the losses, by option: classes, and digests of weights."""
         both = {"--vae": self.vae, "--text-encoder": self.text}
-        return {name: str(one) for name, one in both.items() if one is not None}
+        return {name: one.described() for name, one in both.items() if one is not None}
 
     def photo_options(self, options: RunOptions) -> PhotoOptions:
         """How photos and captions become tokens."""
