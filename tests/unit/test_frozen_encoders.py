@@ -45,6 +45,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     transformers.T5EncoderModel(small).save_pretrained(home / "small")
     transformers.ByT5Tokenizer().save_pretrained(home / "small")
     transformers.T5EncoderModel(small).save_pretrained(home / "alone")
+    clip = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    clip |= {"vocab_size": 400, "num_attention_heads": 2, "max_position_embeddings": 9}
+    transformers.CLIPTextModel(transformers.CLIPTextConfig(**clip)).save_pretrained(home / "clip")
+    transformers.ByT5Tokenizer().save_pretrained(home / "clip")
+    umt5 = {"vocab_size": 400, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1}
+    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(**umt5))
+    encoder.save_pretrained(home / "wan" / "text_encoder")
+    transformers.ByT5Tokenizer().save_pretrained(home / "wan" / "tokenizer")
     (home / "empty").mkdir()
     (home / "broken").mkdir()
     (home / "broken" / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
@@ -60,6 +68,16 @@ def test_a_folder_holds_what_was_saved(folders: Path) -> None:
     assert found.text.tokenize("a cat") == (transformers.ByT5Tokenizer()("a cat").input_ids, False)
     assert found.text.tokenize("a very long cat")[0][-1] == 1  # the end of a text stays
     assert found.text.tokenize("a very long cat")[1] and len(found.text.tokenize("x" * 99)[0]) == 12
+
+
+@pytest.mark.parametrize(("kind", "most"), [("clip", 9), ("wan/text_encoder", 99)])
+def test_other_text_encoders(folders: Path, kind: str, most: int) -> None:
+    text = loaded(text_encoder=str(folders / kind), dtype="bfloat16").text
+    assert text is not None and text.width == 16
+    ids, is_cut = text.tokenize("x" * 98)
+    assert len(ids) == most and is_cut is (most < 99)
+    found = text(input_ids=torch.tensor([ids]))
+    assert found.shape == (1, most, 16) and found.dtype == torch.bfloat16
 
 
 def test_the_digest_is_of_weights_and_constants(folders: Path) -> None:

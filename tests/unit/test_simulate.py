@@ -286,20 +286,23 @@ def test_encoders_run_where_samples_are() -> None:
 
 
 def test_ranks_wait_behind_each_balanced_encoder() -> None:
-    data = [[[SampleShape(0, 6), SampleShape(4, 2)], [SampleShape(8, 0)]]]
+    data = [[[SampleShape(5, 6), SampleShape(4, 2)], [SampleShape(4, 0)]]]
     text = EncoderStage("text_encoder", text_token_s=1.0)
     vae = EncoderStage("vae", image_token_s=1.0)
     owner = simulated(data, "none", FREE, stages=(text, vae), num_steps=1)
-    assert owner.stage_s[0].tolist() == [[4.0, 8.0], [8.0, 0.0]]
-    assert owner.fbl_s == pytest.approx(12.0, rel=1e-3)
+    assert owner.stage_s[0].tolist() == [[9.0, 4.0], [8.0, 0.0]]
+    assert owner.fbl_s == pytest.approx(17.0, rel=1e-3)
     even = [replace(stage, is_balanced=True) for stage in (text, vae)]
     balanced = simulated(data, "none", FREE, stages=tuple(even), num_steps=1)
-    assert balanced.stage_s[0].max(axis=1).tolist() == [8.0, 6.0]  # a giant in each
+    assert balanced.stage_s[0].max(axis=1).tolist() == [
+        8.0,
+        6.0,
+    ]  # 5 | 4 + 4, 6 | 2
     assert balanced.fbl_s == pytest.approx(14.0, rel=1e-3)
     found = balanced.to_dict()
     assert found["stages"]["vae"] == {"imbalance": 1.5, "seconds": 6.0}
     assert np.ptp(balanced.seconds.sum(axis=1)) < 1e-9
-    assert balanced.means["text_encoder"] == 6.0 and "encoders" not in balanced.means
+    assert balanced.means["text_encoder"] == 6.5 and "encoders" not in balanced.means
 
 
 def test_the_command_compares_encoders_on_their_owners_and_in_balance(
@@ -321,6 +324,12 @@ def test_the_command_compares_encoders_on_their_owners_and_in_balance(
     assert (tmp_path / "traces" / "none_+_encoders").is_dir()
     code, _, err = run(capsys, "simulate", "--lengths", "5/6", "--vae-us", "1")
     assert code == 2 and "lengths do not tell texts from images" in err
+
+
+@pytest.mark.parametrize("names", [("vae", "vae"), ("compute",)])
+def test_stages_have_names_of_their_own(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"stages: names .* must differ from each other"):
+        SimulationOptions(stages=tuple(map(EncoderStage, names)))
 
 
 def test_a_step_is_its_passes() -> None:

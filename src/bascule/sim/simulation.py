@@ -17,6 +17,7 @@ from bascule.plan.loaded.sequences import batch_of
 from bascule.sim.placements import Loaded, Placement, policy_of
 from bascule.sim.simulation_result import SimulatedRun, SimulationResult
 from bascule.sim.step_seconds import (
+    KINDS,
     NUM_ROUTES,
     EncoderStage,
     Machine,
@@ -83,6 +84,12 @@ class SimulationOptions:
         of_type("SimulationOptions(sharding", self.sharding, Sharding, "a Sharding(..)")
         for stage in listed("SimulationOptions(stages", self.stages):
             of_type("SimulationOptions(stages: each", stage, EncoderStage, "an EncoderStage(..)")
+        names = [stage.name for stage in self.stages]
+        if len({*names, *KINDS}) < len(names) + len(KINDS):
+            raise ConfigError(
+                f"SimulationOptions(stages: names {names} must differ from each other, and from "
+                f"{', '.join(KINDS)}"
+            )
         for name in ("loader_bytes_per_s", "sample_bytes_per_token"):
             put(self, name, rate(f"SimulationOptions({name}", getattr(self, name)))
         if (value := self.routed_bytes_per_token) is not None:
