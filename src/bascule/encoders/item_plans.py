@@ -88,14 +88,24 @@ class Encoding:
         num_items: Items of all ranks.
         num_moved: Those that another rank than their owner encoded; all of those that all ranks
             gave.
-        loaded: Imbalance (slowest rank over the mean) as the items were given.
-        balanced: Imbalance as they were encoded.
+        loads_as_given: What the items of each rank cost, as they were given.
+        loads: The same as they were encoded.
     """
 
     num_items: int
     num_moved: int
-    loaded: float
-    balanced: float
+    loads_as_given: tuple[float, ...]
+    loads: tuple[float, ...]
+
+    @property
+    def loaded(self) -> float:
+        """Imbalance (slowest rank over the mean) as the items were given."""
+        return imbalance(np.array(self.loads_as_given))
+
+    @property
+    def balanced(self) -> float:
+        """Imbalance as they were encoded."""
+        return imbalance(np.array(self.loads))
 
     def __str__(self) -> str:
         if not self.num_moved:
@@ -211,7 +221,7 @@ def plan_items(
     args = found.bin_of, loaded.lens, loaded.forms, one
     passes = forward_passes(*args, max_tokens=most, is_aligned=is_aligned)
     before, after = (
-        imbalance(np.bincount(ranks, costs, loaded.num_ranks).astype(np.float64))
+        tuple(np.bincount(ranks, costs, loaded.num_ranks).tolist())
         for ranks in (np.maximum(loaded.owner, 0), found.bin_of)
     )
     num_moved = int((found.bin_of != loaded.owner).sum()) if loaded.num_ranks > 1 else 0
