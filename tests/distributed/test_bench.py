@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from bascule.report.step_picture import draw_stages
 from tests.helpers.bench import bench, launched, summary
 from tests.helpers.browser import data_of
 
@@ -79,3 +80,35 @@ def test_a_sequence_that_binds_is_told_once(tmp_path: Path) -> None:
     assert shown["measured_ratio"] == result["measured_ratio"]
     assert shown["wir_balanced"] == result["balanced"]["wir"]
     assert "one sequence alone" in page.read_text()
+
+
+def test_stages_of_steps_from_pixels_and_captions(photos: Path, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    encoders = ("--vae", "tiny", "--text-encoder", "tiny", "--dtype", "float64")
+    picture, page = tmp_path / "step.svg", tmp_path / "page.html"
+    files = ("--picture", str(picture), "--report", str(page))
+    some = ("--batch-size", "2", "--steps", "2", "--gamma", "1", "--max-tokens", "256")
+    done = bench(tmp_path, "--photos", str(photos), *some, *encoders, *files)
+    assert done.returncode == 0, done.stderr
+    result = summary(tmp_path)
+    assert result["loss_difference"] < 1e-12 and result["grad_difference"] < 1e-10
+    stages = result["stages"]
+    assert list(stages) == ["text_encoder", "vae", "transformer", "step"]
+    assert stages["step"]["predicted_ratio"] == result["predicted_ratio"]
+    for name in ("text_encoder", "vae", "transformer"):
+        arms = stages[name]["unbalanced"], stages[name]["balanced"]
+        assert all(arm["imbalance_measured"] >= 1 and arm["seconds_measured"] > 0 for arm in arms)
+        assert arms[0]["imbalance_predicted"] >= arms[1]["imbalance_predicted"]
+        assert name.replace("_", " ") in done.stdout
+    vae = stages["vae"]
+    assert vae["balanced"]["imbalance_predicted"] < vae["unbalanced"]["imbalance_predicted"]
+    assert vae["predicted_ratio"] > 1
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["stages"] for line in lines]
+    for step in steps:
+        for arm in step.values():
+            for one in arm.values():
+                both = zip(one["work"], one["seconds"], strict=True)
+                assert len(one["predicted"]) == 2 and all(work <= whole for work, whole in both)
+    assert picture.read_text() in {draw_stages(*step.values()) for step in steps}
+    assert "Stages, measured" in page.read_text()

@@ -65,8 +65,9 @@ class Recorded(TrainingRun):
     def _train(self, ahead: Any, pool: Any) -> Any:
         micros = self._prepared.schedule.microbatches(self.done)
         own = [number for numbers in micros for number in self._own(numbers)]
-        loaded = [n for flow in ahead.flows.result() for n in flow.seq_lens]
-        assert loaded == [shape.seq_len for shape in self._prepared.data.shapes(own)]
+        if not self._prepared.encoders:  # else it encodes, which happens once
+            loaded = [n for flow in ahead.flows.result()() for n in flow.seq_lens]
+            assert loaded == [shape.seq_len for shape in self._prepared.data.shapes(own)]
         result = super()._train(ahead, pool)
         line = {"attempt": self.attempt, "step": self.done + 1, "numbers": own}
         with (self.folder / f"samples-{self.rank}.jsonl").open("a") as file:

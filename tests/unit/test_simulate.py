@@ -23,6 +23,7 @@ from bascule.sim.simulated_traces import segments_of
 from bascule.sim.simulation import SimulationOptions, simulate
 from bascule.sim.simulation_result import SimulatedRun, SimulationResult
 from bascule.sim.step_seconds import KINDS, EncoderStage, Sharding, exchange_seconds
+from bascule.workload.codes import SampleShape
 from bascule.workload.traces import read_traces, step_parts, write_steps
 from tests.helpers.browser import data_of
 from tests.helpers.cli import run
@@ -283,6 +284,53 @@ def test_encoders_run_where_samples_are() -> None:
     one = simulated(data, "none", FREE, stages=(by_token,), num_steps=1)
     images = (one.tokens[0] - one.spent_on("encoders")[0, 0]) / (1 - 100)
     assert images == pytest.approx(round(images)) and 4 * 15 <= images <= 4 * 17
+
+
+def test_ranks_wait_behind_each_balanced_encoder() -> None:
+    data = [[[SampleShape(5, 6), SampleShape(4, 2)], [SampleShape(4, 0)]]]
+    text = EncoderStage("text_encoder", text_token_s=1.0)
+    vae = EncoderStage("vae", image_token_s=1.0)
+    owner = simulated(data, "none", FREE, stages=(text, vae), num_steps=1)
+    assert owner.stage_s[0].tolist() == [[9.0, 4.0], [8.0, 0.0]]
+    assert owner.fbl_s == pytest.approx(17.0, rel=1e-3)
+    even = [replace(stage, is_balanced=True) for stage in (text, vae)]
+    balanced = simulated(data, "none", FREE, stages=tuple(even), num_steps=1)
+    assert balanced.stage_s[0].max(axis=1).tolist() == [
+        8.0,
+        6.0,
+    ]  # 5 | 4 + 4, 6 | 2
+    assert balanced.fbl_s == pytest.approx(14.0, rel=1e-3)
+    found = balanced.to_dict()
+    assert found["stages"]["vae"] == {"imbalance": 1.5, "seconds": 6.0}
+    assert np.ptp(balanced.seconds.sum(axis=1)) < 1e-9
+    assert balanced.means["text_encoder"] == 6.5 and "encoders" not in balanced.means
+
+
+def test_the_command_compares_encoders_on_their_owners_and_in_balance(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path, page = tmp_path / "found.json", tmp_path / "page.html"
+    data = ("--data", "g1b8i512f1s0,g1b8i256f1s0", "--steps", "2", "--topologies", "none", "g2n1")
+    stages = ("--text-encoder-us", "5", "--vae-us", "60")
+    files = ("--json", str(path), "--report", str(page), "--traces", str(tmp_path / "traces"))
+    code, out, err = run(capsys, "simulate", *data, *stages, *files)
+    assert code == 0, err
+    runs = {one["name"]: one for one in json.loads(path.read_text())["runs"]}
+    assert list(runs) == ["none", "g2n1", "none + encoders", "g2n1 + encoders"]
+    assert runs["g2n1 + encoders"]["fbl_s"] < 0.9 * runs["g2n1"]["fbl_s"]
+    vae = [runs[name]["stages"]["vae"] for name in ("none", "none + encoders")]
+    assert vae[0]["imbalance"] > 1.5 and vae[1]["imbalance"] == pytest.approx(1.0, abs=1e-2)
+    assert vae[0]["seconds"] == pytest.approx(8 * 1024 * 60e-6, rel=0.04)
+    assert "vae" in out and "text encoder" in page.read_text()
+    assert (tmp_path / "traces" / "none_+_encoders").is_dir()
+    code, _, err = run(capsys, "simulate", "--lengths", "5/6", "--vae-us", "1")
+    assert code == 2 and "lengths do not tell texts from images" in err
+
+
+@pytest.mark.parametrize("names", [("vae", "vae"), ("compute",)])
+def test_stages_have_names_of_their_own(names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"stages: names .* must differ from each other"):
+        SimulationOptions(stages=tuple(map(EncoderStage, names)))
 
 
 def test_a_step_is_its_passes() -> None:

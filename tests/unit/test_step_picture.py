@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bascule import Cluster, Plan, PolynomialCost, TransformerCost, plan_batch
-from bascule.report.step_picture import MOST_RANKS, draw_step
+from bascule.report.step_picture import MOST_RANKS, draw_stages, draw_step
 from tests.helpers.cli import modules_imported_by, run
 
 ROOT = Path(__file__).parents[2]
@@ -142,3 +142,27 @@ def test_a_picture_needs_no_torch(tmp_path: Path) -> None:
     modules = modules_imported_by("-m", "bascule.cli", *arguments)
     assert "bascule.report.step_picture" in modules
     assert "torch" not in modules and "plotly" not in modules
+
+
+def test_stages_follow_each_other_with_the_waiting_between_them() -> None:
+    before = {
+        "vae": {"seconds": [1.0, 4.0], "work": [1.0, 4.0]},
+        "transformer": {"seconds": [7.0, 4.0], "work": [2.0, 3.0]},
+    }
+    after = {
+        "vae": {"seconds": [2.5, 2.5], "work": [2.5, 2.0]},
+        "transformer": {"seconds": [3.5, 3.5], "work": [2.5, 2.5]},
+    }
+    svg = draw_stages(before, after)
+    assert "1.33x as fast (measured)" in svg and "the step ends: 8 s" in svg
+    assert ">vae</text>" in svg and "<title>transformer: 2 s</title>" in svg
+    panels = panel_of(svg, "before"), panel_of(svg, "after")
+    scale = 620.0 / 8.0
+    for bars, stages in zip(panels, (before, after), strict=True):
+        work = np.sum([one["work"] for one in stages.values()], axis=0)
+        end = np.sum([one["seconds"] for one in stages.values()], axis=0)
+        np.testing.assert_allclose(widths(bars, "work"), work * scale, atol=0.05)
+        np.testing.assert_allclose(widths(bars, "work", "wait"), end * scale, atol=0.05)
+    starts = [float(rect.get("x", "nan")) for rect in panels[1][1]["work"]]
+    np.testing.assert_allclose(starts, [118.0, 118.0 + 2.5 * scale], atol=0.05)
+    assert "37.5% of the ranks' time is not work" in svg

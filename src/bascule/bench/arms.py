@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bascule.attention import PackedSequences, attend_packed
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.mean import MeanOver, global_mean
 from bascule.models import Exchange, LocalExchange
 from bascule.parallel import SequenceParallel
@@ -58,14 +58,20 @@ class Arm:
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
         self._make_exchange = make_exchange
         self._group = group
+        self._device = device_of(group)
         self._num_steps = 0
 
-    def step(self, batch: FlowBatch) -> StepResult:
-        """Forward, backward and optimiser; gradients stay until the next step, for comparison."""
+    def step(self, make_batch: Callable[[], FlowBatch]) -> StepResult:
+        """Forward, backward and optimiser; gradients stay until the next step, for comparison.
+
+        Args:
+            make_batch: Gives what to train on; its seconds count.
+        """
         self._num_steps += 1
         self.optimizer.zero_grad(set_to_none=True)
-        device = batch.target_iC.device
+        device = self._device
         start = _now(device)
+        batch = make_batch()
         exchange = self._make_exchange(batch.seq_lens)
 
         def loss_of(model: nn.Module) -> Tensor:

@@ -1,9 +1,9 @@
 """The main measurement: the same batches without and with balancing, interleaved step by step."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from bascule.bench.arms import Arm, MakeExchange, balanced, unbalanced
+from bascule.bench.arms import Arm, MakeExchange, StepResult, balanced, unbalanced
 from bascule.bench.options import BenchOptions
+from bascule.comm.agree import agree_on
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
+from bascule.comm.new_groups import new_group
 from bascule.comm.transfers import all_gather, all_reduce
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
@@ -23,10 +25,13 @@ from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
 from bascule.training.building import build_model, model_config
 from bascule.training.flow import FlowBatch
 from bascule.training.measure import measure_cost
-from bascule.workload.photos import PhotoOptions, PhotoStream
+from bascule.training.stages.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
 
 _NUM_PROBES = 5
+
+_Batch = TypeVar("_Batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +88,26 @@ class Paired:
         self.topology = options.check(world_size)
         self.options, self.device = options, device
         self.dtype: torch.dtype = getattr(torch, options.dtype)
-        self.stream = open_stream(options, rank, world_size)
+        self.encoders = self._agreed_encoders(world_size)
+        self.stream = open_stream(options, self.encoders, rank, world_size)
         self.mesh = init_device_mesh(device.type, (world_size,))
         self.group: RankGroup = member_of(resolve(self.mesh), "data")
         self._config = model_config(options, self.stream)
         self.cost = self._cost()
         self.arms: list[Arm] = []
+
+    def _agreed_encoders(self, world_size: int) -> FrozenEncoders:
+        """The same on all ranks, and no error on any."""
+        options, found, error = self.options, FrozenEncoders(), None
+        if not options.encodes:
+            return found
+        try:
+            found = load_encoders(options)
+        except ConfigError as met:
+            error = met
+        host = new_group(range(world_size), "bench", options.timeout_s, backend="gloo")
+        agree_on(host, {"encoders": str(found.settings)}, error, what="bascule bench")
+        return found
 
     @property
     def setting(self) -> Setting:
@@ -169,8 +188,12 @@ class Paired:
             kernel=self.options.kernel,
         )
 
+    def own_lens(self, step: int) -> list[int]:
+        """Tokens of the samples of this rank."""
+        return self.stream.batch(step).seq_lens
+
     def _longest(self, step: int) -> int:
-        longest = torch.tensor([max(self.stream.batch(step).seq_lens, default=0), 256])
+        longest = torch.tensor([max(self.own_lens(step), default=0), 256])
         longest = longest.to(device_of(self.group))
         return int(all_gather(self.group, Call("all_gather (longest sequence)"), longest).max())
 
@@ -193,24 +216,31 @@ class Comparison(Paired):
     def run(self) -> Iterator[StepRecord]:
         """Train; yields each step after the warm-up."""
         for step in range(self.options.warmup + self.options.steps):
-            flow = self.flow(self._batch(step))
-            results = {arm: self.arms[arm].step(flow) for arm in self.in_turns(step)}
-            step_of = results[1].exchange
-            assert isinstance(step_of, Step)
-            number = step_of.number
-            seconds = self.slowest(number, results[0].seconds, results[1].seconds)
-            plan = step_of.metrics() | self._totals(step_of)
-            record = StepRecord(
-                step=step - self.options.warmup,
-                loss_unbalanced=results[0].loss,
-                loss_balanced=results[1].loss,
-                grad_difference=self.grad_difference(number),
-                seconds_unbalanced=seconds[0],
-                seconds_balanced=seconds[1],
-                plan=plan,
-            )
+            record = self.trained(step)
             if step >= self.options.warmup:
                 yield record
+
+    def trained(self, step: int) -> StepRecord:
+        """Train both ways on the batches of a step."""
+        flow = self.flow(self.load(step, self.stream.batch))
+        results = {arm: self.arms[arm].step(lambda: flow) for arm in self.in_turns(step)}
+        return self.recorded(step, results)
+
+    def recorded(self, step: int, results: dict[int, StepResult]) -> StepRecord:
+        """What both arms gave, the same on every rank."""
+        step_of = results[1].exchange
+        assert isinstance(step_of, Step)
+        number = step_of.number
+        seconds = self.slowest(number, results[0].seconds, results[1].seconds)
+        return StepRecord(
+            step=step - self.options.warmup,
+            loss_unbalanced=results[0].loss,
+            loss_balanced=results[1].loss,
+            grad_difference=self.grad_difference(number),
+            seconds_unbalanced=seconds[0],
+            seconds_balanced=seconds[1],
+            plan=step_of.metrics() | self._totals(step_of),
+        )
 
     def _totals(self, step: Step) -> dict[str, Any]:
         sent = self.reduced(torch.tensor([step.traffic.total]), "sent bytes", step.number)
@@ -221,11 +251,11 @@ class Comparison(Paired):
             "single_binds": step.plan.binding is not None,
         }
 
-    def _batch(self, step: int) -> SampleBatch:
+    def load(self, step: int, read: Callable[[int], _Batch]) -> _Batch:
         """This rank's batch; a rank that cannot load one ends all ranks with the same error."""
         batch, error = None, None
         try:
-            batch = self.stream.batch(step)
+            batch = read(step)
         except (ConfigError, OSError) as met:
             error = met
         self.parallel.agree_on_error("loading a batch", error, step + 1)
@@ -233,7 +263,9 @@ class Comparison(Paired):
         return batch
 
 
-def open_stream(options: BenchOptions, rank: int, world_size: int) -> SampleStream:
+def open_stream(
+    options: BenchOptions, encoders: FrozenEncoders, rank: int, world_size: int
+) -> SampleStream:
     """The batches of one rank.
 
     Raises:
@@ -248,9 +280,7 @@ def open_stream(options: BenchOptions, rank: int, world_size: int) -> SampleStre
         rank=rank,
         world_size=world_size,
         seed=options.seed,
-        options=PhotoOptions(
-            max_tokens=options.max_tokens, strict=options.strict, clip_frames=options.clip_frames
-        ),
+        options=encoders.photo_options(options),
     )
 
 

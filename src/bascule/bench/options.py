@@ -26,6 +26,8 @@ class BenchOptions(RunOptions):
         batch_size: Photos and clips a rank and step.
         out: Folder for summary.json and steps.jsonl.
         report: Where to write a page of it all, .html.
+        picture: Where to draw a step without and with balancing as an SVG, with --vae or
+            --text-encoder: the step whose speed-up is the median.
     """
 
     planner: Literal["lpt", "knapsack"] = "lpt"
@@ -36,6 +38,7 @@ class BenchOptions(RunOptions):
     batch_size: int = 2
     out: Path = Path("results/bench")
     report: Path | None = None
+    picture: Path | None = None
 
     def check(self, world_size: int) -> Topology:
         """Everything that can be known before ranks are launched; returns the bags of the world.
@@ -65,6 +68,13 @@ class BenchOptions(RunOptions):
 
     def _check_values(self) -> None:
         self.check_source()
+        if self.picture is not None and not self.encodes:
+            raise ConfigError(f"--picture {self.picture}: give --vae or --text-encoder, too")
+        if self.loader and self.encodes:
+            raise ConfigError(
+                "--loader moves samples before they are encoded, which is not compared: leave out "
+                "--vae and --text-encoder, or --loader"
+            )
         self.check_least(
             steps=1,
             warmup=0,

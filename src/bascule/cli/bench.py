@@ -12,10 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.bench.options import BenchOptions
-from bascule.cli.writing import check_outputs, tell_written, write_report
+from bascule.cli.writing import check_outputs, tell_written, write_report, write_text
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
-from bascule.report.reports import of_bench
+from bascule.report.reports import STAGE_KINDS, of_bench, stage_rows
+from bascule.report.step_picture import draw_stages
 from bascule.training.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
 
@@ -53,7 +54,12 @@ def bench(options: BenchOptions, arguments: list[str]) -> None:
     from bascule.bench.launch import default_num_ranks, in_a_job, launch
 
     _check_numbers(options)
-    check_outputs(photos=options.photos, out=options.out, report=options.report)
+    check_outputs(
+        photos=options.photos,
+        out=options.out,
+        report=options.report,
+        picture=options.picture,
+    )
     if in_a_job():
         _run_rank(options)
         return
@@ -87,10 +93,11 @@ def _check(options: BenchOptions, num_ranks: int) -> None:
     """Find a user's error before any rank starts, where it can be told in one sentence."""
     from bascule.bench.compare import open_stream
     from bascule.training.building import model_config
+    from bascule.training.stages.frozen_encoders import load_encoders
 
     options.check(num_ranks)
     with without_warnings():  # rank 0 will warn of the same photos
-        stream = open_stream(options, 0, num_ranks)
+        stream = open_stream(options, load_encoders(options), 0, num_ranks)
     check_kernel(options, model_config(options, stream))
     try:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -129,12 +136,20 @@ def _run_rank(options: BenchOptions) -> None:
     from bascule.bench.compare import Comparison, summarize
     from bascule.bench.launch import joined
     from bascule.bench.loader_compare import LoaderComparison, summarize_loader
+    from bascule.bench.stage_compare import StagedComparison, median_step, summarize_stages
 
     with joined(options.timeout_s) as device:
         if options.loader:
             comparison = LoaderComparison(options, device)
             records = _followed(comparison, comparison.run(), options.steps)
             summary = summarize_loader(records, comparison.setting, options)
+        elif options.encodes:
+            comparison = StagedComparison(options, device)
+            records = _followed(comparison, comparison.run(), options.steps)
+            summary = summarize_stages(records, comparison.setting, options)
+            if options.picture is not None and comparison.group.rank == 0:
+                picture = draw_stages(*median_step(records).stages.values())
+                write_text(Console(), "--picture", options.picture, picture)
         else:
             comparison = Comparison(options, device)
             records = _followed(comparison, comparison.run(), options.steps)
@@ -197,6 +212,8 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
     table.add_row("loss, first step", *(f"{loss:.6f}" for loss in first))
     table.add_row("loss, last step", *(f"{loss:.6f}" for loss in last))
     console.print(table)
+    if "stages" in summary:
+        console.print(*(_stages(summary["stages"], kind) for kind in STAGE_KINDS), sep="\n")
     loader = summary.get("loader")
     sent = f"{summary['sent_bytes_per_step'] / 2**20:.1f} MiB"
     low, high = summary["measured_ratio_spread"]
@@ -218,6 +235,17 @@ def _print(console: Console, summary: dict[str, Any]) -> None:
     )
     for warning in warnings(summary):
         console.print(f"warning: {warning}", soft_wrap=True)
+
+
+def _stages(stages: dict[str, Any], kind: str) -> Table:
+    """Imbalance, seconds and speed-up of each stage."""
+    heading, *rows = stage_rows(stages, kind)
+    table = Table(title=f"stages, {kind}")
+    for place, name in enumerate(heading):
+        table.add_column(name, justify="right" if place else "left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _loader_lines(loader: dict[str, Any], num_steps: int) -> str:

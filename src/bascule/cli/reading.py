@@ -16,6 +16,7 @@ from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.topology.spec import Topology
 from bascule.workload.codes import (
     MAX_SEQUENCES,
+    SampleShape,
     deal,
     parse_data_codes,
     read_lengths,
@@ -94,17 +95,31 @@ class InputOptions:
             return _pad(_parse_lengths(self.lengths), self.ranks)
         if self.file is not None:
             return read_lengths(self.file, num_ranks=num_ranks)
+        return seq_lens(self.read_shapes(num_ranks, steps_after=steps_after))
+
+    def read_shapes(
+        self, num_ranks: int | None = None, *, steps_after: int = 0
+    ) -> list[list[SampleShape]]:
+        """The samples of each source rank, of --manifest or --data: text and images told apart.
+
+        Args:
+            num_ranks: Ranks that a manifest is dealt to.
+            steps_after: How many steps after --step, where `has_steps`.
+
+        Raises:
+            ConfigError: The source is malformed or does not fit.
+        """
         if self.manifest is not None:
             if num_ranks is None:
                 raise ConfigError(
                     "--manifest needs --ranks, such as --ranks 8: a list of samples has no ranks"
                 )
-            return deal(
-                self._drawn(self._manifest_lens, num_ranks, self.step + steps_after), num_ranks
-            )
-        assert self.data is not None
+            shapes = self._manifest_shapes
+            return deal(self._drawn(shapes, num_ranks, self.step + steps_after), num_ranks)
+        if self.data is None:
+            raise ConfigError("lengths do not tell texts from images: give --data or --manifest")
         codes, step = parse_data_codes(self.data), self.step + steps_after
-        return seq_lens(sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks))
+        return sample_lengths(codes, seed=self.seed, step=step, world_size=self.ranks)
 
     @property
     def has_steps(self) -> bool:
@@ -115,30 +130,29 @@ class InputOptions:
         """Batches of an epoch of --manifest with --batch-size, which was read; None of others."""
         if self.manifest is None or self.batch_size is None:
             return None
-        return max(len(self._manifest_lens) // (self.batch_size * num_ranks), 1)
+        return max(len(self._manifest_shapes) // (self.batch_size * num_ranks), 1)
 
     @cached_property
-    def _manifest_lens(self) -> list[int]:
-        """Tokens of all samples of --manifest, which many steps are drawn from."""
+    def _manifest_shapes(self) -> list[SampleShape]:
+        """All samples of --manifest, which many steps are drawn from."""
         assert self.manifest is not None
         most = MAX_SEQUENCES if self.batch_size is None else None
         compress = self.compress_frames
-        shapes = read_manifest(self.manifest, compress_frames=compress, max_samples=most)
-        return [shape.seq_len for shape in shapes]
+        return read_manifest(self.manifest, compress_frames=compress, max_samples=most)
 
-    def _drawn(self, lens: list[int], num_ranks: int, step: int) -> list[int]:
+    def _drawn(self, shapes: list[SampleShape], num_ranks: int, step: int) -> list[SampleShape]:
         """The samples of a step; every epoch has another order, and drops what fills no step."""
         if self.batch_size is None:
-            return lens
+            return shapes
         size = whole("--batch-size", self.batch_size, 1, MAX_SEQUENCES) * num_ranks
-        if size > len(lens):
+        if size > len(shapes):
             raise ConfigError(
                 f"--batch-size {self.batch_size} on {num_ranks} ranks takes {size} samples a step, "
-                f"and {self.manifest} has {len(lens)}: use a smaller one"
+                f"and {self.manifest} has {len(shapes)}: use a smaller one"
             )
-        epoch, place = divmod(step, len(lens) // size)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(lens))
-        return [lens[k] for k in order[place * size : (place + 1) * size]]
+        epoch, place = divmod(step, len(shapes) // size)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(shapes))
+        return [shapes[k] for k in order[place * size : (place + 1) * size]]
 
 
 _UNITS: dict[str, tuple[float, tuple[str, ...]]] = {

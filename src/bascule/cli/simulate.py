@@ -1,7 +1,9 @@
 """`bascule simulate`: what a training step takes on machines that need not be there."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -9,11 +11,14 @@ from bascule.cli.reading import InputOptions, MachineOptions
 from bascule.cli.writing import STDOUT, check_outputs, tell_written, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import passes_of
 from bascule.report.reports import of_simulation
 from bascule.sim.simulated_traces import segments_of
 from bascule.sim.simulation import SimulationOptions, simulate
-from bascule.sim.step_seconds import Sharding
+from bascule.sim.simulation_result import SimulationResult
+from bascule.sim.step_seconds import EncoderStage, Sharding
 from bascule.workload.traces import write_steps
 
 _DEFAULT_STEPS = 20
@@ -39,6 +44,9 @@ class SimulateOptions(InputOptions, MachineOptions):
         inter_gbs: GB that a rank sends in a second to other nodes, in place of the profile's.
         params_b: Parameters in billions; those of plain blocks if not given.
         shard_ranks: Ranks that share the parameters; those of a node if not given.
+        text_encoder_us: Microseconds that a text encoder takes for a text token, where its rank has
+            loaded it; and, in rows named "+ encoders", in balance. For --data and --manifest.
+        vae_us: Likewise of a VAE, for an image token.
         kb_per_token: KB of activations that a token holds, over all layers; those of checkpointed
             blocks if not given.
         json: Where to write it all as JSON; - for standard output.
@@ -56,6 +64,8 @@ class SimulateOptions(InputOptions, MachineOptions):
     inter_gbs: float | None = None
     params_b: float | None = None
     shard_ranks: int | None = None
+    text_encoder_us: float | None = None
+    vae_us: float | None = None
     kb_per_token: float | None = None
     json: Path | None = None
     report: Path | None = None
@@ -72,6 +82,43 @@ class SimulateOptions(InputOptions, MachineOptions):
         if params is not None:
             params = max(round(number("--params-b", params, most=_MOST_BILLIONS) * 1e9), 1)
         return Sharding(params, self.shard_ranks)
+
+    @property
+    def stages(self) -> tuple[EncoderStage, ...]:
+        """Encoders before the model, as `bascule bench` names them.
+
+        Raises:
+            ConfigError: A value is out of range.
+        """
+        found: list[EncoderStage] = []
+        if self.text_encoder_us is not None:
+            seconds = number("--text-encoder-us", self.text_encoder_us) * 1e-6
+            found.append(EncoderStage("text_encoder", text_token_s=seconds))
+        if self.vae_us is not None:
+            seconds = number("--vae-us", self.vae_us) * 1e-6
+            found.append(EncoderStage("vae", image_token_s=seconds))
+        return tuple(found)
+
+
+def _simulated(
+    batches: Sequence[Any],
+    profile: HardwareProfile,
+    cost: TransformerCost,
+    topologies: Sequence[str],
+    options: SimulationOptions,
+) -> SimulationResult:
+    """Each topology; with encoders, also with these in balance."""
+
+    def run(stages: tuple[EncoderStage, ...]) -> SimulationResult:
+        chosen = replace(options, stages=stages)
+        return simulate(batches, profile=profile, model=cost, topologies=topologies, options=chosen)
+
+    found = run(options.stages)
+    if not options.stages:
+        return found
+    even = run(tuple(replace(stage, is_balanced=True) for stage in options.stages)).runs
+    named = tuple(replace(one, name=f"{one.name} + encoders") for one in even)
+    return replace(found, runs=(*found.runs, *named))
 
 
 def simulation(options: SimulateOptions) -> None:
@@ -97,20 +144,20 @@ def simulation(options: SimulateOptions) -> None:
         per_token = number("--kb-per-token", options.kb_per_token) * 1e3
         cost = replace(cost, bytes_per_token=per_token)
     with Console(stderr=True).status("simulating"):
-        batches = [options.read(steps_after=k) for k in range(steps * options.accumulate)]
+        read = options.read_shapes if options.stages else options.read
+        numbers = range(steps * options.accumulate)
+        batches = [read(options.ranks, steps_after=k) for k in numbers]
         chosen = SimulationOptions(
             num_steps=steps,
             accumulate=options.accumulate,
             ranks_per_node=options.ranks_per_node,
             sharding=options.sharding,
             passes=passes_of("step", profile),
+            stages=options.stages,
             train_steps=_train_steps(options, len(batches[0])),
             gpu_hour_price=options.gpu_hour_price,
         )
-        topologies = options.topologies
-        found = simulate(
-            batches, profile=profile, model=cost, topologies=topologies, options=chosen
-        )
+        found = _simulated(batches, profile, cost, options.topologies, chosen)
     console = Console(stderr=options.json == STDOUT)
     console.print(*found.tables(), sep="\n")
     for line in found.told:

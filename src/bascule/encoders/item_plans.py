@@ -112,8 +112,7 @@ class Encoding:
         num_items: Items of all ranks.
         num_moved: Those that another rank than their owner encoded; all of those that all ranks
             gave.
-        loaded: Imbalance (slowest rank over the mean) as the items were given.
-        balanced: Imbalance as they were encoded.
+        loads_as_given: What the items of each rank cost, as they were given.
         loads: Cost of the items that each rank encoded: in seconds if the encoder was given a
             cluster, else in the unit of its cost model.
         gain_s: Seconds by which the slowest rank ends earlier, the backward pass included; None
@@ -124,12 +123,21 @@ class Encoding:
 
     num_items: int
     num_moved: int
-    loaded: float
-    balanced: float
+    loads_as_given: tuple[float, ...]
     loads: tuple[float, ...]
     gain_s: float | None = None
     exchange_s: float | None = None
     exchange_bytes: int = 0
+
+    @property
+    def loaded(self) -> float:
+        """Imbalance (slowest rank over the mean) as the items were given."""
+        return imbalance(np.array(self.loads_as_given))
+
+    @property
+    def balanced(self) -> float:
+        """Imbalance as they were encoded."""
+        return imbalance(np.array(self.loads))
 
     def __str__(self) -> str:
         priced = ""
@@ -283,6 +291,5 @@ def plan_items(
         if may_stay and round(1e9 * gain_s) <= round(1e9 * exchange_s):
             plan, after = stays, before
     num_moved = int(plan.leaves.sum()) if num_ranks > 1 else 0
-    loads = tuple(after.tolist())
-    even = imbalance(before), imbalance(after)
-    return plan, Encoding(loaded.num_items, num_moved, *even, loads, *weighed)
+    loads = tuple(before.tolist()), tuple(after.tolist())
+    return plan, Encoding(loaded.num_items, num_moved, *loads, *weighed)

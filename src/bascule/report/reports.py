@@ -12,10 +12,9 @@ from bascule.plan.topology.search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows
 from bascule.report.sparse_picture import draw
-from bascule.report.step_picture import draw_step
+from bascule.report.step_picture import draw_stages, draw_step
 from bascule.sim.simulation_result import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
-from bascule.sim.step_seconds import KINDS
 
 _MOST_ROWS = 200
 
@@ -189,6 +188,7 @@ def of_bench(
                 seconds,
             ),
             draw_lines("Loss", "The curves of both lie on each other.", ("step", "loss"), losses),
+            *_stage_parts(summary, steps),
         ),
         notes=(
             "The prediction counts compute only, not the wires.",
@@ -199,6 +199,44 @@ def of_bench(
 
 
 _ARMS = ("unbalanced", "balanced")
+STAGE_KINDS = ("predicted", "measured")
+"""What is told of the stages of a step, twice."""
+
+
+def _stage_parts(
+    summary: dict[str, Any], steps: Sequence[dict[str, Any]]
+) -> tuple[Chart | Rows, ...]:
+    """Of steps that begin with encoders: the stages of the last step, and what each takes."""
+    if "stages" not in summary:
+        return ()
+    tables = [(kind, *stage_rows(summary["stages"], kind)) for kind in STAGE_KINDS]
+    stages = steps[-1]["stages"]
+    words = "Above without, below with bascule: one bar a rank, its stages after each other."
+    picture = draw_stages(*(stages[arm] for arm in _ARMS))
+    return (
+        Chart("The last step, stage by stage", words, picture),
+        *(Rows(f"Stages, {kind}", heading, tuple(rows)) for kind, heading, *rows in tables),
+    )
+
+
+def stage_rows(stages: dict[str, Any], kind: str) -> list[tuple[str, ...]]:
+    """A heading, and what a summary says of each stage and of the step.
+
+    Args:
+        stages: Of the summary.
+        kind: One of `STAGE_KINDS`.
+    """
+    heading = ("", "imbalance without", "with", "seconds without", "with", "speed-up")
+    rows: list[tuple[str, ...]] = [heading]
+    for name, stage in stages.items():
+        cells = [name.replace("_", " ")]
+        for measure, form in (("imbalance", ".2f"), ("seconds", ".3g")):
+            for arm in _ARMS:
+                value = stage[arm].get(f"{measure}_{kind}")
+                cells.append("" if value is None else f"{value:{form}}")
+        cells.append(f"{stage[f'{kind}_ratio']:.2f}x")
+        rows.append(tuple(cells))
+    return rows
 
 
 def _s(arm: dict[str, Any]) -> str:
@@ -213,8 +251,13 @@ def of_simulation(found: SimulationResult) -> Report:
     """
     first, best = found.runs[0], min(found.runs, key=lambda run: 1.0 / run.tokens_per_s)
     ratio, saved, money = found.speedup(best), found.saved_gpu_hours(best), found.saved_money(best)
-    spent = [run.seconds.mean(axis=2).sum(axis=0) / run.tokens.sum() * 1e6 for run in found.runs]
-    kinds = {name: [float(one[place]) for one in spent] for place, name in enumerate(KINDS)}
+    kinds = {
+        name: [
+            run.means[name] / run.accumulate * run.tokens.size / run.tokens.sum() * 1e6
+            for run in found.runs
+        ]
+        for name in first.means
+    }
     metric_rows, second_rows = found.rows()
     facts = (
         Fact("best", "most tokens a second", best.name, best.name),

@@ -1,6 +1,6 @@
 """A picture of one training step, before and after balancing, as an SVG."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -14,16 +14,19 @@ from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.routes import Ints
 
 Floats = npt.NDArray[np.float64]
+Stages = Mapping[str, Mapping[str, Sequence[float]]]
 
 MOST_RANKS = 64
 """Bars of a picture; the ranks after these are left out, and it says so."""
 
 _COLORS = ("#9ecae9", "#4c9bd6", "#1f6fb2", "#f2a541", "#d1495b")
 _NUM_COLORS = len(_COLORS)
+_STAGE_COLORS = ("#f2a541", "#4c9bd6", "#1f6fb2")
 _LEFT, _PLOT, _RIGHT = 118.0, 620.0, 22.0
 _BAR, _PITCH, _HEAD, _FOOT = 18.0, 23.0, 54.0, 20.0
 _WIDTH = _LEFT + _PLOT + _RIGHT
 _THINNEST = 0.005  # less is a rounding error
+_WIRES, _WAIT = 'class="wires"', 'class="wait"'
 _CARD = f'<rect class="card" x="0.5" y="0.5" width="{_WIDTH - 1:g}" rx="8" height="%g"/>'
 
 # The card has a background of its own, so that it reads the same on white and on dark pages.
@@ -43,18 +46,26 @@ patternTransform="rotate(45)"><rect width="6" height="6" fill="#eceae4"/>\
 
 
 @dataclass(frozen=True)
+class _Segment:
+    """A part of a bar: how it looks, what is said of it, and how long it is."""
+
+    look: str
+    title: str
+    length: float
+
+
+@dataclass(frozen=True)
 class _Bar:
-    """What one rank computes: the ids of its sequences, and the cost of its part of each."""
+    """What one rank does, one part after the other."""
 
     label: str
-    seq_ids: Ints
-    costs: Floats
+    segments: tuple[_Segment, ...]
     load: float
 
     @property
-    def rest(self) -> float:
-        """What is not compute: wires, launches and carried loads."""
-        return self.load - float(self.costs.sum())
+    def waiting(self) -> float:
+        """What is waiting before the bar's end."""
+        return sum(part.length for part in self.segments if part.look == _WAIT)
 
 
 def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str = "TFLOP") -> str:
@@ -75,41 +86,118 @@ def draw_step(plan: Plan, cost: Cost, cluster: Cluster | None = None, unit: str 
     Returns:
         The text of an SVG file; the same for the same plan.
     """
-    before, after = _as_loaded(plan, cost, cluster), _as_planned(plan, cost, cluster)
-    longest = max(bar.load for bar in before + after)
-    scale = _PLOT / longest if longest > 0 else 0.0
     colors = _Colors.of(plan.seq_lens)
-    height = _HEAD + _PITCH * min(plan.num_ranks, MOST_RANKS) + _FOOT
+    before = _as_loaded(plan, cost, cluster, colors)
+    after = _as_planned(plan, cost, cluster, colors)
     speed_up = max(bar.load for bar in before) / plan.makespan if plan.makespan > 0 else 1.0
-    first = f"Before: each rank computes what it loaded. {_waiting(before)}"
-    second = f"After: {speed_up:.2f}x as fast (predicted). {_waiting(after)}"
+    words = (
+        f"Before: each rank computes what it loaded. {_waiting(before)}",
+        f"After: {speed_up:.2f}x as fast (predicted). {_waiting(after)}",
+    )
+    used = {colors.of_len(seq_len) for seq_len in plan.seq_lens.tolist() if seq_len}
+    bounds = [bound for bound in colors.upper if colors.of_len(bound) in used]
+    legend = [(_work(colors.of_len(bound)), f"to {bound:,}") for bound in bounds]
+    scale = _scale(before, after)
+    wires = [part.length for bar in after for part in bar.segments if part.look == _WIRES]
+    legend += [(_WIRES, "wires")] * any(length * scale >= _THINNEST for length in wires)
+    legend.append((_WAIT, "waiting for the slowest rank"))
+    return _drawn((before, after), words, unit, ("tokens", legend))
+
+
+def draw_stages(before: Stages, after: Stages) -> str:
+    """Draw a measured step twice, stage by stage: without balancing, and below it with balancing.
+
+    There is one bar for each rank. The stages follow each other; the hatched rest of a stage is
+    what its rank did not encode, or compute in blocks, in: it waited, exchanged, or planned.
+
+    Args:
+        before: By the name of each stage in its order, "seconds" from its begin to its end and
+            "work" seconds within: lists with a number for each rank.
+        after: The same with balancing.
+
+    Returns:
+        The text of an SVG file.
+    """
+    bars = [_staged(stages) for stages in (before, after)]
+    ends = [max(bar.load for bar in one) for one in bars]
+    speed_up = ends[0] / ends[1] if ends[1] > 0 else 1.0
+    shares = [_waiting(one).replace("waiting", "not work") for one in bars]
+    words = (
+        f"Without: each rank computes what it loaded. {shares[0]}",
+        f"With bascule: {speed_up:.2f}x as fast (measured). {shares[1]}",
+    )
+    names = [name.replace("_", " ") for name in before]
+    legend = [(_work(color), name) for name, color in zip(names, _STAGE_COLORS, strict=False)]
+    legend.append((_WAIT, "waiting, exchanges, and what is between"))
+    return _drawn((bars[0], bars[1]), words, "s", ("stages", legend))
+
+
+def _staged(stages: Stages) -> list[_Bar]:
+    """The stages of each rank, with the waiting between them."""
+    bars: list[_Bar] = []
+    num_ranks = len(next(iter(stages.values()))["seconds"])
+    for rank in range(num_ranks):
+        segments: list[_Segment] = []
+        for (name, one), color in zip(stages.items(), _STAGE_COLORS, strict=False):
+            work, rest = one["work"][rank], max(one["seconds"][rank] - one["work"][rank], 0.0)
+            title = f"{name.replace('_', ' ')}: {work:.4g} s"
+            segments += [
+                _Segment(_work(color), title, work),
+                _Segment(_WAIT, f"{rest:.4g} s", rest),
+            ]
+        load = sum(part.length for part in segments)
+        bars.append(_Bar(f"rank {rank}", tuple(segments), load))
+    return bars
+
+
+def _drawn(
+    panels: tuple[list[_Bar], list[_Bar]],
+    words: tuple[str, str],
+    unit: str,
+    legend: tuple[str, list[tuple[str, str]]],
+) -> str:
+    """Two panels of one scale, and what the colours mean: a word, and entries."""
+    scale = _scale(*panels)
+    num_ranks = len(panels[0])
+    height = _HEAD + _PITCH * min(num_ranks, MOST_RANKS) + _FOOT
     total = 2 * height + 62.0
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {total:g}" '
         f'width="{_WIDTH:g}" height="{total:g}" role="img">',
-        f"<title>{escape(f'One step on {plan.num_ranks} ranks, before and after')}</title>",
+        f"<title>{escape(f'One step on {num_ranks} ranks, before and after')}</title>",
         _STYLE,
         _CARD % (total - 1),
-        *_panel("before", first, before, plan, (0.0, scale, unit), colors),
-        *_panel("after", second, after, plan, (height, scale, unit), colors),
-        *_legend(2 * height, colors, plan, any(bar.rest * scale >= _THINNEST for bar in after)),
+        *_panel("before", words[0], panels[0], (0.0, scale, unit)),
+        *_panel("after", words[1], panels[1], (height, scale, unit)),
+        *_legend(2 * height, legend, num_ranks),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _as_loaded(plan: Plan, cost: Cost, cluster: Cluster | None) -> list[_Bar]:
+def _scale(*panels: list[_Bar]) -> float:
+    """Of a picture in which the longest bar fills the width."""
+    longest = max(bar.load for bars in panels for bar in bars)
+    return _PLOT / longest if longest > 0 else 0.0
+
+
+def _work(color: str) -> str:
+    return f'class="work" fill="{color}"'
+
+
+def _as_loaded(plan: Plan, cost: Cost, cluster: Cluster | None, colors: "_Colors") -> list[_Bar]:
     """Every sequence stays on the rank that loaded it."""
     costs = _costs(plan, cost, cluster)
     loads = plan.unbalanced_loads(cost, cluster)
     bars: list[_Bar] = []
     for rank in range(plan.num_ranks):
         ids = _longest_first(plan, np.flatnonzero(plan.source_ranks == rank))
-        bars.append(_Bar(f"rank {rank}", ids, costs[ids], float(loads[rank])))
+        parts = _sequences(plan, ids, costs[ids], float(loads[rank]), colors)
+        bars.append(_Bar(f"rank {rank}", parts, float(loads[rank])))
     return bars
 
 
-def _as_planned(plan: Plan, cost: Cost, cluster: Cluster | None) -> list[_Bar]:
+def _as_planned(plan: Plan, cost: Cost, cluster: Cluster | None, colors: "_Colors") -> list[_Bar]:
     """The ranks of a bag share each of its sequences equally."""
     costs = _costs(plan, cost, cluster)
     bars: list[_Bar] = []
@@ -118,8 +206,22 @@ def _as_planned(plan: Plan, cost: Cost, cluster: Cluster | None) -> list[_Bar]:
         size = int(plan.topology.bag_sizes[bag])
         ids = _longest_first(plan, np.flatnonzero(plan.bag_of == bag))
         label = f"rank {rank}" if size == 1 else f"rank {rank}, bag of {size}"
-        bars.append(_Bar(label, ids, costs[ids] / size, float(plan.loads[rank])))
+        parts = _sequences(plan, ids, costs[ids] / size, float(plan.loads[rank]), colors)
+        bars.append(_Bar(label, parts, float(plan.loads[rank])))
     return bars
+
+
+def _sequences(
+    plan: Plan, seq_ids: Ints, costs: Floats, load: float, colors: "_Colors"
+) -> tuple[_Segment, ...]:
+    """A rank's part of each of its sequences, then what is not compute."""
+    parts: list[_Segment] = []
+    for seq_id, cost in zip(seq_ids.tolist(), costs.tolist(), strict=True):
+        seq_len = int(plan.seq_lens[seq_id])
+        title = f"sequence {seq_id}: {seq_len:,} tokens"
+        parts.append(_Segment(_work(colors.of_len(seq_len)), title, cost))
+    rest = load - float(costs.sum())
+    return (*parts, _Segment(_WIRES, "wires, launches and carried loads", rest))
 
 
 def _costs(plan: Plan, cost: Cost, cluster: Cluster | None) -> Floats:
@@ -133,17 +235,15 @@ def _longest_first(plan: Plan, seq_ids: Ints) -> Ints:
 
 
 def _waiting(bars: Sequence[_Bar]) -> str:
-    share = 1.0 - 1.0 / metrics.imbalance(np.array([bar.load for bar in bars]))
+    loads = np.array([bar.load for bar in bars])
+    share = 1.0 - 1.0 / metrics.imbalance(loads)
+    if loads.max() > 0:
+        share += sum(bar.waiting for bar in bars) / float(loads.max()) / len(bars)
     return f"{share:.1%} of the ranks' time is waiting."
 
 
 def _panel(
-    name: str,
-    title: str,
-    bars: Sequence[_Bar],
-    plan: Plan,
-    frame: tuple[float, float, str],
-    colors: "_Colors",
+    name: str, title: str, bars: Sequence[_Bar], frame: tuple[float, float, str]
 ) -> list[str]:
     """A heading and one bar for each rank; `frame` is its top, the scale and the unit."""
     top, scale, unit = frame
@@ -155,7 +255,7 @@ def _panel(
         f'<text class="title" x="18" y="{top + 27:g}">{escape(title)}</text>',
     ]
     for number, bar in enumerate(bars):
-        parts += _bar(bar, top + _HEAD + _PITCH * number, end, scale, plan, colors)
+        parts += _bar(bar, top + _HEAD + _PITCH * number, end, scale)
     parts += [
         f'<line class="end" x1="{x:.2f}" y1="{top + _HEAD - 6:g}" x2="{x:.2f}" y2="{bottom:g}"/>',
         f'<text x="{x:.2f}" y="{bottom + 12:g}" text-anchor="end">'
@@ -165,9 +265,7 @@ def _panel(
     return parts
 
 
-def _bar(
-    bar: _Bar, top: float, end: float, scale: float, plan: Plan, colors: "_Colors"
-) -> list[str]:
+def _bar(bar: _Bar, top: float, end: float, scale: float) -> list[str]:
     """The segments of one rank, then its waiting time."""
     parts = [
         '<g class="rank">',
@@ -175,19 +273,13 @@ def _bar(
     ]
     place = f'y="{top:g}" height="{_BAR:g}"'
     x = _LEFT
-    for seq_id, cost in zip(bar.seq_ids.tolist(), bar.costs.tolist(), strict=True):
-        seq_len = int(plan.seq_lens[seq_id])
-        parts.append(
-            f'<rect class="work" x="{x:.2f}" {place} width="{cost * scale:.2f}" '
-            f'fill="{colors.of_len(seq_len)}"><title>sequence {seq_id}: {seq_len:,} tokens'
-            "</title></rect>"
-        )
-        x += cost * scale
-    if bar.rest * scale >= _THINNEST:
-        parts.append(
-            f'<rect class="wires" x="{x:.2f}" {place} width="{bar.rest * scale:.2f}">'
-            "<title>wires, launches and carried loads</title></rect>"
-        )
+    for part in bar.segments:
+        width = part.length * scale
+        if width >= _THINNEST or part.look not in (_WIRES, _WAIT):
+            look, _, fill = part.look.partition(" ")
+            shown = f'x="{x:.2f}" {place} width="{width:.2f}"' + (f" {fill}" if fill else "")
+            parts.append(f"<rect {look} {shown}><title>{escape(part.title)}</title></rect>")
+        x += width
     parts.append(
         f'<rect class="wait" x="{_LEFT + bar.load * scale:.2f}" {place} '
         f'width="{(end - bar.load) * scale:.2f}"><title>waiting</title></rect>'
@@ -223,15 +315,11 @@ def _rounded(value: float) -> int:
     return int(round(value / step) * step)
 
 
-def _legend(top: float, colors: _Colors, plan: Plan, has_wires: bool) -> list[str]:
-    """What the colours mean, in one row; colours that no sequence has are left out."""
-    used = {colors.of_len(seq_len) for seq_len in plan.seq_lens.tolist() if seq_len}
-    bounds = [bound for bound in colors.upper if colors.of_len(bound) in used]
-    entries = [(f'class="work" fill="{colors.of_len(bound)}"', f"to {bound:,}") for bound in bounds]
-    entries += [('class="wires"', "wires")] * has_wires
-    entries.append(('class="wait"', "waiting for the slowest rank"))
+def _legend(top: float, legend: tuple[str, list[tuple[str, str]]], num_ranks: int) -> list[str]:
+    """What the colours mean, in one row; colours that nothing has are left out."""
+    word, entries = legend
     x, y = 18.0, top + 22.0
-    parts = ['<g class="legend">', f'<text x="{x:g}" y="{y + 11.5:g}">tokens</text>']
+    parts = ['<g class="legend">', f'<text x="{x:g}" y="{y + 11.5:g}">{word}</text>']
     x += 54.0
     for look, text in entries:
         parts += [
@@ -239,7 +327,7 @@ def _legend(top: float, colors: _Colors, plan: Plan, has_wires: bool) -> list[st
             f'<text x="{x + 22:g}" y="{y + 11.5:g}">{escape(text)}</text>',
         ]
         x += 36.0 + 7.0 * len(text)
-    if plan.num_ranks > MOST_RANKS:
-        left_out = f"({plan.num_ranks - MOST_RANKS:,} more ranks)"
+    if num_ranks > MOST_RANKS:
+        left_out = f"({num_ranks - MOST_RANKS:,} more ranks)"
         parts.append(f'<text x="18" y="{y - 9:g}">{left_out}</text>')
     return [*parts, "</g>"]

@@ -11,7 +11,6 @@ from bascule.workload.traces.trace_writing import Kind, Segment
 
 _ORDER: tuple[tuple[str, Kind], ...] = (
     ("loader", "communication"),
-    ("encoders", "compute"),
     ("routing", "communication"),
     ("all_gather", "communication"),
     ("compute", "compute"),
@@ -19,7 +18,8 @@ _ORDER: tuple[tuple[str, Kind], ...] = (
     ("ring", "communication"),
 )
 """What a rank does in a microbatch, one after the other: the simulator knows sums, not an order.
-Before it the host is at work, which shows as a gap; at its end ranks meet to reduce gradients."""
+Encoders come after the first. Before it all the host is at work, which shows as a gap; at its end
+ranks meet to reduce gradients."""
 
 
 def segments_of(run: SimulatedRun) -> Iterator[Segment]:
@@ -50,8 +50,10 @@ def segments_of(run: SimulatedRun) -> Iterator[Segment]:
 def _of_rank(run: SimulatedRun, m: int, rank: int, begin: float, end: float) -> Iterator[Segment]:
     """A microbatch of a rank."""
     spent = dict(zip(KINDS, run.seconds[m, :, rank].tolist(), strict=True))
+    spent |= dict(zip(run.stages, run.stage_s[m, :, rank].tolist(), strict=True))
     now = begin + spent["host"]
-    for name, kind in _ORDER:
+    stages: list[tuple[str, Kind]] = [(name, "compute") for name in run.stages]
+    for name, kind in (_ORDER[0], *stages, *_ORDER[1:]):
         if spent[name] > 0:
             shown = name if kind == "compute" else f"{name} of rank {rank}"
             yield Segment(rank, kind, shown, now, spent[name])

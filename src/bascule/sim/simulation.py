@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,14 @@ from bascule.plan.topology.search import suggest_topology
 from bascule.sim.placements import AUTO, TOKENS, Loaded, Placement, Policy, planned, policy_of
 from bascule.sim.simulation_result import Setting, SimulatedRun, SimulationResult
 from bascule.sim.step_seconds import (
+    KINDS,
     NUM_ROUTES,
     EncoderStage,
     Machine,
     Sharding,
     microbatch_seconds,
 )
-from bascule.workload.codes import parse_data_codes, sample_lengths
+from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths
 
 _MOST_MICROBATCHES = 100_000
 _MOST_BATCHES, _MOST_RANKED = 20, 20_000
@@ -94,6 +96,12 @@ class SimulationOptions:
         of_type("SimulationOptions(sharding", self.sharding, Sharding, "a Sharding(..)")
         for stage in listed("SimulationOptions(stages", self.stages):
             of_type("SimulationOptions(stages: each", stage, EncoderStage, "an EncoderStage(..)")
+        names = [stage.name for stage in self.stages]
+        if len({*names, *KINDS}) < len(names) + len(KINDS):
+            raise ConfigError(
+                f"SimulationOptions(stages: names {names} must differ from each other, and from "
+                f"{', '.join(KINDS)}"
+            )
         for name in ("loader_bytes_per_s", "sample_bytes_per_token"):
             put(self, name, rate(f"SimulationOptions({name}", getattr(self, name)))
         if (value := self.routed_bytes_per_token) is not None:
@@ -102,7 +110,7 @@ class SimulationOptions:
 
 
 def simulate(
-    data: str | Sequence[Sequence[npt.ArrayLike]],
+    data: str | Sequence[Sequence[npt.ArrayLike | Sequence[SampleShape]]],
     *,
     profile: HardwareProfile | str,
     model: TransformerCost,
@@ -116,8 +124,8 @@ def simulate(
     ranks, in time and memory.
 
     Args:
-        data: Data codes, of which steps are drawn; or batches, each one list of token counts a
-            source rank: the microbatches, in order.
+        data: Data codes, of which steps are drawn; or batches, each one list a source rank, of
+            token counts or of `SampleShape`: the microbatches, in order.
         profile: The machine; or its file or name, as for `HardwareProfile.load`.
         model: The model, and what is planned by. Its `gamma` is of the forward pass.
         topologies: What to compare: topologies ("g4n8"), which bascule plans; "knapsack g4n8", the
@@ -215,11 +223,13 @@ def _simulated(
 ) -> SimulatedRun:
     spent: list[Floats] = []
     hidden: list[Floats] = []
+    stages: list[Floats] = []
     columns: list[tuple[int, float, Floats, Floats]] = []
     for one in placed:
         found = microbatch_seconds(one, machine)
         spent.append(found.spent)
         hidden.append(found.hidden)
+        stages.append(found.stages)
         columns.append(_measures(one, machine))
     tokens, flops, workloads, held = zip(*columns, strict=True)
     return SimulatedRun(
@@ -232,6 +242,8 @@ def _simulated(
         np.stack(workloads),
         np.stack(held),
         peak,
+        tuple(stage.name for stage in machine.stages),
+        np.stack(stages),
     )
 
 
@@ -257,17 +269,29 @@ def _drawn(data: str, options: SimulationOptions) -> list[Loaded]:
     run: list[Loaded] = []
     for step in range(options.num_steps * options.accumulate):
         ranks = sample_lengths(codes, seed=options.seed, step=step, world_size=options.num_ranks)
-        source = np.repeat(np.arange(len(ranks)), [len(shapes) for shapes in ranks])
-        lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
-        texts = np.array([s.text_tokens for shapes in ranks for s in shapes], dtype=np.int64)
-        run.append(Loaded(len(ranks), source, lens, texts))
+        run.append(_of_shapes(ranks))
     return run
+
+
+def _has_shapes(ranks: Sequence[object]) -> bool:
+    lists = [cast(list[object], own) for own in ranks if isinstance(own, list)]
+    return any(isinstance(one, SampleShape) for own in lists for one in own)
+
+
+def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
+    source = np.repeat(np.arange(len(ranks)), [len(shapes) for shapes in ranks])
+    lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
+    texts = np.array([s.text_tokens for shapes in ranks for s in shapes], dtype=np.int64)
+    return Loaded(len(ranks), source, lens, texts)
 
 
 def _given(data: object) -> list[Loaded]:
     run: list[Loaded] = []
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
+        if _has_shapes(ranks):
+            run.append(_of_shapes(cast(Sequence[Sequence[SampleShape]], ranks)))
+            continue
         loaded = batch_of(ranks, run[0].num_ranks if run else len(ranks))
         if loaded.masks is not None or loaded.context_lens is not None:
             raise ConfigError(

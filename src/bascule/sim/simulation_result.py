@@ -36,6 +36,8 @@ class SimulatedRun:
         workloads: (M, N) what the cost model says of each rank: forward, without wires.
         activation_bytes: (M, N) held until the backward pass.
         peak_flops_per_s: Of all ranks; None if the profile has none.
+        stages: Names of the encoders.
+        stage_s: (M, len(stages), N) seconds of each; "encoders" among the kinds is their sum.
     """
 
     name: str
@@ -47,6 +49,19 @@ class SimulatedRun:
     workloads: Floats
     activation_bytes: Floats
     peak_flops_per_s: float | None
+    stages: tuple[str, ...]
+    stage_s: Floats
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Mean seconds of a rank and step by kind, encoders one by one."""
+        spent = self.seconds.mean(axis=(0, 2)) * self.accumulate
+        kinds = dict(zip(KINDS, spent.tolist(), strict=True))
+        if not self.stages:
+            return kinds
+        of_stages = (self.stage_s.mean(axis=(0, 2)) * self.accumulate).tolist()
+        del kinds["encoders"]
+        return dict(zip(self.stages, of_stages, strict=True)) | kinds
 
     def spent_on(self, kind: str) -> Floats:
         """(M, N) seconds of each rank.
@@ -112,6 +127,15 @@ class SimulatedRun:
             "activation_bytes": self.most_activation_bytes,
             "seconds": dict(zip(KINDS, means.tolist(), strict=True)),
             "hidden_seconds": dict(zip(HIDDEN, hidden.tolist(), strict=True)),
+            "stages": {name: self._stage(place) for place, name in enumerate(self.stages)},
+        }
+
+    def _stage(self, place: int) -> dict[str, float]:
+        """Mean over steps: imbalance of an encoder, and seconds of its slowest rank."""
+        spent = self.stage_s[:, place]
+        return {
+            "imbalance": float(np.mean([metrics.imbalance(one) for one in spent])),
+            "seconds": float(spent.max(axis=1).mean()) * self.accumulate,
         }
 
 
@@ -226,9 +250,9 @@ class SimulationResult:
         Kinds on which no run spends anything are left out.
         """
         metric_rows = [("", "WIR", "FBL, s", "TPS, k", "HFU, %", "idle, %", "activations, GB")]
-        means = [run.seconds.mean(axis=(0, 2)) * run.accumulate for run in self.runs]
-        kinds = [place for place in range(len(KINDS)) if any(one[place] > 0 for one in means)]
-        second_rows = [("seconds of", *(KINDS[place] for place in kinds))]
+        means = [run.means for run in self.runs]
+        kinds = [name for name in means[0] if any(one[name] > 0 for one in means)]
+        second_rows = [("seconds of", *(name.replace("_", " ") for name in kinds))]
         for run, spent in zip(self.runs, means, strict=True):
             hfu = "" if run.hfu is None else f"{100 * run.hfu:.1f}"
             rates = f"{run.wir:.2f}", f"{run.fbl_s:.3g}", f"{run.tokens_per_s / 1e3:.4g}", hfu
@@ -236,7 +260,7 @@ class SimulationResult:
             held = f"{run.most_activation_bytes / 1e9:.3g}{large}"
             shares = f"{100 * run.idle_share:.1f}", held
             metric_rows.append((run.name, *rates, *shares))
-            second_rows.append((run.name, *(_short(float(spent[place])) for place in kinds)))
+            second_rows.append((run.name, *(_short(spent[name]) for name in kinds)))
         return metric_rows, second_rows
 
     def tables(self) -> list[Table]:

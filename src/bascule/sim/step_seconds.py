@@ -15,6 +15,7 @@ from bascule.plan.costs.passes import Passes, in_passes
 from bascule.plan.costs.prices import RankState, price
 from bascule.plan.loaded.sequences import Batch
 from bascule.plan.routes import Ints
+from bascule.plan.solver.solve import assign
 from bascule.sim.placements import SAMPLES, TOKENS, Placement
 
 KINDS = (
@@ -45,7 +46,8 @@ class EncoderStage:
         sample_s: Seconds of a sample, as of a text that is padded.
         text_token_s: Seconds of a text token.
         image_token_s: Seconds of any other token.
-        is_balanced: Whether ranks share the samples evenly, as a balanced encoder does.
+        is_balanced: Whether samples go where there is time, as with a balanced encoder: ranks then
+            wait for each other at its end. Moves are not counted.
 
     Raises:
         ConfigError: A value is out of range.
@@ -68,9 +70,10 @@ class EncoderStage:
         num_ranks, images = placed.topology.num_ranks, placed.real_lens - placed.texts
         each = self.sample_s * (placed.real_lens > 0)
         each = each + self.text_token_s * placed.texts + self.image_token_s * images
+        if self.is_balanced and each.size:
+            return assign(each, num_ranks).loads
         at = placed.bag_of if placed.moves == SAMPLES else placed.source
-        seconds: Floats = np.bincount(at, each, num_ranks).astype(np.float64)
-        return np.full(num_ranks, seconds.mean()) if self.is_balanced else seconds
+        return np.bincount(at, each, num_ranks).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +171,12 @@ class MicrobatchSeconds:
     Attributes:
         spent: (len(KINDS), N) seconds of each rank.
         hidden: (len(HIDDEN), N) seconds of exchanges that nobody waited for.
+        stages: (stages, N) seconds of each encoder.
     """
 
     spent: Floats
     hidden: Floats
+    stages: Floats
 
 
 def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds:
@@ -184,7 +189,8 @@ def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds
     """
     none = np.zeros(placed.topology.num_ranks)
     spent = dict.fromkeys(KINDS, none) | _computed(placed, machine)
-    spent["encoders"] = sum((stage.seconds(placed) for stage in machine.stages), none)
+    stages = np.array([stage.seconds(placed) for stage in machine.stages]).reshape(-1, none.size)
+    spent["encoders"] = stages.sum(axis=0)
     if placed.moves == TOKENS:
         spent["routing"] = machine.routing(placed)
     gather, reduce = machine.sharding.seconds(machine.cost, machine.cluster)
@@ -195,10 +201,13 @@ def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds
         sent = _sent(placed, machine.cluster).sum(axis=0)
         moved = sent * machine.sample_bytes_per_token / machine.loader_bytes_per_s
     spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
-    busy = sum(spent.values(), none)
-    spent["waiting"] = busy.max() - busy
+    balanced = [own for own, stage in zip(stages, machine.stages, strict=True) if stage.is_balanced]
+    met = sum((own.max() - own for own in balanced), none)
+    busy = sum(spent.values(), none) + met
+    spent["waiting"] = met + busy.max() - busy
     hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
-    return MicrobatchSeconds(np.stack([spent[name] for name in KINDS]), np.maximum(hidden, 0.0))
+    every = np.stack([spent[name] for name in KINDS])
+    return MicrobatchSeconds(every, np.maximum(hidden, 0.0), stages)
 
 
 def _computed(placed: Placement, machine: Machine) -> dict[str, Floats]:

@@ -38,10 +38,10 @@ class FlowBatch:
         cls, batch: SampleBatch, *, seed: int, device: torch.device, dtype: torch.dtype
     ) -> Self:
         """Add noise to a batch and bring it to the device."""
-        noise = flow_noise(batch, seed=seed)
+        noise = flow_noise(batch, seed=seed).to(batch.image.device)
         timestep = flow_timesteps(batch, seed=seed)
         lens = torch.tensor(batch.image_lens, dtype=torch.int64)
-        t = timestep.repeat_interleave(lens)[:, None]
+        t = timestep.repeat_interleave(lens)[:, None].to(batch.image.device)
         inputs = PackedBatch(
             image_tokens=((1 - t) * batch.image + t * noise).to(device, dtype),
             text_tokens=batch.text.to(device, dtype),

@@ -6,6 +6,9 @@ from typing import Literal
 
 from bascule.errors import ConfigError
 
+TINY, TINY_WAN = "tiny", "tiny-wan"
+"""In place of folders of encoders: small ones of the real classes, with random weights."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
@@ -25,6 +28,10 @@ class RunOptions:
         num_heads: Attention heads.
         num_double: Blocks with separate weights for text and image.
         num_single: Blocks with shared weights.
+        vae: Folder of a VAE of diffusers, frozen, whose latents take the place of pixels; or tiny,
+            or tiny-wan for clips, with random weights.
+        text_encoder: Folder of a T5, UMT5 or CLIP text encoder of transformers, frozen, whose
+            embeddings take the place of a caption's bytes; or tiny, with random weights.
         checkpoint: Recompute activations in the backward.
         dtype: Of parameters and activations in forward and backward.
         gamma: Cost of an attention FLOP over one of a linear layer; measured first if not given.
@@ -45,6 +52,8 @@ class RunOptions:
     num_heads: int = 6
     num_double: int = 1
     num_single: int = 3
+    vae: str | None = None
+    text_encoder: str | None = None
     checkpoint: bool = False
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     gamma: float | None = None
@@ -54,6 +63,11 @@ class RunOptions:
     strict: bool = False
     timeout_s: float = 120.0
 
+    @property
+    def encodes(self) -> bool:
+        """Whether a frozen encoder stands before the transformer."""
+        return self.vae is not None or self.text_encoder is not None
+
     def check_source(self) -> None:
         """Refuse a run without data, or with two sorts of it.
 
@@ -62,6 +76,9 @@ class RunOptions:
         """
         if (self.photos is None) == (self.data is None):
             raise ConfigError("give either --photos FOLDER or --data CODES")
+        for flag, name in (("--vae", self.vae), ("--text-encoder", self.text_encoder)):
+            if name is not None and self.photos is None:
+                raise ConfigError(f"{flag} {name}: data codes have no pixels; give --photos")
 
     def check_least(self, **least: int) -> None:
         """Refuse numbers below these, which are given by the names of options.

@@ -31,14 +31,19 @@ def clip_paths(folder: Path, frame_suffixes: frozenset[str]) -> Iterator[Path]:
             yield path
 
 
-def read_frames(path: Path, most: int, frame_suffixes: frozenset[str]) -> list[Image.Image]:
-    """At most so many frames of a clip, of one size.
+def read_frames(
+    path: Path, most: int, frame_suffixes: frozenset[str], *, group: int = 1
+) -> list[Image.Image]:
+    """At most so many frames of a clip, of one size: one, and whole groups of frames.
 
     Raises:
         ConfigError: PyAV is missing, the video has no frame, or frames differ in size.
         Whatever decoders raise on damaged bytes.
     """
-    frames = _of_folder(path, most, frame_suffixes) if path.is_dir() else _of_video(path, most)
+    if path.is_dir():
+        frames = _of_folder(path, most, frame_suffixes, group)
+    else:
+        frames = _of_video(path, most, group)
     if not frames:
         raise ConfigError(f"{path} has no frame")
     sizes = {frame.size for frame in frames}
@@ -68,28 +73,30 @@ def _frame_paths(folder: Path, suffixes: frozenset[str]) -> list[Path]:
     return [path for *_, path in sorted(numbered)]
 
 
-def _of_folder(path: Path, most: int, suffixes: frozenset[str]) -> list[Image.Image]:
+def _of_folder(path: Path, most: int, suffixes: frozenset[str], group: int) -> list[Image.Image]:
     paths = _frame_paths(path, suffixes)
     frames: list[Image.Image] = []
-    for place in sorted(_chosen(len(paths), most)):
+    for place in sorted(_chosen(len(paths), most, group)):
         with Image.open(paths[place]) as frame:
             frame.load()
             frames.append(frame)
     return frames
 
 
-def _of_video(path: Path, most: int) -> list[Image.Image]:
+def _of_video(path: Path, most: int, group: int) -> list[Image.Image]:
     av = _pyav(path)
     with av.open(str(path)) as video:
         num_frames = sum(packet.size > 0 for packet in video.demux(video=0))
-    wanted = _chosen(num_frames, most)
+    wanted = _chosen(num_frames, most, group)
     with av.open(str(path)) as video:
         frames = enumerate(video.decode(video=0))
         return [frame.to_image() for place, frame in frames if place in wanted]
 
 
-def _chosen(num_frames: int, most: int) -> set[int]:
-    places = np.linspace(0, num_frames - 1, min(num_frames, most)).round()
+def _chosen(num_frames: int, most: int, group: int) -> set[int]:
+    num = min(num_frames, most)
+    num -= (num - 1) % group if num else 0
+    places = np.linspace(0, num_frames - 1, num).round()
     return set(places.astype(int).tolist())
 
 

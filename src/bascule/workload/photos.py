@@ -7,7 +7,7 @@ import hashlib
 import io
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,10 +19,16 @@ from torch import Tensor
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, whole
-from bascule.plan.files import parse_json, read_lines
+from bascule.workload.captions import caption_of, listed_captions
 from bascule.workload.clips import check_videos, clip_paths, read_frames
 from bascule.workload.codes import SampleShape, keyed_generator
-from bascule.workload.streams import SampleBatch, check_rank, pack_batch, sample_normals
+from bascule.workload.streams import (
+    RawBatch,
+    SampleBatch,
+    check_rank,
+    pack_batch,
+    sample_normals,
+)
 
 PHOTO_SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
@@ -37,15 +43,10 @@ class _Photo:
     """A photo, or a clip."""
 
     path: Path
-    caption: bytes
+    caption: Sequence[int]
     frames: int
     rows: int
     columns: int
-
-    @property
-    def shape(self) -> SampleShape:
-        tokens = self.frames * self.rows * self.columns
-        return SampleShape(len(self.caption), tokens, self.frames, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,10 @@ class PhotoOptions:
         strict: Refuse a folder with a photo that cannot be decoded.
         cache_bytes: Room for decoded photos in memory, filled by name while they fit.
         clip_frames: Most frames of a clip; 0 takes photos alone.
+        frame_group: Frames of a clip, after its first, that become one latent frame; what is left
+            of a multiple is not taken.
+        token_channels: Channels of an image token where it is not the pixels of a patch.
+        tokenize: The text tokens of a caption, and whether it was cut; None takes its bytes.
 
     Raises:
         ConfigError: A value is out of range.
@@ -72,9 +77,12 @@ class PhotoOptions:
     strict: bool = False
     cache_bytes: int = 256 * 2**20
     clip_frames: int = 0
+    frame_group: int = 1
+    token_channels: int | None = None
+    tokenize: Callable[[str], tuple[Sequence[int], bool]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("patch", "max_tokens", "text_dim"):
+        for name in ("patch", "max_tokens", "text_dim", "frame_group"):
             whole(f"PhotoOptions({name}", getattr(self, name), 1)
         whole("PhotoOptions(max_text_tokens", self.max_text_tokens)
         whole("PhotoOptions(clip_frames", self.clip_frames)
@@ -130,7 +138,7 @@ class PhotoStream:
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.in_channels = 3 * options.patch**2
+        self.in_channels = options.token_channels or 3 * options.patch**2
         self.text_dim = self.vec_dim = options.text_dim
         self.skipped = 0
         self._embedding = sample_normals([0], [256], options.text_dim, seed=0, stream="t_bytes")
@@ -155,8 +163,12 @@ class PhotoStream:
         """
         if step < 0:
             raise ConfigError(f"step must not be negative, got {step}")
+        return self.samples(self.numbers(step))
+
+    def numbers(self, step: int) -> range:
+        """Numbers of this rank's samples of a step, see `batch`."""
         first = (step * self.world_size + self.rank) * self.batch_size
-        return self.samples(range(first, first + self.batch_size))
+        return range(first, first + self.batch_size)
 
     @property
     def num_samples(self) -> int:
@@ -172,7 +184,25 @@ class PhotoStream:
 
     def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
         """Shapes of the samples with these numbers in the order of all epochs; reads no file."""
-        return [self._photos[index].shape for index in self._draw(numbers)]
+        return [self._shape(self._photos[index]) for index in self._draw(numbers)]
+
+    def _shape(self, photo: _Photo) -> SampleShape:
+        frames = _latent_frames(photo.frames, self._options)
+        tokens = frames * photo.rows * photo.columns
+        return SampleShape(len(photo.caption), tokens, frames, photo.columns)
+
+    def raw(self, numbers: Sequence[int]) -> RawBatch:
+        """The pixels and captions of the samples with these numbers, to be encoded.
+
+        Raises:
+            ConfigError: A photo that was readable at the start no longer is (names the file).
+        """
+        photos = [self._photos[index] for index in self._draw(numbers)]
+        texts = [torch.tensor(list(p.caption), dtype=torch.int64) for p in photos]
+        if self._options.tokenize is None:
+            texts = [self._embedding[text] for text in texts]
+        shapes = [self._shape(photo) for photo in photos]
+        return RawBatch(shapes, list(numbers), list(map(self._pixels, photos)), texts)
 
     def samples(self, numbers: Sequence[int]) -> SampleBatch:
         """The samples with these numbers in the order of all epochs, which are their ids.
@@ -180,16 +210,17 @@ class PhotoStream:
         Raises:
             ConfigError: A photo that was readable at the start no longer is (names the file).
         """
+        assert self._options.tokenize is None and self._options.token_channels is None, "use raw()"
         photos = [self._photos[index] for index in self._draw(numbers)]
         nothing = np.empty((0, self.in_channels), dtype=np.uint8)
         image = np.concatenate([nothing, *map(self._tokens, photos)])
         texts = [self._embedding[torch.tensor(list(p.caption)).long()] for p in photos]
         no_text = torch.empty(0, self.text_dim)
         return pack_batch(
-            [photo.shape for photo in photos],
+            [self._shape(photo) for photo in photos],
             image=torch.from_numpy(image).float() / 127.5 - 1.0,
             text=torch.cat([no_text, *texts]),
-            pooled=torch.stack([_mean(text) for text in texts]) if texts else no_text,
+            pooled=torch.stack([mean_text(text) for text in texts]) if texts else no_text,
             ids=numbers,
         )
 
@@ -208,12 +239,13 @@ class PhotoStream:
     def _scan(self, folder: Path) -> list[_Photo]:
         options, room = self._options, self._options.cache_bytes
         paths = _photo_paths(folder, with_clips=options.clip_frames > 0)
-        listed = _listed_captions(folder)
+        listed = listed_captions(folder)
         unknown = sorted(listed.keys() - {path.name for path in paths})
         if unknown and self.rank == 0:
             _log.warning("captions.jsonl names %d missing photos: %s", len(unknown), unknown[0])
         photos: list[_Photo] = []
         bad: list[str] = []
+        num_cut = 0
         for path in paths:
             try:
                 tokens, grid = _decode(path, options)
@@ -222,7 +254,8 @@ class PhotoStream:
                     raise
                 bad.append(str(error))
                 continue
-            caption = _caption(path, listed)[: options.max_text_tokens]
+            caption, is_cut = _text_tokens(caption_of(path, listed), options)
+            num_cut += is_cut
             photos.append(_Photo(path, caption, *grid))
             if tokens.nbytes <= room:
                 room -= tokens.nbytes
@@ -230,12 +263,21 @@ class PhotoStream:
         self.skipped = len(bad)
         if bad and self.rank == 0:
             _log.warning("skipped %d of %d photos: %s", len(bad), len(paths), "; ".join(bad))
+        if num_cut and self.rank == 0:
+            _log.warning("cut %d captions to what the text encoder takes", num_cut)
         if not photos:
             raise ConfigError(
                 f"no readable photo in {folder} ({len(bad)} unreadable); put photos directly in "
                 f"it, named *{', *'.join(sorted(PHOTO_SUFFIXES))}"
             )
         return photos
+
+    def _pixels(self, photo: _Photo) -> Tensor:
+        """(3, frames, h * P, w * P) uint8."""
+        frames, rows, columns, patch = photo.frames, photo.rows, photo.columns, self._options.patch
+        tokens = self._tokens(photo).reshape(frames, rows, columns, 3, patch, patch)
+        pixels = tokens.transpose(3, 0, 1, 4, 2, 5)
+        return torch.from_numpy(pixels.reshape(3, frames, rows * patch, columns * patch))
 
     def _tokens(self, photo: _Photo) -> NDArray[np.uint8]:
         """(frames * h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
@@ -264,36 +306,15 @@ def _photo_paths(folder: Path, *, with_clips: bool) -> list[Path]:
     return sorted([*photos, *clips])
 
 
-def _caption(path: Path, listed: dict[str, bytes]) -> bytes:
-    """UTF-8 bytes of a photo's caption, without white space around it; empty if it has none."""
-    beside = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
-    if not beside.is_file():
-        return listed.get(path.name, b"")
-    try:
-        return beside.read_bytes().removeprefix(b"\xef\xbb\xbf").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read the caption {beside}: {error}") from error
+def _text_tokens(caption: bytes, options: PhotoOptions) -> tuple[Sequence[int], bool]:
+    """The text tokens of a caption, none of an empty one; and whether they are not all of it."""
+    if not caption or options.tokenize is None:
+        return caption[: options.max_text_tokens], False
+    return options.tokenize(caption.decode("utf-8", "replace"))
 
 
-def _listed_captions(folder: Path) -> dict[str, bytes]:
-    """Captions of ``captions.jsonl`` by file name; empty if there is no such file."""
-    path = folder / "captions.jsonl"
-    if not path.exists():
-        return {}
-    captions: dict[str, bytes] = {}
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        match parse_json(line, where):
-            case {"file": str(name), "caption": str(caption)}:
-                pass
-            case row:
-                raise ConfigError(f'{where}: needs "file" and "caption", both text, got {row!r}')
-        if name in captions:
-            raise ConfigError(f"{where}: {name!r} has a caption already")
-        captions[name] = caption.encode("utf-8", "replace").strip()
-    return captions
+def _latent_frames(num_frames: int, options: PhotoOptions) -> int:
+    return 1 + (num_frames - 1) // options.frame_group
 
 
 def _decode(path: Path, options: PhotoOptions) -> tuple[NDArray[np.uint8], tuple[int, int, int]]:
@@ -303,9 +324,10 @@ def _decode(path: Path, options: PhotoOptions) -> tuple[NDArray[np.uint8], tuple
         if is_photo:
             images = [_read_photo(path)]
         else:
-            most_frames = min(options.clip_frames, options.max_tokens)
-            images = read_frames(path, most_frames, PHOTO_SUFFIXES)
-        most = options.max_tokens // len(images)
+            group = options.frame_group
+            most_frames = min(options.clip_frames, 1 + (options.max_tokens - 1) * group)
+            images = read_frames(path, most_frames, PHOTO_SUFFIXES, group=group)
+        most = options.max_tokens // _latent_frames(len(images), options)
         pixels = np.stack([_fit(_to_rgb(image), patch, most) for image in images])
     except MemoryError:
         raise
@@ -359,6 +381,6 @@ def _fit(image: Image.Image, patch: int, max_tokens: int) -> NDArray[np.uint8]:
     return np.asarray(image.crop((left, top, left + columns * patch, top + rows * patch)))
 
 
-def _mean(text: Tensor) -> Tensor:
+def mean_text(text: Tensor) -> Tensor:
     """Mean over tokens, zeros if there are none; (tokens, text_dim) -> (text_dim,)."""
     return text.sum(dim=0) / max(len(text), 1)

@@ -38,11 +38,11 @@ class SampleBatch:
     """The samples of one rank and step, packed without padding. Zero samples are legal.
 
     Attributes:
-        image: (Ti, C) float32, clean image tokens (x0), samples one after the other.
-        text: (Tt, text_dim) float32, text embeddings, samples one after the other.
+        image: (Ti, C) float32 at least, clean image tokens (x0), samples one after the other.
+        text: (Tt, text_dim) float32 at least, text embeddings, samples one after the other.
         is_image: (T,) bool, which packed token is an image token.
         pos: (T, 3) float32, (frame, row, column) of an image token; zeros for text.
-        pooled: (N, vec_dim) float32, one text vector per sample.
+        pooled: (N, vec_dim) float32 at least, one text vector per sample.
         sample_ids: (N,) int64, unique over ranks and steps of a run.
         seq_lens: Text and image tokens of each sample.
         image_lens: Image tokens of each sample.
@@ -68,6 +68,23 @@ class SampleBatch:
             pooled=self.pooled.to(device),
             sample_ids=self.sample_ids.to(device),
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RawBatch:
+    """The samples of one rank and step as pixels and captions, which encoders turn into tokens.
+
+    Attributes:
+        shapes: Of each sample, once it is encoded.
+        ids: Of each sample, unique over ranks and steps of a run.
+        pixels: Of each, (3, frames, height, width) uint8.
+        texts: Of each, (text tokens,) int64 to be encoded; or (text tokens, text_dim) embeddings.
+    """
+
+    shapes: list[SampleShape]
+    ids: list[int]
+    pixels: list[Tensor]
+    texts: list[Tensor]
 
 
 class Widths(Protocol):

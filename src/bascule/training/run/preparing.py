@@ -17,8 +17,9 @@ from bascule.training.building import model_config
 from bascule.training.measure import measure_cost
 from bascule.training.run.checkpoints import Facts, check_facts, newest_checkpoint
 from bascule.training.run.train_options import Schedule, TrainOptions, schedule_of, settings_of
+from bascule.training.stages.frozen_encoders import FrozenEncoders, load_encoders
 from bascule.workload.codes import parse_data_codes
-from bascule.workload.photos import PhotoOptions, PhotoStream
+from bascule.workload.photos import PhotoStream
 from bascule.workload.streams import SyntheticStream
 
 _NUM_PROBES = 5
@@ -31,6 +32,7 @@ class Prepared:
 
     Attributes:
         data: All samples, by number.
+        encoders: What turns them into tokens, if anything.
         schedule: Which of them are in which step.
         config: The model.
         settings: What decides the losses.
@@ -40,6 +42,7 @@ class Prepared:
     """
 
     data: PhotoStream | SyntheticStream
+    encoders: FrozenEncoders
     schedule: Schedule
     config: MMDiTConfig
     settings: dict[str, str]
@@ -56,9 +59,10 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
     """
     topology = options.check(world_size)
     cluster = _cluster(options, world_size) if topology == "auto" else None
-    data = _open(options, rank, world_size)
+    encoders = load_encoders(options)
+    data = _open(options, encoders, rank, world_size)
     schedule = schedule_of(options, data.num_samples)
-    settings = settings_of(options, data.digest, schedule)
+    settings = settings_of(options, data.digest, schedule) | encoders.settings
     checkpoint = newest_checkpoint(options.out)
     if checkpoint is not None:
         if not options.resume:
@@ -69,6 +73,7 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
         check_facts(checkpoint, Facts(settings, schedule))
     return Prepared(
         data=data,
+        encoders=encoders,
         schedule=schedule,
         config=model_config(options, data),
         settings=settings,
@@ -78,7 +83,9 @@ def prepare(options: TrainOptions, *, rank: int = 0, world_size: int = 1) -> Pre
     )
 
 
-def _open(options: TrainOptions, rank: int, world_size: int) -> PhotoStream | SyntheticStream:
+def _open(
+    options: TrainOptions, encoders: FrozenEncoders, rank: int, world_size: int
+) -> PhotoStream | SyntheticStream:
     if options.data is not None:
         codes = parse_data_codes(options.data)
         of_mix = sum(code.num_ranks for code in codes)
@@ -90,11 +97,7 @@ def _open(options: TrainOptions, rank: int, world_size: int) -> PhotoStream | Sy
         rank=rank,
         world_size=world_size,
         seed=options.seed,
-        options=PhotoOptions(
-            max_tokens=options.max_tokens,
-            strict=options.strict,
-            clip_frames=options.clip_frames,
-        ),
+        options=encoders.photo_options(options),
     )
 
 

@@ -42,9 +42,13 @@ class StepReports:
 
     What a plan predicts becomes seconds by the median rate of the last steps, so the first step has
     no prediction.
+
+    Args:
+        parts: Whose seconds are told.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Sequence[str] = PARTS) -> None:
+        self._parts = parts
         self._rates: deque[float] = deque(maxlen=_NUM_RATES)
 
     def report(
@@ -56,7 +60,7 @@ class StepReports:
             step: Its number, from 1.
             loss: Mean over all image tokens.
             plans: Of its microbatches.
-            seconds: (ranks, parts) of each of `PARTS`.
+            seconds: (ranks, parts) of each part.
             work: (ranks, microbatches) seconds in the model's blocks, forward and backward.
         """
         loads = np.stack([plan.loads for plan in plans], axis=1)
@@ -70,8 +74,8 @@ class StepReports:
             "sequences": sum(int(plan.seq_lens.size) for plan in plans),
             "tokens": sum(int(plan.seq_lens.sum()) for plan in plans),
             "topology": " ".join(dict.fromkeys(str(plan.topology) for plan in plans)),
-            "mean_s": dict(zip(PARTS, seconds.mean(axis=0).tolist(), strict=True)),
-            "max_s": dict(zip(PARTS, seconds.max(axis=0).tolist(), strict=True)),
+            "mean_s": dict(zip(self._parts, seconds.mean(axis=0).tolist(), strict=True)),
+            "max_s": dict(zip(self._parts, seconds.max(axis=0).tolist(), strict=True)),
             "makespan_s": {
                 "predicted": None if rate is None else predicted * rate,
                 "measured": measured,

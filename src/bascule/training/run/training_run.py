@@ -1,7 +1,7 @@
 """A run of `bascule train` on its ranks: load, plan behind the step, train, tell, save."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.guard.failures import explained, telling, told
 from bascule.comm.new_groups import new_group
+from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.parallel_plans import PlannedLater
@@ -28,14 +29,17 @@ from bascule.training.run.preparing import Prepared, cost_of, prepare
 from bascule.training.run.step_metrics import PARTS, MetricsLog, StepReports
 from bascule.training.run.stopwatch import Stopwatch, TimedStep, watch_blocks
 from bascule.training.run.train_options import TrainOptions, split
+from bascule.training.stages.encoder_stages import EncoderStages, watch_encoders
 from bascule.training.stepping import sync_of, train_step
+from bascule.workload.photos import PhotoStream
+from bascule.workload.streams import SampleBatch
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
     """A step whose samples a thread loads and whose plan another one makes."""
 
-    flows: Future[list[FlowBatch]]
+    flows: Future[Callable[[], list[FlowBatch]]]
     plans: PlannedLater
     shares: list[float]
 
@@ -80,6 +84,8 @@ class TrainingRun:
             dtype=self._dtype,
         )
         self._watch = Stopwatch(device)
+        self._stages = self._make_stages()
+        self._parts = (*PARTS, *(() if self._stages is None else self._stages.last))
         watch_blocks([*self._model.double_blocks, *self._model.single_blocks], self._watch)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=options.lr)
         facts = Facts(self._prepared.settings, self._prepared.schedule)
@@ -108,15 +114,16 @@ class TrainingRun:
                 self._run(pool, lambda record: (log.write(record), on_step(record)))
 
     def _run(self, pool: ThreadPoolExecutor, on_step: Callable[[dict[str, Any]], object]) -> None:
-        reports = StepReports()
+        reports = StepReports(self._parts)
         ahead = self._begin(self.done, pool) if self.done < self.num_steps else None
         while ahead is not None:
             steps, loss, seconds, following = self._train(ahead, pool)
             table = self._agree(seconds, following)
             self.done += 1
-            stops, parts, work = np.split(table, (1, 1 + len(PARTS)), axis=1)
+            stops, parts, work = np.split(table, (1, 1 + len(self._parts)), axis=1)
             plans = [step.plan for step in steps]
-            on_step(reports.report(self.done, loss, plans, parts, work))
+            record = reports.report(self.done, loss, plans, parts, work)
+            on_step(record | ({} if self._stages is None else {"encoders": self._stages.report()}))
             if stops.any() or self._is_due():
                 self.checkpoint = self._checkpoints.save(self.done, self._model, self._optimizer)
             if stops.any() and following is not None:
@@ -136,7 +143,10 @@ class TrainingRun:
         seconds: dict[str, Any] = {"plan": time.perf_counter() - start}
         is_last = self.done + 1 == self.num_steps
         following = None if is_last else self._begin(self.done + 1, pool)
-        parts = zip(ahead.flows.result(), steps, ahead.shares, strict=True)
+        make_flows = ahead.flows.result()
+        with explained(f"step {self.done + 1}: encode"):
+            flows = make_flows()
+        parts = zip(flows, steps, ahead.shares, strict=True)
         losses = [partial(self._loss_of, number, *part) for number, part in enumerate(parts)]
         begun = watch.now()
         with explained(f"step {self.done + 1}: train"):
@@ -177,12 +187,22 @@ class TrainingRun:
     def _own(self, numbers: range) -> range:
         return split(numbers, self._num_ranks)[self.rank]
 
-    def _load(self, micros: list[range]) -> list[FlowBatch]:
-        samples = map(self._prepared.data.samples, micros)
+    def _load(self, micros: list[range]) -> Callable[[], list[FlowBatch]]:
+        """What gives the samples with their noise, and encodes them first, if that is to be."""
+        data, stages = self._prepared.data, self._stages
+        if stages is None:
+            made = self._noised(map(data.samples, micros))
+            return lambda: made
+        assert isinstance(data, PhotoStream)
+        raw = [data.raw(numbers) for numbers in micros]
+        return lambda: self._noised(stages.encode(raw))
+
+    def _noised(self, batches: Iterable[SampleBatch]) -> list[FlowBatch]:
+        """With their noise, on the device."""
         build = partial(
             FlowBatch.build, seed=self._options.seed, device=self._device, dtype=self._dtype
         )
-        return [build(batch) for batch in samples]
+        return list(map(build, batches))
 
     def _agree(self, seconds: dict[str, Any], following: _Ahead | None) -> Any:
         """What all ranks measured, and whether one stops; or the error that one of them met.
@@ -194,7 +214,7 @@ class TrainingRun:
         error = None if following is None else following.flows.exception()
         waited = time.perf_counter() - start
         known = {"data": waited} | seconds
-        own = [float(self._is_stopping()), *(known.get(name, 0.0) for name in PARTS)]
+        own = [float(self._is_stopping()), *(known.get(name, 0.0) for name in self._parts)]
         numbers = np.array([*own, *seconds["work"]])
         said = agree(
             self._group,
@@ -226,6 +246,20 @@ class TrainingRun:
         )
         assert found is not None
         return found
+
+    def _make_stages(self) -> EncoderStages | None:
+        options, prepared = self._options, self._prepared
+        if not prepared.encoders:
+            return None
+        watch_encoders(prepared.encoders, self._watch)
+        return EncoderStages(
+            prepared.encoders,
+            self._mesh,
+            widths=prepared.data,
+            seed=options.seed,
+            watch=self._watch,
+            options=EncoderOptions(device=self._device, timeout_s=options.timeout_s),
+        )
 
     def _make_parallel(self) -> SequenceParallel:
         options, prepared = self._options, self._prepared

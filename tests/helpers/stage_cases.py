@@ -1,0 +1,143 @@
+"""Steps from pixels and captions: in balance, on the owners, and in one process by hand."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from bascule.bench.arms import Arm, balanced, unbalanced
+from bascule.comm.groups import member_of, resolve
+from bascule.encoders import EncoderOptions
+from bascule.models import LocalExchange, MMDiT
+from bascule.parallel import SequenceParallel
+from bascule.plan.costs.cost_models import TransformerCost
+from bascule.training.building import build_model, model_config
+from bascule.training.flow import FlowBatch
+from bascule.training.run.stopwatch import Stopwatch
+from bascule.training.run_options import RunOptions
+from bascule.training.stages.encoder_stages import EncoderStages
+from bascule.training.stages.frozen_encoders import FrozenEncoders, load_encoders
+from bascule.workload.photos import PhotoStream
+from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
+from tests.helpers.cases import Gradients, assert_same
+from tests.helpers.ranks import raised_by
+from tests.helpers.train_runs import run
+from tests.helpers.training import sharded_gradients
+
+CPU, SEED = torch.device("cpu"), 3
+
+
+def options_of(album: Path, **settings: Any) -> RunOptions:
+    small: dict[str, Any] = {"d_model": 32, "num_heads": 2, "num_single": 1, "dtype": "float64"}
+    return RunOptions(**(small | {"photos": album, "seed": SEED} | settings))
+
+
+def by_hand(encoders: FrozenEncoders, raw: RawBatch) -> SampleBatch:
+    """What the real classes give, one sample after the other; texts padded to one length."""
+    images = [_image(encoders, *both) for both in zip(raw.ids, raw.pixels, strict=True)]
+    texts = list(raw.texts)
+    if encoders.text is not None and any(map(len, texts)):
+        most = max(map(len, texts))
+        ids = torch.stack([torch.nn.functional.pad(x, (0, most - len(x))) for x in texts])
+        lens = torch.tensor([len(x) for x in texts])
+        mask = (torch.arange(most) < lens[:, None]).long()
+        hidden = encoders.text.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        texts = [hidden[k, : len(x)] for k, x in enumerate(texts)]
+    return pack_batch(
+        raw.shapes,
+        image=torch.cat(images),
+        text=torch.cat(texts),
+        pooled=torch.stack([x.sum(0) / max(len(x), 1) for x in texts]),
+        ids=raw.ids,
+    )
+
+
+def _image(encoders: FrozenEncoders, sample_id: int, pixels: Tensor) -> Tensor:
+    values = (pixels.float() if encoders.vae is None else pixels.double()) / 127.5 - 1.0
+    side = 16
+    if encoders.vae is not None:
+        vae, side = encoders.vae.vae, 2
+        is_video = encoders.vae.is_video
+        found = vae.encode(values[None] if is_video else values.transpose(0, 1)).latent_dist
+        mean, std = (
+            part[0] if is_video else part.transpose(0, 1) for part in (found.mean, found.std)
+        )
+        normals = sample_normals([sample_id], [mean.numel()], 1, seed=SEED, stream="latent")
+        values = mean + std * normals.view(mean.shape)
+        if not is_video:
+            values = values * vae.config.scaling_factor
+    c, f, h, w = values.shape
+    cut = values.reshape(c, f, h // side, side, w // side, side)
+    return torch.einsum("cfhpwq->fhwcpq", cut).reshape(-1, c * side**2)
+
+
+def reference(
+    options: RunOptions, encoders: FrozenEncoders, data: PhotoStream, numbers: list[int]
+) -> tuple[float, Gradients]:
+    """Loss and gradients of one process that computes everything."""
+    with torch.no_grad():
+        batch = by_hand(encoders, data.raw(numbers))
+    flow = FlowBatch.build(batch, seed=SEED, device=CPU, dtype=torch.float64)
+    model = MMDiT(model_config(options, data))
+    model.init_weights(SEED)
+    model.double()
+    loss = flow.per_token_loss(model(flow.inputs, LocalExchange(flow.seq_lens))).mean()
+    loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), grads
+
+
+def check_steps(
+    album: Path, settings: dict[str, Any], per_rank: list[list[int]], moves: bool
+) -> dict[str, Any]:
+    """Both arms against the reference; what the stages moved."""
+    options, rank, size = options_of(album, **settings), dist.get_rank(), dist.get_world_size()
+    encoders = load_encoders(options)
+    data = PhotoStream(album, 1, seed=SEED, options=encoders.photo_options(options))
+    want = reference(options, encoders, data, [n for own in per_rank for n in own])
+    mesh = init_device_mesh("cpu", (size,))
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("ranks", "alone"))["alone"]
+    config, group = model_config(options, data), member_of(resolve(mesh), "data")
+    parallel = SequenceParallel(mesh, f"g1n{size}", TransformerCost(32))
+    said: dict[str, Any] = {}
+    for where, exchange in ((alone, unbalanced(CPU)), (mesh, balanced(parallel))):
+        stages = EncoderStages(
+            encoders,
+            where,
+            widths=data,
+            seed=SEED,
+            watch=Stopwatch(CPU),
+            options=EncoderOptions(device=CPU, timeout_s=10.0),
+        )
+        model = build_model(config, mesh, seed=SEED, checkpoint=False, dtype=torch.float64)
+
+        def make_batch(stages: EncoderStages = stages) -> FlowBatch:
+            (batch,) = stages.encode([data.raw(per_rank[rank])])
+            assert not batch.image.requires_grad and not batch.text.requires_grad
+            return FlowBatch.build(batch, seed=SEED, device=CPU, dtype=torch.float64)
+
+        result = Arm(model, exchange, group, 1e-3).step(make_batch)
+        assert_same((result.loss, sharded_gradients(model)), want, f"{settings} {per_rank}")
+        said = stages.report()
+    assert all(one["moved"] > 0 for one in said.values()) or not moves, said
+    assert all(
+        p.grad is None for one in (encoders.vae, encoders.text) if one for p in one.parameters()
+    )
+    return said
+
+
+def refused_run(settings: dict[str, Any], missing: str = "") -> tuple[list[str], str]:
+    """How a run of `bascule train` is refused, where the last rank lacks a library."""
+    if missing and dist.get_rank() == dist.get_world_size() - 1:
+        sys.modules[missing] = None  # pyright: ignore[reportArgumentType]
+    return raised_by(run, settings)
+
+
+def check_all(
+    album: Path, cases: list[tuple[dict[str, Any], list[list[int]], bool]]
+) -> list[dict[str, Any]]:
+    return [check_steps(album, *case) for case in cases]
