@@ -294,7 +294,7 @@ def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_command_line_tells_what_wires_take(capsys: pytest.CaptureFixture[str]) -> None:
-    lens = ("--lengths", "90000/70/80/60", "--topology", "g2r2n1", "--wires")
+    lens = ("--lengths", "90000/70/80/60", "--topology", "g2r2n1", "--wires", "--num-layers", "1")
     code, out, _ = run(capsys, "plan", *lens, "--intra-gbs", "0.1")
     makespan_s = float(out.split("makespan ")[1].split(" s")[0])
     seq_lens = np.array([90_000, 70, 80, 60])
