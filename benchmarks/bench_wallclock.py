@@ -1,6 +1,6 @@
 """Real wall clock: does a balanced plan balance the time, and does the simulator say by how much?
 
-    python benchmarks/bench_wallclock.py            # about a quarter of an hour on two idle cores
+    python benchmarks/bench_wallclock.py            # about forty minutes on two idle cores
 
 Two ranks of one thread train without and with balancing, under FSDP2, by `bascule bench` with its
 own model: on four mixes of data codes, on the photos of scikit-image at their own sizes, and on
@@ -42,7 +42,7 @@ MIXES = {
 PHOTOS = Path(skimage.__file__).parent / "data"
 PANNED = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg")
 TARGET, SIMULATED_TARGET = 0.95, 0.05
-WARMUP = 2  # steps that `bascule bench` does not count
+WARMUP = 1  # steps that `bascule bench` does not count
 
 
 def write_clips(folder: Path) -> None:

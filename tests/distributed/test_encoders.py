@@ -189,16 +189,19 @@ def all_vlms(names: list[str], ways: list[str]) -> list[str]:
     return said
 
 
+NUM_RANKS = [2, 3, pytest.param(4, marks=pytest.mark.stress)]
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", *PROJECTED])
-def test_a_vlm_that_is_not_edited_trains_alike(name: str) -> None:
+def test_a_vlm_that_is_not_edited_trains_alike(name: str, size: int) -> None:
     pytest.importorskip("transformers")
-    for size in (2, 3, 4):
-        ways = ["plain", "fsdp", "checkpoint", "frozen"] if size != 4 else ["plain", "fsdp"]
-        if name not in PROJECTED:
-            ways += ["ddp"]  # without balancing it would wait for ranks without images
-        said = run_ranks(all_vlms, size, [name], ways)
-        assert all(one == said[0] for one in said)
-        assert all("items moved: imbalance" in one for one in said[0]), said[0]
+    ways = ["plain", "fsdp", "checkpoint", "frozen"] if size == 2 else ["plain", "fsdp"]
+    if name not in PROJECTED:
+        ways += ["ddp"]  # without balancing it would wait for ranks without images
+    said = run_ranks(all_vlms, size, [name], ways)
+    assert all(one == said[0] for one in said)
+    assert all("items moved: imbalance" in one for one in said[0]), said[0]
 
 
 TEXTS = {2: [[3, 9, 4, 4], []], 3: [[2], [9, 5, 5, 9, 1], []], 4: [[], [7, 7, 3, 8], [2], []]}
@@ -217,13 +220,13 @@ def all_items(kinds: list[str], ways: list[str]) -> list[str]:
     return [check_items(kind, given, way) for kind, way in cases]
 
 
+@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("kinds", [["t5", "umt5", "clip"], ["kl", "wan", "qwen"]], ids=str)
-def test_texts_and_images_are_encoded_alike_on_any_rank(kinds: list[str]) -> None:
+def test_texts_and_images_are_encoded_alike_on_any_rank(kinds: list[str], size: int) -> None:
     pytest.importorskip("transformers" if "t5" in kinds else "diffusers")
-    for size in (2, 3, 4):
-        said = run_ranks(all_items, size, kinds, ["plain", "fsdp"] if size < 4 else ["plain"])
-        assert all(one == said[0] for one in said)
-        assert all("items moved" in one and "none" not in one for one in said[0]), said[0]
+    said = run_ranks(all_items, size, kinds, ["plain", "fsdp"] if size < 4 else ["plain"])
+    assert all(one == said[0] for one in said)
+    assert all("items moved" in one and "none" not in one for one in said[0]), said[0]
 
 
 def all_padded(kinds: list[str]) -> list[str]:

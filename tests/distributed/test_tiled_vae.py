@@ -41,12 +41,15 @@ def all_owned(kind: str) -> list[list[str]]:
     return [check_tiles(kind, sizes, "owner", dtype) for dtype in (FLOAT, DOUBLE)]
 
 
+NUM_RANKS = [2, 3, pytest.param(4, marks=pytest.mark.stress)]
+
+
+@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
-def test_tiles_of_all_ranks_are_one_pool(kind: str) -> None:
-    for size in (2, 3, 4):
-        said = run_ranks(all_owned, size, kind)
-        assert all(one == said[0] for one in said)
-        assert all("items moved" in text and "none" not in text for text in said[0][0])
+def test_tiles_of_all_ranks_are_one_pool(kind: str, size: int) -> None:
+    said = run_ranks(all_owned, size, kind)
+    assert all(one == said[0] for one in said)
+    assert all("items moved" in text and "none" not in text for text in said[0][0])
 
 
 def all_shared(kind: str) -> list[list[str]]:
@@ -56,11 +59,11 @@ def all_shared(kind: str) -> list[list[str]]:
     return said
 
 
+@pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
-def test_what_all_ranks_want_is_split_without_sending_it(kind: str) -> None:
-    for size in (2, 3, 4):
-        said = run_ranks(all_shared, size, kind)
-        assert all(one == said[0] for one in said)
+def test_what_all_ranks_want_is_split_without_sending_it(kind: str, size: int) -> None:
+    said = run_ranks(all_shared, size, kind)
+    assert all(one == said[0] for one in said)
 
 
 def check_gradients(kind: str) -> None:
@@ -264,7 +267,7 @@ def peaks(kind: str) -> list[dict[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["kl", "wan", "qwen"])
+@pytest.mark.parametrize("kind", ["kl", "wan", pytest.param("qwen", marks=pytest.mark.stress)])
 def test_a_decode_over_ranks_holds_less_than_a_whole_one(kind: str) -> None:
     for rank in run_ranks(peaks, 2, kind):
         for held in rank:
