@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,9 @@ def main() -> None:
             name: run_all(name, data, profile, options.runs, options.steps)
             for name, data in sets.items()
         }
-    results = {"model": asdict(MODEL), "mixes": MIXES, "profile": profile.to_dict(), "sets": found}
+    fields = ("d_model", "num_heads", "num_double", "num_single", "dtype")
+    model = {name: getattr(MODEL, name) for name in fields}
+    results = {"model": model, "mixes": MIXES, "profile": profile.to_dict(), "sets": found}
     if not options.no_results:
         print("written:", write_results("wallclock", results))
 
