@@ -1,6 +1,6 @@
 """What the Trainer is given, without processes: samples without columns, and batches of padding."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -160,23 +160,30 @@ def test_what_a_model_takes_of_a_pack() -> None:
         inputs_of_pack(make_pack([seen], pack), pack)
 
 
+def loader_of_packs(
+    packs: Sequence[Mapping[str, Any]], pack: Pack, ends: str, loss_scale: float = 1.0
+) -> TrainLoader:
+    """What the Trainer iterates over, of packs that are ready."""
+    balanced = Batches(
+        [SimpleNamespace(data=one, is_padding=False, loss_scale=loss_scale) for one in packs]
+    )
+    balanced.rules = SimpleNamespace(ends=ends)
+    return TrainLoader(
+        DataLoader(cast(Any, [1])),
+        cast(BalancedLoader, balanced),
+        None,
+        pack=pack,
+        inputs_of=lambda data: inputs_of_pack(data, pack),
+        counts_labels=True,
+    )
+
+
 @pytest.mark.parametrize("ends", ["finish", "pad_empty"])
 def test_an_empty_pack_is_two_tokens_that_count_nothing(ends: str) -> None:
     pack = Pack(tokens=9, pad_id=5)
 
     def first(packed: Mapping[str, Any]) -> dict[str, Any]:
-        batch = SimpleNamespace(data=packed, is_padding=False, loss_scale=0.0)
-        balanced = Batches([batch])
-        balanced.rules = SimpleNamespace(ends=ends)
-        loader = TrainLoader(
-            DataLoader(cast(Any, [1])),
-            cast(BalancedLoader, balanced),
-            None,
-            pack=pack,
-            inputs_of=lambda data: inputs_of_pack(data, pack),
-            counts_labels=True,
-        )
-        return next(iter(loader))
+        return next(iter(loader_of_packs([packed], pack, ends, 0.0)))
 
     inputs = first(make_pack([], pack))
     assert inputs["input_ids"].tolist() == [[5, 5]] and inputs["position_ids"].tolist() == [[0, 1]]
@@ -196,18 +203,7 @@ def test_packs_without_a_label_to_learn_are_told_once(caplog: pytest.LogCaptureF
 
     def trained(*labels: Tensor) -> int:
         packs = [make_pack([{"input_ids": tokens, "labels": one}] * 2, pack) for one in labels]
-        batches = [SimpleNamespace(data=x, is_padding=False, loss_scale=1.0) for x in packs]
-        balanced = Batches(batches)
-        balanced.rules = SimpleNamespace(ends="pad_empty")
-        loader = TrainLoader(
-            DataLoader(cast(Any, [1])),
-            cast(BalancedLoader, balanced),
-            None,
-            pack=pack,
-            inputs_of=lambda data: inputs_of_pack(data, pack),
-            counts_labels=True,
-        )
-        return len(list(loader))
+        return len(list(loader_of_packs(packs, pack, "pad_empty")))
 
     assert trained(learns, learns) == 2 and caplog.messages == []
     assert trained(learns, torch.full((3,), -100), first_only) == 3

@@ -17,7 +17,7 @@ def fit_latency(
     num_layers: int = 1,
     num_pairs: npt.ArrayLike | None = None,
 ) -> TransformerCost:
-    """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of single sequences.
+    """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of a sequence, alone or in a pack.
 
     Relative errors are minimised, so that short sequences count as much as long ones (the paper's
     unweighted fit sees only the longest), under k >= 0 and gamma >= 0. Source: KnapFormer, equation
