@@ -242,6 +242,8 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         "mask": {"attn_mask": mask},
         "bool": {"attn_mask": mask.bool()},
     }
+    if overlap and degrees[1] > 1:  # refused
+        del changes["zigzag"]
     with mock.patch("bascule.comm.agree.agree", note):
         found = untold(call, changes, of=f"{degrees}, {overlap}: ", read=whole_call)
     # Every form is agreed on once, by all that it is; the second time all are known.

@@ -63,7 +63,10 @@ def compare(
         attn_mask=mask,
         is_causal=kind == "causal",
         options=AttentionOptions(
-            layout=layout, kernel=case.get("kernel"), overlap=case.get("overlap")
+            layout=layout,
+            kernel=case.get("kernel"),
+            overlap=case.get("overlap"),
+            double_buffer=case.get("double_buffer", True),
         ),
     )
     grads = torch.autograd.grad(out, local, split(grad, mesh, layout, 2))
@@ -88,6 +91,13 @@ CASES: list[dict[str, Any]] = [
     {"shape": (1, 8, 8, 4), "segments": (7, 22), "mask": "bool", "stripe": 4},
     {"shape": (2, 8, 4, 4), "segments": (13,), "mask": "causal", "stripe": 2},
     {"shape": (2, 8, 4, 4), "segments": (27,), "mask": "causal"},
+    *(
+        {"shape": (2, 9, 9, 4), "segments": (5, 18), "mask": mask, "overlap": True}
+        for mask in ("none", "bool", "by head", "causal")
+    ),
+    {"shape": (1, 8, 4, 4), "segments": (27,), "mask": "causal", "overlap": True},
+    {"shape": (1, 8, 8, 4), "segments": (3,), "mask": "causal", "overlap": True},
+    {"shape": (2, 8, 4, 4), "segments": (13,), "mask": "none", "double_buffer": False},
     {"shape": (2, 8, 4, 4), "segments": (27,), "mask": "causal", "zigzag": True},
     {"shape": (1, 8, 8, 4), "segments": (5, 8), "mask": "causal", "zigzag": True},
     {"shape": (1, 8, 8, 4), "segments": (3, 17), "mask": "bool", "zigzag": True},

@@ -259,9 +259,11 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> int:
     segments, spec = [5, 18], CallSpec(mesh.name, 7, 7, zigzag=zigzag, scale=0.5).text
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     calls: list[tuple[Any, tuple[Any, ...]]] = []
-    if ring == 1 < ulysses:
-        calls.append((overlapped_attention, (q, k, v, None, segments, spec)))
     if ulysses > 1:
+        plain = CallSpec(mesh.name, 7, 7, scale=0.5).text
+        settings = None, None, None, segments, plain
+        own = SequenceLayout((5, 18), ring, ulysses)
+        calls.append((overlapped_attention, (*tensors(CASES[1], mesh, own), *settings)))
         xs = [x.detach().transpose(1, 2) for x in (q, k, v)]
         order = TokenOrder.of(layout, mesh.place[0], q.device)
         lens, whole, back, _ = order.given

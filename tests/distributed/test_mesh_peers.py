@@ -133,7 +133,9 @@ def refusals_without_lse() -> list[str]:
     q = torch.zeros(1, 4, 3, 8)
     mesh = make_mesh(2, 1)
     return [
-        raised_by(attention, q, q, q, mesh, options=AttentionOptions(kernel=name))[1]
+        raised_by(
+            lambda name=name: attention(q, q, q, mesh, options=AttentionOptions(kernel=name))
+        )[1]
         for name in ("sdpa", "TORCH_MATH")
     ]
 

@@ -48,6 +48,8 @@ CASES: list[dict[str, Any]] = [
     {"shape": (1, 5, 5, 64), "segments": (27,), "mask": "causal", "zigzag": True},
     {"shape": (2, 7, 7, 32), "segments": (5, 18), "replicated": (0,), "mask": "empty rows"},
     {"shape": (1, 6, 6, 64), "segments": (19, 4), "replicated": (1,), "zigzag": True},
+    {"shape": (1, 9, 3, 64), "segments": (5, 18), "mask": "key padding", "overlap": True},
+    {"shape": (2, 7, 7, 32), "segments": (24,), "mask": "causal", "overlap": True},
 ]
 CENTRES = ("none", "given", "taken")
 
@@ -135,7 +137,7 @@ def compare(
         mesh,
         attn_mask=mask,
         is_causal=causal,
-        options=AttentionOptions(layout=layout, wire=wire),
+        options=AttentionOptions(layout=layout, wire=wire, overlap=case.get("overlap")),
     )
     own_grad = torch.randn(out.shape, generator=torch.manual_seed(dist.get_rank())).to(out)
     grads = torch.autograd.grad(out, leaves, own_grad)

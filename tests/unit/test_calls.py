@@ -206,6 +206,7 @@ OTHER: dict[str, Any] = {
     "kernel": "",
     "wire": "",
     "rows": "others",
+    "is_blocking": True,
 }
 
 

@@ -22,6 +22,7 @@ from bascule.attention.call_spec import (
     check_tensors,
     with_positive_scale,
 )
+from bascule.attention.kernels.registry import check_name
 from bascule.attention.overlapped import overlapped_attention
 from bascule.attention.shards import (
     Run,
@@ -73,11 +74,19 @@ def _check_tokens(
 
 
 @told("gather over a mesh")
-def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
+def gather(
+    x: Tensor,
+    mesh: AttentionMesh,
+    layout: SequenceLayout,
+    dim: int,
+    *,
+    sums_gradients: bool = False,
+) -> Tensor:
     """The tokens of all ranks in the order of the sequence, on every rank. One all-gather.
 
     The gradient of a rank's tokens is that of this rank's copy, of replicated tokens for the
-    rank's share of them: what follows is taken to be the same on every rank.
+    rank's share of them: what follows is taken to be the same on every rank. With `sums_gradients`
+    it is the sum over the copies of all ranks, by one reduce-scatter.
 
     Raises:
         ConfigError: The tensor has another number of tokens than this rank has in the layout.
@@ -88,7 +97,7 @@ def gather(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> 
         return x
     rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
     spec = CallSpec(mesh.name, zigzag=layout.zigzag, stripe=layout.stripe)
-    whole = ops.gather_tokens(rows, list(layout.segments), spec.text, False)
+    whole = ops.gather_tokens(rows, list(layout.segments), spec.text, sums_gradients)
     return whole.movedim(0, dim)
 
 
@@ -102,14 +111,32 @@ class AttentionOptions:
         wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
             values of other ranks; see `quantize.measure_error`. Gradients and replicated tokens
             travel as they are. Default: everything does.
-        overlap: Whether Ulysses exchanges while it computes, in up to five calls of the kernel; not
-            with a ring, a causal mask or a wire. Default: on CPUs, where it measures faster.
+        overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls,
+            and with a ring two more a round; not with zigzag. Default: on CPUs where rows travel as
+            they are, without a ring: there it measures faster.
+        double_buffer: Whether a ring attends while keys and values travel. False waits for them
+            where they are posted, which measures what that is worth.
+
+    Raises:
+        ConfigError: There is no such kernel, or one of the last two is no bool.
     """
 
     layout: SequenceLayout | None = None
     kernel: str | None = None
     wire: Wire | None = None
     overlap: bool | None = None
+    double_buffer: bool = True
+
+    def __post_init__(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        check_name(self.kernel)
+        is_known = isinstance(self.overlap, bool | None)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not is_known or not isinstance(self.double_buffer, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigError(
+                f"overlap={self.overlap!r} and double_buffer={self.double_buffer!r}: give True or "
+                "False each, or overlap=None for what measures faster"
+            )
 
 
 _DEFAULT = AttentionOptions()
@@ -174,8 +201,9 @@ def attention(
         kernel=options.kernel or "",
         wire="" if wire is None else wire.format,
         rows=rows,
+        is_blocking=not options.double_buffer,
     )
-    overlap = q.device.type == "cpu" if options.overlap is None else options.overlap
+    overlap = _overlaps(options.overlap, q, ranks, layout, wire)
     given = AttentionOptions(layout, options.kernel, wire, overlap)
     return _attend(q, k, v, attn_mask, ranks, spec, given)
 
@@ -197,8 +225,9 @@ def _attend(
     q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), mask, spec.causal)
     wire = None if wire is None else _with_centres(wire, k, v, segments, spec)
     k, v = (_repeated(x, spec.num_kv_heads) for x in (k, v))
-    if options.overlap and _can_overlap(ranks, layout, spec.causal, wire):
-        out, *_ = overlapped_attention(q, k, v, mask, segments, spec.text)
+    if options.overlap:
+        centres = (None, None) if wire is None else (wire.k_centre, wire.v_centre)
+        out, *_ = overlapped_attention(q, k, v, mask, *centres, segments, spec.text)
     else:
         out = _in_turn(q, k, v, mask, ranks, layout, wire, spec)
     return _replicated(out, ranks, layout, spec) if layout.replicated else out
@@ -228,10 +257,29 @@ def _in_turn(
     return to_tokens(out.transpose(1, 2), order, spec, wire, own).transpose(1, 2)
 
 
-def _can_overlap(ranks: Place, layout: SequenceLayout, causal: bool, wire: Wire | None) -> bool:
-    """Whether tokens may be taken in any order, and as they are, over Ulysses ranks alone."""
-    is_ulysses = ranks.degrees[0] == 1 < ranks.degrees[1]
-    return is_ulysses and not layout.zigzag and not causal and wire is None
+def _overlaps(
+    wanted: bool | None,
+    q: Tensor,
+    ranks: Place,
+    layout: SequenceLayout,
+    wire: Wire | None,
+) -> bool:
+    """Whether Ulysses exchanges while it computes, as was asked for or where it measures faster.
+
+    Raises:
+        ConfigError: It is to, and cannot.
+    """
+    ring, ulysses = ranks.degrees
+    if ulysses == 1:
+        return False
+    if wanted and layout.zigzag:
+        raise ConfigError(
+            "attention: overlap=True with a zigzag layout, whose tokens are put in order between "
+            "exchange and attention: leave out overlap, or zigzag"
+        )
+    if wanted is not None:
+        return wanted
+    return q.device.type == "cpu" and ring == 1 and wire is None and not layout.zigzag
 
 
 def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout, spec: CallSpec) -> Tensor:

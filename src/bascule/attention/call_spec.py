@@ -34,6 +34,7 @@ class CallSpec:
         kernel: Name of the kernel; "" is the fastest.
         wire: Format in which rows travel; "" is as they are.
         rows: What rows and masks are, as text: width, dtype, what is replicated.
+        is_blocking: Whether a ring waits before it attends.
     """
 
     mesh: str
@@ -46,6 +47,7 @@ class CallSpec:
     kernel: str = ""
     wire: str = ""
     rows: str = ""
+    is_blocking: bool = False
 
     @property
     def text(self) -> str:
@@ -61,6 +63,7 @@ class CallSpec:
             self.kernel,
             self.wire,
             self.rows,
+            f"{self.is_blocking}",
         )
         return _SEPARATOR.join(fields)
 
@@ -94,9 +97,8 @@ class CallSpec:
 @lru_cache(maxsize=1024)
 def spec_of(text: str) -> CallSpec:
     """The inverse of `CallSpec.text`."""
-    mesh, heads, kv_heads, zigzag, stripe, causal, scale, kernel, wire, rows = text.split(
-        _SEPARATOR
-    )
+    *numbers, kernel, wire, rows, blocking = text.split(_SEPARATOR)
+    mesh, heads, kv_heads, zigzag, stripe, causal, scale = numbers
     return CallSpec(
         mesh,
         int(heads),
@@ -108,6 +110,7 @@ def spec_of(text: str) -> CallSpec:
         kernel,
         wire,
         rows,
+        blocking == "True",
     )
 
 

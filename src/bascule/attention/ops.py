@@ -187,6 +187,7 @@ def ring_plan(
         ),
         scale=spec.scale,
         wire=Wire(spec.wire, *centres) if spec.wire else None,  # pyright: ignore[reportArgumentType]
+        is_blocking=spec.is_blocking,
     )
 
 

@@ -1,86 +1,203 @@
-"""Ulysses attention that computes while rows travel.
+"""Ulysses attention that computes while rows travel, alone or around a ring.
 
 A rank needs nothing from others to attend with its own tokens' queries to its own tokens' keys, and
 nobody else waits for what its own queries give. So it attends to its own tokens while queries, keys
-and values come; then with the queries of others, whose results it sends off; and while they travel
-with its own queries to the keys of others. A rank that is late by less than the work at hand makes
-nobody wait.
+and values come. All queries then see the keys of each ring rank in turn; in the last round those of
+others come first, whose results it sends off, and its own attend while they travel. A rank that is
+late by less than the work at hand makes nobody wait.
 
-The exchanges are those of `ulysses`, the exact merge that of `ring`; the backward is that of the
-operators of `ops`, on the same tensors. `FastUSP` overlaps a ring in this way, and leaves Ulysses
-exposed.
+The exchanges are those of `ulysses`, the rounds and the exact merge those of `ring`; the backward
+is that of the operators of `ops`, on the same tensors. `FastUSP` overlaps a ring in this way, and
+leaves Ulysses exposed.
 
 Shapes: as in `ops`.
 """
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
-from bascule.attention.call_spec import naming, spec_of
+from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.protocol import wide_dtype
-from bascule.attention.mask import AttentionMask
+from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.ops import ring_attention_backward, ring_plan
-from bascule.attention.ring import Merged, RingPlan
+from bascule.attention.ring import Merged, RingPlan, rotate
 from bascule.attention.shards import SequenceLayout, num_tokens
-from bascule.attention.ulysses import exchange_of, heads_to_tokens, tokens_to_heads
+from bascule.attention.ulysses import (
+    exchange_of,
+    heads_to_tokens,
+    own_run,
+    packed,
+    tokens_to_heads,
+    unpacked,
+)
+from bascule.comm.head_exchange import HeadExchange
+from bascule.comm.meshes import place_in
+from bascule.comm.quantize import Format, Wire
 
 
 @torch.library.custom_op("bascule::overlapped_attention", mutates_args=())
 def overlapped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, segments: list[int], spec: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    k_centre: Tensor | None,
+    v_centre: Tensor | None,
+    segments: list[int],
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of (B, H, T, D) over Ulysses ranks, not causal. Two all-to-alls.
+    """Attention of (B, H, T, D) over Ulysses ranks and, if there is one, a ring; not zigzag.
+
+    Two all-to-alls, and R - 1 exchanges around the ring. Centres are those of all heads.
 
     Returns:
         Out (B, H, T, D), and what the backward needs: queries, keys and values side by side, (B, S,
         this rank's heads of all three, D), output (B, S, heads, D) and LSE of this rank's heads and
-        all tokens. Only the first is differentiable.
+        all S tokens of the ring rank. Only the first is differentiable.
     """
     call = spec_of(spec)
-    ranks, layout = call.ranks, call.layout(segments)
+    layout = call.layout(segments)
     agree_on_call(call, layout, q.shape[0], q.shape[2])
-    exchange = exchange_of(call, _lens(layout))
-    xs = [x.transpose(1, 2) for x in (q, k, v)]
+    exchange = exchange_of(call, _lens(layout, call))
+    form = _RowForm.of(call, k_centre, v_centre, q.dtype)
+    xs = form.packed([x.transpose(1, 2) for x in (q, k, v)])
     heads = [exchange.own_heads(x).shape[2] for x in xs]
-    own_q, own_k, own_v = (exchange.own_heads(x).transpose(1, 2) for x in xs)
-    plan = ring_plan(ranks, layout, own_q, own_k, mask, (None, None), call)
-    own, everyone = exchange.own_tokens, slice(None)
-    others = slice(0, own.start), slice(own.stop, layout.seq_len)
+    qkv = form.unpacked(exchange.own_heads(x) for x in xs)
+    plan = ring_plan(call.ranks, layout, qkv[0], qkv[1], mask, form.own_centres, call)
+    own = exchange.own_tokens
     with naming("overlapped_attention", (q, k, v)):
         arrive = exchange.start_to_heads(xs, call.call("all_to_all (tokens to heads)"))
-        mine = Merged(own_q)
+        mine = Merged(qkv[0])
         try:
-            _attend(mine, plan, own_q, own_k, own_v, own, own)
+            _attend(mine, plan, 0, qkv, own, own)
         finally:  # also after an error: memory that is written to must not be left
             rows = arrive()
-        wq, wk, wv = (x.transpose(1, 2) for x in rows.split(heads, dim=2))
-        out, lse = rows.new_empty(*rows.shape[:2], heads[0], rows.shape[3]), _empty_lse(wq)
-        for part in others:
-            theirs = Merged(wq[:, :, part])
-            _attend(theirs, plan, wq[:, :, part], wk, wv, part, everyone)
-            found, lse[:, :, part] = theirs.result()
-            out[:, part] = found.transpose(1, 2)
-        leave = exchange.start_to_tokens(out, heads[:1], call.call("all_to_all (heads to tokens)"))
-        try:
-            for columns in others:
-                _attend(mine, plan, own_q, wk[:, :, columns], wv[:, :, columns], own, columns)
-        finally:
-            (own_out,) = leave()
-        found, lse[:, :, own] = mine.result()
-        out[:, own] = found.transpose(1, 2)
-        exchange.own_heads(own_out).copy_(found.transpose(1, 2))
+        whole = form.unpacked(rows.split(heads, dim=2))
+        if form.wire is not None:
+            rows = torch.cat([x.transpose(1, 2) for x in whole], dim=2)
+        out, lse, own_out = _rounds(mine, qkv[0], whole, plan, exchange, form, call)
     return own_out.transpose(1, 2), rows, out, lse
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowForm:
+    """As what rows of (B, tokens, heads, D) travel, and are attended: (B, heads, tokens, D).
+
+    Attributes:
+        wire: With centres of all heads; None: rows travel as they are.
+        mine: With those of this rank's heads.
+        dtype: Of the rows.
+    """
+
+    wire: Wire | None
+    mine: Wire | None
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, call: CallSpec, k_centre: Tensor | None, v_centre: Tensor | None, dtype: torch.dtype
+    ) -> "_RowForm":
+        if not call.wire:
+            return cls(None, None, dtype)
+        wire_format: Format = call.wire  # pyright: ignore[reportAssignmentType]
+        wire = Wire(wire_format, k_centre, v_centre)
+        return cls(wire, wire.of_heads(*own_run(call.num_kv_heads, place_in(call.ranks))), dtype)
+
+    @property
+    def own_centres(self) -> tuple[Tensor | None, Tensor | None]:
+        """Of this rank's keys and values."""
+        return (None, None) if self.mine is None else (self.mine.k_centre, self.mine.v_centre)
+
+    def packed(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Queries, keys and values of all heads."""
+        if self.wire is None:
+            return list(xs)
+        centres = None, self.wire.k_centre, self.wire.v_centre
+        return [packed(self.wire, x, centre) for x, centre in zip(xs, centres, strict=True)]
+
+    def unpacked(self, xs: Iterable[Tensor]) -> list[Tensor]:
+        """Those of this rank's heads."""
+        mine = self.mine
+        if mine is not None:
+            centres = None, mine.k_centre, mine.v_centre
+            xs = [unpacked(mine, x, self.dtype, c) for x, c in zip(xs, centres, strict=True)]
+        return [x.transpose(1, 2) for x in xs]
+
+    def packed_out(self, out: Tensor) -> Tensor:
+        """The output of this rank's heads."""
+        return out if self.mine is None else packed(self.mine, out, self._centre(self.mine, out))
+
+    def unpacked_out(self, out: Tensor, wire: Wire | None) -> Tensor:
+        """That of the heads of `wire`."""
+        return out if wire is None else unpacked(wire, out, self.dtype, self._centre(wire, out))
+
+    def _centre(self, wire: Wire, out: Tensor) -> Tensor | None:
+        return wire.out_centre(out.shape[2])
+
+
+def _rounds(
+    mine: Merged,
+    own_q: Tensor,
+    whole: list[Tensor],
+    plan: RingPlan,
+    exchange: HeadExchange,
+    form: _RowForm,
+    call: CallSpec,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Out and LSE of this rank's heads, and (B, T, H, D) of its tokens, after all rounds."""
+    q, keys, values = whole
+    own, everyone = exchange.own_tokens, slice(0, q.shape[2])
+    others = slice(0, own.start), slice(own.stop, everyone.stop)
+    theirs = [Merged(q[:, :, part]) for part in others]
+    out = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+    lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+    leaving: list[Any] = []
+
+    def attend(turn: int, keys: Tensor, values: Tensor) -> None:
+        for merged, part in zip(theirs, others, strict=True):
+            every = slice(0, keys.shape[2])
+            _attend(merged, plan, turn, (q[:, :, part], keys, values), part, every)
+        if turn == plan.size - 1:
+            for merged, part in zip(theirs, others, strict=True):
+                found, lse[:, :, part] = merged.result()
+                out[:, part] = found.transpose(1, 2)
+            what = call.call("all_to_all (heads to tokens)")
+            leaving.append(exchange.start_to_tokens(form.packed_out(out), [q.shape[1]], what))
+        for columns in others if turn == 0 else [slice(0, keys.shape[2])]:
+            seen = keys[:, :, columns], values[:, :, columns]
+            _attend(mine, plan, turn, (own_q, *seen), own, columns)
+
+    try:
+        rotate(plan, keys, values, attend, "forward")
+    finally:
+        arrived = [one() for one in leaving]
+    ((own_out,),) = arrived
+    found, lse[:, :, own] = mine.result()
+    out[:, own] = found.transpose(1, 2)
+    own_out = form.unpacked_out(own_out, form.wire)
+    as_sent = form.unpacked_out(form.packed_out(out[:, own]), form.mine)
+    exchange.own_heads(own_out).copy_(as_sent)
+    return out, lse, own_out
 
 
 @overlapped_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, segments: list[int], spec: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    k_centre: Tensor | None,
+    v_centre: Tensor | None,
+    segments: list[int],
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = spec_of(spec)
-    tokens = call.layout(segments).ring_len(0)
+    tokens = call.layout(segments).ring_len(call.ranks.place[0])
     queries = q.shape[1] // call.num_kv_heads * call.own_kv_heads
     heads = queries + 2 * call.own_kv_heads
     batch, _, own, width = q.shape
@@ -90,47 +207,71 @@ def _(
     return out, rows, whole, q.new_empty(batch, queries, tokens, dtype=wide_dtype(q))
 
 
-def _lens(layout: SequenceLayout) -> list[int]:
+def _lens(layout: SequenceLayout, call: CallSpec) -> list[int]:
     """Tokens that each Ulysses rank brings."""
-    return [num_tokens(layout.own_runs(0, rank)) for rank in range(layout.ulysses_degree)]
+    ring = call.ranks.place[0]
+    return [num_tokens(layout.own_runs(ring, rank)) for rank in range(layout.ulysses_degree)]
 
 
 def _attend(
-    merged: Merged, plan: RingPlan, q: Tensor, k: Tensor, v: Tensor, rows: slice, columns: slice
+    merged: Merged, plan: RingPlan, turn: int, qkv: Sequence[Tensor], rows: slice, columns: slice
 ) -> None:
-    """Add what queries, which are `rows` of all, see of keys, which are `columns` of all."""
-    if not q.numel() or not k.numel():
-        return
-    (tile,) = plan.tiles[0]
-    bias = tile.mask.bias
+    """Add what some queries see of some keys of a round.
+
+    Args:
+        merged: What these queries saw before.
+        plan: Of the ring.
+        turn: The round.
+        qkv: These queries, and these keys and values.
+        rows: Which of the queries of this ring rank they are.
+        columns: Which of the keys of the round.
+    """
+    q, k, v = qkv
+    for tile in plan.tiles[plan.owner(turn)]:
+        for seen, mask in _parts(tile.mask, rows, columns):
+            at = slice(seen.start - columns.start, seen.stop - columns.start)
+            if q.numel() and k[:, :, at].numel():
+                found = plan.kernel.forward(q, k[:, :, at], v[:, :, at], mask, plan.scale)
+                merged.add(slice(None), *found)
+
+
+def _parts(mask: AttentionMask, rows: slice, columns: slice) -> list[tuple[slice, AttentionMask]]:
+    """Which of some columns some rows of a mask see, and how.
+
+    The columns hold those of the rows' own numbers, all or none.
+    """
+    if mask.causal:
+        parts = [(slice(columns.start, min(columns.stop, rows.start)), EVERYTHING)]
+        if columns.start <= rows.start and rows.stop <= columns.stop:
+            parts.append((rows, mask))
+        return [part for part in parts if part[0].start < part[0].stop]
+    bias = mask.bias
     if bias is not None:
         bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
         bias = bias[:, :, :, columns] if bias.shape[3] > 1 else bias
-    merged.add(slice(None), *plan.kernel.forward(q, k, v, AttentionMask(bias=bias), plan.scale))
-
-
-def _empty_lse(q: Tensor) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=wide_dtype(q))
+    return [(columns, AttentionMask(bias=bias))]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *_, mask, ctx.segments, ctx.spec = inputs
-    ctx.save_for_backward(*output[1:], mask)
+    *_, mask, k_centre, v_centre, ctx.segments, ctx.spec = inputs
+    ctx.save_for_backward(*output[1:], mask, k_centre, v_centre)
     ctx.mark_non_differentiable(*output[1:])
     ctx.numbers = numbers_of(ctx.spec)
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    rows, out, lse, mask = ctx.saved_tensors
+    rows, out, lse, mask, k_centre, v_centre = ctx.saved_tensors
     call = spec_of(ctx.spec)
-    lens = _lens(call.layout(ctx.segments))
+    lens = _lens(call.layout(ctx.segments), call)
     going_back(ctx.spec, ctx.numbers, grad)
     grad = tokens_to_heads([grad.transpose(1, 2)], None, lens, [], ctx.spec).transpose(1, 2)
     heads = [out.shape[2], call.own_kv_heads, call.own_kv_heads]
     saved = [x.transpose(1, 2) for x in (*rows.split(heads, dim=2), out)]
-    grads = ring_attention_backward(grad, [*saved, lse], mask, None, None, ctx.segments, ctx.spec)
+    k_centre, v_centre = _RowForm.of(call, k_centre, v_centre, grad.dtype).own_centres
+    settings = mask, k_centre, v_centre, ctx.segments, ctx.spec
+    grads = ring_attention_backward(grad, [*saved, lse], *settings)
     back = heads_to_tokens([x.transpose(1, 2) for x in grads], None, lens, ctx.spec)
-    return *(x.transpose(1, 2) for x in back), None, None, None
+    return *(x.transpose(1, 2) for x in back), *(None,) * 5
 
 
 overlapped_attention.register_autograd(_gradients, setup_context=_keep)

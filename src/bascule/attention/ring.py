@@ -50,6 +50,7 @@ class RingPlan:
             are. Gradients always travel as they are.
         step: Step number in errors; 0 where there are none.
         form: What else must be the same on all ranks of the ring, as text.
+        is_blocking: Whether a round waits for what the next one needs before it attends.
     """
 
     group: RankGroup | None
@@ -60,6 +61,7 @@ class RingPlan:
     wire: Wire | None = None
     step: int = 0
     form: str = ""
+    is_blocking: bool = False
 
     @property
     def size(self) -> int:
@@ -95,7 +97,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tenso
             if qkv[0].numel() and qkv[1].numel():
                 merged.add(tile.q, *plan.kernel.forward(*qkv, tile.mask, plan.scale))
 
-    _rotate(plan, k, v, attend, "forward")
+    rotate(plan, k, v, attend, "forward")
     return merged.result()
 
 
@@ -131,7 +133,7 @@ def ring_backward(
         travelling.add(turn, dkv)
 
     try:
-        _rotate(plan, k, v, attend, "backward")
+        rotate(plan, k, v, attend, "backward")
     finally:
         arrived = travelling.home()
     dk, dv = arrived.unbind(0)
@@ -195,7 +197,7 @@ class Merged:
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
 
 
-def _rotate(
+def rotate(
     plan: RingPlan,
     k: Tensor,
     v: Tensor,
@@ -211,12 +213,13 @@ def _rotate(
             coming = _staged(plan, turn + 1, shape, at_hand)
             name = f"keys and values, round {turn + 1}"
             shift = _Shift(plan, at_hand, coming, name, direction)
+        arrived = shift.wait() if shift is not None and plan.is_blocking else None
         keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, plan.wire)
         try:
             attend(turn, keys, values)
         finally:  # also after an error: memory that is written to must not be left
             if shift is not None:
-                at_hand = shift.wait()
+                at_hand = shift.wait() if arrived is None else arrived
 
 
 def _packed(k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:

@@ -227,7 +227,7 @@ class _ToHeads(torch.autograd.Function):
         if settings is not None:
             fmt, _, *centres = settings
             pairs = zip(xs, (None, *centres), strict=True)
-            sent = [_packed(Wire(fmt), x, centre) for x, centre in pairs]
+            sent = [packed(Wire(fmt), x, centre) for x, centre in pairs]
         rows = tokens_to_heads(sent, whole, lens, segments, spec)
         all_heads = sum(x.shape[2] for x in xs)
         found = rows.split([x.shape[2] * rows.shape[2] // all_heads for x in xs], dim=2)
@@ -237,7 +237,7 @@ class _ToHeads(torch.autograd.Function):
         fmt, own, *centres = settings
         mine = Wire(fmt, centres[0], centres[1]).of_heads(*own)
         pairs = zip(found, (None, mine.k_centre, mine.v_centre), strict=True)
-        return tuple(_unpacked(mine, x, xs[0].dtype, centre) for x, centre in pairs)
+        return tuple(unpacked(mine, x, xs[0].dtype, centre) for x, centre in pairs)
 
     @staticmethod
     @only_first
@@ -264,9 +264,9 @@ class _ToTokens(torch.autograd.Function):
         else:
             fmt, own, _, v_centre = settings
             wire = Wire(fmt, v_centre=v_centre)
-            sent = _packed(wire, out, wire.of_heads(*own).out_centre(out.shape[2]))
+            sent = packed(wire, out, wire.of_heads(*own).out_centre(out.shape[2]))
             (rows,) = heads_to_tokens([sent], back, lens, spec)
-            rows = _unpacked(wire, rows, out.dtype, wire.out_centre(rows.shape[2]))
+            rows = unpacked(wire, rows, out.dtype, wire.out_centre(rows.shape[2]))
         ctx.numbers = numbers_of(spec)
         return rows
 
@@ -278,12 +278,13 @@ class _ToTokens(torch.autograd.Function):
         return None, None, None, tokens_to_heads(list(grads), whole, ctx.lens, [], ctx.spec)
 
 
-def _packed(wire: Wire, x: Tensor, centre: Tensor | None) -> Tensor:
-    """Wires and centres are of (B, heads, tokens, D)."""
+def packed(wire: Wire, x: Tensor, centre: Tensor | None) -> Tensor:
+    """Rows (B, tokens, heads, D) as they travel; wires and centres are of (B, heads, tokens, D)."""
     return wire.pack(x.transpose(1, 2), centre).transpose(1, 2)
 
 
-def _unpacked(wire: Wire, x: Tensor, dtype: torch.dtype, centre: Tensor | None) -> Tensor:
+def unpacked(wire: Wire, x: Tensor, dtype: torch.dtype, centre: Tensor | None) -> Tensor:
+    """The inverse of `packed`."""
     return wire.unpack(x.transpose(1, 2), dtype, centre).transpose(1, 2)
 
 

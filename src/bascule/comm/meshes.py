@@ -45,6 +45,7 @@ class AttentionMesh:
         object.__setattr__(self, "name", _SEPARATOR.join(map(_name_of, self.groups)))
         if any(self.groups):
             this_world().meshes[self.name] = self
+        _ = self.degrees  # kept by the groups: compilers cannot trace what keeps them
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
@@ -165,18 +166,28 @@ def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
         ring: R.
         ulysses: U; R x U must be the number of ranks. Rank = ring rank * U + Ulysses rank.
     """
-    world = resolve(None)
-    if world.size() == 1:
+    if resolve(None).size() == 1:
         return AttentionMesh(None, None, None)
-    whole = this_world().kept(_group_of_all, _group_of_all)
+    return mesh_over(group_of(range(dist.get_world_size())), ring, ulysses)
+
+
+def group_of(ranks: Sequence[int]) -> RankGroup:
+    """Some of all ranks, in this order; made at the first call of all of these, and then kept.
+
+    Args:
+        ranks: Global ranks, at least two, this one among them.
+    """
+    key = group_of, tuple(ranks)
+    whole = this_world().kept(key, lambda: _new_group_of(ranks))
     if is_ended(whole):  # by a failure
-        this_world().forget(_group_of_all)
-        whole = this_world().kept(_group_of_all, _group_of_all)
-    return _mesh_over(whole, ulysses, ring)
+        this_world().forget(key)
+        whole = this_world().kept(key, lambda: _new_group_of(ranks))
+    return whole
 
 
-def _group_of_all() -> RankGroup:
-    return new_group(range(dist.get_world_size()), "attention", _default_timeout_s())
+def _new_group_of(ranks: Sequence[int]) -> RankGroup:
+    made = new_group(ranks, "attention", _default_timeout_s())
+    return member_of(made.process_group, made.name, ranks=ranks)
 
 
 def _default_timeout_s() -> float:
@@ -211,20 +222,27 @@ def meshes_over(
             )
         if one not in made:
             assert mesh.whole is not None
-            made[one] = _mesh_over(mesh.whole, *one)
+            made[one] = mesh_over(mesh.whole, one[1], one[0])
     return made
 
 
-def _mesh_over(whole: RankGroup, ulysses_degree: int, ring_degree: int) -> AttentionMesh:
-    if ring_degree == 1:
+def mesh_over(whole: RankGroup, ring: int, ulysses: int) -> AttentionMesh:
+    """A group as a mesh; no collective. Rank = ring rank * U + Ulysses rank.
+
+    Args:
+        whole: At least two ranks.
+        ring: R.
+        ulysses: U; R x U must be the number of ranks.
+    """
+    if ring == 1:
         return AttentionMesh(None, whole, whole)
-    if ulysses_degree == 1:
+    if ulysses == 1:
         return AttentionMesh(whole, None, whole)
-    ring_rank, place = divmod(whole.rank, ulysses_degree)
-    first = ring_rank * ulysses_degree
+    ring_rank, place = divmod(whole.rank, ulysses)
+    first = ring_rank * ulysses
     return AttentionMesh(
-        whole.part(range(place, whole.size, ulysses_degree), RING_AXIS),
-        whole.part(range(first, first + ulysses_degree), ULYSSES_AXIS),
+        whole.part(range(place, whole.size, ulysses), RING_AXIS),
+        whole.part(range(first, first + ulysses), ULYSSES_AXIS),
         whole,
     )
 

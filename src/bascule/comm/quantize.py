@@ -41,7 +41,8 @@ Format = Literal["int8", "e4m3"]
 
 _CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "e4m3": 448.0}  # codes are symmetric: -128 is not used
-_PEAK_BYTES = torch.float32.itemsize
+PEAK_BYTES = torch.float32.itemsize
+"""Of a row's peak, which travels with its codes."""
 _OUTLIER = 4.0  # times the median size of the rows of a head
 _SCORES_AT_ONCE = 2**25
 
@@ -75,7 +76,7 @@ class Wire:
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one row."""
-        return head_dim + _PEAK_BYTES
+        return head_dim + PEAK_BYTES
 
     def pack(self, x: Tensor, centre: Tensor | None = None) -> Tensor:
         """The bytes of (..., D) floating-point rows: (..., D + 4) uint8. No device is waited for.
@@ -117,12 +118,12 @@ class Wire:
         Raises:
             ConfigError: These are not such bytes, or the centre does not broadcast to the values.
         """
-        if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= _PEAK_BYTES:
+        if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
             raise ConfigError(
                 f"unpack: {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
-                f"{_PEAK_BYTES + 1} bytes, as `pack` makes them"
+                f"{PEAK_BYTES + 1} bytes, as `pack` makes them"
             )
-        codes, peak = rows.split([rows.shape[-1] - _PEAK_BYTES, _PEAK_BYTES], dim=-1)
+        codes, peak = rows.split([rows.shape[-1] - PEAK_BYTES, PEAK_BYTES], dim=-1)
         # A copy, since rows need not begin at a multiple of four bytes.
         peak = peak.clone(memory_format=torch.contiguous_format).view(torch.float32)
         # The quotient first: peak / 127 would lose the digits of a subnormal peak.

@@ -128,6 +128,21 @@ _WITHOUT_LSE = ("sdpa", "math")
 _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan for a hidden key
 
 
+def check_name(name: object) -> None:
+    """Refuse what is neither a key of `KERNELS` nor None.
+
+    Raises:
+        ConfigError: There is no such kernel, or it cannot merge parts of attention.
+    """
+    if isinstance(name, str) and name in _WITHOUT_LSE:
+        raise ConfigError(
+            f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
+            f"merged: choose one of {', '.join(KERNELS)}"
+        )
+    if name is not None and not (isinstance(name, str) and name in KERNELS):
+        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}")
+
+
 @lru_cache(maxsize=256)  # it looks for packages, and is asked at every call of attention
 def select_kernel(
     name: str | None,
@@ -159,14 +174,8 @@ def select_kernel(
         if not fitting:
             raise ConfigError(f"no kernel fits: {_reasons(form)}")
         return KERNELS[fitting[0]]
-    if name in _WITHOUT_LSE:
-        raise ConfigError(
-            f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
-            f"merged: choose one of {', '.join(KERNELS)}"
-        )
-    kernel = KERNELS.get(name)
-    if kernel is None:
-        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}")
+    check_name(name)
+    kernel = KERNELS[name]
     reason = kernel.unfit(form)
     if reason is not None:
         advice = f"use one of {', '.join(fitting)}" if fitting else f"none fits: {_reasons(form)}"

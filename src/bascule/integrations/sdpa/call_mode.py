@@ -7,9 +7,11 @@ thread; and it goes below the modes of others, which take off the topmost one wh
 
 import sys
 import threading
+from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -57,6 +59,15 @@ def error_of(module: nn.Module) -> BaseException | None:
 
 class CallMode(TorchFunctionMode):
     """A mode that may be left on the stack, and then does nothing."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let compilers trace `__torch_function__` as a part of what they compile, never by itself.
+
+        Where a graph breaks while the mode is entered, torch 2.13 would compile it for the first
+        function that it is called with, and use that for others: `x.dtype` gave a shape.
+        """
+        super().__init_subclass__(**options)
+        skip_code(cls.__torch_function__.__code__)
 
     def is_running(self) -> bool:
         """Whether what entered it still runs."""

@@ -27,13 +27,15 @@ _HIDING = (
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+_DEFAULT = AttentionOptions()
+
 
 class SequenceParallelMode(CallMode):
     """While entered, scaled_dot_product_attention is attention over a mesh.
 
     Attributes:
         mesh: The ranks.
-        wire: How rows travel; None as they are.
+        options: How rows travel, and what computes; without a layout.
         has_attended: Whether anything was attended over the mesh.
     """
 
@@ -42,11 +44,11 @@ class SequenceParallelMode(CallMode):
         mesh: AttentionMesh,
         layout: SequenceLayout | None = None,
         replicated: Collection[int] = (),
-        wire: Wire | None = None,
+        options: AttentionOptions = _DEFAULT,
     ) -> None:
         super().__init__()
         self.mesh = mesh
-        self.wire = wire
+        self.options = options
         self.has_attended = False
         self._layout = layout
         self._replicated = frozenset(replicated)
@@ -71,7 +73,7 @@ class SequenceParallelMode(CallMode):
         attends = func is functional.scaled_dot_product_attention
         if (not attends and func not in _HIDING) or not self.is_running():
             return func(*args, **kwargs)
-        if self._num_local:
+        if self.attends_locally():
             return _as_it_is(func, *args, **kwargs)
         if attends and torch.compiler.is_compiling():
             return self._attend(*args, **kwargs)
@@ -87,19 +89,18 @@ class SequenceParallelMode(CallMode):
     @contextmanager
     def local(self) -> Iterator[None]:
         """Attention within is left as it is: every rank has its keys and values whole."""
-        self.enter_local()
+        self._num_local += 1
         try:
             yield
         finally:
-            self.leave_local()
+            self._num_local -= 1
 
-    def enter_local(self) -> None:
-        """Leave attention as it is from here on."""
-        self._num_local += 1
+    def attends_locally(self) -> bool:
+        """Whether attention is left as it is.
 
-    def leave_local(self) -> None:
-        """End what the last `enter_local` began."""
-        self._num_local -= 1
+        No property: compilers do not trace those of a mode that a graph is entered with.
+        """
+        return self._num_local > 0
 
     def layout_of(self, num_tokens: int) -> SequenceLayout:
         """Which tokens each rank has, where this one has `num_tokens`."""
@@ -110,6 +111,10 @@ class SequenceParallelMode(CallMode):
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask of the whole sequence, from what the model gives."""
         return mask
+
+    def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """All keys and values of another sequence that is cut; None if they are of this one."""
+        return None
 
     def attend(
         self,
@@ -122,6 +127,7 @@ class SequenceParallelMode(CallMode):
         scale: float | None,
     ) -> Tensor:
         """Attention over the mesh."""
+        of = self.options
         return attention(
             query,
             key,
@@ -130,7 +136,7 @@ class SequenceParallelMode(CallMode):
             attn_mask=mask,
             is_causal=is_causal,
             scale=scale,
-            options=AttentionOptions(layout=layout, wire=self.wire),
+            options=AttentionOptions(layout, of.kernel, of.wire, of.overlap, of.double_buffer),
         )
 
     def _attend(
@@ -145,7 +151,11 @@ class SequenceParallelMode(CallMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         _check(query, key, dropout_p, enable_gqa)
-        if self._is_cross(query.shape[2], key.shape[2]):
+        others = self.other_keys(query, key, value)
+        if others is not None:
+            _check_other_keys(attn_mask, is_causal)
+            key, value = others
+        if others is not None or self._is_cross(query.shape[2], key.shape[2]):
             return _as_it_is(
                 functional.scaled_dot_product_attention,
                 query,
@@ -177,7 +187,7 @@ class SequenceParallelMode(CallMode):
             raise ConfigError(
                 f"attention of {num_queries} queries to {num_keys} keys: if every rank has these "
                 f"keys, say so with sequence_parallel(..., replicated=({num_keys},)) or in the "
-                "table's `local`; a rank's own tokens are as many keys as queries"
+                "table's `attends`; a rank's own tokens are as many keys as queries"
             )
         return False
 
@@ -195,6 +205,9 @@ def sequence_parallel(
     *,
     replicated: Collection[int] = (),
     wire: Wire | None = None,
+    kernel: str | None = None,
+    overlap: bool | None = None,
+    double_buffer: bool = True,
 ) -> Iterator[SequenceParallelMode]:
     """Make F.scaled_dot_product_attention of any model attend over the mesh, within the `with`.
 
@@ -213,6 +226,9 @@ def sequence_parallel(
             tokens attend to; such attention is left as it is. Other attention that is to be left
             as it is goes within `.local()` of what this yields.
         wire: How queries, keys, values and outputs travel; None sends them as they are.
+        kernel: As in `AttentionOptions`, and so are the next two.
+        overlap: Whether Ulysses exchanges while it computes.
+        double_buffer: Whether a ring attends while keys and values travel.
 
     Raises:
         ConfigError: What cannot be attended; a number of keys that is both; or nothing within
@@ -223,7 +239,8 @@ def sequence_parallel(
         places = [(r, u) for r in range(place.degrees[0]) for u in range(place.degrees[1])]
         for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
             raise ConfigError(_AMBIGUOUS.format(both))
-    mode = SequenceParallelMode(place, layout, replicated, wire)
+    options = AttentionOptions(None, kernel, wire, overlap, double_buffer)
+    mode = SequenceParallelMode(place, layout, replicated, options)
     mode.enter()
     try:
         yield mode
@@ -276,6 +293,15 @@ def _check(query: Tensor, key: Tensor, dropout_p: float, enable_gqa: bool) -> No
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ConfigError(
             f"{query.shape[1]} query heads for {key.shape[1]} key heads: set enable_gqa=True"
+        )
+
+
+def _check_other_keys(mask: Tensor | None, is_causal: bool) -> None:
+    if is_causal or (mask is not None and mask.dim() > 1 and mask.shape[-2] != 1):
+        said = "is_causal=True" if mask is None else f"a mask of shape {tuple(mask.shape)}"
+        raise ConfigError(
+            f"attention to the keys of another sequence that is cut, and {said}: give a mask of "
+            "its keys, (batch, 1, 1, keys), the same on every rank"
         )
 
 
