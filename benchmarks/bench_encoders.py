@@ -11,8 +11,9 @@ unlike numbers and sizes of items on the two ranks; "even" batches are the same 
 Without: each rank encodes what it was given, in as few calls as with. A stage begins with a barrier
 and ends with one. The two ways take turns within a round, batch by batch; a ratio is that of the
 sums of a round's batches. Cost models are fitted to single items that both ranks time at once
-(`fit_latency`). Predicted: the slowest rank's cost as given, over its cost as planned and the
-exchanges as priced. Target: at least 95 % of it; and no stage or step slower than without.
+(`fit_latency`; `fit_item_latency` where each is a call of its own). Predicted: the slowest rank's
+cost as given, over its cost as planned and the exchanges as priced. Target: at least 95 % of it;
+and no stage or step slower than without.
 """
 
 import argparse
@@ -37,8 +38,8 @@ from bascule.comm.samples.nests import leaves_of
 from bascule.encoders import BalancedEncoder
 from bascule.encoders.encoder_tables import Item, form_of, table_of
 from bascule.encoders.item_prices import step_factor
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.fit_latency import fit_latency
+from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
+from bascule.plan.costs.fit_latency import fit_item_latency, fit_latency
 
 WARMUP = 10
 NUM_RANKS, TARGET, SHARE_OF_EVEN = 2, 0.95, 1.02
@@ -47,6 +48,7 @@ TOWER = {"depth": 3, "hidden_size": 192, "intermediate_size": 512, "out_hidden_s
 T5 = {"vocab_size": 512, "d_model": 256, "d_kv": 64, "d_ff": 1024, "num_layers": 6, "num_heads": 4}
 VAE_CHANNELS = (16, 32, 32)
 HOST = torch.device("cpu")
+ItemCost = TransformerCost | PolynomialCost
 
 
 def main() -> None:
@@ -117,7 +119,7 @@ def run_rank(rank: int, store: str, num_batches: int, rounds: int) -> dict[str, 
 
 def measure(case: Case, rounds: int) -> dict[str, Any]:
     """A case without and with, in turns."""
-    cost = fitted(case)
+    cost, unit_s, error = fitted(case)
     encoder = BalancedEncoder(case.module, cost=cost)
     ways: dict[str, Callable[[list[Item]], float]] = {
         "without": lambda items: stage(case, lambda: encode(case.module, items)),
@@ -131,12 +133,13 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
         ways["with"](items)
         last = encoder.last
         assert last is not None
-        seconds = factor * np.array(last.loads) * (cost.seconds_per_unit or 1.0)
+        seconds = factor * unit_s * np.array(last.loads)
         after += seconds.max()
         before += last.loaded * seconds.mean()
         if last.num_moved:
             exchange += last.exchange_s or 0.0
             moved += last.exchange_bytes
+    mean = mean_load(case, cost, factor * unit_s)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(rounds):
         spent = dict.fromkeys(ways, 0.0)
@@ -149,21 +152,20 @@ def measure(case: Case, rounds: int) -> dict[str, Any]:
     return {
         "measured": statistics.quantiles(ratios, n=4),
         "predicted": float(before / (after + exchange)),
-        "imbalance_without": float(before / len(case.batches)) / mean_load(case, cost, factor),
+        "imbalance_without": float(before / len(case.batches) / mean),
         "without_s": statistics.median(times["without"]),
         "with_s": statistics.median(times["with"]),
         "exchange_s": exchange / len(case.batches),
         "moved_mb": moved / 1e6 / len(case.batches),
-        "fit_error": cost.fit_error,
-        "gamma": cost.gamma,
+        "fit_error": error,
         "last": str(encoder.last),
     }
 
 
-def mean_load(case: Case, cost: TransformerCost, factor: float) -> float:
+def mean_load(case: Case, cost: ItemCost, factor: float) -> float:
     """Seconds of a batch on the mean of the ranks."""
     lengths = [length_of(case.module, item) for items in case.batches for item in items]
-    own = torch.tensor(sum(float(cost.seconds(*length)) for length in lengths))
+    own = torch.tensor(sum(float(cost(*length)) for length in lengths))
     dist.all_reduce(own)
     return factor * float(own) / NUM_RANKS / len(case.batches)
 
@@ -203,8 +205,8 @@ def length_of(module: nn.Module, item: Item) -> tuple[int, float]:
     return found if isinstance(found, tuple) else (found, float(found) ** 2)
 
 
-def fitted(case: Case) -> TransformerCost:
-    """From the forward passes of single items, the same on both ranks, which run at once."""
+def fitted(case: Case) -> tuple[ItemCost, float, float]:
+    """From single items, the same on both ranks at once: a cost, seconds of its unit, the error."""
     items = sorted({length_of(case.module, x): x for own in case.batches for x in own}.items())
     chosen = [items[i] for i in np.linspace(0, len(items) - 1, 8).round().astype(int)]
     given: list[Any] = [None] * NUM_RANKS
@@ -223,8 +225,14 @@ def fitted(case: Case) -> TransformerCost:
     spent = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(spent)
     tokens, pairs = zip(*lengths, strict=True)
-    width = TOWER["hidden_size"]
-    return fit_latency(tokens, spent.numpy() / NUM_RANKS, width, num_pairs=pairs)
+    each = spent.numpy() / NUM_RANKS
+    if len({form_of(item, HOST) for own in given for item in own}) > 1:  # a call each
+        cost, unit_s = fit_item_latency(tokens, each, num_pairs=pairs), 1.0
+    else:
+        cost = fit_latency(tokens, each, TOWER["hidden_size"], num_pairs=pairs)
+        unit_s = cost.seconds_per_unit or 1.0
+    residuals = unit_s * cost(tokens, pairs) / each - 1.0
+    return cost, unit_s, float(np.sqrt(np.mean(residuals**2)))
 
 
 # --- modules and items --------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from tests.helpers.encoder_cases import gradients_of, tower_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.vlm_models import MODELS, make_model, make_videos
 
-COST, PACK = bascule.TransformerCost(16), Pack(128)
+COST, PACK = bascule.TransformerCost(16), Pack(192)
 
 
 def num_asked(sample: dict[str, Any]) -> int:

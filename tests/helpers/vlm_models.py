@@ -136,9 +136,28 @@ def with_video(model: str, sample: dict[str, Any], seed: int) -> dict[str, Any]:
     }
 
 
+def with_frames(sample: dict[str, Any], seed: int) -> dict[str, Any]:
+    """A sample and a video, as InternVL's processor has it: a tile a frame, with text between."""
+    generator, num_frames = torch.Generator().manual_seed(seed), 3
+    frame = torch.full((4,), IMAGE)
+    texts = torch.randint(0, 50, (num_frames, 2), generator=generator)
+    ids = torch.cat([sample["input_ids"], *(torch.cat([text, frame]) for text in texts), texts[0]])
+    tiles = torch.randn(num_frames, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = ids.masked_fill(ids == IMAGE, -100)
+    labels[: len(sample["labels"])] = sample["labels"]
+    images = [sample["pixel_values"]] if "pixel_values" in sample else []
+    return sample | {
+        "input_ids": ids,
+        "labels": labels,
+        "pixel_values": torch.cat([*images, tiles]),
+    }
+
+
 def make_videos(model: str) -> list[dict[str, Any]]:
-    """The samples; all of Qwen-VL but the first have a video."""
+    """The samples; all but the first have a video."""
     samples = make_samples(model)
-    if model == "internvl":
-        return samples
-    return samples[:1] + [with_video(model, one, i) for i, one in enumerate(samples[1:])]
+    videos = [
+        with_frames(one, i) if model == "internvl" else with_video(model, one, i)
+        for i, one in enumerate(samples[1:])
+    ]
+    return samples[:1] + videos

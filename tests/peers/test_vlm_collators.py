@@ -100,7 +100,7 @@ def test_a_pack_has_the_mean_loss_of_its_samples(
     model = make_model(name)
     samples = [make(name)[i] for i in chosen]
     expected, theirs, logits = alone(model, samples)
-    pack = make_pack(samples, Pack(192, fixed=fixed, pad_id=50))
+    pack = make_pack(samples, Pack(256, fixed=fixed, pad_id=50))
     inputs = packed_inputs(model, pack)
     out = model(**inputs, labels=pack["labels"][None], use_cache=False)
     for start, own in zip(pack["cu_seqlens"].tolist(), logits, strict=False):

@@ -3,7 +3,7 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.fit_latency import fit_latency
+from bascule.plan.costs.fit_latency import fit_item_latency, fit_latency
 
 RATE = 1.7e-3  # seconds a TFLOP
 D_MODEL = 3072
@@ -88,6 +88,21 @@ def test_gamma_is_never_negative() -> None:
 def test_bad_measurements_are_refused(lens: list, seconds: list) -> None:
     with pytest.raises(ConfigError, match="fit_latency"):
         fit_latency(lens, seconds, D_MODEL)
+    with pytest.raises(ConfigError, match="fit_item_latency"):
+        fit_item_latency(lens, seconds)
+
+
+def test_an_item_that_is_a_call_has_a_constant() -> None:
+    lens = np.array([8, 64, 512, 2048])
+    pairs = 32.0 * lens
+    seconds = 2e-9 * lens**2 + 1e-6 * lens + 5e-3
+    found = fit_item_latency(lens, seconds)
+    np.testing.assert_allclose([found.quadratic, found.linear, found.constant], [2e-9, 1e-6, 5e-3])
+    windowed = fit_item_latency([8, 64, 100], [1.0, 1.5, 3.0], num_pairs=[64, 64, 1000])
+    np.testing.assert_allclose(windowed([8, 64, 100], [64, 64, 1000]), [1.0, 1.5, 3.0])
+    assert fit_item_latency(lens, 2e-9 * pairs + 1e-3, num_pairs=pairs).constant > 9e-4
+    with pytest.raises(ConfigError, match="at least three different lengths"):
+        fit_item_latency([8, 64, 64], [1.0, 2.0, 2.0])
 
 
 def test_latencies_that_leave_nothing_to_the_linear_layers() -> None:

@@ -141,7 +141,7 @@ LANGUAGE, TOWER = TransformerCost(3584, num_layers=28), TransformerCost(1280, nu
 
 
 def photos_and_texts(seed: int) -> tuple[list[list[int]], list[int]]:
-    """Of each sample, the patches of its photos, of real sizes; and its tokens of text."""
+    """Of each sample, patches of photos and frames of clips, of real sizes; its tokens of text."""
     skimage = pytest.importorskip("skimage")
     images = pytest.importorskip("PIL.Image")
     folder = Path(skimage.__file__).parent / "data"
@@ -154,7 +154,11 @@ def photos_and_texts(seed: int) -> tuple[list[list[int]], list[int]]:
     num = NUM_RANKS * SAMPLES_A_RANK
     counts = random.choice([0, 0, 0, 0, 0, 1, 2, 6], num)
     chosen = [[sides[i] for i in random.integers(len(sides), size=count)] for count in counts]
-    patches = [[4 * (w // 28) * (h // 28) for w, h in own] for own in chosen]
+    frames = [random.choice([1, 1, 1, 4], len(own)) for own in chosen]  # of every fourth, a clip
+    patches = [
+        [4 * (w // 28) * (h // 28) for (w, h), f in zip(*both, strict=True) for _ in range(f)]
+        for both in zip(chosen, frames, strict=True)
+    ]
     return patches, np.clip(random.lognormal(7.0, 1.2, num), 16, 16384).astype(int).tolist()
 
 

@@ -1,7 +1,7 @@
-"""A balanced encoder within a model that is not edited."""
+"""Encoders over ranks within models and pipelines that are not edited."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -110,6 +110,44 @@ class _StandIn(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_encoder"], name)
+
+
+class InPlace:
+    """A module of a pipeline some of whose methods are others, until `undo`.
+
+    Neither is edited: another object of the module's class, and of the same state, is in its place.
+
+    Args:
+        pipeline: Has the module as an attribute.
+        module: Stays as it is.
+        methods: What is called instead, by name, without `self`.
+
+    Raises:
+        ConfigError: The pipeline does not have the module.
+    """
+
+    def __init__(
+        self, pipeline: Any, module: nn.Module, methods: Mapping[str, Callable[..., Any]]
+    ) -> None:
+        found = [name for name, value in vars(pipeline).items() if value is module]
+        if isinstance(pipeline, nn.Module):
+            found += [name for name, child in pipeline.named_children() if child is module]
+        if not found:
+            raise ConfigError(
+                f"a {type(pipeline).__name__} does not have this {type(module).__name__}: "
+                "install in the pipeline whose module it was made with"
+            )
+        self._pipeline, self._name, self._module = pipeline, found[0], module
+        cls = type(module)
+        members = {name: staticmethod(method) for name, method in methods.items()}
+        members = {"__module__": cls.__module__, **members}
+        stand_in = object.__new__(type(cls.__name__, (cls,), members))
+        stand_in.__dict__ = vars(module)
+        setattr(pipeline, found[0], stand_in)
+
+    def undo(self) -> None:
+        """Put the module back into its place."""
+        setattr(self._pipeline, self._name, self._module)
 
 
 def _holder(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.failures import told
@@ -14,6 +14,7 @@ from bascule.comm.samples.nests import joined, mapped
 from bascule.encoders.balanced_encoder import BalancedEncoder
 from bascule.encoders.encoder_tables import EncoderOptions, EncoderTable, Item
 from bascule.encoders.features import Features
+from bascule.encoders.installed import InPlace
 from bascule.encoders.item_plans import Encoding
 from bascule.encoders.tile_calls import TileCalls, answered, noted, pixels_of, settings_of
 from bascule.errors import ConfigError
@@ -96,7 +97,7 @@ class TiledVAE:
         """What `vae.decode` gives with its tiles; as `encode`, of latents."""
         return self._run("decode", z, args, kwargs)
 
-    def install(self, pipeline: Any) -> "InstalledVAE":
+    def install(self, pipeline: Any) -> InPlace:
         """Let a pipeline, or whatever else has the VAE as an attribute, use this one from now on.
 
         Neither is edited: another object of the VAE's class is in its place, with the same modules
@@ -108,7 +109,7 @@ class TiledVAE:
         Raises:
             ConfigError: The pipeline does not have the VAE.
         """
-        return InstalledVAE(self, pipeline)
+        return InPlace(pipeline, self.vae, {"encode": self.encode, "decode": self.decode})
 
     def _run(
         self, way: str, given: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
@@ -135,39 +136,3 @@ class TiledVAE:
         if is_one:
             return features.attach(outputs[0])
         return Features(features.attach(outputs), features.token, None)
-
-
-class InstalledVAE:
-    """A TiledVAE in its place within a pipeline; made by `TiledVAE.install`."""
-
-    def __init__(self, tiled: TiledVAE, pipeline: Any) -> None:
-        found = [name for name, value in vars(pipeline).items() if value is tiled.vae]
-        if isinstance(pipeline, nn.Module):
-            found += [name for name, child in pipeline.named_children() if child is tiled.vae]
-        if not found:
-            raise ConfigError(
-                f"a {type(pipeline).__name__} does not have this {type(tiled.vae).__name__}: "
-                "install in the pipeline whose VAE the TiledVAE was made with"
-            )
-        self._pipeline, self._name, self._vae = pipeline, found[0], tiled.vae
-        setattr(pipeline, found[0], _in_place_of(tiled))
-
-    def undo(self) -> None:
-        """Put the VAE back into its place."""
-        setattr(self._pipeline, self._name, self._vae)
-
-
-def _in_place_of(tiled: TiledVAE) -> Any:
-    """An object of the same state as the VAE, and of its class but for two methods."""
-
-    def encode(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return tiled.encode(x, *args, **kwargs)
-
-    def decode(self: Any, z: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return tiled.decode(z, *args, **kwargs)
-
-    cls = type(tiled.vae)
-    members = {"__module__": cls.__module__, "encode": encode, "decode": decode}
-    stand_in = object.__new__(type(cls.__name__, (cls,), members))
-    stand_in.__dict__ = vars(tiled.vae)
-    return stand_in

@@ -5,7 +5,7 @@ import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, floats
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.costs.relative_fit import relative_fit
 
 
@@ -35,19 +35,7 @@ def fit_latency(
         ConfigError: Too few points, a value that is not positive, or latencies that leave the
             linear layers no time. Whether the rest fits is for the caller to see in `fit_error`.
     """
-    tokens = floats("fit_latency: seq_lens", seq_lens)
-    latency = floats("fit_latency: seconds", seconds)
-    if tokens.ndim != 1 or tokens.shape != latency.shape or np.unique(tokens).size < 2:
-        raise ConfigError(
-            f"fit_latency: {tokens.shape} lengths and {latency.shape} seconds; give one latency "
-            "for each length, and at least two different lengths"
-        )
-    given = np.concatenate([tokens, latency])
-    if not np.all((given >= 1.0 / MAX_NUMBER) & (given <= MAX_NUMBER)):
-        raise ConfigError(
-            "fit_latency: lengths and seconds must be positive and finite, at most "
-            f"{MAX_NUMBER:g}: leave the measurement out"
-        )
+    tokens, latency = _checked("fit_latency", seq_lens, seconds, num_lengths=2)
     attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
     plain = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)
     attention = plain(tokens, num_pairs) - attention_free
@@ -65,3 +53,47 @@ def fit_latency(
         seconds_per_unit=linear_s,
         fit_error=fitted.rms,
     )
+
+
+def fit_item_latency(
+    item_lens: npt.ArrayLike, seconds: npt.ArrayLike, *, num_pairs: npt.ArrayLike | None = None
+) -> PolynomialCost:
+    """Fit `quadratic L^2 + linear L + constant` to measured latencies of items, a call each.
+
+    For encoders that are called item by item: short items then take mostly launches and the reading
+    of weights, which the constant holds. Relative errors are minimised, under coefficients >= 0.
+
+    Args:
+        item_lens: (n,) tokens of each measured item, at least three different lengths.
+        seconds: (n,) forward latency of each.
+        num_pairs: (n,) pairs of a query and a key, as in `fit_latency`, in place of the squares.
+
+    Raises:
+        ConfigError: Too few points, or a value that is not positive.
+    """
+    tokens, latency = _checked("fit_item_latency", item_lens, seconds, num_lengths=3)
+    pairs = tokens**2 if num_pairs is None else floats("fit_item_latency: num_pairs", num_pairs)
+    columns = np.stack([pairs, tokens, np.ones_like(tokens)], axis=1)
+    return PolynomialCost(*relative_fit(columns, latency).coefficients.tolist())
+
+
+def _checked(
+    what: str, seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, *, num_lengths: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Lengths and latencies of so many different lengths at least, positive and finite."""
+    tokens = floats(f"{what}: seq_lens", seq_lens)
+    latency = floats(f"{what}: seconds", seconds)
+    few = tokens.ndim != 1 or np.unique(tokens).size < num_lengths
+    if few or tokens.shape != latency.shape:
+        least = "two" if num_lengths == 2 else "three"
+        raise ConfigError(
+            f"{what}: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
+            f"each length, and at least {least} different lengths"
+        )
+    given = np.concatenate([tokens, latency])
+    if not np.all((given >= 1.0 / MAX_NUMBER) & (given <= MAX_NUMBER)):
+        raise ConfigError(
+            f"{what}: lengths and seconds must be positive and finite, at most {MAX_NUMBER:g}: "
+            "leave the measurement out"
+        )
+    return tokens, latency

@@ -4,23 +4,39 @@ Legend of shapes: C channels, f frames of h x w latents or pixels, p side of a p
 """
 
 from collections.abc import Sequence
+from functools import partial
+from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from bascule.calibrate.timed import Probe, seconds_of
+from bascule.comm.groups import device_of, member_of, resolve
+from bascule.comm.guard.calls import Call
+from bascule.comm.transfers import all_reduce
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.item_plans import Encoding
+from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs.fit_latency import fit_item_latency
 from bascule.training.run.stopwatch import Stopwatch
-from bascule.training.stages.frozen_encoders import LATENT_PATCH, FrozenEncoders
+from bascule.training.stages.frozen_encoders import (
+    LATENT_PATCH,
+    FrozenEncoders,
+    LatentEncoder,
+    TextEncoder,
+)
 from bascule.workload.codes import PATCH_PIXELS
 from bascule.workload.photos import mean_text
 from bascule.workload.streams import RawBatch, SampleBatch, Widths, pack_batch, sample_normals
 
 TEXT_ENCODER, VAE, TRANSFORMER = "text_encoder", "vae", "transformer"
 """The stages of a step, by the names that all that tells of them uses."""
+
+_LONGEST, _REPEATS = 512, 3  # tokens of a caption that is timed, and how often
 
 
 class EncoderStages:
@@ -49,12 +65,12 @@ class EncoderStages:
         options: EncoderOptions,
     ) -> None:
         self._widths, self._seed, self._watch = widths, seed, watch
-        self._vae, self._device = encoders.vae, options.device
+        self._vae, self._device = encoders.vae, torch.device(options.device or "cpu")
         self._balanced = {
             name: BalancedEncoder(
                 module.to(options.device),
                 length_fn=module.length,
-                cost=module.cost,
+                cost=_cost_of(module, self._device, mesh_or_group),
                 mesh_or_group=mesh_or_group,
                 options=options,
             )
@@ -137,6 +153,30 @@ class EncoderStages:
             pooled=torch.cat(pooled or [none["text"]]),
             ids=batch.ids,
         )
+
+
+def _cost_of(
+    module: LatentEncoder | TextEncoder,
+    device: torch.device,
+    mesh_or_group: "DeviceMesh | dist.ProcessGroup",
+) -> Cost:
+    """What an item takes: of a VAE as its pixels, of a text encoder as measured by all ranks.
+
+    Captions are short, and each is a call: what a call takes besides its tokens decides.
+    """
+    if isinstance(module, LatentEncoder):
+        return module.cost
+    lengths = np.unique(np.geomspace(4, min(module.most_tokens, _LONGEST), 6).round().astype(int))
+    seconds = list[float]()
+    for length in lengths:
+        ids = torch.zeros(1, length, dtype=torch.int64, device=device)
+        probe = Probe("work", "caption", device.type, int(length), 0.0, partial(module, ids))
+        with torch.no_grad():
+            seconds.append(median([seconds_of(probe, device) for _ in range(_REPEATS + 1)][1:]))
+    group = member_of(resolve(mesh_or_group), "stages")
+    own = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
+    mean = all_reduce(group, Call("all_reduce (measured seconds)"), own).cpu() / group.size
+    return fit_item_latency(lengths, mean.numpy())
 
 
 def stages_of(encoders: FrozenEncoders) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
+from bascule.plan.costs.cost_models import PolynomialCost
 from bascule.plan.files import parse_json
 from bascule.training.run_options import TINY, TINY_WAN, RunOptions
 from bascule.workload.photos import PhotoOptions
@@ -112,6 +112,7 @@ class TextEncoder(nn.Module):
 
     Attributes:
         width: Of an embedding.
+        most_tokens: Of a caption; longer ones are cut.
 
     Raises:
         ConfigError: The tokenizer has more tokens than the encoder.
@@ -123,9 +124,8 @@ class TextEncoder(nn.Module):
         self._tokenizer = tokenizer
         config: Any = encoder.config
         self.width: int = config.hidden_size
-        self.cost = TransformerCost(self.width, num_layers=config.num_hidden_layers)
         most = getattr(config, "max_position_embeddings", None) or _MOST_TEXT_TOKENS
-        self._most = min(tokenizer.model_max_length, most, _MOST_TEXT_TOKENS)
+        self.most_tokens = min(tokenizer.model_max_length, most, _MOST_TEXT_TOKENS)
         if len(tokenizer) > config.vocab_size:
             raise ConfigError(
                 f"has {config.vocab_size} embeddings, and its tokenizer {len(tokenizer)} tokens: "
@@ -142,8 +142,8 @@ class TextEncoder(nn.Module):
 
     def tokenize(self, caption: str) -> tuple[list[int], bool]:
         """Tokens of a caption, cut as the tokenizer cuts them; and whether that was so."""
-        tokens = self._tokenizer(caption, truncation=True, max_length=self._most)["input_ids"]
-        if len(tokens) < self._most:
+        tokens = self._tokenizer(caption, truncation=True, max_length=self.most_tokens)["input_ids"]
+        if len(tokens) < self.most_tokens:
             return tokens, False
         whole = self._tokenizer(caption, verbose=False)["input_ids"]
         return tokens, len(whole) > len(tokens)
