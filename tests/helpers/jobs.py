@@ -4,17 +4,18 @@ import contextlib
 import io
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 2
+_STORES: list[TCPStore] = []  # they serve as long as the process lives
 
 
 def in_a_job(
@@ -27,10 +28,7 @@ def in_a_job(
         *arguments: As they stand on a command line.
         timeout_s: Longest time.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    of_rank = run_ranks(_as_rank, NUM_RANKS, program, arguments, port, timeout_s=timeout_s)
+    of_rank = run_ranks(_as_rank, NUM_RANKS, program, arguments, timeout_s=timeout_s)
     codes, outs, errors = zip(*of_rank, strict=True)
     return subprocess.CompletedProcess([], max(codes), outs[0], "".join(errors))
 
@@ -58,14 +56,23 @@ def launch_example(path: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
-def _as_rank(
-    program: Callable[..., object], arguments: tuple[str, ...], port: int
-) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of one rank."""
+def set_variables() -> None:
+    """What torchrun would have set on this rank, with a store of the launcher's that listens."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    port = [0]
+    if rank == "0":  # a port that is chosen first, and listened to later, may be taken by then
+        _STORES.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+        port = [_STORES[-1].port]
+    dist.broadcast_object_list(port)
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port[0])}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def _as_rank(program: Callable[..., object], arguments: tuple[str, ...]) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of one rank."""
+    set_variables()
     dist.destroy_process_group()  # a program makes its own, as in any job
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     out, error, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
         try:

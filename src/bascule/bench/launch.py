@@ -5,7 +5,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -143,15 +143,20 @@ def forwarding_stops() -> Iterator[None]:
 
 
 @contextmanager
-def stop_asked() -> Iterator[threading.Event]:
-    """Gives what SIGTERM sets on this rank, in place of ending it."""
-    asked = threading.Event()
+def stop_asked() -> Iterator[Callable[[], bool]]:
+    """Whether this rank shall stop: SIGTERM asks for it, in place of ending the rank.
+
+    So does the end of a launcher of ours, which may have been killed: without it nobody would end
+    its ranks.
+    """
+    asked, launcher = threading.Event(), os.getppid()
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    folder = os.environ.get(_PIDS_IN)
     try:
-        if (folder := os.environ.get(_PIDS_IN)) is not None:
+        if folder is not None:
             Path(folder, str(os.getpid())).touch()
             if Path(folder, _STOP).exists():
                 asked.set()
-        yield asked
+        yield lambda: asked.is_set() or (folder is not None and os.getppid() != launcher)
     finally:
         signal.signal(signal.SIGTERM, before)
