@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from bascule.errors import ConfigError as ConfigError
     from bascule.errors import PlanError as PlanError
     from bascule.integrations.diffusers.handle import parallelize as parallelize
+    from bascule.integrations.diffusers.pipelines.auto_mesh import AutoMesh as AutoMesh
+    from bascule.integrations.diffusers.pipelines.inference_options import (
+        InferenceOptions as InferenceOptions,
+    )
     from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig as SparseConfig
     from bascule.integrations.diffusers.training.balanced_model import (
         BalancedModel as BalancedModel,
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from bascule.plan.costs.cost_models import TransformerCost as TransformerCost
     from bascule.plan.costs.fit_attention import fit_attention_latency as fit_attention_latency
     from bascule.plan.costs.fit_iterations import fit_iterations as fit_iterations
+    from bascule.plan.costs.fit_latency import fit_item_latency as fit_item_latency
     from bascule.plan.costs.fit_latency import fit_latency as fit_latency
     from bascule.plan.costs.hardware import HardwareProfile as HardwareProfile
     from bascule.plan.limits import Limits as Limits
@@ -67,6 +72,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
     "AttentionLatency": "bascule.plan.costs.attention_latency",
+    "AutoMesh": "bascule.integrations.diffusers.pipelines.auto_mesh",
     "BalancedEncoder": "bascule.encoders.balanced_encoder",
     "TiledVAE": "bascule.encoders.tiled_vae",
     "BalancedLoader": "bascule.data.loader",
@@ -77,6 +83,7 @@ _HOMES = {
     "ConfigError": "bascule.errors",
     "CostTracker": "bascule.data.cost_tracker",
     "HardwareProfile": "bascule.plan.costs.hardware",
+    "InferenceOptions": "bascule.integrations.diffusers.pipelines.inference_options",
     "Limits": "bascule.plan.limits",
     "LoaderOptions": "bascule.data.setup",
     "Pack": "bascule.data.packs",
@@ -100,6 +107,7 @@ _HOMES = {
     "assign": "bascule.plan.solver.solve",
     "fit_attention_latency": "bascule.plan.costs.fit_attention",
     "fit_iterations": "bascule.plan.costs.fit_iterations",
+    "fit_item_latency": "bascule.plan.costs.fit_latency",
     "fit_latency": "bascule.plan.costs.fit_latency",
     "measure_attention_latency": "bascule.attention.sparse.timing",
     "parallelize": "bascule.integrations.diffusers.handle",

@@ -208,6 +208,8 @@ def refusals() -> list[str]:
     blocks, whole, image = TABLE.blocks, TABLE.whole, Cut("image")
     absent = SplitTable(("image",), {}, {"tail": image}, {"blocks.*": ("image",)})
     late = SplitTable(TABLE.segments, {"": {"text": Cut("text")}}, {}, blocks, ("image", *whole))
+    cut_late = {"": {"text": Cut("text")}, "head": {"input": image}}
+    later = SplitTable(TABLE.segments, cut_late, {}, blocks, ("image", *whole))
     wrong = SplitTable(("image",), {"": {"image": image, "text": image}}, {}, blocks, whole)
     said = [
         refused(lambda: parallelize(model, ulysses_degree=4)),
@@ -217,6 +219,7 @@ def refusals() -> list[str]:
         refused(lambda: parallelize(model, table=TABLE, ring_degree=4, mesh=make_mesh(4, 1))),
         refused(lambda: parallelize(Pipeline(), table=TABLE, ring_degree=4)),
         refused(lambda: parallelize(model, table=absent, ring_degree=4)),
+        refused(lambda: parallelize(model, table=late, ring_degree=4)),
     ]
     assert hooks_of(model) == 0
     config: Any = nn.Module()
@@ -230,9 +233,10 @@ def refusals() -> list[str]:
         mask = torch.ones(2, 6)
         said.append(refused(lambda: model(**inputs, text_mask=mask)))
         said.append(refused(lambda: model(**inputs, text_mask=mask[0])))
+        said.append(refused(lambda: model(**inputs, text_mask=torch.ones(2, 5, 5))))
         said.append(refused(handle.explain))
         model(**inputs)
-    for table in (late, wrong):
+    for table in (later, wrong):
         with parallelize(model, table=table, mesh=mesh):
             said.append(refused(lambda: model(**inputs)))
     model.blocks[1].joint = Softmax()
@@ -245,20 +249,22 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_split_is_refused_with_the_reason() -> None:
     texts = (
-        "no split table for Toy (there are: FluxTransformer2DModel",
+        "no split table for Toy: write one",
         "ring_degree 1 x ulysses_degree 1 on 4 ranks",
         "ring_degree 2 x ulysses_degree 3 on 4 ranks: the product must be 4",
         "ring_degree -2 x ulysses_degree -2",
         "give a mesh or degrees, not both",
         "Pipeline has none",
         "names 'tail', and Toy has no such module",
+        "names the segment 'image' in segments, and cuts text",
         "2 heads for 4 Ulysses ranks",
         "split over ranks already",
         "the tensors of extra",
         "text_mask has 6 tokens of text, and another input has 5",
         "text_mask has the shape (6,): give (batch, tokens)",
+        "a mask of pairs of tokens of ['text'], and attention over ['text', 'image']",
         "run the model once",
-        "attention before the length of image is known",
+        "the length of image is not known yet",
         "image has 9 tokens of image, and another input has 5",
         "blocks.1 did not call F.scaled_dot_product_attention",
         "blocks.0 runs outside of the forward pass",

@@ -1,8 +1,14 @@
-"""What parallelize and its handle refuse: misuse, and ranks that are given different things."""
+"""What parallelize and its handle refuse: misuse, and ranks that are given different things.
 
+Each wrong use ends in an error of a few sentences on every rank, with the same text or the rank's
+own part of it.
+"""
+
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +19,10 @@ from bascule.comm.quantize import Wire
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, direct, make_toy, toy_gradients, toy_inputs
+from tests.helpers.misuse_arguments import DEGREES, SETTINGS, TABLES, Wrong, is_in_step
+from tests.helpers.misuse_models import CALLS, ENDING, MODELS
+from tests.helpers.misuse_ranks import RANKS
+from tests.helpers.misuse_runs import QUICK, RUNS
 from tests.helpers.ranks import raised_by, run_ranks
 
 
@@ -118,12 +128,7 @@ def misused() -> dict[str, str]:
     mesh, inputs, said = make_mesh(1, 2), toy_inputs(), dict[str, str]()
     model = make_toy()
     given: Any = {"mesh": mesh, "table": TABLE}
-    for name, wrong in (("mesh", [0, 1]), ("table", {"image": 1}), ("wire", "int8")):
-        said[name] = raised_by(parallelize, model, **(given | {name: wrong}))[1]
     handle = parallelize(model, **given)
-    hook = model.blocks[1].register_forward_pre_hook(lambda *_: handle.undo())
-    said["undo within"] = raised_by(model, **inputs)[1]
-    hook.remove()
     said["object"] = raised_by(model, **inputs, extra=Extra([inputs["text"]]))[1]
     said["argument"] = raised_by(model, *inputs.values(), None, None, inputs["text"])[1]
     said["forward"] = raised_by(model.forward, **inputs)[1]
@@ -142,10 +147,6 @@ def misused() -> dict[str, str]:
 
 def test_misuse_is_refused_with_the_reason() -> None:
     texts = {
-        "mesh": "mesh is [0, 1]: give a DeviceMesh",
-        "table": "table is {'image': 1}: give a SplitTable",
-        "wire": "wire is 'int8': give a Wire",
-        "undo within": "undo() within a forward pass of Toy",
         "object": "the tensors of extra",
         "argument": "the tensors of argument 6",
         "forward": "call the model itself",
@@ -182,3 +183,67 @@ def test_an_error_of_one_rank_ends_the_others_with_its_text() -> None:
     (classes, text), own = run_ranks(failed_alone, 2)
     assert "CommError" in classes and "forward pass of Toy" in text
     assert "no memory is left" in text and own[1] == "no memory is left"
+
+
+GROUPS: dict[str, dict[str, Wrong]] = {
+    "degrees": DEGREES,
+    "settings": SETTINGS,
+    "tables": TABLES,
+    "models": MODELS,
+    "calls": CALLS,
+    "ending": ENDING,
+    "ranks": RANKS,
+    "runs": RUNS,
+}
+_STRESS = pytest.mark.stress
+_LONGEST = 700  # characters: a few sentences, with what each rank was given
+
+
+def said_of(group: str, name: str) -> str:
+    """What the error of a wrong use says; some are torch's own."""
+    try:
+        GROUPS[group][name][0]()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error)
+    raise AssertionError(f"{name}: nothing was raised")
+
+
+def all_said_of(group: str) -> dict[str, str]:
+    """One after the other: the ranks must be in step after each."""
+    said = dict[str, str]()
+    for name in GROUPS[group]:
+        said[name] = said_of(group, name)
+        assert is_in_step(), name
+    return said
+
+
+@pytest.mark.parametrize("group", ["degrees", "settings", "tables", "models", "calls"])
+def test_what_every_rank_does_wrong_is_told(group: str) -> None:
+    for said in run_ranks(all_said_of, 2, group):
+        for name, (_, text) in GROUPS[group].items():
+            assert text in said[name] and len(said[name]) < _LONGEST, (name, said[name])
+
+
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [("ranks", name) for name in RANKS]
+    + [("ending", name) for name in ENDING]
+    + [pytest.param("runs", name, marks=[] if name in QUICK else _STRESS) for name in RUNS],
+)
+def test_what_ends_a_mesh_is_told_to_all_ranks(group: str, name: str) -> None:
+    for said in run_ranks(said_of, 2, group, name):
+        assert GROUPS[group][name][1] in said, said
+
+
+def does_not_come() -> str:
+    model = make_toy()
+    with parallelize(model, ulysses_degree=2, table=TABLE):
+        if dist.get_rank() == 0:
+            return raised_by(model, **toy_inputs())[1]
+    with suppress(RuntimeError):
+        dist.barrier()
+    return ""
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    assert "no report from ranks [1]" in run_ranks(does_not_come, 2)[0]

@@ -23,7 +23,7 @@ FIELDS: dict[str, tuple[Any, Any]] = {
     "tolerance": (0.05, 0.06),
     "dense_layers": ((0,), (1,)),
     "passes_per_step": (1, 2),
-    "kernel": (None, "blocks"),
+    "kernel": (None, "triton"),
 }
 
 

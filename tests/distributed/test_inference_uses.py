@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from bascule.integrations.diffusers import Cut, SparseConfig, SplitTable, parallelize
+from bascule.integrations.diffusers import Cut, Mask, SparseConfig, SplitTable, parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
     CHANNELS,
@@ -206,9 +206,12 @@ class Wrapped(nn.Module):
 # Cuts the text on its way into the first block, where it is the first argument.
 LATE = replace(
     TABLE,
-    inputs={"": {"image": Cut("image")}, "blocks.0": {"text": Cut("text")}},
+    inputs={
+        "": {"text_mask": Mask("text"), "image": Cut("image")},
+        "blocks.0": {"text": Cut("text")},
+    },
     whole=("text", *TABLE.whole),
-    local=(),
+    attends={},
     blocks={"blocks.*": ("text", "image")},
 )
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from bascule.comm.quantize import Wire
 from bascule.errors import CommError, ConfigError
 from bascule.integrations.diffusers import Parallelized, parallelize
+from bascule.plan.costs.hardware import HardwareProfile
 from tests.helpers.inference_bytes import counted
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs
@@ -205,6 +207,60 @@ def test_explain_counts_the_bytes_on_the_wire(ring: int, ulysses: int) -> None:
         assert f"ring {ring} x Ulysses {ulysses}" in found["said"][0]
         assert "tokens: 5 of text, 12 of image" in found["said"][0]
         assert "would send" in found["said"][0]
+
+
+def in_seconds() -> dict[str, Any]:
+    """FLOPs of products against torch's own count, and what is predicted of three machines."""
+    mesh, model = make_mesh(1, 2), make_toy(heads=6, kv_heads=6)
+    inputs = toy_inputs(text=9, image=13)  # no share is as long as the context
+    counter = FlopCounterMode(display=False)
+    with torch.no_grad(), counter:
+        model(**inputs)
+    products = torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.bmm
+    wanted = sum(counter.get_flop_counts()["Global"].get(one, 0) for one in products)
+    fast: dict[str, Any] = dict.fromkeys(
+        ("matmul_flops_per_s", "attention_flops_per_s", "intra_bytes_per_s"), 1e24
+    )
+    machines: dict[str, dict[str, Any]] = {
+        "launch-bound": fast | {"launch_s": 1.0},
+        "wire-bound": fast | {"launch_s": 0.0, "intra_bytes_per_s": 1.0},
+        "compute-bound": fast | {"launch_s": 0.0, "matmul_flops_per_s": 1.0},
+    }
+    with torch.no_grad(), parallelize(model, mesh, table=TABLE) as handle:
+        model(**inputs)
+        plain = handle.explain()
+        last = handle.parts[0].last
+        assert last is not None
+        works = last.work
+        found: dict[str, Any] = {
+            "flops": (sum(x.token_flops + x.other_flops for x in works.values()), wanted),
+            "layers": {kind: (x.num_layers, sum(x.shapes.values())) for kind, x in works.items()},
+            "plain": (plain.chosen.seconds, plain.advice),
+            "refused": raised_by(handle.explain, profile=HardwareProfile(device="empty"))[1],
+            "bytes": plain.chosen.busiest_bytes,
+        }
+        for name, numbers in machines.items():
+            found[name] = handle.explain(profile=HardwareProfile(device=name, **numbers))
+    return found
+
+
+def test_explain_tells_seconds_and_what_would_gain() -> None:
+    for found in run_ranks(in_seconds, 2):
+        counted, wanted = found["flops"]
+        assert counted == pytest.approx(wanted, rel=1e-9)
+        assert found["layers"] == {"": (1, 0), "blocks.*": (2, 2)}
+        assert found["plain"] == ({}, ())
+        assert "the hardware profile of empty has no matmul_flops_per_s" in found["refused"]
+        launches, wires, compute = (
+            found[f"{name}-bound"] for name in ("launch", "wire", "compute")
+        )
+        assert "handle.compile()" in launches.advice[0] and len(launches.others) == 1
+        # All bytes of the busiest rank, a byte a second.
+        assert wires.chosen.total_s == pytest.approx(found["bytes"])
+        assert any("int8" in one for one in wires.advice)
+        assert compute.advice == ("compute-bound: no compilation, wire or other mesh gains 2 %",)
+        said = str(launches)
+        assert "predicted: " in said and "  blocks.*: " in said and " and take " in said
 
 
 def with_wire() -> tuple[float, float, bool, str]:

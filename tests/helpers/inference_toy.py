@@ -7,17 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bascule.integrations.diffusers import Cut, SplitTable
+from bascule.integrations.diffusers import Cut, Mask, SplitTable
 
 WIDTH, CHANNELS = 24, 4
 TABLE = SplitTable(
     segments=("text", "image"),
-    inputs={"": {"text": Cut("text"), "image": Cut("image")}},
+    inputs={"": {"text": Cut("text"), "text_mask": Mask("text"), "image": Cut("image")}},
     gathers={"head": Cut("image")},
     blocks={"blocks.*": ("text", "image")},
     whole=("context", "time"),
-    masks={"text_mask": "text"},
-    local=("blocks.*.cross",),
+    attends={"blocks.*.cross": ()},
 )
 
 

@@ -2,26 +2,44 @@
 
 import inspect
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
+from bascule.comm.meshes import AttentionMesh
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers import SplitTable, tables
-from bascule.integrations.diffusers.tables import TABLES, modules_of, table_of
+from bascule.integrations.diffusers import SplitTable
+from bascule.integrations.diffusers.hooks import SplitModel
+from bascule.integrations.diffusers.tables import controlnets, image_models, known, video_models
+from bascule.integrations.diffusers.tables.known import TABLES, table_of
+from bascule.integrations.diffusers.tables.split_table import Keys, Mask, modules_of
+from tests.helpers.inference_cases import CASES, make_inputs, make_model
 
 NAMES = [name.rpartition(".")[2] for name in TABLES]
+# Sizes, and what a model has only if asked for.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "AuraFlowTransformer2DModel": {"num_mmdit_layers": 2, "num_single_dit_layers": 2},
+    "SD3Transformer2DModel": {"num_layers": 2, "dual_attention_layers": (0, 1)},
+    "SD3ControlNetModel": {"num_layers": 2, "dual_attention_layers": (0, 1)},
+    "ZImageTransformer2DModel": {"n_layers": 2, "siglip_feat_dim": 8},
+    "WanVACETransformer3DModel": {"num_layers": 2, "vace_layers": [0, 1]},
+    "WanAnimateTransformer3DModel": {"num_layers": 2, "inject_face_latents_blocks": 1},
+    "HunyuanVideoTransformer3DModel": {"num_layers": 2, "image_condition_type": "token_replace"},
+}
 
 
+@cache
 def make(name: str) -> nn.Module:
     """A model without storage."""
-    import torch
-
     pytest.importorskip("diffusers")
     module, _, cls = name.rpartition(".")
     with torch.device("meta"):
-        return getattr(__import__(module, fromlist=[cls]), cls)(num_layers=2)
+        made = getattr(__import__(module, fromlist=[cls]), cls)
+        return made(**OPTIONS.get(cls, {"num_layers": 2}))
 
 
 @pytest.mark.slow
@@ -33,13 +51,17 @@ def test_a_table_names_arguments_and_modules_that_exist(name: str) -> None:
     for pattern, cuts in table.inputs.items():
         for module in modules_of(model, pattern).values():
             assert set(cuts) <= set(inspect.signature(module.forward).parameters)
-    assert {*table.whole, *table.masks} <= arguments
-    for pattern in (*table.outputs, *table.gathers, *table.blocks, *table.local):
+    assert {*table.whole, *table.refused, *table.unbatched} <= arguments
+    for pattern in (*table.outputs, *table.gathers, *table.blocks, *table.attends):
         assert modules_of(model, pattern)
     cuts = [*table.gathers.values(), *(c for one in table.inputs.values() for c in one.values())]
     cuts += [c for one in table.outputs.values() for c in one.values()]
-    segments = {*(cut.segment for cut in cuts), *table.masks.values()}
-    assert segments == set(table.segments)
+    named = [one.segment if isinstance(one, Mask) else one.segments for one in cuts]
+    segments = {name for one in named for name in ((one,) if isinstance(one, str) else one)}
+    over = [one for one in table.attends.values() if not isinstance(one, Keys)]
+    assert segments == {*table.segments, *(name for one in over for name in one)}
+    assert {one.segment for one in table.attends.values() if isinstance(one, Keys)} <= segments
+    assert set(table.nonempty) <= segments
 
 
 @pytest.mark.slow
@@ -47,23 +69,48 @@ def test_a_table_names_arguments_and_modules_that_exist(name: str) -> None:
 def test_a_table_says_what_to_do_with_every_argument_that_may_hold_tensors(name: str) -> None:
     """Diffusers may add arguments: a new one must be put into the table."""
     model, table = make(name), TABLES[name]
-    told = {*table.inputs[""], *table.whole, *table.masks}
+    told = {*table.inputs.get("", ()), *table.whole, *table.refused}
     plain = {
         "return_dict",
         "joint_attention_kwargs",
         "attention_kwargs",
         "img_shapes",
         "controlnet_blocks_repeat",
+        "skip_layers",
+        "image_noise_mask",
+        "patch_size",
+        "f_patch_size",
+        "num_ref_tokens",
+        "ref_fixed_timestep",
+        "motion_encode_batch_size",
+        "enable_diffusion_forcing",
+        "num_frames",
+        "height",
+        "width",
+        "fps",
+        "audio_num_frames",
+        "isolate_modalities",
+        "spatio_temporal_guidance_blocks",
+        "use_cross_timestep",
+        "cross_attention_kwargs",
+        "conditioning_scale",
     }
     assert set(inspect.signature(model.forward).parameters) <= told | plain
 
 
 def test_tables_are_short() -> None:
-    source = Path(inspect.getfile(tables)).read_text()
-    found = re.findall(r"^[A-Z_]+ = SplitTable\(\n(.*?)^\)", source, re.DOTALL | re.MULTILINE)
-    assert len(found) == len(TABLES)
+    source = "".join(
+        Path(inspect.getfile(x)).read_text() for x in (controlnets, image_models, video_models)
+    )
+    found = re.findall(r"^[A-Z0-9_]+ = SplitTable\(\n(.*?)^\)", source, re.DOTALL | re.MULTILINE)
+    assert len(found) == len(set(map(id, TABLES.values())))
     for text in found:
         assert len(text.splitlines()) <= 15
+
+
+def test_the_readme_counts_them() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"[{len(TABLES)} models of diffusers]" in readme
 
 
 class Mine(nn.Module):
@@ -88,8 +135,41 @@ def test_subclasses_use_the_table_of_their_base_and_others_are_told_how(
     class Derived(Mine):
         pass
 
-    with pytest.raises(ConfigError, match=r"no split table for Derived .*table=SplitTable"):
+    with pytest.raises(ConfigError, match=r"no split table for Derived: .*table=SplitTable"):
         table_of(Derived())
     table = SplitTable(("text",), {}, {}, {})
-    monkeypatch.setattr(tables, "TABLES", {f"{__name__}.Mine": table})
+    monkeypatch.setattr(known, "TABLES", {f"{__name__}.Mine": table})
     assert table_of(Derived()) is table
+
+
+def test_the_docs_list_every_table_and_every_table_has_a_case() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sequence_parallel.md").read_text()
+    section = page.partition("\n## Models\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(rows) == sorted(NAMES)
+    pytest.importorskip("diffusers")
+    made = {case.model: type(make_model(case)) for case in CASES}
+    assert set(TABLES) <= {f"{cls.__module__}.{cls.__qualname__}" for cls in made.values()}
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "said"),
+    [
+        ("flux2", {"kv_cache_mode": "extract"}, "with kv_cache_mode: a cache of keys"),
+        ("cogview4", {"attention_mask": 1}, "with attention_mask: the model adds it"),
+        ("pixart", {"attention_mask": 1}, "with attention_mask: the model pads it"),
+        ("flux_controlnet", {"controlnet_mode": 1}, "with controlnet_mode: its text has one token"),
+        ("sd3", {"joint_attention_kwargs": {"x": torch.zeros(1)}}, "tensors of joint_attention_kw"),
+    ],
+)
+def test_arguments_that_ranks_cannot_share_are_refused(
+    model: str, given: dict[str, Any], said: str
+) -> None:
+    pytest.importorskip("diffusers")
+    case = next(case for case in CASES if case.model == model)
+    whole = make_model(case)
+    split = SplitModel(whole, table_of(whole), AttentionMesh(None, None, None))
+    with pytest.raises(ConfigError, match=said):
+        whole(**make_inputs(case), **given)
+    split.remove()
+    whole(**make_inputs(case))

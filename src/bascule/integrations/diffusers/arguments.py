@@ -1,11 +1,39 @@
-"""What modules are called with: names of arguments, and tensors among them."""
+"""What modules are called with: names of arguments, tensors among them, and whether ranks agree.
+
+Ranks that share a model take the same inputs. To compare them exactly would refuse what differs by
+rounding alone, as of two kinds of GPUs, and takes a pass over all bytes on the host. So each tensor
+is told by a few numbers: its norm, and its products with waves of other lengths. Those of rounded
+values are nearly the same; those of other values, or of the same in another order, are not.
+"""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import RankGroup
+from bascule.errors import CommError
+
+_WAVES = 0.7390851, 1.4142136, 1.9106332, 2.5029079
+"""Radians from one value of a tensor to the next."""
+
+_MOST_VALUES = 2**20
+"""Of a tensor, spread over it, that are looked at; of a longer one not all."""
+
+_FEW_VALUES = 64
+"""Up to so many are times or scales, which no long sum has rounded."""
+
+_EXACT = 1e-12
+_NUM_INPUTS = 32
+"""Tensors whose numbers fit into the first all-gather."""
 
 
 def parameters_of(module: nn.Module) -> tuple[str, ...]:
@@ -54,3 +82,147 @@ def holds_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(holds_tensors(one) for one in value)
     return isinstance(value, Tensor)
+
+
+class SameInputs:
+    """Refuses calls of a model for which its ranks are given different inputs.
+
+    Of each form of inputs, ranks compare calls 1, 2, 4, 8, and so on: each comparison is one small
+    all-gather, for which the host waits.
+
+    Args:
+        model: What is called.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name, self._names = type(model).__name__, parameters_of(model)
+        self._counts = Counter[tuple[str, tuple[object, ...]]]()
+
+    def restart(self) -> None:
+        """Count from 1 again: what comes is another run."""
+        self._counts.clear()
+
+    def check(
+        self, group: RankGroup | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """All ranks of a group are about to call the model.
+
+        Args:
+            group: The ranks; None for one.
+            args: Given by place.
+            kwargs: Given by name.
+
+        Raises:
+            CommError: Names what differs.
+        """
+        if group is None:
+            return
+        inputs = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        # Without numbers, of which some are others in every step.
+        form = group.key, tuple((name, *_kind(x)) for name, x in _leaves_of(inputs))
+        self._counts[form] += 1
+        if self._counts[form].bit_count() == 1:
+            check_inputs(inputs, group, f"inputs of {self._name}")
+
+
+def check_inputs(
+    inputs: Mapping[str, Any], group: RankGroup, what: str, *, is_exact: bool = False
+) -> None:
+    """Refuse inputs that are not the same on every rank; one small all-gather.
+
+    Args:
+        inputs: By name.
+        group: The ranks.
+        what: What the inputs are of, in errors.
+        is_exact: Whether all values count, and must be the same but for the rounding of float64;
+            else `_MOST_VALUES` of a tensor do, up to the rounding of its dtype.
+
+    Raises:
+        CommError: Names the first that differs.
+    """
+    leaves = _leaves_of(inputs)
+    tensors = {name: x for name, x in leaves if _has_values(x)}
+    numbers = np.concatenate([np.zeros(0), *_numbers_of(list(tensors.values()), is_exact)])
+    settings = {"names, shapes, dtypes and numbers of inputs": _described(leaves)}
+    width = len(_WAVES) + 1
+    said = agree(
+        group.control or group,
+        Statement(settings, numbers.view(np.int64)),
+        what=what,
+        step=0,
+        capacity=width * _NUM_INPUTS,
+    )
+    table = np.stack(said).view(np.float64).reshape(len(said), -1, width)
+    limits = [_EXACT if is_exact else _rounding(x) for x in tensors.values()]
+    apart = np.abs(table - table[0]) > table[0, :, :1] * np.array(limits).reshape(-1, 1)
+    ranks, places = apart.any(axis=2).nonzero()
+    if places.size:
+        place = int(places.min())
+        raise CommError(
+            f"{what}: the values of {list(tensors)[place]} differ between ranks, of ranks "
+            f"{sorted(group.ranks[one] for one in ranks[places == place])} from those of rank "
+            f"{group.ranks[0]}: give every rank the same, as by seeding its random numbers alike; "
+            "replicas (data_degree) may have inputs of their own"
+        )
+
+
+def _leaves_of(inputs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted(_leaves("", inputs), key=lambda leaf: leaf[0])
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Tensors, numbers and texts, by path; of anything else only that it is there."""
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _leaves(f"{name}.{key}" if name else str(key), one)
+    elif isinstance(value, list | tuple):
+        for place, one in enumerate(value):
+            yield from _leaves(f"{name}.{place}", one)
+    else:
+        is_plain = isinstance(value, Tensor | int | float | str | None)
+        yield name, value if is_plain else type(value).__name__
+
+
+def _kind(x: Any) -> tuple[object, ...]:
+    return (x.shape, x.dtype) if isinstance(x, Tensor) else (type(x),)
+
+
+def _described(leaves: Sequence[tuple[str, Any]]) -> str:
+    """What must be the same on all ranks before values are compared."""
+    return ", ".join(
+        f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"{name} {x!r}"
+        for name, x in leaves
+    )
+
+
+def _has_values(x: Any) -> bool:
+    """Whether it is a tensor whose values every rank has whole."""
+    return isinstance(x, Tensor) and not (isinstance(x, DTensor) or x.is_meta or not x.numel())
+
+
+def _numbers_of(tensors: Sequence[Tensor], of_all: bool) -> list[npt.NDArray[np.float64]]:
+    """Of each tensor its norm, and its products with waves; the host waits once for each device."""
+    found = [_numbers(x.detach(), of_all) for x in tensors]
+    arrived = {
+        device: iter(torch.stack([one for one in found if one.device == device]).cpu().numpy())
+        for device in {one.device for one in found}
+    }
+    return [next(arrived[one.device]) for one in found]
+
+
+@torch.no_grad()
+def _numbers(x: Tensor, of_all: bool) -> Tensor:
+    x = torch.view_as_real(x) if x.is_complex() else x
+    stride = 1 if of_all else -(-x.numel() // _MOST_VALUES)
+    values = x.flatten()[::stride].double().nan_to_num(3.0, 5.0, -7.0)
+    places = torch.arange(values.numel(), dtype=torch.float64, device=x.device)
+    waves = [values @ torch.cos(radians * places) for radians in _WAVES]
+    return torch.stack([values.norm(), *waves])
+
+
+def _rounding(x: Tensor) -> float:
+    """How far the numbers of a tensor may be apart, relative to its norm."""
+    if not x.is_floating_point():
+        return _EXACT
+    eps = torch.finfo(x.dtype).eps
+    return 2 * eps if x.numel() <= _FEW_VALUES else max(1e-2, 8 * eps)

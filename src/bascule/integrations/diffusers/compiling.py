@@ -57,7 +57,7 @@ def check_mode(mode: str, dynamic: bool | None, mesh: AttentionMesh, device: tor
 
 
 def compile_in_place(
-    model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[[], None]
+    model: nn.Module, mode: Mode, dynamic: bool | None, prepare: Callable[..., None]
 ) -> Callable[[], None]:
     """Compile a model with its hooks, `fullgraph=True`; what is returned makes it what it was.
 
@@ -68,7 +68,8 @@ def compile_in_place(
         model: With its hooks.
         mode: As in torch.compile.
         dynamic: As in torch.compile.
-        prepare: What is called before each forward pass, not compiled.
+        prepare: What is called before each forward pass, not compiled, with the arguments by place
+            and by name.
     """
     before = model._compiled_call_impl
 
@@ -87,7 +88,7 @@ def compile_in_place(
     compiled = torch.compile(call, fullgraph=True, mode=mode, dynamic=dynamic)
 
     def prepared(*args: Any, **kwargs: Any) -> Any:
-        prepare()
+        prepare(args, kwargs)
         return compiled(*args, **kwargs)
 
     model._compiled_call_impl = prepared

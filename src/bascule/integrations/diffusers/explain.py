@@ -1,19 +1,26 @@
-"""Tokens and bytes of a forward pass on a mesh, computed from shapes.
+"""Tokens, bytes and seconds of a forward pass on a mesh, computed from what an eager one counted.
 
 Shapes: B batch, H query heads, K key-value heads, T tokens of a rank, D head width; R ring ranks, U
 Ulysses ranks.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 
-from bascule.attention.api import SequenceLayout
+from bascule.attention.api import AttentionOptions, SequenceLayout
+from bascule.comm.quantize import PEAK_BYTES
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.forward import Attended, AttentionShape
+from bascule.integrations.diffusers.forward import Attended
 from bascule.integrations.diffusers.hooks import SplitModel
+from bascule.integrations.diffusers.pipelines.phases import Phase
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
+from bascule.integrations.diffusers.work import AttentionShape, LayerWork
+from bascule.plan.checks import MAX_RANKS, whole
+from bascule.plan.costs.hardware import FLOPS_PER_VALUE, HardwareProfile
 from bascule.plan.head_shares import HeadShares
+from bascule.plan.topology.forward_seconds import RankWork, Seconds, Wires, layer_seconds
 from bascule.plan.traffic import Traffic
 
 _MIB = 2**20
@@ -26,14 +33,21 @@ class MeshCost:
     Attributes:
         ring_degree: R.
         ulysses_degree: U.
-        tokens: Of each rank.
+        tokens: Of each rank, in the longest sequence that is attended to.
         traffic: What each rank sends to others in all attentions.
+        seconds: By kind of layer, as "blocks.*", predicted by a profile; "" is what is in none.
     """
 
     ring_degree: int
     ulysses_degree: int
     tokens: tuple[int, ...]
     traffic: tuple[Traffic, ...]
+    seconds: Mapping[str, Seconds] = field(default_factory=dict[str, Seconds])
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a forward pass; 0 without a profile."""
+        return sum(one.total for one in self.seconds.values())
 
     @property
     def busiest_bytes(self) -> int:
@@ -50,9 +64,11 @@ class Explanation:
         lengths: Tokens of each segment.
         num_attentions: Over the mesh, in the forward pass.
         chosen: The mesh in use.
-        others: The other meshes of as many ranks that the heads allow, fewest bytes first; none for
-            block-sparse attention, whose bytes follow from plans.
+        others: The other meshes of as many ranks that the heads allow, fewest seconds or else bytes
+            first; none for block-sparse attention, whose bytes follow from plans.
+        advice: What would make it faster, by predicted seconds, most first; none without a profile.
         sparse: The layers of block-sparse attention, in their order.
+        phases: Those of a pipeline of which something is known.
     """
 
     model: str
@@ -60,7 +76,9 @@ class Explanation:
     num_attentions: int
     chosen: MeshCost
     others: tuple[MeshCost, ...]
+    advice: tuple[str, ...] = ()
     sparse: tuple[SparseLayer, ...] = ()
+    phases: tuple[Phase, ...] = ()
 
     def __str__(self) -> str:
         chosen, lengths = self.chosen, ", ".join(f"{n} of {k}" for k, n in self.lengths.items())
@@ -70,59 +88,193 @@ class Explanation:
             f"attention: {self.num_attentions} calls; the busiest rank sends "
             f"{chosen.busiest_bytes / _MIB:.1f} MiB a forward pass",
         ]
+        if chosen.seconds:
+            lines.append(f"predicted: {sum(chosen.seconds.values(), Seconds())} a forward pass")
+            lines += [f"  {kind or 'other'}: {one}" for kind, one in chosen.seconds.items()]
         for one in self.others:
             more = one.busiest_bytes / chosen.busiest_bytes if chosen.busiest_bytes else 1.0
             lines.append(
                 f"ring {one.ring_degree} x Ulysses {one.ulysses_degree} would send "
                 f"{one.busiest_bytes / _MIB:.1f} MiB ({more:.2f}x)"
+                + (f" and take {one.total_s * 1e3:.3g} ms" if one.seconds else "")
             )
-        if self.others and self.others[0].busiest_bytes < chosen.busiest_bytes:
+        lines += self.advice
+        fewest = min((one.busiest_bytes for one in self.others), default=chosen.busiest_bytes)
+        if not chosen.seconds and fewest < chosen.busiest_bytes:
             lines.append("fewer bytes are possible; a ring sends while it computes, Ulysses before")
         if self.sparse:
             lines.append(_sparse_line(self.sparse))
+        lines += map(str, self.phases)
         return "\n".join(lines)
 
 
-def explain(part: SplitModel) -> Explanation:
-    """From the last forward pass.
+def explain(
+    part: SplitModel, profile: HardwareProfile | None = None, ranks_per_node: int | None = None
+) -> Explanation:
+    """From the last forward pass; as `Parallelized.explain`.
 
     Raises:
-        ConfigError: There was none, or it was compiled.
+        ConfigError: There was none, it was compiled, or it cannot be told in seconds.
     """
     if part.last is None:
         raise ConfigError("explain: run the model once, not compiled: lengths follow from inputs")
     last, (ring, ulysses) = part.last, part.mesh.degrees
+    if last.sparse and profile is not None:
+        raise ConfigError(
+            "explain: seconds of block-sparse attention follow from its plans, not from a profile: "
+            "leave out profile"
+        )
     if last.sparse:
         return _explain_sparse(part, last)
     num_ranks = ring * ulysses
-    most = min(shape.num_heads for shape in last.shapes)
+    most = min(shape.num_heads for shape in last.shapes if not shape.gathers)
+    segments = max((shape.segments for shape in last.shapes), key=sum)
+    predict = None
+    if profile is not None:
+        in_node = whole("explain: ranks_per_node", ranks_per_node or num_ranks, 1, MAX_RANKS)
+        predict = Prediction(last, profile, in_node, part.options)
     costs = {
-        degree: mesh_cost(last.lengths, num_ranks // degree, degree, last.shapes)
+        degree: mesh_cost(segments, num_ranks // degree, degree, last.shapes)
         for degree in range(1, num_ranks + 1)
         if num_ranks % degree == 0 and (degree <= most or degree == ulysses)
     }
+    if predict is not None:
+        costs = {
+            degree: replace(cost, seconds=predict.on(cost.ring_degree, degree))
+            for degree, cost in costs.items()
+        }
     chosen = costs.pop(ulysses)
-    others = sorted(costs.values(), key=lambda cost: (cost.busiest_bytes, cost.ring_degree))
+    others = sorted(
+        costs.values(), key=lambda cost: (cost.total_s, cost.busiest_bytes, cost.ring_degree)
+    )
     return Explanation(
         model=type(part.model).__name__,
-        lengths=dict(zip(part.table.segments, last.lengths, strict=True)),
+        lengths=last.lengths,
         num_attentions=sum(last.shapes.values()),
         chosen=chosen,
         others=tuple(others),
+        advice=() if predict is None else _advice(predict, chosen, others),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds of the last forward pass on any mesh of as many ranks.
+
+    Attributes:
+        last: What it attended to and computed.
+        profile: What the machine does in a second.
+        ranks_per_node: Of how many one node is.
+        options: Those of attention.
+    """
+
+    last: Attended
+    profile: HardwareProfile
+    ranks_per_node: int
+    options: AttentionOptions
+
+    def on(
+        self, ring: int, ulysses: int, *, is_compiled: bool = False, has_wire: bool = False
+    ) -> dict[str, Seconds]:
+        """By kind of layer; compiled, it launches products and exchanges alone.
+
+        Raises:
+            ConfigError: The profile lacks a number.
+        """
+        wires = Wires(ring, ulysses, self.ranks_per_node, self.options.double_buffer)
+        return {
+            kind: layer_seconds(
+                self._works(work, ring, ulysses, is_compiled, has_wire), wires, self.profile
+            )
+            for kind, work in self.last.work.items()
+        }
+
+    def _works(
+        self, work: LayerWork, ring: int, ulysses: int, is_compiled: bool, has_wire: bool
+    ) -> list[RankWork]:
+        """Of each rank."""
+        longest = max((shape.segments for shape in self.last.shapes), key=sum)
+        layouts = {
+            segments: SequenceLayout(segments, ring, ulysses)
+            for segments in {longest, *(shape.segments for shape in work.shapes)}
+        }
+        calls = sum(times for shape, times in work.shapes.items() if not shape.gathers)
+        gathers = sum(work.shapes.values()) - calls
+        found: list[RankWork] = []
+        for place in product(range(ring), range(ulysses)):
+            share = layouts[longest].num_tokens(*place) / max(1, sum(longest))
+            sent = Traffic()
+            attention_flops = 0.0
+            for shape, times in work.shapes.items():
+                layout = layouts[shape.segments]
+                row = shape.head_dim + PEAK_BYTES if has_wire else shape.row_bytes
+                row = shape.row_bytes if shape.gathers else row
+                sent += traffic(layout, place, replace(shape, row_bytes=row)) * times
+                attention_flops += times * _attention_flops(layout, place, shape)
+            found.append(
+                RankWork(
+                    linear_flops=work.token_flops * share + work.other_flops,
+                    attention_flops=attention_flops,
+                    heads_bytes=sent.heads,
+                    ring_bytes=sent.ring,
+                    num_exchanges=(2 * calls if ulysses > 1 else 0) + gathers,
+                    num_rounds=(ring - 1) * calls,
+                    num_kernels=work.num_products if is_compiled else work.num_kernels,
+                )
+            )
+        return found
+
+
+def _attention_flops(
+    layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape
+) -> float:
+    """4 FLOPs for each pair of a query and a key, value of a head, and head of this rank.
+
+    None where keys were gathered: those of tokens have them.
+    """
+    if shape.gathers:
+        return 0.0
+    num_kv = _kv_heads(shape, layout.ulysses_degree)
+    heads = shape.num_heads // num_kv * HeadShares.split(num_kv, layout.ulysses_degree).of(place[1])
+    pairs = layout.ring_len(place[0]) * layout.seq_len
+    return float(FLOPS_PER_VALUE * pairs * shape.batch * heads * shape.head_dim)
+
+
+_LEAST_GAIN = 1.02
+
+
+def _advice(predict: Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -> tuple[str, ...]:
+    """What each level of optimisation would give this forward pass, the most first."""
+    mesh = chosen.ring_degree, chosen.ulysses_degree
+    ways: dict[str, Mapping[str, Seconds]] = {
+        "handle.compile(), which launches fewer kernels": predict.on(*mesh, is_compiled=True)
+    }
+    if predict.options.wire is None:
+        ways['wire=Wire("int8"), with fewer bytes'] = predict.on(*mesh, has_wire=True)
+    for one in others:
+        ways[f"ring_degree={one.ring_degree}, ulysses_degree={one.ulysses_degree}"] = one.seconds
+    totals = {way: sum(one.total for one in found.values()) for way, found in ways.items()}
+    gains = {way: chosen.total_s / total for way, total in totals.items() if total}
+    found = [
+        f"{gain:.2f}x predicted with {way}"
+        for way, gain in sorted(gains.items(), key=lambda item: -item[1])
+        if gain >= _LEAST_GAIN
+    ]
+    return tuple(found) or ("compute-bound: no compilation, wire or other mesh gains 2 %",)
 
 
 def _explain_sparse(part: SplitModel, last: Attended) -> Explanation:
     assert part.sparse is not None
     ring, ulysses = part.mesh.degrees
-    dense = mesh_cost(last.lengths, ring, ulysses, last.shapes, part.sparse.config.dealt)
+    segments = max((layer.key.segments for layer in last.sparse), key=sum)
+    dense = mesh_cost(segments, ring, ulysses, last.shapes, part.sparse.config.dealt)
     sent = [
         sum((layer.used.traffic(rank, layer.row_bytes) for layer in last.sparse), traffic)
         for rank, traffic in enumerate(dense.traffic)
     ]
     return Explanation(
         model=type(part.model).__name__,
-        lengths=dict(zip(part.table.segments, last.lengths, strict=True)),
+        lengths=last.lengths,
         num_attentions=sum(last.shapes.values()) + len(last.sparse),
         chosen=replace(dense, traffic=tuple(sent)),
         others=(),
@@ -164,15 +316,21 @@ def mesh_cost(
     shapes: Mapping[AttentionShape, int],
     stripe: int = 0,
 ) -> MeshCost:
-    """Tokens and bytes of each rank, for attentions of these shapes, each so many times."""
-    layout = SequenceLayout(segments, ring, ulysses, stripe=stripe)
+    """Tokens of each rank, and its bytes for attentions of these shapes, each so many times."""
+
+    def layout(lengths: tuple[int, ...]) -> SequenceLayout:
+        return SequenceLayout(lengths, ring, ulysses, stripe=stripe)
+
     places = [(r, u) for r in range(ring) for u in range(ulysses)]
     return MeshCost(
         ring,
         ulysses,
-        tuple(layout.num_tokens(*place) for place in places),
+        tuple(layout(segments).num_tokens(*place) for place in places),
         tuple(
-            sum((traffic(layout, place, one) * num for one, num in shapes.items()), Traffic())
+            sum(
+                (traffic(layout(one.segments), place, one) * num for one, num in shapes.items()),
+                Traffic(),
+            )
             for place in places
         ),
     )
@@ -181,6 +339,10 @@ def mesh_cost(
 def traffic(layout: SequenceLayout, place: tuple[int, int], shape: AttentionShape) -> Traffic:
     """What a rank sends to others in the forward of one attention."""
     ring, ulysses = place
+    if shape.gathers:
+        others = layout.ring_degree * layout.ulysses_degree - 1
+        rows = 2 * layout.num_tokens(*place) * shape.num_kv_heads * others
+        return Traffic(ring=rows * shape.batch * shape.row_bytes)
     num_kv = _kv_heads(shape, layout.ulysses_degree)
     passed = [(ring - turn) % layout.ring_degree for turn in range(layout.ring_degree - 1)]
     return Traffic.of_attention(

@@ -1,93 +1,122 @@
 """parallelize: split the sequences of a model over ranks, and take it back."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
-from bascule.comm.meshes import AttentionMesh, mesh_of_all
+from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.agreement import Asked, agree_on_gradients, agree_on_split
+from bascule.integrations.diffusers.agreement import (
+    Asked,
+    agree_on_gradients,
+    agree_on_split,
+    asked_of,
+    models_of,
+)
 from bascule.integrations.diffusers.compiling import Mode, check_mode, compile_in_place, device_of
 from bascule.integrations.diffusers.explain import Explanation, explain
-from bascule.integrations.diffusers.hooks import SplitModel, check_model
+from bascule.integrations.diffusers.hooks import SplitModel
+from bascule.integrations.diffusers.pipelines.auto_mesh import AutoMesh
+from bascule.integrations.diffusers.pipelines.guidance import GuidedModel
+from bascule.integrations.diffusers.pipelines.inference_options import InferenceOptions
+from bascule.integrations.diffusers.pipelines.one_noise import OneNoise, SamePrompts
+from bascule.integrations.diffusers.pipelines.pending import Branches
+from bascule.integrations.diffusers.pipelines.phases import PhaseTimes, phases_of, timed
+from bascule.integrations.diffusers.pipelines.pipeline_parts import SharedPart, share_parts
+from bascule.integrations.diffusers.pipelines.pipeline_verify import TwoWays, verify_pipeline
+from bascule.integrations.diffusers.pipelines.replicas import (
+    Degrees,
+    Replica,
+    agreeing_on,
+    replica_of,
+    shape_of,
+)
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig
-from bascule.integrations.diffusers.tables import SplitTable, table_of
+from bascule.integrations.diffusers.tables.split_table import SplitTable
 from bascule.integrations.diffusers.verify import Verification, verify
-from bascule.plan.checks import is_int
+from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.topology.inference_mesh import MeshChoice
 
-_TRANSFORMERS = "transformer", "transformer_2"  # of a diffusers pipeline
+_DEFAULT = InferenceOptions()
 
 
 @told("parallelize")
 def parallelize(
     model_or_pipeline: Any,
+    mesh: DeviceMesh | AutoMesh | Literal["auto"] | None = None,
     *,
-    ulysses_degree: int | None = None,
-    ring_degree: int | None = None,
-    mesh: DeviceMesh | None = None,
-    table: SplitTable | None = None,
+    table: SplitTable | Mapping[str, Any] | None = None,
     wire: Wire | None = None,
     sparse: SparseConfig | None = None,
+    options: InferenceOptions = _DEFAULT,
+    **degrees: Unpack[Degrees],
 ) -> "Parallelized":
-    """Split the sequences of a model over ranks: same inputs, same outputs, on every rank.
+    """Share a model, or a pipeline, over ranks: same inputs, same outputs, on every rank.
 
     The model must be the same on every rank, and so must its inputs. Its hooks cut inputs into the
     ranks' shares, replace attention, and gather what it returns. Any lengths and head counts; a
-    rank may have no tokens.
+    rank may have no tokens. Of a pipeline, the ranks also share guidance branches and the tiles of
+    the VAE, and draw one noise.
 
     Args:
         model_or_pipeline: A model, or a pipeline of diffusers: its `transformer`, and
             `transformer_2` if it has one.
-        ulysses_degree: Ranks that share heads. Default: 1.
-        ring_degree: Ranks that pass keys and values around. Default: 1.
-        mesh: Instead of degrees: some of the ranks, with axes "ring", "ulysses" or both.
-        table: What is cut where. Default: the one for the class of the model.
+        mesh: Instead of degrees: all ranks or some of them, with axes "data", "guidance", "ring"
+            and "ulysses", in this order, or some of these; or "auto", which chooses degrees for
+            all ranks, by what `AutoMesh` says.
+        table: What is cut where; or a plan of diffusers, as its models have in `_cp_plan`. Default:
+            the table for the class of the model, else its plan.
         wire: How queries, keys, values and attention's outputs travel: `Wire("int8",
             takes_centres=True)` halves the bytes of bfloat16 at an error that `verify` shows. None
             sends them as they are.
         sparse: Which blocks of attention are computed, balanced over the ranks. None computes all.
+        options: What is seldom changed.
+        degrees: `ulysses_degree`, ranks that share heads; `ring_degree`, ranks that pass keys and
+            values around; `guidance_degree`, groups of such ranks that share guidance branches;
+            `data_degree`, replicas of all that, with prompts of their own. Default: 1 each.
 
     Returns:
         A handle, and a context manager: leaving it calls `undo()`.
 
     Raises:
         ConfigError: No table fits, no model is there, the degrees fit neither ranks nor heads, this
-            rank is not in the mesh, or both a wire and block-sparse attention are asked for.
+            rank is not in the mesh, or settings exclude each other.
         CommError: Ranks were given different things. One all-gather compares them.
     """
-    if not isinstance(mesh, DeviceMesh | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"parallelize: mesh is {mesh!r}: give a DeviceMesh")
-    place = None if mesh is None else AttentionMesh.of(mesh)
-    group = _world() if place is None else place.whole
-    asked = error = None
+    auto = AutoMesh() if isinstance(mesh, str) and mesh == "auto" else mesh
+    given = None if isinstance(auto, AutoMesh) else auto
+    if not isinstance(given, DeviceMesh | None):
+        raise ConfigError(f"parallelize: mesh is {mesh!r}: give a DeviceMesh, 'auto' or AutoMesh")
+    group = agreeing_on(given)
+    asked = choice = error = None
     try:
-        degrees = _degrees(place, ulysses_degree, ring_degree)
-        models = _models_of(model_or_pipeline)
-        tables = [table or table_of(model) for model in models]
-        asked = Asked(models, tables, degrees, wire, sparse)
-        _check(asked)
+        if isinstance(auto, AutoMesh):
+            if any(degree is not None for degree in degrees.values()):
+                raise ConfigError("parallelize: give degrees, or let 'auto' choose them, not both")
+            num_ranks = 1 if group is None else group.size
+            shape, choice = auto.choose(models_of(model_or_pipeline)[0], num_ranks)
+        else:
+            shape = shape_of(given, degrees)
+        asked = asked_of(model_or_pipeline, table, shape, wire, sparse, options)
     except Exception as found:
         error = found
     agree_on_split(group, asked, error)
     assert asked is not None
-    place = mesh_of_all(*asked.degrees) if place is None else place
-    handle = Parallelized(place)
+    handle = Parallelized(replica_of(asked.shape, given), choice)
     with ExitStack() as undo:
         undo.callback(handle.undo)
-        for model, one in zip(asked.models, asked.tables, strict=True):
-            handle.parts.append(SplitModel(model, one, place, wire, sparse))
+        handle.share(asked)
         undo.pop_all()
     return handle
 
@@ -96,14 +125,62 @@ class Parallelized:
     """A model or pipeline that `parallelize` split: explain it, verify it, undo it.
 
     Attributes:
-        mesh: The ranks.
+        replica: The ranks that make the same images together.
+        mesh: Those of them that share this rank's sequences.
         parts: Each model with its hooks.
+        choice: The mesh that "auto" chose, and why; None where it was given.
     """
 
-    def __init__(self, mesh: AttentionMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, replica: Replica, choice: MeshChoice | None = None) -> None:
+        self.replica, self.mesh, self.choice = replica, replica.mesh, choice
         self.parts: list[SplitModel] = []
-        self._compiled = ExitStack()
+        self._guided: list[GuidedModel] = []
+        self._compiled, self._shared = ExitStack(), ExitStack()
+        self._asked: Asked | None = None
+        self._shared_parts: list[SharedPart] = []
+        self._times: PhaseTimes | None = None
+
+    def share(self, asked: Asked) -> None:
+        """Do what was asked for; `undo` takes back what is done of it."""
+        self._asked = asked
+        for model, table in zip(asked.models, asked.tables, strict=True):
+            options = asked.options.of_attention(asked.wire)
+            self.parts.append(SplitModel(model, table, self.mesh, options, asked.sparse))
+        if self.replica.branches is not None:
+            branches = Branches(self.replica.branches)
+            for part in self.parts:
+                guided = GuidedModel(part, branches)
+                guided.install()
+                self._guided.append(guided)
+        self._share_parts(asked)
+
+    def _share_parts(self, asked: Asked) -> None:
+        """What a pipeline has besides its models."""
+        if self.replica.whole is not None and asked.pipeline is not None:
+            group, device = self.replica.whole, device_of(self.model)
+            self._shared_parts.clear()
+            for one in share_parts(asked.pipeline, group, asked.options, device):
+                self._shared_parts.append(one)
+                self._shared.callback(one.in_place.undo)
+            noise = OneNoise(asked.pipeline, group, device, self._begin_run)
+            self._shared.callback(noise.undo)
+            self._shared.callback(SamePrompts(asked.pipeline, group).undo)
+
+    def _begin_run(self) -> None:
+        """The pipeline is about to call its models."""
+        for one in (*self.parts, *self._guided):
+            one.inputs.restart()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Within it this rank computes everything itself."""
+        assert self._asked is not None
+        with ExitStack() as stack:
+            for one in (*self.parts, *self._guided):
+                stack.enter_context(one.paused())
+            self._shared.close()
+            stack.callback(self._share_parts, self._asked)
+            yield
 
     def __enter__(self) -> "Parallelized":
         if not all(part.is_split for part in self.parts):
@@ -136,8 +213,9 @@ class Parallelized:
                     "shared over the ranks; call it after the forward pass"
                 )
         self._compiled.close()
-        for part in self.parts:
-            part.remove()
+        self._shared.close()
+        for one in (*self._guided, *self.parts):
+            one.remove()
 
     def compile(self, mode: Mode = "default", *, dynamic: bool | None = None) -> None:
         """Compile the models in place, each as one graph; replaces what was compiled before.
@@ -162,8 +240,14 @@ class Parallelized:
             )
         check_mode(mode, dynamic, self.mesh, device_of(self.model))
         self._compiled.close()
+        for guided in self._guided:  # their results wait for other ranks, which no graph can
+            guided.remove()
+            self._compiled.callback(guided.install)
         for part in self.parts:
             self._compiled.callback(compile_in_place(part.model, mode, dynamic, part.prepare))
+        for guided in self._guided:
+            guided.install()
+            self._compiled.callback(guided.remove)
 
     def restart(self) -> None:
         """Begin another image: the next forward pass is step 0 of block-sparse attention."""
@@ -171,21 +255,55 @@ class Parallelized:
             if part.sparse is not None:
                 part.sparse.restart()
 
-    def explain(self, model: nn.Module | None = None, /) -> Explanation:
+    def explain(
+        self,
+        model: nn.Module | None = None,
+        /,
+        *,
+        profile: HardwareProfile | None = None,
+        ranks_per_node: int | None = None,
+    ) -> Explanation:
         """Mesh, tokens and bytes of the last forward pass of a model, and of other meshes.
 
-        Of block-sparse attention also what each layer's plan was worth.
+        Of block-sparse attention also what each layer's plan was worth; of a pipeline also what
+        text encoders and VAE moved, and the seconds of the phases of a call within `timed`.
 
         Args:
             model: One of those that are split. Default: `model`.
+            profile: What the machine does in a second: then also seconds, by kind of layer, and
+                what a compilation, an 8-bit wire or another mesh would gain.
+            ranks_per_node: Of how many one node is, for seconds. Default: all are in one.
 
         Raises:
-            ConfigError: There was none.
+            ConfigError: There was none, or the profile lacks a number.
         """
-        return explain(self._part_of(model, "explain"))
+        found = explain(self._part_of(model, "explain"), profile, ranks_per_node)
+        return replace(found, phases=phases_of(self._times, self._shared_parts))
 
-    def verify(self, model: nn.Module | None = None, /, **inputs: Any) -> Verification:
+    @contextmanager
+    def timed(self) -> Iterator[PhaseTimes]:
+        """Measure the phases of one call of the pipeline, made within; `explain` tells them too.
+
+        Between phases and after each step, the host waits for the device. Yields what is filled
+        while the pipeline runs.
+
+        Raises:
+            ConfigError: A model was split, and no pipeline.
+        """
+        if self._asked is None or self._asked.pipeline is None:
+            raise ConfigError(
+                f"timed: a {type(self.model).__name__} alone was split, which has no phases: give "
+                "parallelize the pipeline"
+            )
+        with timed(self._asked.pipeline, device_of(self.model)) as times:
+            yield times
+        self._times = times
+
+    def verify(self, model: Any = None, /, **inputs: Any) -> Verification:
         """Compare a model on the mesh with one process, block by block; the same on every rank.
+
+        Of a pipeline: phase by phase (prompts, noise, every step, pixels), and the first step that
+        differs also block by block. Whatever is random begins alike, and is as before afterwards.
 
         Every rank computes the whole sequence too, and the first rank's blocks and outputs count:
         ranks whose weights differ are found as well. Without gradients, and not compiled; the model
@@ -193,15 +311,25 @@ class Parallelized:
         where a rule might choose others because of rounding. A verification is not a step.
 
         Args:
-            model: One of those that are split, as `pipeline.transformer_2`; it goes first, without
-                a name, so that inputs may have any. Default: `model`.
-            inputs: Arguments of the model, the same on every rank.
+            model: One of those that are split, as `pipeline.transformer_2`, or the pipeline; it
+                goes first, without a name, so that inputs may have any. Default: `model`.
+            inputs: Arguments of the model or pipeline, the same on every rank.
 
         Raises:
             ConfigError: The model is not split, or has a cache of steps.
             CommError: The ranks' inputs differ.
         """
-        return verify(self._split_part(model, "verify"), inputs)
+        asked, whole = self._asked, self.replica.whole
+        if asked is not None and model is not None and model is asked.pipeline:
+            self._split_part(None, "verify")
+            has_pixels = asked.options.vae != "first" or whole is None or whole.rank == 0
+            ways = TwoWays(model, self.parts, whole, self._alone, has_pixels, self.verify)
+            return verify_pipeline(ways, inputs)
+        part = self._split_part(model, "verify")
+        with ExitStack() as stack:
+            for guided in self._guided:
+                stack.enter_context(guided.paused())
+            return verify(part, inputs, self.replica.whole)
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Activation checkpointing that recomputes over the mesh.
@@ -268,78 +396,4 @@ class Parallelized:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy splits nothing, as copies of the models are not split."""
-        return Parallelized, (AttentionMesh(None, None, None),)
-
-
-def _models_of(model_or_pipeline: Any) -> list[nn.Module]:
-    if isinstance(model_or_pipeline, nn.Module):
-        return [model_or_pipeline]
-    found = [getattr(model_or_pipeline, name, None) for name in _TRANSFORMERS]
-    models = [model for model in found if isinstance(model, nn.Module)]
-    if not models:
-        raise ConfigError(
-            f"parallelize takes a model, or a pipeline with a `transformer`, and "
-            f"{type(model_or_pipeline).__name__} has none: give the model itself"
-        )
-    return models
-
-
-def _check(asked: Asked) -> None:
-    """Refuse what cannot be split, on this rank."""
-    wire, sparse = asked.wire, asked.sparse
-    wrong = [table for table in asked.tables if not isinstance(table, SplitTable)]  # pyright: ignore[reportUnnecessaryIsInstance]
-    if wrong:
-        raise ConfigError(f"parallelize: table is {wrong[0]!r}: give a SplitTable")
-    if not isinstance(wire, Wire | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"parallelize: wire is {wire!r}: give a Wire")
-    if not isinstance(sparse, SparseConfig | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"parallelize: sparse is {sparse!r}: give a SparseConfig")
-    if wire is not None and (wire.k_centre is not None or wire.v_centre is not None):
-        raise ConfigError(
-            "parallelize: a wire with given centres fits one shape of keys only: use "
-            f"Wire({wire.format!r}, takes_centres=True)"
-        )
-    if wire is not None and sparse is not None:
-        raise ConfigError(
-            "parallelize: rows of block-sparse attention travel as they are: leave out wire or "
-            "sparse"
-        )
-    for model, table in zip(asked.models, asked.tables, strict=True):
-        _check_heads(model, asked.degrees[1])
-        check_model(model, table)
-
-
-def _world() -> RankGroup | None:
-    """All ranks; None for one."""
-    group = member_of(resolve(None), "world")
-    return group if group.size > 1 else None
-
-
-def _degrees(
-    place: AttentionMesh | None, ulysses_degree: int | None, ring_degree: int | None
-) -> tuple[int, int]:
-    """(ring, Ulysses)."""
-    if place is not None:
-        if ulysses_degree is not None or ring_degree is not None:
-            raise ConfigError("parallelize: give a mesh or degrees, not both")
-        return place.degrees
-    ring = 1 if ring_degree is None else ring_degree
-    ulysses = 1 if ulysses_degree is None else ulysses_degree
-    world = dist.get_world_size()
-    is_whole = is_int(ring) and is_int(ulysses)
-    if not is_whole or min(ring, ulysses) < 1 or ring * ulysses != world:
-        raise ConfigError(
-            f"ring_degree {ring!r} x ulysses_degree {ulysses!r} on {world} ranks: the product must "
-            f"be {world}, of integers, as with ulysses_degree={world}; for some of the ranks give "
-            "a mesh"
-        )
-    return ring, ulysses
-
-
-def _check_heads(model: nn.Module, ulysses: int) -> None:
-    num_heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
-    if num_heads is not None and num_heads < ulysses:
-        raise ConfigError(
-            f"{type(model).__name__} has {num_heads} heads for {ulysses} Ulysses ranks, "
-            f"which take one each at least: use ulysses_degree={num_heads} at most, and a ring"
-        )
+        return Parallelized, (Replica(None, None, AttentionMesh(None, None, None)),)

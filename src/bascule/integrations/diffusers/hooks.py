@@ -8,17 +8,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bascule.attention.api import AttentionMesh
+from bascule.attention.api import AttentionMesh, AttentionOptions
 from bascule.comm.guard.failures import tell
-from bascule.comm.quantize import Wire
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.arguments import changed, holds_tensors, parameters_of
-from bascule.integrations.diffusers.caches import uses_cache
+from bascule.integrations.diffusers.arguments import (
+    SameInputs,
+    changed,
+    holds_tensors,
+    parameters_of,
+)
+from bascule.integrations.diffusers.caches import Caches
 from bascule.integrations.diffusers.forward import Attended, Forward
+from bascule.integrations.diffusers.module_hooks import Hook, Register, after, before
 from bascule.integrations.diffusers.running import Running
 from bascule.integrations.diffusers.sparse.layers import SparseLayers, SparsePass
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig
-from bascule.integrations.diffusers.tables import Cut, Link, SplitTable, links_to, modules_of
+from bascule.integrations.diffusers.tables.split_table import (
+    Cut,
+    Keys,
+    Link,
+    Mask,
+    SplitTable,
+    links_to,
+    modules_of,
+)
+from bascule.integrations.diffusers.tables.table_checks import check_table
 from bascule.integrations.sdpa.call_mode import error_of, is_called
 
 
@@ -32,6 +46,7 @@ class SplitModel:
         model: As it was given.
         table: What is cut and gathered.
         mesh: The ranks.
+        options: How rows of attention travel, and what computes.
         sparse: The plans of block-sparse attention; None for dense attention.
         blocks: By name, each block of the table, and the segments of what it returns.
         last: What the last forward pass that ended well attended to, unless compiled.
@@ -43,17 +58,19 @@ class SplitModel:
         model: nn.Module,
         table: SplitTable,
         mesh: AttentionMesh,
-        wire: Wire | None = None,
+        options: AttentionOptions | None = None,
         sparse: SparseConfig | None = None,
     ) -> None:
-        self.model, self.table, self.mesh, self.wire = model, table, mesh, wire
-        self.sparse = None if sparse is None else SparseLayers(sparse, mesh, table.segments)
-        self.blocks: dict[str, tuple[nn.Module, tuple[str, ...]]] = {}
+        self.model, self.table, self.mesh = model, table, mesh
+        self.options = options or AttentionOptions()
+        self.sparse = None if sparse is None else SparseLayers(sparse, mesh)
+        self.blocks: dict[str, tuple[nn.Module, tuple[str | tuple[str, ...], ...]]] = {}
         self.last: Attended | None = None
         self.is_alone = False
         self._running = Running(model)
-        self._is_paused = False
-        self._have_attended: set[str] | None = None  # blocks, since a cache is on
+        self._is_paused = self._is_over = False
+        self.inputs = SameInputs(model)
+        self._caches = Caches(model, table, lambda: self.forward)
         self._links: tuple[Link, ...] = ()
         self._hooks: list[RemovableHandle] = []
         self._hooks_of_modules: list[RemovableHandle] = []
@@ -86,7 +103,7 @@ class SplitModel:
         Raises:
             ConfigError: Ranks might leave out different ones.
         """
-        return uses_cache(self.model, [block for block, _ in self.blocks.values()], self.table)
+        return self._caches.are_used([block for block, _ in self.blocks.values()])
 
     def remove(self) -> None:
         """Take the hooks away; the model is as it was."""
@@ -95,6 +112,7 @@ class SplitModel:
             hook.remove()
         self._hooks.clear()
         self._hooks_of_modules.clear()
+        self._caches.leave()
 
     @contextmanager
     def resumed(self, forward: Forward) -> Iterator[None]:
@@ -123,13 +141,16 @@ class SplitModel:
 
     @contextmanager
     def over(self, mesh: AttentionMesh | None) -> Iterator[None]:
-        """Calls of the model within are shared by the ranks of a mesh; None: by no others."""
-        before = self.mesh, self.is_alone
-        self.mesh, self.is_alone = mesh or self.mesh, mesh is None
+        """Calls of the model within are shared by the ranks of a mesh; None: by no others.
+
+        What they are given is known to be the same.
+        """
+        before = self.mesh, self.is_alone, self._is_over
+        self.mesh, self.is_alone, self._is_over = mesh or self.mesh, mesh is None, True
         try:
             yield
         finally:
-            self.mesh, self.is_alone = before
+            self.mesh, self.is_alone, self._is_over = before
 
     @contextmanager
     def using(self, sparse: SparseLayers) -> Iterator[None]:
@@ -141,39 +162,36 @@ class SplitModel:
         finally:
             self.mesh, self.sparse = before
 
-    def prepare(self) -> None:
+    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before a call of the model, not compiled: follow its modules, and look at its caches.
 
-        Modules that took the place of others get their hooks.
+        Modules that took the place of others get their hooks. Ranks compare some calls.
 
         Raises:
             ConfigError: A module is gone, or a cache is on that ranks cannot use.
+            CommError: Ranks are given different inputs.
         """
         if any(parent._modules.get(key) is not child for parent, key, child in self._links):
             self._hook_modules()
-        if not self.has_cache:
-            self._have_attended = None
-        elif self.sparse is not None:
-            raise ConfigError(
-                f"{type(self.model).__name__} with block-sparse attention and a cache of steps, "
-                "which leaves out layers that count: call disable_cache(), or leave out sparse"
-            )
-        elif self._have_attended is None:
-            self._have_attended = set()
+        blocks = [block for block, _ in self.blocks.values()]
+        self._caches.prepare(blocks, is_sparse=self.sparse is not None)
+        if not (self._is_paused or self._is_over):
+            self.inputs.check(self.mesh.whole, args, kwargs)
 
-    def begin(self) -> Forward | None:
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Forward | None:
         """A call of the model has begun: its forward pass, yet to be entered; None while paused.
 
         Raises:
             ConfigError: The model runs in another thread, or has a cache that ranks cannot use.
+            CommError: Ranks are given different inputs.
         """
         self._running.forget_ended()
         if self._is_paused or self.is_alone:
             return None
         if not torch.compiler.is_compiling():
-            self.prepare()
+            self.prepare(args, kwargs)
         sparse = None if self.sparse is None else SparsePass(self.sparse)
-        return Forward(self.model, self.mesh, self.table, self.wire, sparse)
+        return Forward(self.model, self.mesh, self.table, self.options, sparse)
 
     def enter(self, forward: Forward) -> None:
         """What follows belongs to this forward pass."""
@@ -183,7 +201,7 @@ class SplitModel:
         check_model(self.model, self.table)
         begin = _Begin(self, parameters_of(self.model))
         self._hooks.append(self.model.register_forward_pre_hook(begin, with_kwargs=True))
-        self._hooks.append(self.model.register_forward_hook(_Hook(self._end), always_call=True))
+        self._hooks.append(self.model.register_forward_hook(Hook(self._end), always_call=True))
         try:
             self._hook_modules()
         except BaseException:
@@ -198,24 +216,24 @@ class SplitModel:
             for pattern, segments in table.blocks.items()
             for name, module in modules_of(model, pattern).items()
         }
-        wanted: list[tuple[str, nn.Module, _Register]] = []
+        wanted: list[tuple[str, nn.Module, Register]] = []
         for name, (block, _) in blocks.items():
-            wanted.append((name, block, _before(self._begin_block(name))))
-            wanted.append((name, block, _after(self._end_block(name))))
+            wanted.append((name, block, before(self._begin_block(name))))
+            wanted.append((name, block, after(self._end_block(name))))
         for pattern, cuts in table.inputs.items():
             for name, module in modules_of(model, pattern).items() if pattern else ():
                 cut = self._cut_inputs(parameters_of(module), cuts)
-                wanted.append((name, module, _before(cut, with_kwargs=True)))
+                wanted.append((name, module, before(cut, with_kwargs=True)))
         for pattern, cuts in table.outputs.items():
             for name, module in modules_of(model, pattern).items():
-                wanted.append((name, module, _after(self._cut_outputs(name, cuts))))
+                wanted.append((name, module, after(self._cut_outputs(name, cuts))))
         for pattern, cut in table.gathers.items():
             for name, module in modules_of(model, pattern).items():
-                wanted.append((name, module, _after(self._gather(cut))))
-        for pattern in table.local:
+                wanted.append((name, module, after(self._gather(cut))))
+        for pattern, segments in table.attends.items():
             for name, module in modules_of(model, pattern).items():
-                wanted.append((name, module, _before(self._enter_local)))
-                wanted.append((name, module, _after(self._leave_local, always_call=True)))
+                wanted.append((name, module, before(self._enter_part(segments))))
+                wanted.append((name, module, after(self._leave_part, always_call=True)))
         for hook in self._hooks_of_modules:
             hook.remove()
         self._hooks_of_modules = [register(module) for _, module, register in wanted]
@@ -260,23 +278,15 @@ class SplitModel:
     def _end_block(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             forward = self.forward
-            if forward is None:
-                return
-            if forward.has_attended:
-                if self._have_attended is not None:
-                    self._have_attended.add(name)
-            elif self._have_attended is None or name not in self._have_attended:
-                fix = "set_attention_backend('native')"
-                if self._have_attended is not None:
-                    fix = "empty caches that were filled before parallelize"
-                raise ConfigError(
-                    f"{name} did not call F.scaled_dot_product_attention, so its attention was not "
-                    f"over the mesh: {fix}"
-                )
+            if forward is not None:
+                forward.end_block()
+                self._caches.end_block(name, forward.has_attended)
 
         return hook
 
-    def _cut_inputs(self, names: Sequence[str], cuts: Mapping[str, Cut]) -> Callable[..., Any]:
+    def _cut_inputs(
+        self, names: Sequence[str], cuts: Mapping[str, Cut | Mask]
+    ) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             forward = self.forward
             if forward is None:
@@ -294,10 +304,11 @@ class SplitModel:
             forward = self.forward
             if forward is None:
                 return None
-            parts = list(output)
+            is_one = isinstance(output, Tensor)
+            parts = [output] if is_one else list(output)
             for place, cut in cuts.items():
                 parts[place] = forward.split(parts[place], cut, f"output {place} of {name}")
-            return tuple(parts)
+            return parts[0] if is_one else tuple(parts)
 
         return hook
 
@@ -308,15 +319,18 @@ class SplitModel:
 
         return hook
 
-    def _enter_local(self, module: nn.Module, args: Any) -> None:
-        forward = self.forward
-        if forward is not None:
-            forward.enter_local()
+    def _enter_part(self, segments: tuple[str, ...] | Keys) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            forward = self.forward
+            if forward is not None:
+                forward.enter_part(segments)
 
-    def _leave_local(self, module: nn.Module, args: Any, output: Any) -> None:
+        return hook
+
+    def _leave_part(self, module: nn.Module, args: Any, output: Any) -> None:
         forward = self.forward
         if forward is not None:
-            forward.leave_local()
+            forward.leave_part()
 
 
 def check_model(model: nn.Module, table: SplitTable) -> None:
@@ -329,42 +343,13 @@ def check_model(model: nn.Module, table: SplitTable) -> None:
         raise ConfigError(
             f"{type(model).__name__} is split over ranks already: call undo() of its handle"
         )
-    for pattern in (*table.blocks, *table.inputs, *table.outputs, *table.gathers, *table.local):
+    for pattern in (*table.blocks, *table.outputs, *table.gathers, *table.attends):
         if pattern:
             modules_of(model, pattern)
+    check_table(model, table)
 
 
-class _Hook:
-    """What copies and pickles of a model have in its place does nothing: they are not split."""
-
-    def __init__(self, act: Callable[..., Any]) -> None:
-        self._act = act
-
-    def __call__(self, *args: Any) -> Any:
-        return self._act(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Gone, ()
-
-
-class _Gone:
-    """The hook of a copy."""
-
-    def __call__(self, *args: Any) -> None: ...
-
-
-_Register = Callable[[nn.Module], RemovableHandle]
-
-
-def _before(act: Callable[..., Any], **options: Any) -> _Register:
-    return lambda module: module.register_forward_pre_hook(_Hook(act), **options)
-
-
-def _after(act: Callable[..., Any], **options: Any) -> _Register:
-    return lambda module: module.register_forward_hook(_Hook(act), **options)
-
-
-class _Begin(_Hook):
+class _Begin(Hook):
     """The first hook of a forward pass: cuts inputs, and puts attention on the mesh."""
 
     def __init__(self, split_model: SplitModel, names: Sequence[str]) -> None:
@@ -373,10 +358,10 @@ class _Begin(_Hook):
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         of, table = self._of, self._of.table
-        forward, cuts = of.begin(), table.inputs.get("", {})
+        forward, cuts = of.begin(args, kwargs), table.inputs.get("", {})
         if forward is None:
             return None
-        known = {*cuts, *table.whole, *table.masks}
+        known = {*cuts, *table.whole, *table.refused}
 
         def change(name: str, value: Any) -> Any:
             if name not in known and holds_tensors(value):
@@ -384,8 +369,10 @@ class _Begin(_Hook):
                     f"{type(module).__name__} over ranks: the split table does not say what to do "
                     f"with the tensors of {name}; leave it out, or add it to `inputs` or `whole`"
                 )
-            if name in table.masks and value is not None:
-                return forward.take_mask(value, table.masks[name], name)
+            if name in table.refused and value is not None:
+                raise ConfigError(
+                    f"{type(module).__name__} over ranks, with {name}: {table.refused[name]}"
+                )
             return forward.split(value, cuts[name], name) if name in cuts else value
 
         arguments = changed(self._names, args, kwargs, change)

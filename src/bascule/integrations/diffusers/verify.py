@@ -1,29 +1,27 @@
 """Compares a model on a mesh with one process, block by block, and finds the first difference."""
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bascule.attention.api import AttentionMesh, SequenceLayout, split
+from bascule.attention.api import AttentionMesh, split
 from bascule.attention.sparse.block_sparse import Bools
-from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
-from bascule.comm.transfers import all_reduce, as_bytes, broadcast
-from bascule.errors import CommError, ConfigError
+from bascule.comm.transfers import all_reduce, broadcast
+from bascule.errors import ConfigError
+from bascule.integrations.diffusers.arguments import check_inputs
+from bascule.integrations.diffusers.forward import layout_of
 from bascule.integrations.diffusers.hooks import SplitModel
+from bascule.integrations.diffusers.tables.split_table import modules_of
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-_NUM_INPUTS = 32
-"""Tensors whose digests fit into the first all-gather."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +29,10 @@ class Verification:
     """Relative L2 errors of a model on a mesh against one process; the same on every rank.
 
     Attributes:
-        blocks: By block and segment, in the order in which they ran.
-        outputs: By place in what the model returns.
-        tolerance: Largest error that passes; by the dtype of the first output.
+        blocks: By block and segment, in the order in which they ran; of a pipeline by phase, and of
+            the first step that differs also by block.
+        outputs: By place in what the model returns; none of a pipeline.
+        tolerance: Largest error that passes; by the dtype of the first output, or of the latents.
     """
 
     blocks: Mapping[str, float]
@@ -65,44 +64,48 @@ class Verification:
 
 
 @told("verify")
-def verify(part: SplitModel, inputs: Mapping[str, Any]) -> Verification:
-    """As `Parallelized.verify`."""
-    mesh, group = part.mesh, part.mesh.whole
+def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
+    """As `Parallelized.verify`, on each of the meshes that a group of ranks is made of."""
+    mesh = part.mesh
     if part.has_cache:
         raise ConfigError(
             "verify: the model has a cache of steps, which would take each of two passes for a "
             "step: call disable_cache() first"
         )
     if group is not None:
-        _check_inputs(inputs, group)
+        check_inputs(inputs, group, "verify", is_exact=True)
+    gathered = {name for one in part.table.gathers for name in modules_of(part.model, one)}
     wanted: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}
 
-    def keep(name: str, whole: Tensor) -> None:
-        whole = _of_first_rank(whole, group)
-        stripe = 0 if part.sparse is None else part.sparse.config.dealt
-        layout = SequenceLayout((whole.shape[1],), *mesh.degrees, stripe=stripe)
-        wanted[name] = split(whole, mesh, layout, 1).clone()
+    def keep(block: str, place: int, whole: Tensor) -> None:
+        whole, segment = of_first_rank(whole, group), part.blocks[block][1][place]
+        if block not in gathered and isinstance(segment, str):
+            stripe = 0 if part.sparse is None else part.sparse.config.dealt
+            layout = layout_of({segment: whole.shape[1]}, mesh, part.table, stripe)
+            whole = split(whole, mesh, layout, 1)
+        wanted[_name_of(part, block, place)] = whole.clone()
 
-    def compare(name: str, share: Tensor) -> None:
-        sums[name] = _squares(share, wanted.pop(name))
+    def compare(block: str, place: int, share: Tensor) -> None:
+        name, forward = _name_of(part, block, place), part.forward
+        whole, segment = wanted.pop(name), part.blocks[block][1][place]
+        if block not in gathered and not isinstance(segment, str):  # now lengths are known
+            assert forward is not None
+            whole = split(whole, mesh, forward.layout(*segment), 1)
+        sums[name] = squares(share, whole)
 
     # What is watched would be traced, and broken graphs are errors with fullgraph=True.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         one, several = _two_ways(part)
         with one, _watched(part, keep):
-            reference = [_of_first_rank(x, group) for x in _tensors(part.model(**inputs))]
+            reference = [of_first_rank(x, group) for x in _tensors(part.model(**inputs))]
         with several, _watched(part, compare):
             outputs = _tensors(part.model(**inputs))
     for place, (output, whole) in enumerate(zip(outputs, reference, strict=True)):
-        sums[f"output {place}"] = _squares(output, whole)
+        sums[f"output {place}"] = squares(output, whole)
     if not outputs:
         raise ConfigError(f"verify: {type(part.model).__name__} returns no tensors")
-    table = torch.stack(list(sums.values()))
-    if group is not None:
-        table = all_reduce(group, Call("all_reduce (verify)"), table)
-    errors = (table[:, 0].sqrt() / table[:, 1].sqrt().clamp(min=1e-300)).tolist()
-    found = dict(zip(sums, errors, strict=True))
+    found = errors_of(sums, group)
     blocks = {name: error for name, error in found.items() if not name.startswith("output ")}
     return Verification(
         blocks=blocks,
@@ -124,6 +127,15 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCES[dtype]
 
 
+def errors_of(sums: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, float]:
+    """Relative L2 errors by name, from what `squares` gave on each rank; one all-reduce."""
+    table = torch.stack(list(sums.values()))
+    if group is not None:
+        table = all_reduce(group, Call("all_reduce (verify)"), table)
+    errors = (table[:, 0].sqrt() / table[:, 1].sqrt().clamp(min=1e-300)).tolist()
+    return dict(zip(sums, errors, strict=True))
+
+
 def _two_ways(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
     """One process, and the mesh.
 
@@ -139,13 +151,15 @@ def _two_ways(part: SplitModel) -> tuple[AbstractContextManager[None], ...]:
 
 
 @contextmanager
-def _watched(part: SplitModel, seen: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call `seen` with the name and value of each segment that a block returns."""
+def _watched(part: SplitModel, seen: Callable[[str, int, Tensor], None]) -> Iterator[None]:
+    """Call `seen` with the name of each block, and the place and value of what it returns."""
 
-    def hook_of(name: str, segments: tuple[str, ...]) -> Callable[..., None]:
+    def hook_of(name: str, segments: tuple[Any, ...]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for segment, tensor in zip(segments, _tensors(output), strict=True):
-                seen(f"{name} ({segment})", tensor)
+            parts = output if isinstance(output, list | tuple) else (output,)
+            for place, (_, tensor) in enumerate(zip(segments, parts, strict=bool(segments))):
+                if isinstance(tensor, Tensor):  # a last block may have no text to return
+                    seen(name, place, tensor)
 
         return hook
 
@@ -155,7 +169,14 @@ def _watched(part: SplitModel, seen: Callable[[str, Tensor], None]) -> Iterator[
         yield
 
 
-def _squares(found: Tensor, wanted: Tensor) -> Tensor:
+def _name_of(part: SplitModel, block: str, place: int) -> str:
+    segments = part.blocks[block][1]
+    segment = segments[place]
+    again = f", output {place}" if segments.count(segment) > 1 else ""
+    return f"{block} ({segment if isinstance(segment, str) else ', '.join(segment)}{again})"
+
+
+def squares(found: Tensor, wanted: Tensor) -> Tensor:
     """(2,) squared norms of the difference and of what is wanted."""
     wanted = wanted.double()
     norm = wanted.square().sum()
@@ -164,7 +185,8 @@ def _squares(found: Tensor, wanted: Tensor) -> Tensor:
     return torch.stack([(found.double() - wanted).square().sum(), norm])
 
 
-def _of_first_rank(x: Tensor, group: RankGroup | None) -> Tensor:
+def of_first_rank(x: Tensor, group: RankGroup | None) -> Tensor:
+    """The tensor that the first rank has; a broadcast."""
     return x if group is None else broadcast(group, Call("broadcast (verify)"), x)
 
 
@@ -178,44 +200,3 @@ def _tensors(output: Any) -> list[Tensor]:
     if not isinstance(values, Iterable) or isinstance(values, str):
         return []
     return [tensor for value in values for tensor in _tensors(value)]
-
-
-def _check_inputs(inputs: Mapping[str, Any], group: RankGroup) -> None:
-    """Refuse inputs that are not the same on every rank; one small all-gather.
-
-    Raises:
-        CommError: Names the first that differs.
-    """
-    leaves = sorted(_leaves("", inputs), key=lambda leaf: leaf[0])
-    said = [
-        f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"{name} {x!r}"
-        for name, x in leaves
-    ]
-    tensors = {name: x for name, x in leaves if isinstance(x, Tensor)}
-    digests = np.array([_digest(x) for x in tensors.values()], dtype=np.int64)
-    statement = Statement({"names, shapes, dtypes and numbers of inputs": ", ".join(said)}, digests)
-    table = np.stack(agree(group, statement, what="verify", step=0, capacity=_NUM_INPUTS))
-    differing = np.flatnonzero((table != table[0]).any(axis=0))
-    if differing.size:
-        raise CommError(
-            f"verify: the values of {list(tensors)[differing[0]]} differ between ranks: give every "
-            "rank the same, as by seeding its random numbers alike"
-        )
-
-
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Tensors, numbers and texts, by path; of anything else only that it is there."""
-    if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _leaves(f"{name}.{key}" if name else str(key), one)
-    elif isinstance(value, list | tuple):
-        for place, one in enumerate(value):
-            yield from _leaves(f"{name}.{place}", one)
-    else:
-        is_plain = isinstance(value, Tensor | int | float | str | None)
-        yield name, value if is_plain else type(value).__name__
-
-
-def _digest(x: Tensor) -> int:
-    data = as_bytes(x.detach().cpu().contiguous()).numpy().tobytes()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -14,6 +14,7 @@ the sequence; R ring ranks.
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,6 +52,7 @@ class LayerKey:
 
     Attributes:
         layer: By the order of attention calls.
+        names: Of the segments that are attended to.
         segments: Tokens of each.
         batch: B.
         num_heads: H.
@@ -59,6 +61,7 @@ class LayerKey:
     """
 
     layer: int
+    names: tuple[str, ...]
     segments: tuple[int, ...]
     batch: int
     num_heads: int
@@ -149,14 +152,12 @@ class SparseLayers:
         self,
         config: SparseConfig,
         mesh: AttentionMesh,
-        segments: tuple[str, ...],
         noted: dict[int, Bools] | None = None,
     ) -> None:
         strategies = config.strategies if mesh.whole else None
         self.config, self.mesh, self.num_passes = config, mesh, 0
         self.meshes = meshes_over(mesh, () if strategies is None else strategies.meshes)
         self._strategies = strategies if len(self.meshes) > 1 else None
-        self._segments = segments
         self._kept: dict[tuple[tuple[int, ...], int], dict[LayerKey, SparseLayer]] = {}
         self._noted = noted
 
@@ -174,7 +175,7 @@ class SparseLayers:
 
         So a mesh sees what one process saw; by rounding a rule might choose other blocks.
         """
-        made = SparseLayers(self.config, mesh, self._segments, masks)
+        made = SparseLayers(self.config, mesh, masks)
         made.num_passes = self.num_passes
         if mesh is self.mesh:
             made._kept = {form: dict(layers) for form, layers in self._kept.items()}
@@ -186,7 +187,7 @@ class SparseLayers:
         Raises:
             ConfigError: The masks are not for this model.
         """
-        lens, is_text = self._blocks(key.segments)
+        lens, is_text = self._blocks(key)
         masks = self.config.masks_of(self._step(0), key.layer, key.num_heads, lens, is_text)
         layers = self._of_form(key)
         if key not in layers:
@@ -262,18 +263,18 @@ class SparseLayers:
         step = self._step(1)
         if step == self._step(0) or step >= len(self.config.array):
             return None
-        lens, is_text = self._blocks(key.segments)
+        lens, is_text = self._blocks(key)
         masks = self.config.masks_of(step, key.layer, key.num_heads, lens, is_text)
         return with_text(masks, is_text)
 
     def _step(self, passes_ahead: int) -> int:
         return (self.num_passes + passes_ahead) // self.config.passes_per_step
 
-    def _blocks(self, segments: tuple[int, ...]) -> tuple[Ints, Bools]:
+    def _blocks(self, key: LayerKey) -> tuple[Ints, Bools]:
         """(N,) tokens of each block, and whether it is of text."""
-        counts = [block_lens([length], self.config.block).size for length in segments]
-        is_text = np.repeat([name == TEXT for name in self._segments], counts)
-        return block_lens(segments, self.config.block), is_text
+        counts = [block_lens([length], self.config.block).size for length in key.segments]
+        is_text = np.repeat([name == TEXT for name in key.names], counts)
+        return block_lens(key.segments, self.config.block), is_text
 
     def _home(self, segments: tuple[int, ...]) -> BlockLayout:
         """Blocks as a `SequenceLayout` with `stripe` cuts each segment.
@@ -318,7 +319,7 @@ class SparsePass:
         self,
         layer: int,
         qkv: tuple[Tensor, Tensor, Tensor],
-        segments: tuple[int, ...],
+        segments: Mapping[str, int],
         scale: float | None,
     ) -> Tensor:
         """(B, H, T, D) by the plan of a layer, whose next step is planned the first time.
@@ -332,7 +333,8 @@ class SparsePass:
             mesh = layers.mesh_of(plan)
             return attend_sparse(*qkv, mesh, plan, seen, scale=scale, kernel=kernel)[0]
         row_bytes = q.shape[3] * q.element_size()
-        key = LayerKey(layer, segments, q.shape[0], q.shape[1], k.shape[1], row_bytes)
+        names, lens = tuple(segments), tuple(segments.values())
+        key = LayerKey(layer, names, lens, q.shape[0], q.shape[1], k.shape[1], row_bytes)
         with record_function(PLAN_SPAN):
             plan, seen = layers.begin(key)
         mesh = layers.mesh_of(plan)

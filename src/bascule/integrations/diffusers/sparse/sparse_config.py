@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.attention.kernels.registry import check_name
 from bascule.attention.sparse.block_sparse import Bools, PooledRule, RowsSeen
 from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
 from bascule.errors import ConfigError
@@ -101,6 +102,7 @@ class SparseConfig:
             raise ConfigError(
                 f"SparseConfig(method={self.method!r}): must be one of {', '.join(PLANNERS)}"
             )
+        check_name(self.kernel)
         if not is_int(self.dealt) or self.dealt < 1 or self.dealt % self.block:
             raise ConfigError(
                 f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"

@@ -1,7 +1,7 @@
 """BalancedModel: an unmodified model of diffusers, trained on samples of any shape in balance."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,9 @@ from bascule.integrations.diffusers.agreement import Asked, agree_on_split
 from bascule.integrations.diffusers.arguments import parameters_of, required_of
 from bascule.integrations.diffusers.handle import Parallelized
 from bascule.integrations.diffusers.hooks import SplitModel, check_model
-from bascule.integrations.diffusers.tables import SplitTable, table_of
+from bascule.integrations.diffusers.pipelines.replicas import Replica
+from bascule.integrations.diffusers.tables.known import table_of
+from bascule.integrations.diffusers.tables.split_table import SplitTable
 from bascule.integrations.diffusers.training.sample_batches import (
     Sample,
     batch_of,
@@ -64,7 +66,8 @@ class BalancedModel:
         weight_fn: What a sample counts in the mean of the losses, a whole number. Default: 1.
         max_tokens: Most tokens of a forward pass on a rank; a longer sample goes alone. Default:
             all samples of a shape that a rank has go together.
-        table: How the model is split. Default: the one for its class.
+        table: How the model is split: a table, or a plan of diffusers. Default: as for
+            `parallelize`.
 
     Raises:
         ConfigError: No table fits the model, or something is wrong with an argument here.
@@ -79,7 +82,7 @@ class BalancedModel:
         length_fn: Callable[[Sample], int],
         weight_fn: Callable[[Sample], int] | None = None,
         max_tokens: int | None = None,
-        table: SplitTable | None = None,
+        table: SplitTable | Mapping[str, Any] | None = None,
     ) -> None:
         self._parallel = parallel
         self._length_fn, self._weight_fn = length_fn, weight_fn or _one
@@ -89,21 +92,22 @@ class BalancedModel:
         self._step: Step | None = None
         self._wrapper = model if isinstance(model, DistributedDataParallel) else None
         inner = model.module if isinstance(model, DistributedDataParallel) else model
-        asked = error = None
+        found = asked = error = None
         try:
-            table = table_of(inner) if table is None else table
-            check_model(inner, table)
+            found = table_of(inner, table)
+            check_model(inner, found)
             _check(parallel, max_tokens)
-            asked = Asked([inner], [table], (1, 1), None, None)
+            asked = Asked([inner], [found])
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         group = parallel.group
         agree_on_split(group.control, asked, error)
-        assert table is not None
-        self._table = table
+        assert found is not None
+        self._table = found
         everyone = group if group.size > 1 else None
-        self.handle = Parallelized(AttentionMesh(None, everyone, everyone))
-        self._part = SplitModel(inner, table, self.handle.mesh)
+        mesh = AttentionMesh(None, everyone, everyone)
+        self.handle = Parallelized(Replica(everyone, None, mesh))
+        self._part = SplitModel(inner, found, self.handle.mesh)
         self._part.is_alone = True
         self.handle.parts.append(self._part)
 

@@ -1,0 +1,1 @@
+"""Whole pipelines over ranks: guidance, replicas, one noise, VAE and text encoders."""

@@ -1,0 +1,230 @@
+"""Results of calls that other ranks make, exchanged when they are first used.
+
+All ranks run the same program, so all of them use a result at the same point, and meet there. A
+pipeline that calls its model for each branch of guidance, and then puts the results together, so
+lets each group of ranks compute a branch at the same time, without being edited.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.failures import told
+from bascule.comm.samples.nests import leaves_of
+from bascule.comm.samples.sample_bytes import Parcel, parcel
+from bascule.comm.samples.sample_moves import ItemMove, move_items, num_rows
+from bascule.errors import ConfigError
+from bascule.plan.routes import Ints
+
+EVERYONE = -1
+"""In place of a group: all have computed a part."""
+
+
+class Branch:
+    """A call whose parts are computed by groups of ranks.
+
+    Attributes:
+        owners: The group that computes each part; their tensors follow each other along the batch.
+        own: By number, the tensors of each part that this rank computed.
+        device: Where they are.
+    """
+
+    def __init__(
+        self, owners: Sequence[int], own: Mapping[int, list[Tensor]], device: torch.device
+    ) -> None:
+        self.owners, self.own, self.device = tuple(owners), dict(own), device
+        self._whole: list[Tensor] | None = None
+        self._error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the parts of all groups are here, or never will be."""
+        return self._whole is not None or self._error is not None
+
+    @property
+    def whole(self) -> list[Tensor]:
+        """Its tensors.
+
+        Raises:
+            CommError: The exchange failed.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._whole is not None
+        return self._whole
+
+    def finish(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Take the parts."""
+        columns = list(zip(*parts, strict=True))
+        self._whole = [one[0] if len(one) == 1 else torch.cat(one) for one in columns]
+
+    def fail(self, error: Exception) -> None:
+        """There will be no parts."""
+        self._error = error
+
+
+class Branches:
+    """The calls of a replica whose results nobody has used yet.
+
+    Args:
+        group: One rank of each guidance group.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._waiting: list[Branch] = []
+        self._num_exchanges, self._capacity = 0, 8
+
+    @property
+    def next_owner(self) -> int:
+        """The group that computes the next call, if one does alone: they take turns."""
+        return len(self._waiting) % self.group.size
+
+    def add(self, branch: Branch) -> None:
+        """Exchange it together with the others."""
+        self._waiting.append(branch)
+
+    @told("an exchange of guidance branches")
+    def exchange(self) -> None:
+        """Give each group what the others computed; all ranks come here at the same point.
+
+        A small all-gather, and an all-to-all; nothing where all groups computed everything.
+
+        Raises:
+            CommError: Ranks do not wait for the same, or one is gone.
+        """
+        waiting, self._waiting = self._waiting, []
+        try:
+            self._exchange(waiting)
+        except Exception as error:
+            for branch in waiting:
+                branch.fail(error)
+            raise
+
+    def _exchange(self, waiting: Sequence[Branch]) -> None:
+        items = [
+            (number, part, owner)
+            for number, branch in enumerate(waiting)
+            for part, owner in enumerate(branch.owners)
+            if owner != EVERYONE
+        ]
+        found: dict[tuple[int, int], list[Tensor]] = {
+            (number, part): own
+            for number, branch in enumerate(waiting)
+            for part, own in branch.own.items()
+        }
+        if items:
+            self._num_exchanges += 1
+            found |= self._moved(items, found, waiting[items[0][0]].device)
+        for number, branch in enumerate(waiting):
+            branch.finish([found[number, part] for part in range(len(branch.owners))])
+
+    def _moved(
+        self,
+        items: Sequence[tuple[int, int, int]],
+        found: Mapping[tuple[int, int], list[Tensor]],
+        device: torch.device,
+    ) -> dict[tuple[int, int], list[Tensor]]:
+        """What the other groups computed, by call and part."""
+        group, parcels, error = self.group, list[Parcel](), None
+        try:
+            own = [found[item[:2]] for item in items if item[2] == group.rank]
+            parcels = [parcel(leaves, device) for leaves in own]
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        said = agree(
+            group.control or group,
+            Statement(
+                {"calls": str(items)}, np.array([*map(num_rows, parcels)], dtype=np.int64), error
+            ),
+            what="guidance branches",
+            step=self._num_exchanges,
+            capacity=self._capacity,
+        )
+        self._capacity = max(self._capacity, *(rows.size for rows in said))
+        owners = np.array([owner for _, _, owner in items])
+        rows, starts = _rows_of(owners, said)
+        copies = [
+            (place, other)
+            for place, owner in enumerate(owners.tolist())
+            for other in range(group.size)
+            if other != owner
+        ]
+        places, dest = np.array(copies, dtype=np.int64).T
+        move = ItemMove(
+            *(owners[places], dest, group, device), self._num_exchanges, "guidance branches"
+        )
+        arrived = move_items(move, parcels, rows[places], starts[places])
+        theirs = [item[:2] for item in items if item[2] != group.rank]
+        return dict(zip(theirs, arrived, strict=True))
+
+
+def _rows_of(owners: Ints, said: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Rows of each item, and the first of them where it is."""
+    rows, starts = np.zeros_like(owners), np.zeros_like(owners)
+    for owner, own in enumerate(said):
+        rows[owners == owner] = own
+        starts[owners == owner] = np.cumsum(own) - own
+    return rows, starts
+
+
+class Pending(Tensor):
+    """A tensor that may be on other ranks still; whatever is done with it fetches it first.
+
+    Torch calls `__torch_function__` in place of every function and attribute of a tensor.
+    """
+
+    _branches: Branches
+    _branch: Branch
+    _place: int
+
+    @classmethod
+    def of(cls, branches: Branches, branch: Branch, place: int) -> "Pending":
+        """The tensor at a place of what a call gives."""
+        made = Tensor._make_subclass(cls, torch.empty(0))
+        made._branches, made._branch, made._place = branches, branch, place
+        return made
+
+    def fetched(self) -> Tensor:
+        """The tensor itself; an exchange where it is not here yet."""
+        if not self._branch.is_done:
+            with torch.no_grad():
+                self._branches.exchange()
+        return self._branch.whole[self._place]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What torch calls instead of each of its functions."""
+        return func(*fetched(args), **fetched(dict(kwargs or {})))
+
+
+def fetched(nest: Any) -> Any:
+    """The same with the tensors themselves."""
+    return tree_map_only(Pending, Pending.fetched, nest)
+
+
+def leaves_without_gradients(output: Any) -> list[Tensor]:
+    """The tensors of what a model returns.
+
+    Raises:
+        ConfigError: They have gradients, which no exchange brings back.
+    """
+    leaves = leaves_of(output)
+    if any(leaf.requires_grad for leaf in leaves):
+        raise ConfigError(
+            "guidance over ranks has no gradients: call the pipeline, or the model, under "
+            "torch.no_grad()"
+        )
+    return leaves

@@ -1,0 +1,112 @@
+"""The VAE and the text encoders of a pipeline, computed by the ranks of a replica."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from bascule.comm.groups import RankGroup
+from bascule.encoders.balanced_encoder import BalancedEncoder
+from bascule.encoders.encoder_tables import EncoderOptions, table_of
+from bascule.encoders.installed import InPlace
+from bascule.encoders.tiled_vae import TiledVAE
+from bascule.errors import ConfigError
+from bascule.integrations.diffusers.pipelines.inference_options import InferenceOptions
+from bascule.plan.costs.cost_models import PolynomialCost
+
+_TEXT_ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"
+_TOKENS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
+
+
+def shared_parts(pipeline: Any, options: InferenceOptions) -> list[nn.Module]:
+    """What ranks are to share of a pipeline besides its transformers; nothing of None.
+
+    Raises:
+        ConfigError: An option cannot be honoured.
+    """
+    if pipeline is None:
+        return []
+    vae = _shared_vae(pipeline, options)
+    return [*([] if vae is None else [vae]), *_shared_text_encoders(pipeline, options)]
+
+
+def _shared_vae(pipeline: Any, options: InferenceOptions) -> nn.Module | None:
+    """The VAE whose tiles ranks are to share; None where each computes its own.
+
+    Raises:
+        ConfigError: Only the first rank is to get the pixels, and there are no tiles.
+    """
+    vae = getattr(pipeline, "vae", None)
+    if not isinstance(vae, nn.Module) or options.vae == "own":
+        return None
+    if getattr(vae, "use_tiling", False):
+        return vae
+    if options.vae == "first":
+        raise ConfigError(
+            f"InferenceOptions(vae='first') and a {type(vae).__name__} without tiling, so every "
+            "rank decodes whole images: call pipeline.vae.enable_tiling() before parallelize"
+        )
+    return None
+
+
+def _shared_text_encoders(pipeline: Any, options: InferenceOptions) -> list[nn.Module]:
+    """The text encoders whose prompts ranks are to share.
+
+    Raises:
+        ConfigError: It is not known what the prompts of one are.
+    """
+    if options.text_encoders == "own":
+        return []
+    found = [getattr(pipeline, name, None) for name in _TEXT_ENCODERS]
+    encoders = [one for one in found if isinstance(one, nn.Module)]
+    for encoder in encoders:
+        if table_of(encoder).length is None:
+            raise ConfigError(
+                f"InferenceOptions(text_encoders='all'): it is not known how a "
+                f"{type(encoder).__name__} holds prompts; use text_encoders='own'"
+            )
+    return encoders
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedPart:
+    """A part of a pipeline whose work ranks share.
+
+    Attributes:
+        phase: In which most of that work is: "encode" or "decode".
+        encoder: Shares it, and knows what its last call moved.
+        in_place: Takes it back.
+    """
+
+    phase: str
+    encoder: BalancedEncoder | TiledVAE
+    in_place: InPlace
+
+
+def share_parts(
+    pipeline: Any, group: RankGroup, options: InferenceOptions, device: torch.device
+) -> Iterator[SharedPart]:
+    """Let the ranks of a replica share the tiles of the VAE, and the prompts of a batch.
+
+    Args:
+        pipeline: Of diffusers; the same on all of them.
+        group: The replica.
+        options: What is shared.
+        device: Where the pipeline computes.
+
+    Yields:
+        Each of them, as soon as it is shared.
+    """
+    ranks = group.process_group
+    vae = _shared_vae(pipeline, options)
+    if vae is not None and options.vae != "own":
+        of_vae = EncoderOptions(features_for=options.vae, device=device)
+        tiled = TiledVAE(vae, mesh_or_group=ranks, options=of_vae)
+        yield SharedPart("decode", tiled, tiled.install(pipeline))
+    of_texts = EncoderOptions(features_for="all", device=device)
+    for module in _shared_text_encoders(pipeline, options):
+        encoder = BalancedEncoder(module, cost=_TOKENS, mesh_or_group=ranks, options=of_texts)
+        in_place = InPlace(pipeline, module, {"__call__": encoder.call})
+        yield SharedPart("encode", encoder, in_place)

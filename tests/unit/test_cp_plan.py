@@ -1,0 +1,200 @@
+"""Split tables from diffusers' plans: what is read, and what a plan does not say is refused."""
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bascule.errors import ConfigError
+from bascule.integrations.diffusers import Cut, SplitTable
+from bascule.integrations.diffusers.tables.cp_plan import table_from_plan
+from bascule.integrations.diffusers.tables.image_models import FLUX
+from bascule.integrations.diffusers.tables.known import table_of
+
+
+@dataclass(frozen=True)
+class In:
+    """As diffusers' ContextParallelInput."""
+
+    split_dim: int
+    expected_dims: int | None = None
+    split_output: bool = False
+
+
+@dataclass(frozen=True)
+class Out:
+    """As diffusers' ContextParallelOutput."""
+
+    gather_dim: int
+    expected_dims: int | None = None
+
+
+class Attention(nn.Module):
+    def set_processor(self, processor: Any) -> None: ...
+
+
+class Blind(nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, Attention())
+
+    def forward(self, hidden_states: Tensor) -> None: ...
+
+
+class Block(Blind):
+    def forward(
+        self, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None
+    ) -> None: ...
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module, refiner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.rope, self.proj_out = nn.Identity(), nn.Identity()
+        if refiner is not None:
+            self.refiner = nn.ModuleList([refiner])
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor | None = None,
+        timestep: Tensor | None = None,
+        controlnet_block_samples: Any = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+    ) -> None: ...
+
+
+PLAN = {
+    "": {
+        "hidden_states": In(1, 3),
+        "encoder_hidden_states": In(1, 3),
+        "encoder_attention_mask": In(1, 2),
+    },
+    "rope": {0: In(0, 2, split_output=True)},
+    "proj_out": Out(1, 3),
+}
+
+
+def test_one_attention_in_each_block_is_over_text_and_image() -> None:
+    table = table_from_plan(Model(Block("attn"), Block("attn")), PLAN)
+    image, text = Cut("image", 1, 3), Cut("text", 1, 3)
+    assert table.segments == ("text", "image")
+    assert table.inputs == {"": {"hidden_states": image, "encoder_hidden_states": text}}
+    assert table.outputs == {"rope": {0: Cut((), 0, 2)}}
+    assert table.gathers == {"proj_out": Cut("image", 1)}
+    assert table.blocks == {"blocks.0.attn": (), "blocks.1.attn": ()}
+    assert table.whole == ("timestep",) and not table.attends
+    # what a plan cuts like a token, or leaves out
+    assert table.refused.keys() == {"encoder_attention_mask", "controlnet_block_samples"}
+
+
+def test_text_that_is_attended_to_alone_is_not_cut_nor_its_mask() -> None:
+    table = table_from_plan(Model(Block("attn1", "attn2")), PLAN)
+    assert table.segments == ("image",)
+    assert table.inputs == {"": {"hidden_states": Cut("image", 1, 3)}}
+    assert table.blocks == {"blocks.0.attn1": ()} and table.attends == {"blocks.0.attn2": ()}
+    assert table.whole == ("encoder_hidden_states", "encoder_attention_mask", "timestep")
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "said"),
+    [
+        (Model(), PLAN, "no attention of diffusers"),
+        (Model(Block("attn"), refiner=Block("attn")), PLAN, "what attn of refiner.0 attend to"),
+        (Model(Block("attn1", "attn2", "attn3")), PLAN, "attn1, attn2, attn3 of blocks.0"),
+        (Model(Blind("attn1", "attn2")), PLAN, "what blocks.0.attn2 attends to"),
+        (Model(Block("attn1", "attn2"), Block("attn")), PLAN, "some of its blocks attend"),
+        (Model(Block("attn")), {"proj_out": Out(1)}, "where the image is cut"),
+        (Model(Block("attn")), {"": {"hidden_states": In(1)}}, "where gathered"),
+        (Model(Block("attn")), {**PLAN, "rope": [Out(1), Out(1)]}, "gathers several outputs"),
+        (Model(Block("attn")), {**PLAN, "rope": [In(1), In(2)]}, "the parts of 0 of 'rope' apart"),
+        (Model(Block("attn")), {**PLAN, "rope": {0: "all"}}, "says 'all'"),
+        (Model(Block("attn")), {**PLAN, "blocks.*.attn": Out(1)}, "gathers after blocks.0.attn"),
+        (Model(Block("attn")), {**PLAN, "head": Out(1)}, "names 'head', and Model has no such"),
+    ],
+)
+def test_what_a_plan_does_not_say_is_refused(
+    model: nn.Module, plan: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.").replace("*", r"\*")):
+        table_from_plan(model, plan)
+
+
+def test_a_joint_attention_beside_another_is_refused() -> None:
+    block = Block("attn1", "attn2")
+    block.get_submodule("attn1").add_q_proj = nn.Linear(1, 1)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ConfigError, match=r"what blocks\.0\.attn2 attends to"):
+        table_from_plan(Model(block), PLAN)
+
+
+def test_layers_that_a_smaller_model_lacks_are_left_out() -> None:
+    plan = {**PLAN, **{f"blocks.{i}.ff": Out(1) for i in range(40)}}
+    block = Block("attn")
+    block.ff = nn.Identity()
+    assert set(table_from_plan(Model(block), plan).gathers) == {"proj_out", "blocks.0.ff"}
+
+
+def test_what_is_given_comes_first_then_our_own_tables_then_plans() -> None:
+    model = Model(Block("attn"))
+    given = SplitTable(("x",), {}, {}, {})
+    assert table_of(model, given) is given
+    assert table_of(model, PLAN) == table_from_plan(model, PLAN)
+    with pytest.raises(ConfigError, match=r"no split table for Model: .*sequence_parallel\(mesh\)"):
+        table_of(model)
+    with pytest.raises(ConfigError, match="table is 7: give a SplitTable, or a plan"):
+        table_of(model, 7)  # pyright: ignore[reportArgumentType]
+
+    class Planned(Model):
+        _cp_plan = PLAN
+
+    assert table_of(Planned(Block("attn"))) == table_from_plan(model, PLAN)
+
+
+@cache
+def real(module: str, name: str) -> nn.Module:
+    pytest.importorskip("diffusers")
+    with torch.device("meta"):
+        return getattr(import_module(f"diffusers.models.transformers.{module}"), name)(num_layers=2)
+
+
+def test_our_table_of_flux_comes_before_its_plan() -> None:
+    model = real("transformer_flux", "FluxTransformer2DModel")
+    assert table_of(model) is FLUX
+    plan = model._cp_plan
+    assert isinstance(plan, dict) and table_of(model, plan) != FLUX
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("transformer_helios", "HeliosTransformer3DModel"),  # each attention looks at its history
+        ("transformer_minimax_h3", "MiniMaxH3Transformer3DModel"),  # a refiner of its own
+        ("transformer_ltx2", "LTX2VideoTransformer3DModel"),  # sound, and attention between both
+    ],
+)
+def test_plans_that_do_not_suffice(module: str, name: str) -> None:
+    model = real(module, name)
+    with pytest.raises(ConfigError, match="by a plan of diffusers"):
+        table_from_plan(model, model._cp_plan)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("sana_transformer", "SanaTransformer2DModel"),  # linear attention: a sum over all tokens
+        ("transformer_qwenimage21", "QwenImage21Transformer2DModel"),  # one call for each image
+    ],
+)
+def test_models_without_table_or_plan_are_told_what_to_do(module: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no split table for {name}: .*sequence_parallel\(mesh"):
+        table_of(real(module, name))
