@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bascule import Plan
-from bascule.cli.reading import ClusterOptions, InputOptions
+from bascule.cli.parts.reading import ClusterOptions, InputOptions
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
 from bascule.plan.costs.cost_models import TransformerCost

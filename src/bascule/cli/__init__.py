@@ -16,6 +16,7 @@ from bascule.cli.sparse import SparseOptions
 from bascule.cli.topology import TopologyOptions
 from bascule.cli.trace import TraceOptions
 from bascule.errors import CommError, ConfigError, PlanError
+from bascule.generation.generate_options import GenerateOptions
 from bascule.training.run.train_options import TrainOptions
 
 Command = (
@@ -26,6 +27,7 @@ Command = (
     | Annotated[TraceOptions, tyro.conf.subcommand("trace")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[TrainOptions, tyro.conf.subcommand("train")]
+    | Annotated[GenerateOptions, tyro.conf.subcommand("generate")]
     | Annotated[DoctorOptions, tyro.conf.subcommand("doctor")]
     | Annotated[CalibrateOptions, tyro.conf.subcommand("calibrate")]
 )
@@ -69,6 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
 
             if not calibrate(options, arguments):
                 sys.exit(1)
+        elif isinstance(options, GenerateOptions):
+            from bascule.cli.generate import generate
+
+            generate(options, arguments)
         elif isinstance(options, TrainOptions):
             from bascule.cli.train import train
 

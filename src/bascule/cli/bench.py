@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.bench.options import BenchOptions
-from bascule.cli.writing import check_outputs, tell_written, write_report, write_text
+from bascule.cli.parts.writing import check_outputs, tell_written, write_report, write_text
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number, shown
 from bascule.report.reports import STAGE_KINDS, of_bench, stage_rows

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.calibrate.calibrate_options import CalibrateOptions
-from bascule.cli.writing import (
+from bascule.cli.parts.writing import (
     STDOUT,
     check_outputs,
     progress_bar,

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bascule.bench.health.doctor_options import DoctorOptions
-from bascule.cli.writing import STDOUT, check_outputs, progress_bar, write_json
+from bascule.cli.parts.writing import STDOUT, check_outputs, progress_bar, write_json
 from bascule.errors import ConfigError
 from bascule.plan.costs.hardware import HardwareProfile
 

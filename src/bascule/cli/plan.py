@@ -9,8 +9,8 @@ from typing import Literal
 from rich.console import Console
 from rich.table import Table
 
-from bascule.cli.reading import ClusterOptions, InputOptions, topology_ranks
-from bascule.cli.writing import STDOUT, check_outputs, write_json, write_report, write_text
+from bascule.cli.parts.reading import ClusterOptions, InputOptions, topology_ranks
+from bascule.cli.parts.writing import STDOUT, check_outputs, write_json, write_report, write_text
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost

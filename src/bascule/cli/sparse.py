@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from bascule.cli.reading import MachineOptions
-from bascule.cli.sparse_tables import show
-from bascule.cli.writing import check_outputs, write_report
+from bascule.cli.parts.reading import MachineOptions
+from bascule.cli.parts.sparse_tables import show
+from bascule.cli.parts.writing import check_outputs, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.routes import Ints

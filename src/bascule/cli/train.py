@@ -36,8 +36,8 @@ def _run_rank(options: TrainOptions) -> None:
     from bascule.bench.launch import joined, stop_asked
     from bascule.training.run.training_run import TrainingRun
 
-    with stop_asked() as asked, joined(options.timeout_s) as device:
-        run = TrainingRun(options, device, asked.is_set)
+    with stop_asked() as is_asked, joined(options.timeout_s) as device:
+        run = TrainingRun(options, device, is_asked)
         _follow(run, Console(quiet=run.rank > 0))
 
 
@@ -65,7 +65,7 @@ def _follow(run: "TrainingRun", console: Console) -> None:
         console.print(f"nothing is left to train: {run.checkpoint}", soft_wrap=True)
         return
     if run.done < last:
-        console.print(f"stopped by SIGTERM after step {run.done}: go on with --resume")
+        console.print(f"stopped after step {run.done}: go on with --resume")
     console.print(
         f"steps {first + 1} to {run.done} of {last}, loss {losses[0]:.6f} to "
         f"{losses[-1]:.6f}\nwritten: {run.checkpoint}, {run.folder / 'metrics.jsonl'}",

@@ -1,0 +1,1 @@
+"""What commands share: reading inputs, writing outputs, tables."""

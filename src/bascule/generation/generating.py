@@ -1,0 +1,225 @@
+"""A list of prompts, made by all ranks of a job together; each output once."""
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import RankGroup, member_of, resolve
+from bascule.comm.guard.failures import telling
+from bascule.errors import CommError, ConfigError, PlanError
+from bascule.generation.generate_options import GenerateOptions
+from bascule.generation.media import IMAGE, VIDEO, check_can_write, write_media
+from bascule.generation.prompts import Prompt, read_prompts
+from bascule.generation.tiny_pipelines import load_pipeline
+from bascule.integrations.diffusers.handle import Parallelized, parallelize
+from bascule.integrations.diffusers.pipelines.auto_mesh import AutoMesh
+from bascule.plan.solver.solve import assign
+
+_CAPACITY = 64  # of outputs that the first gather has room for
+_NAMES = {"frames": "num_frames", "steps": "num_inference_steps"}  # of a pipeline's arguments
+
+
+class Generation:
+    """Makes outputs for prompts; all ranks of the job make it, and run it, together.
+
+    Attributes:
+        names: Of all outputs, in the order of the prompts, with their endings.
+        prompts: All of them.
+        left: Those that this rank's replica is to make, by their places.
+        degrees: Ranks along each axis, as `parallelize` was given them, or chose them.
+
+    Args:
+        options: Of the command.
+        device: This rank's.
+
+    Raises:
+        ConfigError: The options do not fit the pipeline, the prompts or each other.
+        CommError: Ranks were given different things, or one is gone.
+    """
+
+    def __init__(self, options: GenerateOptions, device: torch.device) -> None:
+        self._options, self._device = options, device
+        self.prompts = read_prompts(options)
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+        self._pipeline = load_pipeline(
+            options.model, getattr(torch, options.dtype or dtype), device
+        )
+        self._pipeline.set_progress_bar_config(disable=True)
+        self._takes = inspect.signature(self._pipeline.__call__).parameters
+        ending = VIDEO if _NAMES["frames"] in self._takes else IMAGE
+        check_can_write(ending)
+        self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
+        if options.tiles:
+            self._pipeline.vae.enable_tiling()
+        self._handle = self._parallelized()
+        if options.compile:
+            self._handle.compile()
+        self._world: RankGroup = member_of(resolve(None), "world")
+        self._all_left = self._agreed_left()
+        self.left = self._own_share()
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the outputs of its replica."""
+        return self._handle.replica.whole is None or self._handle.replica.whole.rank == 0
+
+    @property
+    def rank(self) -> int:
+        """Of the job."""
+        return self._world.rank
+
+    @property
+    def num_left(self) -> int:
+        """Outputs that all replicas are to make."""
+        return len(self._all_left)
+
+    def num_steps(self, place: int) -> int:
+        """Denoising steps of a prompt."""
+        return self.prompts[place].steps or int(self._takes[_NAMES["steps"]].default)
+
+    def run(self, on_step: Callable[[int], None]) -> list[dict[str, Any]]:
+        """Make what is left.
+
+        Args:
+            on_step: Called after each denoising step of this replica, with the prompt's place.
+
+        Returns:
+            What is known of every output that was made now, by all replicas.
+
+        Raises:
+            ConfigError: The pipeline refuses a prompt, or a file cannot be written.
+            CommError: A rank failed.
+        """
+        for place in self.left:
+            with telling(f"making {self.names[place]}"):
+                self._make(place, on_step)
+        self._agree("the end", np.zeros(0, np.int64))
+        return [self._record(place) for place in self._all_left]
+
+    def _parallelized(self) -> Parallelized:
+        """The pipeline over all ranks."""
+        given: Any = self._options.degrees
+        if given:
+            self.degrees = dict[str, int](given)
+            return parallelize(self._pipeline, **given)
+        num_passes = 2 if all(is_guided(one, self._takes) for one in self.prompts) else 1
+        handle = parallelize(self._pipeline, AutoMesh(num_passes=num_passes))
+        assert handle.choice is not None
+        chosen = handle.choice.chosen
+        self.degrees = {
+            "guidance_degree": chosen.guidance,
+            "ring_degree": chosen.ring,
+            "ulysses_degree": chosen.ulysses,
+        }
+        return handle
+
+    def _agreed_left(self) -> list[int]:
+        """The outputs that are not there, as the first rank sees it."""
+        folder = self._options.out
+        if self.writes:
+            folder.mkdir(parents=True, exist_ok=True)
+        is_there = np.array([(folder / name).exists() for name in self.names], np.int64)
+        first = self._agree("what is left", is_there)[0]  # files may show later on other hosts
+        return np.flatnonzero(first == 0).tolist()
+
+    def _own_share(self) -> list[int]:
+        """What this replica makes: prompts are spread so that all replicas take about as long."""
+        if not self._all_left:
+            return []
+        num_replicas = self.degrees.get("data_degree", 1)
+        mine = self._world.rank * num_replicas // self._world.size
+        work = [self.prompts[place].work for place in self._all_left]
+        shares = zip(self._all_left, assign(work, num_replicas).bin_of, strict=True)
+        return [place for place, replica in shares if replica == mine]
+
+    def _agree(self, what: str, values: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
+        settings = {"prompts": str(self.names)}
+        statement = Statement(settings, values)
+        return agree(self._world, statement, what=what, step=0, capacity=_CAPACITY)
+
+    def _make(self, place: int, on_step: Callable[[int], None]) -> None:
+        prompt, name = self.prompts[place], self.names[place]
+        arguments = arguments_of(prompt, self._takes)
+
+        def step_ends(_: Any, __: int, ___: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+            on_step(place)
+            return given
+
+        with self._handle.timed() as times, torch.inference_mode():
+            try:
+                result = self._pipeline(
+                    **arguments,
+                    generator=torch.Generator().manual_seed(prompt.seed),
+                    callback_on_step_end=step_ends,
+                    output_type="pil",
+                )
+            except (CommError, ConfigError, PlanError):
+                raise
+            except Exception as error:  # pipelines refuse sizes and texts in their own ways
+                raise ConfigError(
+                    f"prompt {place + 1}: the pipeline fails with {type(error).__name__}: {error}"
+                ) from error
+        if not self.writes:
+            return
+        frames = result.frames[0] if name.endswith(VIDEO) else result.images[:1]
+        made = {"file": name, "model": self._options.model, **asdict(prompt)}
+        text = json.dumps(made | {"seconds": times.seconds}, indent=2) + "\n"
+        self._beside(name).write_text(text, encoding="utf-8")
+        write_media(self._options.out / name, frames, self._options.fps)
+
+    def _beside(self, name: str) -> Path:
+        """The file of what an output was made from."""
+        return (self._options.out / name).with_suffix(".json")
+
+    def _record(self, place: int) -> dict[str, Any]:
+        return json.loads(self._beside(self.names[place]).read_text(encoding="utf-8"))
+
+
+def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
+    """Whether a pipeline computes two branches for a prompt, by its arguments.
+
+    Those with `true_cfg_scale` do so where there is a negative prompt; the others where their scale
+    is above 1.
+    """
+    if "true_cfg_scale" in takes:
+        return prompt.negative_prompt is not None
+    default = getattr(takes.get("guidance_scale"), "default", None)
+    scale = default if prompt.guidance is None else prompt.guidance
+    return isinstance(scale, int | float) and scale > 1.0
+
+
+def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt as the arguments of a pipeline.
+
+    Guidance is `true_cfg_scale` where a pipeline has it and there is a negative prompt, else
+    `guidance_scale`.
+
+    Args:
+        prompt: None is left out.
+        takes: The arguments that there are.
+
+    Raises:
+        ConfigError: The pipeline does not take something that was given.
+    """
+    scales = ["guidance_scale", "true_cfg_scale"]
+    if prompt.negative_prompt is not None:
+        scales.reverse()
+    scale = next((name for name in scales if name in takes), scales[0])
+    found = dict[str, Any]()
+    for name, value in asdict(prompt).items():
+        if value is None or name == "seed":
+            continue
+        argument = scale if name == "guidance" else _NAMES.get(name, name)
+        if argument not in takes:
+            raise ConfigError(
+                f"this pipeline takes no {argument}, and {name} is {value!r}: leave it out"
+            )
+        found[argument] = value
+    return found

@@ -1,0 +1,70 @@
+"""Images and videos as files, which are there whole or not at all."""
+
+import importlib
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from bascule.errors import ConfigError
+
+IMAGE, VIDEO = ".png", ".mp4"
+
+
+def check_can_write(ending: str) -> None:
+    """Find out before any work that a sort of file cannot be written.
+
+    Raises:
+        ConfigError: A library is missing.
+    """
+    if ending == VIDEO:
+        _av()
+
+
+def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
+    """Write an image, or the frames of a video (H.264, sides cut to even numbers).
+
+    Args:
+        path: Ends with `IMAGE` or `VIDEO`.
+        frames: One image, or those of the video.
+        fps: Frames a second of a video.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    partial = path.with_name(f".{path.name}")
+    try:
+        if path.suffix == IMAGE:
+            frames[0].save(partial, format="PNG")
+        else:
+            _write_video(partial, frames, fps)
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConfigError(f"--out: {path} cannot be written: {error.strerror or error}") from error
+
+
+def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
+    av = _av()
+    width, height = (side // 2 * 2 for side in frames[0].size)
+    with av.open(str(path), "w", format="mp4") as file:
+        stream = file.add_stream("libx264", rate=Fraction(fps))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        for frame in frames:
+            pixels = np.asarray(frame.convert("RGB"))[:height, :width]
+            image = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
+            file.mux(stream.encode(image))
+        file.mux(stream.encode(None))
+
+
+def _av() -> Any:
+    try:
+        return importlib.import_module("av")
+    except ImportError as error:
+        raise ConfigError(
+            "videos are written by PyAV, which is not installed: pip install 'bascule[video]'"
+        ) from error
