@@ -18,6 +18,7 @@ from bascule.plan.sparse import BlockLayout, block_lens
 from tests.helpers.encoder_cases import batch_of, image_encoder, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.pages import ROOT, run_python
+from tests.helpers.pipeline_cases import prompt_of
 from tests.helpers.tile_cases import flux_pipeline, own_tiled
 from tests.helpers.trainer_world import join_world
 from tests.helpers.vlm_models import make_model
@@ -222,6 +223,23 @@ def _check_encoders(left: Names) -> None:
     assert left["clips"].last.num_moved
 
 
+# --- docs/pipelines.md
+
+
+def _guided(folder: str) -> Names:
+    prompt = _short(prompt_of("flux")) | {"output_type": "pt"}
+    return {"pipeline": flux_pipeline(), "prompt": prompt}
+
+
+def _check_guided(left: Names) -> None:
+    pipeline, prompt = left["pipeline"], left["prompt"]
+    prompt["generator"].manual_seed(1)
+    assert difference(left["images"], pipeline(**prompt).images) < 1e-5
+    assert len(left["mine"]) == (dist.get_rank() == 0)
+    assert set(left["times"].seconds) == {"encode", "denoise", "decode"}
+    assert str(left["chosen"].choice).startswith("guidance 2 x ring 1 x Ulysses 1")
+
+
 # --- docs/sequence_parallel.md
 
 
@@ -282,6 +300,7 @@ WORLDS = {
     "README.md": World(_readme, _check_readme),
     "docs/data_loader.md": World(_loader, _check_loader),
     "docs/encoders.md": World(_encoders, _check_encoders),
+    "docs/pipelines.md": World(_guided, _check_guided),
     "docs/sequence_parallel.md": World(_split, _check_split),
     "docs/sparse_attention.md": World(_sparse, _check_sparse),
 }

@@ -22,6 +22,7 @@ ON_RANKS = (
     "README.md",
     "docs/data_loader.md",
     "docs/encoders.md",
+    "docs/pipelines.md",
     "docs/sequence_parallel.md",
     "docs/sparse_attention.md",
 )
