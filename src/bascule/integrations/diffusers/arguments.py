@@ -9,7 +9,8 @@ values are nearly the same; those of other values, or of the same in another ord
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from bascule.errors import CommError
 
 _WAVES = 0.7390851, 1.4142136, 1.9106332, 2.5029079
 """Radians from one value of a tensor to the next."""
+_WIDTH = 1 + len(_WAVES)
 
 _MOST_VALUES = 2**20
 """Of a tensor, spread over it, that are looked at; of a longer one not all."""
@@ -115,51 +117,87 @@ class SameInputs:
         Raises:
             CommError: Names what differs.
         """
+        compare = self.due(group, args, kwargs)
+        if compare is not None:
+            compare()
+
+    def due(
+        self, group: RankGroup | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], None] | None:
+        """As `check`, but gives what compares, of numbers that are taken now; None if nothing is.
+
+        All ranks call it at the same point, which may be after the model's call.
+        """
         if group is None:
-            return
+            return None
         inputs = dict(zip(self._names, args, strict=False)) | dict(kwargs)
         # Without numbers, of which some are others in every step.
         form = group.key, tuple((name, *_kind(x)) for name, x in _leaves_of(inputs))
         self._counts[form] += 1
-        if self._counts[form].bit_count() == 1:
-            check_inputs(inputs, group, f"inputs of {self._name}")
+        if self._counts[form].bit_count() != 1:
+            return None
+        return partial(compare_inputs, NumbersOf.inputs(inputs), group, f"inputs of {self._name}")
 
 
-def check_inputs(
-    inputs: Mapping[str, Any], group: RankGroup, what: str, *, is_exact: bool = False
-) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class NumbersOf:
+    """What of some inputs is compared between ranks.
+
+    Attributes:
+        described: Names, shapes, dtypes, numbers and texts: the same on all of them.
+        names: Of the tensors with values.
+        values: (tensors, 1 + waves) float64, the norm of each and its products with waves.
+        limits: (tensors,) float64, how far these may be apart, relative to the norm.
+    """
+
+    described: str
+    names: Sequence[str]
+    values: npt.NDArray[np.float64]
+    limits: npt.NDArray[np.float64]
+
+    @classmethod
+    def inputs(cls, inputs: Mapping[str, Any], *, is_exact: bool = False) -> "NumbersOf":
+        """Those of inputs by name. The host waits once for each device.
+
+        Args:
+            inputs: Nested at will.
+            is_exact: Whether all values count, and must be the same but for the rounding of
+                float64; else `_MOST_VALUES` of a tensor do, up to the rounding of its dtype.
+        """
+        leaves = _leaves_of(inputs)
+        tensors = {name: x for name, x in leaves if _has_values(x)}
+        found = _numbers_of(list(tensors.values()), is_exact)
+        values = np.concatenate([np.zeros(0), *found]).reshape(-1, _WIDTH)
+        limits = [_EXACT if is_exact else _rounding(x) for x in tensors.values()]
+        return cls(_described(leaves), list(tensors), values, np.array(limits))
+
+
+def compare_inputs(own: NumbersOf, group: RankGroup, what: str) -> None:
     """Refuse inputs that are not the same on every rank; one small all-gather.
 
     Args:
-        inputs: By name.
+        own: Those of this rank.
         group: The ranks.
         what: What the inputs are of, in errors.
-        is_exact: Whether all values count, and must be the same but for the rounding of float64;
-            else `_MOST_VALUES` of a tensor do, up to the rounding of its dtype.
 
     Raises:
         CommError: Names the first that differs.
     """
-    leaves = _leaves_of(inputs)
-    tensors = {name: x for name, x in leaves if _has_values(x)}
-    numbers = np.concatenate([np.zeros(0), *_numbers_of(list(tensors.values()), is_exact)])
-    settings = {"names, shapes, dtypes and numbers of inputs": _described(leaves)}
-    width = len(_WAVES) + 1
+    settings = {"names, shapes, dtypes and numbers of inputs": own.described}
     said = agree(
         group.control or group,
-        Statement(settings, numbers.view(np.int64)),
+        Statement(settings, own.values.ravel().view(np.int64)),
         what=what,
         step=0,
-        capacity=width * _NUM_INPUTS,
+        capacity=_WIDTH * _NUM_INPUTS,
     )
-    table = np.stack(said).view(np.float64).reshape(len(said), -1, width)
-    limits = [_EXACT if is_exact else _rounding(x) for x in tensors.values()]
-    apart = np.abs(table - table[0]) > table[0, :, :1] * np.array(limits).reshape(-1, 1)
+    table = np.stack(said).view(np.float64).reshape(len(said), -1, _WIDTH)
+    apart = np.abs(table - table[0]) > table[0, :, :1] * own.limits[:, None]
     ranks, places = apart.any(axis=2).nonzero()
     if places.size:
         place = int(places.min())
         raise CommError(
-            f"{what}: the values of {list(tensors)[place]} differ between ranks, of ranks "
+            f"{what}: the values of {own.names[place]} differ between ranks, of ranks "
             f"{sorted(group.ranks[one] for one in ranks[places == place])} from those of rank "
             f"{group.ranks[0]}: give every rank the same, as by seeding its random numbers alike; "
             "replicas (data_degree) may have inputs of their own"

@@ -16,7 +16,7 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
 from bascule.comm.transfers import all_reduce, broadcast
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.arguments import check_inputs
+from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs
 from bascule.integrations.diffusers.forward import layout_of
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.tables.split_table import modules_of
@@ -73,7 +73,7 @@ def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None)
             "step: call disable_cache() first"
         )
     if group is not None:
-        check_inputs(inputs, group, "verify", is_exact=True)
+        compare_inputs(NumbersOf.inputs(inputs, is_exact=True), group, "verify")
     gathered = {name for one in part.table.gathers for name in modules_of(part.model, one)}
     wanted: dict[str, Tensor] = {}
     sums: dict[str, Tensor] = {}

@@ -84,7 +84,7 @@ class GuidedModel:
 
     def _share(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group, names = self._branches.group, self._names
-        self.inputs.check(group, args, kwargs)
+        compare = self.inputs.due(group, args, kwargs)
         batch = batch_of(names, args, kwargs, self._unbatched)
         asked = len(args), *((name, _kind(kwargs[name])) for name in sorted(kwargs))
         form, is_shared = self._forms.get(asked), batch >= group.size
@@ -105,13 +105,16 @@ class GuidedModel:
             if form is None:  # so that all know what the model returns
                 owners = [EVERYONE]
         computed: Mapping[int, list[Tensor]] = {}
+        if compare is not None and (is_shared or owners == [EVERYONE]):
+            compare()
+            compare = None  # else where ranks meet anyway: here, they would take turns in computing
         if len(owners) > 1 or owners[0] in (EVERYONE, group.rank):
             output = own(*args, **kwargs)
             computed = {own_part: leaves_without_gradients(output)}
             if form is None:
                 form = self._forms[asked] = mapped(output, lambda leaf: leaf.new_empty(0))
         device = next((leaf.device for leaf in leaves_of(form)), torch.device("cpu"))
-        branch = Branch(owners, computed, device)
+        branch = Branch(owners, computed, device, compare)
         self._branches.add(branch)
         places = range(len(leaves_of(form)))
         return rebuilt(form, iter([Pending.of(self._branches, branch, i) for i in places]))

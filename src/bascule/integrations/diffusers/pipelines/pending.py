@@ -33,12 +33,18 @@ class Branch:
         owners: The group that computes each part; their tensors follow each other along the batch.
         own: By number, the tensors of each part that this rank computed.
         device: Where they are.
+        compare: Compares what the call was given on all ranks; None if that is not to be done.
     """
 
     def __init__(
-        self, owners: Sequence[int], own: Mapping[int, list[Tensor]], device: torch.device
+        self,
+        owners: Sequence[int],
+        own: Mapping[int, list[Tensor]],
+        device: torch.device,
+        compare: Callable[[], None] | None = None,
     ) -> None:
         self.owners, self.own, self.device = tuple(owners), dict(own), device
+        self.compare = compare
         self._whole: list[Tensor] | None = None
         self._error: Exception | None = None
 
@@ -94,13 +100,17 @@ class Branches:
     def exchange(self) -> None:
         """Give each group what the others computed; all ranks come here at the same point.
 
-        A small all-gather, and an all-to-all; nothing where all groups computed everything.
+        A small all-gather, and an all-to-all; nothing where all groups computed everything. One
+        more gather for each call whose inputs are compared.
 
         Raises:
-            CommError: Ranks do not wait for the same, or one is gone.
+            CommError: Ranks do not wait for the same, were given different inputs, or one is gone.
         """
         waiting, self._waiting = self._waiting, []
         try:
+            for branch in waiting:
+                if branch.compare is not None:
+                    branch.compare()
             self._exchange(waiting)
         except Exception as error:
             for branch in waiting:

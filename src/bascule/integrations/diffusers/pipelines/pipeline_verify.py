@@ -12,7 +12,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import leaves_of, mapped
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.arguments import check_inputs, parameters_of
+from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
 from bascule.integrations.diffusers.compiling import device_of
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.pipelines.one_noise import (
@@ -95,7 +95,7 @@ def verify_pipeline(ways: TwoWays, arguments: Mapping[str, Any]) -> Verification
                 "handle.verify(pipeline.transformer, ..), or call disable_cache() first"
             )
     if ways.group is not None:
-        check_inputs(arguments, ways.group, "verify", is_exact=True)
+        compare_inputs(NumbersOf.inputs(arguments, is_exact=True), ways.group, "verify")
     one, several = _both(ways, arguments)
     sums = {
         name: _squares_of(ways, name, wanted, several.gave.get(name, []))
