@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from bascule.integrations.diffusers import AutoMesh, InferenceOptions, SparseCon
 from bascule.integrations.diffusers.pipelines.pending import Pending
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
 from tests.helpers.pipeline_cases import (
+    ONE_BY_ONE,
     PIPELINES,
     generated,
     make_pipeline,
@@ -148,6 +150,14 @@ def direct_calls() -> dict[str, Any]:
             outputs = [toy(**one) for one in inputs]  # all know the form after the first
             found["pending"] = [type(one) is Pending for one in outputs]
             found["computed"] = len(counted)
+            part, sign = outputs[1][:, :1], -outputs[1]
+            other = outputs[1][torch.tensor([0])]  # made of what may change: it is fetched
+            found["later"] = [type(one) is Pending for one in (part, sign, other)]
+            part.add_(1.0)  # a view of the result; the other one is a copy
+            views = outputs[1][:, :1] - 1.0, wanted[1][:, :1]
+            copies = sign, -wanted[1]
+            found["views"] = [float((a - b).abs().max()) for a, b in (views, copies)]
+            outputs[1][:, :1] -= 1.0
             sums = [one + 0 for one in reversed(outputs)]
             found["toy"] = max(
                 float((a - b).abs().max()) for a, b in zip(sums, wanted[::-1], strict=True)
@@ -169,8 +179,48 @@ def test_a_result_is_exchanged_when_it_is_used() -> None:
     assert [found["computed"] for found in ranks] == [2, 2]  # of three, the first by both
     for found in ranks:
         assert found["pending"] == [True] * 3 and found["shape"] and found["verify"]
+        assert found["later"] == [True, True, False] and max(found["views"]) < 1e-12
         assert found["toy"] < 1e-12 and found["classes"] == {"Transformer2DModelOutput"}
         assert max(found["flux"]) < 1e-6
+
+
+class Meeting:
+    """A call of a model that goes on when the other rank is in a call, too."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_calls = name, 0
+        self._store: Any = dist.distributed_c10d._get_default_store()
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.num_calls += 1
+        key = f"{self.name} {self.num_calls}"
+        self._store.add(key, 1)
+        deadline = time.monotonic() + 10.0
+        while self._store.add(key, 0) < 2:
+            assert time.monotonic() < deadline, f"{key}: the other rank waits for this one"
+            time.sleep(0.01)
+
+
+def met() -> dict[str, tuple[int, float]]:
+    """Branches of a second image, which ranks compute at once; so many on this rank."""
+    found = dict[str, tuple[int, float]]()
+    for name in ONE_BY_ONE:
+        pipeline, prompt = make_pipeline(name), prompt_of(name)
+        wanted = generated(name, pipeline, prompt, generator=seeded(1), num_inference_steps=5)
+        with parallelize(pipeline, guidance_degree=2) as handle:
+            generated(name, pipeline, prompt)  # ranks learn what the model returns
+            meeting = Meeting(name)
+            for part in handle.parts:
+                part.model.register_forward_pre_hook(meeting)
+            image = generated(name, pipeline, prompt, generator=seeded(1), num_inference_steps=5)
+        found[name] = meeting.num_calls, float((image - wanted).abs().max())
+    return found
+
+
+def test_branches_are_computed_at_once() -> None:
+    for found in run_ranks(met, 2):
+        for name, (num_calls, error) in found.items():
+            assert num_calls == 5 and error <= 1e-4, (name, found)
 
 
 class Failing:

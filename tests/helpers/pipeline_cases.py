@@ -36,8 +36,12 @@ def prompt_of(
     if is_guided:
         unlike = 4 if name in ("qwen", "wan") else 7
         texts["negative_prompt_embeds"] = draw(num_prompts, unlike, TEXT_DIM)
-    if name == "flux":
-        texts |= {key.replace("prompt", "pooled_prompt"): x[:, 0] for key, x in texts.items()}
+    if name in ("flux", "kontext"):
+        if name == "kontext":  # keeps an area, and takes the photo as it is
+            photo = torch.rand(num_prompts, 3, 36, 44, generator=random)
+            texts |= {"image": photo, "_auto_resize": False, "max_area": 44 * 36}
+        embeds = {key: x for key, x in texts.items() if "embeds" in key}
+        texts |= {key.replace("prompt", "pooled_prompt"): x[:, 0] for key, x in embeds.items()}
         return texts | {"true_cfg_scale": 3.0 if is_guided else 1.0}
     if name == "sd3":
         pooled = {key.replace("prompt", "pooled_prompt"): x[:, 0] for key, x in texts.items()}
@@ -73,6 +77,12 @@ def _host() -> Any:
 
     torch.manual_seed(0)
     return host
+
+
+def _kontext() -> Any:
+    """Edits a photo; takes a part of what a branch gives before it computes the next one."""
+    flux = flux_pipeline()
+    return _host().FluxKontextPipeline(**flux.components)
 
 
 def _qwen() -> Any:
@@ -161,14 +171,21 @@ def _hunyuan() -> Any:
 
 _MAKERS = {
     "flux": flux_pipeline,
+    "kontext": _kontext,
     "qwen": _qwen,
     "wan": _wan,
     "cogvideox": _cogvideox,
     "sd3": _sd3,
     "hunyuan": _hunyuan,
 }
-PIPELINES = {"images": ("flux", "qwen", "sd3"), "videos": ("wan", "cogvideox", "hunyuan")}
+PIPELINES = {
+    "images": ("flux", "kontext", "qwen", "sd3"),
+    "videos": ("wan", "cogvideox", "hunyuan"),
+}
 """By what they make."""
+
+ONE_BY_ONE = "flux", "kontext", "qwen", "wan", "hunyuan"
+"""Those that call their transformer once for each branch of guidance."""
 
 
 def with_text_encoders(pipeline: Any) -> Any:

@@ -114,9 +114,9 @@ class GuidedModel:
             if form is None:
                 form = self._forms[asked] = mapped(output, lambda leaf: leaf.new_empty(0))
         device = next((leaf.device for leaf in leaves_of(form)), torch.device("cpu"))
-        branch = Branch(owners, computed, device, compare)
-        self._branches.add(branch)
         places = range(len(leaves_of(form)))
+        branch = Branch(owners, computed, len(places), device, compare)
+        self._branches.add(branch)
         return rebuilt(form, iter([Pending.of(self._branches, branch, i) for i in places]))
 
 

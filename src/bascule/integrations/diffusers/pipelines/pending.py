@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
@@ -26,12 +26,22 @@ EVERYONE = -1
 """In place of a group: all have computed a part."""
 
 
+_DEFERRED = frozenset(
+    (
+        *(Tensor.__getitem__, Tensor.to, Tensor.float, Tensor.neg, Tensor.__neg__),
+        *(Tensor.squeeze, Tensor.unsqueeze),
+    )
+)
+"""What pipelines do with a result before they call their model again. Each gives a tensor."""
+
+
 class Branch:
     """A call whose parts are computed by groups of ranks.
 
     Attributes:
         owners: The group that computes each part; their tensors follow each other along the batch.
         own: By number, the tensors of each part that this rank computed.
+        num_values: Tensors that the call gives, and those that were made of them since.
         device: Where they are.
         compare: Compares what the call was given on all ranks; None if that is not to be done.
     """
@@ -40,11 +50,13 @@ class Branch:
         self,
         owners: Sequence[int],
         own: Mapping[int, list[Tensor]],
+        num_values: int,
         device: torch.device,
         compare: Callable[[], None] | None = None,
     ) -> None:
         self.owners, self.own, self.device = tuple(owners), dict(own), device
-        self.compare = compare
+        self.num_values, self.compare = num_values, compare
+        self._deferred = list[Callable[[Sequence[Tensor]], Tensor]]()
         self._whole: list[Tensor] | None = None
         self._error: Exception | None = None
 
@@ -55,7 +67,7 @@ class Branch:
 
     @property
     def whole(self) -> list[Tensor]:
-        """Its tensors.
+        """Its tensors, and those that were made of them.
 
         Raises:
             CommError: The exchange failed.
@@ -65,10 +77,19 @@ class Branch:
         assert self._whole is not None
         return self._whole
 
+    def defer(self, make: Callable[[Sequence[Tensor]], Tensor]) -> int:
+        """Make another tensor of its tensors when they are here; its place among them."""
+        self._deferred.append(make)
+        self.num_values += 1
+        return self.num_values - 1
+
     def finish(self, parts: Sequence[Sequence[Tensor]]) -> None:
-        """Take the parts."""
+        """Take the parts. What was deferred is made now, before anybody writes into them."""
         columns = list(zip(*parts, strict=True))
-        self._whole = [one[0] if len(one) == 1 else torch.cat(one) for one in columns]
+        whole = [one[0] if len(one) == 1 else torch.cat(one) for one in columns]
+        for make in self._deferred:
+            whole.append(make(whole))
+        self._whole = whole
 
     def fail(self, error: Exception) -> None:
         """There will be no parts."""
@@ -187,7 +208,9 @@ def _rows_of(owners: Ints, said: Sequence[Ints]) -> tuple[Ints, Ints]:
 class Pending(Tensor):
     """A tensor that may be on other ranks still; whatever is done with it fetches it first.
 
-    Torch calls `__torch_function__` in place of every function and attribute of a tensor.
+    But for slices, casts and signs, which give another one that waits: many pipelines take a part
+    of a result before they call their model for the next branch. Torch calls `__torch_function__`
+    in place of every function and attribute of a tensor.
     """
 
     _branches: Branches
@@ -217,7 +240,30 @@ class Pending(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """What torch calls instead of each of its functions."""
-        return func(*fetched(args), **fetched(dict(kwargs or {})))
+        named = dict(kwargs or {})
+        own = args[0] if args else None
+        if func in _DEFERRED and isinstance(own, Pending) and own._may_wait(args[1:], named):
+            return own._later(func, args[1:], named)
+        return func(*fetched(args), **fetched(named))
+
+    def _may_wait(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether what is made of it can be made later: of nothing that may change until then."""
+        return not self._branch.is_done and all(map(_is_constant, tree_leaves((args, kwargs))))
+
+    def _later(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> "Pending":
+        place = self._place
+        made = self._branch.defer(lambda whole: func(whole[place], *args, **kwargs))
+        return Pending.of(self._branches, self._branch, made)
+
+
+def _is_constant(value: object) -> bool:
+    if isinstance(value, slice):
+        return all(map(_is_constant, (value.start, value.stop, value.step)))
+    return value is ... or isinstance(
+        value, int | float | str | torch.dtype | torch.device | torch.memory_format | None
+    )
 
 
 def fetched(nest: Any) -> Any:
