@@ -184,6 +184,87 @@ def test_a_result_is_exchanged_when_it_is_used() -> None:
         assert max(found["flux"]) < 1e-6
 
 
+def round_unlike() -> list[Tensor]:
+    """Pixels where a rank rounds otherwise, as another GPU does, or a kernel tuned there."""
+    found = list[Tensor]()
+    for tiles in (False, True):
+        pipeline = make_pipeline("flux")
+        if tiles:
+            pipeline.vae.enable_tiling()
+        if dist.get_rank() == 1:
+            pipeline.transformer.proj_out.register_forward_hook(lambda _, __, out: out * (1 + 1e-6))
+        with parallelize(pipeline, guidance_degree=2):
+            found.append(generated("flux", pipeline, prompt_of("flux"), generator=seeded(1)))
+    return found
+
+
+def test_ranks_that_round_unlike_have_the_same_pixels() -> None:
+    first, second = run_ranks(round_unlike, 2)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def calls_of_samples() -> dict[str, float]:
+    """Samples in dicts, arguments without samples, and fewer samples than groups."""
+    import diffusers as host
+
+    diffusers: Any = host
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"num_attention_heads": 2, "in_channels": 4, "out_channels": 4}
+    pixart = diffusers.PixArtTransformer2DModel(
+        **sizes,
+        attention_head_dim=24,
+        num_layers=1,
+        norm_num_groups=1,
+        cross_attention_dim=48,
+        sample_size=128,
+        caption_channels=32,
+    )
+    vace = diffusers.WanVACETransformer3DModel(
+        **sizes,
+        attention_head_dim=12,
+        text_dim=32,
+        freq_dim=16,
+        ffn_dim=16,
+        num_layers=3,
+        vace_layers=[0, 2],
+        vace_in_channels=4,
+    )
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    random = seeded(1)
+    text = {"encoder_hidden_states": draw(2, 5, 32), "timestep": torch.tensor([500.0, 500.0])}
+    conditions = {"resolution": torch.full((2, 2), 64.0), "aspect_ratio": torch.ones(2, 1)}
+    pixels = {"hidden_states": draw(2, 4, 8, 8), "added_cond_kwargs": conditions}
+    video = {name: draw(2, 4, 2, 8, 8) for name in ("hidden_states", "control_hidden_states")}
+    video["control_hidden_states_scale"] = torch.tensor([0.5, 2.0])
+    found = dict[str, float]()
+    with torch.no_grad():
+        for model, inputs in ((pixart, pixels), (vace, video)):
+            wanted = model.eval()(**text, **inputs, return_dict=False)[0]
+            calls = list[int]()
+            count = model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+            errors = list[float]()
+            with parallelize(model, guidance_degree=dist.get_world_size()):
+                for _ in range(3):
+                    made = [model(**text, **inputs, return_dict=False)[0] for _ in range(2)]
+                    errors += [float((one - wanted).abs().max()) for one in made]
+            count.remove()
+            found[type(model).__name__] = max(errors)
+            found[f"{type(model).__name__} calls"] = len(calls)
+    return found
+
+
+@pytest.mark.parametrize(("num_groups", "num_calls"), [(2, 6), (4, 4)])
+def test_samples_of_a_call_are_shared(num_groups: int, num_calls: int) -> None:
+    """Of two calls of two samples each, four groups compute one sample each."""
+    for found in run_ranks(calls_of_samples, num_groups):
+        for name, value in found.items():
+            limit = num_calls if "calls" in name else 1e-5
+            assert value <= limit, (name, found)
+
+
 class Meeting:
     """A call of a model that goes on when the other rank is in a call, too."""
 

@@ -43,6 +43,9 @@ def prompt_of(
         embeds = {key: x for key, x in texts.items() if "embeds" in key}
         texts |= {key.replace("prompt", "pooled_prompt"): x[:, 0] for key, x in embeds.items()}
         return texts | {"true_cfg_scale": 3.0 if is_guided else 1.0}
+    if name == "zimage":  # a list, with the tokens of each prompt
+        texts = {key: list(x) for key, x in texts.items()}
+        return texts | {"guidance_scale": 3.0 if is_guided else 0.0}
     if name == "sd3":
         pooled = {key.replace("prompt", "pooled_prompt"): x[:, 0] for key, x in texts.items()}
         return texts | pooled | {"guidance_scale": 4.0 if is_guided else 1.0}
@@ -147,6 +150,28 @@ def _sd3() -> Any:
     return diffusers.StableDiffusion3Pipeline(**parts, **dict.fromkeys(absent))
 
 
+def _zimage() -> Any:
+    """Guides with one call; takes and gives a list with an entry for each sample."""
+    diffusers = _host()
+    transformer = diffusers.ZImageTransformer2DModel(
+        in_channels=4,
+        dim=32,
+        n_layers=1,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=TEXT_DIM,
+        axes_dims=[4, 6, 6],
+        axes_lens=[96, 32, 32],
+    )
+    with torch.no_grad():
+        for parameter in transformer.parameters():  # some begin as zeros
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    parts = {"transformer": transformer.eval(), "vae": flux_pipeline().vae}
+    parts["scheduler"] = diffusers.FlowMatchEulerDiscreteScheduler()
+    return diffusers.ZImagePipeline(**parts, **dict.fromkeys(_ABSENT))
+
+
 def _hunyuan() -> Any:
     """Calls its transformer once for each branch, with masked prompts."""
     diffusers = _host()
@@ -176,10 +201,11 @@ _MAKERS = {
     "wan": _wan,
     "cogvideox": _cogvideox,
     "sd3": _sd3,
+    "zimage": _zimage,
     "hunyuan": _hunyuan,
 }
 PIPELINES = {
-    "images": ("flux", "kontext", "qwen", "sd3"),
+    "images": ("flux", "kontext", "qwen", "sd3", "zimage"),
     "videos": ("wan", "cogvideox", "hunyuan"),
 }
 """By what they make."""

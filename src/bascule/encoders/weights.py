@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bascule.encoders.encoder_tables import EncoderOptions, EncoderTable
 from bascule.errors import ConfigError
@@ -60,8 +61,17 @@ def contents_of(tensors: Sequence[Tensor]) -> str:
 
 
 def _values(tensors: Sequence[Tensor]) -> str:
-    sums = [_bits(x.detach()).sum(dtype=torch.int64).cpu() for x in tensors if x.numel()]
+    parts = [part for x in tensors for part in _plain(x.detach()) if part.numel()]
+    sums = [_bits(part).sum(dtype=torch.int64).cpu() for part in parts]
     return _digest(repr([int(one) for one in sums]))
+
+
+def _plain(x: Tensor) -> list[Tensor]:
+    """What a tensor is made of: of quantised weights their codes and scales."""
+    if not is_traceable_wrapper_subclass(x):
+        return [x]
+    names, _ = x.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(x, name))]
 
 
 def _bits(x: Tensor) -> Tensor:

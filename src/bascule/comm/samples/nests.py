@@ -8,23 +8,29 @@ import torch
 from torch import Tensor
 
 
-def mapped(nest: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same nest with every tensor changed; all else as it is.
+def _is_tensor(nest: object) -> bool:
+    return isinstance(nest, Tensor)
+
+
+def mapped(
+    nest: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_tensor
+) -> Any:
+    """The same nest with every tensor, or whatever else is a leaf, changed; all else as it is.
 
     Dicts, lists, tuples, named tuples, dataclasses (the outputs of transformers and diffusers among
     them), and distributions of diffusers, which are made from their `parameters`.
     """
-    if isinstance(nest, Tensor):
+    if is_leaf(nest):
         return change(nest)
     if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         fields = [field.name for field in dataclasses.fields(nest) if field.init]
-        changed = {name: mapped(getattr(nest, name), change) for name in fields}
+        changed = {name: mapped(getattr(nest, name), change, is_leaf) for name in fields}
         return dataclasses.replace(nest, **changed)
     make: Any = type(nest)
     if isinstance(nest, Mapping):
-        return make({key: mapped(value, change) for key, value in nest.items()})
+        return make({key: mapped(value, change, is_leaf) for key, value in nest.items()})
     if isinstance(nest, tuple | list):
-        parts = [mapped(value, change) for value in nest]
+        parts = [mapped(value, change, is_leaf) for value in nest]
         return make(*parts) if hasattr(nest, "_fields") else make(parts)
     parameters: Any = getattr(nest, "parameters", None)
     if isinstance(parameters, Tensor) and hasattr(nest, "deterministic"):

@@ -15,13 +15,16 @@ _SEE_ALL = "faster_cache", "fbc_", "sea_cache"
 """Beginnings of names of hooks that look at all samples of a batch together."""
 
 
-def branch_of(model: nn.Module, blocks: Iterable[nn.Module], *, is_shared: bool) -> str | None:
+def branch_of(
+    model: nn.Module, blocks: Iterable[nn.Module], num_parts: int, num_groups: int
+) -> str | None:
     """The branch that a call is for, as a cache knows it; None without a cache.
 
     Args:
         model: What is called.
         blocks: Its blocks.
-        is_shared: Whether groups share the batch of the call.
+        num_parts: Groups that share the samples of the call.
+        num_groups: All of them; where these are more, calls go to groups in turn.
 
     Raises:
         ConfigError: Groups would keep something else than one process.
@@ -29,9 +32,9 @@ def branch_of(model: nn.Module, blocks: Iterable[nn.Module], *, is_shared: bool)
     is_enabled = bool(getattr(model, "is_cache_enabled", False))
     for name, hook in _stateful(model.modules() if is_enabled else (model, *blocks)):
         manager = getattr(hook, "state_manager", None)
-        if is_shared and name.startswith(_SEE_ALL):
+        if num_parts > 1 and name.startswith(_SEE_ALL):
             raise _refusal(model, hook, "decides by all samples of a batch, which groups share")
-        if not is_shared and manager is None:
+        if num_parts < num_groups and manager is None:
             raise _refusal(model, hook, "keeps one state for all guidance branches")
         context = None if manager is None else manager._context
         if context is not None:

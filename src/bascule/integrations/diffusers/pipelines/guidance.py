@@ -5,23 +5,26 @@ positive samples: the batch is shared. Or it calls it once for each: groups take
 with a `Pending` result where another group computes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bascule.comm.guard.failures import telling
-from bascule.comm.samples.nests import leaves_of, mapped, rebuilt
+from bascule.comm.samples.nests import rebuilt
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import SameInputs, parameters_of
 from bascule.integrations.diffusers.hooks import SplitModel
-from bascule.integrations.diffusers.pipelines.batch_shares import batch_of, share_of
+from bascule.integrations.diffusers.pipelines.batch_shares import (
+    Form,
+    Samples,
+    samples_of,
+    share_of,
+)
 from bascule.integrations.diffusers.pipelines.branch_caches import branch_of
 from bascule.integrations.diffusers.pipelines.pending import (
-    EVERYONE,
     Branch,
     Branches,
     Pending,
@@ -48,8 +51,8 @@ class GuidedModel:
         self.inputs = SameInputs(part.model)
         self._is_paused = False
         self._cached = list[str]()  # branches that a cache knows, in the order of their first calls
-        # What the model returns, around tensors without values: by what it was asked for.
-        self._forms: dict[tuple[Any, ...], Any] = {}
+        # What the model returns, by what it was asked for.
+        self._forms: dict[tuple[Any, ...], Form] = {}
         self._own: Callable[..., Any] | None = None
         self._is_installed = False
 
@@ -82,42 +85,56 @@ class GuidedModel:
         with telling(f"a guidance branch of {type(self.model).__name__}"):
             return self._share(own, args, kwargs)
 
-    def _share(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _share(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         group, names = self._branches.group, self._names
         compare = self.inputs.due(group, args, kwargs)
-        batch = batch_of(names, args, kwargs, self._unbatched)
-        asked = len(args), *((name, _kind(kwargs[name])) for name in sorted(kwargs))
-        form, is_shared = self._forms.get(asked), batch >= group.size
-        blocks = [block for block, _ in self._part.blocks.values()]
-        cached = branch_of(self.model, blocks, is_shared=is_shared)
-        if is_shared:
-            owners = range(group.size)
-            samples = slice(
-                batch * group.rank // group.size, batch * (group.rank + 1) // group.size
-            )
-            args, kwargs = share_of(names, args, kwargs, self._unbatched, (batch, samples))
-            own_part = group.rank
-        else:
-            owners, own_part = [self._branches.next_owner], 0
-            if cached is not None:  # what it keeps is in one group
-                self._cached += [] if cached in self._cached else [cached]
-                owners = [self._cached.index(cached) % group.size]
-            if form is None:  # so that all know what the model returns
-                owners = [EVERYONE]
-        computed: Mapping[int, list[Tensor]] = {}
-        if compare is not None and (is_shared or owners == [EVERYONE]):
+        samples = samples_of(names, args, kwargs, self._unbatched)
+        num_parts = max(1, min(samples.number, group.size))
+        owners = self._owners(num_parts)
+        asked = self._asked(args, kwargs, samples)
+        form = self._forms.get(asked)
+        if compare is not None and (form is None or num_parts == group.size):
             compare()
             compare = None  # else where ranks meet anyway: here, they would take turns in computing
-        if len(owners) > 1 or owners[0] in (EVERYONE, group.rank):
-            output = own(*args, **kwargs)
-            computed = {own_part: leaves_without_gradients(output)}
+        computed: Mapping[int, list[Tensor]] = {}
+        if form is None or group.rank in owners:  # at first all, to know what the model returns
+            place = owners.index(group.rank) if group.rank in owners else 0
+            own = samples.part(place, num_parts)
+            if num_parts > 1:
+                args, kwargs = share_of(names, args, kwargs, self._unbatched, samples, own)
+            output = call(*args, **kwargs)
+            leaves = leaves_without_gradients(output)
+            computed = {place: leaves} if group.rank in owners else {}
             if form is None:
-                form = self._forms[asked] = mapped(output, lambda leaf: leaf.new_empty(0))
-        device = next((leaf.device for leaf in leaves_of(form)), torch.device("cpu"))
-        places = range(len(leaves_of(form)))
-        branch = Branch(owners, computed, len(places), device, compare)
+                form = self._forms[asked] = Form.of(output, samples, own.stop - own.start)
+        counts = [len(range(samples.number)[samples.part(i, num_parts)]) for i in range(num_parts)]
+        branch = Branch(list(zip(owners, counts, strict=True)), computed, form, compare)
+        places = range(branch.num_values)
         self._branches.add(branch)
-        return rebuilt(form, iter([Pending.of(self._branches, branch, i) for i in places]))
+        return rebuilt(form.nest, iter([Pending.of(self._branches, branch, i) for i in places]))
+
+    def _owners(self, num_parts: int) -> list[int]:
+        """The groups that compute the parts of the next call: they take turns.
+
+        What a cache keeps is in one group: a branch that it knows has the same in every step.
+        """
+        num_groups = self._branches.group.size
+        blocks = [block for block, _ in self._part.blocks.values()]
+        cached = branch_of(self.model, blocks, num_parts, num_groups)
+        first = 0 if num_parts == num_groups else self._branches.num_waiting
+        if cached is not None:
+            self._cached += [] if cached in self._cached else [cached]
+            first = self._cached.index(cached) * num_parts
+        return [(first + place) % num_groups for place in range(num_parts)]
+
+    def _asked(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], samples: Samples
+    ) -> tuple[Any, ...]:
+        """What decides the form of what the model returns, as `return_dict`."""
+        kinds = [(name, _kind(kwargs[name])) for name in sorted(kwargs)]
+        return samples.number if samples.are_listed else 0, *map(_kind, args), *kinds
 
 
 def check_guided(model: nn.Module) -> None:
@@ -134,5 +151,5 @@ def check_guided(model: nn.Module) -> None:
 
 
 def _kind(value: Any) -> Any:
-    """What of an argument may decide the form of what a model returns, as `return_dict`."""
+    """What of an argument may decide it."""
     return value if isinstance(value, bool) else type(value).__name__

@@ -20,11 +20,8 @@ from bascule.comm.samples.nests import leaves_of
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import ItemMove, move_items, num_rows
 from bascule.errors import ConfigError
+from bascule.integrations.diffusers.pipelines.batch_shares import Form
 from bascule.plan.routes import Ints
-
-EVERYONE = -1
-"""In place of a group: all have computed a part."""
-
 
 _DEFERRED = frozenset(
     (
@@ -35,30 +32,39 @@ _DEFERRED = frozenset(
 """What pipelines do with a result before they call their model again. Each gives a tensor."""
 
 
+_PLACEHOLDER = torch.empty((0,) * 9, device="meta")
+"""What code sees that takes the memory of a tensor without asking torch: it fails."""
+
+
 class Branch:
     """A call whose parts are computed by groups of ranks.
 
-    Attributes:
-        owners: The group that computes each part; their tensors follow each other along the batch.
+    Args:
+        parts: The group that computes each part, and of how many samples it is.
         own: By number, the tensors of each part that this rank computed.
+        form: What the call returns.
+        compare: Compares what the call was given on all ranks; None if that is not to be done.
+
+    Attributes:
         num_values: Tensors that the call gives, and those that were made of them since.
         device: Where they are.
-        compare: Compares what the call was given on all ranks; None if that is not to be done.
     """
 
     def __init__(
         self,
-        owners: Sequence[int],
+        parts: Sequence[tuple[int, int]],
         own: Mapping[int, list[Tensor]],
-        num_values: int,
-        device: torch.device,
+        form: Form,
         compare: Callable[[], None] | None = None,
     ) -> None:
-        self.owners, self.own, self.device = tuple(owners), dict(own), device
-        self.num_values, self.compare = num_values, compare
+        self.owners, self._counts = zip(*parts, strict=True)
+        self.own, self._form, self.compare = dict(own), form, compare
+        leaves = leaves_of(form.nest)
+        self.num_values = len(leaves)
+        self.device = leaves[0].device if leaves else torch.device("cpu")
         self._deferred = list[Callable[[Sequence[Tensor]], Tensor]]()
         self._whole: list[Tensor] | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     @property
     def is_done(self) -> bool:
@@ -85,13 +91,19 @@ class Branch:
 
     def finish(self, parts: Sequence[Sequence[Tensor]]) -> None:
         """Take the parts. What was deferred is made now, before anybody writes into them."""
-        columns = list(zip(*parts, strict=True))
-        whole = [one[0] if len(one) == 1 else torch.cat(one) for one in columns]
+        whole, left = list[Tensor](), [iter(leaves) for leaves in parts]
+        for is_list in self._form.are_lists:
+            if is_list:  # an entry for each sample
+                counted = zip(left, self._counts, strict=True)
+                whole += [next(part) for part, count in counted for _ in range(count)]
+                continue
+            column = [next(part) for part in left]
+            whole.append(column[0] if len(column) == 1 else torch.cat(column))
         for make in self._deferred:
             whole.append(make(whole))
         self._whole = whole
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """There will be no parts."""
         self._error = error
 
@@ -109,9 +121,9 @@ class Branches:
         self._num_exchanges, self._capacity = 0, 8
 
     @property
-    def next_owner(self) -> int:
-        """The group that computes the next call, if one does alone: they take turns."""
-        return len(self._waiting) % self.group.size
+    def num_waiting(self) -> int:
+        """Parts of calls that wait: groups compute them in turn."""
+        return sum(len(branch.owners) for branch in self._waiting)
 
     def add(self, branch: Branch) -> None:
         """Exchange it together with the others."""
@@ -121,8 +133,8 @@ class Branches:
     def exchange(self) -> None:
         """Give each group what the others computed; all ranks come here at the same point.
 
-        A small all-gather, and an all-to-all; nothing where all groups computed everything. One
-        more gather for each call whose inputs are compared.
+        A small all-gather, and an all-to-all. One more gather for each call whose inputs are
+        compared.
 
         Raises:
             CommError: Ranks do not wait for the same, were given different inputs, or one is gone.
@@ -133,26 +145,32 @@ class Branches:
                 if branch.compare is not None:
                     branch.compare()
             self._exchange(waiting)
-        except Exception as error:
+        except BaseException as error:
             for branch in waiting:
                 branch.fail(error)
             raise
+
+    def forget(self) -> None:
+        """Leave out what a run that was broken off did not use."""
+        for branch in self._waiting:
+            branch.fail(
+                ConfigError("a guidance branch of an earlier run: use results in their run")
+            )
+        self._waiting.clear()
 
     def _exchange(self, waiting: Sequence[Branch]) -> None:
         items = [
             (number, part, owner)
             for number, branch in enumerate(waiting)
             for part, owner in enumerate(branch.owners)
-            if owner != EVERYONE
         ]
         found: dict[tuple[int, int], list[Tensor]] = {
             (number, part): own
             for number, branch in enumerate(waiting)
             for part, own in branch.own.items()
         }
-        if items:
-            self._num_exchanges += 1
-            found |= self._moved(items, found, waiting[items[0][0]].device)
+        self._num_exchanges += 1
+        found |= self._moved(items, found, waiting[0].device)
         for number, branch in enumerate(waiting):
             branch.finish([found[number, part] for part in range(len(branch.owners))])
 
@@ -220,7 +238,7 @@ class Pending(Tensor):
     @classmethod
     def of(cls, branches: Branches, branch: Branch, place: int) -> "Pending":
         """The tensor at a place of what a call gives."""
-        made = Tensor._make_subclass(cls, torch.empty(0))
+        made = Tensor._make_subclass(cls, _PLACEHOLDER)
         made._branches, made._branch, made._place = branches, branch, place
         return made
 

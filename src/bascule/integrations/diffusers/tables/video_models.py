@@ -65,6 +65,7 @@ WAN_VACE = SplitTable(
     blocks={"vace_blocks.*": ("video", "video"), "blocks.*": ("video",)},
     whole=(*WAN.whole, "timestep", "control_hidden_states", "control_hidden_states_scale"),
     attends={"vace_blocks.*.attn2": (), "blocks.*.attn2": ()},
+    unbatched=("control_hidden_states_scale",),
 )
 
 WAN_ANIMATE = SplitTable(
