@@ -1,6 +1,8 @@
 """What users turn on beside a split model: adapters, casting, offload, 8 bits, shards, slices."""
 
+import importlib
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -112,12 +114,12 @@ WAYS: dict[str, Callable[[Any], None]] = {
 }
 
 
-def turned_on() -> Found:
+def turned_on(models: list[Case], ways: dict[str, Callable[[Any], None]]) -> Found:
     """By model and what is turned on, before and after parallelize: the error, and the effect."""
     torch.set_num_threads(1)
     found = Found()
     meshes = make_mesh(1, 2), make_mesh(2, 1)
-    for case, (way, turn_on) in product(MODELS, WAYS.items()):
+    for case, (way, turn_on) in product(models, ways.items()):
         # In float32, a value that is nearly between two steps of 8 bits is rounded to either.
         dtype = torch.float64 if way == "8 bits" else torch.float32
         with torch.no_grad(), in_float64(dtype):
@@ -139,8 +141,45 @@ def turned_on() -> Found:
     return found
 
 
+def add_lora(model: Any) -> None:
+    peft: Any = importlib.import_module("peft")
+    torch.manual_seed(3)
+    layers = ["to_q", "to_k", "to_v", "to_out.0"]
+    model.add_adapter(peft.LoraConfig(r=4, init_lora_weights=False, target_modules=layers))
+
+
+def use_torchao(model: Any, config: str) -> None:
+    torchao: Any = importlib.import_module("torchao.quantization")
+    for block in blocks_of(model):
+        torchao.quantize_(block, getattr(torchao, config)())
+
+
+def use_quanto(model: Any) -> None:
+    quanto: Any = importlib.import_module("optimum.quanto")
+    quanto.quantize(model, weights=quanto.qint8)
+    quanto.freeze(model)
+
+
+LIBRARIES: dict[str, Callable[[Any], None]] = {
+    "peft": add_lora,
+    "torchao int8": partial(use_torchao, config="Int8WeightOnlyConfig"),
+    "torchao float8": partial(use_torchao, config="Float8WeightOnlyConfig"),
+    "quanto": use_quanto,
+}
+
+
 def test_what_is_turned_on_gives_what_one_process_gives() -> None:
-    for found in run_ranks(turned_on, 2):
+    check_turned_on(MODELS, WAYS)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_adapters_and_quantised_weights_of_libraries(library: str) -> None:
+    pytest.importorskip(library.split()[0].replace("quanto", "optimum.quanto"))
+    check_turned_on([MODELS[0], MODELS[2]], {library: LIBRARIES[library]})
+
+
+def check_turned_on(models: list[Case], ways: dict[str, Callable[[Any], None]]) -> None:
+    for found in run_ranks(turned_on, 2, models, ways):
         for name, (error, effect, is_ok) in found.items():
             assert error < 1e-5 and is_ok, (name, found[name])
             assert "offload" in name or effect > 1e-4, (name, found[name])
