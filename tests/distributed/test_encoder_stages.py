@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.stage_cases import check_all, refused_run
+from tests.helpers.stage_cases import check_all, failing_ahead, refused_run
 from tests.helpers.train_runs import losses, make_album, run
 
 BOTH, CLIPS = {"vae": "tiny", "text_encoder": "tiny"}, {"vae": "tiny-wan", "text_encoder": "tiny"}
@@ -74,6 +74,25 @@ def test_a_stopped_run_goes_on_with_the_same_curve(
     ):
         for names, text in run_ranks(refused_run, 2, resumed | other):
             assert "ConfigError" in names and said in text and "\n" not in text, text
+
+
+def test_encoding_behind_the_step_before_gives_the_same_curve(
+    album: Path, whole: list[float], tmp_path: Path
+) -> None:
+    settings = epoch(album, tmp_path) | {"encode_ahead": True}
+    assert run_ranks(run, 2, settings, 2) == [2, 2]
+    assert run_ranks(run, 2, settings | {"resume": True}, None, 1) == [3, 3]
+    assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
+    for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
+        assert record["encoders"]["vae"]["items"] > 0
+        assert all(0 < record["mean_s"][name] for name in ("text_encoder", "vae"))
+
+
+def test_what_one_rank_cannot_load_ahead_ends_all(album: Path, tmp_path: Path) -> None:
+    settings = epoch(album, tmp_path) | {"encode_ahead": True}
+    for names, text in run_ranks(failing_ahead, 2, settings, 2):
+        assert {"ConfigError", "CommError"} & set(names), names
+        assert "the folder is gone" in text
 
 
 def test_a_rank_without_a_library_ends_all_with_one_sentence(album: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.bench.arms import Arm, balanced, unbalanced
 from bascule.comm.groups import member_of, resolve
 from bascule.encoders import EncoderOptions
+from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
 from bascule.plan.costs.cost_models import TransformerCost
@@ -135,6 +137,21 @@ def refused_run(settings: dict[str, Any], missing: str = "") -> tuple[list[str],
     if missing and dist.get_rank() == dist.get_world_size() - 1:
         sys.modules[missing] = None  # pyright: ignore[reportArgumentType]
     return raised_by(run, settings)
+
+
+def failing_ahead(settings: dict[str, Any], step: int) -> tuple[list[str], str]:
+    """How a run ends in which the last rank cannot load a step that is encoded ahead."""
+    original = PhotoStream.raw
+
+    def fail(self: PhotoStream, numbers: range) -> RawBatch:
+        if numbers and numbers.start >= step * settings["batch_size"]:
+            raise ConfigError("the folder is gone")
+        return original(self, numbers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            patch.setattr(PhotoStream, "raw", fail)
+        return raised_by(run, settings)
 
 
 def check_all(

@@ -66,7 +66,7 @@ class Recorded(TrainingRun):
         micros = self._prepared.schedule.microbatches(self.done)
         own = [number for numbers in micros for number in self._own(numbers)]
         if not self._prepared.encoders:  # else it encodes, which happens once
-            loaded = [n for flow in ahead.flows.result()() for n in flow.seq_lens]
+            loaded = [n for flow in ahead.samples.result()().flows for n in flow.seq_lens]
             assert loaded == [shape.seq_len for shape in self._prepared.data.shapes(own)]
         result = super()._train(ahead, pool)
         line = {"attempt": self.attempt, "step": self.done + 1, "numbers": own}

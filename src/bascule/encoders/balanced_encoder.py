@@ -47,10 +47,7 @@ from bascule.plan.costs.cost_models import Cost, describe_cost
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed
 
-
 _FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
-
-
 _DEFAULT = EncoderOptions()
 
 
@@ -67,7 +64,7 @@ class BalancedEncoder:
 
     Attributes:
         module: The encoder, unedited.
-        last: What the last step moved, and what that saved; None if no rank had an item.
+        last: What the last step moved and saved; None if no rank had an item.
 
     Args:
         module: Maps items to features; plain, in DistributedDataParallel, or sharded by FSDP2. Its
@@ -187,6 +184,10 @@ class BalancedEncoder:
 
         return Installed(self, model)
 
+    def hand_over(self) -> None:
+        """Let another thread call it from here on, as behind training; all ranks alike."""
+        self._parallel.group.calls.hand_over()
+
     def take_part(self, token: Tensor | None) -> Features:
         """Be there when other ranks encode, without an item."""
         return self.encode([], token)
@@ -233,7 +234,9 @@ class BalancedEncoder:
             is_alone=self.table.is_alone,
         )
         with torch.set_grad_enabled(loaded.needs_gradient and torch.is_grad_enabled()):
-            token = self._first_token(after) if loaded.needs_gradient else None
+            token = after if loaded.needs_gradient else None
+            if loaded.needs_gradient and token is None:
+                token = torch.zeros((), device=self._parallel.device, requires_grad=True)
             arrived, token = self._send(plan, offer, token)
             computed = self._compute(plan, arrived)
             self._learn(loaded, prices, computed)
@@ -287,10 +290,6 @@ class BalancedEncoder:
         num_bytes = ROW_BYTES * sum(int(rows[0]) for rows in computed.rows)
         units = float(loaded.costs(self.cost, prices).sum())
         self._speed.keep(computed.clocks, loaded, units, num_bytes)
-
-    def _first_token(self, after: Tensor | None) -> Tensor:
-        device = self._parallel.device
-        return torch.zeros((), device=device, requires_grad=True) if after is None else after
 
     def _send(
         self, plan: ItemPlan, offer: Offer, token: Tensor | None

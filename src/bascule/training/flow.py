@@ -53,6 +53,13 @@ class FlowBatch:
         rows = batch.is_image.nonzero()[:, 0].to(device)
         return cls(inputs, (noise - batch.image).to(device), rows, batch.seq_lens)
 
+    def use_on(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of its tensors, made on another stream, until this one has used them."""
+        of = self.inputs
+        inputs = of.image_tokens, of.text_tokens, of.is_image, of.pos, of.timestep, of.pooled
+        for x in (*inputs, self.target_iC, self.image_rows):
+            x.record_stream(stream)
+
     def per_token_loss(self, predicted_TC: Tensor) -> Tensor:
         """(i,) squared error of each image token, mean over its channels."""
         predicted = predicted_TC.index_select(0, self.image_rows)

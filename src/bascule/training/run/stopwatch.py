@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from bascule.parallel import Step
 
 Moment = float | torch.cuda.Event
+Lap = tuple[str, int, Moment, Moment]
+"""A part and its microbatch, when it began and when it ended."""
 
 
 class Stopwatch:
@@ -23,7 +25,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._laps: list[tuple[str, int, Moment, Moment]] = []
+        self._laps: list[Lap] = []
         self.microbatch = 0
 
     def now(self) -> Moment:
@@ -47,14 +49,18 @@ class Stopwatch:
         yield
         self.lap(name, start)
 
-    def read(self) -> dict[tuple[str, int], float]:
-        """Seconds by part and microbatch since the last time."""
+    def take(self) -> list[Lap]:
+        """The laps since the last time, for another's `read`: waits for nothing."""
+        taken, self._laps = self._laps, []
+        return taken
+
+    def read(self, others: Sequence[Lap] = ()) -> dict[tuple[str, int], float]:
+        """Seconds by part and microbatch since the last time, those of others included."""
         if self._is_cuda:
             torch.cuda.synchronize()
         seconds = defaultdict[tuple[str, int], float](float)
-        for name, microbatch, start, end in self._laps:
+        for name, microbatch, start, end in (*self.take(), *others):
             seconds[name, microbatch] += _between(start, end)
-        self._laps.clear()
         return seconds
 
 

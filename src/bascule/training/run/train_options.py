@@ -56,6 +56,8 @@ class TrainOptions(RunOptions):
         epochs: Times that each photo and clip is trained on, in place of --steps.
         batch_size: Samples of a step, over all ranks; 8, or those of all data codes, if not given.
         accumulate: Microbatches of a step.
+        encode_ahead: Let --vae and --text-encoder encode a step while the one before trains, in a
+            thread of their own; takes the memory of both.
         profile: File of a hardware profile, or h100-datasheet, that prices the wires of
             --topology auto, which chooses bags for every step.
         resume: Go on from the newest checkpoint in --out, or begin where there is none.
@@ -69,6 +71,7 @@ class TrainOptions(RunOptions):
     epochs: int | None = None
     batch_size: int | None = None
     accumulate: int = 1
+    encode_ahead: bool = False
     profile: str = "h100-datasheet"
     resume: bool = False
     save_every: int = 100
@@ -98,6 +101,8 @@ class TrainOptions(RunOptions):
         return Topology.parse(self.topology or f"g1n{world_size}", world_size=world_size)
 
     def _check_data(self) -> None:
+        if self.encode_ahead and not self.encodes:
+            raise ConfigError("--encode-ahead: nothing is encoded; give --vae or --text-encoder")
         if self.steps is not None and self.epochs is not None:
             raise ConfigError(f"--steps {self.steps} and --epochs {self.epochs}: give one of them")
         if self.data is not None:

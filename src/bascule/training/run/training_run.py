@@ -1,7 +1,7 @@
 """A run of `bascule train` on its ranks: load, plan behind the step, train, tell, save."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -29,19 +29,31 @@ from bascule.training.run.preparing import Prepared, cost_of, prepare
 from bascule.training.run.step_metrics import PARTS, MetricsLog, StepReports
 from bascule.training.run.stopwatch import Stopwatch, TimedStep, watch_blocks
 from bascule.training.run.train_options import TrainOptions, split
+from bascule.training.stages.encode_ahead import EncodeAhead, Encoded
 from bascule.training.stages.encoder_stages import EncoderStages, watch_encoders
 from bascule.training.stepping import sync_of, train_step
 from bascule.workload.photos import PhotoStream
-from bascule.workload.streams import SampleBatch
+from bascule.workload.streams import RawBatch, SampleBatch
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
     """A step whose samples a thread loads and whose plan another one makes."""
 
-    flows: Future[Callable[[], list[FlowBatch]]]
+    samples: Future[Callable[[], Encoded]]
     plans: PlannedLater
     shares: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """A step that was trained; seconds are by part, and "work" has those of each microbatch."""
+
+    steps: tuple[Step, ...]
+    loss: float
+    seconds: Mapping[str, Any]
+    moved: Mapping[str, Any]
+    following: _Ahead | None
 
 
 class TrainingRun:
@@ -84,7 +96,11 @@ class TrainingRun:
             dtype=self._dtype,
         )
         self._watch = Stopwatch(device)
+        self._encoding = Stopwatch(device) if options.encode_ahead else self._watch
         self._stages = self._make_stages()
+        self._encode_ahead: EncodeAhead | None = None
+        if self._stages is not None and options.encode_ahead:
+            self._encode_ahead = EncodeAhead(self._encoding, device)
         self._parts = (*PARTS, *(() if self._stages is None else self._stages.last))
         watch_blocks([*self._model.double_blocks, *self._model.single_blocks], self._watch)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=options.lr)
@@ -117,13 +133,14 @@ class TrainingRun:
         reports = StepReports(self._parts)
         ahead = self._begin(self.done, pool) if self.done < self.num_steps else None
         while ahead is not None:
-            steps, loss, seconds, following = self._train(ahead, pool)
-            table = self._agree(seconds, following)
+            trained = self._train(ahead, pool)
+            following = trained.following
+            table = self._agree(trained.seconds, following)
             self.done += 1
             stops, parts, work = np.split(table, (1, 1 + len(self._parts)), axis=1)
-            plans = [step.plan for step in steps]
-            record = reports.report(self.done, loss, plans, parts, work)
-            on_step(record | ({} if self._stages is None else {"encoders": self._stages.report()}))
+            plans = [step.plan for step in trained.steps]
+            record = reports.report(self.done, trained.loss, plans, parts, work)
+            on_step(record | ({} if self._stages is None else {"encoders": trained.moved}))
             if stops.any() or self._is_due():
                 self.checkpoint = self._checkpoints.save(self.done, self._model, self._optimizer)
             if stops.any() and following is not None:
@@ -133,9 +150,7 @@ class TrainingRun:
     def _is_due(self) -> bool:
         return self.done == self.num_steps or self.done % self._options.save_every == 0
 
-    def _train(
-        self, ahead: _Ahead, pool: ThreadPoolExecutor
-    ) -> tuple[tuple[Step, ...], float, dict[str, Any], _Ahead | None]:
+    def _train(self, ahead: _Ahead, pool: ThreadPoolExecutor) -> _Trained:
         """Forward, backward and optimiser of a step, while the next one is loaded and planned."""
         start, watch = time.perf_counter(), self._watch
         with telling(f"step {self.done + 1}: plan"):
@@ -143,10 +158,10 @@ class TrainingRun:
         seconds: dict[str, Any] = {"plan": time.perf_counter() - start}
         is_last = self.done + 1 == self.num_steps
         following = None if is_last else self._begin(self.done + 1, pool)
-        make_flows = ahead.flows.result()
+        give_samples = ahead.samples.result()
         with explained(f"step {self.done + 1}: encode"):
-            flows = make_flows()
-        parts = zip(flows, steps, ahead.shares, strict=True)
+            encoded = give_samples()
+        parts = zip(encoded.flows, steps, ahead.shares, strict=True)
         losses = [partial(self._loss_of, number, *part) for number, part in enumerate(parts)]
         begun = watch.now()
         with explained(f"step {self.done + 1}: train"):
@@ -155,13 +170,13 @@ class TrainingRun:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         watch.lap("optimizer", trained)
-        laps = watch.read()
+        laps = watch.read(encoded.laps)
         for (name, _), value in laps.items():
             seconds[name] = seconds.get(name, 0.0) + value
         seconds["backward"] = seconds.pop("train") - seconds["forward"]
         seconds["work"] = [laps.get(("work", number), 0.0) for number in range(len(losses))]
         seconds["total"] = time.perf_counter() - start
-        return steps, float(loss), seconds, following
+        return _Trained(steps, float(loss), seconds, encoded.moved, following)
 
     def _loss_of(
         self, number: int, flow: FlowBatch, step: Step, share: float, model: nn.Module
@@ -180,22 +195,27 @@ class TrainingRun:
         own = [self._own(range(len(numbers))) for numbers in micros]
         lens = [[of[k].seq_len for k in places] for of, places in zip(shapes, own, strict=True)]
         tokens = [sum(shape.image_tokens for shape in of) for of in shapes]
-        flows = pool.submit(self._load, [self._own(numbers) for numbers in micros])
+        samples = pool.submit(self._load, [self._own(numbers) for numbers in micros])
         plans = self._parallel.plan_later(lens, sync=sync_of(self._model))
-        return _Ahead(flows, plans, [num / sum(tokens) for num in tokens])
+        return _Ahead(samples, plans, [num / sum(tokens) for num in tokens])
 
     def _own(self, numbers: range) -> range:
         return split(numbers, self._num_ranks)[self.rank]
 
-    def _load(self, micros: list[range]) -> Callable[[], list[FlowBatch]]:
-        """What gives the samples with their noise, and encodes them first, if that is to be."""
+    def _load(self, micros: list[range]) -> Callable[[], Encoded]:
+        """What gives the samples with their noise; it encodes them, if that is not done here."""
         data, stages = self._prepared.data, self._stages
         if stages is None:
-            made = self._noised(map(data.samples, micros))
+            made = Encoded(self._noised(map(data.samples, micros)), {})
             return lambda: made
         assert isinstance(data, PhotoStream)
-        raw = [data.raw(numbers) for numbers in micros]
-        return lambda: self._noised(stages.encode(raw))
+
+        def encode(raw: Iterable[RawBatch]) -> Encoded:
+            return Encoded(self._noised(stages.encode(list(raw))), stages.report())
+
+        if self._encode_ahead is not None:
+            return self._encode_ahead.run(lambda: encode(map(data.raw, micros)))
+        return partial(encode, list(map(data.raw, micros)))
 
     def _noised(self, batches: Iterable[SampleBatch]) -> list[FlowBatch]:
         """With their noise, on the device."""
@@ -204,16 +224,16 @@ class TrainingRun:
         )
         return list(map(build, batches))
 
-    def _agree(self, seconds: dict[str, Any], following: _Ahead | None) -> Any:
+    def _agree(self, seconds: Mapping[str, Any], following: _Ahead | None) -> Any:
         """What all ranks measured, and whether one stops; or the error that one of them met.
 
         Returns:
             (ranks, 1 + parts + microbatches).
         """
         start = time.perf_counter()
-        error = None if following is None else following.flows.exception()
+        error = None if following is None else following.samples.exception()
         waited = time.perf_counter() - start
-        known = {"data": waited} | seconds
+        known = {"data": waited, **seconds}
         own = [float(self._is_stopping()), *(known.get(name, 0.0) for name in self._parts)]
         numbers = np.array([*own, *seconds["work"]])
         said = agree(
@@ -251,15 +271,18 @@ class TrainingRun:
         options, prepared = self._options, self._prepared
         if not prepared.encoders:
             return None
-        watch_encoders(prepared.encoders, self._watch)
-        return EncoderStages(
+        watch_encoders(prepared.encoders, self._encoding)
+        stages = EncoderStages(
             prepared.encoders,
             self._mesh,
             widths=prepared.data,
             seed=options.seed,
-            watch=self._watch,
+            watch=self._encoding,
             options=EncoderOptions(device=self._device, timeout_s=options.timeout_s),
         )
+        if options.encode_ahead:
+            stages.hand_over()  # to the thread that loads
+        return stages
 
     def _make_parallel(self) -> SequenceParallel:
         options, prepared = self._options, self._prepared

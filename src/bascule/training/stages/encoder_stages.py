@@ -94,6 +94,11 @@ class EncoderStages:
             if encoding is not None
         }
 
+    def hand_over(self) -> None:
+        """Let another thread encode from here on."""
+        for encoder in self._balanced.values():
+            encoder.hand_over()
+
     @torch.no_grad()
     def encode(self, batches: Sequence[RawBatch]) -> list[SampleBatch]:
         """Encode all microbatches of this rank's step at once.
