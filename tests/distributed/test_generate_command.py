@@ -1,7 +1,10 @@
 """`bascule generate`: the same pixels on any ranks, each output once, and the rest gone on with."""
 
 import json
+import os
 import shutil
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,9 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.generation.generate_options import GenerateOptions
-from tests.helpers.ranks import raised_by, run_ranks
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
@@ -134,3 +138,103 @@ def test_wrong_uses_are_refused_on_all_ranks(prompts: Path, tmp_path: Path) -> N
         assert "ulysses_degree 8 on 2 ranks: the product must be 2" in said[2]
         assert "prompts" in said[3]
     assert not list(tmp_path.glob("*.png"))
+
+
+def unwritable(prompts: Path, folder: Path) -> list[tuple[list[str], str]]:
+    """What is said of folders that cannot be written, and of a file in the way of a record."""
+    rank = dist.get_rank()
+    wrong: list[dict[str, Any]] = [
+        {"out": prompts},  # a file
+        {"out": prompts / "below"},
+        {"out": Path("/proc")},  # nobody may write there
+        {"out": folder / "there" if rank else prompts},  # on one of the ranks
+    ]
+    given: list[dict[str, Any]] = [{"prompts": prompts, "replicas": 2} | job for job in wrong]
+    return [raised_by(lambda job=job: make(**job)) for job in given]
+
+
+def test_a_folder_that_cannot_be_written_is_told_alike(prompts: Path, tmp_path: Path) -> None:
+    found = run_ranks(unwritable, 2, prompts, tmp_path)
+    assert found[0] == found[1]
+    for names, text in found[0]:
+        assert "ConfigError" in names and "--out" in text and "cannot be written: " in text
+        assert "rank 0" in text and "\n" not in text
+
+
+def in_the_way(prompts: Path, folder: Path) -> tuple[list[str], str]:
+    """Replicas of which the first cannot write the record of what it made."""
+    from bascule.generation.generating import Generation
+
+    options = GenerateOptions(prompts=prompts, out=folder, replicas=2, width=64, height=64)
+    run = Generation(options, torch.device("cpu"))
+    if run.rank == 0:
+        (folder / f".{Path(run.names[run.left[0]]).stem}.json").mkdir()
+    return raised_by(run.run, lambda _: None)
+
+
+def test_a_file_that_cannot_be_written_is_told_to_all(prompts: Path, tmp_path: Path) -> None:
+    for names, text in run_ranks(in_the_way, 2, prompts, tmp_path):
+        assert "ConfigError" in names and ".json cannot be written: Is a directory" in text
+
+
+def untiled(prompts: Path, folder: Path) -> tuple[list[str], str]:
+    from unittest.mock import patch
+
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    def refuse(_: Any) -> None:
+        raise NotImplementedError("no tiles")
+
+    with patch.object(AutoencoderKL, "enable_tiling", refuse):
+        return raised_by(make, prompts, folder, tiles=True)
+
+
+def test_tiles_need_a_vae_that_has_them(prompts: Path, tmp_path: Path) -> None:
+    for names, text in run_ranks(untiled, 2, prompts, tmp_path):
+        assert "ConfigError" in names
+        assert text == "--tiles: the AutoencoderKL of this pipeline has no tiles: leave it out"
+
+
+def slow(folder: Path, kind: str) -> tuple[list[str], float]:
+    """Two replicas, the second of which takes far longer than a collective may, or does not end."""
+    from bascule.generation.generating import Generation
+
+    torch.set_num_threads(1)
+    options = GenerateOptions(
+        prompt=("a", "b"), out=folder, replicas=2, width=64, height=64, steps=1
+    )
+    run = Generation(options, torch.device("cpu"))
+    set_timeout(member_of(resolve(None), "world"), 1.0)
+
+    def on_step(_: int) -> None:
+        if run.rank == 1:
+            time.sleep(4.0)
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "failed":
+                raise ValueError("out of luck")
+
+    start = time.monotonic()
+    said = [one["file"] for one in run.run(on_step)] if kind == "slow" else []
+    if kind != "slow":
+        said = [str(raised_by(run.run, on_step))]
+    return said, time.monotonic() - start
+
+
+def test_a_slow_replica_is_waited_for(tmp_path: Path) -> None:
+    found = run_ranks(slow, 2, tmp_path, "slow")
+    assert found[0][0] == found[1][0] and len(found[0][0]) == 2
+    assert min(spent for _, spent in found) > 3.5
+
+
+@pytest.mark.parametrize("kind", ["killed", "failed"])
+def test_a_replica_that_is_gone_ends_the_others(kind: str, tmp_path: Path) -> None:
+    survivor, victim = run_to_the_end(slow, 2, tmp_path, kind)
+    assert survivor.error is None, survivor.error
+    (said,), spent = survivor.value
+    assert spent < 12.0
+    if kind == "killed":
+        assert victim.exit_code == -signal.SIGKILL
+        assert "missing: no report from ranks [1]" in said
+    else:
+        assert "out of luck" in said and "RemoteConfigError" in said

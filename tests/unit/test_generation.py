@@ -1,5 +1,6 @@
 """Prompts of `bascule generate`, its files, and what it refuses before any rank is launched."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,37 @@ def test_a_pipeline_without_an_argument_refuses_what_needs_it() -> None:
     scaled = Prompt(prompt="x", negative_prompt="y", guidance=3.0)
     assert arguments_of(scaled, both)["true_cfg_scale"] == 3.0
     assert arguments_of(prompt, both)["guidance_scale"] == 3.0
-    assert is_guided(scaled, both) and not is_guided(prompt, both)
-    assert is_guided(prompt, takes) and not is_guided(Prompt(prompt="x", guidance=1.0), takes)
-    assert not is_guided(Prompt(prompt="x"), takes)  # nothing says how strongly
+    assert not is_guided(Prompt(prompt="x"), {**takes, "negative_prompt": None})  # of no scale
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "guided", "plain"),
+    [
+        ("FluxPipeline", [(3.0, "y")], [(None, None), (3.0, None), (None, "y"), (1.0, "y")]),
+        ("Flux2Pipeline", [], [(None, None), (3.0, None)]),
+        ("FluxControlPipeline", [], [(None, None), (3.0, None)]),
+        ("FluxFillPipeline", [], [(None, None), (3.0, None)]),
+        ("QwenImagePipeline", [(None, "y"), (3.0, "")], [(None, None), (3.0, None), (1.0, "y")]),
+        ("WanPipeline", [(None, None), (3.0, None), (None, "y")], [(1.0, None), (1.0, "y")]),
+    ],
+)
+def test_guided_is_what_computes_two_branches(
+    pipeline: str,
+    guided: list[tuple[float | None, str | None]],
+    plain: list[tuple[float | None, str | None]],
+) -> None:
+    diffusers: Any = pytest.importorskip("diffusers")
+    from bascule.generation.generating import is_guided
+
+    takes = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+    for is_so, cases in ((True, guided), (False, plain)):
+        for scale, negative in cases:
+            prompt = Prompt(prompt="x", guidance=scale, negative_prompt=negative)
+            assert is_guided(prompt, takes) == is_so, (scale, negative)
 
 
 def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
-    from bascule.generation.media import write_media
+    from bascule.generation.media import write_media, write_record
 
     frames = [Image.fromarray(np.full((18, 21, 3), 60 * i, np.uint8)) for i in range(3)]
     write_media(tmp_path / "one.png", frames[1:2], 8)
@@ -127,6 +152,17 @@ def test_files_are_there_whole_or_not_at_all(tmp_path: Path) -> None:
         assert float(file.streams.video[0].average_rate) == 8.0
     assert [frame.shape for frame in found] == [(18, 20, 3)] * 3
     assert [round(float(frame.mean()) / 60) for frame in found] == [0, 1, 2]
-    with pytest.raises(ConfigError, match=r"--out: .* cannot be written"):
-        write_media(tmp_path / "nowhere" / "one.png", frames, 8)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["clip.mp4", "one.png"]
+    write_record(tmp_path / "one.json", {"file": "one.png"})
+    assert json.loads((tmp_path / "one.json").read_text()) == {"file": "one.png"}
+    for wrong in (tmp_path / "nowhere", tmp_path / "one.png"):  # no folder; a file in its place
+        for write in (
+            lambda at=wrong: write_media(at / "new.png", frames, 8),
+            lambda at=wrong: write_media(at / "new.mp4", frames, 8),
+            lambda at=wrong: write_record(at / "new.json", {}),
+        ):
+            with pytest.raises(ConfigError, match=r"--out: .*new.* cannot be written: "):
+                write()
+    with pytest.raises(ConfigError, match=r"thin\.mp4 cannot be written"):  # an error of PyAV alone
+        write_media(tmp_path / "thin.mp4", [Image.new("RGB", (1, 16))], 8)
+    there = sorted(path.name for path in tmp_path.iterdir())
+    assert there == ["clip.mp4", "one.json", "one.png"]

@@ -54,7 +54,7 @@ class GenerateOptions:
         tiles: Whether the VAE works in tiles, which ranks share; this changes pixels a little.
         compile: Compile the transformers.
         dtype: Of the weights; bfloat16 on GPUs and float32 on CPUs if not given.
-        timeout_s: Longest wait of a collective, in seconds.
+        timeout_s: Longest wait of a collective, in seconds. Replicas wait for each other longer.
         json: File for what was made and the seconds of each phase; - for standard output.
     """
 

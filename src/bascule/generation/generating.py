@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.guard.failures import telling
+from bascule.comm.agree import Ints, Statement, agree
+from bascule.comm.groups import RankGroup, member_of, resolve, set_timeout
+from bascule.comm.guard.failures import telling, told
+from bascule.comm.new_groups import new_group
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.generation.generate_options import GenerateOptions
-from bascule.generation.media import IMAGE, VIDEO, check_can_write, write_media
+from bascule.generation.media import IMAGE, VIDEO, check_can_write, write_media, write_record
 from bascule.generation.prompts import Prompt, read_prompts
 from bascule.generation.tiny_pipelines import load_pipeline
 from bascule.integrations.diffusers.handle import Parallelized, parallelize
@@ -23,6 +25,7 @@ from bascule.integrations.diffusers.pipelines.auto_mesh import AutoMesh
 from bascule.plan.solver.solve import assign
 
 _CAPACITY = 64  # of outputs that the first gather has room for
+_LONGEST_S = 86400.0  # that replicas wait for the last one; a rank that is gone ends this at once
 _NAMES = {"frames": "num_frames", "steps": "num_inference_steps"}  # of a pipeline's arguments
 
 
@@ -44,6 +47,7 @@ class Generation:
         CommError: Ranks were given different things, or one is gone.
     """
 
+    @told("the start of bascule generate")
     def __init__(self, options: GenerateOptions, device: torch.device) -> None:
         self._options, self._device = options, device
         self.prompts = read_prompts(options)
@@ -57,11 +61,14 @@ class Generation:
         check_can_write(ending)
         self.names = [one.name(place, options) + ending for place, one in enumerate(self.prompts)]
         if options.tiles:
-            self._pipeline.vae.enable_tiling()
+            _enable_tiles(self._pipeline)
         self._handle = self._parallelized()
         if options.compile:
             self._handle.compile()
         self._world: RankGroup = member_of(resolve(None), "world")
+        every = range(self._world.size)
+        self._replicas = new_group(every, "replicas", options.timeout_s, backend="gloo")
+        set_timeout(self._replicas, _LONGEST_S)
         self._all_left = self._agreed_left()
         self.left = self._own_share()
 
@@ -100,7 +107,7 @@ class Generation:
         for place in self.left:
             with telling(f"making {self.names[place]}"):
                 self._make(place, on_step)
-        self._agree("the end", np.zeros(0, np.int64))
+        self._agree(self._replicas, "the end", np.zeros(0, np.int64))
         return [self._record(place) for place in self._all_left]
 
     def _parallelized(self) -> Parallelized:
@@ -122,12 +129,25 @@ class Generation:
 
     def _agreed_left(self) -> list[int]:
         """The outputs that are not there, as the first rank sees it."""
+        is_there, error = np.zeros(0, np.int64), None
+        try:
+            is_there = self._find()
+        except OSError as met:
+            reason = met.strerror or met
+            error = ConfigError(f"--out {self._options.out}: cannot be written: {reason}")
+        first = self._agree(self._world, "what is left", is_there, error)[0]
+        return np.flatnonzero(first == 0).tolist()  # files may show later on other hosts
+
+    def _find(self) -> Ints:
+        """Which outputs are there; makes the folder, where more are to be written to it."""
         folder = self._options.out
         if self.writes:
             folder.mkdir(parents=True, exist_ok=True)
-        is_there = np.array([(folder / name).exists() for name in self.names], np.int64)
-        first = self._agree("what is left", is_there)[0]  # files may show later on other hosts
-        return np.flatnonzero(first == 0).tolist()
+        is_there = [(folder / name).exists() for name in self.names]
+        if self.writes and not all(is_there):
+            with tempfile.TemporaryFile(dir=folder):  # whether this rank may write there
+                pass
+        return np.array(is_there, np.int64)
 
     def _own_share(self) -> list[int]:
         """What this replica makes: prompts are spread so that all replicas take about as long."""
@@ -139,10 +159,11 @@ class Generation:
         shares = zip(self._all_left, assign(work, num_replicas).bin_of, strict=True)
         return [place for place, replica in shares if replica == mine]
 
-    def _agree(self, what: str, values: np.ndarray[Any, np.dtype[np.int64]]) -> list[Any]:
-        settings = {"prompts": str(self.names)}
-        statement = Statement(settings, values)
-        return agree(self._world, statement, what=what, step=0, capacity=_CAPACITY)
+    def _agree(
+        self, group: RankGroup, what: str, values: Ints, error: Exception | None = None
+    ) -> list[Ints]:
+        statement = Statement({"prompts": str(self.names)}, values, error)
+        return agree(group, statement, what=what, step=0, capacity=_CAPACITY)
 
     def _make(self, place: int, on_step: Callable[[int], None]) -> None:
         prompt, name = self.prompts[place], self.names[place]
@@ -170,8 +191,7 @@ class Generation:
             return
         frames = result.frames[0] if name.endswith(VIDEO) else result.images[:1]
         made = {"file": name, "model": self._options.model, **asdict(prompt)}
-        text = json.dumps(made | {"seconds": times.seconds}, indent=2) + "\n"
-        self._beside(name).write_text(text, encoding="utf-8")
+        write_record(self._beside(name), made | {"seconds": times.seconds})
         write_media(self._options.out / name, frames, self._options.fps)
 
     def _beside(self, name: str) -> Path:
@@ -179,20 +199,51 @@ class Generation:
         return (self._options.out / name).with_suffix(".json")
 
     def _record(self, place: int) -> dict[str, Any]:
-        return json.loads(self._beside(self.names[place]).read_text(encoding="utf-8"))
+        path = self._beside(self.names[place])
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--out: cannot read {path}: {error.strerror or error}") from error
+
+
+def _enable_tiles(pipeline: Any) -> None:
+    """Let the VAE work in tiles.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    vae: Any = getattr(pipeline, "vae", None)
+    try:
+        vae.enable_tiling()
+    except (AttributeError, NotImplementedError) as error:  # diffusers has both
+        what = "this pipeline has no VAE"
+        if vae is not None:
+            what = f"the {type(vae).__name__} of this pipeline has no tiles"
+        raise ConfigError(f"--tiles: {what}: leave it out") from error
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
     """Whether a pipeline computes two branches for a prompt, by its arguments.
 
-    Those with `true_cfg_scale` do so where there is a negative prompt; the others where their scale
-    is above 1.
+    Those that take a negative prompt do so where their scale is above 1; those with
+    `true_cfg_scale` only where there is a negative prompt, too. The scale of all others is an input
+    of a model that was distilled, which has one branch.
     """
-    if "true_cfg_scale" in takes:
-        return prompt.negative_prompt is not None
-    default = getattr(takes.get("guidance_scale"), "default", None)
+    if "negative_prompt" not in takes:
+        return False
+    if "true_cfg_scale" in takes and prompt.negative_prompt is None:
+        return False
+    default = getattr(takes.get(_scale_of(prompt, takes)), "default", None)
     scale = default if prompt.guidance is None else prompt.guidance
     return isinstance(scale, int | float) and scale > 1.0
+
+
+def _scale_of(prompt: Prompt, takes: Mapping[str, Any]) -> str:
+    """The argument that says how strongly a prompt guides."""
+    scales = ["guidance_scale", "true_cfg_scale"]
+    if prompt.negative_prompt is not None:
+        scales.reverse()
+    return next((name for name in scales if name in takes), "guidance_scale")
 
 
 def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,10 +259,7 @@ def arguments_of(prompt: Prompt, takes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: The pipeline does not take something that was given.
     """
-    scales = ["guidance_scale", "true_cfg_scale"]
-    if prompt.negative_prompt is not None:
-        scales.reverse()
-    scale = next((name for name in scales if name in takes), scales[0])
+    scale = _scale_of(prompt, takes)
     found = dict[str, Any]()
     for name, value in asdict(prompt).items():
         if value is None or name == "seed":

@@ -1,8 +1,10 @@
-"""Images and videos as files, which are there whole or not at all."""
+"""Images, videos and what they were made from as files, which are there whole or not at all."""
 
 import importlib
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -36,16 +38,41 @@ def write_media(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
     Raises:
         ConfigError: The file cannot be written.
     """
-    partial = path.with_name(f".{path.name}")
-    try:
+    with _appearing(path) as partial:
         if path.suffix == IMAGE:
             frames[0].save(partial, format="PNG")
         else:
             _write_video(partial, frames, fps)
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write what an output was made from, as JSON.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    with _appearing(path) as partial:
+        partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _appearing(path: Path) -> Iterator[Path]:
+    """Where to write a file, which then appears whole; nothing is left of one that fails.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
+    partial = path.with_name(f".{path.name}")
+    try:
+        yield partial
         os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise ConfigError(f"--out: {path} cannot be written: {error.strerror or error}") from error
+    except Exception as error:  # PyAV raises errors of many kinds
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, ConfigError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--out: {path} cannot be written: {reason}") from error
 
 
 def _write_video(path: Path, frames: Sequence[Image.Image], fps: int) -> None:
