@@ -316,6 +316,33 @@ class Failing:
             raise ValueError("this branch cannot be computed")
 
 
+def broken_off() -> tuple[str, float]:
+    """A run that ends between two branches, on all ranks alike; and the next one."""
+    pipeline, prompt = make_pipeline("flux"), prompt_of("flux")
+    wanted = generated("flux", pipeline, prompt, generator=seeded(1))
+    kept = list[Tensor]()
+
+    with parallelize(pipeline, guidance_degree=2):
+        generated("flux", pipeline, prompt)
+        forward = pipeline.transformer._compiled_call_impl
+
+        def ended(*args: Any, **kwargs: Any) -> Any:
+            kept.append(forward(*args, **kwargs)[0])
+            raise ValueError("enough")
+
+        pipeline.transformer._compiled_call_impl = ended
+        raised_by(generated, "flux", pipeline, prompt)
+        pipeline.transformer._compiled_call_impl = forward
+        found = generated("flux", pipeline, prompt, generator=seeded(1))
+        said = raised_by(kept[0].sum)[1]
+    return said, float((found - wanted).abs().max())
+
+
+def test_what_a_run_left_when_it_was_broken_off_is_forgotten() -> None:
+    for said, error in run_ranks(broken_off, 2):
+        assert "of a run that ended" in said and error <= 1e-4
+
+
 def cached() -> tuple[list[float], list[str]]:
     """A cache of steps keeps what each branch gave, in the group that computes it."""
     from diffusers.hooks.first_block_cache import FirstBlockCacheConfig

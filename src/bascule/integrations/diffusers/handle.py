@@ -30,9 +30,14 @@ from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.pipelines.auto_mesh import AutoMesh
 from bascule.integrations.diffusers.pipelines.guidance import GuidedModel
 from bascule.integrations.diffusers.pipelines.inference_options import InferenceOptions
-from bascule.integrations.diffusers.pipelines.one_noise import OneNoise, SamePrompts
+from bascule.integrations.diffusers.pipelines.one_noise import OneNoise
 from bascule.integrations.diffusers.pipelines.pending import Branches
-from bascule.integrations.diffusers.pipelines.phases import PhaseTimes, phases_of, timed
+from bascule.integrations.diffusers.pipelines.phases import (
+    PhaseTimes,
+    execution_device,
+    phases_of,
+    timed,
+)
 from bascule.integrations.diffusers.pipelines.pipeline_parts import SharedPart, share_parts
 from bascule.integrations.diffusers.pipelines.pipeline_verify import TwoWays, verify_pipeline
 from bascule.integrations.diffusers.pipelines.replicas import (
@@ -71,7 +76,7 @@ def parallelize(
 
     Args:
         model_or_pipeline: A model, or a pipeline of diffusers: its `transformer`, and
-            `transformer_2` if it has one.
+            `transformer_2` or `unconditional_transformer` if it has one.
         mesh: Instead of degrees: all ranks or some of them, with axes "data", "guidance", "ring"
             and "ulysses", in this order, or some of these; or "auto", which chooses degrees for
             all ranks, by what `AutoMesh` says.
@@ -138,6 +143,7 @@ class Parallelized:
         self._compiled, self._shared = ExitStack(), ExitStack()
         self._asked: Asked | None = None
         self._shared_parts: list[SharedPart] = []
+        self._noise: list[OneNoise] = []
         self._times: PhaseTimes | None = None
 
     def share(self, asked: Asked) -> None:
@@ -152,34 +158,28 @@ class Parallelized:
                 guided = GuidedModel(part, branches)
                 guided.install()
                 self._guided.append(guided)
-        self._share_parts(asked)
-
-    def _share_parts(self, asked: Asked) -> None:
-        """What a pipeline has besides its models."""
         if self.replica.whole is not None and asked.pipeline is not None:
-            group, device = self.replica.whole, device_of(self.model)
-            self._shared_parts.clear()
+            group, device = self.replica.whole, execution_device(asked.pipeline, self.model)
             for one in share_parts(asked.pipeline, group, asked.options, device):
                 self._shared_parts.append(one)
-                self._shared.callback(one.in_place.undo)
-            noise = OneNoise(asked.pipeline, group, device, self._begin_run)
+                self._shared.callback(one.undo)
+            noise = OneNoise(asked.pipeline, group, self.model, self._begin_run)
+            self._noise.append(noise)
             self._shared.callback(noise.undo)
-            self._shared.callback(SamePrompts(asked.pipeline, group).undo)
 
     def _begin_run(self) -> None:
         """The pipeline is about to call its models."""
-        for one in (*self.parts, *self._guided):
-            one.inputs.restart()
+        for part in self.parts:
+            part.inputs.restart()
+        for guided in self._guided:
+            guided.restart()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Within it this rank computes everything itself."""
-        assert self._asked is not None
         with ExitStack() as stack:
-            for one in (*self.parts, *self._guided):
+            for one in (*self.parts, *self._guided, *self._shared_parts, *self._noise):
                 stack.enter_context(one.paused())
-            self._shared.close()
-            stack.callback(self._share_parts, self._asked)
             yield
 
     def __enter__(self) -> "Parallelized":
@@ -295,7 +295,8 @@ class Parallelized:
                 f"timed: a {type(self.model).__name__} alone was split, which has no phases: give "
                 "parallelize the pipeline"
             )
-        with timed(self._asked.pipeline, device_of(self.model)) as times:
+        pipeline = self._asked.pipeline
+        with timed(pipeline, execution_device(pipeline, self.model)) as times:
             yield times
         self._times = times
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bascule.attention.api import AttentionMesh, split
 from bascule.attention.sparse.block_sparse import Bools
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
 from bascule.comm.transfers import all_reduce, broadcast
@@ -131,7 +131,7 @@ def errors_of(sums: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, 
     """Relative L2 errors by name, from what `squares` gave on each rank; one all-reduce."""
     table = torch.stack(list(sums.values()))
     if group is not None:
-        table = all_reduce(group, Call("all_reduce (verify)"), table)
+        table = all_reduce(group, Call("all_reduce (verify)"), _carried(table, group))
     errors = (table[:, 0].sqrt() / table[:, 1].sqrt().clamp(min=1e-300)).tolist()
     return dict(zip(sums, errors, strict=True))
 
@@ -186,8 +186,15 @@ def squares(found: Tensor, wanted: Tensor) -> Tensor:
 
 
 def of_first_rank(x: Tensor, group: RankGroup | None) -> Tensor:
-    """The tensor that the first rank has; a broadcast."""
-    return x if group is None else broadcast(group, Call("broadcast (verify)"), x)
+    """The tensor that the first rank has, on the device of this rank's; a broadcast."""
+    if group is None:
+        return x
+    return broadcast(group, Call("broadcast (verify)"), _carried(x, group)).to(x.device)
+
+
+def _carried(x: Tensor, group: RankGroup) -> Tensor:
+    """A tensor of the host, where the group carries it: NCCL carries none of the host."""
+    return x.to(device_of(group)) if x.is_cpu else x
 
 
 def _tensors(output: Any) -> list[Tensor]:

@@ -68,6 +68,11 @@ class GuidedModel:
             self.model._compiled_call_impl = self._own
         self._is_installed = False
 
+    def restart(self) -> None:
+        """Another run begins: compare its first calls, and forget what is left of the last one."""
+        self.inputs.restart()
+        self._branches.forget()
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Each group computes every call itself."""

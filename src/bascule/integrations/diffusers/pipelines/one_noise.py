@@ -1,46 +1,171 @@
 """One noise for all ranks of a replica, however their generators are seeded; and the same prompts.
 
-Pipelines draw in `prepare_latents`, and stochastic schedulers go on with the same generators. So
-before it runs, every generator that could be used gets the state of the replica's first rank. Texts
-and embeddings go through `encode_prompt`: before it runs, ranks compare what they were given.
+Pipelines draw in a few methods, and stochastic schedulers go on with the same generators. So before
+one of these runs, every generator that could be used gets the state of the replica's first rank.
+Texts and embeddings go through `encode_prompt`: before it runs, ranks compare what they were given.
 """
 
 import copy
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bascule.comm.agree import agree_on
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.failures import told
+from bascule.comm.guard.failures import telling
 from bascule.comm.samples.nests import leaves_of
 from bascule.comm.transfers import broadcast
 from bascule.encoders.weights import contents_of
-from bascule.integrations.diffusers.pipelines.phases import TRANSFORMERS
+from bascule.integrations.diffusers.pipelines.phases import (
+    TRANSFORMERS,
+    execution_device,
+    put,
+    standing_in,
+)
+
+DRAWING = (
+    "prepare_latents",
+    "upsample_prompt",  # Flux 2, Ideogram 4: texts are drawn, too
+    "enhance_prompt",  # LTX-2
+    "expand_prompts",  # Kandinsky 6
+    "generate_prior_tokens",  # GLM-Image
+)
+"""Methods of pipelines that draw, and are given the generators.
+
+Before `prepare_latents`, control pipelines (of Flux, Stable Diffusion 3, Qwen-Image, CogView 4,
+Z-Image) and others (Wan VACE, Helios) sample what their VAE encoded, many of them in their own
+call, whose generators no method was given. So the VAE's samples count, too.
+"""
+
+
+class OneNoise:
+    """Makes a pipeline draw the same on all ranks of a replica, and refuses unlike prompts.
+
+    Args:
+        pipeline: Of diffusers; gets attributes of its own in place of methods of its class.
+        group: The ranks of the replica.
+        model: Of the pipeline; is where it computes, if it does not say where that is.
+        begin_run: Called before it draws its noise, once in each run.
+    """
+
+    def __init__(
+        self, pipeline: Any, group: RankGroup, model: nn.Module, begin_run: Callable[[], None]
+    ) -> None:
+        self._pipeline, self._group, self._model = pipeline, group, model
+        self._begin_run = begin_run
+        self._is_paused = False
+        self._is_begun = False  # a run, which has not drawn its noise
+        befores = {name: self._before_drawing for name in DRAWING}
+        befores |= {"encode_prompt": self._before_prompts, "prepare_latents": self._before_noise}
+        self._undo = ExitStack()
+        for name, before in befores.items():
+            if getattr(pipeline, name, None) is not None:
+                self._undo.callback(_InPlaceOf(pipeline, name, before).undo)
+        vae = getattr(pipeline, "vae", None)
+        if isinstance(vae, nn.Module) and getattr(vae, "encode", None) is not None:
+            stand_in = standing_in(vae, "encode", self._encoding, has_copies=False)
+            self._undo.callback(put(pipeline, "vae", stand_in))
+
+    def undo(self) -> None:
+        """Let the pipeline draw as before; what somebody else kept of this does nothing more."""
+        self._is_paused = True
+        self._undo.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Each rank draws by itself."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _before_prompts(self, given: Mapping[str, Any]) -> None:
+        """A small all-gather."""
+        if self._is_paused:
+            return
+        self._is_begun = True
+        settings = {
+            "prompts": repr(sorted((name, x) for name, x in given.items() if _is_text(x))),
+            "embeddings": contents_of(leaves_of(list(given.values()))),
+        }
+        agree_on(self._group, settings, what="prompts")
+
+    def _before_noise(self, given: Mapping[str, Any]) -> None:
+        """As `_before_drawing`; what is drawn later is the same on all ranks."""
+        if self._is_paused:
+            return
+        self._is_begun = False
+        self._begin_run()
+        self._before_drawing(given)
+
+    def _before_drawing(self, given: Mapping[str, Any]) -> None:
+        """A small all-gather and a broadcast of a few kilobytes."""
+        if self._is_paused:
+            return
+        generators, latents = generators_of(given), given.get("latents")
+        device = execution_device(self._pipeline, self._model)
+        settings = {
+            "generators": str([one.type for one in (device, *(x.device for x in generators))]),
+            "latents": contents_of([latents] if isinstance(latents, Tensor) else []),
+            "adapters": _adapters_of(self._pipeline),
+        }
+        agree_on(self._group, settings, what="noise")
+        states = random_states(device, generators)
+        carried = torch.cat(states).to(device_of(self._group))  # NCCL carries nothing of the host
+        first = broadcast(self._group, Call("broadcast (noise)"), carried).cpu()
+        set_random_states(device, generators, first.split([one.numel() for one in states]))
+
+    def _encoding(self, encode: Callable[..., Any]) -> Callable[..., Any]:
+        """The VAE's `encode`, whose distribution is sampled alike."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = encode(*args, **kwargs)
+            first = output[0] if isinstance(output, tuple) else output
+            distribution = getattr(output, "latent_dist", first)
+            sample = getattr(distribution, "sample", None)
+            if callable(sample):
+                distribution.sample = partial(self._sample, sample)
+            return output
+
+        return call
+
+    def _sample(self, sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_begun:
+            with telling("drawing the noise of a pipeline"):
+                self._before_drawing({"": args, **kwargs})
+        return sample(*args, **kwargs)
 
 
 class _InPlaceOf:
     """Called by a pipeline in place of one of its methods; `undo` takes it back.
 
-    A pipeline without the method is left alone.
-
     Args:
-        pipeline: Of diffusers; gets an attribute of its own in place of the method of its class.
+        pipeline: Has the method.
         name: Of the method.
-        group: The ranks of the replica.
+        before: Called first, with the method's arguments by name.
     """
 
-    def __init__(self, pipeline: Any, name: str, group: RankGroup) -> None:
-        self._pipeline, self._name, self._group = pipeline, name, group
-        self._method = getattr(pipeline, name, None)
+    def __init__(
+        self, pipeline: Any, name: str, before: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        self._pipeline, self._name, self._before = pipeline, name, before
+        self._method: Callable[..., Any] = getattr(pipeline, name)
         self._had = vars(pipeline).get(name)
-        if self._method is not None:
-            setattr(pipeline, name, self)
+        setattr(pipeline, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the pipeline calls."""
+        with telling(f"{self._name} of a pipeline"):
+            self._before(inspect.signature(self._method).bind(*args, **kwargs).arguments)
+            return self._method(*args, **kwargs)
 
     def undo(self) -> None:
         """Call the method as before."""
@@ -52,70 +177,6 @@ class _InPlaceOf:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Alone":
         """Copies of the pipeline work by themselves."""
         return _Alone(copy.deepcopy(self._pipeline, memo), self._name)
-
-    def _given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the method, by name."""
-        assert self._method is not None
-        return inspect.signature(self._method).bind(*args, **kwargs).arguments
-
-
-class OneNoise(_InPlaceOf):
-    """Makes a pipeline draw the same noise on all ranks of a replica.
-
-    Args:
-        pipeline: Of diffusers.
-        group: The ranks of the replica.
-        device: Where it computes.
-        begin_run: Called before it draws, once in each run.
-    """
-
-    def __init__(
-        self, pipeline: Any, group: RankGroup, device: torch.device, begin_run: Callable[[], None]
-    ) -> None:
-        super().__init__(pipeline, "prepare_latents", group)
-        self._device, self._begin_run = device, begin_run
-
-    @told("drawing the noise of a pipeline")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the pipeline calls: a small all-gather and a broadcast of a few kilobytes."""
-        self._begin_run()
-        given = generators_of((args, kwargs))
-        latents = self._given(args, kwargs).get("latents")
-        settings = {
-            "generators": str([one.device.type for one in given]),
-            "latents": contents_of([latents] if isinstance(latents, Tensor) else []),
-            "adapters": _adapters_of(self._pipeline),
-        }
-        agree_on(self._group, settings, what="noise")
-        states = random_states(self._device, given)
-        first = broadcast(self._group, Call("broadcast (noise)"), torch.cat(states))
-        set_random_states(self._device, given, first.split([one.numel() for one in states]))
-        assert self._method is not None
-        return self._method(*args, **kwargs)
-
-
-class SamePrompts(_InPlaceOf):
-    """Refuses texts and embeddings that differ between the ranks of a replica.
-
-    Args:
-        pipeline: Of diffusers.
-        group: The ranks of the replica.
-    """
-
-    def __init__(self, pipeline: Any, group: RankGroup) -> None:
-        super().__init__(pipeline, "encode_prompt", group)
-
-    @told("the prompts of a pipeline")
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the pipeline calls: a small all-gather."""
-        given = self._given(args, kwargs)
-        settings = {
-            "prompts": repr(sorted((name, x) for name, x in given.items() if _is_text(x))),
-            "embeddings": contents_of(leaves_of(list(given.values()))),
-        }
-        agree_on(self._group, settings, what="prompts")
-        assert self._method is not None
-        return self._method(*args, **kwargs)
 
 
 class _Alone:

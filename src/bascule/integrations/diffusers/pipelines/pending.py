@@ -152,10 +152,9 @@ class Branches:
 
     def forget(self) -> None:
         """Leave out what a run that was broken off did not use."""
+        error = "the result of a guidance branch, of a run that ended: use it before the next run"
         for branch in self._waiting:
-            branch.fail(
-                ConfigError("a guidance branch of an earlier run: use results in their run")
-            )
+            branch.fail(ConfigError(error))
         self._waiting.clear()
 
     def _exchange(self, waiting: Sequence[Branch]) -> None:

@@ -9,19 +9,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import nn
 
 from bascule.encoders.item_plans import Encoding
+from bascule.integrations.diffusers.compiling import device_of
 from bascule.integrations.diffusers.pipelines.pipeline_parts import SharedPart
 
 PHASES = "encode", "denoise", "decode"
 """Of a pipeline's call: prompts and noise; all steps; from latents to pixels."""
 
-TRANSFORMERS = "transformer", "transformer_2"
-"""What a pipeline of diffusers may call its models."""
+TRANSFORMERS = "transformer", "transformer_2", "unconditional_transformer"
+"""What a pipeline of diffusers may call its models; Ideogram 4 guides with one of its own."""
 
 _OF_PIPELINE = {"encode": "encode_prompt", "noise": "prepare_latents"}
 _OF_PARTS = {"scheduler": ("step", "step"), "vae": ("decode", "decode")} | {
@@ -43,14 +45,26 @@ def watched(pipeline: Any, seen: Seen) -> Iterator[None]:
     with ExitStack() as stack:
         for what, name in _OF_PIPELINE.items():
             if (method := getattr(pipeline, name, None)) is not None:
-                stack.callback(_put(pipeline, name, _seeing(method, what, seen)))
+                stack.callback(put(pipeline, name, _seeing(what, seen, method)))
         for part, (what, name) in _OF_PARTS.items():
             if (of := getattr(pipeline, part, None)) is not None:
-                stack.callback(_put(pipeline, part, _standing_in(of, name, what, seen)))
+                stack.callback(
+                    put(pipeline, part, standing_in(of, name, partial(_seeing, what, seen)))
+                )
         yield
 
 
-def _seeing(method: Callable[..., Any], what: str, seen: Seen) -> Callable[..., Any]:
+def execution_device(pipeline: Any, model: nn.Module) -> torch.device:
+    """Where a pipeline computes now; where its model is, if it does not say.
+
+    Offloaded weights are on the host, or nowhere, until they are needed; the pipeline draws where
+    they will be.
+    """
+    said = getattr(pipeline, "_execution_device", None)
+    return said if isinstance(said, torch.device) and said.type != "meta" else device_of(model)
+
+
+def _seeing(what: str, seen: Seen, method: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(method)  # pipelines look at signatures
     def call(*args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
@@ -60,21 +74,35 @@ def _seeing(method: Callable[..., Any], what: str, seen: Seen) -> Callable[..., 
     return call
 
 
-def _put(owner: Any, name: str, value: Any) -> Callable[[], None]:
+def put(owner: Any, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute; what is returned gives back the one before, be it of the class."""
     had, was_own = getattr(owner, name), name in {**vars(owner), **vars(owner).get("_modules", {})}
     setattr(owner, name, value)
     return lambda: setattr(owner, name, had) if was_own else delattr(owner, name)
 
 
-def _standing_in(of: Any, name: str, what: str, seen: Seen) -> Any:
-    """Another object of the same state, whose method is watched, as are those of its copies."""
+def standing_in(
+    of: Any,
+    name: str,
+    around: Callable[[Callable[..., Any]], Callable[..., Any]],
+    *,
+    has_copies: bool = True,
+) -> Any:
+    """Another object of the same state, one of whose methods is what `around` makes of it.
+
+    Args:
+        of: Stays as it is.
+        name: Of the method.
+        around: Gives what is called in place of the method.
+        has_copies: Whether copies of it have that method, too; else they have that of `of`.
+    """
     cls = type(of)
 
     @wraps(getattr(cls, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own: Any = of if self is stand_in else super(made, self)
-        return _seeing(getattr(own, name), what, seen)(*args, **kwargs)
+        own = getattr(of if self is stand_in else super(made, self), name)
+        changes = has_copies or self is stand_in
+        return (around(own) if changes else own)(*args, **kwargs)
 
     made: Any = type(cls.__name__, (cls,), {"__module__": cls.__module__, name: call})
     stand_in = object.__new__(made)

@@ -1,7 +1,8 @@
 """The VAE and the text encoders of a pipeline, computed by the ranks of a replica."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,19 +71,53 @@ def _shared_text_encoders(pipeline: Any, options: InferenceOptions) -> list[nn.M
     return encoders
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class SharedPart:
-    """A part of a pipeline whose work ranks share.
+    """A part of a pipeline whose work ranks share, until `undo`.
 
     Attributes:
         phase: In which most of that work is: "encode" or "decode".
         encoder: Shares it, and knows what its last call moved.
-        in_place: Takes it back.
+
+    Args:
+        pipeline: Of diffusers.
+        module: The part; stays as it is.
+        methods: What is called in place of the part's own methods, by name.
     """
 
-    phase: str
-    encoder: BalancedEncoder | TiledVAE
-    in_place: InPlace
+    def __init__(
+        self,
+        phase: str,
+        encoder: BalancedEncoder | TiledVAE,
+        pipeline: Any,
+        module: nn.Module,
+        methods: Mapping[str, Callable[..., Any]],
+    ) -> None:
+        self.phase, self.encoder = phase, encoder
+        self._is_paused = False
+        calls = {
+            name: partial(self._call, getattr(module, name), shared)
+            for name, shared in methods.items()
+        }
+        self._in_place = InPlace(pipeline, module, calls)
+
+    def undo(self) -> None:
+        """Put the part back; what somebody else kept of this shares nothing more."""
+        self._is_paused = True
+        self._in_place.undo()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Each rank does all of the work."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _call(
+        self, own: Callable[..., Any], shared: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return (own if self._is_paused else shared)(*args, **kwargs)
 
 
 def share_parts(
@@ -104,9 +139,9 @@ def share_parts(
     if vae is not None and options.vae != "own":
         of_vae = EncoderOptions(features_for=options.vae, device=device)
         tiled = TiledVAE(vae, mesh_or_group=ranks, options=of_vae)
-        yield SharedPart("decode", tiled, tiled.install(pipeline))
+        ways = {"encode": tiled.encode, "decode": tiled.decode}
+        yield SharedPart("decode", tiled, pipeline, vae, ways)
     of_texts = EncoderOptions(features_for="all", device=device)
     for module in _shared_text_encoders(pipeline, options):
         encoder = BalancedEncoder(module, cost=_TOKENS, mesh_or_group=ranks, options=of_texts)
-        in_place = InPlace(pipeline, module, {"__call__": encoder.call})
-        yield SharedPart("encode", encoder, in_place)
+        yield SharedPart("encode", encoder, pipeline, module, {"__call__": encoder.call})

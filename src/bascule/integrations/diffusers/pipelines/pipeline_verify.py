@@ -13,14 +13,17 @@ from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import leaves_of, mapped
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
-from bascule.integrations.diffusers.compiling import device_of
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.pipelines.one_noise import (
     generators_of,
     random_states,
     set_random_states,
 )
-from bascule.integrations.diffusers.pipelines.phases import TRANSFORMERS, watched
+from bascule.integrations.diffusers.pipelines.phases import (
+    TRANSFORMERS,
+    execution_device,
+    watched,
+)
 from bascule.integrations.diffusers.verify import (
     Verification,
     errors_of,
@@ -122,7 +125,7 @@ def verify_pipeline(ways: TwoWays, arguments: Mapping[str, Any]) -> Verification
 
 def _both(ways: TwoWays, arguments: Mapping[str, Any]) -> tuple[_Run, _Run]:
     """In one process and over ranks, from the same noise, which is there again afterwards."""
-    given, device = generators_of(arguments), device_of(ways.parts[0].model)
+    given, device = generators_of(arguments), execution_device(ways.pipeline, ways.parts[0].model)
     states = random_states(device, given)
     one, several = _Run(), _Run()
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -146,8 +149,7 @@ def _squares_of(
         found = whole
     if len(found) != len(whole):
         found = [x.new_empty(0) for x in whole]
-    device = device_of(ways.parts[0].model)
-    each = [squares(x, y).to(device) for x, y in zip(found, whole, strict=True)]
+    each = [squares(x, y).cpu() for x, y in zip(found, whole, strict=True)]  # of any devices
     return torch.stack(each).sum(dim=0)
 
 
