@@ -1,0 +1,93 @@
+"""Steps on CUDA, without a device: nothing is read on the host, and no tensor of it is mixed in."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bascule.integrations.diffusers import parallelize
+from bascule.integrations.diffusers.arguments import SameInputs
+from bascule.parallel import SequenceParallel
+from tests.helpers.cases import COST
+from tests.helpers.fake_cuda import CUDA, fake_cuda, join_with_cuda, move, moved
+from tests.helpers.inference_cases import Case, make_inputs, make_model
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+HALF = torch.bfloat16
+LENS = [[32, 1, 12], [4]]  # of each rank's samples
+
+
+def steps(topologies: list[str]) -> dict[str, Any]:
+    """All exchanges of a training step, planned for each of these bags."""
+    join_with_cuda()
+    lens, found = LENS[dist.get_rank()], dict[str, Any]()
+    for topology in topologies:
+        sp = SequenceParallel(None, topology, COST)
+        with fake_cuda():
+            x = torch.empty(sum(lens), 8, dtype=HALF, device=CUDA)
+            step = sp.plan(lens)
+            ids = torch.empty(len(x), dtype=torch.int64, device=CUDA)
+            here = step.route(x=x, ids=ids)
+            q = torch.empty(len(here["x"]), 4, 64, dtype=HALF, device=CUDA)
+            attended = step.attend(q, q, q, causal=True)
+            vectors = step.gather_samples(torch.empty(len(lens), 3, device=CUDA))
+            vectors.index_select(0, step.local_seq_ids)
+            back = step.restore(here["x"] + attended.mean())
+            loss = step.mean(back.square().mean(-1))
+        tensors = [*here.values(), attended, vectors, back, loss]
+        found[topology] = {str(x.device) for x in tensors}, tuple(back.shape)
+    return found
+
+
+def test_a_training_step_reads_nothing_on_the_host() -> None:
+    topologies = ["g1n2", "g2n1", "g1r2n1"]
+    for lens, found in zip(LENS, run_ranks(steps, 2, topologies), strict=True):
+        for topology in topologies:
+            assert found[topology] == ({str(CUDA)}, (sum(lens), 8)), found
+
+
+def split_models(models: list[str]) -> dict[str, Any]:
+    """Calls whose inputs ranks do not compare: those that they compare read a few numbers."""
+    join_with_cuda()
+    compares: Any = SameInputs
+    compares.due = lambda *_: None
+    found = dict[str, Any]()
+    for name in models:
+        case = Case(name, 4, 2, 7, (3, 5))
+        for degrees in ({"ulysses_degree": 2}, {"ring_degree": 2}):
+            model, inputs = make_model(case, torch.float32), make_inputs(case)
+            with torch.no_grad():
+                wanted = model(**inputs)[0].shape
+            with parallelize(model, **degrees), fake_cuda():  # pyright: ignore[reportArgumentType]
+                move(model, HALF)
+                tensors = {k: x for k, x in inputs.items() if isinstance(x, torch.Tensor)}
+                given = inputs | {k: moved(x, HALF) for k, x in tensors.items()}
+                out = model(**given)[0]
+            found[f"{name}, {degrees}"] = str(out.device), out.shape == wanted
+    return found
+
+
+def test_split_models_read_nothing_on_the_host() -> None:
+    pytest.importorskip("diffusers")
+    for found in run_ranks(split_models, 2, ["flux", "wan"]):
+        assert len(found) == 4 and set(found.values()) == {(str(CUDA), True)}, found
+
+
+def reads() -> list[str]:
+    join_with_cuda()
+    with fake_cuda():
+        x = torch.ones(3, device=CUDA)
+        said = list[str]()
+        for wrong in (lambda: x.sum().item(), lambda: x + torch.ones(3), lambda: x.cpu().numpy()):
+            try:
+                wrong()
+            except Exception as error:
+                said.append(type(error).__name__)
+    return said
+
+
+def test_what_reads_a_value_or_mixes_devices_is_found() -> None:
+    for said in run_ranks(reads, 1):
+        assert len(said) == 3, said

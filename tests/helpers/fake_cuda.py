@@ -1,0 +1,115 @@
+"""Ranks whose CUDA tensors are fake: shapes and devices are followed, and nothing is computed.
+
+A CPU build of torch has no guard for CUDA devices, which methods of tensors set before anything can
+take their place; the operators behind them set none. Gradients set one, too: there are none here.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
+
+from bascule import parallel
+from bascule.comm import agree
+from tests.helpers.jobs import set_variables
+
+CUDA = torch.device("cuda", 0)
+
+
+def join_with_cuda() -> None:
+    """Anew, with gloo for the host and a back end that moves nothing for CUDA."""
+    import torch.testing._internal.distributed.fake_pg
+
+    set_variables()
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:gloo,cuda:fake", timeout=timedelta(seconds=15))
+    changed: Any = SimpleNamespace(cuda=torch.cuda, parallel=parallel, agree=agree)
+    changed.cuda.current_device = lambda: 0
+    changed.parallel._device = lambda *_: CUDA
+    gather = changed.agree._gather
+
+    def on_the_host(*args: Any) -> Any:  # what ranks say to each other is real
+        with unset_fake_temporarily():
+            return gather(*args)
+
+    changed.agree._gather = on_the_host
+
+
+@contextmanager
+def fake_cuda() -> Iterator[None]:
+    """Within it, tensors are fake; to read a value of one, or to mix it with the host's, fails."""
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _Unguarded():
+        yield
+
+
+def move(module: nn.Module, dtype: torch.dtype) -> None:
+    """Its parameters and buffers to the device, without values; within `fake_cuda`."""
+    for part in module.modules():
+        both: list[Any] = [part._parameters, part._buffers]
+        for values in both:
+            for name, x in values.items():
+                if x is not None:
+                    one = moved(x, dtype)
+                    is_parameter = isinstance(x, nn.Parameter)
+                    values[name] = nn.Parameter(one, requires_grad=False) if is_parameter else one
+
+
+def moved(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """One like it on the device, without values; within `fake_cuda`."""
+    wanted = dtype if x.is_floating_point() else x.dtype
+    return torch.empty(x.shape, dtype=wanted, device=CUDA)
+
+
+class _Unguarded(TorchFunctionMode):
+    """Calls operators in place of the methods that set a guard."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if not (args and isinstance(args[0], Tensor) and args[0].device == CUDA):
+            return func(*args, **named)
+        if func is Tensor.__getitem__:
+            return _part(*args)
+        if func is Tensor.__setitem__:
+            part, value = _part(args[0], args[1]), torch.as_tensor(args[2])
+            return torch.ops.aten.copy_(part, value)
+        try:
+            return func(*args, **named)
+        except RuntimeError as error:
+            operator = getattr(torch.ops.aten, getattr(func, "__name__", ""), None)
+            if "not linked with support for cuda" not in str(error) or operator is None:
+                raise
+            return operator(*args, **named)
+
+
+def _part(x: Tensor, index: Any) -> Tensor:
+    """`x[index]`."""
+    given = list(index) if isinstance(index, tuple) else [index]
+    num_dims = sum(one is not None and one is not ... for one in given)
+    places = [place for place, one in enumerate(given) if one is ...]
+    if places:
+        given[places[0] : places[0] + 1] = [slice(None)] * (x.dim() - num_dims)
+    tensors, dim = list[Tensor | None](), 0
+    for one in given:
+        if isinstance(one, int):
+            x = torch.ops.aten.select(x, dim, one)
+            continue
+        if one is None:
+            x = torch.ops.aten.unsqueeze(x, dim)
+        elif isinstance(one, slice):
+            x = torch.ops.aten.slice(x, dim, one.start, one.stop, one.step or 1)
+        tensors.append(one if isinstance(one, Tensor) else None)
+        dim += 1
+    return torch.ops.aten.index(x, tensors) if any(one is not None for one in tensors) else x
