@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,31 @@ def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
     assert [frame.shape for frame in frames] == [(48, 80, 3)] * 5
     told = json.loads((folder / files[1]).with_suffix(".json").read_text())
     assert told["prompt"] == ROWS[1]["prompt"] and told["guidance"] == 3.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_is_one_sentence_that_says_how_to_go_on(number: int, tmp_path: Path) -> None:
+    rows = [{"prompt": "short", "steps": 1}, {"prompt": "long", "steps": 9000}]
+    listed = tmp_path / "prompts.jsonl"
+    listed.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    whole = [sys.executable, "-m", "bascule.cli", "generate", "--ranks", "2", "--width", "32"]
+    whole += ["--height", "32", "--prompts", str(listed), "--out", str(tmp_path / "out")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(whole, stdout=pipe, stderr=pipe, text=True, env=environment)
+    try:
+        deadline = time.monotonic() + 90
+        while not list((tmp_path / "out").glob("*.png")):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1 and "Traceback" not in err, err
+    assert "stopped by a signal, and so were its ranks; what is done is in" in err
+    assert len(list((tmp_path / "out").glob("*"))) == 2  # an image, and what it was made from
 
 
 def refusals(prompts: Path, folder: Path) -> list[str]:

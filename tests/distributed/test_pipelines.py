@@ -479,18 +479,56 @@ def test_prompts_are_encoded_over_ranks() -> None:
         assert max(errors) <= 1e-4
 
 
-def first_only() -> tuple[int, float]:
-    pipeline = make_pipeline("flux")
-    pipeline.vae.enable_tiling()
-    wanted = generated("flux", pipeline, prompt_of("flux"), generator=seeded(1))
-    with parallelize(pipeline, guidance_degree=2, options=InferenceOptions(vae="first")):
-        found = generated("flux", pipeline, prompt_of("flux"), generator=seeded(1))
-    return len(found), float((found - wanted[: len(found)]).abs().max()) if len(found) else 0.0
+def first_only() -> list[tuple[int, float]]:
+    found, options = list[tuple[int, float]](), InferenceOptions(vae="first")
+    for name in ("flux", "kontext"):  # which also encodes a photo, for all ranks
+        pipeline = make_pipeline(name)
+        pipeline.vae.enable_tiling()
+        wanted = generated(name, pipeline, prompt_of(name), generator=seeded(1))
+        with parallelize(pipeline, guidance_degree=2, options=options):
+            made = generated(name, pipeline, prompt_of(name), generator=seeded(1))
+        error = float((made - wanted[: len(made)]).abs().max()) if len(made) else 0.0
+        found.append((len(made), error))
+    return found
 
 
 def test_the_first_rank_alone_may_get_the_pixels() -> None:
-    counts, errors = zip(*run_ranks(first_only, 2), strict=True)
-    assert counts == (1, 0) and max(errors) <= 1e-4
+    for place, found in enumerate(run_ranks(first_only, 2)):
+        assert [count for count, _ in found] == [1 - place] * 2
+        assert max(error for _, error in found) <= 1e-4
+
+
+def stopping_callback() -> tuple[list[str], str]:
+    """The user's own code fails on one rank, between two steps."""
+    pipeline = make_pipeline("flux")
+
+    def callback(_: Any, step: int, __: Any, given: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise RuntimeError("enough of this image")
+        return given
+
+    def run() -> None:
+        with parallelize(pipeline, guidance_degree=2):
+            generated("flux", pipeline, prompt_of("flux"), callback_on_step_end=callback)
+
+    return raised_by(run)
+
+
+def test_an_error_of_a_callback_is_told_to_the_others() -> None:
+    for kinds, text in run_ranks(stopping_callback, 2):
+        assert "enough of this image" in text and {"RuntimeError", "CommError"} & set(kinds)
+
+
+def explained() -> str:
+    pipeline = make_pipeline("flux")
+    with parallelize(pipeline, guidance_degree=2) as handle:
+        generated("flux", pipeline, prompt_of("flux"))
+        return str(handle.explain())
+
+
+def test_explain_tells_guidance() -> None:
+    for said in run_ranks(explained, 2):
+        assert "guidance: 2 groups of ranks share branches and samples; this rank sent 0.0" in said
 
 
 def chosen() -> list[str]:
@@ -528,7 +566,11 @@ def refused() -> list[str]:
     told(parallelize, pipeline, guidance_degree=2, sparse=SparseConfig(keep=0.5))
     told(parallelize, pipeline, ring_degree=2, options=InferenceOptions(vae="first"))
     told(parallelize, pipeline, ring_degree=2, options="all")
-    with parallelize(toy, guidance_degree=2, table=TABLE):
+    video, options = make_pipeline("wan"), InferenceOptions(vae="first")
+    video.vae.enable_tiling()
+    told(parallelize, video, ring_degree=2, options=options)
+    with parallelize(toy, guidance_degree=2, table=TABLE) as handle:
+        told(handle.verify, prompt="a boat")
         told(toy, **inputs)
         with torch.no_grad():
             told(toy, **toy_inputs(batch=2) | {"text": inputs["text"].expand(3, -1, -1)})
@@ -536,6 +578,8 @@ def refused() -> list[str]:
         latents = torch.randn(1, 99, 16, generator=seeded(rank))
         told(generated, "flux", pipeline, prompt_of("flux"), latents=latents)
         told(generated, "flux", pipeline, prompt_of("flux", seed=rank))
+        told(generated, "flux", pipeline, prompt_of("flux") | {"true_cfg_scale": 3.0 + rank / 100})
+        told(generated, "flux", pipeline, prompt_of("flux"), num_inference_steps=2 + rank)
         generated("flux", pipeline, prompt_of("flux"))  # all of them can go on
     if rank:
         pipeline.vae.enable_tiling()
@@ -556,10 +600,14 @@ def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
         "block-sparse attention counts the forward passes of a step",
         "call pipeline.vae.enable_tiling() before parallelize",
         "options is 'all': give InferenceOptions(..)",
+        "which cannot put together a video of no frames",
+        "verify: a Toy takes no 'prompt'",
         "guidance over ranks has no gradients",
         "image has the shape (2, 9, 4) in a call of 3 samples",
         "disagree on latents",
         "disagree on embeddings",
+        "disagree on true_cfg_scale",
+        "disagree on num_inference_steps",
         "disagree on shared parts",
         "Toy is sharded by FSDP",
     )

@@ -1,5 +1,6 @@
 """`bascule generate`: images and videos from prompts, on local ranks or in a job that runs."""
 
+import logging
 import math
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bascule.cli.parts.writing import STDOUT, check_outputs, tell_written, write_json
-from bascule.errors import ConfigError
+from bascule.errors import CommError, ConfigError
 from bascule.generation.generate_options import GenerateOptions
 from bascule.generation.prompts import read_prompts
 
@@ -38,14 +39,20 @@ def generate(options: GenerateOptions, arguments: list[str]) -> None:
             f"{said} on {num_ranks} ranks: the product must be {num_ranks}: change one of "
             "--replicas, --guidance-ranks, --ring, --ulysses, or --ranks"
         )
-    launch(num_ranks, arguments)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # says it again
+    try:
+        launch(num_ranks, arguments)
+    except CommError as error:
+        raise CommError(
+            f"{error}; what is done is in {options.out}, and the same command makes the rest"
+        ) from error
 
 
 def _run_rank(options: GenerateOptions) -> None:
-    from bascule.bench.launch import joined
+    from bascule.bench.launch import joined, stopping_quietly
     from bascule.generation.generating import Generation
 
-    with joined(options.timeout_s) as device:
+    with stopping_quietly(), joined(options.timeout_s) as device:
         run = Generation(options, device)
         _follow(run, options, Console(quiet=run.rank > 0, stderr=options.json == STDOUT))
 

@@ -69,6 +69,8 @@ class Explanation:
         advice: What would make it faster, by predicted seconds, most first; none without a profile.
         sparse: The layers of block-sparse attention, in their order.
         phases: Those of a pipeline of which something is known.
+        num_groups: Guidance groups, each on a mesh of its own.
+        guidance_bytes: That this rank sent to those of other groups in the last exchange.
     """
 
     model: str
@@ -79,6 +81,8 @@ class Explanation:
     advice: tuple[str, ...] = ()
     sparse: tuple[SparseLayer, ...] = ()
     phases: tuple[Phase, ...] = ()
+    num_groups: int = 1
+    guidance_bytes: int = 0
 
     def __str__(self) -> str:
         chosen, lengths = self.chosen, ", ".join(f"{n} of {k}" for k, n in self.lengths.items())
@@ -88,6 +92,11 @@ class Explanation:
             f"attention: {self.num_attentions} calls; the busiest rank sends "
             f"{chosen.busiest_bytes / _MIB:.1f} MiB a forward pass",
         ]
+        if self.num_groups > 1:
+            lines.append(
+                f"guidance: {self.num_groups} groups of ranks share branches and samples; this "
+                f"rank sent {self.guidance_bytes / _MIB:.3g} MiB of results in the last exchange"
+            )
         if chosen.seconds:
             lines.append(f"predicted: {sum(chosen.seconds.values(), Seconds())} a forward pass")
             lines += [f"  {kind or 'other'}: {one}" for kind, one in chosen.seconds.items()]

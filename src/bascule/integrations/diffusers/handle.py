@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.failures import told
+from bascule.comm.guard.failures import tell, told
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_reduce
@@ -193,6 +193,8 @@ class Parallelized:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:  # the user's, which nothing else tells to ranks that wait
+            tell(error, f"a call of {type(self.model).__name__}")
         self.undo()
 
     @property
@@ -278,7 +280,13 @@ class Parallelized:
             ConfigError: There was none, or the profile lacks a number.
         """
         found = explain(self._part_of(model, "explain"), profile, ranks_per_node)
-        return replace(found, phases=phases_of(self._times, self._shared_parts))
+        branches = None if not self._guided else self._guided[0].branches
+        return replace(
+            found,
+            phases=phases_of(self._times, self._shared_parts),
+            num_groups=1 if branches is None else branches.group.size,
+            guidance_bytes=0 if branches is None else branches.sent_bytes,
+        )
 
     @contextmanager
     def timed(self) -> Iterator[PhaseTimes]:

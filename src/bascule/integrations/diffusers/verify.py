@@ -1,5 +1,6 @@
 """Compares a model on a mesh with one process, block by block, and finds the first difference."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +17,7 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
 from bascule.comm.transfers import all_reduce, broadcast
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs
+from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
 from bascule.integrations.diffusers.forward import layout_of
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.tables.split_table import modules_of
@@ -63,10 +64,24 @@ class Verification:
         return {**self.blocks, **self.outputs}
 
 
+def _check_names(part: SplitModel, inputs: Mapping[str, Any]) -> None:
+    kinds = inspect.signature(part.model.forward).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in kinds):
+        return
+    takes = parameters_of(part.model)
+    unknown = [name for name in inputs if name not in takes]
+    if unknown:
+        raise ConfigError(
+            f"verify: a {type(part.model).__name__} takes no {unknown[0]!r}, but {', '.join(takes)}"
+            ": for the arguments of a pipeline give it, too, as in handle.verify(pipeline, ..)"
+        )
+
+
 @told("verify")
 def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
     """As `Parallelized.verify`, on each of the meshes that a group of ranks is made of."""
     mesh = part.mesh
+    _check_names(part, inputs)
     if part.has_cache:
         raise ConfigError(
             "verify: the model has a cache of steps, which would take each of two passes for a "

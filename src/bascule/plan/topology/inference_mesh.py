@@ -145,15 +145,16 @@ def choose_mesh(
             "replicas their own"
         )
     meshes.sort(key=lambda mesh: (step.num_passes % mesh.guidance > 0, *_order(mesh, in_node)))
+    passes = f", of {step.num_passes} {'pass' if step.num_passes == 1 else 'passes'} a step"
     if profile is None:
-        return MeshChoice(tuple(meshes), _RULE)
+        return MeshChoice(tuple(meshes), _RULE + passes)
     of_type("choose_mesh: profile", profile, HardwareProfile, "a HardwareProfile, or None")
     timed = [
         InferenceMesh(x.guidance, x.ring, x.ulysses, step_seconds(step, x, in_node, profile))
         for x in meshes
     ]
     timed.sort(key=lambda mesh: mesh.seconds or 0.0)  # stable
-    return MeshChoice(tuple(timed), f"the fastest as predicted for {profile.device}")
+    return MeshChoice(tuple(timed), f"the fastest as predicted for {profile.device}{passes}")
 
 
 def step_seconds(

@@ -40,13 +40,16 @@ class GuidedModel:
     and pickles of the model do not have. A function around the model that torch compiles calls the
     model itself, so each group then computes everything: results are the same, and no faster.
 
+    Attributes:
+        branches: Of the replica, for all of its models.
+
     Args:
         part: The model, with the hooks of its mesh; its parameters are not sharded.
-        branches: Of the replica, for all of its models.
+        branches: As above.
     """
 
     def __init__(self, part: SplitModel, branches: Branches) -> None:
-        self.model, self._part, self._branches = part.model, part, branches
+        self.model, self._part, self.branches = part.model, part, branches
         self._unbatched, self._names = part.table.unbatched, parameters_of(part.model)
         self.inputs = SameInputs(part.model)
         self._is_paused = False
@@ -71,7 +74,7 @@ class GuidedModel:
     def restart(self) -> None:
         """Another run begins: compare its first calls, and forget what is left of the last one."""
         self.inputs.restart()
-        self._branches.forget()
+        self.branches.forget()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -93,7 +96,7 @@ class GuidedModel:
     def _share(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        group, names = self._branches.group, self._names
+        group, names = self.branches.group, self._names
         compare = self.inputs.due(group, args, kwargs)
         samples = samples_of(names, args, kwargs, self._unbatched)
         num_parts = max(1, min(samples.number, group.size))
@@ -117,18 +120,18 @@ class GuidedModel:
         counts = [len(range(samples.number)[samples.part(i, num_parts)]) for i in range(num_parts)]
         branch = Branch(list(zip(owners, counts, strict=True)), computed, form, compare)
         places = range(branch.num_values)
-        self._branches.add(branch)
-        return rebuilt(form.nest, iter([Pending.of(self._branches, branch, i) for i in places]))
+        self.branches.add(branch)
+        return rebuilt(form.nest, iter([Pending.of(self.branches, branch, i) for i in places]))
 
     def _owners(self, num_parts: int) -> list[int]:
         """The groups that compute the parts of the next call: they take turns.
 
         What a cache keeps is in one group: a branch that it knows has the same in every step.
         """
-        num_groups = self._branches.group.size
+        num_groups = self.branches.group.size
         blocks = [block for block, _ in self._part.blocks.values()]
         cached = branch_of(self.model, blocks, num_parts, num_groups)
-        first = 0 if num_parts == num_groups else self._branches.num_waiting
+        first = 0 if num_parts == num_groups else self.branches.num_waiting
         if cached is not None:
             self._cached += [] if cached in self._cached else [cached]
             first = self._cached.index(cached) * num_parts

@@ -45,6 +45,10 @@ call, whose generators no method was given. So the VAE's samples count, too.
 """
 
 
+_OF_A_RANK = "output_type", "return_dict"
+"""Arguments of a pipeline by which a rank may want its output otherwise than the others."""
+
+
 class OneNoise:
     """Makes a pipeline draw the same on all ranks of a replica, and refuses unlike prompts.
 
@@ -92,7 +96,7 @@ class OneNoise:
         if self._is_paused:
             return
         self._is_begun = True
-        settings = {
+        settings = _call_of(self._pipeline) | {
             "prompts": repr(sorted((name, x) for name, x in given.items() if _is_text(x))),
             "embeddings": contents_of(leaves_of(list(given.values()))),
         }
@@ -104,6 +108,8 @@ class OneNoise:
             return
         self._is_begun = False
         self._begin_run()
+        if not hasattr(self._pipeline, "encode_prompt"):
+            agree_on(self._group, _call_of(self._pipeline), what="arguments")
         self._before_drawing(given)
 
     def _before_drawing(self, given: Mapping[str, Any]) -> None:
@@ -209,6 +215,30 @@ def _adapters_of(pipeline: Any) -> str:
     )
     values = [p for layer, _ in layers for name, p in layer.named_parameters() if "lora_" in name]
     return f"{dict(states)}, {contents_of(values)}" if layers else "none"
+
+
+def _call_of(pipeline: Any) -> dict[str, str]:
+    """The numbers and texts that a pipeline was called with, by argument.
+
+    Nothing hands them on: the scale of guidance, for one, is used by the call itself. So they are
+    read where the call stands, of which this is a part.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        code, values = frame.f_code, frame.f_locals
+        if code.co_name == "__call__" and values.get("self") is pipeline:
+            names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+            wanted = [name for name in names if name not in _OF_A_RANK]
+            return {name: _shown(values.get(name)) for name in wanted}
+        frame = frame.f_back
+    return {}
+
+
+def _shown(value: Any) -> str:
+    values = value if isinstance(value, list | tuple) else [value]
+    if all(isinstance(one, int | float | str | None) for one in values):
+        return repr(value)
+    return type(value).__name__
 
 
 def _is_text(value: Any) -> bool:

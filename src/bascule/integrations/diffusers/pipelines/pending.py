@@ -18,7 +18,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import leaves_of
 from bascule.comm.samples.sample_bytes import Parcel, parcel
-from bascule.comm.samples.sample_moves import ItemMove, move_items, num_rows
+from bascule.comm.samples.sample_moves import ROW_BYTES, ItemMove, move_items, num_rows
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.batch_shares import Form
 from bascule.plan.routes import Ints
@@ -111,6 +111,9 @@ class Branch:
 class Branches:
     """The calls of a replica whose results nobody has used yet.
 
+    Attributes:
+        sent_bytes: To the other groups, in the last exchange.
+
     Args:
         group: One rank of each guidance group.
     """
@@ -119,6 +122,7 @@ class Branches:
         self.group = group
         self._waiting: list[Branch] = []
         self._num_exchanges, self._capacity = 0, 8
+        self.sent_bytes = 0
 
     @property
     def num_waiting(self) -> int:
@@ -208,6 +212,7 @@ class Branches:
         move = ItemMove(
             *(owners[places], dest, group, device), self._num_exchanges, "guidance branches"
         )
+        self.sent_bytes = ROW_BYTES * sum(map(num_rows, parcels)) * (group.size - 1)
         arrived = move_items(move, parcels, rows[places], starts[places])
         theirs = [item[:2] for item in items if item[2] != group.rank]
         return dict(zip(theirs, arrived, strict=True))

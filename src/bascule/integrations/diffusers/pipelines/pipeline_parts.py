@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,11 @@ def _shared_vae(pipeline: Any, options: InferenceOptions) -> nn.Module | None:
     vae = getattr(pipeline, "vae", None)
     if not isinstance(vae, nn.Module) or options.vae == "own":
         return None
+    if options.vae == "first" and hasattr(pipeline, "video_processor"):
+        raise ConfigError(
+            f"InferenceOptions(vae='first') and a {type(pipeline).__name__}, which cannot put "
+            "together a video of no frames on the other ranks: use vae='all'"
+        )
     if getattr(vae, "use_tiling", False):
         return vae
     if options.vae == "first":
@@ -139,7 +145,11 @@ def share_parts(
     if vae is not None and options.vae != "own":
         of_vae = EncoderOptions(features_for=options.vae, device=device)
         tiled = TiledVAE(vae, mesh_or_group=ranks, options=of_vae)
-        ways = {"encode": tiled.encode, "decode": tiled.decode}
+        encode = tiled.encode
+        if options.vae == "first":  # gets the pixels alone; latents of a photo are for all
+            for_all = replace(of_vae, features_for="all")
+            encode = TiledVAE(vae, mesh_or_group=ranks, options=for_all).encode
+        ways = {"encode": encode, "decode": tiled.decode}
         yield SharedPart("decode", tiled, pipeline, vae, ways)
     of_texts = EncoderOptions(features_for="all", device=device)
     for module in _shared_text_encoders(pipeline, options):
