@@ -107,18 +107,26 @@ def failing(pipeline: Any) -> dict[str, Any]:
 
 
 VALUES = "differ between ranks, of ranks [1] from those of rank 0"
+GUIDANCE = "disagree on guidance_scale"
+STEPS = "disagree on num_inference_steps: ranks [0]: 2; ranks [1]: 3"
 RUNS: dict[str, Wrong] = {
-    "steps": (made("flux", lambda _: {"num_inference_steps": 3}), VALUES),
-    "steps, batched": (made("sd3", lambda _: {"num_inference_steps": 3}), VALUES),
-    "height": (made("flux", lambda _: {"height": 48}, **SPLIT), "disagree on names, shapes"),
-    "frames": (made("wan", lambda _: {"num_frames": 9}), "disagree on names, shapes"),
-    "images": (made("flux", lambda _: {"num_images_per_prompt": 2}), "disagree on"),
-    "guidance, batched": (made("sd3", lambda _: {"guidance_scale": 2.0}), VALUES),
-    "no guidance, batched": (made("sd3", lambda _: {"guidance_scale": 1.0}), "disagree on"),
-    "guidance": (made("flux", lambda _: {"true_cfg_scale": 2.0}), VALUES),
-    "no guidance": (made("flux", lambda _: {"true_cfg_scale": 1.0}), "noise"),
+    "steps": (made("flux", lambda _: {"num_inference_steps": 3}), STEPS),
+    "steps, batched": (made("sd3", lambda _: {"num_inference_steps": 3}), STEPS),
+    "height": (made("flux", lambda _: {"height": 48}, **SPLIT), "disagree on height"),
+    "frames": (made("wan", lambda _: {"num_frames": 9}), "disagree on num_frames"),
+    "images": (made("flux", lambda _: {"num_images_per_prompt": 2}), "disagree on num_images"),
+    "guidance, batched": (
+        made("sd3", lambda _: {"guidance_scale": 2.0}),
+        "disagree on guidance_scale",
+    ),
+    "no guidance, batched": (
+        made("sd3", lambda _: {"guidance_scale": 1.0}),
+        "disagree on guidance_scale",
+    ),
+    "guidance": (made("flux", lambda _: {"true_cfg_scale": 2.0}), "disagree on true_cfg_scale"),
+    "no guidance": (made("flux", lambda _: {"true_cfg_scale": 1.0}), "disagree on true_cfg_scale"),
     "schedule": (made("flux", another_scheduler, **SPLIT), VALUES),
-    "sigmas": (made("flux", lambda _: {"sigmas": [1.0, 0.2]}, **SPLIT), VALUES),
+    "sigmas": (made("flux", lambda _: {"sigmas": [1.0, 0.2]}, **SPLIT), "disagree on sigmas"),
     "callback": (made("flux", changing_callback), VALUES),
     "prompt": (made("flux", lambda _: prompt_of("flux", seed=4)), "disagree on embeddings"),
     "latents": (made("flux", lambda _: {"latents": latents_of(2)}), "disagree on latents"),

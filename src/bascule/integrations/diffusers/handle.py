@@ -6,20 +6,16 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import tell, told
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
-from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.agreement import (
     Asked,
-    agree_on_gradients,
     agree_on_split,
     asked_of,
     models_of,
@@ -49,6 +45,7 @@ from bascule.integrations.diffusers.pipelines.replicas import (
 )
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig
 from bascule.integrations.diffusers.tables.split_table import SplitTable
+from bascule.integrations.diffusers.training.gradients import average_gradients
 from bascule.integrations.diffusers.verify import Verification, verify
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.topology.inference_mesh import MeshChoice
@@ -370,20 +367,8 @@ class Parallelized:
             ConfigError: FSDP has averaged them.
             CommError: Ranks have gradients of different parameters.
         """
-        if self.mesh.whole is None:
-            return
-        agree_on_gradients(self.mesh.whole, [part.model for part in self.parts])
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for part in self.parts:
-            for parameter in part.model.parameters():
-                if parameter.grad is not None:
-                    by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
-        for grads in by_dtype.values():
-            flat = torch.cat([grad.flatten() for grad in grads])
-            total = all_reduce(self.mesh.whole, Call("all_reduce (gradients)"), flat)
-            parts = (total / self.mesh.whole.size).split([grad.numel() for grad in grads])
-            for grad, part in zip(grads, parts, strict=True):
-                grad.copy_(part.view_as(grad))
+        if self.mesh.whole is not None:
+            average_gradients(self.mesh.whole, [part.model for part in self.parts])
 
     def _part_of(self, model: nn.Module | None, what: str) -> SplitModel:
         """The part of a model. Default: of the first."""

@@ -45,8 +45,8 @@ call, whose generators no method was given. So the VAE's samples count, too.
 """
 
 
-_OF_A_RANK = "output_type", "return_dict"
-"""Arguments of a pipeline by which a rank may want its output otherwise than the others."""
+_OF_A_RANK = "output_type", "return_dict", "callback"
+"""Beginnings of arguments of a pipeline that a rank may have for itself, as a progress bar."""
 
 
 class OneNoise:
@@ -100,7 +100,7 @@ class OneNoise:
             "prompts": repr(sorted((name, x) for name, x in given.items() if _is_text(x))),
             "embeddings": contents_of(leaves_of(list(given.values()))),
         }
-        agree_on(self._group, settings, what="prompts")
+        agree_on(self._group, settings, what="a call of a pipeline")
 
     def _before_noise(self, given: Mapping[str, Any]) -> None:
         """As `_before_drawing`; what is drawn later is the same on all ranks."""
@@ -109,7 +109,7 @@ class OneNoise:
         self._is_begun = False
         self._begin_run()
         if not hasattr(self._pipeline, "encode_prompt"):
-            agree_on(self._group, _call_of(self._pipeline), what="arguments")
+            agree_on(self._group, _call_of(self._pipeline), what="a call of a pipeline")
         self._before_drawing(given)
 
     def _before_drawing(self, given: Mapping[str, Any]) -> None:
@@ -228,17 +228,17 @@ def _call_of(pipeline: Any) -> dict[str, str]:
         code, values = frame.f_code, frame.f_locals
         if code.co_name == "__call__" and values.get("self") is pipeline:
             names = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
-            wanted = [name for name in names if name not in _OF_A_RANK]
+            wanted = [name for name in names if not name.startswith(_OF_A_RANK)]
             return {name: _shown(values.get(name)) for name in wanted}
         frame = frame.f_back
     return {}
 
 
 def _shown(value: Any) -> str:
+    """A number, a text, or a list of them; nothing of what is compared elsewhere, or not at all."""
     values = value if isinstance(value, list | tuple) else [value]
-    if all(isinstance(one, int | float | str | None) for one in values):
-        return repr(value)
-    return type(value).__name__
+    is_plain = all(isinstance(one, int | float | str) for one in values)
+    return repr(value) if is_plain else ""
 
 
 def _is_text(value: Any) -> bool:
