@@ -86,11 +86,23 @@ def holds_tensors(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
+class Seldom:
+    """Says at which calls of each form something is due that need not be done each time."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[object]()
+
+    def next(self, form: object) -> bool:
+        """Whether it is at this call: at calls 1, 2, 4, 8, and so on of a form."""
+        self._counts[form] += 1
+        return self._counts[form].bit_count() == 1
+
+
 class SameInputs:
     """Refuses calls of a model for which its ranks are given different inputs.
 
-    Of each form of inputs, ranks compare calls 1, 2, 4, 8, and so on: each comparison is one small
-    all-gather, for which the host waits.
+    Of each form of inputs, ranks compare `Seldom`: each comparison is one small all-gather, for
+    which the host waits.
 
     Args:
         model: What is called.
@@ -98,11 +110,11 @@ class SameInputs:
 
     def __init__(self, model: nn.Module) -> None:
         self._name, self._names = type(model).__name__, parameters_of(model)
-        self._counts = Counter[tuple[str, tuple[object, ...]]]()
+        self._due = Seldom()
 
     def restart(self) -> None:
         """Count from 1 again: what comes is another run."""
-        self._counts.clear()
+        self._due = Seldom()
 
     def check(
         self, group: RankGroup | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -131,10 +143,7 @@ class SameInputs:
         if group is None:
             return None
         inputs = dict(zip(self._names, args, strict=False)) | dict(kwargs)
-        # Without numbers, of which some are others in every step.
-        form = group.key, tuple((name, *_kind(x)) for name, x in _leaves_of(inputs))
-        self._counts[form] += 1
-        if self._counts[form].bit_count() != 1:
+        if not self._due.next((group.key, form_of(inputs))):
             return None
         return partial(compare_inputs, NumbersOf.inputs(inputs), group, f"inputs of {self._name}")
 
@@ -219,6 +228,11 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     else:
         is_plain = isinstance(value, Tensor | int | float | str | None)
         yield name, value if is_plain else type(value).__name__
+
+
+def form_of(inputs: Mapping[str, Any]) -> tuple[object, ...]:
+    """Names, shapes and dtypes; not numbers, of which some are others in every step."""
+    return tuple((name, *_kind(x)) for name, x in _leaves_of(inputs))
 
 
 def _kind(x: Any) -> tuple[object, ...]:

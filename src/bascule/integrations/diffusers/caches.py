@@ -71,6 +71,11 @@ class Caches:
                 )
         return bool(found)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether one was in use at the last `prepare`."""
+        return self._have_attended is not None
+
     def prepare(self, blocks: Sequence[nn.Module], *, is_sparse: bool) -> None:
         """Before a forward pass.
 

@@ -12,11 +12,10 @@ from itertools import product
 from bascule.attention.api import AttentionOptions, SequenceLayout
 from bascule.comm.quantize import PEAK_BYTES
 from bascule.errors import ConfigError
-from bascule.integrations.diffusers.forward import Attended
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.pipelines.phases import Phase
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
-from bascule.integrations.diffusers.work import AttentionShape, LayerWork
+from bascule.integrations.diffusers.work import Attended, AttentionShape, LayerWork
 from bascule.plan.checks import MAX_RANKS, whole
 from bascule.plan.costs.hardware import FLOPS_PER_VALUE, HardwareProfile
 from bascule.plan.head_shares import HeadShares

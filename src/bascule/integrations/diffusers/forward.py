@@ -3,13 +3,12 @@
 Shapes: B batch, S tokens of the whole sequence.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bascule.attention.api import (
     AttentionMesh,
@@ -21,29 +20,9 @@ from bascule.attention.api import (
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.sparse.layers import SparseLayer, SparsePass
 from bascule.integrations.diffusers.tables.split_table import Cut, Keys, Mask, SplitTable
-from bascule.integrations.diffusers.work import AttentionShape, LayerWork, WorkCounter
+from bascule.integrations.diffusers.work import Attended, AttentionShape, WorkCounter
 from bascule.integrations.sdpa.call_mode import num_calls
-from bascule.integrations.sdpa.mode import SequenceParallelMode
-
-
-@dataclass(frozen=True, slots=True)
-class Attended:
-    """What a forward pass attended to over the mesh.
-
-    Attributes:
-        lengths: Tokens of each segment.
-        work: By kind of layer, what was computed, and attended by dense attention.
-        sparse: Each layer of block-sparse attention.
-    """
-
-    lengths: Mapping[str, int]
-    work: Mapping[str, LayerWork]
-    sparse: tuple[SparseLayer, ...] = ()
-
-    @property
-    def shapes(self) -> Counter[AttentionShape]:
-        """How often each shape was attended, by dense attention."""
-        return sum((one.shapes for one in self.work.values()), Counter())
+from bascule.integrations.sdpa.mode import SequenceParallelMode, as_it_is
 
 
 class Forward(SequenceParallelMode):
@@ -55,6 +34,15 @@ class Forward(SequenceParallelMode):
         depth: How many calls of the model were running when it began, itself among them; 0 if it
             was not begun by a call, and -1 where a compiler does not tell.
         thread: That of the call; None where a compiler does not tell.
+        form: That of its inputs.
+
+    Args:
+        model: The model.
+        mesh: The ranks. One alone leaves the model's attention as it is, but block-sparse, or with
+            a kernel of the user's choice.
+        table: What is cut.
+        options: How rows travel, and what computes.
+        sparse: The plans of block-sparse attention; None for dense attention.
     """
 
     def __init__(
@@ -64,24 +52,41 @@ class Forward(SequenceParallelMode):
         table: SplitTable,
         options: AttentionOptions,
         sparse: SparsePass | None = None,
+        *,
+        form: object = None,
     ) -> None:
         super().__init__(mesh, options=options)
-        self.depth = 0
+        self.depth, self.form = 0, form
         self.thread: int | None = None
         self._model = model
         self._sparse = sparse
         # The first tensor of each segment, and its dim: a compiler takes the size of a tensor for
         # symbolic, and a number that one graph leaves to another for a constant.
         self._wholes: dict[str, tuple[Tensor, int]] = {}
-        self._work = None if torch.compiler.is_compiling() else WorkCounter()
+        self._work: WorkCounter | None = None
+        self._is_whole = mesh.whole is None and sparse is None and options.kernel is None
         self._table = table
         # What is attended to, and above what was before.
         self._parts: list[tuple[str, ...] | Keys] = [table.segments]
         self._masks: dict[str, tuple[Tensor, Mask]] = {}
         self._joint_masks: dict[tuple[str, ...], Tensor] = {}
 
+    def sees_attention(self) -> bool:
+        """Whether it is entered as a mode: attention is replaced, or counted."""
+        return self._work is not None or not self._is_whole
+
+    def enter(self) -> None:
+        """Begin; a mode costs microseconds for each of torch's functions."""
+        if self.sees_attention():
+            super().enter()
+
+    def leave(self) -> None:
+        """End what `enter` began."""
+        if self.sees_attention():
+            super().leave()
+
     def _counter(self) -> WorkCounter | None:
-        """What counts what is computed, if that is seen, and for the first time."""
+        """What counts what is computed, if anything does, and for the first time."""
         return None if torch.compiler.is_compiling() or self.depth <= 0 else self._work
 
     def is_running(self) -> bool:
@@ -204,18 +209,6 @@ class Forward(SequenceParallelMode):
         if (work := self._counter()) is not None:
             work.end_block()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """What torch calls instead of each of its functions: it is counted."""
-        if (work := self._counter()) is not None:
-            work.see(func, args)
-        return super().__torch_function__(func, types, args, kwargs)
-
     def attend(
         self,
         query: Tensor,
@@ -235,6 +228,11 @@ class Forward(SequenceParallelMode):
                 return self._sparse.attend(layer, (query, key, value), lengths, scale)
         if (work := self._counter()) is not None:
             work.attend(self._shape_of(query, key, layout))
+        if self._is_whole:
+            dense = functional.scaled_dot_product_attention
+            gqa = query.shape[1] != key.shape[1]
+            given = {"attn_mask": mask, "is_causal": is_causal, "scale": scale, "enable_gqa": gqa}
+            return as_it_is(dense, query, key, value, **given)
         out = super().attend(query, key, value, layout, mask, is_causal, scale)
         if not any(
             self._masks[name][1].of_pairs for name in self._segments() if name in self._masks
@@ -245,7 +243,7 @@ class Forward(SequenceParallelMode):
         return out.masked_fill(~seen.mT, 0.0)
 
     def end(self) -> Attended | None:
-        """What was attended to; None for nothing, and in compiled graphs, which do not count.
+        """What was attended to; None for nothing, and where nothing was counted.
 
         Raises:
             ConfigError: Block masks are of more layers.
@@ -285,6 +283,8 @@ class Forward(SequenceParallelMode):
             )
         cut = Cut(of.segment)
         self._meet(cut, mask, name)
+        if self._is_whole:
+            return mask
         if self._masks.get(of.segment, (None,))[0] is not mask:
             self._masks[of.segment] = mask, of
             self._joint_masks.clear()
@@ -332,6 +332,26 @@ class Forward(SequenceParallelMode):
     def _length(self, segment: str) -> int:
         whole, dim = self._wholes[segment]
         return whole.shape[dim]
+
+
+class CountingForward(Forward):
+    """One that counts what is computed, for `explain`; so it sees all of torch's functions."""
+
+    def __init__(self, *args: Any, form: object) -> None:
+        super().__init__(*args, form=form)
+        self._work = WorkCounter()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """What torch calls instead of each of its functions."""
+        if (work := self._counter()) is not None:
+            work.see(func, args)
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def layout_of(

@@ -13,12 +13,14 @@ from bascule.comm.guard.failures import tell
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import (
     SameInputs,
+    Seldom,
     changed,
+    form_of,
     holds_tensors,
     parameters_of,
 )
 from bascule.integrations.diffusers.caches import Caches
-from bascule.integrations.diffusers.forward import Attended, Forward
+from bascule.integrations.diffusers.forward import CountingForward, Forward
 from bascule.integrations.diffusers.module_hooks import Hook, Register, after, before
 from bascule.integrations.diffusers.running import Running
 from bascule.integrations.diffusers.sparse.layers import SparseLayers, SparsePass
@@ -33,6 +35,7 @@ from bascule.integrations.diffusers.tables.split_table import (
     modules_of,
 )
 from bascule.integrations.diffusers.tables.table_checks import check_table
+from bascule.integrations.diffusers.work import Attended
 from bascule.integrations.sdpa.call_mode import error_of, is_called
 
 
@@ -70,6 +73,8 @@ class SplitModel:
         self._running = Running(model)
         self._is_paused = self._is_over = False
         self.inputs = SameInputs(model)
+        self._counting, self._names = Seldom(), parameters_of(model)
+        self._known: dict[object, Attended] = {}  # by form of inputs
         self._caches = Caches(model, table, lambda: self.forward)
         self._links: tuple[Link, ...] = ()
         self._hooks: list[RemovableHandle] = []
@@ -188,10 +193,16 @@ class SplitModel:
         self._running.forget_ended()
         if self._is_paused or self.is_alone:
             return None
-        if not torch.compiler.is_compiling():
-            self.prepare(args, kwargs)
         sparse = None if self.sparse is None else SparsePass(self.sparse)
-        return Forward(self.model, self.mesh, self.table, self.options, sparse)
+        given = self.model, self.mesh, self.table, self.options, sparse
+        if torch.compiler.is_compiling():
+            return Forward(*given)
+        self.prepare(args, kwargs)
+        named = dict(zip(self._names, args, strict=False)) | dict(kwargs)
+        form = self.mesh.degrees, form_of(named)
+        # Neither plans of sparse attention nor what a cache leaves out follow from the form.
+        counts = self._counting.next(form) or sparse is not None or self._caches.is_on
+        return CountingForward(*given, form=form) if counts else Forward(*given, form=form)
 
     def enter(self, forward: Forward) -> None:
         """What follows belongs to this forward pass."""
@@ -247,8 +258,11 @@ class SplitModel:
         if forward is None:
             return
         try:
-            if output is not None:
-                self.last = forward.end() or self.last
+            if output is not None and not torch.compiler.is_compiling():
+                attended = forward.end()
+                if attended is not None:
+                    self._known[forward.form] = attended
+                self.last = self._known.get(forward.form, self.last)
         finally:
             self._running.end(forward)
 
@@ -280,7 +294,7 @@ class SplitModel:
             forward = self.forward
             if forward is not None:
                 forward.end_block()
-                self._caches.end_block(name, forward.has_attended)
+                self._caches.end_block(name, forward.has_attended or not forward.sees_attention())
 
         return hook
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bascule.integrations.diffusers.sparse.layers import SparseLayer
+
 # Functions that compute nothing, or only where data lies; others are a kernel each.
 _FREE = frozenset(
     "__get__ __getitem__ __len__ chunk contiguous detach dim expand expand_as flatten is_complex "
@@ -65,6 +67,26 @@ class LayerWork:
     num_kernels: int = 0
     num_products: int = 0
     shapes: Counter[AttentionShape] = field(default_factory=Counter[AttentionShape])
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """What a forward pass attended to over the mesh.
+
+    Attributes:
+        lengths: Tokens of each segment.
+        work: By kind of layer, what was computed, and attended by dense attention.
+        sparse: Each layer of block-sparse attention.
+    """
+
+    lengths: Mapping[str, int]
+    work: Mapping[str, LayerWork]
+    sparse: tuple[SparseLayer, ...] = ()
+
+    @property
+    def shapes(self) -> Counter[AttentionShape]:
+        """How often each shape was attended, by dense attention."""
+        return sum((one.shapes for one in self.work.values()), Counter())
 
 
 class WorkCounter:

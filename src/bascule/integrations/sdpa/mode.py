@@ -27,6 +27,9 @@ _HIDING = (
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
 )
 
+_REPLACED = (functional.scaled_dot_product_attention, Tensor.unflatten, *RESHAPES, *_HIDING)
+"""All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it."""
+
 _DEFAULT = AttentionOptions()
 
 
@@ -63,6 +66,8 @@ class SequenceParallelMode(CallMode):
     ) -> Any:
         """What torch calls instead of each of its functions."""
         kwargs = kwargs or {}
+        if func not in _REPLACED:
+            return func(*args, **kwargs)
         if func is Tensor.unflatten:  # compilers cannot trace the method from here
             func = torch.unflatten
         if func in RESHAPES:
@@ -74,7 +79,7 @@ class SequenceParallelMode(CallMode):
         if (not attends and func not in _HIDING) or not self.is_running():
             return func(*args, **kwargs)
         if self.attends_locally():
-            return _as_it_is(func, *args, **kwargs)
+            return as_it_is(func, *args, **kwargs)
         if attends and torch.compiler.is_compiling():
             return self._attend(*args, **kwargs)
         if attends:
@@ -156,7 +161,7 @@ class SequenceParallelMode(CallMode):
             _check_other_keys(attn_mask, is_causal)
             key, value = others
         if others is not None or self._is_cross(query.shape[2], key.shape[2]):
-            return _as_it_is(
+            return as_it_is(
                 functional.scaled_dot_product_attention,
                 query,
                 key,
@@ -253,7 +258,7 @@ def sequence_parallel(
         )
 
 
-def _as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call without any mode: also not that of another model, which may run this one."""
     with torch._C.DisableTorchFunction():
         return func(*args, **kwargs)
