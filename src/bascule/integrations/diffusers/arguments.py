@@ -30,6 +30,9 @@ _WIDTH = 1 + len(_WAVES)
 _MOST_VALUES = 2**20
 """Of a tensor, spread over it, that are looked at; of a longer one not all."""
 
+_ROW = 1024
+"""Of so many values are the rows that products with waves are made of."""
+
 _FEW_VALUES = 64
 """Up to so many are times or scales, which no long sum has rounded."""
 
@@ -267,9 +270,14 @@ def _numbers(x: Tensor, of_all: bool) -> Tensor:
     x = torch.view_as_real(x) if x.is_complex() else x
     stride = 1 if of_all else -(-x.numel() // _MOST_VALUES)
     values = x.flatten()[::stride].double().nan_to_num(3.0, 5.0, -7.0)
-    places = torch.arange(values.numel(), dtype=torch.float64, device=x.device)
-    waves = [values @ torch.cos(radians * places) for radians in _WAVES]
-    return torch.stack([values.norm(), *waves])
+    # A wave is that of a row times that of a column, so few cosines are enough.
+    rows = nn.functional.pad(values, (0, -values.numel() % _ROW)).view(-1, _ROW)
+    radians = torch.tensor(_WAVES, dtype=torch.float64, device=x.device)
+    of_column = torch.outer(torch.arange(_ROW, device=x.device), radians)
+    of_row = torch.outer(torch.arange(0, rows.numel(), _ROW, device=x.device), radians)
+    cosines, sines = rows @ of_column.cos(), rows @ of_column.sin()
+    waves = (of_row.cos() * cosines - of_row.sin() * sines).sum(dim=0)
+    return torch.cat([values.norm()[None], waves])
 
 
 def _rounding(x: Tensor) -> float:
