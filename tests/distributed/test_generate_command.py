@@ -153,6 +153,7 @@ def refusals(prompts: Path, folder: Path) -> list[str]:
         {"width": 3},
         {"ulysses": 8},
         {"prompts": prompts if rank else one},
+        {"width": 100, "height": 64},
     ]
     given: list[dict[str, Any]] = [{"prompts": one, "out": folder} | job for job in wrong]
     return [raised_by(lambda job=job: make(**job))[1] for job in given]
@@ -164,6 +165,7 @@ def test_wrong_uses_are_refused_on_all_ranks(prompts: Path, tmp_path: Path) -> N
         assert "prompt 1: the pipeline fails with" in said[1]
         assert "ulysses_degree 8 on 2 ranks: the product must be 2" in said[2]
         assert "prompts" in said[3]
+        assert "width is 100, and this pipeline makes it 96: give 96" in said[4]
     assert not list(tmp_path.glob("*.png"))
 
 

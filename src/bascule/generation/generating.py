@@ -3,13 +3,14 @@
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from bascule.comm.agree import Ints, Statement, agree
 from bascule.comm.groups import RankGroup, member_of, resolve, set_timeout
@@ -187,9 +188,10 @@ class Generation:
                 raise ConfigError(
                     f"prompt {place + 1}: the pipeline fails with {type(error).__name__}: {error}"
                 ) from error
+        frames = result.frames[0] if name.endswith(VIDEO) else result.images[:1]
+        _check_size(place, prompt, frames)
         if not self.writes:
             return
-        frames = result.frames[0] if name.endswith(VIDEO) else result.images[:1]
         made = {"file": name, "model": self._options.model, **asdict(prompt)}
         write_record(self._beside(name), made | {"seconds": times.seconds})
         write_media(self._options.out / name, frames, self._options.fps)
@@ -220,6 +222,22 @@ def _enable_tiles(pipeline: Any) -> None:
         if vae is not None:
             what = f"the {type(vae).__name__} of this pipeline has no tiles"
         raise ConfigError(f"--tiles: {what}: leave it out") from error
+
+
+def _check_size(place: int, prompt: Prompt, frames: Sequence[Image.Image]) -> None:
+    """Refuse a size that the pipeline rounds: only what it makes tells which these are.
+
+    Raises:
+        ConfigError: Names the size that was made.
+    """
+    width, height = frames[0].size
+    for name, made in {"width": width, "height": height, "frames": len(frames)}.items():
+        asked = getattr(prompt, name)
+        if asked not in (None, made):
+            raise ConfigError(
+                f"prompt {place + 1}: {name} is {asked}, and this pipeline makes it {made}: "
+                f"give {made}"
+            )
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
