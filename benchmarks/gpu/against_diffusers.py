@@ -15,25 +15,23 @@ from typing import Any, NamedTuple
 
 import torch
 from _common import ratio
-from gpu.diffusers_models import flux_inputs, flux_of, no_diffusers
-from gpu.measuring import Case, Row, Setting, Target, timed
-from gpu.shapes import (
-    NUM_DOUBLE,
-    NUM_SINGLE,
-    Pack,
-    batch_of,
-    checkpointed,
-    config_of,
-    equal_pack,
-    mixes,
-    parallel_of,
-    train,
-)
 from torch import Tensor
 
 from bascule.models import MMDiT, PackedBatch, weights_from_diffusers
 from bascule.parallel import SequenceParallel
 from bascule.workload.codes import SampleShape
+from gpu.diffusers_models import flux_inputs, flux_of, no_diffusers
+from gpu.measuring import Case, Row, Setting, Target, timed
+from gpu.shapes import (
+    Pack,
+    batch_of,
+    checkpointed,
+    equal_pack,
+    mixes,
+    parallel_of,
+    train,
+    trained_config,
+)
 
 EQUAL, VARIED = Target(1.0), Target(1.3)
 LARGEST_ERROR = {torch.bfloat16: 0.05, torch.float32: 1e-4}
@@ -58,13 +56,13 @@ def cases(setting: Setting) -> Iterator[Case]:
     packs = [(equal_pack(setting.pick(4608, 32), 4), EQUAL)]
     packs += [(pack, VARIED) for pack in mixes(setting)]
     packs += [(equal_pack(512, 32), EQUAL)]
-    for pack, target in packs[:2] if setting.is_tiny else packs:
+    for pack, target in packs[1:2] if setting.is_tiny else packs:
         yield Case(str(pack), partial(steps_of, setting, pack, target, make))
 
 
 def models_of(setting: Setting) -> Models:
     """Both, compiled by blocks, for lengths of any number, and checkpointed."""
-    config = config_of(setting, NUM_DOUBLE, NUM_SINGLE)
+    config = trained_config(setting)
     theirs = flux_of(config, setting)
     with torch.device("meta"):
         plain = MMDiT(config)
@@ -76,15 +74,11 @@ def models_of(setting: Setting) -> Models:
             block.forward = compiled
     theirs.enable_gradient_checkpointing()
     theirs.train()
-    ours = checkpointed(
-        plain, lambda block: setting.compile(block, dynamic=True, fullgraph=True)
-    )
+    ours = checkpointed(plain, lambda block: setting.compile(block, dynamic=True, fullgraph=True))
     return Models(theirs, ours, plain, parallel_of(setting))
 
 
-def steps_of(
-    setting: Setting, pack: Pack, target: Target, make: Callable[[], Models]
-) -> list[Row]:
+def steps_of(setting: Setting, pack: Pack, target: Target, make: Callable[[], Models]) -> list[Row]:
     """Ours over the faster way of theirs."""
     models = make()
     config = models.ours.config
@@ -149,7 +143,8 @@ def same_outputs(setting: Setting, models: Models) -> Row:
         pooled=inputs["pooled_projections"],
     )
     found = models.plain(given, models.parallel.plan(pack.seq_lens))[batch.is_image].float()
-    wanted = models.theirs(**inputs)[0][0].float()
+    with torch.compiler.set_stance("force_eager"):
+        wanted = models.theirs(**inputs)[0][0].float()
     error = float((found - wanted).norm() / wanted.norm())
     target = Target(LARGEST_ERROR[setting.dtype], at_least=False)
     return Row("outputs of ours against diffusers'", "relative error", error, target=target)

@@ -12,23 +12,20 @@ come in packs of 16,384 tokens or one sequence, and short ones also alone. There
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
+from bascule.models import MMDiT
+from bascule.parallel import SequenceParallel
 from gpu.measuring import Case, Row, Setting, Target, timed
 from gpu.shapes import (
-    NUM_DOUBLE,
-    NUM_SINGLE,
     Pack,
     batch_of,
     checkpointed,
-    config_of,
     equal_pack,
     make_model,
     mixes,
     parallel_of,
     train,
+    trained_config,
 )
-
-from bascule.models import MMDiT
-from bascule.parallel import SequenceParallel
 
 LENGTHS = (256, 1024, 4096, 16_384, 32_768, 65_536)
 FULL_PACK = 16_384
@@ -47,7 +44,7 @@ def packs_of(setting: Setting) -> list[tuple[Pack, Target | None]]:
     lengths, most = setting.pick(LENGTHS, (16,)), setting.pick(FULL_PACK, 64)
     low_res, *others = mixes(setting)
     every = [
-        *others,
+        *(() if setting.is_tiny else others),
         *mixes(setting, heaviest=True)[1:],
         *(equal_pack(length, max(1, most // length)) for length in lengths),
         *(equal_pack(length, 1) for length in lengths if length < most),
@@ -58,7 +55,7 @@ def packs_of(setting: Setting) -> list[tuple[Pack, Target | None]]:
 
 def models_of(setting: Setting) -> dict[str, MMDiT]:
     """The same weights, by how their blocks run."""
-    model = make_model(config_of(setting, NUM_DOUBLE, NUM_SINGLE), setting)
+    model = make_model(trained_config(setting), setting)
     return {
         "eager": checkpointed(model, lambda block: block),
         "compiled blocks": checkpointed(

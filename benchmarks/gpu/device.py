@@ -8,6 +8,7 @@ shape is the rate that other topics are compared with.
 from collections.abc import Iterator
 
 import torch
+
 from gpu.measuring import Card, Case, Row, Setting, Timed, timed
 
 SHAPES = ((8192, 8192, 8192), (16384, 3072, 12288), (16384, 12288, 3072), (16384, 3072, 9216))

@@ -4,12 +4,12 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from gpu.measuring import Setting
-from gpu.shapes import made_on
 from torch import Tensor
 
 from bascule.models import MMDiTConfig
 from bascule.workload.codes import SampleShape
+from gpu.measuring import Setting
+from gpu.shapes import made_on
 
 
 def no_diffusers() -> str | None:
@@ -22,6 +22,7 @@ def flux_of(config: MMDiTConfig, setting: Setting) -> Any:
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
     torch.manual_seed(0)
+    frames, rows, columns = config.axes_dim
     with made_on(setting):
         return FluxTransformer2DModel(
             in_channels=config.in_channels,
@@ -31,7 +32,7 @@ def flux_of(config: MMDiTConfig, setting: Setting) -> Any:
             num_attention_heads=config.num_heads,
             joint_attention_dim=config.text_dim,
             pooled_projection_dim=config.vec_dim,
-            axes_dims_rope=config.axes_dim,
+            axes_dims_rope=(frames, rows, columns),
         )
 
 
@@ -52,7 +53,8 @@ def flux_inputs(
         "hidden_states": draw(num_samples, sample.image_tokens, config.in_channels),
         "encoder_hidden_states": draw(num_samples, sample.text_tokens, config.text_dim),
         "pooled_projections": draw(num_samples, config.vec_dim),
-        "timestep": torch.rand(num_samples, device=setting.device, dtype=setting.dtype),
+        # Theirs multiplies it by 1,000 in the dtype of the model, in which 500 is a number.
+        "timestep": torch.full((num_samples,), 0.5, device=setting.device, dtype=setting.dtype),
         "img_ids": torch.stack(places, dim=-1).float(),
         "txt_ids": torch.zeros(sample.text_tokens, 3, device=setting.device),
         "return_dict": False,

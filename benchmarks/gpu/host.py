@@ -20,9 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from _common import MIXES
-from gpu.blocks import models_of
-from gpu.measuring import Case, Row, Setting, Target
-from gpu.shapes import batch_of, loaded_low_res, parallel_of, train
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from bascule import Plan, TransformerCost, plan_batch
@@ -33,6 +30,9 @@ from bascule.parallel import SequenceParallel
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.traces import read_traces
 from bascule.workload.traces.spans import union
+from gpu.blocks import models_of
+from gpu.measuring import Case, Row, Setting, Target
+from gpu.shapes import batch_of, loaded_low_res, parallel_of, train
 
 RANK, STEPS, WARMUP = 13, 5, 2
 HIDDEN, NO_READS = Target(1.0, at_least=False), Target(0.0, at_least=False)

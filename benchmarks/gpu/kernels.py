@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu.measuring import Case, Row, Setting, Target, timed
-from gpu.shapes import config_of
 from torch import Tensor
 from torch.nn import functional
 
 from bascule.models.blocks import NORM_EPS, modulated_norm
 from bascule.models.rope import apply_rotary
 from bascule.models.rows import permute_rows, scale_rows
+from gpu.measuring import Case, Row, Setting, Target, timed
+from gpu.shapes import config_of
 
 NUM_TOKENS, NUM_SAMPLES = 32_768, 32
 SHARE = Target(0.75)
@@ -85,9 +85,7 @@ def called(part: Part, call: Callable[..., Tensor]) -> Callable[[], object]:
             state["leaves"] = [x for x in leaves if x.requires_grad]
             state["out"] = call(*leaves)
             state["grad"] = torch.ones_like(state["out"])
-        return torch.autograd.grad(
-            state["out"], state["leaves"], state["grad"], retain_graph=True
-        )
+        return torch.autograd.grad(state["out"], state["leaves"], state["grad"], retain_graph=True)
 
     return backward
 

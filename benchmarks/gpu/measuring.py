@@ -93,7 +93,7 @@ class Row:
     """A number that a topic found, or why there is none.
 
     Attributes:
-        what: What was measured, in words.
+        what: What was measured.
         unit: Of the number.
         value: The number, a median where there are rounds.
         quartiles: Of the rounds, the lower and the upper one.

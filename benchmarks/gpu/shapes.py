@@ -17,7 +17,6 @@ from functools import cached_property
 import numpy as np
 import torch
 from _common import MIXES
-from gpu.measuring import Setting
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,  # pyright: ignore[reportUnknownVariableType]
@@ -35,9 +34,10 @@ from bascule.workload.codes import (
     seq_lens,
 )
 from bascule.workload.streams import pack_batch
+from gpu.measuring import Setting
 
-NUM_DOUBLE, NUM_SINGLE = 2, 4
-"""Blocks that are trained; all 19 + 38 do not fit a card of 80 GB with their gradients."""
+TRAINED = 2, 4
+"""Double and single blocks; all 19 + 38 do not fit a card of 80 GB with their gradients."""
 
 FORWARDS_OF_A_STEP = 4
 MOST_TEXT = 512
@@ -81,13 +81,16 @@ class Pack:
 
 def config_of(setting: Setting, num_double: int, num_single: int) -> MMDiTConfig:
     """FLUX with fewer blocks; tiny: narrow, too."""
-    config = replace(
-        MMDiTConfig.flux(guidance=False), num_double=num_double, num_single=num_single
-    )
+    config = replace(MMDiTConfig.flux(guidance=False), num_double=num_double, num_single=num_single)
     if setting.is_tiny:
         narrow = {"text_dim": 16, "vec_dim": 16, "d_model": 64, "num_heads": 2}
         config = replace(config, in_channels=8, axes_dim=(8, 12, 12), **narrow)
     return config
+
+
+def trained_config(setting: Setting) -> MMDiTConfig:
+    """The blocks that are trained."""
+    return config_of(setting, *setting.pick(TRAINED, (1, 1)))
 
 
 def sample_of(num_tokens: int) -> SampleShape:
