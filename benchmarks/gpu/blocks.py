@@ -88,6 +88,7 @@ def steps_of(
                 target if name == best else None,
                 step_s=found.median(name),
                 flops=flops,
+                loss=float(calls[name]()),
                 tokens_per_s=pack.num_tokens / found.median(name),
                 seq_lens=pack.seq_lens,
             )

@@ -5,6 +5,7 @@ blocks, and with their kernels recorded in one CUDA graph that is replayed for e
 diffusers is split by `parallelize` over a world of one rank and compiled by its handle, without
 and with CUDA graphs, if diffusers is installed. Speed-ups are over the plain model, by rounds; the
 target is FastUSP's figure. Graphs that torch made while the timed calls ran count as recompiled.
+Images of all ways are compared with that of the plain one.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +27,9 @@ from gpu.shapes import Pack, batch_of, config_of, make_model, parallel_of
 STEPS = 28
 IMAGE = SampleShape(text_tokens=512, image_tokens=4096, grid_width=64)
 SPEEDUP, NO_GRAPHS = Target(1.16), Target(0.0, at_least=False)
+SAME = Target(0.1, at_least=False)
+"""How far images may be apart that were computed in 16 bits, in all steps, with other roundings."""
+
 MODES: dict[str, Mode] = {"compiled": "default", "CUDA graphs": "reduce-overhead"}
 
 
@@ -42,7 +46,7 @@ def ours(setting: Setting) -> list[Row]:
     config, pack = config_of(setting, *_blocks(setting)), _pack(setting)
     model = make_model(config, setting).eval()
     denoiser = Denoiser(model, batch_of(pack, config, setting), parallel_of(setting), pack)
-    calls: dict[str, Callable[[], object]] = {"plain": partial(_denoise, denoiser, setting)}
+    calls: dict[str, Callable[[], Tensor]] = {"plain": partial(_denoise, denoiser, setting)}
     wrapped = denoiser.with_blocks(lambda block: setting.compile(block, fullgraph=True))
     calls["compiled"] = partial(_denoise, wrapped, setting)
     rows, reason = list[Row](), "CUDA graphs are CUDA's: left out on a CPU"
@@ -160,13 +164,13 @@ def _call_theirs(model: Any, inputs: dict[str, Any], setting: Setting) -> Tensor
     return image
 
 
-def _forced_eager(call: Callable[[], object]) -> object:
+def _forced_eager(call: Callable[[], Tensor]) -> Tensor:
     with torch.compiler.set_stance("force_eager"):
         return call()
 
 
 def _rows_of(
-    label: str, setting: Setting, calls: dict[str, Callable[[], object]], plain: str
+    label: str, setting: Setting, calls: dict[str, Callable[[], Tensor]], plain: str
 ) -> list[Row]:
     """Seconds of an image, speed-ups over the plain way, and graphs made after the warm-up."""
     graphs = _Graphs()
@@ -183,6 +187,10 @@ def _rows_of(
         again = float(graphs.made_later(name))
         what = f"{label}, {name}: graphs made after the warm-up"
         rows.append(Row(what, "graphs", again, target=NO_GRAPHS))
+        wanted, image = (calls[one]().float() for one in (plain, name))
+        error = float((image - wanted).norm() / wanted.norm())
+        what = f"{label}, {name}: image against that of {plain}"
+        rows.append(Row(what, "relative error", error, target=SAME))
     return [*rows, *found.reasons(label)]
 
 
