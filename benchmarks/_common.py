@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,19 @@ from bascule import HardwareProfile
 
 RESULTS = Path(__file__).parent / "results"
 
+MIXES = {
+    "low-res": "g32b32i256f1s0",
+    "mixed": "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0",
+    "joint": (
+        "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,"
+        "g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
+    ),
+}
+"""The three mixes of KnapFormer's Table 1, for 32 ranks."""
+
+Timer = Callable[[Callable[[], object], int], float]
+"""Gives the seconds of one call, from so many in a row."""
+
 
 def environment() -> dict[str, Any]:
     """What a timing depends on, as far as it can be read."""
@@ -30,16 +45,30 @@ def environment() -> dict[str, Any]:
         "num_cpus": torch.multiprocessing.cpu_count(),
         "num_threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        **(_cuda() if torch.cuda.is_available() else {}),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
     }
 
 
-def write_results(name: str, results: Mapping[str, Any]) -> Path:
+def _cuda() -> dict[str, Any]:
+    """What only a CUDA device has."""
+    found = torch.cuda.get_device_properties()
+    return {
+        "capability": f"{found.major}.{found.minor}",
+        "num_multiprocessors": found.multi_processor_count,
+        "device_memory_bytes": found.total_memory,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "triton": version("triton") if find_spec("triton") else None,
+    }
+
+
+def write_results(name: str, results: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write `results/NAME.json`: the results and the environment."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
+    folder.mkdir(exist_ok=True, parents=True)
+    path = folder / f"{name}.json"
     text = json.dumps({"benchmark": name, "environment": environment(), **results}, indent=2)
     path.write_text(text + "\n", encoding="utf-8")
     return path
@@ -59,8 +88,20 @@ def calibrated(folder: Path, *options: str) -> HardwareProfile:
     return HardwareProfile.load(out)
 
 
+def wall_seconds(call: Callable[[], object], calls: int) -> float:
+    """Seconds of a call by the clock of the host."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
 def time_interleaved(
-    candidates: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    timer: Timer = wall_seconds,
 ) -> dict[str, list[float]]:
     """Seconds a call of each candidate in each round; all of them take turns within a round.
 
@@ -74,11 +115,7 @@ def time_interleaved(
     for turn in range(rounds):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            call = candidates[name]
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            times[name].append((time.perf_counter() - start) / calls)
+            times[name].append(timer(candidates[name], calls))
     return times
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from _common import write_results
+from _common import MIXES, write_results
 
 from bascule.errors import PlanError
 from bascule.plan import metrics
@@ -29,14 +29,6 @@ from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 Batch = Sequence[Sequence[int]]
 
-MIXES = {
-    "low-res": "g32b32i256f1s0",
-    "mixed": "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0",
-    "joint": (
-        "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,"
-        "g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
-    ),
-}
 VIDEO = "g28b1i512f1s0,g4b1i1024f16s0"
 """Every third step of the bursty mix: on four ranks a video of 65,536 tokens, else an image.
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 import scipy
-from _common import RESULTS, ratio, summary, time_interleaved, write_results
+from _common import MIXES, RESULTS, ratio, summary, time_interleaved, write_results
 from _solver_stages import stages, stages_table
 from numpy.typing import NDArray
 from rich.console import Console
@@ -38,14 +38,6 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_RANKS = 32
-MIXES = {
-    "low-res": "g32b32i256f1s0",
-    "mixed": "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0",
-    "joint": (
-        "g8b4i256f1s0,g2b5i512f1s0,g2b5i1024f1s0,g4b1i2048f1s0,"
-        "g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1"
-    ),
-}
 EQUAL_BAGS = ("g1n32", "g2n16", "g4n8", "g8n4")
 MIXED_BAGS = ("g1n8+g8n3", "g1n16+g8n2", "g1n24+g8n1")
 COST = TransformerCost(3072, gamma=0.426)

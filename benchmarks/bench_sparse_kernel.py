@@ -124,12 +124,14 @@ def rows_of(mask: np.ndarray, block: int) -> BlockRows:
     return BlockRows(bounds, bounds, row_bounds, head * num_blocks + column)
 
 
-def check(out: Tensor, tensors: list[Tensor], mask: np.ndarray, block: int) -> None:
+def check(
+    out: Tensor, tensors: list[Tensor], mask: np.ndarray, block: int, scale: float = SCALE
+) -> None:
     """Compare (S, D) output of the first queries of a head with dense masked attention."""
     q, k, v = (x.double() for x in tensors)
     num_rows = min(4, mask.shape[0])
     is_seen = torch.from_numpy(mask[:num_rows].repeat(block, axis=0).repeat(block, axis=1))
-    scores = (q[: num_rows * block] @ k.T * SCALE).masked_fill(~is_seen, -math.inf)
+    scores = (q[: num_rows * block] @ k.T * scale).masked_fill(~is_seen, -math.inf)
     want = scores.softmax(-1) @ v
     error = float((out[: num_rows * block].double() - want).norm() / want.norm())
     assert error < LARGEST_ERROR[out.dtype], f"off by {error}"
