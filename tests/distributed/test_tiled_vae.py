@@ -66,6 +66,24 @@ def test_what_all_ranks_want_is_split_without_sending_it(kind: str, size: int) -
     assert all(one == said[0] for one in said)
 
 
+def rows_of_calls(num_samples: int) -> list[int]:
+    """Tiles of each call of the decoder, of a batch that both ranks want."""
+    vae, rows = tiny_vae("kl"), list[int]()
+    vae.decoder.register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    tiled = TiledVAE(vae, options=EncoderOptions(features_for="all"))
+    with torch.no_grad():
+        tiled.decode(sample_of("kl", "decode", (num_samples, 1, 40, 40), 0, FLOAT))
+    return rows
+
+
+def test_a_call_has_as_many_tiles_as_the_models_own() -> None:
+    one, several = run_ranks(rows_of_calls, 2, 1), run_ranks(rows_of_calls, 2, 3)
+    assert all(set(rows) == {1} for rows in one)
+    assert all(max(rows) == 3 for rows in several)
+    assert sum(map(sum, several)) == 3 * sum(map(sum, one))
+    assert sum(map(len, several)) < 2 * sum(map(len, one))
+
+
 def check_gradients(kind: str) -> None:
     """Of images, and of all parameters; one rank has an image, and one has none."""
     rank = dist.get_rank()

@@ -54,6 +54,19 @@ def test_every_sample_is_computed_once(seed: int, max_tokens: int | None) -> Non
             assert len({len(passes) for passes in bags}) == 1
 
 
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("max_items", [1, 2, 5])
+def test_a_pass_has_no_more_samples_than_are_allowed(seed: int, max_items: int) -> None:
+    plan, forms = drawn(seed)
+    args = plan.bag_of, plan.seq_lens, forms, plan.topology.bag_sizes
+    for passes in forward_passes(*args, max_items=max_items, is_aligned=False):
+        real = [of for of in passes if not of.is_dummy]
+        assert all(of.ids.size <= max_items for of in real)
+        for form in {int(forms[of.ids[0]]) for of in real}:
+            alike = [of.ids.size for of in real if forms[of.ids[0]] == form]
+            assert len(alike) == -(-sum(alike) // max_items)  # and as few as can be
+
+
 def test_a_bag_without_samples_computes_the_shortest_one() -> None:
     plan = plan_batch([[30, 4], []], "g1n2", COST, planner="lpt")
     alone = plan_batch([[9], []], "g1n2", COST)

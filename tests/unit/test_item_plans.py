@@ -29,7 +29,7 @@ def loaded_of(
     for own in lens:
         numbers = [[n, bits[at + i], 0, rows, 8 * n] for i, n in enumerate(own)]
         at += len(own)
-        said.append(np.array([flags, 0, *np.array(numbers, np.int64).flatten()], np.int64))
+        said.append(np.array([flags, 0, 0, *np.array(numbers, np.int64).flatten()], np.int64))
     return Loaded.of(said, 0)
 
 
@@ -55,11 +55,13 @@ def test_a_rank_without_items_needs_the_cheapest_one() -> None:
 
 def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
     numbers = [(n, -1, 0, 0, 8) for n in (4, 3, 2, 1)]
-    said = [np.array([0, 0, *(x for one in numbers for x in one)])] * 3
+    said = [
+        np.array([0, 0, at_once, *(x for one in numbers for x in one)]) for at_once in (2, 1, 0)
+    ]
     for num_getting in (3, 1):
         loaded = Loaded.of(said, 2, num_getting)
         assert loaded.num_items == 4 and loaded.own.tolist() == [0, 1, 2, 3]
-        plan, report = plan_items(loaded, TOKENS, FREE, is_alone=True)
+        plan, report = plan_items(loaded, TOKENS, FREE)
         assert not plan.moves and report.loaded == 3.0 and report.num_moved == 4
         assert np.bincount(plan.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
         assert [[of.ids.size for of in own] for own in plan.passes] == [[1], [1], [1, 1]]

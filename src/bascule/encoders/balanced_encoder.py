@@ -210,6 +210,7 @@ class BalancedEncoder:
         error: Exception | None = None,
         what: str = "",
         given: Any = None,
+        at_once: int = 0,
     ) -> Features:
         """Calling with items, for who prepares them.
 
@@ -219,9 +220,10 @@ class BalancedEncoder:
             error: What this rank met while it prepared them; then all ranks raise.
             what: What all ranks must do alike besides.
             given: What the items were made of. Default: the items.
+            at_once: Most items of a call; 0: any number.
         """
         self._number += 1
-        loaded, offer = self._agree(items, error, what, items if given is None else given)
+        loaded, offer = self._agree(items, error, what, given or items, at_once)
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
@@ -231,7 +233,6 @@ class BalancedEncoder:
             limits=self.options.limits,
             home_tolerance=self.options.home_tolerance,
             is_aligned=self._is_sharded,
-            is_alone=self.table.is_alone,
         )
         with torch.set_grad_enabled(loaded.needs_gradient and torch.is_grad_enabled()):
             token = after if loaded.needs_gradient else None
@@ -246,11 +247,11 @@ class BalancedEncoder:
         return features
 
     def _agree(
-        self, items: Sequence[Item], error: Exception | None, what: str, given: Any
+        self, items: Sequence[Item], error: Exception | None, what: str, given: Any, at_once: int
     ) -> tuple[Loaded, Offer]:
         """What all ranks loaded; or the same error on all of them."""
         parallel, offer = self._parallel, Offer()
-        own = np.zeros(2, np.int64)
+        own = np.zeros(3, np.int64)
         names = ("call", "cost", "settings", "gradients", "is sharded", "items")
         settings: dict[str, str] = dict.fromkeys(names, "")
         try:
@@ -270,7 +271,7 @@ class BalancedEncoder:
                             f"features_for={self.options.features_for!r} has no gradients: encode "
                             "under torch.no_grad(), or let each rank give its own items"
                         )
-                own = np.array([flags, self._speed.spent_ns(), *offer.numbers], np.int64)
+                own = np.array([flags, self._speed.spent_ns(), at_once, *offer.numbers])
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         said = agree(

@@ -41,7 +41,6 @@ class EncoderTable:
         sources: Arguments of the model around the module that hold items; the module is called
             once for each that is there, in this order.
         settings: What of the module must be the same on all ranks, in each call.
-        is_alone: Whether items are computed one by one, also where several would fit into a call.
     """
 
     length: Callable[[nn.Module, Item], Length] | None = None
@@ -51,7 +50,6 @@ class EncoderTable:
     split: Callable[[Item, int], list[Item]] | None = None
     sources: tuple[str, ...] = field(default=("pixel_values", "pixel_values_videos"))
     settings: Callable[[nn.Module], str] | None = None
-    is_alone: bool = False
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
         """The items of a call; views.

@@ -18,7 +18,7 @@ from bascule.plan.routes import Ints
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign
 
-_NUM_FIRST, _NUM_NUMBERS = 2, 5  # of a rank, and of an item
+_NUM_FIRST, _NUM_NUMBERS = 3, 5  # of a rank, and of an item
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,7 @@ class Loaded:
         num_ranks: Number of ranks.
         num_getting: Of items that all ranks gave: so many ranks, the first ones, get the features.
         spent_ns: What each rank's own calls of the encoder took until now; see `OwnSpeed`.
+        at_once: Most items of a call; None: any number.
     """
 
     rank: int
@@ -52,10 +53,13 @@ class Loaded:
     num_ranks: int
     spent_ns: tuple[int, ...]
     num_getting: int = 0
+    at_once: int | None = None
 
     @classmethod
     def of(cls, said: Sequence[Ints], rank: int, num_getting: int = 0) -> "Loaded":
-        """From what ranks said: flags, nanoseconds, and five numbers of each item.
+        """From what ranks said: flags, nanoseconds, items at once, and five numbers of each item.
+
+        Of items at once the fewest count that a rank said; 0 are any number.
 
         With `num_getting` all of them said the same items.
         """
@@ -69,7 +73,9 @@ class Loaded:
         wants = any(flag & 1 for flag in flags)
         args = lens, bits.view(np.float64), forms, rows, num_bytes
         spent_ns = tuple(int(part[1]) for part in said)
-        return cls(rank, owner, *args, wants, any(flags), len(said), spent_ns, num_getting)
+        at_once = min((int(part[2]) for part in said if part[2]), default=None)
+        has_gradients = wants, any(flags)
+        return cls(rank, owner, *args, *has_gradients, len(said), spent_ns, num_getting, at_once)
 
     @property
     def digest(self) -> str:
@@ -169,11 +175,10 @@ class ItemPlan:
     passes: list[list[ForwardPass]]
 
     @classmethod
-    def of(cls, loaded: Loaded, rank_of: Ints, is_aligned: bool, is_alone: bool) -> "ItemPlan":
+    def of(cls, loaded: Loaded, rank_of: Ints, is_aligned: bool) -> "ItemPlan":
         """With the calls that it takes."""
         args = rank_of, loaded.lens, loaded.forms, np.ones(loaded.num_ranks, np.int64)
-        most = 1 if is_alone else None
-        passes = forward_passes(*args, max_tokens=most, is_aligned=is_aligned)
+        passes = forward_passes(*args, max_items=loaded.at_once, is_aligned=is_aligned)
         return cls(loaded, rank_of, passes)
 
     @cached_property
@@ -249,7 +254,6 @@ def plan_items(
     limits: Limits | None = None,
     home_tolerance: float = 0.0,
     is_aligned: bool = False,
-    is_alone: bool = False,
 ) -> tuple[ItemPlan, Encoding]:
     """Spread items over ranks by cost, so that the slowest rank ends early, where that pays.
 
@@ -263,7 +267,6 @@ def plan_items(
         limits: What a rank can hold.
         home_tolerance: By how much the slowest rank may take longer than in the best plan.
         is_aligned: Whether all ranks need as many calls of the module.
-        is_alone: Whether every item is a call of its own.
 
     Raises:
         ConfigError: The cost model is wrong. PlanError: The limits cannot be kept.
@@ -278,12 +281,11 @@ def plan_items(
     if not may_stay or before.max() > least * (1.0 + home_tolerance):  # else nothing is better
         found = assign(*(costs, num_ranks), home=owner, home_tolerance=home_tolerance, **limited)
         rank_of = np.asarray(found.bin_of)
-    calls = is_aligned, is_alone
-    plan = ItemPlan.of(loaded, rank_of, *calls)
+    plan = ItemPlan.of(loaded, rank_of, is_aligned)
     after = np.bincount(rank_of, costs, num_ranks).astype(np.float64)
     weighed: tuple[float | None, float | None, int] = None, None, 0
     if prices.unit_s is not None and plan.leaves.any() and not loaded.num_getting:
-        stays = ItemPlan.of(loaded, owner, *calls)
+        stays = ItemPlan.of(loaded, owner, is_aligned)
         more = zip(plan.exchange(prices), stays.exchange(prices), strict=True)
         exchange_s, exchange_bytes = (moving - staying for moving, staying in more)
         gain_s = (before.max() - after.max()) * prices.unit_s * step_factor(loaded.needs_gradient)

@@ -21,7 +21,7 @@ from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost
 
 _PIXELS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
-_TABLE = EncoderTable(length=pixels_of, settings=settings_of, is_alone=True)
+_TABLE = EncoderTable(length=pixels_of, settings=settings_of)
 _DEFAULT = EncoderOptions()
 
 
@@ -125,7 +125,8 @@ class TiledVAE:
                 empty.append(mapped(output, lambda leaf: leaf[:0]))
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        features = self._tiles.encode(tiles, None, error, way, samples)
+        most = max(map(len, samples), default=0)  # as many as the model itself has in a call
+        features = self._tiles.encode(tiles, None, error, way, samples, at_once=most)
         answers, is_mine = deque[Tensor](features), bool(features)
         features.clear()
         outputs = list[Any]()

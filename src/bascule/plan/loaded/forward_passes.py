@@ -29,6 +29,7 @@ def forward_passes(
     bag_sizes: Ints,
     *,
     max_tokens: int | None = None,
+    max_items: int | None = None,
     is_aligned: bool,
 ) -> list[list[ForwardPass]]:
     """The forward passes of each bag, the longest first.
@@ -42,12 +43,13 @@ def forward_passes(
         forms: (num_seqs,) samples of the same form fit into one batch.
         bag_sizes: (num_bags,) ranks of each bag.
         max_tokens: Most tokens of a pass on a rank; a longer sample goes alone.
+        max_items: Most samples of a pass.
         is_aligned: Whether all bags need as many passes, as under FSDP; else each needs one.
     """
     by_bag = np.argsort(bag_of, kind="stable")
     parts = np.split(by_bag, np.cumsum(np.bincount(bag_of, minlength=bag_sizes.size))[:-1])
     bags = [
-        _by_form(ids, lens, forms, None if max_tokens is None else max_tokens * size)
+        _by_form(ids, lens, forms, None if max_tokens is None else max_tokens * size, max_items)
         for ids, size in zip(parts, bag_sizes.tolist(), strict=True)
     ]
     wanted = max(map(len, bags)) if is_aligned else 1
@@ -58,11 +60,15 @@ def forward_passes(
     return bags
 
 
-def _by_form(ids: Ints, lens: Ints, forms: Ints, most: int | None) -> list[ForwardPass]:
+def _by_form(
+    ids: Ints, lens: Ints, forms: Ints, max_tokens: int | None, max_items: int | None
+) -> list[ForwardPass]:
     passes: list[ForwardPass] = []
     for form in np.unique(forms[ids]):
         alike = ids[forms[ids] == form]
-        at_once = alike.size if most is None else max(1, most // int(lens[alike].max()))
+        at_once = alike.size if max_items is None else max_items
+        if max_tokens is not None:
+            at_once = min(at_once, max(1, max_tokens // int(lens[alike].max())))
         parts = np.array_split(alike, -(-alike.size // at_once))
         passes += [ForwardPass(part, int(lens[part].sum())) for part in parts]
     return passes
