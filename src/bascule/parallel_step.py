@@ -9,7 +9,6 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from bascule import parallel_ops, parallel_routes
@@ -206,13 +205,14 @@ class Step:
             self._count(q_CHD, k_CKD)
             return out
 
-    @torch.compiler.disable
     def count_routed(self, is_marked: Tensor) -> int:
         """How many of the rows that `route` brings here are marked; one gather, on the host.
 
         Args:
             is_marked: bool (T,) on the host, in the order of this rank's sequences.
         """
+        if is_recorded():
+            return int(parallel_ops.count_routed(is_marked, self._key))
         with telling(f"step {self.number}: count_routed"):
             return parallel_routes.count_marked(self._route, is_marked)
 

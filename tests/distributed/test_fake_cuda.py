@@ -87,10 +87,10 @@ def packed_model(topologies: list[str], name_of_dtype: str, gradients: bool) -> 
 def on_fake_cuda(batch: PackedBatch, dtype: torch.dtype) -> PackedBatch:
     """All but the mask."""
     given = {name: getattr(batch, name) for name in PackedBatch.__slots__}
-    wanted = dict.fromkeys(("image_tokens", "text_tokens", "pooled"), dtype)
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and name != "is_image":
-            given[name] = moved(x, wanted.get(name, torch.float32))
+            is_cast = name in ("image_tokens", "text_tokens", "pooled")
+            given[name] = moved(x, dtype if is_cast else torch.float32)
     return PackedBatch(**given)
 
 

@@ -52,8 +52,9 @@ def on_device(x: Tensor) -> Tensor:
 
 def count_waits() -> list[Tensor]:
     """No stream is there to wait for: what would have been waited for."""
-    waited, changed = list[Tensor](), staging
-    changed._wait_for_stream = waited.append  # pyright: ignore[reportPrivateUsage]
+    waited = list[Tensor]()
+    changed: Any = staging
+    changed._wait_for_stream = waited.append
     return waited
 
 
@@ -105,9 +106,10 @@ def train(topology: str) -> int:
     model, whole = make_model(config), make_model(config)
     for name, batch in edge_batches(dist.get_world_size()).items():
         drawn = own_samples(batch, config, sp.rank)
-        fields = {of: getattr(drawn.inputs, of) for of in PackedBatch.__slots__}
-        moved = {of: x if x is None else on_device(x) for of, x in fields.items()}
-        samples = Samples(PackedBatch(**moved), drawn.target, drawn.seq_lens)
+        given = {of: getattr(drawn.inputs, of) for of in PackedBatch.__slots__}
+        for of, x in given.items():
+            given[of] = x if x is None else on_device(x)
+        samples = Samples(PackedBatch(**given), drawn.target, drawn.seq_lens)
         model.zero_grad()
         step = sp.plan(samples.seq_lens)
         loss = step.mean(samples.losses(model(samples.inputs, step)))
