@@ -221,6 +221,17 @@ def _sample_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 gather_samples.register_autograd(_sample_gradients, setup_context=_keep_samples)
 
 
+@torch.library.custom_op("bascule::count_routed", mutates_args=())
+def count_routed(is_marked: Tensor, step: int) -> Tensor:
+    """`Step.count_routed`, as a number on the host."""
+    return torch.tensor(_step(step).count_routed(is_marked))
+
+
+@count_routed.register_fake
+def _(is_marked: Tensor, step: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
 @torch.library.custom_op("bascule::mean", mutates_args=())
 def mean(values: Tensor, weights: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
     """`Step.mean`, and what its gradient is multiplied by."""

@@ -9,10 +9,9 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import Tensor
 
-from bascule import parallel_ops
+from bascule import parallel_ops, parallel_routes
 from bascule.attention import packed
 from bascule.attention.call_spec import (
     check_settings,
@@ -40,7 +39,7 @@ from bascule.comm.staging import table_on
 from bascule.comm.world import this_world
 from bascule.parallel_forms import Forms, Qkv, needs_gradient
 from bascule.parallel_plans import Planned
-from bascule.plan import metrics, routes
+from bascule.plan import metrics
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.traffic import Traffic
 
@@ -206,6 +205,17 @@ class Step:
             self._count(q_CHD, k_CKD)
             return out
 
+    def count_routed(self, is_marked: Tensor) -> int:
+        """How many of the rows that `route` brings here are marked; one gather, on the host.
+
+        Args:
+            is_marked: bool (T,) on the host, in the order of this rank's sequences.
+        """
+        if is_recorded():
+            return int(parallel_ops.count_routed(is_marked, self._key))
+        with telling(f"step {self.number}: count_routed"):
+            return parallel_routes.count_marked(self._route, is_marked)
+
     def gather_samples(self, tensor: Tensor) -> Tensor:
         """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
 
@@ -247,18 +257,11 @@ class Step:
 
     @cached_property
     def _route(self) -> BoundRoute:
-        parallel = self._parallel
-        route = self.plan.route(parallel.rank)
-        return BoundRoute(route, parallel.group, parallel.device, self.number, "route")
+        return parallel_routes.token_route(self._parallel, self.plan, self.number)
 
     @cached_property
     def _context_route(self) -> BoundRoute:
-        parallel, contexts = self._parallel, self.plan.context_lens
-        is_own = self.plan.source_ranks == parallel.rank
-        num_rows = 0 if contexts is None else int(contexts[is_own].sum())
-        route = self.plan.context_route(parallel.rank)
-        args = route, parallel.group, parallel.device, self.number, "route_contexts"
-        return BoundRoute(*args, num_rows=num_rows)
+        return parallel_routes.context_route(self._parallel, self.plan, self.number)
 
     @cached_property
     def _bag(self) -> packed.Bag:
@@ -267,12 +270,7 @@ class Step:
 
     @cached_property
     def _samples(self) -> tuple[int, Tensor, RankGroup, int]:
-        """Most samples of a rank, rows of a gather padded to them, the ranks, the step number."""
-        counts = self.plan.source_counts
-        most = int(counts.max(initial=0))
-        rows = routes.ranges(np.arange(counts.size) * most, counts)
-        parallel = self._parallel
-        return most, table_on(rows, parallel.device), parallel.group, self.number
+        return parallel_routes.sample_rows(self._parallel, self.plan, self.number)
 
     def _exchange(self, what: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         refuse_transforms(what, *tensors.values())

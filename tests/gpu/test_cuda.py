@@ -11,7 +11,7 @@ from bascule.attention import AttentionMask, PackedSequences, attend_packed, sel
 from bascule.attention.kernels.protocol import Attended, AttentionKernel
 from bascule.attention.kernels.registry import KERNELS
 from bascule.errors import ConfigError
-from bascule.models import Exchange, LocalExchange, MMDiT, PackedBatch
+from bascule.models import Exchange, LocalExchange, MMDiT
 from bascule.parallel import ParallelOptions, SequenceParallel
 from tests.helpers.cases import (
     COST,
@@ -25,6 +25,7 @@ from tests.helpers.cases import (
     norm_of,
     random_batch,
 )
+from tests.helpers.device_runs import on_device
 from tests.helpers.oracle import packed_attention
 from tests.helpers.ranks import run_ranks
 
@@ -127,12 +128,6 @@ def test_idle_rank(name: str) -> None:
     out.sum().backward()
 
 
-def on_cuda(samples: Samples) -> Samples:
-    names = [name for name in PackedBatch.__slots__ if name != "guidance"]
-    moved: dict[str, Tensor] = {name: getattr(samples.inputs, name).cuda() for name in names}
-    return Samples(PackedBatch(**moved), samples.target.cuda(), samples.seq_lens)
-
-
 def train(model: MMDiT, samples: Samples, exchange: Exchange) -> tuple[float, Gradients]:
     model.zero_grad()
     losses = samples.losses(model(samples.inputs, exchange))
@@ -156,7 +151,7 @@ def worst_errors(dtype: torch.dtype, kernel: str | None) -> list[float]:
     batches += edge_batches(1).values()
     errors: list[float] = []
     for batch in batches:
-        samples = on_cuda(Samples.draw(batch[0], config))
+        samples = on_device(Samples.draw(batch[0], config), parallel.device, mask=True)
         want = train(exact, samples, LocalExchange(samples.seq_lens, device="cuda"))
         narrow = Samples(samples.inputs, samples.target.to(dtype), samples.seq_lens)
         got = train(rough, narrow, parallel.plan(samples.seq_lens))

@@ -1,6 +1,8 @@
 """On one CUDA device: the kernels for block-sparse attention, against dense softmax in float64.
 
-Run with `pytest -m gpu tests/gpu`; without a device everything here is skipped.
+Run with `pytest -m gpu tests/gpu`; without a device everything here is skipped. For reads and
+writes out of bounds, behind `compute-sanitizer --target-processes all`:
+`pytest -m gpu tests/gpu/test_sparse.py -k triton`.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Ranks whose CUDA tensors are fake: shapes and devices are followed, and nothing is computed.
 
 A CPU build of torch has no guard for CUDA devices, which methods of tensors set before anything can
-take their place; the operators behind them set none. Gradients set one, too: there are none here.
+take their place; the operators behind them set none. Gradients set one, too: they need the ranks of
+`guarded_ranks`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from bascule import parallel
@@ -43,9 +44,13 @@ def join_with_cuda() -> None:
 
 
 @contextmanager
-def fake_cuda() -> Iterator[None]:
-    """Within it, tensors are fake; to read a value of one, or to mix it with the host's, fails."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), _Unguarded():
+def fake_cuda(*, gradients: bool = False) -> Iterator[None]:
+    """Within it, new tensors are fake; to read a value of one, or to mix it with the host's, fails.
+
+    Tensors of the host from before stay real, and so does what is computed from them alone.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.set_grad_enabled(gradients), fake, _Unguarded():
         yield
 
 
@@ -58,7 +63,8 @@ def move(module: nn.Module, dtype: torch.dtype) -> None:
                 if x is not None:
                     one = moved(x, dtype)
                     is_parameter = isinstance(x, nn.Parameter)
-                    values[name] = nn.Parameter(one, requires_grad=False) if is_parameter else one
+                    needs_grad = torch.is_grad_enabled()
+                    values[name] = nn.Parameter(one, needs_grad) if is_parameter else one
 
 
 def moved(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,6 +84,12 @@ class _Unguarded(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
+        given = [*args, *named.values()]
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        is_of_host = all(x.is_cpu and not isinstance(x, FakeTensor) for x in tensors)
+        if tensors and is_of_host and not any(isinstance(x, torch.device) for x in given):
+            with unset_fake_temporarily():
+                return func(*args, **named)
         if not (args and isinstance(args[0], Tensor) and args[0].device == CUDA):
             return func(*args, **named)
         if func is Tensor.__getitem__:

@@ -373,7 +373,13 @@ def test_a_batch_that_contradicts_itself_is_refused() -> None:
     model = make_model()
     batch, exchange = pack([(3, 5)])
     batch.is_image = ~batch.is_image
-    with pytest.raises(ConfigError, match=r"asks for 5 text and 3 image tokens, .* has 3 and 5"):
+    with pytest.raises(ConfigError, match=r"asks for 5 text and 3 image tokens, .* has 3 text"):
+        model(batch, exchange)
+    with pytest.raises(ConfigError, match=r"asks for 5 text and 3 image tokens, .* has 3 text"):
+        model.embed(batch.image_tokens, batch.text_tokens, batch.is_image)
+    batch, exchange = pack([(3, 5)])
+    batch.image_tokens = batch.image_tokens[1:]
+    with pytest.raises(ConfigError, match="is_image has 8 rows, the batch 3 text and 4 image"):
         model(batch, exchange)
     batch, exchange = pack([(3, 5)])
     batch.guidance = torch.ones(1)

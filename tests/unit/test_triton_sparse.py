@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3}
 # Shared memory of a thread block on devices of compute capability 8.6 and 8.9, the smallest.
 SHARED_BYTES = 99 * 1024
+KERNELS = ("_forward", "_query_gradients", "_key_gradients")
 
 
 @pytest.mark.parametrize("what", ["float32", "float16", "halves"])
@@ -129,8 +130,7 @@ def main(what: str, *capability: str) -> None:
     """Print a line of JSON a case."""
     if what == "compile":
         dtypes = (torch.bfloat16, torch.float16, torch.float32)
-        kernels = ("_forward", "_query_gradients", "_key_gradients")
-        for one in itertools.product(kernels, dtypes, (64, 128), (64, 128)):
+        for one in itertools.product(KERNELS, dtypes, (64, 128), (64, 128)):
             print(json.dumps({"case": str(one), "shared": compiled(*one, int(capability[0]))}))
         return
     if what == "halves":

@@ -116,6 +116,19 @@ class RankGroup:
         return self.calls.staging
 
 
+def stage_cuda() -> None:
+    """Let groups of gloo take CUDA tensors from here on: as copies on the host, which are slow.
+
+    So several ranks can share one GPU, which NCCL refuses: to try what ranks do where there are not
+    enough GPUs. Call it on every rank after `init_process_group("gloo")`, which ends it, too.
+    Exchanges then make the host wait, so CUDA graphs cannot hold them.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised.
+    """
+    this_world().stages_cuda = True
+
+
 def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.ProcessGroup:
     """The process group of a one-axis mesh, a group, or (None) the default group.
 
@@ -179,7 +192,9 @@ def _calls_of(group: dist.ProcessGroup, part: str) -> Calls:
     """The calls of a process group, or of a part of it; what ended the group ended all parts."""
     parts = this_world().calls.setdefault(group, {})
     if part not in parts:
-        made = parts[part] = Calls(has_tags="cpu:gloo" in dist.get_backend_config(group))
+        carries = dist.get_backend_config(group)
+        has_cuda = "cuda:" in carries and "cuda:gloo" not in carries
+        made = parts[part] = Calls(has_tags="cpu:gloo" in carries, has_cuda=has_cuda)
         made.mean(part)
         made.ended = next((calls.ended for calls in parts.values() if calls.ended), None)
     return parts[part]

@@ -1,6 +1,7 @@
-"""Memory that is used again: that of exchanges between hosts, and the tables of plans."""
+"""Memory on its way: what exchanges use again, the tables of plans, and copies on the host."""
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -52,3 +53,44 @@ class Staging(threading.local):
             self._taken.clear()
         taken = self._taken[key] = buffer[: numel * element_size].view(dtype)
         return taken
+
+
+class HostCopies:
+    """Tensors of a device that travel as copies on the host.
+
+    Every copy makes the host wait. When this is made, all that the device's current stream does
+    before is over, so that what is sent is final, and nothing reads any more what is written later.
+    When `arrive` returns, what came is on the device.
+
+    Args:
+        sent: By rank, what that rank gets.
+        received: By rank, what is written with what that rank sent.
+
+    Attributes:
+        sent: The same on the host.
+        received: Memory of the host for the same.
+    """
+
+    def __init__(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        for x in received.values():
+            _wait_for_stream(x)
+        copied = {id(x): (x, _on_host(x)) for x in sent.values()}  # one tensor may go to many
+        for x, copy in copied.values():
+            copy.copy_(x)
+        self.sent = {rank: copied[id(x)][1] for rank, x in sent.items()}
+        self.received = {rank: _on_host(x) for rank, x in received.items()}
+        self._wanted = received
+
+    def arrive(self) -> None:
+        """Write what came; call it when it did."""
+        for rank, x in self._wanted.items():
+            x.copy_(self.received[rank])
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+def _wait_for_stream(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()

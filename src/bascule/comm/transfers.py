@@ -2,7 +2,8 @@
 
 On the host each is a set of messages from rank to rank, tagged with the mark of its call (`calls`),
 so that ranks that make unlike calls never get each other's rows. On other devices they are the
-collectives of the back end, or its point-to-point, whose messages have no tags.
+collectives of the back end, or its point-to-point, whose messages have no tags. Groups of gloo take
+tensors of CUDA only where the user chose it (`groups.stage_cuda`): as messages between hosts.
 
 All take the places of `RankGroup.ranks`, whatever order the process group itself has.
 """
@@ -10,6 +11,8 @@ All take the places of `RankGroup.ranks`, whatever order the process group itsel
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +20,9 @@ from torch import Tensor
 from bascule.comm.groups import RankGroup, timeout_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import begin, call, failure
+from bascule.comm.staging import HostCopies, table_on
+from bascule.comm.world import this_world
+from bascule.errors import ConfigError
 
 # torch 2.13 renamed these two; both names exist in some versions.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -42,6 +48,7 @@ class Transfers:
 
     Raises:
         CommError: The group failed.
+        ConfigError: Tensors of CUDA, and the group does not take them.
     """
 
     def __init__(
@@ -53,6 +60,10 @@ class Transfers:
         collective: Callable[[], dist.Work | None] | None = None,
     ) -> None:
         self._group = group
+        self._copies: HostCopies | None = None
+        if any(is_staged(group, x) for xs in (sent, received) for x in xs.values()):
+            self._copies = HostCopies(sent, received)
+            sent, received = self._copies.sent, self._copies.received
         self._kept = sent, received  # what is written to must live until the wait
         self._is_tagged = (
             collective is None
@@ -106,6 +117,8 @@ class Transfers:
                 with self._ongoing:
                     for work in self._works:
                         work.wait() if timeout is None else work.wait(timeout)
+            if self._copies is not None:
+                self._copies.arrive()
         finally:
             self._group.calls.finish()
 
@@ -193,8 +206,7 @@ def all_gather(group: RankGroup, what: Call, own: Tensor) -> Tensor:
     if not _goes_by_messages(group, own):
         with call(group, what):
             all_gather_single(into, given, group=group.process_group)
-        places = torch.tensor(group.places, device=own.device)
-        return gathered if group.is_in_order else gathered[places]
+        return gathered if group.is_in_order else gathered[table_on(_places_of(group), own.device)]
     parts = into.view(group.size, -1).unbind(0)
     come = {place: parts[place] for place in group.others}
     transfers = Transfers(group, what, dict.fromkeys(group.others, given), come)
@@ -209,10 +221,11 @@ def reduce_scatter(group: RankGroup, what: Call, parts: Tensor) -> Tensor:
     In the dtype of `parts`, and on the host in the order of places.
     """
     if not _goes_by_messages(group, parts):
-        order = torch.tensor(group.places, device=parts.device).argsort()
+        if not group.is_in_order:
+            parts = parts[table_on(_places_of(group).argsort(), parts.device)]
         own = parts.new_empty(parts.shape[1:])
         with call(group, what):
-            into, given = own.view(-1), parts[order].view(-1)
+            into, given = own.view(-1), parts.contiguous().view(-1)
             reduce_scatter_single(into, given, group=group.process_group)
         return own
     parts = parts.contiguous()
@@ -254,7 +267,29 @@ def broadcast(group: RankGroup, what: Call, x: Tensor) -> Tensor:
 
 def _goes_by_messages(group: RankGroup, x: Tensor) -> bool:
     """Where they carry marks, or where the collectives of the back end need other ranks, too."""
-    return (group.calls.has_tags and x.is_cpu) or group.is_part
+    return (group.calls.has_tags and (x.is_cpu or is_staged(group, x))) or group.is_part
+
+
+def is_staged(group: RankGroup, x: Tensor) -> bool:
+    """Whether a tensor travels as a copy on the host.
+
+    Raises:
+        ConfigError: It cannot travel otherwise, and the user did not choose it.
+    """
+    if not x.is_cuda or group.calls.has_cuda:
+        return False
+    if not this_world().stages_cuda:
+        raise ConfigError(
+            f"a tensor on {x.device}, and the group {group.name!r} is of gloo, which moves those "
+            "of the host: use NCCL; or, for several ranks on one GPU, call "
+            "bascule.comm.stage_cuda() on every rank, which copies through the host"
+        )
+    return True
+
+
+def _places_of(group: RankGroup) -> npt.NDArray[np.int64]:
+    """Of each member, its place in the process group's own order."""
+    return np.array(group.places, np.int64)
 
 
 def as_bytes(x: Tensor) -> Tensor:

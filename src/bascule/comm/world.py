@@ -63,6 +63,7 @@ class World:
         calls: Of every process group in use, and of each part of its ranks, by name.
         meshes: The meshes that somebody holds, by name.
         steps: The steps of training.
+        stages_cuda: Whether groups of gloo take tensors of CUDA, as copies on the host.
     """
 
     def __init__(self) -> None:
@@ -71,6 +72,7 @@ class World:
         )
         self.meshes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.steps = Numbered()
+        self.stages_cuda = False
         self._kept: dict[Hashable, Any] = {}
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:

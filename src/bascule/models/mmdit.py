@@ -21,7 +21,7 @@ from bascule.models.blocks import (
 from bascule.models.config import MMDiTConfig
 from bascule.models.parallel_protocol import Attend, Exchange
 from bascule.models.rope import rotary_table
-from bascule.models.token_layout import Interleaving, TokenLayout
+from bascule.models.token_layout import Interleaving, TokenLayout, count_text
 
 
 class PackedBatch:
@@ -33,7 +33,9 @@ class PackedBatch:
     Attributes:
         image_tokens: (i, in_channels), all samples' image tokens.
         text_tokens: (t, text_dim), all samples' text tokens.
-        is_image: bool (T,), T = t + i: which rows of the packed order are image tokens.
+        is_image: bool (T,), T = t + i: which rows of the packed order are image tokens. Leave it on
+            the host, also where the rest is on a device: one on the device is read, once a forward
+            pass, and the host waits for that. On the same side on all ranks.
         pos: (T, number of axes), coordinates of the packed tokens, float32, float64 or integer.
         timestep: (N,), in [0, 1], float32 or float64.
         pooled: (N, vec_dim).
@@ -100,14 +102,19 @@ class MMDiT(nn.Module):
         Returns:
             (T, in_channels) in the batch's order; rows of text tokens carry no meaning.
         Collectives:
-            One `gather_samples`, one `route`, one `restore`, one `attend` a block.
+            One `gather_samples`, one `route`, one `restore`, one `attend` a block; one
+            `count_routed`, where the mask is on the host and the tokens are not.
         """
         vec_NC = exchange.gather_samples(
             self.condition(batch.timestep, batch.pooled, batch.guidance)
         )
-        x_TC = self.embed(batch.image_tokens, batch.text_tokens, batch.is_image)
-        moved = exchange.route(x=x_TC, is_image=batch.is_image, pos=batch.pos)
-        layout = self.layout(moved["is_image"], moved["pos"], exchange.token_slot)
+        if batch.is_image.is_cpu:
+            _check_text(count_text(batch.is_image), batch.is_image, batch.text_tokens)
+        is_image = batch.is_image.to(batch.text_tokens.device, non_blocking=True)
+        x_TC = self._embed(batch.image_tokens, batch.text_tokens, is_image)
+        moved = exchange.route(x=x_TC, is_image=is_image, pos=batch.pos)
+        num_text = _routed_text(batch, moved["is_image"], exchange)
+        layout = self.layout(moved["is_image"], moved["pos"], exchange.token_slot, num_text)
         vec_NC = vec_NC.index_select(0, exchange.local_seq_ids)
         return exchange.restore(self.blocks(moved["x"], vec_NC, layout, exchange.attend))
 
@@ -117,22 +124,25 @@ class MMDiT(nn.Module):
         Args:
             image_tokens: (i, in_channels).
             text_tokens: (t, text_dim).
-            is_image: bool (T,), which packed rows are image tokens.
+            is_image: bool (T,), which packed rows are image tokens; on a device it is read once.
 
         Returns:
             (T, C), in packed order.
         """
-        rows = Interleaving(is_image)
-        wanted = (rows.num_text, is_image.shape[0] - rows.num_text)
-        given = (text_tokens.shape[0], image_tokens.shape[0])
-        if given != wanted:
+        _check_text(count_text(is_image), is_image, text_tokens)
+        is_image = is_image.to(text_tokens.device, non_blocking=True)
+        return self._embed(image_tokens, text_tokens, is_image)
+
+    def _embed(self, image_tokens: Tensor, text_tokens: Tensor, is_image: Tensor) -> Tensor:
+        num_text, num_image = text_tokens.shape[0], image_tokens.shape[0]
+        if num_text + num_image != is_image.shape[0]:
             raise ConfigError(
-                f"is_image asks for {wanted[0]} text and {wanted[1]} image tokens, "
-                f"the batch has {given[0]} and {given[1]}"
+                f"is_image has {is_image.shape[0]} rows, the batch {num_text} text and "
+                f"{num_image} image tokens"
             )
         text_tC = self.text_in(text_tokens.to(self.text_in.weight.dtype))
         image_iC = self.image_in(image_tokens.to(self.image_in.weight.dtype))
-        return rows.pack(text_tC, image_iC)
+        return Interleaving(is_image, num_text).pack(text_tC, image_iC)
 
     def condition(self, timestep: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
         """One vector a sample, from its timestep and its pooled text.
@@ -153,13 +163,17 @@ class MMDiT(nn.Module):
             vec_NC = vec_NC + self.guidance_in(sinusoid(guidance))
         return vec_NC + self.vec_in(pooled)
 
-    def layout(self, is_image: Tensor, pos: Tensor, slot: Tensor) -> TokenLayout:
+    def layout(
+        self, is_image: Tensor, pos: Tensor, slot: Tensor, num_text: int | None = None
+    ) -> TokenLayout:
         """Index a step's tokens once, for all blocks.
 
         Args:
             is_image: bool (T,).
             pos: (T, number of axes).
             slot: int64 (T,), the row of each token's vector.
+            num_text: How many of the tokens are text. None reads it from the mask, and waits for
+                its device.
         """
         num_axes = len(self.config.axes_dim)
         if pos.shape != (is_image.shape[0], num_axes):
@@ -168,7 +182,7 @@ class MMDiT(nn.Module):
             )
         dtype = self.image_in.weight.dtype
         rotary = rotary_table(pos, self.config.axes_dim, self.config.theta, dtype)
-        return TokenLayout(is_image=is_image, slot=slot, rotary=rotary)
+        return TokenLayout(is_image=is_image, slot=slot, rotary=rotary, num_text=num_text)
 
     def blocks(self, x_TC: Tensor, vec_NC: Tensor, layout: TokenLayout, attend: Attend) -> Tensor:
         """Run all blocks and the final projection.
@@ -221,3 +235,20 @@ class MMDiT(nn.Module):
         for linear in [*linears, self.final.linear]:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
+
+
+def _routed_text(batch: PackedBatch, routed: Tensor, exchange: Exchange) -> int:
+    """How many of the routed tokens are text; from the device only where the host cannot know."""
+    if batch.is_image.is_cpu and not routed.is_cpu:
+        return exchange.count_routed(~batch.is_image)
+    given, num_text = torch.stack([(~batch.is_image).sum(), (~routed).sum()]).tolist()
+    _check_text(given, batch.is_image, batch.text_tokens)
+    return num_text
+
+
+def _check_text(num_text: int, is_image: Tensor, text_tokens: Tensor) -> None:
+    if num_text != text_tokens.shape[0]:
+        raise ConfigError(
+            f"is_image asks for {num_text} text and {is_image.shape[0] - num_text} image tokens, "
+            f"the batch has {text_tokens.shape[0]} text tokens"
+        )

@@ -41,6 +41,13 @@ class Exchange(Protocol):
         """Move rows, tokens first, to the ranks that compute them; same names, any dtypes."""
         ...
 
+    def count_routed(self, is_marked: Tensor, /) -> int:
+        """How many of the rows that `route` brings here are marked: bool (T before), on the host.
+
+        Called where the mask of a batch is on the host, and its tokens are on a device.
+        """
+        ...
+
     def gather_samples(self, vec: Tensor, /) -> Tensor:
         """Every rank's per-sample rows, (N here, d) to (N everywhere, d), by global id."""
         ...
@@ -90,6 +97,10 @@ class LocalExchange:
     def route(self, **tensors: Tensor) -> Mapping[str, Tensor]:
         """Return the tensors as they are."""
         return tensors
+
+    def count_routed(self, is_marked: Tensor, /) -> int:
+        """Return how many there are."""
+        return int(is_marked.sum())
 
     def gather_samples(self, vec: Tensor, /) -> Tensor:
         """Return the only process's samples."""

@@ -21,15 +21,17 @@ class Interleaving:
 
     __slots__ = ("inverse", "num_text", "order")
 
-    def __init__(self, is_image_T: Tensor) -> None:
-        """Read the mask; one device synchronisation, for the number of text rows."""
-        if is_image_T.dtype != torch.bool or is_image_T.ndim != 1:
-            raise ConfigError(
-                f"is_image must be a bool vector, got {is_image_T.dtype} {tuple(is_image_T.shape)}"
-            )
+    def __init__(self, is_image_T: Tensor, num_text: int | None = None) -> None:
+        """Index the rows.
+
+        Args:
+            is_image_T: Which rows are image tokens.
+            num_text: How many are not. None counts them, and waits for the device of the mask.
+        """
+        _check(is_image_T)
         self.order = is_image_T.to(torch.uint8).argsort(stable=True)
         self.inverse = self.order.argsort()
-        self.num_text = is_image_T.shape[0] - int(is_image_T.sum())
+        self.num_text = count_text(is_image_T) if num_text is None else num_text
 
     @property
     def text_index(self) -> Tensor:
@@ -51,6 +53,19 @@ class Interleaving:
         return rows[: self.num_text], rows[self.num_text :]
 
 
+def count_text(is_image_T: Tensor) -> int:
+    """Text rows of a mask. Reads the mask: on a device, the host waits for it."""
+    _check(is_image_T)
+    return is_image_T.shape[0] - int(is_image_T.sum())
+
+
+def _check(is_image_T: Tensor) -> None:
+    if is_image_T.dtype != torch.bool or is_image_T.ndim != 1:
+        raise ConfigError(
+            f"is_image must be a bool vector, got {is_image_T.dtype} {tuple(is_image_T.shape)}"
+        )
+
+
 class TokenLayout:
     """What every block needs beside the tokens, built once a step and shared by all blocks.
 
@@ -69,15 +84,23 @@ class TokenLayout:
 
     __slots__ = ("cos", "image_slot", "interleaving", "sin", "slot", "text_slot")
 
-    def __init__(self, *, is_image: Tensor, slot: Tensor, rotary: tuple[Tensor, Tensor]) -> None:
+    def __init__(
+        self,
+        *,
+        is_image: Tensor,
+        slot: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        num_text: int | None = None,
+    ) -> None:
         """Index the packed tokens.
 
         Args:
             is_image: bool (T,).
             slot: int64 (T,).
             rotary: Cosines and sines of the positions, (T, D/2) each.
+            num_text: As for `Interleaving`.
         """
-        self.interleaving = Interleaving(is_image)
+        self.interleaving = Interleaving(is_image, num_text)
         self.slot = slot
         self.text_slot = slot.index_select(0, self.interleaving.text_index)
         self.image_slot = slot.index_select(0, self.interleaving.image_index)

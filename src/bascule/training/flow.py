@@ -45,7 +45,7 @@ class FlowBatch:
         inputs = PackedBatch(
             image_tokens=((1 - t) * batch.image + t * noise).to(device, dtype),
             text_tokens=batch.text.to(device, dtype),
-            is_image=batch.is_image.to(device),
+            is_image=batch.is_image,  # the model knows the host's without waiting for the device
             pos=batch.pos.to(device),
             timestep=timestep.to(device),
             pooled=batch.pooled.to(device, dtype),
@@ -56,7 +56,7 @@ class FlowBatch:
     def use_on(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory of its tensors, made on another stream, until this one has used them."""
         of = self.inputs
-        inputs = of.image_tokens, of.text_tokens, of.is_image, of.pos, of.timestep, of.pooled
+        inputs = of.image_tokens, of.text_tokens, of.pos, of.timestep, of.pooled
         for x in (*inputs, self.target_iC, self.image_rows):
             x.record_stream(stream)
 

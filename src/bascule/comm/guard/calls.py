@@ -64,9 +64,11 @@ class Calls:
 
     Args:
         has_tags: Whether messages between hosts carry tags, as those of gloo do.
+        has_cuda: Whether the back end takes tensors of CUDA from device to device.
 
     Attributes:
         has_tags: As given.
+        has_cuda: As given.
         staging: Memory for its exchanges.
         recent: The last calls begun.
         ended: Why there can be no more; None while there can.
@@ -75,8 +77,8 @@ class Calls:
         num_messages: Messages between hosts that they took so far.
     """
 
-    def __init__(self, *, has_tags: bool = False) -> None:
-        self.has_tags = has_tags
+    def __init__(self, *, has_tags: bool = False, has_cuda: bool = True) -> None:
+        self.has_tags, self.has_cuda = has_tags, has_cuda
         self.staging = Staging()
         self.recent: deque[Begun] = deque(maxlen=_NUM_REMEMBERED)
         self.ended: str | None = None
