@@ -70,7 +70,8 @@ class Denoiser:
     def __init__(self, model: MMDiT, batch: PackedBatch, parallel: Any, pack: Pack) -> None:
         self.model, self._batch = model, batch
         self._step: Step = parallel.plan(pack.seq_lens)
-        self._layout = model.layout(batch.is_image, batch.pos, self._step.token_slot)
+        is_image = batch.is_image.to(batch.pos.device)
+        self._layout = model.layout(is_image, batch.pos, self._step.token_slot)
         self.noise = batch.image_tokens.clone()
 
     def with_blocks(self, wrap: Callable[[Any], Any]) -> "Denoiser":

@@ -184,7 +184,7 @@ def batch_of(pack: Pack, config: MMDiTConfig, setting: Setting) -> PackedBatch:
     return PackedBatch(
         image_tokens=made.image,
         text_tokens=made.text,
-        is_image=made.is_image,
+        is_image=made.is_image.cpu(),  # so that no step waits for the device
         pos=made.pos,
         timestep=torch.rand(num_samples, device=setting.device),
         pooled=made.pooled,
