@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -61,6 +62,33 @@ def test_forward_and_training_step_of_ones_own_model(ring: int, ulysses: int) ->
     for found in run_ranks(compare, ring * ulysses, ring, ulysses):
         for out, grads, undone in found:
             assert out < 1e-10 and grads < 1e-12 and undone, found
+
+
+def watched() -> tuple[list[int], list[str], list[float]]:
+    """Modes within the blocks at six calls of one form, and what is told between two forms."""
+    model, modes = make_toy(), list[int]()
+    inputs = [toy_inputs(text=5, image=9, masked=True), toy_inputs(text=3, image=10)]
+    wanted = [model(**one) for one in inputs]
+    model.blocks[0].register_forward_hook(
+        lambda *_: modes.append(len(_get_current_function_mode_stack()))
+    )
+    size = dist.get_world_size()
+    with parallelize(model, ring_degree=size, table=TABLE) as handle, torch.no_grad():
+        errors = [difference(model(**inputs[0]), wanted[0]) for _ in range(6)]
+        first, watched = str(handle.explain()), modes.copy()
+        errors.append(difference(model(**inputs[1]), wanted[1]))
+        told = [first, str(handle.explain())]
+        model(**inputs[0])  # a seventh call, which is not counted
+        return watched, [*told, str(handle.explain())], errors
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_some_calls_are_counted_and_one_rank_leaves_attention_to_the_model(num_ranks: int) -> None:
+    for modes, told, errors in run_ranks(watched, num_ranks):
+        uncounted = 0 if num_ranks == 1 else 1
+        assert modes == [1, 1, uncounted, 1, uncounted, uncounted]
+        assert told[0] == told[2] != told[1]
+        assert max(errors) < 1e-10
 
 
 def averaged() -> dict[str, float]:
