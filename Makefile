@@ -49,7 +49,7 @@ pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, 
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(SELECT) --numprocesses 2 $(TESTS)
 	$(BIN)/pytest $(SELECT) --numprocesses 3 --dist loadfile $(RANKS)
 
-stress: $(VENV)/.dev ## the tests that take minutes
+stress: $(VENV)/.dev ## the tests that take minutes, and the cases that pytest leaves out
 	$(BIN)/pytest -m stress --timeout 1800
 
 site: $(VENV)/.dev ## the documentation as a site, with all of the API: results/site/index.html

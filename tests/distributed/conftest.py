@@ -1,11 +1,32 @@
-"""What several files of distributed tests are given."""
+"""What several files of distributed tests are given, and which cases wait for `make stress`."""
 
+from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
 NAMES = ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png", "hubble_deep_field.jpg")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not selected by marks
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Of the cases of a test marked `some(n)`, n stay, spread over them; the others are stress.
+
+    Whoever names a file or a test on the command line gets the same choice.
+    """
+    cases = defaultdict[tuple[Path, str], list[pytest.Function]](list)
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("stress"):
+            cases[item.path, item.originalname].append(item)
+    for alike in cases.values():
+        marker = alike[0].get_closest_marker("some")
+        assert marker is not None
+        (number,) = marker.args
+        kept = np.linspace(0, len(alike) - 1, number).round() if number > 1 else [len(alike) // 2]
+        for place in set(range(len(alike))).difference(kept):
+            alike[place].add_marker(pytest.mark.stress)
 
 
 @pytest.fixture(scope="module")

@@ -189,6 +189,7 @@ WORLDS = [
 ]
 
 
+@pytest.mark.some(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "topology"), WORLDS)
 @pytest.mark.parametrize("name", ["flux", "wan", "qwen", "cogvideox"])
@@ -291,6 +292,7 @@ def in_use(topology: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "topology"), [(1, "g1n1"), (2, "g2n1"), (4, "g1n2+g2n1")])
 def test_checkpoints_validation_and_frozen_weights(num_ranks: int, topology: str) -> None:

@@ -33,6 +33,7 @@ def bench_loader(
     return done, summary(folder), [json.loads(line) for line in lines]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("data", "options", "tolerance"),
     [
@@ -84,6 +85,7 @@ def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:
     assert all(math.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -100,6 +100,7 @@ def test_one_rank_measures_no_wires() -> None:
     assert "180 GB/s in a node (not measured)" in str(profile)
 
 
+@pytest.mark.stress
 def test_wires_between_hosts_are_told_from_those_within() -> None:
     found, *_ = run_ranks(calibrated, 4, OPTIONS, 2)
     profile = HardwareProfile.of_dict(found["profile"], "its")
@@ -110,6 +111,7 @@ def test_wires_between_hosts_are_told_from_those_within() -> None:
     assert "inter_bytes_per_s" in profile.calibration.measured
 
 
+@pytest.mark.stress
 def test_block_sparse_attention_is_timed_when_asked_for() -> None:
     outcomes = run_ranks(_sparse_or_refused, 2)
     assert outcomes[0] == outcomes[1]
@@ -186,6 +188,7 @@ def test_a_bad_fit_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:
     assert "nothing was saved" in done.stdout
 
 
+@pytest.mark.stress
 def test_a_module_of_the_user_in_a_job(tmp_path: Path) -> None:
     path, name = tmp_path / "mine.json", "tests.helpers.own_blocks:make"
     arguments = ("calibrate", *SMALL, "16", "--out", str(path))

@@ -28,6 +28,7 @@ def counted(topology: str, num_ranks: int) -> int:
     return len(batches)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("num_ranks", "topology"), [(num, one) for num, some in TOPOLOGIES.items() for one in some]
 )

@@ -98,6 +98,7 @@ NAMES = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("place", NAMES)
 def test_a_killed_rank_ends_the_others(place: str) -> None:
     outcomes = run_to_the_end(second_step, 3, "g3n1", place, die, TIMEOUT_S)
@@ -111,6 +112,7 @@ def test_a_killed_rank_ends_the_others(place: str) -> None:
         assert seconds < TIMEOUT_S + ROLL_CALL_S + 2.0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("place", ["plan", "route"])
 def test_a_rank_that_hangs_ends_the_others(place: str) -> None:
     outcomes = run_to_the_end(second_step, 2, "g2n1", place, hang, SHORT_TIMEOUT_S)

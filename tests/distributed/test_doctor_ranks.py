@@ -163,6 +163,7 @@ def test_an_error_of_one_rank_ends_the_others_with_it_and_with_what_differs() ->
     assert "no room for q" in first[1] and "3.9.1 on rank 1" in first[1]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("on_victim", [die, hang])
 def test_a_rank_that_dies_or_hangs_ends_the_others(on_victim: Callable[[], None]) -> None:
     first, dead = run_to_the_end(failing_rank, 2, on_victim)

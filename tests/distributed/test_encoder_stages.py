@@ -28,6 +28,7 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
 def test_losses_and_gradients_are_those_of_one_process(size: int, album: Path) -> None:
     pytest.importorskip("diffusers")
@@ -55,6 +56,7 @@ def epoch(album: Path, folder: Path) -> dict[str, Any]:
     return given | BOTH | {"batch_size": 4, "accumulate": 2}
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("after", [2, 4])
 def test_a_stopped_run_goes_on_with_the_same_curve(
     after: int, album: Path, whole: list[float], tmp_path: Path

@@ -153,6 +153,7 @@ def all_ways(counts: list[int]) -> list[str]:
     return [check_toy(counts, way) for way in ways]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("counts", [[3, 0], [5, 0, 2], [12, 12, 12, 12], [1, 0, 0, 0]])
 def test_features_and_gradients_are_those_without_balancing(counts: list[int]) -> None:
     said = run_ranks(all_ways, len(counts), counts)
@@ -192,6 +193,7 @@ def all_vlms(names: list[str], ways: list[str]) -> list[str]:
 NUM_RANKS = [2, 3, pytest.param(4, marks=pytest.mark.stress)]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_vl", "qwen3_vl", *PROJECTED])
 def test_a_vlm_that_is_not_edited_trains_alike(name: str, size: int) -> None:
@@ -220,6 +222,7 @@ def all_items(kinds: list[str], ways: list[str]) -> list[str]:
     return [check_items(kind, given, way) for kind, way in cases]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("kinds", [["t5", "umt5", "clip"], ["kl", "wan", "qwen"]], ids=str)
 def test_texts_and_images_are_encoded_alike_on_any_rank(kinds: list[str], size: int) -> None:

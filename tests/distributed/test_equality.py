@@ -17,6 +17,7 @@ LAYOUTS: dict[int, Layouts] = {
 }
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=pytest.mark.stress)])
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
     layouts, batches = (
@@ -34,6 +35,7 @@ def test_loss_and_gradients_equal_one_process_at_length(world_size: int) -> None
     run_ranks(train_everywhere, world_size, LAYOUTS[world_size], batches, timeout_s=1500.0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("world_size", "topology"), [(2, "g1n2"), (2, "g2n1"), (4, "g1n1+g3n1")])
 def test_bf16_is_as_near_to_float32_as_without_balancing(world_size: int, topology: str) -> None:
     balanced, unbalanced = run_ranks(errors_in_bf16, world_size, topology, 12)[0]

@@ -109,6 +109,7 @@ def move_everything(topologies: list[str]) -> int:
     return moved
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", TOPOLOGIES)
 def test_route_then_restore_is_bit_exact(world_size: int) -> None:
     moved = run_ranks(move_everything, world_size, TOPOLOGIES[world_size])

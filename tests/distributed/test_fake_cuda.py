@@ -108,6 +108,7 @@ def test_the_packed_model_reads_nothing_on_the_host(dtype: str) -> None:
     check_packed_model(run_ranks(packed_model, 2, topologies, dtype, False), topologies)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_backward_of_the_packed_model_reads_nothing_on_the_host(dtype: str) -> None:
     topologies = ["g1n2", "g2n1", "g1r2n1"]

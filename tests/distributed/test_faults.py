@@ -140,6 +140,7 @@ def seldom(faults: Sequence[Fault]) -> list[Any]:
     return [pytest.param(one, id=str(one), marks=() if one in DAILY else marks) for one in faults]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("fault", seldom(STEP_FAULTS))
 def test_a_fault_in_training_ends_the_others_with_the_cause(fault: Fault, tmp_path: Path) -> None:
     # A wrapper's collectives wait as long as the group of the world.

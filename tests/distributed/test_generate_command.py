@@ -118,6 +118,7 @@ def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
     assert told["prompt"] == ROWS[1]["prompt"] and told["guidance"] == 3.0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stop_is_one_sentence_that_says_how_to_go_on(number: int, tmp_path: Path) -> None:
     rows = [{"prompt": "short", "steps": 1}, {"prompt": "long", "steps": 9000}]
@@ -256,6 +257,7 @@ def test_a_slow_replica_is_waited_for(tmp_path: Path) -> None:
     assert min(spent for _, spent in found) > 3.5
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["killed", "failed"])
 def test_a_replica_that_is_gone_ends_the_others(kind: str, tmp_path: Path) -> None:
     survivor, victim = run_to_the_end(slow, 2, tmp_path, kind)

@@ -29,6 +29,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name: import_module(name)
 
 
+@pytest.mark.stress
 @pytest.mark.slow
 def test_every_topic_runs_tiny_and_writes_what_it_found(tmp_path: Path) -> None:
     ended = run("--device", "cpu", "--tiny", "--out", str(tmp_path))
@@ -78,6 +79,7 @@ def check_row(row: dict[str, Any]) -> None:
     assert (row["is_met"] is None) == (row["target"] is None)
 
 
+@pytest.mark.some(1)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(
     ("options", "said"),

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,6 +65,7 @@ def after_unlike_calls() -> None:
         assert torch.equal(total, torch.full((3,), 2.0))
 
 
+@pytest.mark.stress
 def test_slow_ranks_that_failed_before_are_waited_for_in_a_new_group() -> None:
     run_ranks(after_unlike_calls, 2)
 

@@ -204,6 +204,7 @@ def one_uses_a_loader_wrongly(wrong: Callable[..., object]) -> Heard:
     return heard
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda one: one.__name__)
 def test_a_loader_used_wrongly_on_one_rank(wrong: Callable[..., object]) -> None:
     (_, heard, seconds), (_, own, _) = run_ranks(one_uses_a_loader_wrongly, 2, wrong)

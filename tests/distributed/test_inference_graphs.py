@@ -107,6 +107,7 @@ def alone(name: str) -> Compiled:
     return run_ranks(in_one_process, 1, name)[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "ring", "ulysses"),

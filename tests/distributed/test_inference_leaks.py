@@ -31,6 +31,7 @@ def split_and_undo(num_first: int, num_after: int) -> tuple[Held, Held]:
     return before, Held.now()
 
 
+@pytest.mark.some(1)
 @needs_proc
 @pytest.mark.parametrize("world_size", DEGREES)
 def test_splitting_again_leaves_nothing_behind(world_size: int) -> None:

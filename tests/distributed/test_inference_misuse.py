@@ -224,6 +224,7 @@ def test_what_every_rank_does_wrong_is_told(group: str) -> None:
             assert text in said[name] and len(said[name]) < _LONGEST, (name, said[name])
 
 
+@pytest.mark.some(17)
 @pytest.mark.parametrize(
     ("group", "name"),
     [("ranks", name) for name in RANKS]

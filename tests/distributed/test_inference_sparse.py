@@ -83,6 +83,7 @@ def compare_toys(ring: int, ulysses: int) -> list[dict[str, Any]]:
     return [compare_toy(ring, ulysses, case) for case in TOYS.values()]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
     [*MESHES, *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in LARGE_MESHES)],
@@ -150,6 +151,7 @@ def compare_models(meshes: list[tuple[int, int]]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "meshes",
@@ -229,6 +231,7 @@ def options(ring: int, ulysses: int) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
 def test_layers_steps_recomputation_and_bytes(ring: int, ulysses: int) -> None:
     for found in run_ranks(options, ring * ulysses, ring, ulysses):

@@ -172,6 +172,7 @@ def test_what_is_turned_on_gives_what_one_process_gives() -> None:
     check_turned_on(MODELS, WAYS)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_adapters_and_quantised_weights_of_libraries(library: str) -> None:
     pytest.importorskip(library.split()[0].replace("quanto", "optimum.quanto"))

@@ -160,6 +160,7 @@ def one_fails(topology: str, case: Callable[..., Any]) -> Heard:
 MORE = [pytest.param(topology, marks=pytest.mark.stress) for topology in ("g3n1", "g1r3n1")]
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("topology", ["g1n1+g2n1", *MORE])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_one_rank_fails_in_a_step(case: Callable[..., Any], topology: str) -> None:
@@ -254,6 +255,7 @@ def one_constructs_wrongly(wrong: dict[str, Any]) -> Heard:
     raise AssertionError("nothing was raised")
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_one_rank_constructs_wrongly(wrong: dict[str, Any]) -> None:
     (classes, text, seconds), (own, _, _) = run_ranks(one_constructs_wrongly, 2, wrong)

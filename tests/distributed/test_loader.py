@@ -50,6 +50,7 @@ def check_all(schedules: list[tuple[int, Schedule]], num_ranks: int) -> list[lis
     return [record for runs in of_rank for record in runs]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_random_schedules_deliver_each_sample_once_in_the_same_order(num_ranks: int) -> None:
     schedules = [(seed, Schedule.draw(seed, num_ranks)) for seed in range(12)]

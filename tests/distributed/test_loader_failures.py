@@ -304,6 +304,7 @@ def test_a_forgotten_iteration_does_not_close_the_next() -> None:
     run_ranks(closed_under_way, 2)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("place", "seed", "num_ranks"),
     [("loading", 1, 2), ("between steps", 2, 3), *(("any moment", s, 3) for s in (0, 4, 5))],

@@ -48,6 +48,7 @@ def go_on(settings: list[dict[str, Any]], states: list[list[State]]) -> list[lis
     return rests
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 3), (4, 2), (3, 1)])
 def test_every_point_of_an_epoch_at_the_same_and_other_numbers_of_ranks(
     first: int, second: int

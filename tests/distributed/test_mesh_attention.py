@@ -111,6 +111,7 @@ def compare_all(ring: int, ulysses: int) -> list[dict[str, float]]:
 IN_SHORT = [degrees for degrees in DEGREES if math.prod(degrees) < 6 or degrees in ((3, 2), (2, 4))]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
     [x if x in IN_SHORT else pytest.param(*x, marks=pytest.mark.stress) for x in DEGREES],
@@ -125,6 +126,7 @@ def compare_float32(ring: int, ulysses: int) -> list[dict[str, float]]:
     return [compare(ring, ulysses, case, torch.float32) for case in CASES]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 2), (4, 1), (1, 4)])
 def test_close_in_float32(ring: int, ulysses: int) -> None:
     for found in run_ranks(compare_float32, ring * ulysses, ring, ulysses):

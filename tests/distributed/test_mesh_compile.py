@@ -104,6 +104,7 @@ def compare_to_eager(ring: int, ulysses: int, backend: str, numbers: list[int]) 
     return errors
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(

@@ -80,6 +80,7 @@ def compare_all(ring: int, ulysses: int) -> list[float]:
     return [compare(ring, ulysses, case) for case in CASES]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 def test_replicated_text_counts_once(ring: int, ulysses: int) -> None:
     for found in run_ranks(compare_all, ring * ulysses, ring, ulysses):

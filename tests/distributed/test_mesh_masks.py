@@ -103,6 +103,7 @@ def hidden_rows(ring: int, ulysses: int) -> list[tuple[Any, float, float]]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
     [(1, 2), (2, 2), *(pytest.param(*x, marks=pytest.mark.stress) for x in ((2, 1), (3, 1)))],

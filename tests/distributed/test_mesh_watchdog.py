@@ -69,6 +69,7 @@ NAMES = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("ring", "ulysses", "place"), NAMES)
 def test_a_killed_peer_ends_the_others(ring: int, ulysses: int, place: str) -> None:
     outcomes = run_to_the_end(second_call, 3, ring, ulysses, place, die)
@@ -83,6 +84,7 @@ def test_a_killed_peer_ends_the_others(ring: int, ulysses: int, place: str) -> N
         assert seconds < TIMEOUT_S + ROLL_CALL_S + 2.0
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
 def test_a_sleeping_peer_ends_the_other(ring: int, ulysses: int) -> None:
     outcomes = run_to_the_end(second_call, 2, ring, ulysses, "forward", sleep)

@@ -50,6 +50,7 @@ def agreeing(kind: str, degrees: dict[str, Any]) -> list[Any]:
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", PIPELINES)
 @pytest.mark.parametrize("degrees", [{"guidance_degree": 2}, {"ring_degree": 2}], ids=str)
 def test_a_pipeline_agrees_with_one_process(kind: str, degrees: dict[str, int]) -> None:

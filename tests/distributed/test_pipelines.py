@@ -65,6 +65,7 @@ def all_cases(kind: str, degrees: dict[str, int]) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", PIPELINES)
 @pytest.mark.parametrize(
     "degrees",

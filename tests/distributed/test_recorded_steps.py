@@ -111,6 +111,7 @@ CASES = [
 ]
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "spec", "settings"), CASES)
 def test_compiled_steps_are_plain_ones(

@@ -36,6 +36,7 @@ LAYOUTS: dict[int, Layouts] = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("world_size", [size for size in LAYOUTS if size < 6])
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:
     layouts, batches = (
@@ -123,6 +124,7 @@ def compare(
         torch.testing.assert_close(found, want[own], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("spec", "num_heads", "num_kv_heads"),
     [

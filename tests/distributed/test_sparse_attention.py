@@ -138,6 +138,7 @@ def compare(ring: int, ulysses: int, case: dict[str, Any]) -> dict[str, float]:
     return found | {"counts": float((gathered != counts).sum())}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
     [*MESHES, *(pytest.param(*mesh, marks=pytest.mark.stress) for mesh in LARGE_MESHES)],

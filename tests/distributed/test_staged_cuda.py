@@ -119,6 +119,7 @@ def train(topology: str) -> int:
     return len(waited)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("topology", ["g1n2", "g2n1", "g1r2n1"])
 def test_a_training_step_is_that_of_one_process(topology: str) -> None:
     assert min(run_ranks(train, 2, topology)) > 0

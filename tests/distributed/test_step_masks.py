@@ -186,6 +186,7 @@ def trained(kinds: Sequence[str], seeds: Sequence[int], wrap: Callable[..., Any]
 KINDS = ["causal", "documents", "images", "mixed", "contexts"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", TOPOLOGIES)
 def test_gradients_equal_one_process(world_size: int) -> None:
     seeds = range(4)
@@ -199,6 +200,7 @@ def test_gradients_equal_one_process_at_length(world_size: int) -> None:
     run_ranks(trained, world_size, KINDS, range(4, 100), plain, timeout_s=1500.0)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("wrap", [keeping, again], ids=["keep_exchanges", "checkpoint"])
 def test_with_activation_checkpointing(wrap: Callable[..., Any]) -> None:
     run_ranks(trained, 4, ["contexts"], range(2), wrap)

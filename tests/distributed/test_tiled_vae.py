@@ -44,6 +44,7 @@ def all_owned(kind: str) -> list[list[str]]:
 NUM_RANKS = [2, 3, pytest.param(4, marks=pytest.mark.stress)]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
 def test_tiles_of_all_ranks_are_one_pool(kind: str, size: int) -> None:
@@ -59,6 +60,7 @@ def all_shared(kind: str) -> list[list[str]]:
     return said
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("size", NUM_RANKS)
 @pytest.mark.parametrize("kind", ["kl", "wan", "wan2.2", "qwen"])
 def test_what_all_ranks_want_is_split_without_sending_it(kind: str, size: int) -> None:
@@ -285,6 +287,7 @@ def peaks(kind: str) -> list[dict[str, int]]:
     return found
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", ["kl", "wan", pytest.param("qwen", marks=pytest.mark.stress)])
 def test_a_decode_over_ranks_holds_less_than_a_whole_one(kind: str) -> None:
     for rank in run_ranks(peaks, 2, kind):

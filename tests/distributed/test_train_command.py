@@ -57,6 +57,7 @@ def everything_once(folder: Path) -> bool:
 SELDOM, OFTEN = pytest.mark.stress, ("write", "publish")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("before", "after"), WORLDS)
 def test_a_stopped_run_goes_on_with_the_same_curve_on_other_ranks(
     before: int, after: int, album: Path, whole: list[float], tmp_path: Path
@@ -69,6 +70,7 @@ def test_a_stopped_run_goes_on_with_the_same_curve_on_other_ranks(
     assert everything_once(tmp_path)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "place", [pytest.param(one, marks=() if one in OFTEN else SELDOM) for one in SAVING]
 )
@@ -107,6 +109,7 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name.startswith("step-"))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("place", "on_victim"),
     [

@@ -88,6 +88,7 @@ def test_sigterm_to_one_rank_saves_on_all_and_exits_with_0(tmp_path: Path) -> No
     assert len(losses(tmp_path)) == 5
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_stop_with_the_command_that_started_them(tmp_path: Path, number: int) -> None:

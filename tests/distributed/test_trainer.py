@@ -44,6 +44,7 @@ def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
         return {"plain": plain, "balanced": balanced, "did": trainer.balanced_loader.metrics()}
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", ["qwen2", "scorer"])
@@ -85,6 +86,7 @@ def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any
     return {"whole": whole, "again": again, "saved": state["stateful_callbacks"]["LoaderProgress"]}
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stops", "given", "per_epoch"),

@@ -186,6 +186,7 @@ def packs_with(case: str) -> dict[str, Any]:
     return found | {"texts": texts_of(Uneven())}
 
 
+@pytest.mark.some(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["finish", "own loss", "ready-made"])
 def test_packs_train_like_one_process(case: str) -> None:
@@ -251,6 +252,7 @@ def resumed_packs(ends: str) -> dict[Any, Any]:
     return found | {"refused": refused[1]}
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["finish", "drop_last"])
 def test_packs_go_on_in_an_epoch_and_where_one_ended(ends: str) -> None:

@@ -6,6 +6,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import checkpointed, errors_of_mixed_precision, sharded, two_plans_alive
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("topology", "every"), [("g1n4", 1), ("g4n1", 1), ("g1n2+g2n1", 1), ("g1n2+g2n1", 2)]
 )
@@ -24,6 +25,7 @@ def test_two_plans_alive(topology: str, checkpoint: bool) -> None:
     run_ranks(two_plans_alive, 3, topology, checkpoint)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("world_size", "topology", "checkpoint"),
     [

@@ -194,6 +194,7 @@ BAGS: dict[Callable[[], Heard], tuple[str, ...]] = {
 }
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("case", BAGS, ids=lambda case: case.__name__)
 def test_unlike_calls_in_bags_end_all_ranks(case: Callable[[], Heard]) -> None:
     assert_known(run_ranks(case, 2), *BAGS[case])
@@ -257,6 +258,7 @@ def unlike_settings(degrees: tuple[int, int], what: str, used_before: bool) -> H
     return heard(lambda: attention(q, q, q, mesh, **as_given(settings)))
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("what", SETTINGS)
 @pytest.mark.parametrize("used_before", [True, pytest.param(False, marks=pytest.mark.stress)])
@@ -331,6 +333,7 @@ MESH_CASES = [
 ]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("degrees", [(2, 1), (1, 2)])
 @pytest.mark.parametrize("case", MESH_CASES)
 def test_unlike_calls_on_meshes_end_all_ranks(

@@ -71,6 +71,7 @@ def train(name: str, min_gain: float) -> tuple[float, list[str]]:
     return total, said
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_packs_with_images_and_videos_train_as_their_samples_one_by_one(name: str) -> None:
     pytest.importorskip("transformers")

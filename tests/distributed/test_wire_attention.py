@@ -166,6 +166,7 @@ def compare_all(ring: int, ulysses: int) -> list[tuple[str, str, int, dict[str, 
     ]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
     [

@@ -189,6 +189,7 @@ def case(name: str) -> float:
     return trained(make, steps_of(num_loading), sync, clips=name != "tensor parallel")
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_are_those_of_one_process(name: str) -> None:
     assert max(run_ranks(case, CASES[name][0], name)) < 1e-10
