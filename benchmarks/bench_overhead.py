@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bascule.arrays import Ints
 from bascule.attention import packed
 from bascule.attention.kernels.protocol import OutLse
 from bascule.attention.mask import AttentionMask
@@ -37,7 +38,6 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.meshes import AttentionMesh
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.routes import Ints
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 DATA = "g32b32i256f1s0"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.attention.sparse.block_sparse import (
     PooledRule,
     attend_sparse,
@@ -17,7 +18,6 @@ from bascule.attention.sparse.block_sparse import (
     sparse_attention,
 )
 from bascule.attention.sparse.rules import keep_top_k
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, SparsePlan, SparsePlanner, block_counts, block_lens
 from tests.helpers.mesh_cases import difference, make_mesh, reference
 from tests.helpers.ranks import raised_by, run_ranks

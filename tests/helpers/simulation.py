@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.routes import Ints, Route
+from bascule.plan.routes import Route
 
 Rows = npt.NDArray[np.int64]
 

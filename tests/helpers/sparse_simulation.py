@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.routes import Ints
+from bascule.arrays import Ints
 from bascule.plan.sparse import BlockLayout, PackedRows, SparsePlan
 from tests.helpers.simulation import exchange
 

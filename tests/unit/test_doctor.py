@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from bascule.arrays import Floats
 from bascule.bench.health.checkup import Report
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.health.findings import Finding, differences, judge, named
-from bascule.bench.health.measured import Floats, LinkTiming, Measured, RankFacts, Timing, to_median
+from bascule.bench.health.measured import LinkTiming, Measured, RankFacts, Timing, to_median
 from bascule.bench.health.probes import matchings
 from bascule.cli.doctor import show
 from bascule.plan.costs.hardware import HardwareProfile

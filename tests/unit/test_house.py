@@ -1,34 +1,10 @@
 """Rules of CONTRIBUTING that no linter knows."""
 
 import ast
-from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
-MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES = 400, 70, 12
-
-
-def test_files_can_be_read_in_one_sitting() -> None:
-    long = {path.name: len(path.read_text().splitlines()) for path in SOURCE}
-    assert {name: lines for name, lines in long.items() if lines > MOST_LINES} == {}
-
-
-def test_functions_are_short() -> None:
-    long: dict[str, int] = {}
-    for path in SOURCE:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                long[f"{path.name}: {node.name}"] = (node.end_lineno or 0) - node.lineno + 1
-    assert {name: lines for name, lines in long.items() if lines > MOST_LINES_OF_A_FUNCTION} == {}
-
-
-def test_packages_are_small_and_no_two_files_share_a_name() -> None:
-    modules = [path for path in SOURCE if not path.name.startswith("__")]
-    sizes = Counter(str(path.parent.relative_to(ROOT)) for path in modules)
-    assert {name: size for name, size in sizes.items() if size > MOST_FILES} == {}
-    names = Counter(path.name for path in modules)
-    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_test_modules_do_not_import_each_other() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -14,9 +14,9 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
-from bascule.plan.routes import Ints
 
 Made = TypeVar("Made")
 

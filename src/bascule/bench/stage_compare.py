@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.arrays import Floats
 from bascule.bench.arms import StepResult
 from bascule.bench.compare import Comparison, Setting, StepRecord, summarize
 from bascule.bench.options import BenchOptions
@@ -32,8 +32,6 @@ from bascule.workload.photos import PhotoStream
 
 ARMS = ("unbalanced", "balanced")
 _MEASURES = ("seconds", "work", "predicted")
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)

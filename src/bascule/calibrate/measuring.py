@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.arrays import Floats
 from bascule.attention import AttentionMesh, AttentionOptions, attention, select_kernel
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
 from bascule.calibrate.block_calls import (
@@ -25,14 +26,7 @@ from bascule.calibrate.block_calls import (
 )
 from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.calibrate.this_device import device_name, memory_bytes
-from bascule.calibrate.timed import (
-    ALL_REDUCE,
-    MOST_IN_A_ROW,
-    Floats,
-    Probe,
-    collectives,
-    time_round,
-)
+from bascule.calibrate.timed import ALL_REDUCE, MOST_IN_A_ROW, Probe, collectives, time_round
 from bascule.comm.agree import agree_on
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard.calls import Call

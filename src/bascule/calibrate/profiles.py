@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 import numpy as np
 import torch
 
+from bascule.arrays import Floats
 from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.calibrate.measuring import (
     ALONE,
@@ -16,7 +17,7 @@ from bascule.calibrate.measuring import (
     PASS,
     Measured,
 )
-from bascule.calibrate.timed import COLLECTIVE, Floats
+from bascule.calibrate.timed import COLLECTIVE
 from bascule.plan.costs.calibration import (
     ALL_TO_ALL,
     BYTES,

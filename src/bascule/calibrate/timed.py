@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from bascule.arrays import Floats
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import (
@@ -23,8 +23,6 @@ from bascule.comm.transfers import (
     reduce_scatter,
 )
 from bascule.plan.costs.calibration import ALL_TO_ALL, POINT_TO_POINT
-
-Floats = npt.NDArray[np.float64]
 
 COLLECTIVE = "collective"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"

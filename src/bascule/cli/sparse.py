@@ -11,18 +11,18 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from bascule.arrays import Bools, Ints
 from bascule.cli.parts.reading import MachineOptions
 from bascule.cli.parts.sparse_tables import show
 from bascule.cli.parts.writing import check_outputs, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import check_degrees
 from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import all_degrees
 from bascule.plan.sparse.sparse_baselines import REWARD
 from bascule.report.reports import of_sparse
-from bascule.sim.sparse_study import Bools, Mesh, Setting, study
+from bascule.sim.sparse_study import Mesh, Setting, study
 from bascule.workload import load_masks
 from bascule.workload.mask_model import COGVIDEOX15, WAN21, synthetic_masks
 

@@ -10,16 +10,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from bascule.arrays import Ints
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import tell
 from bascule.comm.transfers import all_gather
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
-
-Ints = npt.NDArray[np.int64]
 
 _TEXT_WORDS = 48  # 384 bytes: one sentence
 _OK, _INPUT_ERROR, _OTHER_ERROR = 0, 1, 2

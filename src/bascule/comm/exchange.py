@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.derivatives import only_first, refuse_transforms
 from bascule.comm.staging import Staging, table_on
 from bascule.comm.transfers import all_gather, all_to_all, as_bytes, reduce_scatter
 from bascule.errors import ConfigError
-from bascule.plan.routes import Ints, Route
+from bascule.plan.routes import Route
 
 # Bytes are moved as integers of the same width: every back end has kernels for these.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from bascule.arrays import Floats
 from bascule.comm.agree import agree_on
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.groups import set_timeout
@@ -26,7 +27,6 @@ from bascule.plan.costs.fit_iterations import MIN_OBSERVATIONS, fit_iterations
 
 logger = logging.getLogger(__name__)
 
-Floats = npt.NDArray[np.float64]
 
 STATE_VERSION = 1
 _COEFFICIENTS = ("quadratic", "linear", "constant", "overhead")

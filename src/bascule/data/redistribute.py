@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 
+from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.groups import RankGroup
-from bascule.data.samples.loaded import CLOSING, FLAGS, DataRanks, Ends, Ints, Loaded, Offer, Sample
+from bascule.data.samples.loaded import CLOSING, FLAGS, DataRanks, Ends, Loaded, Offer, Sample
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver, exchange
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.plan.batch import Plan

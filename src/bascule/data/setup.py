@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from bascule.arrays import Ints
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
@@ -18,7 +19,7 @@ from bascule.comm.new_groups import is_timeout
 from bascule.data.leases import Pool, pool_of
 from bascule.data.packs import Pack, make_pack
 from bascule.data.redistribute import Rules
-from bascule.data.samples.loaded import DataRanks, Ends, Ints, Sample
+from bascule.data.samples.loaded import DataRanks, Ends, Sample
 from bascule.data.samples.offers import Handlers, collate_and_pin, one
 from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError

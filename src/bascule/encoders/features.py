@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.comm.clocks import Clock
 from bascule.comm.exchange import has_gradient
 from bascule.comm.samples.nests import joined, mapped
 from bascule.comm.samples.sample_bytes import Parcel
 from bascule.comm.samples.sample_moves import attached
 from bascule.errors import ConfigError
-from bascule.plan.routes import Ints
 
 
 class Features(list[Any]):

@@ -8,13 +8,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.comm.samples.sample_moves import ROW_BYTES
 from bascule.encoders.item_prices import Prices, step_factor
 from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
 from bascule.plan.metrics import imbalance
-from bascule.plan.routes import Ints
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign
 

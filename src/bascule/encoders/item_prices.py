@@ -6,9 +6,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.passes import WITHOUT_RECOMPUTING
-from bascule.plan.routes import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from bascule.comm.agree import Ints, Statement, agree
+from bascule.arrays import Ints
+from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, member_of, resolve, set_timeout
 from bascule.comm.guard.failures import telling, told
 from bascule.comm.new_groups import new_group

@@ -49,7 +49,7 @@ class Usp:
     mesh: Place
     layout: SequenceLayout | None = None
 
-    def __call__(  # noqa: PLR0913  (as xDiT calls it)
+    def __call__(
         self,
         query: Tensor,
         key: Tensor,
@@ -136,7 +136,7 @@ def usp(mesh: Mesh, layout: SequenceLayout | None = None) -> Usp:
     return Usp(_place(mesh), layout)
 
 
-def unified_attn_func(  # noqa: PLR0913  (as xDiT calls it)
+def unified_attn_func(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics, routes
 from bascule.plan.binding import Binding, find_binding
@@ -23,7 +24,7 @@ from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.masks import Masks, Span
 from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
 from bascule.plan.locality import Source, bring_home
-from bascule.plan.routes import Ints, LocalLayout, Route
+from bascule.plan.routes import LocalLayout, Route
 from bascule.plan.topology.search import choose_topology
 from bascule.plan.topology.spec import Topology
 
@@ -280,7 +281,7 @@ def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
     return replace(joined, counts=batch.counts)
 
 
-def plan_batch(  # noqa: PLR0913  (what a plan depends on)
+def plan_batch(
     seq_lens: Sequence[npt.ArrayLike | Sequences],
     topology: Topology | str,
     cost: Cost,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.plan import metrics
-from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
 _SHARE = 0.99

@@ -15,10 +15,8 @@ from typing import Any, TypeGuard, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 MAX_WHOLE = 2**53
 """Largest whole number that is taken: all up to it are exact in float64."""

@@ -14,9 +14,10 @@ from typing import Self
 
 import numpy as np
 
+from bascule.arrays import Ints
 from bascule.plan import routes
 from bascule.plan.loaded.masks import Masks
-from bascule.plan.routes import Ints, LocalLayout, Route
+from bascule.plan.routes import LocalLayout, Route
 from bascule.plan.topology.spec import Topology
 
 

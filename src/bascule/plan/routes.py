@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Ints = npt.NDArray[np.int64]
+from bascule.arrays import Ints
+
 Ranks = npt.NDArray[np.integer[Any]]
 """Numbers of ranks; small ones, of which there may be one a token, are sorted in linear time."""
 

@@ -14,16 +14,16 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import routes
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import by_rank, listed, of_type, shown
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.prices import Floats, RankState, price
+from bascule.plan.costs.prices import RankState, price
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Sequences, batch_of
-from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
 Sync = Literal["microbatch", "step"]
@@ -32,7 +32,7 @@ _MAX_ROUNDS = 3
 _CLOSE = 1.0 + 1e-4
 
 
-def plan_step(  # noqa: PLR0913  (what a plan depends on)
+def plan_step(
     microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
     topology: Topology | str,
     cost: Cost,
@@ -107,7 +107,7 @@ class Mixed:
     sources: list[list[Ints]]
 
 
-def mix_microbatches(  # noqa: PLR0913  (what a plan depends on)
+def mix_microbatches(
     microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
     topology: Topology | str,
     cost: Cost,

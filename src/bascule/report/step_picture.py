@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.plan import metrics
 from bascule.plan.batch import Plan
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost, evaluate
-from bascule.plan.routes import Ints
 
-Floats = npt.NDArray[np.float64]
 Stages = Mapping[str, Mapping[str, Sequence[float]]]
 
 MOST_RANKS = 64

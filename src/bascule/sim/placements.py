@@ -9,12 +9,12 @@ from functools import partial
 
 import numpy as np
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
 NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"

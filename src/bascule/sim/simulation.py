@@ -8,9 +8,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan.checks import listed, number, of_type, put, rate, whole
-from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster, Floats
+from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.costs.passes import TRAINING, Passes, in_passes

@@ -9,13 +9,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan import metrics
-from bascule.plan.costs.cluster import Floats
 from bascule.plan.costs.cost_models import TransformerCost
 from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.files import to_path
-from bascule.plan.routes import Ints
 from bascule.sim.step_seconds import HIDDEN, KINDS
 
 _WIDTH = 120

@@ -9,15 +9,12 @@ from dataclasses import astuple, dataclass, replace
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Bools, Ints
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, SparsePlanner
 from bascule.plan.sparse.choose_mesh import Degrees as Mesh
 from bascule.plan.sparse.choose_mesh import Strategies, StrategyChoice
-
-Bools = npt.NDArray[np.bool_]
 
 BEFORE = "in order"
 WAYS = (BEFORE, "stripe", "minimal_move", "paper")

@@ -7,11 +7,11 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Bools
 from bascule.errors import ConfigError
 from bascule.plan.checks import array
 from bascule.plan.files import check_regular, to_path
 from bascule.plan.sparse.block_layout import MAX_BLOCKS
-from bascule.plan.sparse.counts import Bools
 
 MASK_DIMS = ("steps", "layers", "heads", "q_blocks", "kv_blocks")
 

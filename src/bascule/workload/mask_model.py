@@ -15,11 +15,10 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 from scipy.special import expit
 
+from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, number, shown, whole
-from bascule.plan.routes import Ints
 from bascule.plan.sparse.block_layout import block_lens
-from bascule.plan.sparse.counts import Bools, Floats
 from bascule.workload.codes import keyed_generator
 
 Singles = npt.NDArray[np.float32]

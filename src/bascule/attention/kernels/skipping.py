@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.attention.kernels.protocol import (
     Attended,
     Grads,
@@ -21,7 +22,6 @@ from bascule.attention.kernels.protocol import (
     with_adjacent_values,
 )
 from bascule.attention.mask import AttentionMask, BlockRows
-from bascule.plan.routes import Ints
 
 _aten: Any = torch.ops.aten
 

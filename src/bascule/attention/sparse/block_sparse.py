@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
+from bascule.arrays import Bools, Ints
 from bascule.attention.call_spec import check_settings, check_tensors, naming, with_positive_scale
-from bascule.attention.sparse.index_tables import Bools, SparseTables, rank_of, tables_of
+from bascule.attention.sparse.index_tables import SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled
 from bascule.attention.usp import usp_attention
 from bascule.comm.agree import agree_once
@@ -34,7 +35,6 @@ from bascule.comm.meshes import AttentionMesh, as_attention_mesh
 from bascule.comm.transfers import all_gather
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows, SparsePlan, block_counts
 
 RowsSeen = Callable[[PackedRows], Bools]

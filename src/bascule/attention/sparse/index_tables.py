@@ -11,16 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.arrays import Bools, Ints
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import RingPlan, Tile
 from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.staging import table_on
-from bascule.plan.routes import Ints, Route, cumulative
+from bascule.plan.routes import Route, cumulative
 from bascule.plan.sparse import PackedRows, SparsePlan
-
-Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 def rank_of(ranks: AttentionMesh) -> int:

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
-from bascule.plan.routes import Ints
 
 
 def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:

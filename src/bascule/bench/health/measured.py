@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from bascule.arrays import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

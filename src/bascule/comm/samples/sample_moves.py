@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints
 from bascule.comm.exchange import BoundRoute, has_gradient, move_rows
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.derivatives import only_first, refuse_transforms
 from bascule.comm.samples.nests import leaves_of, mapped, rebuilt
 from bascule.comm.samples.sample_bytes import ALIGNMENT, Parcel, read
-from bascule.plan.routes import Ints, Ranks, Route
+from bascule.plan.routes import Ranks, Route
 
 ROW_BYTES = 512
 """What an item is padded to on the wire: index tables have a number a row."""

@@ -5,23 +5,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from bascule.arrays import Floats, Ints
 from bascule.data.samplers.resumable import too_many
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, check_rank, number, of_type, shown, whole, wholes
 from bascule.plan.costs.cost_models import Cost, evaluate
 from bascule.plan.epoch.cells import DealRules
 from bascule.plan.epoch.deal import Deal, deal_step
-from bascule.plan.epoch.order import Ints, StepShape, epoch_order
+from bascule.plan.epoch.order import StepShape, epoch_order
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.lengths import MAX_LENGTH
 from bascule.plan.step import Sync, check_sync
-
-Floats = npt.NDArray[np.float64]
 
 _STATE = ("version", "epoch", "delivered", "num_samples", "shuffle", "seed")
 _VERSION = 1

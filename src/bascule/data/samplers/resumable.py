@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Sampler
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import listed, whole, wholes
 from bascule.plan.epoch.order import epoch_order
 
-Ints = npt.NDArray[np.int64]
 History = Sequence[Sequence[int]]
 """Samples that each source rank had delivered when a run stopped; one entry a run of an epoch."""
 

@@ -10,13 +10,12 @@ from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.comm.groups import RankGroup
 from bascule.comm.samples.sample_bytes import Parcel
 from bascule.errors import ConfigError
 
-Ints = npt.NDArray[np.int64]
 Sample = Any
 Ends = Literal["drop_last", "pad_empty", "finish"]
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bascule.arrays import Bools
 from bascule.attention.api import AttentionMesh, split
-from bascule.attention.sparse.block_sparse import Bools
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told

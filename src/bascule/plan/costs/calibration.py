@@ -10,11 +10,10 @@ from typing import Any, Self, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, listed, number, of_type, put, shown, whole
 from bascule.plan.costs.relative_fit import relative_fit
-
-Floats = npt.NDArray[np.float64]
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 PASSES = (FORWARD, RECOMPUTE, BACKWARD)

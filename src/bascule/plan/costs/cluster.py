@@ -5,13 +5,11 @@ from dataclasses import dataclass, fields
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, put, rate, whole
 from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate
-from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
-
-Floats = npt.NDArray[np.float64]
 
 BYTES_PER_VALUE = 2
 """Activations travel as bf16."""

@@ -10,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
+from bascule.arrays import Bools, Floats
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, floats, listed, of_type
 from bascule.plan.costs.attention_latency import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 NUM_COEFFICIENTS = 7
 

@@ -21,13 +21,11 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, by_rank, floats, listed
 from bascule.plan.costs.cost_models import IterationFit, PolynomialCost
 from bascule.plan.loaded.lengths import check_lengths
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 TERMS = ("quadratic", "linear", "constant", "overhead")
 

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import nnls
 from scipy.special import ndtri, stdtrit
 
-Floats = npt.NDArray[np.float64]
+from bascule.arrays import Floats
 
 CONFIDENCE = 0.95
 """Of the intervals that errors are half of."""

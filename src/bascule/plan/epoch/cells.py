@@ -6,12 +6,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.plan.epoch.order import StepShape
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _ROUNDING = 1e-12
 

@@ -7,15 +7,12 @@ cell, one rank in one microbatch, gets a sample at least.
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
 from bascule.plan.epoch.cells import DealRules, StepTable
 from bascule.plan.epoch.order import StepShape
 from bascule.plan.epoch.ways import candidates
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,12 +8,9 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.plan.epoch.order import StepShape
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list[Ints]:

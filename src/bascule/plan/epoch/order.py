@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, MAX_WHOLE, put, whole
-
-Ints = npt.NDArray[np.int64]
 
 _MAX_COUNT = 2**31
 

@@ -6,13 +6,10 @@ level is bisected.
 """
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
 from bascule.plan.epoch.order import StepShape
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 _NUM_LEVELS = 48
 """Levels of a microbatch that are compared, where there are several."""

@@ -8,9 +8,9 @@ them (see `microbatches`).
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
 from bascule.plan.epoch.cells import StepTable
 from bascule.plan.epoch.microbatches import split_by_room
@@ -19,9 +19,6 @@ from bascule.plan.limits import Limits
 from bascule.plan.solver import assign
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import build_problem
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 def candidates(table: StepTable) -> Iterator[tuple[Ints, float] | PlanError]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bascule.plan.routes import Ints
+from bascule.arrays import Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)

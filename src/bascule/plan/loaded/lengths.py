@@ -6,9 +6,9 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, by_rank, real, shown
-from bascule.plan.routes import Ints
 
 MAX_LENGTH = 2**40
 

@@ -10,14 +10,11 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import put, shown, whole
-from bascule.plan.routes import Ints, cumulative, ranges
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from bascule.plan.routes import cumulative, ranges
 
 
 @dataclass(frozen=True, slots=True)

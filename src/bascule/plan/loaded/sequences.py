@@ -8,11 +8,12 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import by_rank, shown
 from bascule.plan.loaded.lengths import check_lengths
-from bascule.plan.loaded.masks import Floats, Masks, Span
-from bascule.plan.routes import Ints, cumulative
+from bascule.plan.loaded.masks import Masks, Span
+from bascule.plan.routes import cumulative
 
 Mask = str | Sequence[Span]
 """Of a sequence: "full", "causal", or its spans."""

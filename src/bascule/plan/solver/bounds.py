@@ -8,7 +8,8 @@ bin takes part, and bin sets can be pooled: a set F of bins cannot finish work W
 
 import numpy as np
 
-from bascule.plan.solver.problem import Floats, Problem
+from bascule.arrays import Floats
+from bascule.plan.solver.problem import Problem
 
 _ROUNDING = 2.0**-40
 """Above the relative error of any sum here."""

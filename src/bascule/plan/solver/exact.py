@@ -4,7 +4,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csc_array
 
-from bascule.plan.solver.problem import Floats, Ints, Problem
+from bascule.arrays import Floats, Ints
+from bascule.plan.solver.problem import Problem
 
 _MAX_EXACT_CELLS = 4096
 """Largest number of items times bins that is given to the exact solver."""

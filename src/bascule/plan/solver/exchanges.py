@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bascule.plan.solver.problem import Floats, Ints
+from bascule.arrays import Floats, Ints
 
 Moves = tuple[Ints, Ints]
 """Items, and the bin that each of them goes to."""

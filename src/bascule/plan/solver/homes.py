@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from bascule.plan.solver.problem import Floats, Ints, Problem
+from bascule.arrays import Floats, Ints
+from bascule.plan.solver.problem import Problem
 
 _MAX_EXACT = 256
 """Most equal bins that are relabelled optimally; the assignment problem is cubic."""

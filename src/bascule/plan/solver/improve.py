@@ -13,6 +13,7 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from bascule.arrays import Floats, Ints
 from bascule.plan.solver.exchanges import (
     Groups,
     Moves,
@@ -25,7 +26,7 @@ from bascule.plan.solver.exchanges import (
     split_groups,
 )
 from bascule.plan.solver.homes import Homes
-from bascule.plan.solver.problem import Floats, Ints, Problem
+from bascule.plan.solver.problem import Problem
 from bascule.plan.solver.score import Exchanges, Held, Pool, Score
 
 _MAX_ROUNDS = 256

@@ -6,7 +6,8 @@ corrected. Kinds ascend: long items lose least on the last one (the largest bags
 
 import numpy as np
 
-from bascule.plan.solver.problem import Floats, Ints, Problem
+from bascule.arrays import Floats, Ints
+from bascule.plan.solver.problem import Problem
 
 _HALVINGS = 40
 

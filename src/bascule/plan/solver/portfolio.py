@@ -6,13 +6,14 @@ from functools import cache, partial
 
 import numpy as np
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.exact import place_exactly, place_longest, place_relaxed
 from bascule.plan.solver.homes import Homes, relabel
 from bascule.plan.solver.improve import improve
 from bascule.plan.solver.kinds import fluid, price_bound
-from bascule.plan.solver.problem import Floats, Ints, Problem
+from bascule.plan.solver.problem import Problem
 from bascule.plan.solver.refine import refine
 from bascule.plan.solver.starts import (
     by_speed,

@@ -13,12 +13,10 @@ from math import frexp
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import MAX_NUMBER, amounts, of_type, whole
 from bascule.plan.limits import Limits
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 _WORK_BITS = 50
 

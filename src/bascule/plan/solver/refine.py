@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bascule.arrays import Floats, Ints
 from bascule.plan.solver.exchanges import (
     Groups,
     Moves,
@@ -21,7 +22,7 @@ from bascule.plan.solver.exchanges import (
     match_bins,
     split_groups,
 )
-from bascule.plan.solver.problem import Floats, Ints, Problem
+from bascule.plan.solver.problem import Problem
 
 MAX_ROUNDS = 64
 """Step budget of a refinement, in rounds."""

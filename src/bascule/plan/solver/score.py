@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bascule.arrays import Floats, Ints
 from bascule.plan.solver.exchanges import Groups
 from bascule.plan.solver.homes import Homes
-from bascule.plan.solver.problem import Floats, Ints, Problem, excess
+from bascule.plan.solver.problem import Problem, excess
 
 _MAX_OPTIONS = 1 << 14
 """Step budget of a round, in exchanges scored."""

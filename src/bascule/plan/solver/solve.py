@@ -11,13 +11,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, number
 from bascule.plan.limits import Limits
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.portfolio import Solution, near_home, solve
-from bascule.plan.solver.problem import Ints, Problem, build_problem, item_sizes
+from bascule.plan.solver.problem import Problem, build_problem, item_sizes
 from bascule.plan.solver.starts import by_speed
 
 
@@ -45,7 +46,7 @@ class Assignment:
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0.0 else 0.0
 
 
-def assign(  # noqa: PLR0913  (the promised signature)
+def assign(
     costs: ArrayLike,
     num_bins: int | None = None,
     *,

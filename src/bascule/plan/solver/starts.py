@@ -9,7 +9,8 @@ from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
-from bascule.plan.solver.problem import Floats, Ints, Problem
+from bascule.arrays import Floats, Ints
+from bascule.plan.solver.problem import Problem
 
 _MANY_BINS = 48
 """From here on, rounds of numpy beat a heap."""

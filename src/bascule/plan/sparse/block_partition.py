@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, amounts, number, of_type, shown
-from bascule.plan.routes import Ints
-from bascule.plan.sparse.counts import Floats, check_ranks, check_ring, tile_work
+from bascule.plan.sparse.counts import check_ranks, check_ring, tile_work
 from bascule.plan.sparse.round_metrics import (
     barrier_ends,
     barrier_imbalance,

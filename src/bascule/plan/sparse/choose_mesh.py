@@ -15,10 +15,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, shown, whole
 from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import PlanReuse
 from bascule.plan.sparse.block_layout import MAX_MESH_RANKS
 

@@ -11,13 +11,12 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, of_type
-from bascule.plan.routes import Ints
 from bascule.plan.sparse.block_layout import BlockLayout
 from bascule.plan.sparse.block_partition import BlockPlan
 from bascule.plan.sparse.counts import (
-    Floats,
     Work,
     block_counts,
     check_ranks,

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, whole, wholes
 from bascule.plan.loaded.lengths import MAX_LENGTH
-from bascule.plan.routes import Ints
 
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 Work = npt.NDArray[Any]
 """(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.plan.checks import amounts, number
 from bascule.plan.metrics import imbalance
-from bascule.plan.routes import Ints
 from bascule.plan.solver.solve import Assignment, assign
-from bascule.plan.sparse.counts import Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,11 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.plan.sparse.block_layout import BlockLayout, check_degrees
 from bascule.plan.sparse.columns import tiles_under
-from bascule.plan.sparse.counts import Floats, check_masks
+from bascule.plan.sparse.counts import check_masks
 from bascule.plan.sparse.round_metrics import barrier_imbalance, coupled_imbalance
 from bascule.plan.sparse.sparse_baselines import in_order
 from bascule.plan.sparse.sparse_plan import SparsePlan

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import integer, number, of_type, shown
-from bascule.plan.routes import Ints
 from bascule.plan.sparse.block_layout import BlockLayout, check_degrees
 from bascule.plan.sparse.block_partition import METHODS, TARGET, partition_blocks
 from bascule.plan.sparse.columns import Columns, plan_under

@@ -8,7 +8,7 @@ Legend: U rings, R ranks of a ring.
 
 import numpy as np
 
-from bascule.plan.sparse.counts import Floats
+from bascule.arrays import Floats
 
 
 def rounds_of(tiles: Floats) -> Floats:

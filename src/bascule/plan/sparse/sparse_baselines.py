@@ -12,13 +12,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import amounts, listed, number, shown, whole
-from bascule.plan.routes import Ints
 from bascule.plan.sparse.block_layout import BlockLayout
 from bascule.plan.sparse.block_partition import BlockPlan, check_matrix
 from bascule.plan.sparse.columns import Columns
-from bascule.plan.sparse.counts import Floats, check_ranks, check_ring, tile_work
+from bascule.plan.sparse.counts import check_ranks, check_ring, tile_work
 from bascule.plan.sparse.sparse_plan import SparsePlan
 
 REWARD = 2.0

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import check_rank, whole
-from bascule.plan.routes import Ints, Route, frozen
+from bascule.plan.routes import Route, frozen
 from bascule.plan.sparse.block_layout import BlockLayout
-from bascule.plan.sparse.counts import Floats
 from bascule.plan.sparse.round_metrics import barrier_imbalance, coupled_imbalance
 from bascule.plan.sparse.sparse_route import PackedRows, Travel, route_of
 from bascule.plan.traffic import Traffic

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bascule.plan.routes import Ints, Route, ranges, sums_by
+from bascule.arrays import Ints
+from bascule.plan.routes import Route, ranges, sums_by
 from bascule.plan.sparse.block_layout import BlockLayout
 
 Ranks = npt.NDArray[np.int16]

@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.prices import Decision, Floats, RankState, checked, decide, price
+from bascule.plan.costs.prices import Decision, RankState, checked, decide, price
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.sequences import Batch, batch_of
-from bascule.plan.routes import Ints
 from bascule.plan.topology.spec import Topology
 
 _UNIT_RANKS = 32

@@ -10,13 +10,11 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
 from bascule.plan.metrics import imbalance
-
-Floats = npt.NDArray[np.float64]
 
 PARTS = (
     "data",

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeGuard, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.loaded.length_marks import LengthMark, read_mark
 from bascule.workload.traces.spans import Spans, minus, spans_of, union
 
-Ints = npt.NDArray[np.int64]
 NumberedBy = Literal["ProfilerStep", "bascule's train_step", "Optimizer.step"]
 
 TRAIN_STEP = "bascule::a training step"

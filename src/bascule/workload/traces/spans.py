@@ -3,8 +3,9 @@
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Bools
+
 Spans = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 
 def spans_of(starts: npt.ArrayLike, ends: npt.ArrayLike) -> Spans:

@@ -26,15 +26,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import shown
 from bascule.workload.traces.rank_events import RankEvents
 from bascule.workload.traces.spans import Spans, seconds_within, spans_of, union
 from bascule.workload.traces.trace_files import RankTrace
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _DUST = 1e-9
 """Share of a step below which a difference is rounding."""

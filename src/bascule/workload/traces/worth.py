@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
+from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.batch import Plan, plan_batch
@@ -23,8 +23,6 @@ from bascule.plan.loaded.lengths import check_lengths
 from bascule.plan.topology.spec import Topology
 from bascule.workload.traces.step_parts import StepParts
 from bascule.workload.traces.trace_files import RankTrace
-
-Floats = npt.NDArray[np.float64]
 
 Lengths = Mapping[tuple[int, int], Sequence[int]]
 """Tokens of each sequence, by the numbers of step and rank."""

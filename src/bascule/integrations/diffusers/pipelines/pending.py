@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
@@ -21,7 +22,6 @@ from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import ROW_BYTES, ItemMove, move_items, num_rows
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.batch_shares import Form
-from bascule.plan.routes import Ints
 
 _DEFERRED = frozenset(
     (

@@ -21,17 +21,11 @@ import numpy as np
 from torch import Tensor
 from torch.profiler import record_function
 
-from bascule.attention.sparse.block_sparse import (
-    Bools,
-    PooledRule,
-    RowsSeen,
-    attend_sparse,
-    gather_counts,
-)
+from bascule.arrays import Bools, Ints
+from bascule.attention.sparse.block_sparse import PooledRule, RowsSeen, attend_sparse, gather_counts
 from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig, with_text
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
 from bascule.plan.sparse.choose_mesh import Degrees, LayerPlans, columns_of
 

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.arrays import Bools, Ints
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.sparse.block_sparse import Bools, PooledRule, RowsSeen
+from bascule.attention.sparse.block_sparse import PooledRule, RowsSeen
 from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, put, real, whole
-from bascule.plan.routes import Ints
 from bascule.plan.sparse import PackedRows
 from bascule.plan.sparse.block_partition import TARGET
 from bascule.plan.sparse.choose_mesh import Strategies

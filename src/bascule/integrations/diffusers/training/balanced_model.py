@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.guard.failures import told
 from bascule.comm.meshes import AttentionMesh, meshes_over
@@ -38,7 +39,7 @@ from bascule.parallel_step import Step
 from bascule.plan.batch import Plan
 from bascule.plan.checks import whole
 from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
-from bascule.plan.routes import Ints, cumulative, ranges
+from bascule.plan.routes import cumulative, ranges
 
 Loss = Callable[[Tensor, dict[str, Any]], Tensor]
 """Takes the model's output and the batch; gives (batch, ..), whose mean is the loss of a sample."""
