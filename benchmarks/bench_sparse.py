@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
+from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.meshes import AttentionMesh
 from bascule.integrations.diffusers import SparseConfig
 from bascule.plan.sparse import BlockLayout, SparsePlan, in_order, plan_under

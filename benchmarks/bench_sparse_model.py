@@ -43,7 +43,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
 from bascule import SparseConfig, Strategies, measure_attention_latency, parallelize
-from bascule.attention.sparse.block_sparse import EXCHANGE_SPAN, MASKS_SPAN
+from bascule.attention.sparse.attend import EXCHANGE_SPAN, MASKS_SPAN
 from bascule.attention.sparse.timing import CallShape
 from bascule.integrations.diffusers import Parallelized
 from bascule.integrations.diffusers.sparse.layers import PLAN_SPAN
@@ -218,7 +218,7 @@ def spent(handle: Parallelized) -> dict[str, Any]:
         seconds[span] += time.perf_counter() - begun
 
     modules = (
-        "bascule.attention.sparse.block_sparse",
+        "bascule.attention.sparse.attend",
         "bascule.integrations.diffusers.sparse.layers",
     )
     with ExitStack() as stack:

@@ -16,8 +16,6 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import tell, told
 from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
-from bascule.parallel_plans import Asked, Planned, PlannedLater, Planning, checked
-from bascule.parallel_step import Step as Step
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.costs.cost_models import Cost, describe_cost
@@ -26,6 +24,8 @@ from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Batch, Sequences
 from bascule.plan.step import Sync
 from bascule.plan.topology.spec import Topology
+from bascule.planning import Asked, Planned, PlannedLater, Planning, checked
+from bascule.step import Step as Step
 
 
 @dataclass(frozen=True, slots=True)

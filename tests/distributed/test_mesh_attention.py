@@ -18,7 +18,7 @@ from bascule.attention.api import (
     gather,
     split,
 )
-from bascule.attention.shards import positions_on
+from bascule.attention.layout import positions_on
 from bascule.errors import ConfigError
 from tests.helpers.mesh_cases import as_given, difference, make_mask, make_mesh, reference
 from tests.helpers.ranks import run_ranks

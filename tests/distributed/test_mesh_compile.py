@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.attention import ops
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention, split
 from bascule.attention.call_spec import CallSpec
-from bascule.attention.overlapped import overlapped_attention
+from bascule.attention.overlap import overlapped_attention
 from bascule.attention.ulysses import TokenOrder, heads_to_tokens, tokens_to_heads
 from bascule.comm.quantize import Wire
 from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three

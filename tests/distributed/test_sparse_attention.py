@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints
-from bascule.attention.sparse.block_sparse import (
+from bascule.attention.sparse.attend import (
     PooledRule,
     attend_sparse,
     gather_counts,

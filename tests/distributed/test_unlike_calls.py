@@ -21,7 +21,7 @@ from bascule.attention.api import (
     gather,
     split,
 )
-from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
+from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Begun, Call, Calls
 from bascule.comm.guard.notes import Failure, Position, Waiting

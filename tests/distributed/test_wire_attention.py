@@ -20,7 +20,7 @@ from bascule.attention.api import (
     gather,
     split,
 )
-from bascule.attention.shards import own_tokens, positions_on
+from bascule.attention.layout import own_tokens, positions_on
 from bascule.comm import quantize
 from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Format, Wire, measure_error

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from bascule.attention.kernels.protocol import Attended
 from bascule.attention.kernels.registry import KERNELS
-from bascule.attention.ring import Merged
-from bascule.attention.shards import (
+from bascule.attention.layout import (
     SequenceLayout,
     num_tokens,
     own_tokens,
@@ -21,6 +20,7 @@ from bascule.attention.shards import (
     take_runs,
     with_replicated,
 )
+from bascule.attention.ring import Merged
 from bascule.attention.tiles import tiles_of, without_lost_scores
 from bascule.attention.ulysses import TokenOrder
 from bascule.errors import ConfigError

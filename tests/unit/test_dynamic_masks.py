@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention.api import AttentionMesh
-from bascule.attention.sparse.block_sparse import PooledRule, sparse_attention
+from bascule.attention.sparse.attend import PooledRule, sparse_attention
 from bascule.attention.sparse.rules import (
     always_computed,
     keep_density,

@@ -23,8 +23,7 @@ from bascule.attention.call_spec import (
     with_positive_scale,
 )
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.overlapped import overlapped_attention
-from bascule.attention.shards import (
+from bascule.attention.layout import (
     Run,
     SequenceLayout,
     num_tokens,
@@ -32,6 +31,7 @@ from bascule.attention.shards import (
     take_runs,
     with_replicated,
 )
+from bascule.attention.overlap import overlapped_attention
 from bascule.attention.tiles import without_lost_scores
 from bascule.attention.ulysses import TokenOrder, own_run, to_heads, to_tokens
 from bascule.comm.guard.derivatives import refuse_derivatives

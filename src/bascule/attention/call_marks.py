@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.attention.call_spec import CallSpec, spec_of
-from bascule.attention.shards import SequenceLayout, num_tokens
+from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.comm.agree import agree_once
 from bascule.comm.groups import RankGroup
 from bascule.comm.quantize import Wire

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.shards import SequenceLayout
+from bascule.attention.layout import SequenceLayout
 from bascule.comm.guard.calls import Call
 from bascule.comm.meshes import AttentionMesh, mesh_named
 from bascule.errors import CommError, ConfigError

@@ -19,8 +19,8 @@ from torch import Tensor
 from bascule.attention.call_marks import agree_on_call, digest_of, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.layout import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
-from bascule.attention.shards import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.tiles import tiles_of
 from bascule.comm import quantize
 from bascule.comm.guard.calls import Call

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.attention.kernels.protocol import wide_dtype
+from bascule.attention.layout import Run, SequenceLayout, positions_on
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import Tile
-from bascule.attention.shards import Run, SequenceLayout, positions_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.staging import table_on
 from bascule.plan.loaded.masks import Masks, Pairs, Stretch

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
-from bascule.attention.shards import SequenceLayout
+from bascule.attention.layout import SequenceLayout
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.derivatives import only_first
 from bascule.comm.head_exchange import HeadExchange

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention.api import AttentionOptions, attention
-from bascule.attention.shards import SequenceLayout
+from bascule.attention.layout import SequenceLayout
 from bascule.comm.groups import member_of
 from bascule.comm.meshes import (
     RING_AXIS,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention.sparse.block_sparse import rows_of, sparse_attention
+from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.guard.calls import Call
 from bascule.comm.meshes import AttentionMesh, as_attention_mesh, meshes_over
 from bascule.comm.transfers import all_gather, broadcast

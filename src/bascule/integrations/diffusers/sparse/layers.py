@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from bascule.arrays import Bools, Ints
-from bascule.attention.sparse.block_sparse import PooledRule, RowsSeen, attend_sparse, gather_counts
+from bascule.attention.sparse.attend import PooledRule, RowsSeen, attend_sparse, gather_counts
 from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig, with_text

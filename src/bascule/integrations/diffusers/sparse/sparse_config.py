@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bascule.arrays import Bools, Ints
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.sparse.block_sparse import PooledRule, RowsSeen
+from bascule.attention.sparse.attend import PooledRule, RowsSeen
 from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, put, real, whole

@@ -35,11 +35,11 @@ from bascule.integrations.diffusers.training.sample_batches import (
     samples_in,
 )
 from bascule.parallel import SequenceParallel
-from bascule.parallel_step import Step
 from bascule.plan.batch import Plan
 from bascule.plan.checks import whole
 from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
 from bascule.plan.routes import cumulative, ranges
+from bascule.step import Step
 
 Loss = Callable[[Tensor, dict[str, Any]], Tensor]
 """Takes the model's output and the batch; gives (batch, ..), whose mean is the loss of a sample."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bascule import parallel_ops, parallel_routes
+from bascule import parallel_routes, step_ops
 from bascule.attention import packed
 from bascule.attention.call_spec import (
     check_settings,
@@ -38,10 +38,10 @@ from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
 from bascule.comm.world import this_world
 from bascule.parallel_forms import Forms, Qkv, needs_gradient
-from bascule.parallel_plans import Planned
 from bascule.plan import metrics
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.traffic import Traffic
+from bascule.planning import Planned
 
 if TYPE_CHECKING:
     from bascule.parallel import SequenceParallel
@@ -212,7 +212,7 @@ class Step:
             is_marked: bool (T,) on the host, in the order of this rank's sequences.
         """
         if is_recorded():
-            return int(parallel_ops.count_routed(is_marked, self._key))
+            return int(step_ops.count_routed(is_marked, self._key))
         with telling(f"step {self.number}: count_routed"):
             return parallel_routes.count_marked(self._route, is_marked)
 
@@ -225,7 +225,7 @@ class Step:
         needs_grad = needs_gradient(tensor)
         if is_recorded():
             args = self._key, self._num_samples, needs_grad
-            return parallel_ops.gather_samples(tensor, *args)
+            return step_ops.gather_samples(tensor, *args)
         with telling(f"step {self.number}: gather_samples"):
             self._forms.of_samples(tensor, needs_grad)
             return gather_samples(tensor, *self._samples)
@@ -245,7 +245,7 @@ class Step:
         refuse_transforms("mean", per_token)
         if is_recorded():
             mean.check_gradient(weights)  # within an operator nothing has one
-            return parallel_ops.mean(per_token, weights, self._key)[0]
+            return step_ops.mean(per_token, weights, self._key)[0]
         with telling(f"step {self.number}: mean"):
             self._forms.of_mean(per_token, weights)
             return mean.global_mean(per_token, weights, self._mean_over)
@@ -277,7 +277,7 @@ class Step:
         needs_grad = list(map(needs_gradient, tensors.values()))
         if is_recorded():
             args = self._key, what, ",".join(tensors), needs_grad, self._num_rows[what]
-            return tuple(parallel_ops.exchange(list(tensors.values()), *args)[:-1])
+            return tuple(step_ops.exchange(list(tensors.values()), *args)[:-1])
         with telling(f"step {self.number}: {what}"):
             route = self._agreed_route(what, tensors, needs_grad)
             return exchange(route, list(tensors.values()))
@@ -292,7 +292,7 @@ class Step:
             own = k.shape[1] // self._sharing + (self._place < k.shape[1] % self._sharing)
             sizes = [self._num_together, q.shape[1] // k.shape[1] * own, own]
         needs_grad = [needs_gradient(x) for x in (q, k, v)]
-        return parallel_ops.attend(q, k, v, self._key, sizes, needs_grad, kind, scale)[0]
+        return step_ops.attend(q, k, v, self._key, sizes, needs_grad, kind, scale)[0]
 
     # What operators do, with the same checks and agreements; autograd does not record it.
 

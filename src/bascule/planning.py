@@ -28,7 +28,7 @@ from bascule.plan.step import Sync, check_sync, mix_microbatches, plan_step
 from bascule.plan.topology.spec import Topology
 
 if TYPE_CHECKING:
-    from bascule.parallel_step import Step
+    from bascule.step import Step
 
 _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and one a sequence
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.protocol import wide_dtype
+from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.ops import ring_attention_backward, ring_plan
 from bascule.attention.ring import Merged, RingPlan, rotate
-from bascule.attention.shards import SequenceLayout, num_tokens
 from bascule.attention.ulysses import (
     exchange_of,
     heads_to_tokens,

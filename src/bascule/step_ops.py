@@ -24,7 +24,7 @@ from bascule.comm.world import this_world
 from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bascule.parallel_step import Step
+    from bascule.step import Step
 
 
 def _step(number: int) -> "Step":

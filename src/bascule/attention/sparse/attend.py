@@ -23,8 +23,8 @@ from torch.profiler import record_function
 
 from bascule.arrays import Bools, Ints
 from bascule.attention.call_spec import check_settings, check_tensors, naming, with_positive_scale
-from bascule.attention.sparse.index_tables import SparseTables, rank_of, tables_of
 from bascule.attention.sparse.rules import pooled
+from bascule.attention.sparse.tables import SparseTables, rank_of, tables_of
 from bascule.attention.usp import usp_attention
 from bascule.comm.agree import agree_once
 from bascule.comm.groups import RankGroup, device_of
