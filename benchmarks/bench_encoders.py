@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from bascule.comm.samples.nests import leaves_of
 from bascule.encoders import BalancedEncoder
-from bascule.encoders.encoder_tables import Item, form_of, table_of
 from bascule.encoders.item_prices import step_factor
+from bascule.encoders.items import Item, form_of, table_of
 from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
 from bascule.plan.costs.fit_latency import fit_item_latency, fit_latency
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from bascule.data.samplers.balanced import SamplerOptions as SamplerOptions
     from bascule.data.samplers.resumable import ResumableSampler as ResumableSampler
     from bascule.data.setup import LoaderOptions as LoaderOptions
-    from bascule.encoders.balanced_encoder import BalancedEncoder as BalancedEncoder
+    from bascule.encoders.encoder import BalancedEncoder as BalancedEncoder
     from bascule.encoders.tiled_vae import TiledVAE as TiledVAE
     from bascule.errors import CommError as CommError
     from bascule.errors import ConfigError as ConfigError
@@ -73,7 +73,7 @@ _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
     "AttentionLatency": "bascule.plan.costs.attention_latency",
     "AutoMesh": "bascule.integrations.diffusers.pipelines.auto_mesh",
-    "BalancedEncoder": "bascule.encoders.balanced_encoder",
+    "BalancedEncoder": "bascule.encoders.encoder",
     "TiledVAE": "bascule.encoders.tiled_vae",
     "BalancedLoader": "bascule.data.loader",
     "BalancedModel": "bascule.integrations.diffusers.training.balanced_model",

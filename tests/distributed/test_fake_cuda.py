@@ -9,7 +9,7 @@ import torch.distributed as dist
 from bascule.integrations.diffusers import parallelize
 from bascule.integrations.diffusers.arguments import SameInputs
 from bascule.models import PackedBatch
-from bascule.models.token_layout import count_text
+from bascule.models.layout import count_text
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST, Batch, config_of, own_samples
 from tests.helpers.cases import make_model as make_packed_model

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bascule.comm.samples.nests import joined, leaves_of, mapped
-from bascule.encoders.encoder_tables import TABLES, EncoderTable, called_with, form_of, table_of
+from bascule.encoders.items import TABLES, EncoderTable, called_with, form_of, table_of
 from bascule.errors import ConfigError
 
 GRIDS = torch.tensor([(1, 4, 6), (3, 2, 2), (2, 10, 6), (1, 2, 14)])

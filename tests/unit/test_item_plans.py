@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.encoders.item_plans import Loaded, plan_items
 from bascule.encoders.item_prices import Prices, Wires
+from bascule.encoders.plan import Loaded, plan_items
 from bascule.errors import PlanError
 from bascule.plan.batch import plan_batch
 from bascule.plan.costs.cluster import Cluster

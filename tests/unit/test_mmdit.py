@@ -12,9 +12,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig, PackedBatch
 from bascule.models.blocks import sinusoid
+from bascule.models.layout import Interleaving
 from bascule.models.rope import apply_rotary, rotary_table
 from bascule.models.rows import look_up, permute_rows, scale_rows, sum_rows, sum_rows_by_matmul
-from bascule.models.token_layout import Interleaving
 
 CONFIG = MMDiTConfig(
     in_channels=6,

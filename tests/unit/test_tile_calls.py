@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from bascule.encoders.tile_calls import TileCalls, answered, noted, pixels_of, settings_of
+from bascule.encoders.tiled_vae import TileCalls, answered, noted, pixels_of, settings_of
 from bascule.errors import ConfigError
 from tests.helpers.tile_cases import other_vae, own_tiled, sample_of, tiny_vae, values_of
 

@@ -11,8 +11,8 @@ from bascule.encoders.features import Features, attach
 from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
-    from bascule.encoders.balanced_encoder import BalancedEncoder
-    from bascule.encoders.item_plans import Encoding
+    from bascule.encoders.encoder import BalancedEncoder
+    from bascule.encoders.plan import Encoding
 
 
 class Installed:

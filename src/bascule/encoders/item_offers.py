@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bascule.comm.samples.nests import mapped
 from bascule.comm.samples.sample_bytes import Parcel, parcel
 from bascule.comm.samples.sample_moves import num_rows
-from bascule.encoders.encoder_tables import EncoderTable, Item, Length, form_of
+from bascule.encoders.items import EncoderTable, Item, Length, form_of
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 

@@ -10,8 +10,8 @@ import torch
 from bascule.comm.clocks import Clock
 from bascule.comm.groups import RankGroup
 from bascule.comm.samples.exchange_speed import measure_exchange
-from bascule.encoders.item_plans import Loaded
 from bascule.encoders.item_prices import Prices, Wires
+from bascule.encoders.plan import Loaded
 from bascule.plan.costs.cluster import Cluster
 
 _LEFT_OUT = 1  # calls that compile and allocate

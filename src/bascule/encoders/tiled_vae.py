@@ -1,27 +1,33 @@
-"""TiledVAE: the tiles of a VAE's images and videos are computed by the ranks that have time."""
+"""TiledVAE: the tiles of a VAE's images and videos are computed by the ranks that have time.
 
+The model itself cuts an image into tiles and blends them. It runs twice, with something else in
+the place of its encoder, or decoder: first one that notes what it is called with and gives nothing,
+and at the end one that gives what the ranks computed. Between the two, a tile is a list of calls.
+"""
+
+import copy
+import inspect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.failures import told
 from bascule.comm.samples.nests import joined, mapped
-from bascule.encoders.balanced_encoder import BalancedEncoder
-from bascule.encoders.encoder_tables import EncoderOptions, EncoderTable, Item
+from bascule.encoders.encoder import BalancedEncoder
 from bascule.encoders.features import Features
 from bascule.encoders.installed import InPlace
-from bascule.encoders.item_plans import Encoding
-from bascule.encoders.tile_calls import TileCalls, answered, noted, pixels_of, settings_of
+from bascule.encoders.items import EncoderOptions, EncoderTable, Item, called_with
+from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
 from bascule.plan.costs.cost_models import PolynomialCost
 
 _PIXELS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
-_TABLE = EncoderTable(length=pixels_of, settings=settings_of)
 _DEFAULT = EncoderOptions()
 
 
@@ -63,7 +69,7 @@ class TiledVAE:
             TileCalls(vae),
             cost=_PIXELS,
             mesh_or_group=mesh_or_group,
-            options=replace(options, table=_TABLE),
+            options=replace(options, table=EncoderTable(length=pixels_of, settings=settings_of)),
         )
 
     @property
@@ -137,3 +143,229 @@ class TiledVAE:
         if is_one:
             return features.attach(outputs[0])
         return Features(features.attach(outputs), features.token, None)
+
+
+_CACHE = "feat_cache"
+"""What causal VAEs hand from the frames of a tile to its next ones: a list, which calls change."""
+
+_HANDED = "conv_cache"
+"""Likewise; a call gives it back beside its output, for the next one."""
+
+
+class TileCalls(nn.Module):
+    """Computes a tile: the calls that the VAE makes of its encoder, or decoder, for it.
+
+    Attributes:
+        vae: The model, unedited.
+    """
+
+    def __init__(self, vae: nn.Module) -> None:
+        super().__init__()
+        self.vae = vae
+
+    def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
+        """(1, C, .., h, w) what one after another of these calls gives, along time.
+
+        Args:
+            part: "encoder" or "decoder".
+            calls: Plain arguments of each call; what the first one has of a cache is for all.
+            tensors: The others, under "NUMBER.NAME": of which call, and which argument; the first
+                argument of a call has no name.
+        """
+        module, own = getattr(self.vae, part), copy.deepcopy(list(calls))
+        for name, x in tensors.items():
+            number, _, key = name.partition(".")
+            own[int(number)][key] = x
+        cache = {key: own[0][key] for key in own[0].keys() & {_CACHE}}
+        found = list[Tensor]()
+        for call in own:
+            output = module(call.pop(""), **call | cache)
+            if isinstance(output, tuple):
+                output, cache = output[0], {_HANDED: output[1]}
+            found.append(output)
+        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+
+
+def settings_of(calls: nn.Module) -> str:
+    """What ranks' VAEs must have in common besides their weights.
+
+    Raises:
+        ConfigError: The model does not know tiles, or its tiles are none.
+    """
+    vae: Any = calls.vae
+    name = type(vae).__name__
+    parts = getattr(vae, "_modules", {})
+    if not hasattr(vae, "use_tiling") or not {"encoder", "decoder"} <= parts.keys():
+        raise ConfigError(
+            f"a {name} has no tiles (no use_tiling, encoder and decoder): give a VAE of diffusers "
+            "that has enable_tiling, or encode whole images with BalancedEncoder"
+        )
+    sizes = {key: value for key, value in vars(vae).items() if key.startswith(("tile_", "use_f"))}
+    for key, size in sizes.items():
+        if not isinstance(size, int | float | tuple | list) or not _is_positive(key, size):
+            raise ConfigError(f"{key} of the {name} is {size!r}: a tile needs a number above 0")
+        least = sizes.get(key.replace("_stride_", "_min_"), size)
+        if size > least:
+            raise ConfigError(
+                f"{key} of the {name} is {size}, more than its tiles of {least}, which would leave "
+                "gaps: choose a smaller stride in enable_tiling"
+            )
+    config = {k: v for k, v in vae.config.items() if not k.startswith(("_", "latents_"))}
+    by_length = sorted(config.items(), key=lambda one: len(str(one)))  # an error shows the first
+    return f"{name} with {sizes}, {dict(by_length)}"
+
+
+def _is_positive(key: str, size: Any) -> bool:
+    numbers = size if isinstance(size, tuple | list) else (size,)
+    return all(n > 0 or key.startswith("use_") or "overlap" in key for n in numbers)
+
+
+def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
+    """Pixels that a tile is made of, or of which latents: its convolutions take as long as these.
+
+    A causal decoder makes one frame of the first latent, and of each of the others as many as it
+    upsamples time by.
+    """
+    vae: Any = calls.vae
+    firsts = [x for name, x in tile.items() if name.endswith(".")]
+    frames = sum(x.shape[2] if x.dim() == 5 else 1 for x in firsts)
+    if tile["part"] == "decoder":
+        frames = 1 + (frames - 1) * 2 ** sum(getattr(vae, "temperal_downsample", ()))
+    return frames * firsts[0].shape[-2:].numel()
+
+
+def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[Item], Any]:
+    """The tiles that the model makes of samples, and its output around nothing.
+
+    Args:
+        vae: The model.
+        way: "encode" or "decode".
+        x: (B, C, .., H, W).
+        args: Further arguments of that method.
+        kwargs: Likewise.
+
+    Raises:
+        ConfigError: The model cannot cut them, or a tile is empty.
+    """
+    tiles: list[Item] = []
+    output = None
+    for sample in x.split(1) if len(x) else [x]:
+        notes = _Notes(vae, way)
+        try:
+            output = getattr(notes.model, way)(sample, *args, **kwargs)
+        except Exception as error:
+            raise ConfigError(
+                f"the {type(vae).__name__} cannot {way} a sample of shape {tuple(x.shape)} in its "
+                f"tiles: {error}"
+            ) from error
+        tiles += [_as_item(notes.part, calls) for calls in notes.tiles if len(x)]
+    return tiles, output
+
+
+def answered(
+    vae: nn.Module, answers: deque[Tensor], way: str, sample: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """What the model makes of a sample, with its tiles computed: takes those from the answers."""
+    return getattr(_Answers(vae, way, answers).model, way)(sample, *args, **kwargs)
+
+
+def _as_item(part: str, calls: Sequence[Item]) -> Item:
+    """A tile that can travel."""
+    tensors, plain = Item(), list[Item]()
+    for number, call in enumerate(calls):
+        given = {name: x for name, x in call.items() if isinstance(x, Tensor)}
+        tensors |= {f"{number}.{name}": x for name, x in given.items()}
+        left_out = given.keys() | ({_CACHE, _HANDED} if number else set())
+        plain.append({name: value for name, value in call.items() if name not in left_out})
+    for x in tensors.values():
+        if not x.numel():
+            raise ConfigError(
+                f"a tile of shape {tuple(x.shape)} is empty: its sizes do not fit this model; "
+                "choose larger ones in enable_tiling"
+            )
+    return {"part": part, "calls": plain, **tensors}
+
+
+class _InPlace(nn.Module):
+    """Is called in place of a VAE's encoder, or decoder, by a copy of the VAE around it.
+
+    The copy has the model's modules and settings, and its own state: the model is left alone.
+
+    Attributes:
+        part: "encoder" or "decoder".
+        real: What it stands for; models count its layers.
+        model: The copy; it tiles.
+    """
+
+    def __init__(self, vae: nn.Module, way: str) -> None:
+        super().__init__()
+        self.part = "encoder" if way == "encode" else "decoder"
+        self.real: Any = vae._modules[self.part]
+        modules = {
+            name: None if child is None else _Around(child) for name, child in vae._modules.items()
+        }
+        model: Any = object.__new__(type(vae))
+        model.__dict__ |= {**vars(vae), "_modules": {**modules, self.part: self}}
+        model.use_tiling = True
+        object.__setattr__(self, "model", model)
+        self._cache: Any = None
+        self._hands = _HANDED in inspect.signature(type(self.real).forward).parameters
+
+    def _begins(self, call: Item) -> bool:
+        """Whether a call begins a tile: it is given nothing of the call before."""
+        if self._hands:
+            return _HANDED not in call
+        before, self._cache = self._cache, call.get(_CACHE)
+        return self._cache is None or self._cache is not before
+
+    def _given(self, x: Tensor) -> Any:
+        """As the real part gives it."""
+        return (x, {}) if self._hands else x
+
+    def _named(self, args: Sequence[Any], kwargs: Item) -> Item:
+        """Arguments by name, but for the first."""
+        named = called_with(type(self.real).forward.__get__(self.real), args, kwargs)
+        first, *others = named
+        return {"": named[first], **{name: named[name] for name in others}}
+
+
+class _Around(nn.Module):
+    """Another part of the model, which is not called where there is nothing to compute."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.real = real
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.real(x, *args, **kwargs) if x.numel() else x
+
+
+class _Notes(_InPlace):
+    """Notes the calls of every tile. Of what it gives nothing can be blended: no rows of pixels."""
+
+    def __init__(self, vae: nn.Module, way: str) -> None:
+        super().__init__(vae, way)
+        self.tiles: list[list[Item]] = []
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = self._named((x, *args), kwargs)
+        if self._begins(call):
+            self.tiles.append([])
+        self.tiles[-1].append(call)
+        halves = 2 * x.shape[1]  # those of moments
+        return self._given(x.new_empty(len(x), halves, *x.shape[2:-2], 0, 0))
+
+
+class _Answers(_InPlace):
+    """Gives a whole tile in place of its first frames, and no frames in place of the others."""
+
+    def __init__(self, vae: nn.Module, way: str, answers: deque[Tensor]) -> None:
+        super().__init__(vae, way)
+        self._left, self._rest = answers, torch.empty(0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._begins(self._named(args, kwargs)):
+            return self._given(self._rest)
+        tile = self._left.popleft()
+        self._rest = tile.new_empty(*tile.shape[:2], 0, *tile.shape[3:])
+        return self._given(tile)

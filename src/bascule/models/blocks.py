@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bascule.models.config import MMDiTConfig
-from bascule.models.parallel_protocol import Attend
+from bascule.models.layout import TokenLayout
+from bascule.models.protocol import Attend
 from bascule.models.rope import apply_rotary
 from bascule.models.rows import look_up, scale_rows
-from bascule.models.token_layout import TokenLayout
 
 NORM_EPS = 1e-6
 SINUSOID_DIM = 256

@@ -19,9 +19,9 @@ from bascule.models.blocks import (
     sinusoid,
 )
 from bascule.models.config import MMDiTConfig
-from bascule.models.parallel_protocol import Attend, Exchange
+from bascule.models.layout import Interleaving, TokenLayout, count_text
+from bascule.models.protocol import Attend, Exchange
 from bascule.models.rope import rotary_table
-from bascule.models.token_layout import Interleaving, TokenLayout, count_text
 
 
 class PackedBatch:

@@ -19,7 +19,7 @@ from bascule.comm.groups import device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_reduce
 from bascule.encoders import BalancedEncoder, EncoderOptions
-from bascule.encoders.item_plans import Encoding
+from bascule.encoders.plan import Encoding
 from bascule.plan.costs.cost_models import Cost
 from bascule.plan.costs.fit_latency import fit_item_latency
 from bascule.training.run.stopwatch import Stopwatch

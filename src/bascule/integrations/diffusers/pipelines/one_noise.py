@@ -22,7 +22,7 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import telling
 from bascule.comm.samples.nests import leaves_of
 from bascule.comm.transfers import broadcast
-from bascule.encoders.weights import contents_of
+from bascule.encoders.items import contents_of
 from bascule.integrations.diffusers.pipelines.phases import (
     TRANSFORMERS,
     execution_device,

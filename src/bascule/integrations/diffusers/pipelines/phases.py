@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bascule.encoders.item_plans import Encoding
+from bascule.encoders.plan import Encoding
 from bascule.integrations.diffusers.compiling import device_of
 from bascule.integrations.diffusers.pipelines.pipeline_parts import SharedPart
 

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bascule.comm.samples.nests import leaves_of, rebuilt
 from bascule.comm.samples.sample_bytes import parcel
-from bascule.encoders import item_lengths
 from bascule.errors import ConfigError
+from bascule.plan.checks import number, shown
 from bascule.plan.costs.cluster import Cluster
 from bascule.plan.limits import Limits
 
@@ -164,6 +166,54 @@ def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item)
     return {name: value for name, value in named.items() if value is not None}
 
 
+def of_patches(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
+    """Patches of an image or a video of Qwen-VL, and pairs on the mean of all layers.
+
+    Each frame attends to itself: t frames of h x w patches are t (h w)^2 pairs. Layers of
+    Qwen2.5-VL that are not in `fullatt_block_indexes` attend within windows, whose sides are
+    `window_size / patch_size` patches, the last of a row or column less.
+    """
+    config: Any = module.config
+    frames, height, width = (int(n) for n in item["grid_thw"][0].tolist())
+    full = frames * float(height * width) ** 2
+    full_layers = getattr(config, "fullatt_block_indexes", None)
+    window = getattr(config, "window_size", None)
+    if full_layers is None or not window:
+        return frames * height * width, full
+    side = window // config.patch_size // config.spatial_merge_size * config.spatial_merge_size
+    windowed = frames * float(_squares(height, side) * _squares(width, side))
+    num_full = len({layer for layer in full_layers if 0 <= layer < config.depth})
+    pairs = (num_full * full + (config.depth - num_full) * windowed) / config.depth
+    return frames * height * width, pairs
+
+
+def _squares(length: int, side: int) -> int:
+    """Sum of the squares of a length cut into pieces of a side."""
+    return length // side * side**2 + (length % side) ** 2
+
+
+def of_image(module: nn.Module, item: Mapping[str, Any]) -> int:
+    """Patches of an image, or a tile, of pixels (1, C, H, W)."""
+    config: Any = module.config
+    patch = config.patch_size
+    sides = (patch, patch) if isinstance(patch, int) else patch
+    height, width = item["pixel_values"].shape[-2:]
+    return max(1, (height // sides[0]) * (width // sides[1]))
+
+
+def of_text(module: nn.Module, item: Mapping[str, Any]) -> int:
+    """Tokens of a text as it is padded: padding is computed as well."""
+    del module
+    tokens = item.get("input_ids")
+    return int((item["inputs_embeds"] if tokens is None else tokens).shape[1])
+
+
+def of_pixels(module: nn.Module, item: Mapping[str, Any]) -> int:
+    """Pixels of an image or video (1, C, .., H, W): a VAE's convolutions take as long as these."""
+    del module
+    return int(item["x"].shape[2:].numel())
+
+
 def _grid_sizes(arguments: Mapping[str, Any]) -> list[int]:
     return arguments["grid_thw"].prod(-1).tolist()
 
@@ -182,14 +232,14 @@ def _by_frames(item: Item, most: int) -> list[Item]:
 
 
 _QWEN = EncoderTable(
-    length=item_lengths.of_patches,
+    length=of_patches,
     packed=("hidden_states",),
     sizes=_grid_sizes,
     split=_by_frames,
 )
-_IMAGES = EncoderTable(length=item_lengths.of_image)
-_TEXTS = EncoderTable(length=item_lengths.of_text, sources=())
-_VAE = EncoderTable(length=item_lengths.of_pixels, method="encode", sources=())
+_IMAGES = EncoderTable(length=of_image)
+_TEXTS = EncoderTable(length=of_text, sources=())
+_VAE = EncoderTable(length=of_pixels, method="encode", sources=())
 
 TABLES: Mapping[str, EncoderTable] = {
     f"{library}.models.{name}": table
@@ -255,3 +305,74 @@ class EncoderOptions:
     device: torch.device | str | None = None
     timeout_s: float = 600.0
     features_for: Literal["owner", "all", "first"] = "owner"
+
+
+SETTINGS = ("module", "weights", "home_tolerance", "features_for", "settings")
+"""Names of what `settings_of` gives."""
+
+GETTING = {"owner": 0, "all": None, "first": 1}
+"""By `features_for`: ranks that get what all of them gave; None: all."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def settings_of(module: nn.Module, table: EncoderTable, options: EncoderOptions) -> dict[str, str]:
+    """What must be the same on all ranks when an encoder is made.
+
+    Raises:
+        ConfigError: An option is wrong.
+    """
+    number("home_tolerance", options.home_tolerance)
+    if options.features_for not in GETTING:
+        raise ConfigError(
+            f"features_for={shown(options.features_for)}: choose one of {list(GETTING)}"
+        )
+    shapes = f"{type(module).__name__} with parameters of shapes {names_digest(module)}"
+    settings = "" if table.settings is None else table.settings(module)
+    own = shapes, values_digest(module), str(options.home_tolerance), options.features_for, settings
+    return dict(zip(SETTINGS, own, strict=True))
+
+
+def names_digest(module: nn.Module) -> str:
+    """Of the names, dtypes and shapes of the parameters."""
+    parts = [(name, str(p.dtype), *p.shape) for name, p in module.named_parameters()]
+    return _digest(repr(parts))
+
+
+def values_digest(module: nn.Module) -> str:
+    """Of the values of parameters and buffers; FSDP's shards, unlike on all ranks, are left out.
+
+    From the sums of their bits as integers, which no order of adding changes: one pass over the
+    weights on their device, and one number of each to the host.
+    """
+    given = [*module.parameters(), *module.buffers()]
+    return _values([x for x in given if not isinstance(x, DTensor) and not x.is_meta])
+
+
+def contents_of(tensors: Sequence[Tensor]) -> str:
+    """Shapes and a digest of values: the same for the same tensors on all ranks."""
+    shapes = [tuple(x.shape) for x in tensors]
+    return f"shapes {shapes[:8]} of {len(shapes)} tensors with values {_values(tensors)}"
+
+
+def _values(tensors: Sequence[Tensor]) -> str:
+    parts = [part for x in tensors for part in _plain(x.detach()) if part.numel()]
+    sums = [_bits(part).sum(dtype=torch.int64).cpu() for part in parts]
+    return _digest(repr([int(one) for one in sums]))
+
+
+def _plain(x: Tensor) -> list[Tensor]:
+    """What a tensor is made of: of quantised weights their codes and scales."""
+    if not is_traceable_wrapper_subclass(x):
+        return [x]
+    names, _ = x.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(x, name))]
+
+
+def _bits(x: Tensor) -> Tensor:
+    real = torch.view_as_real(x) if x.is_complex() else x
+    return real.view(_INTEGERS[real.dtype.itemsize])
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

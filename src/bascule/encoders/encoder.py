@@ -26,20 +26,23 @@ from bascule.comm.samples.sample_moves import (
     num_rows,
     tied,
 )
-from bascule.encoders.encoder_tables import (
+from bascule.encoders.features import Computed, Features, attach
+from bascule.encoders.item_offers import Describing, Offer
+from bascule.encoders.item_prices import Prices
+from bascule.encoders.items import (
+    GETTING,
+    SETTINGS,
     EncoderOptions,
     Item,
     Length,
     called_with,
+    contents_of,
     filled,
+    settings_of,
     table_of,
 )
-from bascule.encoders.features import Computed, Features, attach
-from bascule.encoders.item_offers import Describing, Offer
-from bascule.encoders.item_plans import Encoding, ItemPlan, Loaded, plan_items
-from bascule.encoders.item_prices import Prices
 from bascule.encoders.own_speed import OwnSpeed, first_prices
-from bascule.encoders.weights import GETTING, SETTINGS, contents_of, settings_of
+from bascule.encoders.plan import Encoding, ItemPlan, Loaded, plan_items
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
 from bascule.plan.costs.cost_models import Cost, describe_cost
