@@ -11,8 +11,8 @@ import numpy as np
 from _baselines import Floats, Ints, Step
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import Cluster
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.problem import build_problem
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens

@@ -27,8 +27,8 @@ from _baselines import (
 
 from bascule.data import BalancedSampler, SamplerOptions
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.topology.search import suggest_topology
+from bascule.plan.machine import Cluster
+from bascule.plan.topology_search import suggest_topology
 
 MOST_REAL, MOST_AUTO = 8, 256
 """Ranks up to which batch_rebalance itself, and bags of each step, are decided: seconds a step."""

@@ -18,8 +18,8 @@ from _baselines import Step
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.fit_latency import fit_latency
+from bascule.plan.costs import TransformerCost
+from bascule.plan.fits import fit_latency
 
 NUM_RANKS, WIDTH, HEADS, LAYERS = 2, 128, 2, 2
 SHRINK = 16

@@ -13,13 +13,13 @@ from rich.table import Table
 from bascule.errors import PlanError
 from bascule.plan import locality
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.machine import Cluster
 from bascule.plan.solver import improve, portfolio
 from bascule.plan.solver.solve import assign
 from bascule.plan.solver.starts import longest_first
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 Batch = list[list[int]]
 Case = Callable[[], tuple[float, float]]

@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
-from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.calibrate.measuring import Measured, measure
+from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.profiles import profile_of
-from bascule.plan.costs.calibration import Calibration, Fit
+from bascule.plan.calibration import Calibration, Fit
 
 NUM_RANKS = 2
 MOST_APART, MOST_MISSED = 1.0, 0.10

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 
 NUM_RANKS, WIDTH, ROUNDS, TARGET = 2, 512, 200, 1.05
 LENS = {"small": ((40, 20), (10, 5)), "large": ((4096, 2048, 512), (300, 212, 100))}

@@ -41,8 +41,8 @@ from bascule import (
     simulate,
 )
 from bascule.integrations.diffusers import BalancedModel
-from bascule.plan.costs.passes import FORWARD
-from bascule.sim.step_seconds import Sharding
+from bascule.plan.machine import FORWARD
+from bascule.sim.seconds import Sharding
 from bascule.training import train_step
 
 Sample = dict[str, Any]

@@ -38,8 +38,8 @@ from bascule.comm.samples.nests import leaves_of
 from bascule.encoders import BalancedEncoder
 from bascule.encoders.item_prices import step_factor
 from bascule.encoders.items import Item, form_of, table_of
-from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
-from bascule.plan.costs.fit_latency import fit_item_latency, fit_latency
+from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.plan.fits import fit_item_latency, fit_latency
 
 WARMUP = 10
 NUM_RANKS, TARGET, SHARE_OF_EVEN = 2, 0.95, 1.02

@@ -40,8 +40,8 @@ from scipy.optimize import minimize, nnls
 
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cost_models import PolynomialCost
-from bascule.plan.costs.fit_iterations import fit_iterations
+from bascule.plan.costs import PolynomialCost
+from bascule.plan.fits import fit_iterations
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -44,9 +44,9 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.redistribute import Redistributor, Rules
 from bascule.data.samples.loaded import DataRanks, Loaded
 from bascule.data.setup import LoaderOptions
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.step import plan_step
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 NUM_RANKS, SAMPLES_A_RANK, STEP_S = 2, 6, 0.1
 PATCH_VALUES, PATCHES = 1176, (223, 892)  # float32 values of a patch; 1 to 4 MB a sample

@@ -37,7 +37,7 @@ from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.comm.meshes import AttentionMesh
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 DATA = "g32b32i256f1s0"

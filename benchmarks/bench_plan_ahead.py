@@ -23,7 +23,7 @@ import torch.distributed as dist
 from _common import write_results
 
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 RANKS, STEPS, WARMUP, STEP_S = 32, 20, 3, 1.0

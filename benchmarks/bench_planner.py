@@ -18,13 +18,12 @@ from _common import MIXES, write_results
 from bascule.errors import PlanError
 from bascule.plan import metrics
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.costs.passes import TRAINING, in_passes
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.machine import TRAINING, HardwareProfile, in_passes
 from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
-from bascule.plan.topology.search import suggest_topology
+from bascule.plan.topology_search import suggest_topology
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 Batch = Sequence[Sequence[int]]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from bascule.parallel import SequenceParallel, Step
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 
 NUM_RANKS, WIDTH, ROUNDS, TARGET = 2, 512, 300, 1.2
 LENS = ((4096, 2048, 1024, 512, 300, 212), (2048, 2048, 1536, 1024, 1000, 536))

@@ -18,17 +18,16 @@ import numpy as np
 from _common import write_results
 from scipy.optimize import least_squares
 
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.costs.passes import TRAINING, Passes
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import TRAINING, HardwareProfile, Passes
 from bascule.sim.placements import Loaded, policy_of
+from bascule.sim.seconds import KINDS
 from bascule.sim.simulation import (
     Sharding,
     SimulationOptions,
+    SimulationResult,
     simulate,
 )
-from bascule.sim.simulation_result import SimulationResult
-from bascule.sim.step_seconds import KINDS
 
 LOW = "g32b32i256f1s0"
 MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"

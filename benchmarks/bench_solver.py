@@ -28,10 +28,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csc_array
 
 from bascule.errors import PlanError
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.solver.solve import assign
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 Floats = NDArray[np.float64]

@@ -24,9 +24,9 @@ from PIL import Image
 
 from bascule import HardwareProfile, SimulationOptions, TransformerCost, simulate
 from bascule.bench.options import BenchOptions
-from bascule.plan.costs.cost_models import FLOPS_PER_UNIT
-from bascule.plan.costs.passes import WITHOUT_RECOMPUTING, passes_of
-from bascule.sim.step_seconds import EncoderStage
+from bascule.plan.costs import FLOPS_PER_UNIT
+from bascule.plan.machine import WITHOUT_RECOMPUTING, passes_of
+from bascule.sim.seconds import EncoderStage
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SampleStream, SyntheticStream
 

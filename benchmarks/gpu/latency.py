@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from bascule import TransformerCost, fit_iterations, fit_latency
-from bascule.calibrate.block_calls import BlockCall, calls_of_model
+from bascule.calibrate.blocks import BlockCall, calls_of_model
 from bascule.models import MMDiT
 from gpu.measuring import Case, Row, Setting, Target, Timed, timed
 from gpu.shapes import Pack, config_of, equal_pack, make_model, mixes

@@ -25,7 +25,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from bascule import TransformerCost, plan_batch
 from bascule.models import MMDiT, MMDiTConfig, PackedBatch
 from bascule.parallel import SequenceParallel, Step
-from bascule.plan.costs.cost_models import FLOPS_PER_UNIT
+from bascule.plan.costs import FLOPS_PER_UNIT
 from bascule.workload.codes import (
     SampleShape,
     parse_data_codes,

@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from bascule.parallel import Step as Step
     from bascule.plan.batch import Plan as Plan
     from bascule.plan.batch import plan_batch as plan_batch
-    from bascule.plan.costs.attention_latency import AttentionLatency as AttentionLatency
-    from bascule.plan.costs.cluster import Cluster as Cluster
-    from bascule.plan.costs.cost_models import PolynomialCost as PolynomialCost
-    from bascule.plan.costs.cost_models import TransformerCost as TransformerCost
-    from bascule.plan.costs.fit_attention import fit_attention_latency as fit_attention_latency
-    from bascule.plan.costs.fit_iterations import fit_iterations as fit_iterations
-    from bascule.plan.costs.fit_latency import fit_item_latency as fit_item_latency
-    from bascule.plan.costs.fit_latency import fit_latency as fit_latency
-    from bascule.plan.costs.hardware import HardwareProfile as HardwareProfile
+    from bascule.plan.costs import PolynomialCost as PolynomialCost
+    from bascule.plan.costs import TransformerCost as TransformerCost
+    from bascule.plan.fits import fit_attention_latency as fit_attention_latency
+    from bascule.plan.fits import fit_item_latency as fit_item_latency
+    from bascule.plan.fits import fit_iterations as fit_iterations
+    from bascule.plan.fits import fit_latency as fit_latency
     from bascule.plan.limits import Limits as Limits
     from bascule.plan.loaded.masks import Span as Span
     from bascule.plan.loaded.sequences import Sequences as Sequences
+    from bascule.plan.machine import AttentionLatency as AttentionLatency
+    from bascule.plan.machine import Cluster as Cluster
+    from bascule.plan.machine import HardwareProfile as HardwareProfile
     from bascule.plan.solver.solve import Assignment as Assignment
     from bascule.plan.solver.solve import assign as assign
     from bascule.plan.sparse import partition_blocks as partition_blocks
@@ -61,28 +61,28 @@ if TYPE_CHECKING:
     from bascule.plan.sparse.choose_mesh import Strategies as Strategies
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
-    from bascule.plan.topology.search import TopologyRanking as TopologyRanking
-    from bascule.plan.topology.search import suggest_topology as suggest_topology
-    from bascule.plan.topology.spec import Topology as Topology
+    from bascule.plan.topology import Topology as Topology
+    from bascule.plan.topology_search import TopologyRanking as TopologyRanking
+    from bascule.plan.topology_search import suggest_topology as suggest_topology
     from bascule.sim.simulation import SimulationOptions as SimulationOptions
+    from bascule.sim.simulation import SimulationResult as SimulationResult
     from bascule.sim.simulation import simulate as simulate
-    from bascule.sim.simulation_result import SimulationResult as SimulationResult
     from bascule.training.stepping import train_step as train_step
 
 _HOMES = {
     "Assignment": "bascule.plan.solver.solve",
-    "AttentionLatency": "bascule.plan.costs.attention_latency",
+    "AttentionLatency": "bascule.plan.machine",
     "AutoMesh": "bascule.integrations.diffusers.pipelines.auto_mesh",
     "BalancedEncoder": "bascule.encoders.encoder",
     "TiledVAE": "bascule.encoders.tiled_vae",
     "BalancedLoader": "bascule.data.loader",
     "BalancedModel": "bascule.integrations.diffusers.training.balanced_model",
     "BalancedSampler": "bascule.data.samplers.balanced",
-    "Cluster": "bascule.plan.costs.cluster",
+    "Cluster": "bascule.plan.machine",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
     "CostTracker": "bascule.data.cost_tracker",
-    "HardwareProfile": "bascule.plan.costs.hardware",
+    "HardwareProfile": "bascule.plan.machine",
     "InferenceOptions": "bascule.integrations.diffusers.pipelines.inference_options",
     "Limits": "bascule.plan.limits",
     "LoaderOptions": "bascule.data.setup",
@@ -90,25 +90,25 @@ _HOMES = {
     "ParallelOptions": "bascule.parallel",
     "Plan": "bascule.plan.batch",
     "PlanError": "bascule.errors",
-    "PolynomialCost": "bascule.plan.costs.cost_models",
+    "PolynomialCost": "bascule.plan.costs",
     "ResumableSampler": "bascule.data.samplers.resumable",
     "SamplerOptions": "bascule.data.samplers.balanced",
     "SequenceParallel": "bascule.parallel",
     "Sequences": "bascule.plan.loaded.sequences",
     "SimulationOptions": "bascule.sim.simulation",
-    "SimulationResult": "bascule.sim.simulation_result",
+    "SimulationResult": "bascule.sim.simulation",
     "Span": "bascule.plan.loaded.masks",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
     "Step": "bascule.parallel",
     "Strategies": "bascule.plan.sparse.choose_mesh",
-    "Topology": "bascule.plan.topology.spec",
-    "TopologyRanking": "bascule.plan.topology.search",
-    "TransformerCost": "bascule.plan.costs.cost_models",
+    "Topology": "bascule.plan.topology",
+    "TopologyRanking": "bascule.plan.topology_search",
+    "TransformerCost": "bascule.plan.costs",
     "assign": "bascule.plan.solver.solve",
-    "fit_attention_latency": "bascule.plan.costs.fit_attention",
-    "fit_iterations": "bascule.plan.costs.fit_iterations",
-    "fit_item_latency": "bascule.plan.costs.fit_latency",
-    "fit_latency": "bascule.plan.costs.fit_latency",
+    "fit_attention_latency": "bascule.plan.fits",
+    "fit_iterations": "bascule.plan.fits",
+    "fit_item_latency": "bascule.plan.fits",
+    "fit_latency": "bascule.plan.fits",
     "measure_attention_latency": "bascule.attention.sparse.timing",
     "parallelize": "bascule.integrations.diffusers.handle",
     "partition_blocks": "bascule.plan.sparse",
@@ -119,7 +119,7 @@ _HOMES = {
     "simulate": "bascule.sim.simulation",
     "sparse_imbalance": "bascule.plan.sparse",
     "step_makespan": "bascule.plan.step",
-    "suggest_topology": "bascule.plan.topology.search",
+    "suggest_topology": "bascule.plan.topology_search",
     "train_step": "bascule.training.stepping",
 }
 

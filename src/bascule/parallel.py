@@ -17,13 +17,13 @@ from bascule.comm.guard.failures import tell, told
 from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, shown
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import Cost, describe_cost
-from bascule.plan.costs.prices import RankState
+from bascule.plan.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Batch, Sequences
+from bascule.plan.machine import Cluster
+from bascule.plan.prices import RankState
 from bascule.plan.step import Sync
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 from bascule.planning import Asked, Planned, PlannedLater, Planning, checked
 from bascule.step import Step as Step
 

@@ -22,10 +22,10 @@ from bascule.errors import ConfigError
 from bascule.plan import routes
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import listed
-from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs import Cost
 from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
 from bascule.plan.step import Sync, check_sync, mix_microbatches, plan_step
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 if TYPE_CHECKING:
     from bascule.step import Step

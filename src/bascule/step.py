@@ -39,7 +39,7 @@ from bascule.comm.staging import table_on
 from bascule.comm.world import this_world
 from bascule.parallel_forms import Forms, Qkv, needs_gradient
 from bascule.plan import metrics
-from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs import Cost
 from bascule.plan.traffic import Traffic
 from bascule.planning import Planned
 

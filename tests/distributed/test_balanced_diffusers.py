@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from bascule.errors import CommError, ConfigError
 from bascule.integrations.diffusers import BalancedModel
 from bascule.parallel import ParallelOptions, SequenceParallel
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.training import train_step
 from tests.helpers.calls_made import calls_made

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from bascule.calibrate import measuring, timed
-from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.calibrate.measuring import ALONE, BETWEEN_NODES, ON_RANKS, measure
+from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.profiles import profile_of, refusals
 from bascule.cli import main
 from bascule.errors import ConfigError
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 from tests.helpers.calibrations import CURVES
 from tests.helpers.cli import run
 from tests.helpers.jobs import in_a_job

@@ -15,7 +15,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.setup import LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 from bascule.plan.solver.solve import assign
 from tests.helpers.ranks import raised_by, run_ranks
 

@@ -20,7 +20,7 @@ from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.comm.guard.failures import ROLL_CALL_S
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 from tests.helpers.jobs import in_a_job
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 

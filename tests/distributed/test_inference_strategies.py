@@ -16,7 +16,7 @@ from bascule.comm.meshes import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
+from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bascule.comm.quantize import Wire
 from bascule.errors import CommError, ConfigError
 from bascule.integrations.diffusers import Parallelized, parallelize
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 from tests.helpers.inference_bytes import counted
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs

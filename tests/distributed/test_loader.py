@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from bascule.comm.samples import exchange_speed
 from bascule.data.loader import BalancedLoader
 from bascule.data.setup import LoaderOptions
-from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
+from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
     COST,

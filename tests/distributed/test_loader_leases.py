@@ -22,7 +22,7 @@ from bascule.data.cost_tracker import CostTracker
 from bascule.data.leases import Lease, pool_of
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 from tests.helpers.held import Held, check_held, needs_proc
 from tests.helpers.loader_cases import (
     COST,

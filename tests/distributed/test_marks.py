@@ -22,8 +22,8 @@ from bascule.comm.guard.calls import Call, Calls
 from bascule.comm.head_exchange import HeadExchange
 from bascule.comm.quantize import Wire
 from bascule.parallel import SequenceParallel
-from bascule.plan.head_shares import HeadShares
 from bascule.plan.routes import Route
+from bascule.plan.traffic import HeadShares
 from tests.helpers.cases import COST
 from tests.helpers.mesh_cases import as_given, make_mesh
 from tests.helpers.ranks import run_ranks

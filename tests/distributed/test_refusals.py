@@ -13,9 +13,9 @@ from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.parallel import ParallelOptions, SequenceParallel
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.machine import Cluster
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks
 

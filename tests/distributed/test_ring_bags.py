@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 from tests.helpers.bench import bench, summary
 from tests.helpers.calls_made import ALL_GATHER, ALL_TO_ALL, RING, calls_made
 from tests.helpers.cases import COST, LENGTHS, all_batches

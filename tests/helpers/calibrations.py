@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from bascule.plan.costs.attention_latency import AttentionLatency
-from bascule.plan.costs.calibration import BYTES, PASSES, TOKENS, Calibration, Fit, Overhead
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.calibration import BYTES, PASSES, TOKENS, Calibration, Fit, Overhead
+from bascule.plan.fits import fit_curve
+from bascule.plan.machine import AttentionLatency, HardwareProfile
 
 LENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SIZES = tuple(4**power for power in range(6, 15))
@@ -24,7 +24,7 @@ def fitted(what: str, noise: float = 0.0, seed: int = 0) -> Fit:
     x = np.array(sizes, dtype=np.float64)
     seconds = (x[:, None] ** np.arange(len(CURVES[what]))) @ np.array(CURVES[what])
     factors = 1.0 + noise * np.random.default_rng(seed).standard_normal(x.size)
-    return Fit.of(what, unit, sizes, seconds * factors, np.full(x.size, noise))
+    return fit_curve(what, unit, sizes, seconds * factors, np.full(x.size, noise))
 
 
 def calibrated(name: str = "mine", noise: float = 0.01) -> HardwareProfile:

@@ -19,7 +19,7 @@ from bascule.data.setup import LoaderOptions
 from bascule.integrations.diffusers import parallelize
 from bascule.models import LocalExchange, PackedBatch
 from bascule.parallel import ParallelOptions, SequenceParallel
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 from tests.helpers.cases import (
     COST,
     Batch,

@@ -22,7 +22,7 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.samples.loaded import Ends
 from bascule.data.setup import LoaderOptions
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Ints
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs import Cost
 from bascule.plan.routes import Route
 
 Rows = npt.NDArray[np.int64]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
+from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.sim.sparse_study import Mesh, Setting
 from bascule.workload.mask_model import WAN21, synthetic_masks
 

@@ -16,7 +16,7 @@ from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT
 from bascule.parallel import SequenceParallel
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.training.building import build_model, model_config
 from bascule.training.flow import FlowBatch
 from bascule.training.run.stopwatch import Stopwatch

@@ -17,9 +17,9 @@ from bascule.attention.ring import Merged
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
-from bascule.plan.head_shares import HeadShares
 from bascule.plan.loaded.masks import Masks
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
+from bascule.plan.traffic import HeadShares
 from tests.helpers.oracle import packed_attention
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost
-from bascule.plan.costs.fit_iterations import TERMS, fit_iterations
+from bascule.plan.costs import PolynomialCost
+from bascule.plan.fits import TERMS, fit_iterations
 
 Lens = list[list[list[int]]]
 Case = tuple[Lens, np.ndarray]

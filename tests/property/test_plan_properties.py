@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.topology.spec import Topology
+from bascule.plan.costs import TransformerCost
+from bascule.plan.topology import Topology
 from tests.helpers.simulation import assert_certificate, assert_sound, flat, squares
 
 COST = TransformerCost(3072, gamma=0.426)

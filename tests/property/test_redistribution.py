@@ -16,7 +16,7 @@ from bascule.data.samples.loaded import DataRanks, Ends, Loaded, Offer
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver
 from bascule.errors import PlanError
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cost_models import Cost, PolynomialCost, TransformerCost
+from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 

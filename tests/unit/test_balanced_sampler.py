@@ -15,7 +15,7 @@ import bascule
 from bascule.data import BalancedSampler, ResumableSampler, SamplerOptions
 from bascule.data.samplers import balanced
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.epoch.cells import DealRules
 from bascule.plan.epoch.deal import deal_in_turn, deal_step
 from bascule.plan.epoch.order import StepShape

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 
 BATCH = [[10], [4000, 10], [12, 11], []]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bascule.bench import launch
-from bascule.calibrate.block_calls import (
+from bascule.calibrate.blocks import (
     BlockCall,
     block_of_each_kind,
     calls_of_model,
@@ -14,7 +14,7 @@ from bascule.calibrate.block_calls import (
     check_name,
     find,
 )
-from bascule.calibrate.calibrate_options import CalibrateOptions
+from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.timed import Probe, seconds_of
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
@@ -176,7 +176,7 @@ def test_what_ranks_must_share_is_what_changes_their_calls() -> None:
 
 def test_the_help_loads_without_torch() -> None:
     modules = modules_imported_by("-m", "bascule.cli", "calibrate", "--help")
-    assert "bascule.calibrate.calibrate_options" in modules and "torch" not in modules
+    assert "bascule.calibrate.options" in modules and "torch" not in modules
 
 
 @pytest.mark.parametrize(

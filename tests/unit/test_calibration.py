@@ -16,19 +16,22 @@ import pytest
 
 from bascule.calibrate.profiles import refusals, undisturbed
 from bascule.errors import ConfigError
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.costs.calibration import (
+from bascule.plan.calibration import (
     BYTES,
     TOKENS,
     Calibration,
-    Fit,
     Overhead,
     is_held_out,
     least_points,
 )
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.costs.passes import TRAINING, passes_of
-from bascule.plan.costs.relative_fit import relative_fit
+from bascule.plan.fits import fit_curve, relative_fit
+from bascule.plan.machine import (
+    TRAINING,
+    AttentionLatency,
+    AttentionLoad,
+    HardwareProfile,
+    passes_of,
+)
 from bascule.report.calibration_page import of_calibration
 from bascule.report.page import render
 from tests.helpers.browser import opened
@@ -118,7 +121,7 @@ def test_lucky_messages_bend_no_curve() -> None:
         tail = 1.0 + chance.exponential(0.15, shape) * (chance.random(shape) < 0.6)
         times = true * luck * tail * (1.0 + 0.03 * chance.standard_normal(shape))
         for name, seconds in (("quartile", undisturbed(times)[0]), ("least", times.min(axis=0))):
-            fit = Fit.of("messages", BYTES, SIZES, seconds, np.zeros(len(SIZES)))
+            fit = fit_curve("messages", BYTES, SIZES, seconds, np.zeros(len(SIZES)))
             missed[name].append(fit.held_out_error)
     assert np.quantile(missed["quartile"], 0.9) < 0.1 < np.quantile(missed["least"], 0.9)
 
@@ -350,7 +353,7 @@ def test_old_files_have_no_calibration(tmp_path: Path) -> None:
 
 def test_sizes_of_the_helpers_are_those_of_a_calibration() -> None:
     assert len(LENS) == len(SIZES) == 9
-    assert Fit.of("x", BYTES, SIZES, np.array(SIZES) * 1e-9, np.zeros(9)).coefficients[1] > 0
+    assert fit_curve("x", BYTES, SIZES, np.array(SIZES) * 1e-9, np.zeros(9)).coefficients[1] > 0
 
 
 def test_rates_that_were_edited_are_refused() -> None:

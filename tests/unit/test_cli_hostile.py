@@ -16,9 +16,8 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import shown
-from bascule.plan.costs.attention_latency import AttentionLatency
-from bascule.plan.costs.hardware import HardwareProfile
 from bascule.plan.files import MAX_LINE, read_lines
+from bascule.plan.machine import AttentionLatency, HardwareProfile
 from bascule.workload.codes import (
     DataCode,
     SampleShape,

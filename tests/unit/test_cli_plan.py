@@ -10,8 +10,8 @@ from bascule import Plan
 from bascule.cli.parts.reading import ClusterOptions, InputOptions
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import HardwareProfile
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.cli import modules_imported_by, run
 
@@ -133,7 +133,7 @@ def test_a_users_error_is_one_sentence(
 @pytest.mark.parametrize("command", ["plan", "topology"])
 def test_planning_on_the_command_line_needs_no_torch(command: str) -> None:
     modules = modules_imported_by("-m", "bascule.cli", command, "--lengths", "50/60")
-    assert "bascule.plan.topology.search" in modules
+    assert "bascule.plan.topology_search" in modules
     assert "torch" not in modules
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bascule.cli.parts.sparse_tables import _strategies
 from bascule.cli.sparse import SparseOptions
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 from bascule.plan.sparse.choose_mesh import StrategyChoice
 from bascule.sim.sparse_study import WAYS, LayerRun, Setting, Study
 from bascule.workload import save_masks

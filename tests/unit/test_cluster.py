@@ -5,9 +5,9 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.topology.spec import Topology
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import Cluster
+from bascule.plan.topology import Topology
 
 MACHINE = {
     "num_nodes": 2,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 
 
 @pytest.mark.parametrize(

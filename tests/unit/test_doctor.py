@@ -15,7 +15,7 @@ from bascule.bench.health.findings import Finding, differences, judge, named
 from bascule.bench.health.measured import LinkTiming, Measured, RankFacts, Timing, to_median
 from bascule.bench.health.probes import matchings
 from bascule.cli.doctor import show
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 from tests.helpers.cli import run
 
 ROUNDS = 8

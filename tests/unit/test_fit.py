@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.fit_latency import fit_item_latency, fit_latency
+from bascule.plan.costs import TransformerCost
+from bascule.plan.fits import fit_item_latency, fit_latency
 
 RATE = 1.7e-3  # seconds a TFLOP
 D_MODEL = 3072

@@ -6,8 +6,8 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cost_models import IterationFit, PolynomialCost
-from bascule.plan.costs.fit_iterations import fit_iterations
+from bascule.plan.costs import IterationFit, PolynomialCost
+from bascule.plan.fits import fit_iterations
 
 TRUTH = PolynomialCost(2.1e-10, 7.5e-6, 4e-4, 0.35)
 

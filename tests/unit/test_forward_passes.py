@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
 
 COST = TransformerCost(64)

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.topology.forward_seconds import RankWork, Wires, layer_seconds
+from bascule.plan.machine import HardwareProfile, RankWork, Wires, layer_seconds
 
 PROFILE = HardwareProfile(
     device="paper",

@@ -13,10 +13,14 @@ import pytest
 
 import bascule
 from bascule.errors import ConfigError
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.hardware import LIMITS, HardwareProfile
-from bascule.plan.costs.known_profiles import KNOWN_PROFILES
+from bascule.plan.machine import (
+    KNOWN_PROFILES,
+    LIMITS,
+    AttentionLatency,
+    AttentionLoad,
+    Cluster,
+    HardwareProfile,
+)
 from tests.helpers.cli import run
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 from tests.helpers.sparse_studies import even_load

@@ -19,16 +19,15 @@ import torch
 from bascule.errors import PlanError
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import shown
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost, describe_cost
-from bascule.plan.costs.fit_iterations import fit_iterations
-from bascule.plan.costs.fit_latency import fit_latency
+from bascule.plan.costs import PolynomialCost, TransformerCost, describe_cost
+from bascule.plan.fits import fit_iterations, fit_latency
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.lengths import check_lengths
+from bascule.plan.machine import Cluster
 from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
-from bascule.plan.topology.search import suggest_topology
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
+from bascule.plan.topology_search import suggest_topology
 from tests.helpers.refusals import NO_NUMBERS, NO_VECTORS, UNREADABLE, refusal, refused, title
 
 COST = TransformerCost(64)

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from bascule.plan.checks import shown
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.costs.fit_attention import fit_attention_latency
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.fits import fit_attention_latency
+from bascule.plan.machine import AttentionLatency, AttentionLoad, HardwareProfile
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.topology.inference_mesh import (
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.mesh_choice import (
     DenoisingStep,
     InferenceMesh,
     choose_mesh,

@@ -10,9 +10,9 @@ from bascule.encoders.item_prices import Prices, Wires
 from bascule.encoders.plan import Loaded, plan_items
 from bascule.errors import PlanError
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
+from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.machine import Cluster
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.solve import assign
 

@@ -18,9 +18,9 @@ from bascule.data.redistribute import Delivered, StepData, Verdict, _without_idl
 from bascule.data.samples.loaded import DataRanks, Loaded, Offer
 from bascule.data.samples.sample_transfer import deliver
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 
 def test_the_overhead_of_a_step_is_no_drift() -> None:

@@ -26,7 +26,7 @@ from bascule.data.setup import (
 )
 from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
 
 NINE: Any = range(9)

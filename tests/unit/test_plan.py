@@ -10,12 +10,12 @@ import pytest
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.machine import Cluster
 from bascule.plan.step import plan_step
-from bascule.plan.topology.search import suggest_topology
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
+from bascule.plan.topology_search import suggest_topology
 from tests.helpers.simulation import assert_certificate, assert_chunks, assert_sound, squares
 
 COST = TransformerCost(3072, gamma=0.426)
@@ -115,7 +115,7 @@ def test_a_second_identical_call_gives_the_same_plan() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     program = (
-        "from bascule.plan.batch import plan_batch; from bascule.plan.costs.cost_models import *;"
+        "from bascule.plan.batch import plan_batch; from bascule.plan.costs import *;"
         "print(plan_batch([[7 * i % 50 + 1] * 3 for i in range(8)], 'g1n2+g2n1+g4n1',"
         "TransformerCost()).digest)"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from bascule.plan import metrics
 from bascule.plan.batch import plan_batch
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.simulation import assert_certificate, squares
 

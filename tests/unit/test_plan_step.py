@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.machine import Cluster
 from bascule.plan.step import Sync, plan_step, step_makespan
 from tests.helpers.simulation import assert_sound, squares
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.topology.spec import Topology
+from bascule.plan.machine import Cluster
+from bascule.plan.topology import Topology
 from tests.helpers.cli import run
 from tests.helpers.simulation import assert_sound
 

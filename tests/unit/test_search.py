@@ -8,13 +8,13 @@ import pytest
 
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.batch import Plan, plan_batch
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.prices import RankState, price
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Batch
-from bascule.plan.topology.search import suggest_topology
-from bascule.plan.topology.spec import Topology
+from bascule.plan.machine import Cluster
+from bascule.plan.prices import RankState, price
+from bascule.plan.topology import Topology
+from bascule.plan.topology_search import suggest_topology
 from tests.helpers.simulation import assert_chunks, assert_delivery
 
 COST = TransformerCost(1024, num_layers=4)

@@ -14,15 +14,13 @@ import pytest
 
 import bascule
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost, TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.costs.passes import FORWARD, TRAINING, Passes, in_passes, passes_of
-from bascule.plan.topology.search import suggest_topology
+from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.plan.machine import FORWARD, TRAINING, HardwareProfile, Passes, in_passes, passes_of
+from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
-from bascule.sim.simulated_traces import segments_of
-from bascule.sim.simulation import SimulationOptions, simulate
-from bascule.sim.simulation_result import SimulatedRun, SimulationResult
-from bascule.sim.step_seconds import KINDS, EncoderStage, Sharding, exchange_seconds
+from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
+from bascule.sim.simulation import SimulatedRun, SimulationOptions, SimulationResult, simulate
+from bascule.sim.traces import segments_of
 from bascule.workload.codes import SampleShape
 from bascule.workload.traces import read_traces, step_parts, write_steps
 from tests.helpers.browser import data_of

@@ -5,13 +5,11 @@ import json
 import numpy as np
 import pytest
 
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.costs.passes import TRAINING, in_passes
-from bascule.plan.topology.search import suggest_topology
-from bascule.sim.simulation import SimulationOptions, simulate
-from bascule.sim.simulation_result import SimulatedRun
-from bascule.sim.step_seconds import Sharding
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import TRAINING, HardwareProfile, in_passes
+from bascule.plan.topology_search import suggest_topology
+from bascule.sim.seconds import Sharding
+from bascule.sim.simulation import SimulatedRun, SimulationOptions, simulate
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.pages import ROOT
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.costs.fit_attention import fit_attention_latency
+from bascule.plan.fits import fit_attention_latency
+from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse.choose_mesh import Strategies, StrategyChoice
 from tests.helpers.sparse_studies import even_load
 

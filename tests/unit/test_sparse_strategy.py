@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
+from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse import (
     BlockLayout,
     PlanReuse,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from bascule.plan.costs.attention_latency import AttentionLatency
+from bascule.plan.machine import AttentionLatency
 from bascule.report.sparse_picture import draw
 from bascule.sim.sparse_study import WAYS, Mesh, run_layer, study
 from tests.helpers.sparse_studies import (

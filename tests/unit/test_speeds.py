@@ -7,7 +7,7 @@ import pytest
 
 from bascule import ConfigError, PolynomialCost, Topology, TransformerCost, plan_batch, plan_step
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cluster import Cluster
+from bascule.plan.machine import Cluster
 from tests.helpers.simulation import assert_delivery
 
 COST = TransformerCost(512)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 from bascule.plan.loaded.length_marks import LengthMark, marks_of, read_mark
 from bascule.workload.traces import (
     Segment,

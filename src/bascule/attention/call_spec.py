@@ -14,7 +14,7 @@ from bascule.attention.layout import SequenceLayout
 from bascule.comm.guard.calls import Call
 from bascule.comm.meshes import AttentionMesh, mesh_named
 from bascule.errors import CommError, ConfigError
-from bascule.plan.head_shares import HeadShares
+from bascule.plan.traffic import HeadShares
 
 _SEPARATOR = "\n"
 

@@ -27,7 +27,7 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.meshes import AttentionMesh
 from bascule.comm.quantize import Wire
 from bascule.comm.transfers import all_gather, reduce_scatter
-from bascule.plan.head_shares import HeadShares
+from bascule.plan.traffic import HeadShares
 
 
 @torch.library.custom_op("bascule::ring_attention", mutates_args=())

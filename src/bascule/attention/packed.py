@@ -37,10 +37,9 @@ from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan import routes
 from bascule.plan.batch import Plan
-from bascule.plan.head_shares import HeadShares
 from bascule.plan.loaded.masks import Masks
-from bascule.plan.topology.spec import Topology
-from bascule.plan.traffic import Traffic
+from bascule.plan.topology import Topology
+from bascule.plan.traffic import HeadShares, Traffic
 
 _NUM_PREPARED = 64
 

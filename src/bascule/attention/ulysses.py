@@ -30,7 +30,7 @@ from bascule.comm.guard.derivatives import only_first
 from bascule.comm.head_exchange import HeadExchange
 from bascule.comm.meshes import Place
 from bascule.comm.quantize import Format, Wire
-from bascule.plan.head_shares import HeadShares
+from bascule.plan.traffic import HeadShares
 
 HeadRun = tuple[int, int]
 """(first, number) key-value heads of a rank."""

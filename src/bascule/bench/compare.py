@@ -21,7 +21,7 @@ from bascule.comm.new_groups import new_group
 from bascule.comm.transfers import all_gather, all_reduce
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
-from bascule.plan.costs.cost_models import FLOPS_PER_UNIT, TransformerCost
+from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.training.building import build_model, model_config
 from bascule.training.flow import FlowBatch
 from bascule.training.measure import measure_cost

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.arrays import Floats
 from bascule.attention import AttentionMesh, AttentionOptions, attention, select_kernel
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
-from bascule.calibrate.block_calls import (
+from bascule.calibrate.blocks import (
     BlockCall,
     block_of_each_kind,
     calls_of_model,
@@ -24,9 +24,16 @@ from bascule.calibrate.block_calls import (
     check_name,
     find,
 )
-from bascule.calibrate.calibrate_options import CalibrateOptions
-from bascule.calibrate.this_device import device_name, memory_bytes
-from bascule.calibrate.timed import ALL_REDUCE, MOST_IN_A_ROW, Probe, collectives, time_round
+from bascule.calibrate.options import CalibrateOptions
+from bascule.calibrate.timed import (
+    ALL_REDUCE,
+    MOST_IN_A_ROW,
+    Probe,
+    collectives,
+    device_name,
+    memory_bytes,
+    time_round,
+)
 from bascule.comm.agree import agree_on
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard.calls import Call
@@ -35,8 +42,8 @@ from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, mesh_of_all
 from bascule.comm.transfers import all_gather
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
-from bascule.plan.costs.attention_latency import AttentionLatency
-from bascule.plan.costs.calibration import BACKWARD, FORWARD, RECOMPUTE
+from bascule.plan.calibration import BACKWARD, FORWARD, RECOMPUTE
+from bascule.plan.machine import AttentionLatency
 
 PASS, HOST = "pass", "host"
 ALONE, ON_RANKS = "call of attention", "call of attention on all ranks"

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from bascule.arrays import Floats
-from bascule.calibrate.calibrate_options import CalibrateOptions
 from bascule.calibrate.measuring import (
     ALONE,
     BETWEEN_NODES,
@@ -17,8 +16,9 @@ from bascule.calibrate.measuring import (
     PASS,
     Measured,
 )
+from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.timed import COLLECTIVE
-from bascule.plan.costs.calibration import (
+from bascule.plan.calibration import (
     ALL_TO_ALL,
     BYTES,
     FORWARD,
@@ -28,7 +28,8 @@ from bascule.plan.costs.calibration import (
     Overhead,
     block_rates,
 )
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.fits import fit_curve
+from bascule.plan.machine import HardwareProfile
 
 EXCHANGE = "exchange of attention"
 
@@ -117,8 +118,8 @@ def _fit(name: str, places: Sequence[int], measured: Measured) -> Fit:
     seconds, noise = undisturbed(times)
     if probes[0].kind == COLLECTIVE:
         sizes = [max(round(probe.amount), 1) for probe in probes]
-        return Fit.of(name, BYTES, sizes, seconds, noise)
-    return Fit.of(name, TOKENS, [probe.size for probe in probes], seconds, noise)
+        return fit_curve(name, BYTES, sizes, seconds, noise)
+    return fit_curve(name, TOKENS, [probe.size for probe in probes], seconds, noise)
 
 
 def _of_probe(measured: Measured, place: int) -> Floats:

@@ -4,10 +4,13 @@ All probes of a round follow each other, and the rounds too, so that what distur
 a moment disturbs one round of many.
 """
 
+import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +25,7 @@ from bascule.comm.transfers import (
     all_to_all,
     reduce_scatter,
 )
-from bascule.plan.costs.calibration import ALL_TO_ALL, POINT_TO_POINT
+from bascule.plan.calibration import ALL_TO_ALL, POINT_TO_POINT
 
 COLLECTIVE = "collective"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
@@ -136,3 +139,27 @@ def synchronize(device: torch.device) -> None:
     """Until a device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# DOC src/bascule/calibrate/timed.py
+# What the device of this rank is.
+
+
+def device_name(device: torch.device) -> str:
+    """Its name, as its maker calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    path = Path("/proc/cpuinfo")  # Linux; elsewhere Python's own name must do
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def memory_bytes(device: torch.device) -> int | None:
+    """All its memory; of a CPU that of the host. None: the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None

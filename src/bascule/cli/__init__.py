@@ -9,7 +9,7 @@ from rich.console import Console
 import bascule
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.options import BenchOptions
-from bascule.calibrate.calibrate_options import CalibrateOptions
+from bascule.calibrate.options import CalibrateOptions
 from bascule.cli.plan import PlanOptions
 from bascule.cli.simulate import SimulateOptions
 from bascule.cli.sparse import SparseOptions

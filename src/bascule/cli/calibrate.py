@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bascule.calibrate.calibrate_options import CalibrateOptions
+from bascule.calibrate.options import CalibrateOptions
 from bascule.cli.parts.writing import (
     STDOUT,
     check_outputs,
@@ -16,8 +16,8 @@ from bascule.cli.parts.writing import (
     write_report,
 )
 from bascule.errors import ConfigError
-from bascule.plan.costs.calibration import TOKENS, Fit
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.calibration import TOKENS, Fit
+from bascule.plan.machine import HardwareProfile
 from bascule.report.calibration_page import of_calibration
 
 _FORMAT = {"bascule": "calibration report", "version": 1}

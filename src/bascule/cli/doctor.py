@@ -10,7 +10,7 @@ from rich.table import Table
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.cli.parts.writing import STDOUT, check_outputs, progress_bar, write_json
 from bascule.errors import ConfigError
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 
 _MAX_ROWS = 64
 

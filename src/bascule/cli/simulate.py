@@ -11,14 +11,12 @@ from bascule.cli.parts.reading import InputOptions, MachineOptions
 from bascule.cli.parts.writing import STDOUT, check_outputs, tell_written, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.costs.passes import passes_of
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import HardwareProfile, passes_of
 from bascule.report.reports import of_simulation
-from bascule.sim.simulated_traces import segments_of
-from bascule.sim.simulation import SimulationOptions, simulate
-from bascule.sim.simulation_result import SimulationResult
-from bascule.sim.step_seconds import EncoderStage, Sharding
+from bascule.sim.seconds import EncoderStage, Sharding
+from bascule.sim.simulation import SimulationOptions, SimulationResult, simulate
+from bascule.sim.traces import segments_of
 from bascule.workload.traces import write_steps
 
 _DEFAULT_STEPS = 20

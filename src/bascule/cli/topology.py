@@ -12,8 +12,8 @@ from bascule.cli.parts.reading import ClusterOptions, InputOptions
 from bascule.cli.parts.writing import STDOUT, check_outputs, write_json, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
-from bascule.plan.costs.passes import in_passes, passes_of
-from bascule.plan.topology.search import suggest_topology
+from bascule.plan.machine import in_passes, passes_of
+from bascule.plan.topology_search import suggest_topology
 from bascule.report.reports import of_topologies
 
 _DEFAULT_STEPS = 20

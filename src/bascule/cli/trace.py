@@ -12,7 +12,7 @@ from rich.table import Table
 
 from bascule.cli.parts.writing import STDOUT, check_outputs, tell_written, write_json, write_report
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 from bascule.report.trace_page import of_trace
 from bascule.workload.traces import StepParts, Worth, read_traces, step_parts
 from bascule.workload.traces.segments import segments_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import AllToAll
-from bascule.plan.head_shares import HeadShares
+from bascule.plan.traffic import HeadShares
 
 _NUM_FORMS = 64
 

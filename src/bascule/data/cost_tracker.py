@@ -22,8 +22,8 @@ from bascule.data.samples.loaded import whole_number
 from bascule.data.setup import DEFAULT_TIMEOUT_S
 from bascule.errors import ConfigError
 from bascule.plan.checks import real
-from bascule.plan.costs.cost_models import PolynomialCost
-from bascule.plan.costs.fit_iterations import MIN_OBSERVATIONS, fit_iterations
+from bascule.plan.costs import PolynomialCost
+from bascule.plan.fits import MIN_OBSERVATIONS, fit_iterations
 
 logger = logging.getLogger(__name__)
 

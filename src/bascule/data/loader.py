@@ -31,8 +31,8 @@ from bascule.data.setup import (
 )
 from bascule.data.source import Source
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import Cost, describe_cost
-from bascule.plan.costs.prices import RankState
+from bascule.plan.costs import Cost, describe_cost
+from bascule.plan.prices import RankState
 from bascule.plan.step import Sync
 
 

@@ -15,11 +15,11 @@ from bascule.data.samples.loaded import CLOSING, FLAGS, DataRanks, Ends, Loaded,
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver, exchange
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cost_models import Cost, PolynomialCost, describe_cost
+from bascule.plan.costs import Cost, PolynomialCost, describe_cost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.step import Sync, plan_step, step_makespan
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 

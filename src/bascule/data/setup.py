@@ -24,7 +24,7 @@ from bascule.data.samples.offers import Handlers, collate_and_pin, one
 from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, real
-from bascule.plan.costs.cost_models import Cost, describe_cost
+from bascule.plan.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
 

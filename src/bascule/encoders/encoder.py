@@ -45,7 +45,7 @@ from bascule.encoders.own_speed import OwnSpeed, first_prices
 from bascule.encoders.plan import Encoding, ItemPlan, Loaded, plan_items
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel
-from bascule.plan.costs.cost_models import Cost, describe_cost
+from bascule.plan.costs import Cost, describe_cost
 
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed

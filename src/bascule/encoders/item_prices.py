@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Ints
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.passes import WITHOUT_RECOMPUTING
+from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
 
 
 @dataclass(frozen=True, slots=True)

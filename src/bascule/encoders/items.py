@@ -19,8 +19,8 @@ from bascule.comm.samples.nests import leaves_of, rebuilt
 from bascule.comm.samples.sample_bytes import parcel
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, shown
-from bascule.plan.costs.cluster import Cluster
 from bascule.plan.limits import Limits
+from bascule.plan.machine import Cluster
 
 Item = dict[str, Any]
 """The arguments of a call for one item alone, by name."""

@@ -12,7 +12,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.samples.exchange_speed import measure_exchange
 from bascule.encoders.item_prices import Prices, Wires
 from bascule.encoders.plan import Loaded
-from bascule.plan.costs.cluster import Cluster
+from bascule.plan.machine import Cluster
 
 _LEFT_OUT = 1  # calls that compile and allocate
 _NUM_TIMED = 8

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from bascule.arrays import Ints
 from bascule.comm.samples.sample_moves import ROW_BYTES
 from bascule.encoders.item_prices import Prices, step_factor
-from bascule.plan.costs.cost_models import Cost, evaluate
+from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
 from bascule.plan.metrics import imbalance

@@ -25,7 +25,7 @@ from bascule.encoders.installed import InPlace
 from bascule.encoders.items import EncoderOptions, EncoderTable, Item, called_with
 from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 
 _PIXELS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)
 _DEFAULT = EncoderOptions()

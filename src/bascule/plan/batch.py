@@ -17,16 +17,16 @@ from bascule.plan import metrics, routes
 from bascule.plan.binding import Binding, find_binding
 from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, shown, wholes
 from bascule.plan.chunks import Chunks
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import Cost, evaluate
-from bascule.plan.costs.prices import RankState, check_sizes, decide, price
+from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.masks import Masks, Span
 from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
 from bascule.plan.locality import Source, bring_home
+from bascule.plan.machine import Cluster
+from bascule.plan.prices import RankState, check_sizes, decide, price
 from bascule.plan.routes import LocalLayout, Route
-from bascule.plan.topology.search import choose_topology
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
+from bascule.plan.topology_search import choose_topology
 
 _NODE_TOLERANCE = 0.005
 """Default share of the makespan that keeping tokens in their node may cost."""

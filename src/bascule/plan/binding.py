@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Ints
 from bascule.plan import metrics
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 _SHARE = 0.99
 """Share of a bag's tokens from which on a sequence is all that the bag computes."""

@@ -18,7 +18,7 @@ from bascule.arrays import Ints
 from bascule.plan import routes
 from bascule.plan.loaded.masks import Masks
 from bascule.plan.routes import LocalLayout, Route
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, of_type, put, whole
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import Cost, TransformerCost
+from bascule.plan.costs import Cost, TransformerCost
+from bascule.plan.machine import Cluster
 
 
 @dataclass(frozen=True, slots=True)

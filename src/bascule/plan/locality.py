@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from bascule.arrays import Floats, Ints
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.prices import Decision
+from bascule.plan.machine import Cluster
+from bascule.plan.prices import Decision
 from bascule.plan.solver.homes import Homes, Regions, relabel
 from bascule.plan.solver.portfolio import may_end_by, near_home, solve
 from bascule.plan.solver.problem import Problem
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 _MAX_SEARCHED = 256
 """Most sequences that are brought home one by one; of more, a part is kept and the rest placed."""

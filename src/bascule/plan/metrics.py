@@ -7,8 +7,8 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from bascule.plan.batch import Plan
-    from bascule.plan.costs.cluster import Cluster
-    from bascule.plan.costs.cost_models import Cost
+    from bascule.plan.costs import Cost
+    from bascule.plan.machine import Cluster
 
 
 def imbalance(loads: npt.NDArray[np.float64]) -> float:

@@ -19,12 +19,12 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan import routes
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import by_rank, listed, of_type, shown
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.prices import RankState, price
+from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.sequences import Sequences, batch_of
-from bascule.plan.topology.spec import Topology
+from bascule.plan.machine import Cluster
+from bascule.plan.prices import RankState, price
+from bascule.plan.topology import Topology
 
 Sync = Literal["microbatch", "step"]
 

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from bascule.plan.costs.calibration import BYTES, TOKENS, Fit
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.calibration import BYTES, TOKENS, Fit
+from bascule.plan.machine import HardwareProfile
 from bascule.report.page import Chart, Fact, Report, Rows
 
 if TYPE_CHECKING:

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import Cost
-from bascule.plan.topology.search import TopologyRanking
+from bascule.plan.costs import Cost
+from bascule.plan.machine import Cluster
+from bascule.plan.topology_search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows
 from bascule.report.sparse_picture import draw
 from bascule.report.step_picture import draw_stages, draw_step
-from bascule.sim.simulation_result import SimulationResult
+from bascule.sim.simulation import SimulationResult
 from bascule.sim.sparse_study import BEFORE, DEFAULT, WAYS, Study, mesh_name
 
 _MOST_ROWS = 200

@@ -9,8 +9,8 @@ import numpy as np
 from bascule.arrays import Floats, Ints
 from bascule.plan import metrics
 from bascule.plan.batch import Plan
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import Cost, evaluate
+from bascule.plan.costs import Cost, evaluate
+from bascule.plan.machine import Cluster
 
 Stages = Mapping[str, Mapping[str, Sequence[float]]]
 

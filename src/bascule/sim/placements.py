@@ -13,9 +13,9 @@ from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.batch import plan_batch
 from bascule.plan.checks import of_type, shown
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.topology.spec import Topology
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import Cluster
+from bascule.plan.topology import Topology
 
 NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
 """What moves between ranks: the loader's samples, or tokens within the step."""

@@ -15,8 +15,8 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.meshes import AttentionMesh, as_attention_mesh, meshes_over
 from bascule.comm.transfers import all_gather, broadcast
 from bascule.errors import ConfigError
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
-from bascule.plan.costs.fit_attention import fit_attention_latency
+from bascule.plan.fits import fit_attention_latency
+from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse import BlockLayout, SparsePlan, block_lens, in_order, plan_under
 
 _DENSITIES = (0.0, 1 / 8, 1 / 2)

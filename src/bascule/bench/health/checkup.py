@@ -16,7 +16,7 @@ from bascule.calibrate.timed import COLLECTIVE, Probe, time_round
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard.failures import telling
 from bascule.errors import CommError
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 
 _FORMAT = {"bascule": "doctor report", "version": 1}
 """What a report begins with."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from bascule.calibrate.rank_options import check_ranks
+from bascule.calibrate.options import check_ranks
 from bascule.plan.checks import number, whole
 
 _MOST_ROUNDS = 10_000

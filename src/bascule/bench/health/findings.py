@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from bascule.bench.health.doctor_options import DoctorOptions
 from bascule.bench.health.measured import LinkTiming, Measured, RankFacts, to_median
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.machine import HardwareProfile
 
 _ALIKE = {
     "python": ("Python", "install the same version everywhere"),

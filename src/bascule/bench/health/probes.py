@@ -11,7 +11,7 @@ from bascule.calibrate.timed import MOST_IN_A_ROW, Probe, call_of, collectives, 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard import notes
 from bascule.comm.transfers import Transfers
-from bascule.plan.costs.hardware import FLOPS_PER_VALUE
+from bascule.plan.machine import FLOPS_PER_VALUE
 
 STORE, WORK, LINK = "store", "work", "link"
 

@@ -15,7 +15,7 @@ import torch.cuda.nccl
 import torch.distributed as dist
 
 from bascule.bench.health.measured import RankFacts
-from bascule.calibrate.this_device import device_name, memory_bytes
+from bascule.calibrate.timed import device_name, memory_bytes
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, timeout_of
 

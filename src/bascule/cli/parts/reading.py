@@ -9,11 +9,10 @@ import numpy as np
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, number, rate, shown, whole
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import LIMITS, HardwareProfile
+from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.topology.spec import Topology
+from bascule.plan.machine import LIMITS, Cluster, HardwareProfile
+from bascule.plan.topology import Topology
 from bascule.workload.codes import (
     MAX_SEQUENCES,
     SampleShape,

@@ -13,7 +13,7 @@ from bascule.arrays import Floats, Ints
 from bascule.data.samplers.resumable import too_many
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, check_rank, number, of_type, shown, whole, wholes
-from bascule.plan.costs.cost_models import Cost, evaluate
+from bascule.plan.costs import Cost, evaluate
 from bascule.plan.epoch.cells import DealRules
 from bascule.plan.epoch.deal import Deal, deal_step
 from bascule.plan.epoch.order import StepShape, epoch_order

@@ -17,10 +17,15 @@ from bascule.integrations.diffusers.pipelines.phases import Phase
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
 from bascule.integrations.diffusers.work import Attended, AttentionShape, LayerWork
 from bascule.plan.checks import MAX_RANKS, whole
-from bascule.plan.costs.hardware import FLOPS_PER_VALUE, HardwareProfile
-from bascule.plan.head_shares import HeadShares
-from bascule.plan.topology.forward_seconds import RankWork, Seconds, Wires, layer_seconds
-from bascule.plan.traffic import Traffic
+from bascule.plan.machine import (
+    FLOPS_PER_VALUE,
+    HardwareProfile,
+    RankWork,
+    Seconds,
+    Wires,
+    layer_seconds,
+)
+from bascule.plan.traffic import HeadShares, Traffic
 
 _MIB = 2**20
 

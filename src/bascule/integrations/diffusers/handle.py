@@ -47,8 +47,8 @@ from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig
 from bascule.integrations.diffusers.tables.split_table import SplitTable
 from bascule.integrations.diffusers.training.gradients import average_gradients
 from bascule.integrations.diffusers.verify import Verification, verify
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.topology.inference_mesh import MeshChoice
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.mesh_choice import MeshChoice
 
 _DEFAULT = InferenceOptions()
 

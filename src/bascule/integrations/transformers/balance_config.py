@@ -8,7 +8,7 @@ from bascule.data.packs import Pack
 from bascule.data.setup import DEFAULT_OPTIONS, LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, put
-from bascule.plan.costs.cost_models import Cost
+from bascule.plan.costs import Cost
 from bascule.plan.step import Sync, check_sync
 
 _DECIDED = {

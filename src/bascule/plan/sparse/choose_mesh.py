@@ -18,7 +18,7 @@ import numpy.typing as npt
 from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, shown, whole
-from bascule.plan.costs.attention_latency import AttentionLatency, AttentionLoad
+from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse import PlanReuse
 from bascule.plan.sparse.block_layout import MAX_MESH_RANKS
 

@@ -9,10 +9,9 @@ import torch
 
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import TransformerCost
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.topology.spec import Topology
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import Cluster, HardwareProfile
+from bascule.plan.topology import Topology
 from bascule.training.building import model_config
 from bascule.training.measure import measure_cost
 from bascule.training.run.checkpoints import Facts, check_facts, newest_checkpoint

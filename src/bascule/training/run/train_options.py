@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_NUMBER, number
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 from bascule.training.run_options import RunOptions
 from bascule.workload.codes import parse_data_codes
 

@@ -20,7 +20,7 @@ from bascule.comm.new_groups import new_group
 from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
-from bascule.plan.costs.passes import TRAINING, WITHOUT_RECOMPUTING, in_passes
+from bascule.plan.machine import TRAINING, WITHOUT_RECOMPUTING, in_passes
 from bascule.planning import PlannedLater
 from bascule.training.building import build_model
 from bascule.training.flow import FlowBatch

@@ -20,8 +20,8 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.transfers import all_reduce
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.plan import Encoding
-from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.fit_latency import fit_item_latency
+from bascule.plan.costs import Cost
+from bascule.plan.fits import fit_item_latency
 from bascule.training.run.stopwatch import Stopwatch
 from bascule.training.stages.frozen_encoders import (
     LATENT_PATCH,

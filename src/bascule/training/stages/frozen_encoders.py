@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bascule.errors import ConfigError
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 from bascule.plan.files import parse_json
 from bascule.training.run_options import TINY, TINY_WAN, RunOptions
 from bascule.workload.photos import PhotoOptions

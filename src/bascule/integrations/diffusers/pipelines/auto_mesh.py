@@ -8,8 +8,8 @@ from torch import nn
 
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.replicas import Shape
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.topology.inference_mesh import DenoisingStep, MeshChoice, choose_mesh
+from bascule.plan.machine import HardwareProfile
+from bascule.plan.mesh_choice import DenoisingStep, MeshChoice, choose_mesh
 
 _LAYERS = "num_layers", "num_single_layers", "num_refiner_layers"
 

@@ -16,7 +16,7 @@ from bascule.encoders.items import EncoderOptions, table_of
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.inference_options import InferenceOptions
-from bascule.plan.costs.cost_models import PolynomialCost
+from bascule.plan.costs import PolynomialCost
 
 _TEXT_ENCODERS = "text_encoder", "text_encoder_2", "text_encoder_3"
 _TOKENS = PolynomialCost(quadratic=0.0, linear=1.0, constant=0.0)

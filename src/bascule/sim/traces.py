@@ -5,8 +5,8 @@ from itertools import chain
 
 import numpy as np
 
-from bascule.sim.simulation_result import SimulatedRun
-from bascule.sim.step_seconds import KINDS
+from bascule.sim.seconds import KINDS
+from bascule.sim.simulation import SimulatedRun
 from bascule.workload.traces.trace_writing import Kind, Segment
 
 _ORDER: tuple[tuple[str, Kind], ...] = (

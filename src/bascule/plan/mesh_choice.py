@@ -21,9 +21,7 @@ import numpy as np
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, of_type, whole
-from bascule.plan.costs.cluster import BYTES_PER_VALUE
-from bascule.plan.costs.hardware import HardwareProfile
-from bascule.plan.topology.forward_seconds import RankWork, Wires, layer_seconds
+from bascule.plan.machine import BYTES_PER_VALUE, HardwareProfile, RankWork, Wires, layer_seconds
 
 _MOST_TOKENS = 2**40
 _LINEAR, _ATTENTION = 24.0, 4.0

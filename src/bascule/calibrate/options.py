@@ -7,11 +7,10 @@ from typing import Literal
 
 import numpy as np
 
-from bascule.calibrate.rank_options import check_ranks
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, shown, whole
-from bascule.plan.costs.calibration import TOKENS, least_points
-from bascule.plan.costs.hardware import HardwareProfile
+from bascule.plan.calibration import TOKENS, least_points
+from bascule.plan.checks import MAX_RANKS, number, shown, whole
+from bascule.plan.machine import HardwareProfile
 
 _MOST_POINTS = 100
 _MOST_ROUNDS = 10_000
@@ -152,3 +151,31 @@ class CalibrateOptions:
         own = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
         names = [name for name in self.__dataclass_fields__ if name not in own]
         return {f"--{name.replace('_', '-')}": str(getattr(self, name)) for name in names}
+
+
+# DOC src/bascule/calibrate/options.py
+# What commands that measure ranks ask of --ranks. Imports no torch.
+
+
+_MOST_LOCAL_RANKS = 256
+
+
+def check_ranks(ranks: int | None, world_size: int | None) -> None:
+    """Refuse ranks that cannot be started, or are not those of the job.
+
+    Args:
+        ranks: Of --ranks.
+        world_size: Ranks of the job; None before there is one.
+
+    Raises:
+        ConfigError: Names the option, its value and its range.
+    """
+    if ranks is not None:
+        whole("--ranks", ranks, 1, _MOST_LOCAL_RANKS)
+        if world_size not in (None, ranks):
+            raise ConfigError(
+                f"--ranks {ranks}: the launcher of this job started {world_size} ranks; leave "
+                "--ranks out, it is for ranks that bascule starts"
+            )
+    if world_size is not None:
+        whole("WORLD_SIZE", world_size, 1, MAX_RANKS)

@@ -3,7 +3,6 @@
 Every measurement is kept with its curve, so that a profile can be drawn and judged later.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Self, TypeVar, cast
 
@@ -13,7 +12,6 @@ import numpy.typing as npt
 from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, listed, number, of_type, put, shown, whole
-from bascule.plan.costs.relative_fit import relative_fit
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 PASSES = (FORWARD, RECOMPUTE, BACKWARD)
@@ -88,31 +86,6 @@ class Fit:
                 f"Fit of {self.what}: {len(self.sizes)} sizes, {len(self.seconds)} seconds and "
                 f"{len(self.held_out)} held out; give one of each a point, and fit some of them"
             )
-
-    @classmethod
-    def of(cls, what: str, unit: str, sizes: Sequence[int], seconds: Floats, noise: Floats) -> Self:
-        """The curve through every point but each third, which judges it.
-
-        Args:
-            what: What was timed.
-            unit: "tokens" or "bytes".
-            sizes: (n,) ascending; at least as many as `least_points` says.
-            seconds: (n,) of each.
-            noise: (n,) relative standard error of each.
-        """
-        held_out = is_held_out(len(sizes))
-        x, fitted = np.asarray(sizes, dtype=np.float64), ~held_out
-        columns = x[:, None] ** np.arange(NUM_COEFFICIENTS[unit])
-        found = relative_fit(columns[fitted], seconds[fitted], noise[fitted])
-        return cls(
-            what=what,
-            unit=unit,
-            coefficients=tuple(found.coefficients.tolist()),
-            errors=tuple(x if np.isfinite(x) else None for x in found.errors.tolist()),
-            sizes=tuple(x.tolist()),
-            seconds=tuple(seconds.tolist()),
-            held_out=tuple(held_out.tolist()),
-        )
 
     def __call__(self, sizes: npt.ArrayLike) -> Floats:
         """Predicted seconds of these sizes; same shape."""

@@ -17,12 +17,12 @@ from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
-from bascule.plan.costs.cluster import Cluster
-from bascule.plan.costs.cost_models import Cost
-from bascule.plan.costs.prices import Decision, RankState, checked, decide, price
+from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.loaded.sequences import Batch, batch_of
-from bascule.plan.topology.spec import Topology
+from bascule.plan.machine import Cluster
+from bascule.plan.prices import Decision, RankState, checked, decide, price
+from bascule.plan.topology import Topology
 
 _UNIT_RANKS = 32
 """Most ranks in a unit of several nodes."""

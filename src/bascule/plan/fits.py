@@ -1,31 +1,348 @@
-"""A cost model from the times of training iterations, in which only the slowest rank shows.
+"""Cost models from measurements, by least squares of relative errors.
 
-The model: iteration t takes T_t = overhead + max over ranks r of sum over sequences of cost(L),
-with cost(L) = quadratic L^2 + linear L + constant. Once it is known which rank was the slowest in
-each iteration, T is linear in the coefficients. So we alternate: predict, take the slowest ranks,
-solve a least-squares problem of four non-negative unknowns, until the slowest ranks stay the same;
-from several starts. Source of the model: LoongForge, which has no overhead, smooths the maximum
-(`logsumexp(20 load) / 20`, loads in ms) and minimises squared seconds from one start, all zero.
-
-Legend: O observations (iterations, or single ranks of them), R ranks among which the slowest is
-looked for, K = 4 terms: quadratic, linear, constant, overhead. The *share* of a term is its part of
-the time of the slowest ranks.
+Small measurements count as much as large ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import nnls
+from scipy.special import ndtri, stdtrit
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_NUMBER, by_rank, floats, listed
-from bascule.plan.costs.cost_models import IterationFit, PolynomialCost
+from bascule.plan.calibration import NUM_COEFFICIENTS, Fit, is_held_out
+from bascule.plan.checks import MAX_NUMBER, by_rank, floats, listed, of_type
+from bascule.plan.costs import IterationFit, PolynomialCost, TransformerCost
 from bascule.plan.loaded.lengths import check_lengths
+from bascule.plan.machine import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
+
+CONFIDENCE = 0.95
+"""Of the intervals that errors are half of."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelativeFit:
+    """Coefficients of a fit.
+
+    Attributes:
+        coefficients: (K,) at least 0.
+        errors: (K,) half the widths of their confidence intervals, of 95 %; infinite where there
+            are no more points than coefficients, or where the points do not tell one from others.
+        residuals: (n,) predicted over measured, minus 1.
+    """
+
+    coefficients: Floats
+    errors: Floats
+    residuals: Floats
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of the residuals."""
+        return float(np.sqrt(np.mean(self.residuals**2)))
+
+
+def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) -> RelativeFit:
+    """Non-negative coefficients whose sums of columns are nearest to measured times, relatively.
+
+    Errors follow from the scatter about the fit (Student's t: points are few), and are never below
+    what the noise of the points themselves says: few points may lie on a curve by luck. They do not
+    know of what shifted all points alike.
+
+    Args:
+        columns: (n, K) at least 0.
+        seconds: (n,) positive.
+        noise: (n,) relative standard error of each, if known.
+    """
+    rows = columns / seconds[:, None]
+    means = rows.mean(axis=0)
+    units = np.divide(1.0, means, out=np.zeros_like(means), where=means > 0)
+    rows = rows * units
+    scaled, _ = nnls(rows, np.ones_like(seconds))
+    residuals = rows @ scaled - 1.0
+    return RelativeFit(units * scaled, units * _half_widths(rows, residuals, noise), residuals)
+
+
+def _half_widths(rows: Floats, residuals: Floats, noise: Floats | None) -> Floats:
+    """(K,) of the unconstrained coefficients, as if those at 0 had been free."""
+    freedom = rows.shape[0] - rows.shape[1]
+    if freedom < 1 or np.linalg.matrix_rank(rows) < rows.shape[1]:
+        return np.repeat(np.float64(np.inf), rows.shape[1])
+    spread = cast(Floats, np.linalg.pinv(rows))
+    by_scatter = float(residuals @ residuals) / freedom * (spread**2).sum(axis=1)
+    wide = cast(float, stdtrit(freedom, 0.5 + CONFIDENCE / 2)) ** 2 * by_scatter
+    if noise is not None:
+        normal = cast(float, ndtri(0.5 + CONFIDENCE / 2)) ** 2
+        wide = np.maximum(wide, normal * (spread**2 @ noise**2))
+    return cast(Floats, wide**0.5)
+
+
+def fit_curve(what: str, unit: str, sizes: Sequence[int], seconds: Floats, noise: Floats) -> Fit:
+    """Fit the curve of a calibration through every point but each third, which judges it.
+
+    Args:
+        what: What was timed.
+        unit: "tokens" or "bytes".
+        sizes: (n,) ascending; at least as many as `least_points` says.
+        seconds: (n,) of each.
+        noise: (n,) relative standard error of each.
+    """
+    held_out = is_held_out(len(sizes))
+    x, fitted = np.asarray(sizes, dtype=np.float64), ~held_out
+    columns = x[:, None] ** np.arange(NUM_COEFFICIENTS[unit])
+    found = relative_fit(columns[fitted], seconds[fitted], noise[fitted])
+    return Fit(
+        what=what,
+        unit=unit,
+        coefficients=tuple(found.coefficients.tolist()),
+        errors=tuple(x if np.isfinite(x) else None for x in found.errors.tolist()),
+        sizes=tuple(x.tolist()),
+        seconds=tuple(seconds.tolist()),
+        held_out=tuple(held_out.tolist()),
+    )
+
+
+# Costs of sequences from the latencies of single ones.
+
+
+def fit_latency(
+    seq_lens: npt.ArrayLike,
+    seconds: npt.ArrayLike,
+    d_model: int,
+    *,
+    num_layers: int = 1,
+    num_pairs: npt.ArrayLike | None = None,
+) -> TransformerCost:
+    """Fit `k (24 L d^2 + gamma 4 L^2 d)` to measured latencies of a sequence, alone or in a pack.
+
+    Relative errors are minimised, so that short sequences count as much as long ones (the paper's
+    unweighted fit sees only the longest), under k >= 0 and gamma >= 0. Source: KnapFormer, equation
+    2.
+
+    Args:
+        seq_lens: (n,) tokens of each measured sequence, at least two different lengths.
+        seconds: (n,) forward latency of each.
+        d_model: Model width.
+        num_layers: Blocks that the latencies cover.
+        num_pairs: (n,) pairs of a query and a key that a block computes for each, as an encoder
+            with windows says; None: the square of its tokens.
+
+    Raises:
+        ConfigError: Too few points, a value that is not positive, or latencies that leave the
+            linear layers no time. Whether the rest fits is for the caller to see in `fit_error`.
+    """
+    tokens, latency = _checked("fit_latency", seq_lens, seconds, num_lengths=2)
+    attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
+    plain = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)
+    attention = plain(tokens, num_pairs) - attention_free
+    fitted = relative_fit(np.stack([attention_free, attention], axis=1), latency)
+    linear_s, attention_s = fitted.coefficients.tolist()
+    if linear_s <= 0.0:
+        raise ConfigError(
+            "fit_latency: the latencies grow faster than the square of the length, so the "
+            "linear layers get no time; measure shorter lengths too, and repeat each measurement"
+        )
+    return TransformerCost(
+        d_model,
+        gamma=attention_s / linear_s,
+        num_layers=num_layers,
+        seconds_per_unit=linear_s,
+        fit_error=fitted.rms,
+    )
+
+
+def fit_item_latency(
+    item_lens: npt.ArrayLike, seconds: npt.ArrayLike, *, num_pairs: npt.ArrayLike | None = None
+) -> PolynomialCost:
+    """Fit `quadratic L^2 + linear L + constant` to measured latencies of items, a call each.
+
+    For encoders that are called item by item: short items then take mostly launches and the reading
+    of weights, which the constant holds. Relative errors are minimised, under coefficients >= 0.
+
+    Args:
+        item_lens: (n,) tokens of each measured item, at least three different lengths.
+        seconds: (n,) forward latency of each.
+        num_pairs: (n,) pairs of a query and a key, as in `fit_latency`, in place of the squares.
+
+    Raises:
+        ConfigError: Too few points, or a value that is not positive.
+    """
+    tokens, latency = _checked("fit_item_latency", item_lens, seconds, num_lengths=3)
+    pairs = tokens**2 if num_pairs is None else floats("fit_item_latency: num_pairs", num_pairs)
+    columns = np.stack([pairs, tokens, np.ones_like(tokens)], axis=1)
+    return PolynomialCost(*relative_fit(columns, latency).coefficients.tolist())
+
+
+def _checked(
+    what: str, seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, *, num_lengths: int
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Lengths and latencies of so many different lengths at least, positive and finite."""
+    tokens = floats(f"{what}: seq_lens", seq_lens)
+    latency = floats(f"{what}: seconds", seconds)
+    few = tokens.ndim != 1 or np.unique(tokens).size < num_lengths
+    if few or tokens.shape != latency.shape:
+        least = "two" if num_lengths == 2 else "three"
+        raise ConfigError(
+            f"{what}: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
+            f"each length, and at least {least} different lengths"
+        )
+    given = np.concatenate([tokens, latency])
+    if not np.all((given >= 1.0 / MAX_NUMBER) & (given <= MAX_NUMBER)):
+        raise ConfigError(
+            f"{what}: lengths and seconds must be positive and finite, at most {MAX_NUMBER:g}: "
+            "leave the measurement out"
+        )
+    return tokens, latency
+
+
+# Calls of attention. Legend: U Ulysses degree, R ring degree, O observed calls, K = 7 coefficients.
+
+_NUM_COEFFICIENTS = 7
+
+MIN_SHARE = 0.1
+"""Of a measured time; a prediction below it counts as this when errors are made relative."""
+
+_MOST_TURNS = 50
+NUM_STARTS = 9
+
+
+def fit_attention_latency(
+    loads: Sequence[AttentionLoad], seconds: npt.ArrayLike
+) -> AttentionLatency:
+    """Fit the latency model to measured calls.
+
+    Once it is known which calls wait for the exchange in the ring and which for the compute, the
+    model is linear in its coefficients. So the two alternate, as in `fit_iterations`: non-negative
+    least squares, then the slower side by the coefficients, until both stay; from several starts,
+    of which that with the smallest error counts. Errors are relative to the predicted time:
+    relative to the measured one, calls that the noise made short would count more.
+
+    Args:
+        loads: Of each call, in ranges as wide as those that will be predicted. Some should have so
+            little work (0 is legal) that a ring waits for its exchange: else nothing tells how long
+            that takes. Some should be on one rank: they tell launches from latencies.
+        seconds: (n,) of each; best the median of some repeats, since a stall counts in full.
+
+    Raises:
+        ConfigError: Fewer than 7 calls, a time that is not positive, no call with all-to-alls or
+            none with a ring, or none that waits for the exchange in the ring.
+    """
+    loads = listed("fit_attention_latency: loads", loads)
+    measured_O = floats("fit_attention_latency: seconds", seconds)
+    _check_observations(loads, measured_O)
+    observed = _Calls(
+        *(
+            np.array([getattr(load, field.name) for load in loads], dtype=np.float64)
+            for field in fields(_Calls)
+        )
+    )
+    found = [_alternate_calls(observed, measured_O, waits_O) for waits_O in _starts(observed)]
+    # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
+    coefs_K, waits_O, error = min(found, key=lambda solution: round(solution[2], 9))
+    if not waits_O.any():
+        raise ConfigError(
+            "fit_attention_latency: no call waits for the exchange in the ring, so its time is not "
+            "known: measure some calls with little work, or with none"
+        )
+    return AttentionLatency(*coefs_K.tolist(), fit_error=error)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """The loads of O calls, as arrays (O,)."""
+
+    ring_degree: Floats
+    work: Floats
+    all_to_all_bytes: Floats
+    p2p_bytes: Floats
+    copied_bytes: Floats
+
+    def rows(self, waits_O: Bools) -> Floats:
+        """(O, K) factors of the coefficients, given the calls that wait for the exchange."""
+        waited_O = np.where(waits_O, self.ring_degree - 1.0, 0.0)
+        computed_O = self.ring_degree - waited_O
+        columns = (
+            np.where(self.all_to_all_bytes > 0, float(NUM_ALL_TO_ALLS), 0.0),
+            self.all_to_all_bytes,
+            waited_O,
+            waited_O * self.p2p_bytes,
+            computed_O * self.work / self.ring_degree,
+            computed_O,
+            self.copied_bytes,
+        )
+        return np.stack(columns, axis=1)
+
+    def waits(self, coefs_K: Floats) -> Bools:
+        """(O,) whether a call waits for the exchange by these coefficients."""
+        _, _, p2p_latency_s, p2p_s_per_byte, compute_s_per_work, launch_s, _ = coefs_K.tolist()
+        compute_O = launch_s + compute_s_per_work * self.work / self.ring_degree
+        p2p_O = p2p_latency_s + p2p_s_per_byte * self.p2p_bytes
+        # What is as long as the compute is not seen: rounding must not say that it is.
+        return (self.ring_degree > 1) & (p2p_O > (1.0 + 1e-6) * compute_O)
+
+
+def _starts(observed: _Calls) -> list[Bools]:
+    """Calls that wait for the exchange at first: those with the most bytes for their work."""
+    in_ring_O = observed.ring_degree > 1
+    work_O = np.maximum(observed.work / observed.ring_degree, observed.work.mean() * 1e-9)
+    bytes_per_work_O = observed.p2p_bytes / np.maximum(work_O, np.finfo(np.float64).tiny)
+    cuts = np.quantile(bytes_per_work_O[in_ring_O], np.linspace(0.0, 1.0, NUM_STARTS))
+    return [in_ring_O & (bytes_per_work_O >= cut) for cut in cuts]
+
+
+def _alternate_calls(
+    observed: _Calls, measured_O: Floats, waits_O: Bools
+) -> tuple[Floats, Bools, float]:
+    """Coefficients (K,), the calls that wait by them (O,), and the relative error."""
+    coefs_K, predicted_O = np.zeros(_NUM_COEFFICIENTS), measured_O
+    for _ in range(_MOST_TURNS):
+        last_K, last_O = coefs_K, waits_O
+        rows_OK = observed.rows(waits_O) / predicted_O[:, None]
+        means_K = rows_OK.mean(axis=0)
+        units_K = np.divide(1.0, means_K, out=np.zeros_like(means_K), where=means_K > 0)
+        coefs_K = units_K * nnls(rows_OK * units_K, measured_O / predicted_O)[0]
+        waits_O = observed.waits(coefs_K)
+        predicted_O = np.maximum(observed.rows(waits_O) @ coefs_K, MIN_SHARE * measured_O)
+        if np.array_equal(waits_O, last_O) and np.allclose(coefs_K, last_K, rtol=1e-9, atol=0.0):
+            break
+    return coefs_K, waits_O, float(np.sqrt(np.mean((measured_O / predicted_O - 1.0) ** 2)))
+
+
+def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> None:
+    if measured_O.shape != (len(loads),) or len(loads) < _NUM_COEFFICIENTS:
+        raise ConfigError(
+            f"fit_attention_latency: {len(loads)} loads and seconds of shape {measured_O.shape}; "
+            f"give one time for each load, and at least {_NUM_COEFFICIENTS}"
+        )
+    for load in loads:
+        of_type("fit_attention_latency: a load", load, AttentionLoad, "an AttentionLoad")
+    if not np.all((measured_O >= 1.0 / MAX_NUMBER) & (measured_O <= MAX_NUMBER)):
+        raise ConfigError("fit_attention_latency: seconds must be positive and finite")
+    rings = any(load.ring_degree > 1 for load in loads)
+    if not rings or not any(load.all_to_all_bytes > 0 for load in loads):
+        raise ConfigError(
+            f"fit_attention_latency: no call with {'all-to-alls' if rings else 'a ring'}; measure "
+            "some, such as all ranks in one Ulysses group, and all in one ring"
+        )
+
+
+# Iterations of training, in which only the slowest rank shows.
+#
+# The model: iteration t takes T_t = overhead + max over ranks r of sum over sequences of cost(L),
+# with cost(L) = quadratic L^2 + linear L + constant. Once it is known which rank was the slowest in
+# each iteration, T is linear in the coefficients. So we alternate: predict, take the slowest ranks,
+# solve a least-squares problem of four non-negative unknowns, until the slowest ranks stay the
+# same; from several starts. Source of the model: LoongForge, which has no overhead, smooths the
+# maximum (`logsumexp(20 load) / 20`, loads in ms) and minimises squared seconds from one start, all
+# zero.
+#
+# Legend: O observations (iterations, or single ranks of them), R ranks among which the slowest is
+# looked for, K = 4 terms: quadratic, linear, constant, overhead. The *share* of a term is its part
+# of the time of the slowest ranks.
 
 TERMS = ("quadratic", "linear", "constant", "overhead")
 

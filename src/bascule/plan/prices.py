@@ -25,15 +25,15 @@ import numpy.typing as npt
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, of_type, shown
-from bascule.plan.costs.cluster import BYTES_PER_VALUE, Cluster
-from bascule.plan.costs.cost_models import Cost, TransformerCost, evaluate
+from bascule.plan.costs import Cost, TransformerCost, evaluate
 from bascule.plan.limits import Limits
 from bascule.plan.loaded.lengths import source_of
 from bascule.plan.loaded.sequences import Batch
+from bascule.plan.machine import BYTES_PER_VALUE, Cluster
 from bascule.plan.solver.portfolio import MOST_IMPROVED, solve
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.solver.solve import knapsack
-from bascule.plan.topology.spec import Topology
+from bascule.plan.topology import Topology
 
 _MOST_WORK = 1e300
 """Largest sum of costs: what follows stays finite."""
