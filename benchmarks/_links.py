@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bascule.comm.transfers import Transfers
+from bascule.comm.collectives import Transfers
 
 Post = Callable[[Transfers], None]
 

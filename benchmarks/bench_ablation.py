@@ -57,7 +57,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 from torch.nn import functional
 
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.integrations.diffusers import Cut, InferenceOptions, SplitTable, parallelize
 
 NUM_RANKS, WIDTH, HEADS, NUM_BLOCKS = 2, 128, 4, 8

@@ -19,10 +19,10 @@ import torch.multiprocessing as mp
 from _common import ratio, summary, verdict, write_results
 from torch.multiprocessing.spawn import spawn
 
+from bascule.comm.collectives import all_to_all
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import new_group
-from bascule.comm.transfers import all_to_all
 
 NUM_RANKS, WIDTH, ROUNDS, SET_UPS = 4, 256, 200, 10
 ROWS = {"few rows": 16, "many rows": 4096}

@@ -135,7 +135,7 @@ def bare_collectives() -> Iterator[None]:
     with ExitStack() as stack:
         for module, function in (
             ("comm.exchange", all_to_all),
-            ("comm.head_exchange", AllToAll),
+            ("comm.heads", AllToAll),
             ("comm.agree", all_gather),
             ("comm.mean", all_reduce),
         ):

@@ -35,7 +35,7 @@ from bascule.attention.mask import AttentionMask
 from bascule.attention.packed import Bag, Contexts, attend
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
-from bascule.comm.meshes import AttentionMesh
+from bascule.comm.mesh import AttentionMesh
 from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from bascule.comm.groups import member_of, resolve
-from bascule.comm.quantize import Format, Wire, measure_error
+from bascule.comm.wire import Format, Wire, measure_error
 
 BATCH, HEADS, TOKENS, DIM = 1, 8, 2048, 128
 OFFSET, CHANNELS = 8.0, 4

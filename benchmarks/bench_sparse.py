@@ -35,7 +35,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bascule.attention.sparse.attend import rows_of, sparse_attention
-from bascule.comm.meshes import AttentionMesh
+from bascule.comm.mesh import AttentionMesh
 from bascule.integrations.diffusers import SparseConfig
 from bascule.plan.sparse import BlockLayout, SparsePlan, in_order, plan_under
 from bascule.workload.mask_model import WAN21, synthetic_masks

@@ -10,8 +10,8 @@ from bascule.attention import packed
 from bascule.attention.call_spec import check_settings, check_tensors
 from bascule.comm import mean
 from bascule.comm.exchange import misfit
-from bascule.comm.guard.derivatives import refuse_transforms
 from bascule.comm.guard.ranges import mark_lengths
+from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
 

@@ -32,10 +32,10 @@ from bascule.comm.exchange import (
     samples_of_all,
 )
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.derivatives import is_recorded, refuse_transforms
 from bascule.comm.guard.failures import tell, telling
 from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
+from bascule.comm.transforms import is_recorded, refuse_transforms
 from bascule.comm.world import this_world
 from bascule.parallel_forms import Forms, Qkv, needs_gradient
 from bascule.plan import metrics

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from bascule.attention.ops import own_memory
 from bascule.comm.exchange import has_gradient
-from bascule.comm.guard.derivatives import NO_SECOND, refuse_second
 from bascule.comm.guard.failures import telling
 from bascule.comm.mean import mean_gradient
+from bascule.comm.transforms import NO_SECOND, refuse_second
 from bascule.comm.world import this_world
 from bascule.errors import ConfigError
 

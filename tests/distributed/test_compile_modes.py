@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import Cut, SplitTable, parallelize
 from bascule.integrations.diffusers.compiling import check_mode

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import member_of, resolve, timeout_of
 from bascule.comm.guard import notes
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import end_all
 from bascule.comm.guard.watch import PATIENCE_S
-from bascule.comm.meshes import AttentionMesh, mesh_of_all
+from bascule.comm.mesh import AttentionMesh, mesh_of_all
 from bascule.comm.new_groups import new_group
-from bascule.comm.transfers import all_reduce
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.ranks import raised_by, run_ranks

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, direct, make_toy, toy_gradients, toy_inputs

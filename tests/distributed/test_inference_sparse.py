@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.workload import save_masks

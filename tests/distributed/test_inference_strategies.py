@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bascule.attention.sparse import timing
 from bascule.attention.sparse.timing import CallShape, measure_attention_latency
-from bascule.comm.meshes import AttentionMesh, meshes_over
+from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import SparseLayer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.errors import CommError, ConfigError
 from bascule.integrations.diffusers import Parallelized, parallelize
 from bascule.plan.machine import HardwareProfile

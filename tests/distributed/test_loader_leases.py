@@ -13,10 +13,10 @@ from torch.distributed.distributed_c10d import (
     _get_default_store,  # pyright: ignore[reportPrivateUsage]
 )
 
+from bascule.comm.collectives import all_gather
 from bascule.comm.groups import set_timeout, timeout_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import new_group
-from bascule.comm.transfers import all_gather
 from bascule.data import prefetch
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.leases import Lease, pool_of

@@ -19,8 +19,8 @@ from bascule.comm.agree import Statement, agree
 from bascule.comm.exchange import BoundRoute, exchange, gather_samples, spread
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.guard.calls import Call, Calls
-from bascule.comm.head_exchange import HeadExchange
-from bascule.comm.quantize import Wire
+from bascule.comm.heads import HeadExchange
+from bascule.comm.wire import Wire
 from bascule.parallel import SequenceParallel
 from bascule.plan.routes import Route
 from bascule.plan.traffic import HeadShares

@@ -16,7 +16,7 @@ from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayou
 from bascule.attention.call_spec import CallSpec
 from bascule.attention.overlap import overlapped_attention
 from bascule.attention.ulysses import TokenOrder, heads_to_tokens, tokens_to_heads
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three
 from tests.helpers.ranks import raised_by, run_ranks
 

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.comm import stage_cuda, staging
-from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
-from bascule.comm.new_groups import new_group
-from bascule.comm.transfers import (
+from bascule.comm.collectives import (
     Transfers,
     all_gather,
     all_reduce,
@@ -22,6 +19,9 @@ from bascule.comm.transfers import (
     broadcast,
     reduce_scatter,
 )
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
+from bascule.comm.new_groups import new_group
 from bascule.models import PackedBatch
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import (

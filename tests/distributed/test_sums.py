@@ -13,10 +13,10 @@ from bascule.attention import ops
 from bascule.attention.api import AttentionMesh, attention
 from bascule.attention.call_spec import CallSpec
 from bascule.comm import mean as means
+from bascule.comm.collectives import all_reduce
 from bascule.comm.exchange import BoundRoute, spread
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.routes import Route

@@ -22,12 +22,12 @@ from bascule.attention.api import (
     split,
 )
 from bascule.attention.sparse.attend import rows_of, sparse_attention
+from bascule.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Begun, Call, Calls
 from bascule.comm.guard.notes import Failure, Position, Waiting
 from bascule.comm.guard.verdicts import Verdict, judge
 from bascule.comm.guard.watch import Watch
-from bascule.comm.transfers import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import SequenceParallel
 from bascule.plan.sparse import BlockLayout, SparsePlanner

@@ -21,10 +21,10 @@ from bascule.attention.api import (
     split,
 )
 from bascule.attention.layout import own_tokens, positions_on
-from bascule.comm import quantize
+from bascule.comm import wire as wires
+from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
-from bascule.comm.quantize import Format, Wire, measure_error
-from bascule.comm.transfers import Transfers
+from bascule.comm.wire import Format, Wire, measure_error
 from bascule.errors import ConfigError
 from tests.helpers.mesh_cases import (
     Three,
@@ -226,7 +226,7 @@ def test_the_error_is_the_one_that_is_measured(ring: int, ulysses: int, dtype: t
 def counted(mesh: AttentionMesh) -> Iterator[dict[str, int]]:
     """Bytes that this rank sends to others along each axis, and gives to all-reduces."""
     sent = {"ulysses": 0, "ring": 0, "all_reduce": 0}
-    begin, reduce = Transfers.__init__, quantize.all_reduce
+    begin, reduce = Transfers.__init__, wires.all_reduce
     ring = mesh.ring and mesh.ring.key
 
     def count_sends(self: Transfers, group: RankGroup, what: Any, out: Any, come: Any) -> None:
@@ -242,7 +242,7 @@ def counted(mesh: AttentionMesh) -> Iterator[dict[str, int]]:
 
     with (
         mock.patch.object(Transfers, "__init__", count_sends),
-        mock.patch.object(quantize, "all_reduce", all_reduce),
+        mock.patch.object(wires, "all_reduce", all_reduce),
     ):
         yield sent
 

@@ -7,7 +7,7 @@ without a device everything here is skipped.
 import pytest
 import torch
 
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from tests.helpers.device_runs import MODELS, split_together, train_together
 from tests.helpers.ranks import run_ranks
 

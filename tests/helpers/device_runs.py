@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bascule.comm import stage_cuda
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.data.cost_tracker import CostTracker
 from bascule.data.loader import BalancedLoader
 from bascule.data.setup import LoaderOptions

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from bascule.comm.transfers import Transfers
+from bascule.comm.collectives import Transfers
 from tests.helpers.ranks import Outcome, run_to_the_end
 
 Kind = Literal["kill", "stop", "raise", "full", "cut"]

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from bascule.comm.collectives import Transfers
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import Transfers
 
 
 @contextmanager

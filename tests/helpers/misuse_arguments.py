@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.integrations.diffusers import (
     AutoMesh,
     Cut,

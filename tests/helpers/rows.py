@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bascule.comm.quantize import Format, Wire
+from bascule.comm.wire import Format, Wire
 
 FORMATS: list[Format] = ["int8", "e4m3"]
 

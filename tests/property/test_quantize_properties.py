@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bascule.comm.quantize import Format, Wire
+from bascule.comm.wire import Format, Wire
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 FORMATS = st.sampled_from(["int8", "e4m3"])

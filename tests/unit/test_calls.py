@@ -22,7 +22,7 @@ from bascule.attention.call_spec import (
 from bascule.comm.guard import failures, notes
 from bascule.comm.guard.calls import Call, Calls
 from bascule.comm.guard.notes import Failure
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.errors import CommError, ConfigError
 
 

@@ -10,7 +10,7 @@ import torch
 
 from bascule.attention import api, mask, packed, shards
 from bascule.attention.sparse import block_sparse, rules, timing
-from bascule.comm import quantize
+from bascule.comm import wire as wires
 from bascule.comm.exchange import BoundRoute
 from bascule.comm.guard import calls, failures, notes
 from bascule.data import (
@@ -46,7 +46,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     rules.temporal_mask: {"radius": 0, "num_text": 0},
     timing.CallShape: {"block": 64, "dtype": torch.bfloat16, "batch": 1},
     timing.measure_attention_latency: {"rounds": 5},
-    quantize.Wire: {"takes_centres": False},
+    wires.Wire: {"takes_centres": False},
     BoundRoute: {"form": ""},
     calls.Call: {"step": 0, "form": "", "kind": ""},
     calls.Calls.finish: {"is_done": True},

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bascule.comm.meshes import AttentionMesh
+from bascule.comm.mesh import AttentionMesh
 from bascule.errors import ConfigError
 from bascule.integrations.sdpa.mode import SequenceParallelMode
 

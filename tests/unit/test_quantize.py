@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from bascule.comm import quantize
+from bascule.comm import wire as wires
 from bascule.comm.groups import member_of, resolve
-from bascule.comm.quantize import Deviation, Format, Wire, measure_error
+from bascule.comm.wire import Deviation, Format, Wire, measure_error
 from bascule.errors import ConfigError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import FORMATS, normal, there_and_back, with_offsets
@@ -333,7 +333,7 @@ def test_e4m3_is_off_by_its_three_bits() -> None:
 def test_the_measured_error_is_the_error(
     heads: tuple[int, int], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantize, "_SCORES_AT_ONCE", at_once)
+    monkeypatch.setattr(wires, "_SCORES_AT_ONCE", at_once)
     q = normal(2, heads[0], 9, 16).bfloat16()
     k, v = (with_offsets(normal(2, heads[1], 11, 16, seed=s), s).bfloat16() for s in (1, 2))
     wire = Wire("int8").centred(k, v, None)

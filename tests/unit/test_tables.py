@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bascule.comm.meshes import AttentionMesh
+from bascule.comm.mesh import AttentionMesh
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import SplitTable
 from bascule.integrations.diffusers.hooks import SplitModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bascule.comm.quantize import Format, Wire, take_centres
+from bascule.comm.wire import Format, Wire, take_centres
 from tests.helpers.rows import FORMATS, normal, there_and_back, with_offsets
 
 

@@ -34,11 +34,11 @@ from bascule.attention.layout import (
 from bascule.attention.overlap import overlapped_attention
 from bascule.attention.tiles import without_lost_scores
 from bascule.attention.ulysses import TokenOrder, own_run, to_heads, to_tokens
-from bascule.comm.guard.derivatives import refuse_derivatives
 from bascule.comm.guard.failures import told
-from bascule.comm.meshes import AttentionMesh as AttentionMesh
-from bascule.comm.meshes import Place, place_in
-from bascule.comm.quantize import Wire
+from bascule.comm.mesh import AttentionMesh as AttentionMesh
+from bascule.comm.mesh import Place, place_in
+from bascule.comm.transforms import refuse_derivatives
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int
 
@@ -109,7 +109,7 @@ class AttentionOptions:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
         kernel: Name of the block kernel. Default: the fastest for the device.
         wire: How rows travel at 8 bits: of Ulysses q, k, v and the output, of a ring the keys and
-            values of other ranks; see `quantize.measure_error`. Gradients and replicated tokens
+            values of other ranks; see `wires.measure_error`. Gradients and replicated tokens
             travel as they are. Default: everything does.
         overlap: Whether Ulysses exchanges while it computes, in up to four more kernel calls,
             and with a ring two more a round; not with zigzag. Default: on CPUs where rows travel as

@@ -11,7 +11,7 @@ from bascule.attention.call_spec import CallSpec, spec_of
 from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.comm.agree import agree_once
 from bascule.comm.groups import RankGroup
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 
 

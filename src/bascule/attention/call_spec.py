@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bascule.attention.layout import SequenceLayout
 from bascule.comm.guard.calls import Call
-from bascule.comm.meshes import AttentionMesh, mesh_named
+from bascule.comm.mesh import AttentionMesh, mesh_named
 from bascule.errors import CommError, ConfigError
 from bascule.plan.traffic import HeadShares
 

@@ -22,11 +22,11 @@ from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.layout import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.tiles import tiles_of
-from bascule.comm import quantize
+from bascule.comm import wire as wires
+from bascule.comm.collectives import all_gather, reduce_scatter
 from bascule.comm.guard.calls import Call
-from bascule.comm.meshes import AttentionMesh
-from bascule.comm.quantize import Wire
-from bascule.comm.transfers import all_gather, reduce_scatter
+from bascule.comm.mesh import AttentionMesh
+from bascule.comm.wire import Wire
 from bascule.plan.traffic import HeadShares
 
 
@@ -95,11 +95,11 @@ def _(grad: Tensor, saved: list[Tensor], *_: Any) -> list[Tensor]:
 
 @torch.library.custom_op("bascule::take_centres", mutates_args=())
 def take_centres(k: Tensor, v: Tensor, segments: list[int], spec: str) -> Tensor:
-    """`quantize.take_centres` over all ranks of the mesh. One all-reduce."""
+    """`wires.take_centres` over all ranks of the mesh. One all-reduce."""
     call = spec_of(spec)
     agree_on_call(call, call.layout(segments), k.shape[0], k.shape[2])
     with naming("take_centres", (k, v)):
-        return own_memory(quantize.take_centres(k, v, call.ranks.whole))
+        return own_memory(wires.take_centres(k, v, call.ranks.whole))
 
 
 @take_centres.register_fake

@@ -35,9 +35,9 @@ from bascule.attention.ulysses import (
     tokens_to_heads,
     unpacked,
 )
-from bascule.comm.head_exchange import HeadExchange
-from bascule.comm.meshes import place_in
-from bascule.comm.quantize import Format, Wire
+from bascule.comm.heads import HeadExchange
+from bascule.comm.mesh import place_in
+from bascule.comm.wire import Format, Wire
 
 
 @torch.library.custom_op("bascule::overlapped_attention", mutates_args=())

@@ -31,8 +31,8 @@ from bascule.attention.ulysses import TokenOrder
 from bascule.attention.usp import SharedHeads, usp_attention
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.head_exchange import HeadExchange
-from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh
+from bascule.comm.heads import HeadExchange
+from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan import routes

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge, wide_dtype
 from bascule.attention.mask import EVERYTHING, AttentionMask
+from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.quantize import Wire
-from bascule.comm.transfers import Transfers
+from bascule.comm.wire import Wire
 
 
 @dataclass(frozen=True, slots=True, eq=False)

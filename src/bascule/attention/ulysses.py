@@ -26,10 +26,10 @@ from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.layout import SequenceLayout
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.derivatives import only_first
-from bascule.comm.head_exchange import HeadExchange
-from bascule.comm.meshes import Place
-from bascule.comm.quantize import Format, Wire
+from bascule.comm.heads import HeadExchange
+from bascule.comm.mesh import Place
+from bascule.comm.transforms import only_first
+from bascule.comm.wire import Format, Wire
 from bascule.plan.traffic import HeadShares
 
 HeadRun = tuple[int, int]

@@ -19,8 +19,8 @@ from torch import Tensor
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.ulysses import TokenOrder
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import refuse_second
-from bascule.comm.head_exchange import HeadExchange
+from bascule.comm.heads import HeadExchange
+from bascule.comm.transforms import refuse_second
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from bascule.bench.arms import Arm, MakeExchange, StepResult, balanced, unbalanced
 from bascule.bench.options import BenchOptions
 from bascule.comm.agree import agree_on
+from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import new_group
-from bascule.comm.transfers import all_gather, all_reduce
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost

@@ -16,9 +16,9 @@ from bascule.arrays import Floats
 from bascule.bench.arms import StepResult
 from bascule.bench.compare import Comparison, Setting, StepRecord, summarize
 from bascule.bench.options import BenchOptions
+from bascule.comm.collectives import all_gather
 from bascule.comm.groups import device_of
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_gather
 from bascule.encoders import EncoderOptions
 from bascule.plan.metrics import imbalance
 from bascule.training.run.stopwatch import Stopwatch, watch_blocks

@@ -35,11 +35,11 @@ from bascule.calibrate.timed import (
     time_round,
 )
 from bascule.comm.agree import agree_on
+from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import telling
-from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, mesh_of_all
-from bascule.comm.transfers import all_gather
+from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, mesh_of_all
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
 from bascule.plan.calibration import BACKWARD, FORWARD, RECOMPUTE

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 
 from bascule.arrays import Floats
-from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import (
+from bascule.comm.collectives import (
     Transfers,
     all_gather,
     all_reduce,
     all_to_all,
     reduce_scatter,
 )
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
 from bascule.plan.calibration import ALL_TO_ALL, POINT_TO_POINT
 
 COLLECTIVE = "collective"

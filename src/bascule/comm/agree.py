@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from bascule.arrays import Ints
+from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import tell
-from bascule.comm.transfers import all_gather
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 _TEXT_WORDS = 48  # 384 bytes: one sentence

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import only_first
-from bascule.comm.transfers import all_reduce
+from bascule.comm.transforms import only_first
 from bascule.errors import ConfigError
 
 

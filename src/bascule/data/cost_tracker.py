@@ -12,10 +12,10 @@ import torch
 from bascule.arrays import Floats
 from bascule.comm.agree import agree_on
 from bascule.comm.clocks import Clock, start_clock
+from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
 from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import is_timeout
-from bascule.comm.transfers import all_gather, broadcast
 from bascule.data.loader import BalancedLoader
 from bascule.data.loader_batch import Batch
 from bascule.data.samples.loaded import whole_number

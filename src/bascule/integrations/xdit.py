@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.attention.api import AttentionOptions, attention
 from bascule.attention.layout import SequenceLayout
 from bascule.comm.groups import member_of
-from bascule.comm.meshes import (
+from bascule.comm.mesh import (
     RING_AXIS,
     ULYSSES_AXIS,
     AttentionMesh,

@@ -9,9 +9,9 @@ import torch
 
 from bascule.calibrate.blocks import BlockCall, block_of_each_kind, calls_of_model
 from bascule.calibrate.timed import Probe, seconds_of
+from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_reduce
 from bascule.models import MMDiT, MMDiTConfig
 from bascule.plan.costs import TransformerCost
 from bascule.plan.fits import fit_latency

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm import groups
+from bascule.comm.collectives import all_gather
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
-from bascule.comm.transfers import all_gather
 
 _RUNS = 5
 _ALIKE = 0.03

@@ -27,12 +27,12 @@ from bascule.attention.sparse.rules import pooled
 from bascule.attention.sparse.tables import SparseTables, rank_of, tables_of
 from bascule.attention.usp import usp_attention
 from bascule.comm.agree import agree_once
+from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.derivatives import refuse_transforms
 from bascule.comm.guard.failures import told
-from bascule.comm.meshes import AttentionMesh, as_attention_mesh
-from bascule.comm.transfers import all_gather
+from bascule.comm.mesh import AttentionMesh, as_attention_mesh
+from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type
 from bascule.plan.sparse import PackedRows, SparsePlan, block_counts

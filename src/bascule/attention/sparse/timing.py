@@ -11,9 +11,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention.sparse.attend import rows_of, sparse_attention
+from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.guard.calls import Call
-from bascule.comm.meshes import AttentionMesh, as_attention_mesh, meshes_over
-from bascule.comm.transfers import all_gather, broadcast
+from bascule.comm.mesh import AttentionMesh, as_attention_mesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.plan.fits import fit_attention_latency
 from bascule.plan.machine import AttentionLatency, AttentionLoad

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from bascule.attention import PackedSequences, attend_packed
 from bascule.calibrate.timed import MOST_IN_A_ROW, Probe, call_of, collectives, in_a_row
+from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard import notes
-from bascule.comm.transfers import Transfers
 from bascule.plan.machine import FLOPS_PER_VALUE
 
 STORE, WORK, LINK = "store", "work", "link"

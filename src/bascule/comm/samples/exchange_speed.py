@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.comm.collectives import all_gather, all_to_all
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.samples.sample_bytes import parcel
 from bascule.comm.samples.sample_moves import ItemMove, move_items, num_rows
-from bascule.comm.transfers import all_gather, all_to_all
 
 _PROBE_BYTES = 1 << 20
 _NUM_PROBES = 4

@@ -15,9 +15,9 @@ from torch import Tensor
 from bascule.arrays import Ints
 from bascule.comm.exchange import BoundRoute, has_gradient, move_rows
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.derivatives import only_first, refuse_transforms
 from bascule.comm.samples.nests import leaves_of, mapped, rebuilt
 from bascule.comm.samples.sample_bytes import ALIGNMENT, Parcel, read
+from bascule.comm.transforms import only_first, refuse_transforms
 from bascule.plan.routes import Ranks, Route
 
 ROW_BYTES = 512

@@ -8,10 +8,10 @@ import numpy.typing as npt
 import torch
 
 from bascule.arrays import Ints
+from bascule.comm.collectives import all_to_all
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.samples.sample_bytes import Parcel, read
-from bascule.comm.transfers import all_to_all
 from bascule.data.samples.loaded import DataRanks, Loaded, Sample
 from bascule.plan.batch import Plan
 from bascule.plan.routes import ranges

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bascule.comm.agree import agree_on
 from bascule.comm.groups import RankGroup
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.encoders.items import values_digest
 from bascule.errors import CommError, ConfigError
 from bascule.integrations.diffusers.hooks import check_model

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bascule.comm.collectives import all_reduce
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.forward import Forward
 from bascule.integrations.diffusers.tables.split_table import SplitTable

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bascule.comm.meshes import AttentionMesh
+from bascule.comm.mesh import AttentionMesh
 from bascule.errors import ConfigError
 
 Mode = Literal["default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from bascule.attention.api import AttentionOptions, SequenceLayout
-from bascule.comm.quantize import PEAK_BYTES
+from bascule.comm.wire import PEAK_BYTES
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.hooks import SplitModel
 from bascule.integrations.diffusers.pipelines.phases import Phase

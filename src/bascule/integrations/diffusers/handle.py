@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from bascule.comm.guard.failures import tell, told
-from bascule.comm.meshes import AttentionMesh
-from bascule.comm.quantize import Wire
+from bascule.comm.mesh import AttentionMesh
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.agreement import (
     Asked,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from bascule.arrays import Bools
 from bascule.attention.api import AttentionMesh, split
+from bascule.comm.collectives import all_reduce, broadcast
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
-from bascule.comm.transfers import all_reduce, broadcast
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
 from bascule.integrations.diffusers.forward import layout_of

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
 from bascule.comm.guard.failures import telling
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.sdpa.call_mode import CallMode
 from bascule.integrations.sdpa.empty import RESHAPES, reshape_empty

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.calibrate.timed import Probe, seconds_of
+from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import device_of, member_of, resolve
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_reduce
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.plan import Encoding
 from bascule.plan.costs import Cost

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bascule.attention.api import AttentionOptions
-from bascule.comm.quantize import Wire
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 
 

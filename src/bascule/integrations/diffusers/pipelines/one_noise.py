@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from bascule.comm.agree import agree_on
+from bascule.comm.collectives import broadcast
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import telling
 from bascule.comm.samples.nests import leaves_of
-from bascule.comm.transfers import broadcast
 from bascule.encoders.items import contents_of
 from bascule.integrations.diffusers.pipelines.phases import (
     TRANSFORMERS,

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.meshes import RING_AXIS, ULYSSES_AXIS, AttentionMesh, group_of, mesh_over
+from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh, group_of, mesh_over
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int
 

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from bascule.arrays import Bools, Ints
 from bascule.attention.sparse.attend import PooledRule, RowsSeen, attend_sparse, gather_counts
-from bascule.comm.meshes import AttentionMesh, meshes_over
+from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig, with_text
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens

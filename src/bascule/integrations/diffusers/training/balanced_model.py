@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.guard.failures import told
-from bascule.comm.meshes import AttentionMesh, meshes_over
+from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.comm.samples.sample_bytes import Parcel, parcel, read
 from bascule.comm.samples.sample_moves import ItemMove, move_parcels, num_rows
 from bascule.errors import ConfigError

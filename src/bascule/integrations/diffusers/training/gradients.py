@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_reduce
 from bascule.integrations.diffusers.agreement import agree_on_gradients
 
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bascule.comm.collectives import AllToAll
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import AllToAll
 from bascule.plan.traffic import HeadShares
 
 _NUM_FORMS = 64

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
-from bascule.comm.transfers import all_reduce
 from bascule.errors import ConfigError
 
 Format = Literal["int8", "e4m3"]
