@@ -38,7 +38,7 @@ from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.mesh import AttentionMesh
 from bascule.integrations.diffusers import SparseConfig
 from bascule.plan.sparse import BlockLayout, SparsePlan, in_order, plan_under
-from bascule.workload.mask_model import WAN21, synthetic_masks
+from bascule.workload.masks import WAN21, synthetic_masks
 
 DENSITIES = (0.41, 0.68)
 MESHES = ((2, 1), (1, 2))

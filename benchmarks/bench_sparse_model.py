@@ -47,7 +47,7 @@ from bascule.attention.sparse.attend import EXCHANGE_SPAN, MASKS_SPAN
 from bascule.attention.sparse.timing import CallShape
 from bascule.integrations.diffusers import Parallelized
 from bascule.integrations.diffusers.sparse.layers import PLAN_SPAN
-from bascule.workload.mask_model import WAN21, synthetic_masks
+from bascule.workload.masks import WAN21, synthetic_masks
 
 GRID, NUM_HEADS, HEAD_DIM, NUM_LAYERS, NUM_STEPS, BLOCK = (8, 24, 32), 8, 64, 2, 5, 64
 NUM_TOKENS = math.prod(GRID)

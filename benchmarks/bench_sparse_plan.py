@@ -3,7 +3,7 @@
 Run: `python benchmarks/bench_sparse_plan.py` (about five minutes; `--quick`: one, fewer layers,
 draws and steps, nothing written); writes results/sparse_plan.json.
 
-Masks are synthetic (`bascule.workload.mask_model`): those of the models are not published. "before"
+Masks are synthetic (`bascule.workload.masks`): those of the models are not published. "before"
 and "paper" start from runs of blocks, as in the paper; "stripe" and "minimal" from a striped home.
 "split" cuts every block over all ranks of its ring, as BurstEngine does: even, but its kernel then
 has tiles of block / R tokens. Plan times are compared with `mask.sum(-1)`, one numpy pass over the
@@ -33,9 +33,9 @@ from bascule.plan.sparse import (
     partition_heads,
     sparse_imbalance,
 )
+from bascule.plan.sparse.baselines import paper_blocks, paper_heads
 from bascule.plan.sparse.counts import ring_work
-from bascule.plan.sparse.sparse_baselines import paper_blocks, paper_heads
-from bascule.workload.mask_model import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
+from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 
 Bools = NDArray[np.bool_]
 

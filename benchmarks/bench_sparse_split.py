@@ -47,7 +47,7 @@ from bascule.plan.sparse import (
     in_order,
     plan_under,
 )
-from bascule.workload.mask_model import WAN21, MaskModel, synthetic_masks
+from bascule.workload.masks import WAN21, MaskModel, synthetic_masks
 
 Bools = NDArray[np.bool_]
 

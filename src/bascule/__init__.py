@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from bascule.plan.sparse import partition_blocks as partition_blocks
     from bascule.plan.sparse import partition_heads as partition_heads
     from bascule.plan.sparse import sparse_imbalance as sparse_imbalance
-    from bascule.plan.sparse.choose_mesh import Strategies as Strategies
+    from bascule.plan.sparse.choose import Strategies as Strategies
     from bascule.plan.step import plan_step as plan_step
     from bascule.plan.step import step_makespan as step_makespan
     from bascule.plan.topology import Topology as Topology
@@ -100,7 +100,7 @@ _HOMES = {
     "Span": "bascule.plan.loaded.masks",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
     "Step": "bascule.parallel",
-    "Strategies": "bascule.plan.sparse.choose_mesh",
+    "Strategies": "bascule.plan.sparse.choose",
     "Topology": "bascule.plan.topology",
     "TopologyRanking": "bascule.plan.topology_search",
     "TransformerCost": "bascule.plan.costs",

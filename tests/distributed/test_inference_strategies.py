@@ -17,7 +17,7 @@ from bascule.errors import ConfigError
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from bascule.integrations.diffusers.sparse.layers import SparseLayer
 from bascule.plan.machine import AttentionLatency, AttentionLoad
-from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
+from bascule.plan.sparse.choose import Strategies, all_degrees
 from tests.helpers.inference_cases import difference, make_mesh
 from tests.helpers.inference_toy import (
     TABLE,

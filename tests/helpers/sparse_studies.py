@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.sim.sparse_study import Mesh, Setting
-from bascule.workload.mask_model import WAN21, synthetic_masks
+from bascule.workload.masks import WAN21, synthetic_masks
 
 Bools = NDArray[np.bool_]
 

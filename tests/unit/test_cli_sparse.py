@@ -13,7 +13,7 @@ from rich.console import Console
 from bascule.cli.parts.sparse_tables import _strategies
 from bascule.cli.sparse import SparseOptions
 from bascule.plan.machine import HardwareProfile
-from bascule.plan.sparse.choose_mesh import StrategyChoice
+from bascule.plan.sparse.choose import StrategyChoice
 from bascule.sim.sparse_study import WAYS, LayerRun, Setting, Study
 from bascule.workload import save_masks
 from tests.helpers.cli import modules_imported_by, run

@@ -27,10 +27,10 @@ from bascule.plan.sparse import (
     plan_under,
     sparse_imbalance,
 )
-from bascule.plan.sparse.choose_mesh import Strategies, all_degrees
-from bascule.plan.sparse.sparse_baselines import paper_blocks, paper_heads
+from bascule.plan.sparse.baselines import paper_blocks, paper_heads
+from bascule.plan.sparse.choose import Strategies, all_degrees
 from bascule.workload import load_masks, save_masks
-from bascule.workload.mask_model import MaskModel, synthetic_masks
+from bascule.workload.masks import MaskModel, synthetic_masks
 from tests.helpers.refusals import NO_NUMBERS, UNREADABLE, refusal, refused, title
 
 MATRIX = np.arange(16.0).reshape(4, 4)

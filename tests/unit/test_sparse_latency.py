@@ -11,7 +11,7 @@ import pytest
 from bascule.errors import ConfigError
 from bascule.plan.fits import fit_attention_latency
 from bascule.plan.machine import AttentionLatency, AttentionLoad
-from bascule.plan.sparse.choose_mesh import Strategies, StrategyChoice
+from bascule.plan.sparse.choose import Strategies, StrategyChoice
 from tests.helpers.sparse_studies import even_load
 
 A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6, 2e-12)

@@ -10,7 +10,7 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.workload import load_masks, save_masks
-from bascule.workload.mask_model import (
+from bascule.workload.masks import (
     COGVIDEOX15,
     WAN21,
     MaskModel,

@@ -8,7 +8,7 @@ import pytest
 
 from bascule.arrays import Ints
 from bascule.plan.sparse import partition_blocks, partition_heads
-from bascule.plan.sparse.sparse_baselines import paper_blocks, paper_heads
+from bascule.plan.sparse.baselines import paper_blocks, paper_heads
 from tests.helpers.sparse_simulation import MASK_KINDS, clustered_mask, mask_of, toeplitz_mask
 
 # Heads

@@ -20,7 +20,7 @@ from bascule.plan.sparse import (
     partition_heads,
     sparse_imbalance,
 )
-from bascule.plan.sparse.sparse_baselines import paper_blocks
+from bascule.plan.sparse.baselines import paper_blocks
 from tests.helpers.sparse_simulation import MASK_KINDS, mask_of, random_mask
 
 

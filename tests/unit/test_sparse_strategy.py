@@ -18,7 +18,7 @@ from bascule.plan.sparse import (
     block_lens,
     tiles_under,
 )
-from bascule.plan.sparse.choose_mesh import LayerPlans, Strategies, all_degrees, columns_of
+from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
 
 LATENCY = AttentionLatency(3.0, 0.002, 40.0, 0.001, 0.01, 5.0, 0.0003)
 LENS = block_lens((5, 70), 8)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from bascule.workload.traces import Segment, read_traces, step_parts, write_steps
-from bascule.workload.traces.segments import segments_of
-from bascule.workload.traces.worth import RunLengths
+from bascule.workload.traces.steps import segments_of
 from tests.helpers.trace_cases import Run
 
 pytestmark = pytest.mark.skipif(
@@ -68,7 +67,7 @@ def test_measured_steps(tmp_path: Path, on_device: bool) -> None:
     (tmp_path / "in").mkdir()
     traces, _ = read_traces(Run(own, (0.0, 4.0, 1.0), on_device).write(tmp_path / "in"))
     parts = step_parts(traces)
-    write_steps(tmp_path / "out", segments_of(parts, RunLengths({}, {})), 3)
+    write_steps(tmp_path / "out", segments_of(parts, {}), 3)
     found = by_hta(tmp_path / "out")
     assert (found["ranks"], found["steps"]) == ([0, 1, 2], [5, 6, 7])
     exposed = parts.communication + parts.waiting

@@ -20,8 +20,8 @@ from bascule.workload.traces import (
     step_parts,
     write_steps,
 )
-from bascule.workload.traces.segments import segments_of
 from bascule.workload.traces.spans import minus, seconds_within, spans_of, union, within
+from bascule.workload.traces.steps import segments_of
 from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
 from tests.helpers.cli import run
 from tests.helpers.refusals import refusal
@@ -106,7 +106,7 @@ def test_what_is_written_reads_the_same(tmp_path: Path) -> None:
     run = Run(OWN, (0.0, 5.0, -9.0), lens=LENS)
     traces, _ = read_traces(run.write(tmp_path / "in"))
     first = step_parts(traces)
-    files = write_steps(tmp_path / "out", segments_of(first, lengths_of(traces)), 3)
+    files = write_steps(tmp_path / "out", segments_of(first, lengths_of(traces).computed), 3)
     assert [file.name for file in files] == ["rank0.json", "rank1.json", "rank2.json"]
     traces, notes = read_traces(tmp_path / "out")
     second = step_parts(traces, notes)

@@ -15,7 +15,7 @@ import pytest
 
 from bascule.errors import ConfigError, PlanError
 from bascule.workload.traces import balancing_worth, read_traces, step_parts, write_steps
-from bascule.workload.traces.segments import segments_of
+from bascule.workload.traces.steps import segments_of
 from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
 from tests.helpers.trace_cases import Run
 
@@ -160,7 +160,7 @@ def analysed(folder: Path, *, from_file: bool) -> tuple[bool, bool]:
         is_priced = True
     except (ConfigError, PlanError) as error:
         check_sentence(error)
-    write_steps(folder / "out", segments_of(parts, lens), 8)
+    write_steps(folder / "out", segments_of(parts, lens.computed), 8)
     return True, is_priced
 
 
@@ -188,7 +188,7 @@ def test_a_result_or_one_sentence(part: int, tmp_path: Path) -> None:
 
 
 def test_a_trace_that_unpacks_to_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bascule.workload.traces.trace_files.MAX_BYTES", 2**20)
+    monkeypatch.setattr("bascule.workload.traces.reading.MAX_BYTES", 2**20)
     (tmp_path / "rank0.json.gz").write_bytes(gzip.compress(b" " * 2**22))
     with pytest.raises(ConfigError, match="has more than 1048576 bytes"):
         read_traces(tmp_path)

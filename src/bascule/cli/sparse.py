@@ -18,13 +18,13 @@ from bascule.cli.parts.writing import check_outputs, write_report
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.sparse import check_degrees
-from bascule.plan.sparse.block_partition import TARGET
-from bascule.plan.sparse.choose_mesh import all_degrees
-from bascule.plan.sparse.sparse_baselines import REWARD
+from bascule.plan.sparse.baselines import REWARD
+from bascule.plan.sparse.choose import all_degrees
+from bascule.plan.sparse.partition import TARGET
 from bascule.report.reports import of_sparse
 from bascule.sim.sparse_study import Mesh, Setting, study
 from bascule.workload import load_masks
-from bascule.workload.mask_model import COGVIDEOX15, WAN21, synthetic_masks
+from bascule.workload.masks import COGVIDEOX15, WAN21, synthetic_masks
 
 MODELS = {"wan2.1": WAN21, "cogvideox1.5": COGVIDEOX15}
 

@@ -15,8 +15,7 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.topology import Topology
 from bascule.report.trace_page import of_trace
 from bascule.workload.traces import StepParts, Worth, read_traces, step_parts
-from bascule.workload.traces.segments import segments_of
-from bascule.workload.traces.trace_writing import write_steps
+from bascule.workload.traces.steps import segments_of
 from bascule.workload.traces.worth import (
     CONFIDENCE,
     RunLengths,
@@ -24,6 +23,7 @@ from bascule.workload.traces.worth import (
     lengths_of,
     read_lens,
 )
+from bascule.workload.traces.writing import write_steps
 
 _MAX_ROWS = 64
 _PARTS = ("compute", "communication", "waiting", "rest", "hidden")
@@ -80,7 +80,9 @@ def trace(options: TraceOptions) -> None:
     if options.out is not None:
         sizes = [one.world_size for one in traces if one.world_size is not None]
         world_size = max([*sizes, int(parts.ranks.max()) + 1])
-        tell_written(console, *write_steps(options.out, segments_of(parts, lens), world_size))
+        tell_written(
+            console, *write_steps(options.out, segments_of(parts, lens.computed), world_size)
+        )
     if options.report is not None:
         write_report(console, options.report, of_trace(parts, worth, unknown))
 

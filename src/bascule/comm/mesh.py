@@ -19,7 +19,7 @@ from bascule.comm.guard.failures import is_ended
 from bascule.comm.new_groups import check_timeout, new_group
 from bascule.comm.world import this_world
 from bascule.errors import CommError, ConfigError
-from bascule.plan.sparse.choose_mesh import Degrees, all_degrees
+from bascule.plan.sparse.choose import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
 _SEPARATOR = "|"

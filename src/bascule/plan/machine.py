@@ -29,7 +29,7 @@ from bascule.plan.files import parse_json, read_lines, to_path
 from bascule.plan.topology import Topology
 
 if TYPE_CHECKING:  # plans are made by the solver, which imports the machines
-    from bascule.plan.sparse.sparse_plan import SparsePlan
+    from bascule.plan.sparse.plan import SparsePlan
 
 
 BYTES_PER_VALUE = 2

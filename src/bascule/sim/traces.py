@@ -7,7 +7,7 @@ import numpy as np
 
 from bascule.sim.seconds import KINDS
 from bascule.sim.simulation import SimulatedRun
-from bascule.workload.traces.trace_writing import Kind, Segment
+from bascule.workload.traces.writing import Kind, Segment
 
 _ORDER: tuple[tuple[str, Kind], ...] = (
     ("loader", "communication"),

@@ -3,20 +3,222 @@
 Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Ints
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import integer, number, of_type, shown
-from bascule.plan.sparse.block_layout import BlockLayout, check_degrees
-from bascule.plan.sparse.block_partition import METHODS, TARGET, partition_blocks
-from bascule.plan.sparse.columns import Columns, plan_under
+from bascule.plan.checks import MAX_WHOLE, integer, number, of_type, shown
+from bascule.plan.sparse.baselines import REWARD, in_order, paper_blocks, paper_heads
+from bascule.plan.sparse.counts import (
+    Work,
+    barrier_imbalance,
+    block_counts,
+    check_masks,
+    check_ranks,
+    check_work,
+    coupled_imbalance,
+    ring_work,
+    tile_work,
+)
 from bascule.plan.sparse.heads import partition_heads
-from bascule.plan.sparse.sparse_baselines import REWARD, in_order, paper_plan
-from bascule.plan.sparse.sparse_plan import SparsePlan
+from bascule.plan.sparse.layout import BlockLayout, check_degrees
+from bascule.plan.sparse.partition import METHODS, TARGET, BlockPlan, partition_blocks
+from bascule.plan.sparse.plan import SparsePlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Work by query block and column: key blocks, or the keys of each ring rank.
+
+    Attributes:
+        work: (H, Q, C) masks or counts.
+        lens: (C,) tokens that a count of one stands for.
+        home: (C,) ring rank of each column at home.
+        q: The query blocks at home.
+        kv: The key blocks at home.
+        ulysses_degree: U.
+        ring_degree: R.
+        are_blocks: Whether columns are key blocks, which may be moved.
+    """
+
+    work: Work
+    lens: Ints
+    home: Ints
+    q: BlockLayout
+    kv: BlockLayout
+    ulysses_degree: int
+    ring_degree: int
+    are_blocks: bool
+
+    @classmethod
+    def of(
+        cls,
+        work: npt.ArrayLike,
+        q: BlockLayout,
+        kv: BlockLayout,
+        ulysses_degree: int,
+        ring_degree: int,
+    ) -> Self:
+        """The columns of masks, or of counts by home ring rank.
+
+        Raises:
+            ConfigError: The work does not fit the layouts, or is more than is counted exactly.
+        """
+        for name, layout in (("q", q), ("kv", kv)):
+            of_type(name, layout, BlockLayout, "a BlockLayout")
+            check_ranks(f"{name}.home", layout.home, ulysses_degree * ring_degree)
+        work = check_work(work, ring_degree, kv.lens.size)
+        if work.shape[1] != q.lens.size:
+            raise ConfigError(f"work of {work.shape[1]} query blocks for a layout of {q.lens.size}")
+        _check_amount(work, int(q.lens.sum()), int(kv.lens.sum()))
+        where = q, kv, ulysses_degree, ring_degree
+        if work.dtype == np.bool_:
+            if ring_degree > 1:
+                return cls(work, kv.lens, kv.home // ulysses_degree, *where, True)
+            work = block_counts(work, kv_lens=kv.lens)
+        ranks = np.arange(ring_degree)
+        return cls(work, np.ones_like(ranks), ranks, *where, False)
+
+    @property
+    def q_home(self) -> Ints:
+        """(Q,) ring rank of each query block at home."""
+        return self.q.home // self.ulysses_degree
+
+    def per_block(self) -> Ints:
+        """(H, Q) work of each query block of each head."""
+        if self.are_blocks:
+            return block_counts(self.work, kv_lens=self.lens)[:, :, 0] * self.q.lens
+        return self.work.sum(axis=2) * self.q.lens
+
+    def matrices(self, ring_of: Ints) -> Floats:
+        """(U, Q, C) work of each ring, given the ring (H, Q) of each query block of each head."""
+        sums = ring_work(self.work, ring_of, self.ulysses_degree)
+        sums *= np.multiply.outer(self.q.lens, self.lens)
+        return sums
+
+    def tiles(self, matrices: Floats, q_of: Ints, column_of: Ints) -> Floats:
+        """(U, R, R) from (U, Q, C), (U, Q) and (U, C)."""
+        rings = zip(matrices, q_of, column_of, strict=True)
+        return np.stack([tile_work(*ring, self.ring_degree) for ring in rings])
+
+    def plan(self, ring_of: Ints, rings: Sequence[BlockPlan], num_kv_heads: int) -> SparsePlan:
+        """The plan of these rings.
+
+        Args:
+            ring_of: (H, Q) ring that computes a query block of a head.
+            rings: (U,) where query blocks and columns are in each.
+            num_kv_heads: Key-value heads.
+        """
+        q_of, column_of = (
+            np.stack([getattr(x, name) for x in rings]) for name in ("q_of", "kv_of")
+        )
+        degrees = self.ulysses_degree, self.ring_degree
+        kv_of = column_of if self.are_blocks else _kv_at_home(self.kv, self.ulysses_degree)
+        tiles = np.stack([x.tiles for x in rings])
+        return SparsePlan(*degrees, num_kv_heads, self.q, self.kv, ring_of, q_of, kv_of, tiles)
+
+
+def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
+    """The same decision, with other work in its tiles; errors as of `tiles_under`."""
+    return replace(plan, tiles=tiles_under(plan, work))
+
+
+def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
+    """(U, R, R) work of the tiles of a plan under masks or counts other than its own.
+
+    Raises:
+        ConfigError: The work does not fit the plan; or it is counts, and the plan moves keys.
+    """
+    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    columns = Columns.of(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
+    if columns.work.shape[0] != plan.ring_of.shape[0]:
+        raise ConfigError(
+            f"work of {columns.work.shape[0]} heads for a plan of {plan.ring_of.shape[0]}"
+        )
+    column_of = plan.kv_of
+    if not columns.are_blocks:
+        if (plan.kv_of != _kv_at_home(plan.kv, plan.ulysses_degree)).any():
+            raise ConfigError(
+                "this plan moves keys, and counts are by the ring rank where keys are at home: "
+                "give the masks, or make plans from counts"
+            )
+        column_of = np.tile(columns.home, (plan.ulysses_degree, 1))
+    return columns.tiles(columns.matrices(plan.ring_of), plan.q_of, column_of)
+
+
+def _kv_at_home(kv: BlockLayout, ulysses_degree: int) -> Ints:
+    return np.tile(kv.home // ulysses_degree, (ulysses_degree, 1))
+
+
+def _check_amount(work: Work, q_tokens: int, kv_tokens: int) -> None:
+    """Refuse counts of more keys than there are, and more work than sums are exact for."""
+    if work.dtype != np.bool_ and (most := int(work.sum(axis=2).max(initial=0))) > kv_tokens:
+        raise ConfigError(
+            f"work of {most} keys for a query block, but there are {kv_tokens} tokens of keys: "
+            "count tokens, with block_counts(kv_lens=..)"
+        )
+    if (pairs := work.shape[0] * q_tokens * kv_tokens) > MAX_WHOLE:
+        raise ConfigError(
+            f"{work.shape[0]} heads of {q_tokens} query and {kv_tokens} key tokens are {pairs} "
+            "pairs, and work is counted exactly up to 2^53 of them: give shorter blocks"
+        )
+
+
+def sparse_imbalance(
+    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
+) -> float:
+    """Rho of db-SP: the slowest rank's work over the mean, summed over rounds.
+
+    Ranks of a ring wait for each other after each of its R rounds, rings only at the end: equation
+    2 with R = 1, equation 3 with U = 1, and else the reading of the paper's public code. Equation 1
+    taken literally would have all ranks wait for each other after every round.
+
+    Args:
+        masks: (H, Q, K) bool.
+        ulysses_degree: U; 1 is ring attention.
+        ring_degree: R; 1 is Ulysses.
+        plan: Who computes what; work is then in pairs of tokens. Default: heads in their order, and
+            runs of blocks on each ring rank, as even as their numbers allow; blocks count 1.
+
+    Raises:
+        ConfigError: The masks are none, or the plan is for another mesh or other masks.
+    """
+    return barrier_imbalance(_tiles_of(masks, ulysses_degree, ring_degree, plan))
+
+
+def critical_path_imbalance(
+    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
+) -> float:
+    """The same for a ring whose ranks wait for their neighbours alone, as they in fact do.
+
+    Takes the same arguments as `sparse_imbalance`, and is at most as large.
+    """
+    return coupled_imbalance(_tiles_of(masks, ulysses_degree, ring_degree, plan))
+
+
+def _tiles_of(
+    masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None
+) -> Floats:
+    checked = check_masks(masks)
+    check_degrees(ulysses_degree, ring_degree)
+    if plan is None:
+        degrees = ulysses_degree, ring_degree
+        ones = (np.ones(size, np.int64) for size in checked.shape[1:])
+        q, kv = (BlockLayout.contiguous(lens, *degrees) for lens in ones)
+        plan = in_order(len(checked), q, kv, *degrees)
+    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    if (plan.ulysses_degree, plan.ring_degree) != (ulysses_degree, ring_degree):
+        raise ConfigError(
+            f"a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring) on a "
+            f"mesh of {ulysses_degree} x {ring_degree}"
+        )
+    return tiles_under(plan, checked)
+
 
 PLANNERS = (*METHODS, "paper", "in_order")
 """The methods, and what they are compared with."""
@@ -119,59 +321,6 @@ class SparsePlanner:
         return ring_of
 
 
-@dataclass(frozen=True, slots=True)
-class PlanReuse:
-    """A layer's plan, kept across denoising steps while it is even enough. Immutable.
-
-    A step runs with `plan`; then `after` takes that step's work and gives the state for the next
-    one. So planning is off the critical path, and a plan is one step old when it is used.
-
-    Attributes:
-        planner: Makes plans.
-        plan: The plan for the next step.
-        tolerance: It is kept while its imbalance under the new work is at most 1 + tolerance. The
-            paper has 0.10.
-        num_planned: Plans made so far.
-        num_kept: How often the plan was kept.
-        ran: The plan of the last step, that step's work in its tiles; None before the first.
-    """
-
-    planner: SparsePlanner
-    plan: SparsePlan
-    tolerance: float = 0.05
-    num_planned: int = 1
-    num_kept: int = 0
-    ran: SparsePlan | None = None
-
-    def __post_init__(self) -> None:
-        of_type("planner", self.planner, SparsePlanner, "a SparsePlanner")
-        of_type("plan", self.plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
-        number("tolerance", self.tolerance, most=np.inf)
-
-    @property
-    def ahead(self) -> SparsePlan:
-        """The plan for the next step, the last known work in its tiles."""
-        if self.ran is None or self.ran.ring_of is not self.plan.ring_of:
-            return self.plan
-        return self.ran
-
-    def after(self, work: npt.ArrayLike) -> "PlanReuse":
-        """The state after a step with this work: masks, or counts, as for `SparsePlanner.plan`.
-
-        The plan is also kept if its imbalance has not grown since it was made, because planning
-        again by the same method would not improve it.
-
-        Raises:
-            ConfigError: The work does not fit the plan.
-        """
-        plan = self.plan
-        ran = plan_under(plan, work)
-        if ran.imbalance <= max(1.0 + self.tolerance, plan.imbalance):
-            return replace(self, num_kept=self.num_kept + 1, ran=ran)
-        made = self.planner.plan(work, plan.q, plan.kv, num_kv_heads=plan.num_kv_heads)
-        return replace(self, plan=made, num_planned=self.num_planned + 1, ran=ran)
-
-
 def _dealt(ranks: Ints) -> Ints:
     """(n,) items in turns from the ranks: the first of each rank, the second of each, ..."""
     by_rank = np.argsort(ranks, kind="stable")
@@ -179,3 +328,38 @@ def _dealt(ranks: Ints) -> Ints:
     place = np.empty_like(by_rank)
     place[by_rank] = np.arange(ranks.size) - first
     return np.lexsort((ranks, place))
+
+
+def paper_plan(columns: Columns, *, num_kv_heads: int, reward: float = REWARD) -> SparsePlan:
+    """A plan by the paper: whole heads, and one placement of blocks that all rings share.
+
+    Args:
+        columns: The work of masks: the paper moves keys.
+        num_kv_heads: Key-value heads.
+        reward: As for `paper_blocks`.
+
+    Raises:
+        ConfigError: The work is counts by ring rank, so that keys cannot move.
+    """
+    if columns.ring_degree > 1 and not columns.are_blocks:
+        raise ConfigError(
+            'method "paper" moves keys, and counts are by the ring rank where keys are at home: '
+            'give the masks, or use "minimal_move"'
+        )
+    per_block = columns.per_block()
+    rings = paper_heads(per_block.sum(axis=1), columns.ulysses_degree)
+    ring_of = np.repeat(rings[:, None], per_block.shape[1], axis=1)
+    matrices = columns.matrices(ring_of)
+    shared = paper_blocks(
+        matrices.sum(axis=0),
+        columns.ring_degree,
+        q_home=columns.q_home,
+        kv_home=columns.home,
+        reward=reward,
+    )
+    placed = shared.q_of, shared.kv_of
+    rings = [
+        replace(shared, tiles=tile_work(matrix, *placed, columns.ring_degree))
+        for matrix in matrices
+    ]
+    return columns.plan(ring_of, rings, num_kv_heads)

@@ -21,8 +21,8 @@ from bascule.plan.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
 from bascule.plan.loaded.length_marks import LengthMark, Origin, What
 from bascule.plan.loaded.lengths import check_lengths
 from bascule.plan.topology import Topology
-from bascule.workload.traces.step_parts import StepParts
-from bascule.workload.traces.trace_files import RankTrace
+from bascule.workload.traces.reading import RankTrace
+from bascule.workload.traces.steps import StepParts
 
 Lengths = Mapping[tuple[int, int], Sequence[int]]
 """Tokens of each sequence, by the numbers of step and rank."""

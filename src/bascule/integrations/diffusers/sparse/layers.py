@@ -27,7 +27,7 @@ from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.sparse.sparse_config import SparseConfig, with_text
 from bascule.plan.sparse import BlockLayout, PlanReuse, SparsePlan, block_lens
-from bascule.plan.sparse.choose_mesh import Degrees, LayerPlans, columns_of
+from bascule.plan.sparse.choose import Degrees, LayerPlans, columns_of
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, put, real, whole
 from bascule.plan.sparse import PackedRows
-from bascule.plan.sparse.block_partition import TARGET
-from bascule.plan.sparse.choose_mesh import Strategies
+from bascule.plan.sparse.choose import Strategies
+from bascule.plan.sparse.partition import TARGET
 from bascule.plan.sparse.planner import PLANNERS, SparsePlanner
 from bascule.workload import load_masks
 

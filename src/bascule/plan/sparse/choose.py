@@ -19,13 +19,67 @@ from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import is_int, listed, number, of_type, shown, whole
 from bascule.plan.machine import AttentionLatency, AttentionLoad
-from bascule.plan.sparse import PlanReuse
-from bascule.plan.sparse.block_layout import MAX_MESH_RANKS
+from bascule.plan.sparse.layout import MAX_MESH_RANKS
+from bascule.plan.sparse.plan import SparsePlan
+from bascule.plan.sparse.planner import SparsePlanner, plan_under
 
 Degrees = tuple[int, int]
 """(U, R)"""
 
 _FITTED = "an AttentionLatency, as measure_attention_latency fits it"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReuse:
+    """A layer's plan, kept across denoising steps while it is even enough. Immutable.
+
+    A step runs with `plan`; then `after` takes that step's work and gives the state for the next
+    one. So planning is off the critical path, and a plan is one step old when it is used.
+
+    Attributes:
+        planner: Makes plans.
+        plan: The plan for the next step.
+        tolerance: It is kept while its imbalance under the new work is at most 1 + tolerance. The
+            paper has 0.10.
+        num_planned: Plans made so far.
+        num_kept: How often the plan was kept.
+        ran: The plan of the last step, that step's work in its tiles; None before the first.
+    """
+
+    planner: SparsePlanner
+    plan: SparsePlan
+    tolerance: float = 0.05
+    num_planned: int = 1
+    num_kept: int = 0
+    ran: SparsePlan | None = None
+
+    def __post_init__(self) -> None:
+        of_type("planner", self.planner, SparsePlanner, "a SparsePlanner")
+        of_type("plan", self.plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+        number("tolerance", self.tolerance, most=np.inf)
+
+    @property
+    def ahead(self) -> SparsePlan:
+        """The plan for the next step, the last known work in its tiles."""
+        if self.ran is None or self.ran.ring_of is not self.plan.ring_of:
+            return self.plan
+        return self.ran
+
+    def after(self, work: npt.ArrayLike) -> "PlanReuse":
+        """The state after a step with this work: masks, or counts, as for `SparsePlanner.plan`.
+
+        The plan is also kept if its imbalance has not grown since it was made, because planning
+        again by the same method would not improve it.
+
+        Raises:
+            ConfigError: The work does not fit the plan.
+        """
+        plan = self.plan
+        ran = plan_under(plan, work)
+        if ran.imbalance <= max(1.0 + self.tolerance, plan.imbalance):
+            return replace(self, num_kept=self.num_kept + 1, ran=ran)
+        made = self.planner.plan(work, plan.q, plan.kv, num_kv_heads=plan.num_kv_heads)
+        return replace(self, plan=made, num_planned=self.num_planned + 1, ran=ran)
 
 
 def all_degrees(num_ranks: int) -> list[Degrees]:

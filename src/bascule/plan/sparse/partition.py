@@ -16,12 +16,14 @@ import numpy.typing as npt
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, amounts, number, of_type, shown
-from bascule.plan.sparse.counts import check_ranks, check_ring, tile_work
-from bascule.plan.sparse.round_metrics import (
+from bascule.plan.sparse.counts import (
     barrier_ends,
     barrier_imbalance,
+    check_ranks,
+    check_ring,
     coupled_imbalance,
     rounds_of,
+    tile_work,
 )
 
 METHODS = ("stripe", "minimal_move")

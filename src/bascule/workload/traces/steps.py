@@ -19,7 +19,7 @@ Legend: S steps, R ranks, C calls of all ranks.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,9 +30,10 @@ from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import shown
-from bascule.workload.traces.rank_events import RankEvents
-from bascule.workload.traces.spans import Spans, seconds_within, spans_of, union
-from bascule.workload.traces.trace_files import RankTrace
+from bascule.plan.loaded.length_marks import LengthMark
+from bascule.workload.traces.reading import RankEvents, RankTrace
+from bascule.workload.traces.spans import Spans, minus, seconds_within, spans_of, union, within
+from bascule.workload.traces.writing import Kind, Segment
 
 _DUST = 1e-9
 """Share of a step below which a difference is rounding."""
@@ -298,3 +299,35 @@ def _aligned(calls: _Calls, num_ranks: int) -> Floats:
                 offsets[one] = np.median(ahead[rank[new] == one])
                 is_known[one] = True
     return offsets
+
+
+def segments_of(
+    parts: StepParts, lens: Mapping[tuple[int, int], Sequence[int]]
+) -> Iterator[Segment]:
+    """What each rank did in each step, on one clock that begins with the first step.
+
+    Collectives are as they were, also where compute hides them; waiting is what it does not hide.
+
+    Args:
+        parts: The steps.
+        lens: Tokens of the sequences that were computed, by step and rank, where they are known.
+    """
+    first = min(float(spans.windows.min()) for spans in parts.spans)
+    for rank, spans in zip(parts.ranks.tolist(), parts.spans, strict=True):
+        shown: tuple[tuple[Kind, Spans], ...] = (
+            ("compute", spans.compute),
+            ("waiting", minus(spans.waiting, spans.compute)),
+        )
+        for step, (start, end) in zip(parts.steps.tolist(), spans.windows.tolist(), strict=True):
+            yield Segment(rank, "step", str(step), start - first, end - start)
+            if (step, rank) in lens:
+                mark = LengthMark(tuple(lens[step, rank]))
+                yield Segment(rank, "lengths", str(mark), start - first, 0.0)
+            for kind, every in shown:
+                for begin, stop in within(every, start, end).tolist():
+                    yield Segment(rank, kind, kind, begin - first, stop - begin)
+            one, last = np.searchsorted(spans.calls[:, 0], [start, end])
+            for key, (begin, stop) in zip(
+                spans.call_keys[one:last], spans.calls[one:last].tolist(), strict=True
+            ):
+                yield Segment(rank, "communication", key, begin - first, stop - begin)

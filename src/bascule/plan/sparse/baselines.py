@@ -7,7 +7,6 @@ Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks 
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +14,10 @@ import numpy.typing as npt
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import amounts, listed, number, shown, whole
-from bascule.plan.sparse.block_layout import BlockLayout
-from bascule.plan.sparse.block_partition import BlockPlan, check_matrix
-from bascule.plan.sparse.columns import Columns
 from bascule.plan.sparse.counts import check_ranks, check_ring, tile_work
-from bascule.plan.sparse.sparse_plan import SparsePlan
+from bascule.plan.sparse.layout import BlockLayout
+from bascule.plan.sparse.partition import BlockPlan, check_matrix
+from bascule.plan.sparse.plan import SparsePlan
 
 REWARD = 2.0
 """How much less loaded a block's home rank counts, in blocks like it: the best in the paper."""
@@ -117,41 +115,6 @@ def paper_blocks(
         found.append((at, greedy(sums, ring_degree, home=at, reward=reward, capacity=most)))
     (q_at, q_of), (kv_at, kv_of) = found
     return BlockPlan(q_of, kv_of, q_at, kv_at, tile_work(matrix, q_of, kv_of, ring_degree))
-
-
-def paper_plan(columns: Columns, *, num_kv_heads: int, reward: float = REWARD) -> SparsePlan:
-    """A plan by the paper: whole heads, and one placement of blocks that all rings share.
-
-    Args:
-        columns: The work of masks: the paper moves keys.
-        num_kv_heads: Key-value heads.
-        reward: As for `paper_blocks`.
-
-    Raises:
-        ConfigError: The work is counts by ring rank, so that keys cannot move.
-    """
-    if columns.ring_degree > 1 and not columns.are_blocks:
-        raise ConfigError(
-            'method "paper" moves keys, and counts are by the ring rank where keys are at home: '
-            'give the masks, or use "minimal_move"'
-        )
-    per_block = columns.per_block()
-    rings = paper_heads(per_block.sum(axis=1), columns.ulysses_degree)
-    ring_of = np.repeat(rings[:, None], per_block.shape[1], axis=1)
-    matrices = columns.matrices(ring_of)
-    shared = paper_blocks(
-        matrices.sum(axis=0),
-        columns.ring_degree,
-        q_home=columns.q_home,
-        kv_home=columns.home,
-        reward=reward,
-    )
-    placed = shared.q_of, shared.kv_of
-    rings = [
-        replace(shared, tiles=tile_work(matrix, *placed, columns.ring_degree))
-        for matrix in matrices
-    ]
-    return columns.plan(ring_of, rings, num_kv_heads)
 
 
 def in_order(
