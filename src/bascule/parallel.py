@@ -1,6 +1,6 @@
 """SequenceParallel: decide, move and attend, bound to process groups that are built once."""
 
-from collections.abc import Hashable, Sequence, Sized
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention import packed
+from bascule.attention.kernels.registry import check_name
 from bascule.comm import groups
 from bascule.comm.agree import agree_on, agree_once
 from bascule.comm.groups import RankGroup
@@ -107,11 +107,14 @@ class SequenceParallel:
         self._latest: PlannedLater | None = None
         self._used: set[str] = set()
         self._speeds: tuple[float, ...] | None = None
+        self._described: tuple[Cost, str] | None = None
+        # Compiled graphs hold numbers of steps: those of two plans live until their backward.
+        self._recent: tuple[tuple[Step, ...], ...] = ()
         error, data = None, None
         try:
             of_type("options", options, ParallelOptions, "ParallelOptions(..)")
             self.device = _device(options.device, mesh_or_group, given)
-            packed.check_kernel(options.kernel)
+            check_name(options.kernel)
             if options.gradients not in (ways := ("mean", "sum")):
                 raise ConfigError(f"gradients={shown(options.gradients)}: choose one of {ways}")
             if options.data_group is not None:
@@ -155,7 +158,7 @@ class SequenceParallel:
 
     def plan_step(
         self,
-        microbatches: Sequence[npt.ArrayLike | Sequences],
+        microbatches: Iterable[npt.ArrayLike | Sequences],
         *,
         sync: Sync = "microbatch",
         mixes: bool = False,
@@ -202,7 +205,7 @@ class SequenceParallel:
 
     def plan_later(
         self,
-        microbatches: Sequence[npt.ArrayLike | Sequences],
+        microbatches: Iterable[npt.ArrayLike | Sequences],
         *,
         sync: Sync = "microbatch",
         mixes: bool = False,
@@ -236,11 +239,13 @@ class SequenceParallel:
 
     def _steps(self, asked: Asked, plans: Sequence[Planned]) -> tuple["Step", ...]:
         numbered = enumerate(plans, asked.number)
-        return tuple(Step(self, planned, number, asked.cost) for number, planned in numbered)
+        steps = tuple(Step(self, planned, number, asked.cost) for number, planned in numbered)
+        self._recent = *self._recent[-1:], steps
+        return steps
 
     def _asked(
         self,
-        microbatches: Sequence[npt.ArrayLike | Sequences],
+        microbatches: Iterable[npt.ArrayLike | Sequences],
         sync: Sync,
         error: Exception | None = None,
         *,
@@ -249,8 +254,11 @@ class SequenceParallel:
     ) -> Asked:
         """What this rank brings to its next plan; what is wrong is told where ranks agree."""
         number, batches = self._num_plans + 1, list[Batch]()
+        loaded = microbatches
         settings, others = dict.fromkeys(_SETTINGS, ""), dict[str, Any]()
         try:
+            if isinstance(microbatches, Iterator):  # it can be gone through once
+                loaded = list(microbatches)
             settings = self._settings(self.topology)
             others = {
                 "planner": self.options.planner,
@@ -261,7 +269,7 @@ class SequenceParallel:
             }
             if error is None:
                 of_type("mixes", mixes, bool, "True or False")
-                batches = checked(microbatches, sync)
+                batches = checked(loaded, sync)
             if carried_loads is not None:
                 carried = RankState.of(self.group.size, carried_loads).carried
                 others["carried_loads"] = carried
@@ -270,7 +278,7 @@ class SequenceParallel:
         except BaseException as met:  # as that of a user who interrupts
             tell(met, f"step {number}: plan")
             raise
-        self._num_plans += max(1, len(microbatches) if isinstance(microbatches, Sized) else 1)
+        self._num_plans += max(1, len(loaded) if isinstance(loaded, Sized) else 1)
         microbatch = f"{len(batches)}, sync={sync}, mixes={mixes}"
         settings |= {"step": str(number), "microbatches": microbatch}
         settings["carried_loads"] = str([*others.get("carried_loads", [])])
@@ -326,7 +334,10 @@ class SequenceParallel:
 
     def _settings(self, topology: Topology | str) -> dict[str, str]:
         chosen = self.options
-        values = (topology, describe_cost(self.cost), self.limits, self.cluster, self._timeout_s)
+        if self._described is None or self._described[0] is not self.cost:
+            self._described = self.cost, describe_cost(self.cost)
+        said = self._described[1]
+        values = (topology, said, self.limits, self.cluster, self._timeout_s)
         values = (*values, chosen.planner, chosen.home_tolerance, chosen.kernel, self.device.type)
         values = (*values, chosen.gradients, self._speeds)
         return dict(zip(_SETTINGS, map(str, values), strict=True))

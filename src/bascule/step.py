@@ -78,16 +78,20 @@ class Step:
         self.local_seq_ids = table_on(self.local.seq_ids, parallel.device)
         self.token_slot = table_on(self.local.slots, parallel.device)
         # For compilers, which take whole numbers, and cannot look into arrays.
-        lens, counts = plan.seq_lens, plan.source_counts
+        lens, counts, place = (
+            plan.seq_lens,
+            plan.source_counts,
+            packed.place_of(plan, parallel.rank),
+        )
         self._key = this_world().steps.add(self)
         self._num_samples = int(counts.sum())
         self._num_rows = {
             "route": self.local.positions.size,
             "restore": int(lens[plan.source_ranks == parallel.rank].sum()),
-            "route_contexts": int(self._bag.contexts.lens.sum()),
+            "route_contexts": place.num_contexts,
         }
-        self._num_together, self._sharing = sum(self._bag.tokens), self._bag.degree
-        self._place = self._bag.mesh.place[1]
+        self._num_together, self._sharing = place.num_together, place.degree
+        self._place = place.ulysses
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the others."""

@@ -231,7 +231,7 @@ def refusals() -> list[str]:
 def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
     texts = (
         "dropout_p is 0.1",
-        "to 7 keys: if every rank has these keys",
+        "to 7 keys: a rank's own tokens",
         "for 9 tokens: give the mask of the whole sequence",
         "set enable_gqa=True",
         "give (batch, heads, tokens, head_dim)",

@@ -69,6 +69,29 @@ def test_a_step_is_planned_from_one_gather(spec: str) -> None:
     assert makespans["step"] <= makespans["microbatch"]
 
 
+def planned_again() -> None:
+    """Microbatches of a generator count each; a step that is only looked at builds no bag."""
+    asked = list[int]()
+
+    def cost(lens: Any) -> Any:
+        asked.append(len(lens))
+        return COST(lens)
+
+    parallel = SequenceParallel(None, "g1n2", cost)
+    before = len(asked)
+    steps = parallel.plan_step([one] for one in (3, 5, 2))
+    assert [step.number for step in steps] == [1, 2, 3]
+    planning = len(asked) - before
+    before = len(asked)
+    assert parallel.plan([4]).number == 4
+    assert len(asked) - before == planning // 3  # it was not described again
+    assert all("_bag" not in vars(step) for step in steps)
+
+
+def test_what_planning_takes_once() -> None:
+    run_ranks(planned_again, 2)
+
+
 def trained(is_sharded: bool) -> None:
     """Gradients of four microbatches that were planned together, as of one process."""
     model, plain = make_model(config_of(4, 4)), make_model(config_of(4, 4))

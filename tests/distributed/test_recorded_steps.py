@@ -170,6 +170,24 @@ def test_a_graph_holds_its_step_until_the_backward() -> None:
     run_ranks(dropped, 2)
 
 
+def many_in_flight() -> None:
+    """More microbatches of a plan than were ever kept by number, all before the first backward."""
+    parallel = SequenceParallel(None, "g1n2", COST)
+    call = torch.compile(lambda x, step: step.attend(x, x, x), backend="aot_eager")
+    x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    steps = parallel.plan_step([[3]] * 40)
+    (want,) = torch.autograd.grad(steps[0].attend(x, x, x).sum(), x)
+    outs = [call(x, step) for step in steps]
+    del steps
+    gc.collect()
+    for out in outs:
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], want)
+
+
+def test_all_microbatches_of_a_plan_may_wait_for_their_backward() -> None:
+    run_ranks(many_in_flight, 2)
+
+
 def weighted() -> list[str]:
     """Weights that want a gradient, which a mean does not give them; compiled as plain."""
     step = SequenceParallel(None, "g1n1", COST).plan([2])

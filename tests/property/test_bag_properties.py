@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bascule.attention.kernels.registry import KERNELS
-from bascule.attention.packed import Bag, check, check_kernel, check_shapes, traffic
+from bascule.attention.kernels.registry import KERNELS, check_name
+from bascule.attention.packed import Bag, check, check_shapes, traffic
 from bascule.attention.ring import Merged
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
@@ -155,10 +155,10 @@ def test_what_does_not_fit_the_bag_is_refused() -> None:
     with pytest.raises(ConfigError):
         check(Topology(((2, 1),), 1), bag, "none", q, k, k)
     for name in (None, *KERNELS):
-        check_kernel(name)
+        check_name(name)
     for name in ("none", "", 0):
         with pytest.raises(ConfigError):
-            check_kernel(name)
+            check_name(name)
     # Another bag has more ranks than heads.
     with pytest.raises(ConfigError):
         check(Topology(((2, 1), (4, 1)), 1), bag, None, q, k, k)

@@ -86,7 +86,8 @@ def gather(
 
     The gradient of a rank's tokens is that of this rank's copy, of replicated tokens for the
     rank's share of them: what follows is taken to be the same on every rank. With `sums_gradients`
-    it is the sum over the copies of all ranks, by one reduce-scatter.
+    it is the sum over the copies of all ranks, by one reduce-scatter: what DDP and FSDP want, which
+    take the mean of the parameters' gradients over the ranks.
 
     Raises:
         ConfigError: The tensor has another number of tokens than this rank has in the layout.

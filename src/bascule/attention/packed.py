@@ -11,6 +11,7 @@ width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from bascule.attention.call_spec import (
     with_positive_scale,
 )
 from bascule.attention.kernels.protocol import AttentionKernel
-from bascule.attention.kernels.registry import KERNELS, select_kernel
+from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import RingPlan, Tile
 from bascule.attention.tiles import Pieces
@@ -61,6 +62,43 @@ class Contexts:
     places: routes.Ints
 
 
+class BagPlace(NamedTuple):
+    """This rank's place in its bag, in numbers.
+
+    Attributes:
+        bag: Its number in the topology.
+        ring: Ring rank.
+        ulysses: Ulysses rank.
+        degree: G.
+        num_together: S.
+        num_contexts: Tokens of the contexts of the bag's sequences.
+    """
+
+    bag: int
+    ring: int
+    ulysses: int
+    degree: int
+    num_together: int
+    num_contexts: int
+
+
+def place_of(plan: Plan, rank: int) -> BagPlace:
+    """Return the place of a rank; builds no tables."""
+    topology, lens = plan.topology, plan.bag_lens(rank)
+    bag = int(topology.bag_of_rank[rank])
+    degree = lens.shape[0] // int(topology.ring_degrees[bag])
+    ring, ulysses = divmod(rank - int(topology.first_ranks[bag]), degree)
+    contexts = plan.context_lens
+    return BagPlace(
+        bag,
+        ring,
+        ulysses,
+        degree,
+        num_together=int(lens[ring * degree : (ring + 1) * degree].sum()),
+        num_contexts=0 if contexts is None else int(contexts[plan.bag_of == bag].sum()),
+    )
+
+
 @dataclass(frozen=True)
 class Bag:
     """What a rank needs to know of its bag.
@@ -96,11 +134,9 @@ class Bag:
         """
         rank = group.rank
         topology, lens = plan.topology, plan.bag_lens(rank)
-        bag = topology.bag_of_rank[rank]
+        bag, place, _, degree, _, _ = place_of(plan, rank)
         ring_degree = int(topology.ring_degrees[bag])
-        degree, num_chunks = lens.shape[0] // ring_degree, lens.shape[1]
-        place = (rank - int(topology.first_ranks[bag])) // degree
-        by_group = lens.reshape(ring_degree, degree, num_chunks)
+        by_group = lens.reshape(ring_degree, degree, lens.shape[1])
         first = int(topology.first_ranks[bag]) + place * degree
         sharing = group.part(range(first, first + degree), ULYSSES_AXIS) if degree > 1 else None
         around = group.part(topology.ring(rank), RING_AXIS) if ring_degree > 1 else None
@@ -376,13 +412,3 @@ def traffic(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> Traffic:
         queries=q_CHD.shape[1] // num_kv_heads,
         row_bytes=head_dim * q_CHD.element_size(),
     )
-
-
-def check_kernel(name: object) -> None:
-    """Refuse what is the name of no kernel.
-
-    Raises:
-        ConfigError: Lists them.
-    """
-    if name is not None and name not in KERNELS:
-        raise ConfigError(f"kernel {name!r}: choose one of {', '.join(KERNELS)}")

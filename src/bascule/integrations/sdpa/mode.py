@@ -190,9 +190,11 @@ class SequenceParallelMode(CallMode):
             return True
         if num_keys != num_queries:
             raise ConfigError(
-                f"attention of {num_queries} queries to {num_keys} keys: if every rank has these "
-                f"keys, say so with sequence_parallel(..., replicated=({num_keys},)) or in the "
-                "table's `attends`; a rank's own tokens are as many keys as queries"
+                f"attention of {num_queries} queries to {num_keys} keys: a rank's own tokens are "
+                "as many keys as queries. Keys of a cache (past_key_values, kv_cache) are of some "
+                "ranks' tokens only: run the model without it, as with use_cache=False. Only if "
+                "every rank has these keys whole, as of a prompt, say so with "
+                f"sequence_parallel(..., replicated=({num_keys},)) or in the table's `attends`"
             )
         return False
 
@@ -222,7 +224,14 @@ def sequence_parallel(
     mean in torch; dropout is refused. Collectives: those of `attention.api.attention`.
 
     Only calls of torch's function are replaced. A model that calls flash-attn, xformers or flex
-    attention directly keeps its local attention.
+    attention directly keeps its local attention. So does a model that leaves out a mask because its
+    own tokens need none: sliding windows longer than this rank's part, and packed documents that
+    end where it ends, arrive as plain causal attention. Give such a model its mask of the whole
+    sequence.
+
+    Gradients of what `gather` gives are those of this rank's copy. Under DDP or FSDP, which take
+    the mean over ranks, gather with `sums_gradients=True`: the parameters' gradients are then those
+    of one process.
 
     Args:
         mesh: The ranks.
