@@ -15,7 +15,8 @@ from bascule.data.loader import BalancedLoader
 from bascule.data.setup import LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
-from bascule.plan.costs import PolynomialCost
+from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.plan.limits import Limits
 from bascule.plan.solver.solve import assign
 from tests.helpers.ranks import raised_by, run_ranks
 
@@ -38,13 +39,15 @@ def samples(rank: int, count: int) -> Any:
         yield {"input_ids": torch.zeros(length, dtype=torch.int64)}
 
 
-def make_loader(count: int, *, accumulate: int = 1, sync: Any = "microbatch") -> BalancedLoader:
+def make_loader(
+    count: int, *, accumulate: int = 1, sync: Any = "microbatch", cost: Any = UNKNOWING, **more: Any
+) -> BalancedLoader:
     return BalancedLoader(
         samples(dist.get_rank(), count),
-        cost=UNKNOWING,
+        cost=cost,
         accumulate=accumulate,
         sync=sync,
-        options=LoaderOptions(batch_size=6, ends="finish", collate_fn=list, timeout_s=15),
+        options=LoaderOptions(batch_size=6, ends="finish", collate_fn=list, timeout_s=15, **more),
     )
 
 
@@ -80,6 +83,22 @@ def test_costs_are_learned_on_the_job_and_used(sync: str, accumulate: int) -> No
         # Tokens alone are a bad measure of these samples; the learned model balances them.
         assert np.mean(first["balance"][:WARMUP]) > 1.03
         assert np.mean(first["balance"][-12:]) < 1.02
+
+
+def keep_bytes() -> list[float | None]:
+    cost, limits = TransformerCost(8, bytes_per_token=100.0), Limits(num_bytes=10**7)
+    loader = make_loader(6 * 20, cost=cost, limits=limits)
+    tracker = CostTracker(loader, warmup=6, discard=0, window=6, device="cpu")
+    for batch in tracker:
+        burn(
+            float(TRUTH([len(sample["input_ids"]) for sample in batch.data]).sum()) + TRUTH.overhead
+        )
+    return [tracker.num_fits, None if tracker.cost is None else tracker.cost.bytes_per_token]
+
+
+def test_a_fitted_cost_keeps_the_bytes_of_a_token() -> None:
+    for num_fits, bytes_per_token in run_ranks(keep_bytes, 2):
+        assert num_fits and bytes_per_token == 100.0
 
 
 def drift() -> dict[str, Any]:

@@ -227,6 +227,14 @@ def test_an_exchange_longer_than_what_it_saves_is_skipped() -> None:
     assert decide(lens, TransformerCost(64), per_byte=1e9)[2].reason == "balanced"
 
 
+def test_an_exchange_is_weighed_in_seconds_whatever_the_unit_of_the_cost() -> None:
+    lens = [[[500, 400]], [[10]]]
+    slow = TransformerCost(8, seconds_per_unit=1e6)
+    free, told = decide(lens, slow)[2], decide(lens, slow, per_byte=1e6)[2]
+    assert (free.reason, told.reason) == ("balanced", "exchange")
+    assert decide(lens, TransformerCost(8), per_byte=1e6)[2].reason == "balanced"
+
+
 @pytest.mark.parametrize("lens", [[[[100, 90]], [[100, 90]], [[]]], [[[100, 90, 90]], [[]], [[]]]])
 def test_an_exchange_is_as_long_as_for_the_rank_that_sends_or_receives_most(lens: Lens) -> None:
     """Two samples of 16 * 91 bytes, from two ranks to one or from one to two."""

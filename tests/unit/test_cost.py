@@ -1,8 +1,17 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.costs import TransformerCost
+from bascule.plan.costs import (
+    IterationFit,
+    PolynomialCost,
+    TransformerCost,
+    describe_cost,
+    unit_seconds,
+)
+from bascule.plan.limits import Limits, in_tokens
 
 
 @pytest.mark.parametrize(
@@ -92,3 +101,32 @@ def test_a_cost_is_a_frozen_value() -> None:
         cost.gamma = 1.0  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(TypeError):
         TransformerCost(3072, 0.5)  # pyright: ignore[reportCallIssue]
+
+
+def test_what_ranks_compare_of_a_fitted_cost_is_what_they_plan_by() -> None:
+    fits = [
+        IterationFit((error,) * 4, (), error, 9, 0, ((error,) * 4,) * 4)
+        for error in (0.1, 0.1 + 1e-15)
+    ]
+    own, other = (PolynomialCost(1e-9, 1e-6, 0.0, fit=fit) for fit in fits)
+    assert own.fit != other.fit
+    assert describe_cost(own) == describe_cost(other)
+    assert describe_cost(own) != describe_cost(PolynomialCost(1e-9, 2e-6, 0.0))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda n: TransformerCost(8, bytes_per_token=n),
+        lambda n: PolynomialCost(1, 1, 1, bytes_per_token=n),
+    ],
+)
+def test_limits_on_bytes_are_in_tokens(kind: Any) -> None:
+    assert in_tokens(Limits(num_bytes=10**6), kind(100), None) == Limits(tokens=10**4)
+
+
+def test_a_unit_of_cost_takes_seconds_where_the_model_says_so() -> None:
+    assert unit_seconds(PolynomialCost(0.0, 1.0, 0.0)) == 1.0
+    assert unit_seconds(TransformerCost(8, seconds_per_unit=0.5)) == 0.5
+    assert unit_seconds(TransformerCost(8)) is None
+    assert unit_seconds(np.sqrt) is None

@@ -118,3 +118,10 @@ def test_a_topology_is_a_value() -> None:
     assert one != Topology.parse("g2n2", world_size=8)
     with pytest.raises(AttributeError):
         one.num_replicas = 2  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_topology_that_fits_is_taken_with_the_tables_it_has_computed() -> None:
+    topology = Topology.parse("g1n2+g2n1", world_size=8)
+    assert Topology.parse(topology) is topology
+    assert Topology.parse(topology, world_size=8) is topology
+    assert Topology.parse(topology, world_size=4).num_replicas == 1

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -183,6 +183,8 @@ class CostTracker:
         return cost | {"num_fits": self.num_fits, "drift": self.drift}
 
     def _use(self, cost: PolynomialCost) -> None:
+        kept = getattr(self._loader.cost, "bytes_per_token", None)  # a fit of seconds says no bytes
+        cost = replace(cost, bytes_per_token=kept)
         self.cost = cost
         self._wanted = self._window
         self._loader.set_cost(cost)

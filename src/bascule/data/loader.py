@@ -59,7 +59,8 @@ class BalancedLoader:
             collate_fn is used after they moved), any iterable of lists of samples (each a
             microbatch), or of samples (see `pack`, and `LoaderOptions.batch_size`). None on a rank
             that only computes. A sample is a dict or tuple of CPU tensors, arrays and plain values.
-        cost: Predicts what a sample of so many tokens costs; in seconds if it is a PolynomialCost.
+        cost: Predicts what a sample of so many tokens costs; in seconds if it is a PolynomialCost,
+            or a TransformerCost with `seconds_per_unit`.
         length_fn: Tokens of a sample. Default: those of its "input_ids".
         mesh_or_group: The data-parallel ranks: a DeviceMesh with one axis, a process group, or None
             for all. With `LoaderOptions.axis`, a mesh with several axes.

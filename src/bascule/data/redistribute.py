@@ -15,7 +15,7 @@ from bascule.data.samples.loaded import CLOSING, FLAGS, DataRanks, Ends, Loaded,
 from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver, exchange
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.plan.batch import Plan
-from bascule.plan.costs import Cost, PolynomialCost, describe_cost
+from bascule.plan.costs import Cost, describe_cost, unit_seconds
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.step import Sync, plan_step, step_makespan
@@ -287,10 +287,11 @@ class Redistributor:
         moved = Transfer.of(loaded, deliver(loaded, plans, pad=False), self.ranks).bytes_to
         most = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
         # The exchange runs behind the step; only what is longer than the step is waited for.
-        in_seconds = isinstance(self._cost, PolynomialCost)
-        exchange_s = most * self.seconds_per_byte if in_seconds else 0.0
-        exposed = max(exchange_s - after, 0.0)
-        return "exchange" if gain <= exposed else "balanced"
+        unit_s = unit_seconds(self._cost)
+        if unit_s is None:
+            return "balanced"
+        exposed_s = max(most * self.seconds_per_byte - after * unit_s, 0.0)
+        return "exchange" if gain * unit_s <= exposed_s else "balanced"
 
 
 def check_received(transfer: Transfer, most: int | None) -> None:

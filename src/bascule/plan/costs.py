@@ -1,6 +1,6 @@
 """What a sequence costs: FLOPs from its length, and seconds once a device was measured."""
 
-from dataclasses import KW_ONLY, dataclass, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field, is_dataclass
 from typing import Protocol
 
 import numpy as np
@@ -61,12 +61,21 @@ def _name(num_args: int) -> str:
     return "the cost model, called with tokens and, as there are masks or contexts, pairs,"
 
 
+def unit_seconds(cost: Cost) -> float | None:
+    """Return the seconds that a unit of a cost takes; None where the model does not say."""
+    if isinstance(cost, PolynomialCost):
+        return 1.0
+    return cost.seconds_per_unit if isinstance(cost, TransformerCost) else None
+
+
 def describe_cost(cost: Cost) -> str:
-    """Name and predictions of a cost model: equal where plans would be, also for a function.
+    """Describe a cost model: equal texts mean equal plans, also of functions.
 
     Raises:
         ConfigError: It is not a cost model; see `evaluate`.
     """
+    if type(cost) in (TransformerCost, PolynomialCost):
+        return repr(cost)
     name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__
     probes = list(_PROBE_LENGTHS)
     pairs = [tokens * tokens / 2 for tokens in probes]
@@ -189,7 +198,9 @@ class PolynomialCost:
         linear: Seconds per token: linear layers, and what travels per token.
         constant: Seconds per sequence: launches.
         overhead: Seconds per rank and step: optimiser, gradients, data.
-        fit: How the coefficients were found, if they were fitted (`fit_iterations`).
+        fit: How the coefficients were found, if they were fitted (`fit_iterations`). Processors may
+            round it differently, so that it is not part of what ranks compare.
+        bytes_per_token: As of a `TransformerCost`.
 
     Raises:
         ConfigError: A coefficient is negative or not finite.
@@ -200,11 +211,15 @@ class PolynomialCost:
     constant: float
     overhead: float = 0.0
     _: KW_ONLY
-    fit: IterationFit | None = None
+    fit: IterationFit | None = field(default=None, repr=False)
+    bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("quadratic", "linear", "constant", "overhead"):
             put(self, name, number(f"PolynomialCost({name}", getattr(self, name)))
+        if self.bytes_per_token is not None:
+            of = "PolynomialCost(bytes_per_token"
+            put(self, "bytes_per_token", rate(of, self.bytes_per_token))
 
     def __call__(
         self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None

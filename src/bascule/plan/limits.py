@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, of_type, put, whole
-from bascule.plan.costs import Cost, TransformerCost
+from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.machine import Cluster
 
 
@@ -50,7 +50,7 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")
     given = None if limits is None else limits.num_bytes
-    per_token = cost.bytes_per_token if isinstance(cost, TransformerCost) else None
+    per_token = cost.bytes_per_token if isinstance(cost, TransformerCost | PolynomialCost) else None
     if per_token is None:
         if given is not None:
             raise ConfigError(

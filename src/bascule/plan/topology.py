@@ -81,7 +81,9 @@ class Topology:
         Raises:
             ConfigError: A term is malformed (it is named), or whole units cannot fill the world.
         """
-        if isinstance(spec, Topology):
+        if isinstance(spec, cls):
+            if world_size in (None, spec.num_ranks):
+                return spec  # with the tables that it has computed
             unit = cls(spec.terms, rings=spec.rings)
             world_size = spec.num_ranks if world_size is None else world_size
         else:
