@@ -34,7 +34,7 @@ from _common import write_results
 from PIL import Image
 from torch import Tensor, nn
 
-from bascule.comm.samples.nests import leaves_of
+from bascule.comm.items import leaves_of
 from bascule.encoders import BalancedEncoder
 from bascule.encoders.item_prices import step_factor
 from bascule.encoders.items import Item, form_of, table_of

@@ -40,10 +40,8 @@ from _common import RESULTS, ratio, summary, time_interleaved, write_results
 from bench_solver import bare_heap
 
 from bascule.comm.groups import RankGroup
-from bascule.data.loader import BalancedLoader
-from bascule.data.redistribute import Redistributor, Rules
-from bascule.data.samples.loaded import DataRanks, Loaded
-from bascule.data.setup import LoaderOptions
+from bascule.data.loader import BalancedLoader, LoaderOptions
+from bascule.data.steps import DataRanks, Loaded, Redistributor, Rules
 from bascule.plan.costs import TransformerCost
 from bascule.plan.step import plan_step
 from bascule.plan.topology import Topology

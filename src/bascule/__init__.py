@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     )
     from bascule.data.cost_tracker import CostTracker as CostTracker
     from bascule.data.loader import BalancedLoader as BalancedLoader
+    from bascule.data.loader import LoaderOptions as LoaderOptions
     from bascule.data.packs import Pack as Pack
-    from bascule.data.samplers.balanced import BalancedSampler as BalancedSampler
-    from bascule.data.samplers.balanced import SamplerOptions as SamplerOptions
-    from bascule.data.samplers.resumable import ResumableSampler as ResumableSampler
-    from bascule.data.setup import LoaderOptions as LoaderOptions
+    from bascule.data.samplers import BalancedSampler as BalancedSampler
+    from bascule.data.samplers import ResumableSampler as ResumableSampler
+    from bascule.data.samplers import SamplerOptions as SamplerOptions
     from bascule.encoders.encoder import BalancedEncoder as BalancedEncoder
     from bascule.encoders.tiled_vae import TiledVAE as TiledVAE
     from bascule.errors import CommError as CommError
@@ -77,7 +77,7 @@ _HOMES = {
     "TiledVAE": "bascule.encoders.tiled_vae",
     "BalancedLoader": "bascule.data.loader",
     "BalancedModel": "bascule.integrations.diffusers.training.balanced_model",
-    "BalancedSampler": "bascule.data.samplers.balanced",
+    "BalancedSampler": "bascule.data.samplers",
     "Cluster": "bascule.plan.machine",
     "CommError": "bascule.errors",
     "ConfigError": "bascule.errors",
@@ -85,14 +85,14 @@ _HOMES = {
     "HardwareProfile": "bascule.plan.machine",
     "InferenceOptions": "bascule.integrations.diffusers.pipelines.inference_options",
     "Limits": "bascule.plan.limits",
-    "LoaderOptions": "bascule.data.setup",
+    "LoaderOptions": "bascule.data.loader",
     "Pack": "bascule.data.packs",
     "ParallelOptions": "bascule.parallel",
     "Plan": "bascule.plan.batch",
     "PlanError": "bascule.errors",
     "PolynomialCost": "bascule.plan.costs",
-    "ResumableSampler": "bascule.data.samplers.resumable",
-    "SamplerOptions": "bascule.data.samplers.balanced",
+    "ResumableSampler": "bascule.data.samplers",
+    "SamplerOptions": "bascule.data.samplers",
     "SequenceParallel": "bascule.parallel",
     "Sequences": "bascule.plan.loaded.sequences",
     "SimulationOptions": "bascule.sim.simulation",

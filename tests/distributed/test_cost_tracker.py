@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bascule.data.cost_tracker import CostTracker
-from bascule.data.loader import BalancedLoader
-from bascule.data.setup import LoaderOptions
+from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.batch import Plan
 from bascule.plan.costs import PolynomialCost, TransformerCost

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
-from bascule.comm.samples import exchange_speed
-from bascule.data.loader import BalancedLoader
-from bascule.data.setup import LoaderOptions
+from bascule.comm import items
+from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
@@ -374,8 +373,8 @@ def measured() -> float:
     tick = (0.001, 1.0, 0.001)[dist.get_rank()]
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * tick)
-    with mock.patch.object(exchange_speed, "time", clock):
-        return exchange_speed.measure_exchange(loader_of_none().ranks.group).byte_s
+    with mock.patch.object(items, "time", clock):
+        return items.measure_exchange(loader_of_none().ranks.group).byte_s
 
 
 def loader_of_none() -> BalancedLoader:

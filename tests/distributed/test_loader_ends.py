@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
-from bascule.data.samples.loaded import Ends
+from bascule.data.loader import BalancedLoader, Batch
+from bascule.data.steps import Ends
 from bascule.errors import ConfigError
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from bascule.data.loader import BalancedLoader
-from bascule.data.redistribute import Redistributor
+from bascule.data.steps import Redistributor
 from bascule.errors import CommError
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bascule.data.loader import BalancedLoader
+from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.packs import Pack
-from bascule.data.setup import LoaderOptions
 from tests.helpers.loader_cases import COST, FAST, PER_RANK, loader_threads, loader_with
 from tests.helpers.ranks import run_ranks
 

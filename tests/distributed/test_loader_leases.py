@@ -19,9 +19,8 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import new_group
 from bascule.data import prefetch
 from bascule.data.cost_tracker import CostTracker
-from bascule.data.leases import Lease, pool_of
-from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
+from bascule.data.loader import BalancedLoader, Batch
+from bascule.data.prefetch import Lease, pool_of
 from bascule.plan.costs import PolynomialCost
 from tests.helpers.held import Held, check_held, needs_proc
 from tests.helpers.loader_cases import (

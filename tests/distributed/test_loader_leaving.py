@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from bascule.comm.groups import member_of, resolve
-from bascule.data import departures, loader, prefetch
-from bascule.data.departures import Departure, Departures
-from bascule.data.loader import BalancedLoader
-from bascule.data.setup import LoaderOptions
+from bascule.data import loader, prefetch
+from bascule.data.loader import BalancedLoader, LoaderOptions
+from bascule.data.prefetch import Departure, Departures
 from tests.helpers.loader_cases import COST, FAST, endless, loader_threads, loader_with
 from tests.helpers.loader_checks import await_word, tell
 from tests.helpers.ranks import run_ranks, run_to_the_end
@@ -328,7 +327,7 @@ def test_who_has_heard_is_handed_what_the_other_was_and_nothing_after_an_error()
 def slow_to_leave() -> Case:
     """Between the loop and the end of the `with` there is something else to do."""
     hurry()
-    departures._SETTLING_S = 20.0  # pyright: ignore[reportPrivateUsage]
+    prefetch._SETTLING_S = 20.0  # pyright: ignore[reportPrivateUsage]
 
     def run(_: str, seen: Seen) -> None:
         with loader_of() as batches:

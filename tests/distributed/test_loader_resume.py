@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from bascule.data.loader import BalancedLoader
-from bascule.data.samplers.resumable import ResumableSampler
+from bascule.data.samplers import ResumableSampler
 from bascule.plan.costs import PolynomialCost
 from tests.helpers.loader_cases import allow_workers, heard_by
 from tests.helpers.loader_checks import Numbers, State, balanced, check_chains, flat, over, run

@@ -20,9 +20,8 @@ from torch.utils.data import DataLoader
 
 from bascule.data import cost_tracker
 from bascule.data.collators import collate_padded
-from bascule.data.loader import BalancedLoader
-from bascule.data.samplers.resumable import ResumableSampler
-from bascule.data.setup import LoaderOptions
+from bascule.data.loader import BalancedLoader, LoaderOptions
+from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.plan.limits import Limits
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end

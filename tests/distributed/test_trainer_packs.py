@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack, unpack
-from bascule.data.setup import LoaderOptions
 from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.trainer_runs import COST, VOCAB, make_model, make_trainer, train
 from tests.helpers.trainer_world import join_world

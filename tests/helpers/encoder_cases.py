@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import bascule
-from bascule.comm.samples.nests import leaves_of
+from bascule.comm.items import leaves_of
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.ranks import raised_by
 from tests.helpers.vlm_models import IMAGE, PATCH_VALUES, TEXT, VIDEO, make_model

@@ -18,10 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
-from bascule.data.samples.loaded import Ends
-from bascule.data.setup import LoaderOptions
+from bascule.data.loader import BalancedLoader, Batch, LoaderOptions
+from bascule.data.steps import Ends
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync

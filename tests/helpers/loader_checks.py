@@ -18,9 +18,8 @@ from torch.distributed.distributed_c10d import (
 from torch.utils.data import DataLoader, Dataset
 
 from bascule.comm.guard.failures import ROLL_CALL_S
-from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
-from bascule.data.samplers.resumable import ResumableSampler
+from bascule.data.loader import BalancedLoader, Batch
+from bascule.data.samplers import ResumableSampler
 from tests.helpers.loader_cases import (
     COST,
     FAST,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.samples.nests import leaves_of
+from bascule.comm.items import leaves_of
 from bascule.encoders import EncoderOptions, TiledVAE
 
 LATENTS = {"kl": 2, "wan": 4, "wan2.2": 4, "qwen": 4, "hunyuan": 4, "cogvideox": 4, "ltx": 8}

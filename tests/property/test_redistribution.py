@@ -10,10 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bascule.comm.groups import RankGroup
-from bascule.comm.samples.sample_bytes import Parcel
-from bascule.data.redistribute import Redistributor, Rules, _assemble, check_received
-from bascule.data.samples.loaded import DataRanks, Ends, Loaded, Offer
-from bascule.data.samples.sample_transfer import Deliveries, Transfer, deliver
+from bascule.comm.items import Parcel
+from bascule.data.steps import (
+    DataRanks,
+    Deliveries,
+    Ends,
+    Loaded,
+    Offer,
+    Redistributor,
+    Rules,
+    Transfer,
+    _assemble,
+    check_received,
+    deliver,
+)
 from bascule.errors import PlanError
 from bascule.plan.batch import Plan
 from bascule.plan.costs import Cost, PolynomialCost, TransformerCost

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.comm.samples.nests import leaves_of, rebuilt
+from bascule.comm.items import leaves_of, rebuilt
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.batch_shares import (
     Form,

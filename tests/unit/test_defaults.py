@@ -8,22 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from bascule.attention import api, mask, packed, shards
-from bascule.attention.sparse import block_sparse, rules, timing
+from bascule.attention import api, layout, mask, packed
+from bascule.attention.sparse import attend, rules, timing
 from bascule.comm import wire as wires
 from bascule.comm.exchange import BoundRoute
 from bascule.comm.guard import calls, failures, notes
 from bascule.data import (
     collators,
     cost_tracker,
-    departures,
     loader,
-    loader_batch,
     packs,
-    setup,
+    prefetch,
+    samplers,
+    steps,
 )
-from bascule.data.samplers import balanced, resumable
-from bascule.data.samples import loaded
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
@@ -31,16 +29,16 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     packed.attend: {"causal": False},
     packed.attend_packed: {"causal": False},
     mask.AttentionMask: {"causal": False},
-    shards.SequenceLayout: {
+    layout.SequenceLayout: {
         "ring_degree": 1,
         "ulysses_degree": 1,
         "zigzag": False,
         "replicated": (),
         "stripe": 0,
     },
-    block_sparse.sparse_attention: {},
-    block_sparse.attend_sparse: {},
-    block_sparse.gather_counts: {"by_rank": False},
+    attend.sparse_attention: {},
+    attend.attend_sparse: {},
+    attend.gather_counts: {"by_rank": False},
     rules.always_computed: {"dense": ()},
     rules.spatial_mask: {"frames": 0, "num_text": 0},
     rules.temporal_mask: {"radius": 0, "num_text": 0},
@@ -52,7 +50,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     calls.Calls.finish: {"is_done": True},
     failures.tell: {"leaves": False, "goes_on": False},
     notes.arrive: {"num": 1},
-    departures.Departure: {"reason": "", "is_final": True},
+    prefetch.Departure: {"reason": "", "is_final": True},
     collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {
         "warmup": 10,
@@ -64,9 +62,9 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     loader.BalancedLoader: {
         "accumulate": 1,
         "sync": "microbatch",
-        "options": setup.LoaderOptions(),
+        "options": loader.LoaderOptions(),
     },
-    setup.LoaderOptions: {
+    loader.LoaderOptions: {
         "ends": "drop_last",
         "min_gain": 0.02,
         "prefetch": 2,
@@ -75,16 +73,16 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     },
     packs.Pack: {"fixed": False, "pad_id": 0, "ignore_index": -100, "token_fields": TOKEN_FIELDS},
     packs.unpack: {"token_fields": TOKEN_FIELDS, "merge_size": 2},
-    resumable.ResumableSampler: {"shuffle": True, "seed": 0},
-    balanced.BalancedSampler: {"seed": 0, "accumulate": 1, "options": balanced.SamplerOptions()},
-    balanced.SamplerOptions: {
+    samplers.ResumableSampler: {"shuffle": True, "seed": 0},
+    samplers.BalancedSampler: {"seed": 0, "accumulate": 1, "options": samplers.SamplerOptions()},
+    samplers.SamplerOptions: {
         "shuffle": True,
         "sync": "microbatch",
         "even_counts": True,
         "padded": False,
         "tolerance": 0.01,
     },
-    loaded.Offer: {
+    steps.Offer: {
         **dict.fromkeys(("samples", "lens", "weights", "parcels", "num_items"), ()),
         **dict.fromkeys(("is_short", "is_closing"), False),
         "cost_version": 0,
@@ -100,5 +98,5 @@ def test_what_is_not_given_is_as_documented(function: Callable[..., Any]) -> Non
 
 
 def test_a_loader_has_done_nothing_at_first() -> None:
-    counts = loader_batch.LoaderMetrics()
+    counts = loader.LoaderMetrics()
     assert not any(dataclasses.asdict(counts).values()) and counts.skipped == {}

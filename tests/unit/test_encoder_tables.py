@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bascule.comm.samples.nests import joined, leaves_of, mapped
+from bascule.comm.items import joined, leaves_of, mapped
 from bascule.encoders.items import TABLES, EncoderTable, called_with, form_of, table_of
 from bascule.errors import ConfigError
 

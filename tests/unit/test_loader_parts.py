@@ -11,12 +11,19 @@ import pytest
 import torch
 
 from bascule.comm.groups import RankGroup
-from bascule.comm.samples.sample_bytes import Parcel
+from bascule.comm.items import Parcel
 from bascule.data.cost_tracker import CostTracker, _drift
-from bascule.data.loader_batch import LoaderMetrics
-from bascule.data.redistribute import Delivered, StepData, Verdict, _without_idle_ranks
-from bascule.data.samples.loaded import DataRanks, Loaded, Offer
-from bascule.data.samples.sample_transfer import deliver
+from bascule.data.loader import LoaderMetrics
+from bascule.data.steps import (
+    DataRanks,
+    Delivered,
+    Loaded,
+    Offer,
+    StepData,
+    Verdict,
+    _without_idle_ranks,
+    deliver,
+)
 from bascule.plan.batch import Plan
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits

@@ -11,12 +11,7 @@ from torch.utils.data import DataLoader
 
 from bascule.comm.agree import Statement
 from bascule.comm.groups import RankGroup
-from bascule.data.packs import Pack
-from bascule.data.progress import Progress
-from bascule.data.redistribute import Rules
-from bascule.data.samplers.resumable import ResumableSampler
-from bascule.data.samples.loaded import DataRanks
-from bascule.data.setup import (
+from bascule.data.loader import (
     Given,
     LoaderOptions,
     Sources,
@@ -24,7 +19,11 @@ from bascule.data.setup import (
     agree_on_settings,
     interpret,
 )
+from bascule.data.packs import Pack
+from bascule.data.progress import Progress
+from bascule.data.samplers import ResumableSampler
 from bascule.data.source import Microbatches, Source
+from bascule.data.steps import DataRanks, Rules
 from bascule.errors import ConfigError
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
@@ -137,7 +136,7 @@ def stated(loader: Any = (), **changes: Any) -> tuple[Statement, Sources]:
         return [statement.values]
 
     _, source = made(loader=loader)
-    with mock.patch("bascule.data.setup.agree", note):
+    with mock.patch("bascule.data.loader.agree", note):
         sources = agree_on_settings(RANKS, made(**changes)[0], source, None)
     return said[0], sources
 
@@ -194,7 +193,7 @@ def test_a_rank_that_was_given_something_wrong_says_so() -> None:
         dataclasses.replace(GIVEN, **change)
         for change in ({"cost": lambda lens: lens[:0]}, {"cost": None}, {"options": None})
     )
-    with mock.patch("bascule.data.setup.agree", note):
+    with mock.patch("bascule.data.loader.agree", note):
         agree_on_settings(RANKS, odd, source, None)
         for given in (GIVEN, no_cost, no_options):
             agree_on_settings(RANKS, given, source, wrong)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from bascule.data.samplers.resumable import History, ResumableSampler
+from bascule.data.samplers import History, ResumableSampler
 from bascule.data.source import Microbatches, Source
 from bascule.errors import ConfigError
 

@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bascule import ConfigError
-from bascule.data.loader import BalancedLoader
+from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.packs import Pack, make_pack
-from bascule.data.setup import LoaderOptions
 from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.integrations.transformers.dataset_columns import Columns, unpacked_columns
 from bascule.integrations.transformers.pack_check import check_separates

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bascule.comm.samples.sample_bytes import ALIGNMENT, parcel, read
+from bascule.comm.items import ALIGNMENT, parcel, read
 from bascule.errors import ConfigError
 from tests.helpers.loader_cases import same
 

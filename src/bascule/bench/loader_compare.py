@@ -17,9 +17,7 @@ import torch
 from bascule.bench.arms import Microbatch, unbalanced
 from bascule.bench.compare import Paired, Setting, StepRecord, summarize
 from bascule.bench.options import BenchOptions
-from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
-from bascule.data.setup import LoaderOptions
+from bascule.data.loader import BalancedLoader, Batch, LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.workload.streams import SampleBatch, pack_batch

@@ -16,10 +16,8 @@ from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
 from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import is_timeout
-from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
-from bascule.data.samples.loaded import whole_number
-from bascule.data.setup import DEFAULT_TIMEOUT_S
+from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader, Batch
+from bascule.data.source import whole_number
 from bascule.errors import ConfigError
 from bascule.plan.checks import real
 from bascule.plan.costs import PolynomialCost

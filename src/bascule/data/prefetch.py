@@ -1,27 +1,281 @@
-"""The thread that prepares steps of a balanced loader ahead, while the training computes."""
+"""Process groups that are lent to one loader after the other.
+
+The thread of an iteration needs a process group that nobody else uses meanwhile: two threads in one
+group of gloo get each other's bytes. Torch keeps every group, with its threads and connections,
+until all are destroyed. So an iteration borrows a group, and gives it back when its thread is done.
+
+All ranks must borrow the same one, but they give back at unlike moments: a rank ends its iteration
+by itself, at the latest when its thread is done. What a rank sees of its own iterations is thus no
+ground to choose on. So ranks choose together: as an iteration begins, each says in one small gather
+which groups are free with it, and all take the first that is free with everyone, or make another
+one. A group that a rank still uses is not free there, hence not chosen anywhere. The pools of all
+ranks hold the same groups in the same places, because groups are made only as the outcome of this
+gather. It runs on a group of its own, on which loaders are also constructed; both are done by all
+ranks, in the same order, by the thread that trains. So no group ever has two threads.
+
+There are never more groups than iterations that went on at once, and one.
+"""
 
 import atexit
 import itertools
+import json
 import logging
+import secrets
 import sys
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from bascule.comm.guard.failures import end_all, tell
+import numpy as np
+
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import RankGroup, set_timeout
+from bascule.comm.guard import notes
+from bascule.comm.guard.failures import end_all, is_ended, tell
 from bascule.comm.guard.watch import watch_of_world
-from bascule.data.departures import NOWHERE, Departure, Departures, Position
-from bascule.data.leases import Lease
-from bascule.data.loader_batch import Interval
-from bascule.data.redistribute import ClosedError, Redistributor, StepData, StepKey
-from bascule.data.samples.loaded import Offer
-from bascule.data.samples.offers import Handlers, Saved, load, named
+from bascule.comm.new_groups import new_group
+from bascule.comm.world import this_world
 from bascule.data.source import Reading
+from bascule.data.steps import (
+    ClosedError,
+    Handlers,
+    Offer,
+    Redistributor,
+    Saved,
+    StepData,
+    StepKey,
+    load,
+    named,
+)
 from bascule.errors import CommError, ConfigError, PlanError
+
+Interval = tuple[float, float]
+"""Start and end, in seconds of `time.perf_counter`."""
+
+_CAPACITY = 9  # integers a rank that the first gather has room for: eight groups
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A group of a pool.
+
+    Attributes:
+        group: The group.
+        is_lent: Whether this rank uses it.
+    """
+
+    group: RankGroup
+    is_lent: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """Whether this rank could use it."""
+        return not self.is_lent and self.group.calls.ended is None
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A group that nobody else uses.
+
+    Attributes:
+        group: The group.
+        use: A random number, the same on all ranks, that tells this use of the group from others.
+        give_back: Says that this rank's thread makes no further calls of it.
+    """
+
+    group: RankGroup
+    use: int
+    give_back: Callable[[], None]
+
+
+class Pool:
+    """The groups of some ranks that loaders share. All of these ranks construct it.
+
+    Args:
+        members: Global ranks.
+        timeout_s: Longest wait for a member.
+
+    Attributes:
+        control: What the thread that trains uses, to construct loaders and to borrow.
+    """
+
+    def __init__(self, members: Sequence[int], timeout_s: float) -> None:
+        self.control = new_group(members, "loader", timeout_s, backend="gloo")
+        self._places: list[_Place] = []
+        self._num_loaders = 0
+
+    def next_name(self) -> str:
+        """What tells a loader from the others of these ranks; the same on all of them."""
+        self._num_loaders += 1
+        return f"number {self._num_loaders} of those made"
+
+    def borrow(
+        self, settings: Mapping[str, str], error: Exception | None, timeout_s: float
+    ) -> Lease:
+        """A group that is free on all ranks. All call it, in the same order.
+
+        Args:
+            settings: What must be the same on all ranks for them to begin.
+            error: Why this rank cannot begin; all ranks then raise it, and none borrows.
+            timeout_s: Longest wait for a rank, here and in calls of the group.
+
+        Raises:
+            RemoteConfigError: A rank cannot begin because of bad input.
+            CommError: A rank cannot begin, the settings differ, or a rank did not come.
+        """
+        set_timeout(self.control, timeout_s)
+        free = [place.is_free for place in self._places]
+        own = np.array([secrets.randbits(62), *free], dtype=np.int64)
+        said = agree(
+            self.control,
+            Statement(settings, own, error),
+            what="beginning an iteration",
+            step=0,
+            capacity=max(_CAPACITY, own.size),
+        )
+        free_everywhere = np.flatnonzero(np.stack(said)[:, 1:].all(axis=0)).tolist()
+        if not free_everywhere:
+            group = new_group(self.control.ranks, "loader", timeout_s, backend="gloo")
+            self._places.append(_Place(group))
+        place = self._places[free_everywhere[0] if free_everywhere else -1]
+        set_timeout(place.group, timeout_s)
+        place.is_lent = True
+
+        def give_back() -> None:
+            place.group.calls.hand_over()
+            place.is_lent = False
+
+        return Lease(place.group, int(said[0][0]), give_back)
+
+
+def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
+    """The pool of these global ranks, made where there is none that works. All of them call it.
+
+    Raises:
+        CommError: A member did not come.
+    """
+    world, key = this_world(), (Pool, tuple(members))
+    pool = world.kept(key, lambda: Pool(members, timeout_s))
+    if is_ended(pool.control):
+        world.forget(key)
+        pool = world.kept(key, lambda: Pool(members, timeout_s))
+    set_timeout(pool.control, timeout_s)
+    return pool
+
+
+# --------------------
+# How a rank that leaves an iteration is heard by the others: a note in the store.
+#
+# The thread of a rank that leaves takes part in one more gather, and says so there. But threads
+# that
+# have made enough steps ahead wait for their training, not in the gather, and the training may wait
+# for the rank that left. So who leaves also writes a note, which these threads look for; then they
+# come to the gather as well. All end within a moment, whatever the training does. A look is a
+# request
+# to the store, one a second and rank, and only while a thread waits for the training.
+#
+# The note says after which microbatch it left. Up to there the others may go on, because ranks may
+# leave alike, one later than the other. Who has heard hands out nothing of what was made beyond.
+
+_SETTLING_S = 0.5  # within a `with`, the error follows when the loop was left
+_TICK_S = 0.02
+
+Position = tuple[int, int]
+"""Step of the epoch and microbatch of the step."""
+
+NOWHERE: Position = (-1, -1)
+"""Before the first microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """That a rank left an iteration.
+
+    Attributes:
+        use: Which use of the group the iteration is.
+        rank: Of the group.
+        after: The last microbatch that it was handed.
+        reason: The error with which it left; "" if it is unknown, or none.
+        is_final: Whether that is all that it will say.
+    """
+
+    use: int
+    rank: int
+    after: Position
+    reason: str = ""
+    is_final: bool = True
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"left the iteration with {self.reason}"
+        where = f"after microbatch {self.after[1]} of step {self.after[0]}"
+        where = "before the first microbatch" if self.after == NOWHERE else where
+        return f"closed the loader {where}: all ranks must leave an iteration at the same step"
+
+
+class Departures:
+    """Who left an iteration first.
+
+    Never raises: where the store is gone with its host, the connections to that rank are, too.
+
+    Args:
+        group: The group of the iteration.
+        use: Which use of it.
+    """
+
+    def __init__(self, group: RankGroup, use: int) -> None:
+        self._name = group.process_group.group_name
+        self._use = use
+
+    def announce(self, own: Departure) -> None:
+        """Say that this rank leaves; the first of all counts, and may add its reason."""
+        text, known = self._read()
+        is_new = known is None or (known.rank == own.rank and not known.is_final)
+        if is_new:
+            self._replace(text, own)
+
+    def read(self) -> Departure | None:
+        """Who left, if somebody did."""
+        return self._read()[1]
+
+    def settle(self) -> Departure | None:
+        """The same with the reason, which may take a moment; alike on all ranks from then on."""
+        deadline = time.monotonic() + _SETTLING_S
+        while True:
+            text, known = self._read()
+            if known is None or known.is_final:
+                return known
+            if time.monotonic() > deadline:
+                own = Departure(known.use, known.rank, known.after, known.reason)
+                self._replace(text, own)
+            time.sleep(_TICK_S)
+
+    def _read(self) -> tuple[str, Departure | None]:
+        """The note as it stands, and what it says of this iteration."""
+        try:
+            text = notes.read(notes.LEFT, self._name) or ""
+        except (RuntimeError, ValueError):
+            return "", None
+        if not text:
+            return "", None
+        given = json.loads(text)
+        departure = Departure(**{**given, "after": tuple(given["after"])})
+        return text, departure if departure.use == self._use else None
+
+    def _replace(self, before: str, departure: Departure) -> None:
+        """Write the note, unless somebody else did meanwhile."""
+        try:
+            notes.replace(notes.LEFT, self._name, before, json.dumps(asdict(departure)))
+        except (RuntimeError, ValueError):
+            return
+
+
+# --------------------
+# The thread that prepares steps of a balanced loader ahead, while the training computes.
 
 logger = logging.getLogger(__name__)
 

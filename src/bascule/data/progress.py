@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bascule.data.samples.loaded import whole_number
+from bascule.data.source import whole_number
 from bascule.errors import ConfigError
 
 STATE_VERSION = 1

@@ -8,11 +8,33 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
-from bascule.data.samplers.resumable import History, ResumableSampler, too_many
-from bascule.data.samples.loaded import whole_number
+from bascule.data.samplers import History, ResumableSampler, too_many
 from bascule.errors import ConfigError
 
 Sample = Any
+
+_MOST = 2**40  # sums of many stay below 2^63
+
+
+def whole_number(value: Any, what: str) -> int:
+    """A length or weight as an integer.
+
+    Raises:
+        ConfigError: It is not an integer from 0 to 2^40.
+    """
+    try:
+        number = int(value)
+        is_whole = bool(number == value) and 0 <= number <= _MOST
+    except Exception:
+        number, is_whole = 0, False
+    if not is_whole or _is_truth(value) or isinstance(value, str | bytes):
+        raise ConfigError(f"{what} gave {value!r}: it must be a whole number from 0 to 2^40")
+    return number
+
+
+def _is_truth(value: Any) -> bool:
+    """Whether it is True or False, of Python, numpy or torch: a comparison, not a length."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 @dataclass(frozen=True, slots=True)

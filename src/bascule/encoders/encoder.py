@@ -16,14 +16,15 @@ from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import IS_ENOUGH, explained, told
-from bascule.comm.samples.nests import leaves_of
-from bascule.comm.samples.sample_bytes import Parcel, parcel
-from bascule.comm.samples.sample_moves import (
+from bascule.comm.items import (
     ROW_BYTES,
     ItemMove,
+    Parcel,
+    leaves_of,
     move_items,
     move_items_with_gradients,
     num_rows,
+    parcel,
     tied,
 )
 from bascule.encoders.features import Computed, Features, attach

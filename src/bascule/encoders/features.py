@@ -9,9 +9,7 @@ from torch import Tensor
 from bascule.arrays import Ints
 from bascule.comm.clocks import Clock
 from bascule.comm.exchange import has_gradient
-from bascule.comm.samples.nests import joined, mapped
-from bascule.comm.samples.sample_bytes import Parcel
-from bascule.comm.samples.sample_moves import attached
+from bascule.comm.items import Parcel, attached, joined, mapped
 from bascule.errors import ConfigError
 
 

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bascule.comm.samples.nests import mapped
-from bascule.comm.samples.sample_bytes import Parcel, parcel
-from bascule.comm.samples.sample_moves import num_rows
+from bascule.comm.items import Parcel, mapped, num_rows, parcel
 from bascule.encoders.items import EncoderTable, Item, Length, form_of
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole

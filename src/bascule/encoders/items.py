@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bascule.comm.samples.nests import leaves_of, rebuilt
-from bascule.comm.samples.sample_bytes import parcel
+from bascule.comm.items import leaves_of, parcel, rebuilt
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, shown
 from bascule.plan.limits import Limits

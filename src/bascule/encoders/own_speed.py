@@ -9,7 +9,7 @@ import torch
 
 from bascule.comm.clocks import Clock
 from bascule.comm.groups import RankGroup
-from bascule.comm.samples.exchange_speed import measure_exchange
+from bascule.comm.items import measure_exchange
 from bascule.encoders.item_prices import Prices, Wires
 from bascule.encoders.plan import Loaded
 from bascule.plan.machine import Cluster

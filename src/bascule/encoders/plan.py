@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Ints
-from bascule.comm.samples.sample_moves import ROW_BYTES
+from bascule.comm.items import ROW_BYTES
 from bascule.encoders.item_prices import Prices, step_factor
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.failures import told
-from bascule.comm.samples.nests import joined, mapped
+from bascule.comm.items import joined, mapped
 from bascule.encoders.encoder import BalancedEncoder
 from bascule.encoders.features import Features
 from bascule.encoders.installed import InPlace

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bascule.data.loader import DEFAULT_OPTIONS, LoaderOptions
 from bascule.data.packs import Pack
-from bascule.data.setup import DEFAULT_OPTIONS, LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, put
 from bascule.plan.costs import Cost

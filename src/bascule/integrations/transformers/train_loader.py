@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader
 
 from bascule.data.collators import VISUAL_FIELDS
 from bascule.data.cost_tracker import CostTracker
-from bascule.data.loader import BalancedLoader
-from bascule.data.loader_batch import Batch
+from bascule.data.loader import BalancedLoader, Batch
 from bascule.data.packs import MADE, Pack, make_pack
 from bascule.errors import ConfigError
 from bascule.integrations.transformers.pack_positions import positions_of_pack

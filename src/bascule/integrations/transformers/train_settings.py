@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import Trainer
 from transformers.trainer_utils import seed_worker
 
-from bascule.data.samplers.resumable import ResumableSampler
-from bascule.data.setup import LoaderOptions
+from bascule.data.loader import LoaderOptions
+from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.integrations.transformers.balance_config import BalanceConfig
 from bascule.plan.step import Sync

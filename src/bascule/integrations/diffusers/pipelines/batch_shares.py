@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bascule.comm.samples.nests import mapped
+from bascule.comm.items import mapped
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import changed
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from bascule.comm.guard.failures import telling
-from bascule.comm.samples.nests import rebuilt
+from bascule.comm.items import rebuilt
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import SameInputs, parameters_of
 from bascule.integrations.diffusers.hooks import SplitModel

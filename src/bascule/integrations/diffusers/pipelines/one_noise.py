@@ -21,7 +21,7 @@ from bascule.comm.collectives import broadcast
 from bascule.comm.groups import RankGroup, device_of
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import telling
-from bascule.comm.samples.nests import leaves_of
+from bascule.comm.items import leaves_of
 from bascule.encoders.items import contents_of
 from bascule.integrations.diffusers.pipelines.phases import (
     TRANSFORMERS,

@@ -17,9 +17,7 @@ from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
-from bascule.comm.samples.nests import leaves_of
-from bascule.comm.samples.sample_bytes import Parcel, parcel
-from bascule.comm.samples.sample_moves import ROW_BYTES, ItemMove, move_items, num_rows
+from bascule.comm.items import ROW_BYTES, ItemMove, Parcel, leaves_of, move_items, num_rows, parcel
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.batch_shares import Form
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
-from bascule.comm.samples.nests import leaves_of, mapped
+from bascule.comm.items import leaves_of, mapped
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
 from bascule.integrations.diffusers.hooks import SplitModel

@@ -15,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.guard.failures import told
+from bascule.comm.items import ItemMove, Parcel, move_parcels, num_rows, parcel, read
 from bascule.comm.mesh import AttentionMesh, meshes_over
-from bascule.comm.samples.sample_bytes import Parcel, parcel, read
-from bascule.comm.samples.sample_moves import ItemMove, move_parcels, num_rows
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.agreement import Asked, agree_on_split
 from bascule.integrations.diffusers.arguments import parameters_of, required_of

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bascule.comm.samples.sample_bytes import parcel
+from bascule.comm.items import parcel
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import holds_tensors
 

@@ -1,0 +1,689 @@
+"""Nested values: the tensors in them, and the same nest around other tensors."""
+
+import dataclasses
+import json
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bascule.arrays import Ints
+from bascule.comm.collectives import all_gather, all_to_all
+from bascule.comm.exchange import BoundRoute, has_gradient, move_rows
+from bascule.comm.groups import RankGroup
+from bascule.comm.guard.calls import Call
+from bascule.comm.transforms import only_first, refuse_transforms
+from bascule.errors import ConfigError
+from bascule.plan.routes import Ranks, Route
+
+
+def _is_tensor(nest: object) -> bool:
+    return isinstance(nest, Tensor)
+
+
+def mapped(
+    nest: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_tensor
+) -> Any:
+    """The same nest with every tensor, or whatever else is a leaf, changed; all else as it is.
+
+    Dicts, lists, tuples, named tuples, dataclasses (the outputs of transformers and diffusers among
+    them), and distributions of diffusers, which are made from their `parameters`.
+    """
+    if is_leaf(nest):
+        return change(nest)
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        fields = [field.name for field in dataclasses.fields(nest) if field.init]
+        changed = {name: mapped(getattr(nest, name), change, is_leaf) for name in fields}
+        return dataclasses.replace(nest, **changed)
+    make: Any = type(nest)
+    if isinstance(nest, Mapping):
+        return make({key: mapped(value, change, is_leaf) for key, value in nest.items()})
+    if isinstance(nest, tuple | list):
+        parts = [mapped(value, change, is_leaf) for value in nest]
+        return make(*parts) if hasattr(nest, "_fields") else make(parts)
+    parameters: Any = getattr(nest, "parameters", None)
+    if isinstance(parameters, Tensor) and hasattr(nest, "deterministic"):
+        return make(change(parameters), deterministic=nest.deterministic)  # pyright: ignore
+    return nest
+
+
+def leaves_of(nest: Any) -> list[Tensor]:
+    """The tensors of a nest, in the order of `mapped`."""
+    leaves: list[Tensor] = []
+
+    def keep(leaf: Tensor) -> Tensor:
+        leaves.append(leaf)
+        return leaf
+
+    mapped(nest, keep)
+    return leaves
+
+
+def rebuilt(nest: Any, leaves: Iterator[Tensor]) -> Any:
+    """The same nest around the next of these tensors."""
+    return mapped(nest, lambda _: next(leaves))
+
+
+def joined(nests: Sequence[Any]) -> Any:
+    """One nest whose tensors are those of all, one after another along their first dim."""
+    columns = zip(*map(leaves_of, nests), strict=True)
+    return rebuilt(nests[0], iter([torch.cat(column) for column in columns]))
+
+
+# --------------------
+# Samples as bytes: a typed header, then the arrays as they lie in memory. No pickle.
+#
+# A sample is a dict, tuple or list of tensors, numpy arrays and plain values (strings, numbers,
+# booleans, None), nested at will. Its header is JSON: the shape of the nest, the plain values, and
+# type and shape of each array. So what arrives can be read without running any code of the sender.
+#
+# A sample that moves must not differ from one that stays, or a batch would depend on who loaded
+# what.
+# So each type either arrives as what it was, or is refused on every rank, also where nothing moves:
+# `parcel` is made of every sample that is loaded. Exactly these types travel; what is derived from
+# them is refused, with the plain value to give in its place. What arrives is equal in
+#
+# * types, at every depth, the order of keys included;
+# * dtypes (byte order included), shapes, and every bit of the values;
+# * strides, as `clone()` and `copy(order="K")` keep them: images that are views with their channels
+#   first or last stay so. What has gaps or overlaps (a slice, an expanded tensor) is dense then.
+#
+# Not part of a sample are: whether two of its tensors share memory, whether memory is pinned,
+# shared
+# or read-only, attributes that somebody hung on a tensor, and whether complex numbers wait to be
+# conjugated. Tensors that require a gradient are refused: it would be that of a copy on another
+# rank.
+
+ALIGNMENT = 16
+"""Bytes to whose multiples samples and arrays are padded: the widest element, complex128."""
+
+MAX_DEPTH = 64
+"""Of nested values; deeper ones could end the interpreter's stack on the rank that reads them."""
+
+_LENGTH = struct.Struct("<I")
+_HOST = torch.device("cpu")
+_PLAIN = (str, int, float, bool, type(None))
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+_MAPPINGS: dict[str, type[dict[str, Any]]] = {"d": dict, "o": OrderedDict}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parcel:
+    """A sample ready to be written.
+
+    Attributes:
+        parts: Header and arrays as flat bytes, in the order in which they travel.
+        num_bytes: Their size with padding; a multiple of `ALIGNMENT`.
+    """
+
+    parts: tuple[Tensor, ...]
+    num_bytes: int
+
+    def write(self, buffer: Tensor) -> None:
+        """Write into a uint8 tensor of `num_bytes`; what pads the parts stays as it is."""
+        end = 0
+        for part in self.parts:
+            buffer[end : end + part.numel()] = part
+            end += _padded(part.numel())
+
+
+def parcel(sample: object, device: torch.device = _HOST) -> Parcel:
+    """What a sample looks like on the wire. Copies nothing but arrays that are not contiguous.
+
+    Args:
+        sample: What travels.
+        device: Where its tensors may be besides the host.
+
+    Raises:
+        ConfigError: A value would not arrive as what it is; names its place in the sample.
+    """
+    arrays: list[Tensor] = []
+    described = _describe(sample, "sample", arrays, device)
+    # Not ASCII: its escapes of two lone surrogates would arrive as one character.
+    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False)
+    header = bytearray(text.encode(errors="surrogatepass"))
+    header[:0] = _LENGTH.pack(len(header))
+    parts = (torch.frombuffer(header, dtype=torch.uint8), *arrays)
+    return Parcel(parts, sum(_padded(part.numel()) for part in parts))
+
+
+def read(buffer: Tensor) -> Any:
+    """The sample that `Parcel.write` wrote. Its tensors are views of the buffer.
+
+    Args:
+        buffer: uint8, at a multiple of `ALIGNMENT` of its storage; what is no tensor of torch is
+            copied from there to the host.
+    """
+    (length,) = _LENGTH.unpack(buffer[: _LENGTH.size].numpy(force=True).tobytes())
+    text = buffer[_LENGTH.size : _LENGTH.size + length].numpy(force=True).tobytes()
+    reader = _Reader(buffer, _padded(_LENGTH.size + length))
+    return reader.build(json.loads(text.decode(errors="surrogatepass")))
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _describe(
+    value: object, place: str, arrays: list[Tensor], device: torch.device, depth: int = 0
+) -> list[Any]:
+    """One letter that says what a value is, and what is needed to build it again."""
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return _describe_tensor(value, place, arrays, device)
+    if kind is np.ndarray:
+        assert isinstance(value, np.ndarray)
+        return _describe_array(value, place, arrays)
+    if isinstance(value, np.generic):
+        return _describe_scalar(value, place, arrays)
+    if kind is bytes:
+        assert isinstance(value, bytes)
+        return ["b", _add_bytes(value, arrays)]
+    if kind in _PLAIN:
+        return ["v", value]
+    if depth == MAX_DEPTH:
+        raise ConfigError(f"{place} is nested deeper than {MAX_DEPTH} levels: give it flat")
+    within = arrays, device, depth + 1
+    if kind in (dict, OrderedDict):
+        assert isinstance(value, dict)
+        _check_keys(value, place)
+        items = value.items()
+        parts = {k: _describe(v, f"{place}[{k!r}]", *within) for k, v in items}
+        return ["d" if kind is dict else "o", parts]
+    if kind in (list, tuple):
+        assert isinstance(value, list | tuple)
+        numbers = _as_numbers(value)
+        if numbers is not None:
+            arrays.append(torch.from_numpy(numbers.view(np.uint8)))
+            return ["n", numbers.dtype.str, len(value), kind is list]
+        parts = [_describe(v, f"{place}[{i}]", *within) for i, v in enumerate(value)]
+        return ["l" if kind is list else "u", parts]
+    raise _refusal(value, place)
+
+
+def _describe_tensor(
+    tensor: Tensor, place: str, arrays: list[Tensor], device: torch.device
+) -> list[Any]:
+    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if tensor.device.type not in ("cpu", device.type) or not is_dense:
+        form = "nested" if tensor.is_nested else str(tensor.layout)
+        fix = "the CPU; move them to a device after the loader"
+        raise ConfigError(
+            f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on "
+            f"{fix if device.type == 'cpu' else f'the CPU or on {device}'}"
+        )
+    if type(tensor) is not Tensor:
+        raise _refusal(tensor, place)
+    if tensor.requires_grad:
+        raise ConfigError(
+            f"{place} requires a gradient, which would be that of a copy where the sample moves: "
+            "give detach() of it"
+        )
+    dense = tensor.resolve_conj().resolve_neg()
+    dense = dense if dense.is_contiguous() else dense.clone()
+    strides = None if dense.is_contiguous() else list(dense.stride())
+    if dense.numel():
+        arrays.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
+    return ["t", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
+
+
+def _describe_array(array: np.ndarray, place: str, arrays: list[Tensor]) -> list[Any]:
+    _check_dtype(array.dtype, place)
+    dense = array if array.flags.c_contiguous else array.copy(order="K")
+    strides = None if dense.flags.c_contiguous else list(dense.strides)
+    if array.nbytes:
+        flat = dense.ravel(order="K").view(np.uint8)
+        arrays.append(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+    return ["a", array.dtype.str, list(array.shape), strides]
+
+
+def _describe_scalar(value: np.generic, place: str, arrays: list[Tensor]) -> list[Any]:
+    # Arrays of strings do not keep the zeros at their ends, nor does numpy's own str().
+    if type(value) is np.str_:
+        return ["s", str.__str__(value)]
+    if type(value) is np.bytes_:
+        return ["z", _add_bytes(bytes(value), arrays)]
+    if type(value) is not value.dtype.type:
+        raise _refusal(value, place)
+    _check_dtype(value.dtype, place)
+    _add_bytes(value.tobytes(), arrays)
+    return ["g", value.dtype.str]
+
+
+def _add_bytes(value: bytes, arrays: list[Tensor]) -> int:
+    """Send these bytes; their number."""
+    if value:
+        arrays.append(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+    return len(value)
+
+
+def _as_numbers(values: Sequence[object]) -> np.ndarray | None:
+    """Many numbers of one type as an array, which is a thousand times faster than text."""
+    types = set(map(type, values))
+    if types != {int} and types != {float}:
+        return None
+    try:
+        return np.array(values, dtype=np.int64 if types == {int} else np.float64)
+    except OverflowError:  # integers beyond 64 bits are text
+        return None
+
+
+def _check_keys(value: Mapping[Any, object], place: str) -> None:
+    for key in value:
+        if type(key) is not str:
+            raise ConfigError(f"{place} has the key {key!r}: keys of samples are strings")
+
+
+def _check_dtype(dtype: np.dtype[Any], place: str) -> None:
+    """Refuse dtypes that their name does not say: objects, fields, those of other packages."""
+    try:
+        named = np.dtype(dtype.str)
+    except TypeError:
+        named = None
+    is_named = named == dtype and named is not None and named.char == dtype.char
+    if dtype.hasobject or dtype.names is not None or not is_named:
+        raise ConfigError(
+            f"{place}: an array of {dtype} cannot travel; use a plain dtype of numbers"
+        )
+
+
+def _refusal(value: object, place: str) -> ConfigError:
+    """Why a value cannot travel, and what to give in its place."""
+    name = type(value).__name__
+    return ConfigError(f"{place} is a {name}, which would not arrive as one: {_advice(value)}")
+
+
+def _advice(value: object) -> str:
+    plain = next((k for k in (bool, int, float, str, bytes, list) if isinstance(value, k)), None)
+    if isinstance(value, torch.nn.Parameter):
+        return "give detach() of it"
+    if isinstance(value, Tensor):
+        return "give as_subclass(torch.Tensor) of it"
+    if isinstance(value, np.ma.MaskedArray):
+        return "give data and mask apart"
+    if isinstance(value, np.ndarray):
+        return "give numpy.asarray of it"
+    if isinstance(value, np.generic):
+        return "give item() of it"
+    if isinstance(value, Mapping):
+        return "give dict(..) of it"
+    if isinstance(value, Enum):
+        return "give its name or value"
+    if isinstance(value, tuple):
+        return "give tuple(..) of it, or a dict"
+    if plain is not None:
+        return f"give {plain.__name__}(..) of it"
+    return "give tensors, arrays, strings, numbers, booleans or None, in dicts, lists or tuples"
+
+
+class _Reader:
+    """Takes arrays off a buffer, one after the other, while it builds what the header says."""
+
+    def __init__(self, buffer: Tensor, start: int) -> None:
+        self._buffer = buffer
+        self._next = start
+
+    def build(self, described: Sequence[Any]) -> Any:
+        kind = described[0]
+        if kind == "v":
+            return described[1]
+        if kind in _MAPPINGS:
+            parts = ((key, self.build(part)) for key, part in described[1].items())
+            return _MAPPINGS[kind](parts)
+        if kind in "lu":
+            parts = [self.build(part) for part in described[1]]
+            return parts if kind == "l" else tuple(parts)
+        if kind == "t":
+            return self._tensor(_DTYPES[described[1]], *described[2:])
+        if kind == "a":
+            return self._array(np.dtype(described[1]), *described[2:])
+        if kind == "g":
+            return self._array(np.dtype(described[1]), [], None)[()]
+        if kind == "n":
+            numbers = self._array(np.dtype(described[1]), [described[2]], None).tolist()
+            return numbers if described[3] else tuple(numbers)
+        if kind == "s":
+            return np.str_(described[1])
+        taken = self._take(described[1]).numpy(force=True).tobytes()
+        return taken if kind == "b" else np.bytes_(taken)
+
+    def _tensor(
+        self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None
+    ) -> Tensor:
+        taken = self._take(torch.Size(shape).numel() * dtype.itemsize).view(dtype)
+        return taken.view(shape) if strides is None else taken.as_strided(shape, strides)
+
+    def _array(
+        self, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int] | None
+    ) -> np.ndarray:
+        taken = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        return np.ndarray(shape, dtype, taken.numpy(force=True).data, strides=strides)
+
+    def _take(self, num_bytes: int) -> Tensor:
+        taken = self._buffer[self._next : self._next + num_bytes]
+        self._next += _padded(num_bytes)
+        return taken
+
+
+# --------------------
+# Whole samples and items between ranks, in one all-to-all of bytes, and their gradients back.
+#
+# An item is a nest of tensors and plain values, of any sizes. It travels as a parcel, padded to
+# rows;
+# the gradients of its floating-point tensors come back in the same way, as bytes of known sizes.
+
+ROW_BYTES = 512
+"""What an item is padded to on the wire: index tables have a number a row."""
+
+
+def num_rows(one: Parcel) -> int:
+    """Rows of an item on the wire."""
+    return -(-one.num_bytes // ROW_BYTES)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ItemMove:
+    """Which items go where. They are listed alike on all ranks, in the order in which they lie.
+
+    Attributes:
+        source: (n,) rank that has each item.
+        dest: (n,) rank that gets it.
+        group: The ranks.
+        device: Where the tensors are.
+        step: Step number in errors.
+        name: Its name in errors.
+    """
+
+    source: Ranks
+    dest: Ranks
+    group: RankGroup
+    device: torch.device
+    step: int
+    name: str
+
+    @property
+    def back(self) -> "ItemMove":
+        """Every item back to the rank that had it."""
+        args = self.group, self.device, self.step, f"{self.name} back"
+        return ItemMove(self.dest, self.source, *args)
+
+
+def move_parcels(
+    move: ItemMove,
+    parcels: Sequence[Parcel],
+    rows: Ints,
+    *,
+    starts: Ints | None = None,
+    of: int = -1,
+) -> list[Tensor]:
+    """The bytes of the items that arrive, each in rows of its own; one all-to-all.
+
+    Args:
+        move: Which items go where.
+        parcels: Those that this rank sends.
+        rows: (n,) rows of each item; at least of those that this rank sends or gets.
+        starts: (n,) first row of each item where it is. Default: items lie as listed.
+        of: The call whose gradients these are.
+    """
+    rank, device = move.group.rank, move.device
+    route = Route.of_items(move.source, move.dest, rows, rank, move.group.size, starts=starts)
+    total = sum(map(num_rows, parcels))
+    sent, at = torch.empty(total, ROW_BYTES, dtype=torch.uint8, device=device), 0
+    for one in parcels:
+        one.write(sent[at : at + num_rows(one)].flatten()[: one.num_bytes])
+        at += num_rows(one)
+    bound = BoundRoute(route.lean, move.group, device, move.step, move.name)
+    (received,) = move_rows(bound, [sent], of=of)
+    return [part.flatten() for part in received.split(rows[move.dest == rank].tolist())]
+
+
+def move_items(
+    move: ItemMove, parcels: Sequence[Parcel], rows: Ints, starts: Ints | None = None
+) -> list[Any]:
+    """The items that arrive. No gradients. As `move_parcels`."""
+    return [read(part) for part in move_parcels(move, parcels, rows, starts=starts)]
+
+
+def move_items_with_gradients(
+    move: ItemMove, items: Sequence[Any], parcels: Sequence[Parcel], rows: Ints, token: Tensor
+) -> tuple[list[Any], Tensor]:
+    """`move_items`, differentiable: gradients of tensors come back to the items that were sent.
+
+    The backward is one all-to-all, in which every rank takes part if the returned token has a
+    gradient on it, or any of what arrived: also one that sends and gets nothing.
+
+    Args:
+        move: Which items go where.
+        items: Those that this rank sends.
+        parcels: The same, ready to be written.
+        rows: (n,) rows of each item; at least of those that this rank sends or gets.
+        token: () What must come after this in the backward pass; requires a gradient.
+
+    Returns:
+        The items that arrive, and a token () for what comes before it in the backward pass.
+    """
+    leaves = [leaf for item in items for leaf in leaves_of(item)]
+    refuse_transforms(move.name, token, *leaves)
+    counts = [len(leaves_of(item)) for item in items]
+    arrived: list[Any] = []
+    token, *received = _Moved.apply(move, parcels, rows, counts, arrived, token, *leaves)
+    flat = iter(received)
+    return [rebuilt(item, flat) for item in arrived], token
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        move: ItemMove,
+        parcels: Sequence[Parcel],
+        rows: Ints,
+        counts: list[int],
+        arrived: list[Any],
+        token: Tensor,
+        *leaves: Tensor,
+    ) -> tuple[Tensor, ...]:
+        # Not views of what was received: who gets them may write into them.
+        arrived += [mapped(item, torch.clone) for item in move_items(move, parcels, rows)]
+        ctx.move, ctx.number = move, move.group.calls.number
+        flat = [leaves_of(item) for item in arrived]
+        ctx.sent = [[_Form.of(x) for x in own] for own in _runs(leaves, counts)]
+        ctx.received = [[_Form.of(x) for x in own] for own in flat]
+        received = [x for own in flat for x in own]
+        ctx.mark_non_differentiable(*(x for x in received if not has_gradient(x)))
+        ctx.save_for_backward(token)
+        return token.new_zeros(()), *received
+
+    @staticmethod
+    @only_first
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        move: ItemMove = ctx.move.back
+        counts = [len(own) for own in ctx.received]
+        parcels = [
+            _as_parcel([x for x, form in zip(own, forms, strict=True) if form.is_wanted])
+            for own, forms in zip(_runs(grads[1:], counts), ctx.received, strict=True)
+        ]
+        rank = move.group.rank
+        # The sizes of all others are those of items that neither leave this rank nor reach it.
+        rows = np.zeros(move.source.shape, np.int64)
+        rows[move.dest == rank] = [_num_rows_of(forms) for forms in ctx.sent]
+        rows[move.source == rank] = [_num_rows_of(forms) for forms in ctx.received]
+        parts = move_parcels(move, parcels, rows, of=ctx.number)
+        found = [_gradients(*one) for one in zip(parts, ctx.sent, strict=True)]
+        back = [grad for own in found for grad in own]
+        return None, None, None, None, None, torch.zeros_like(token), *back
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a tensor's gradient looks like."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    is_wanted: bool
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Form":
+        return cls(x.shape, x.dtype, has_gradient(x))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    @property
+    def padded(self) -> int:
+        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _num_rows_of(forms: Sequence[_Form]) -> int:
+    return -(-sum(form.padded for form in forms if form.is_wanted) // ROW_BYTES)
+
+
+def _as_parcel(grads: Sequence[Tensor]) -> Parcel:
+    parts = tuple(grad.contiguous().view(-1).view(torch.uint8) for grad in grads)
+    return Parcel(parts, sum(_Form.of(grad).padded for grad in grads))
+
+
+def _gradients(buffer: Tensor, forms: Sequence[_Form]) -> list[Tensor | None]:
+    """Of each tensor of an item, from bytes that `_as_parcel` wrote."""
+    found: list[Tensor | None] = []
+    at = 0
+    for form in forms:
+        found.append(None)
+        if form.is_wanted:
+            part = buffer[at : at + form.num_bytes]
+            found[-1] = part.view(form.dtype).view(form.shape)
+            at += form.padded
+    return found
+
+
+def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
+    """Consecutive values, so many at a time."""
+    runs, at = list[Sequence[Tensor]](), 0
+    for count in counts:
+        runs.append(values[at : at + count])
+        at += count
+    return runs
+
+
+def tied(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """The token, after which the backward passes of these tensors come, with gradients of 0."""
+    return _Tied.apply(token, *tensors) if tensors else token
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(token, *tensors)
+        return token.new_zeros(())
+
+    @staticmethod
+    @only_first
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+
+
+def attached(tensor: Tensor, token: Tensor) -> Tensor:
+    """The same tensor; its backward pass lets what made the token take part."""
+    return _Attached.apply(tensor, token)
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, token: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @only_first
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        return grads[0], torch.zeros_like(token)
+
+
+# --------------------
+# How fast the ranks of a group exchange bytes, measured once.
+
+_PROBE_BYTES = 1 << 20
+_NUM_PROBES = 4
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSpeed:
+    """What an all-to-all takes; the same on all ranks.
+
+    Attributes:
+        launch_s: Seconds of one of next to no bytes.
+        byte_s: Seconds more of a byte which a rank sends.
+    """
+
+    launch_s: float
+    byte_s: float
+
+
+def measure_exchange(
+    group: RankGroup, device: torch.device = _HOST, *, of_items: bool = False
+) -> ExchangeSpeed:
+    """Time a few all-to-alls of a byte, and of a mebibyte a rank.
+
+    Of each the best, on the rank where it took longest; rounded up to a power of two, so that runs
+    on the same machines agree.
+
+    Args:
+        group: The ranks.
+        device: Where the bytes lie.
+        of_items: Whether it is `move_items` that is timed: what the host does besides counts, too.
+    """
+    share = -(-_PROBE_BYTES // group.size)
+    exchange = _move_item if of_items else _move_bytes
+    few, many = (_slowest(group, device, exchange, num_bytes) for num_bytes in (1, share))
+    return ExchangeSpeed(_power_of_two(few), _power_of_two(many / (share * group.size)))
+
+
+def _slowest(
+    group: RankGroup, device: torch.device, exchange: "_Exchange", num_bytes: int
+) -> float:
+    """Seconds until the slowest rank has sent so many bytes for each; best of a few."""
+    sent = torch.zeros(group.size * num_bytes, dtype=torch.uint8, device=device)
+    best = torch.full((1,), np.inf, dtype=torch.float64, device=device)
+    for _ in range(_NUM_PROBES):
+        float(all_gather(group, Call("all_gather (measuring)"), best).max())  # to begin together
+        start = time.perf_counter()
+        int(exchange(group, sent)[0])  # has arrived, on a device too
+        best[0] = min(float(best), time.perf_counter() - start)
+    return float(all_gather(group, Call("all_gather (measured)"), best).max())
+
+
+_Exchange = Callable[[RankGroup, Tensor], Tensor]
+
+
+def _move_bytes(group: RankGroup, sent: Tensor) -> Tensor:
+    """As many to each rank."""
+    splits, received = [sent.numel() // group.size] * group.size, torch.empty_like(sent)
+    all_to_all(group, Call("all_to_all (measuring)"), received, sent, splits, splits)
+    return received
+
+
+def _move_item(group: RankGroup, sent: Tensor) -> Tensor:
+    """All to the next rank, as an item."""
+    source, one = np.arange(group.size), parcel([sent], sent.device)
+    move = ItemMove(source, (source + 1) % group.size, group, sent.device, 0, "measuring")
+    ((received,),) = move_items(move, [one], np.full(group.size, num_rows(one)))
+    return received
+
+
+def _power_of_two(value: float) -> float:
+    return float(2.0 ** np.ceil(np.log2(value)))

@@ -1,1 +1,0 @@
-"""Samples and items on their way between ranks: as bytes, nested at will, with their gradients."""

@@ -1,1 +1,0 @@
-"""Samplers for plain DataLoaders: which indices a rank reads. Nothing moves between ranks."""
