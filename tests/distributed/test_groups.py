@@ -1,6 +1,8 @@
 """Process groups are made whatever groups the ranks have besides."""
 
 import time
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import member_of, resolve, timeout_of
-from bascule.comm.guard import notes
+from bascule.comm.guard import notes, store
 from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import end_all
 from bascule.comm.guard.watch import PATIENCE_S
@@ -158,3 +160,25 @@ def waited_for_long() -> bool:
 
 def test_who_waited_for_long_is_not_said_to_wait_when_it_goes_on() -> None:
     assert run_ranks(waited_for_long, 2) == [False, False]
+
+
+def counting_requests() -> tuple[int, float]:
+    """Rank 1 comes late; how often the store was asked meanwhile, and for how long."""
+    num_asked, start = 0, time.monotonic()
+    ask = store._Requests.ask
+
+    def counted(self: Any, request: Any) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        return ask(self, request)
+
+    with mock.patch.object(store._Requests, "ask", counted):
+        if dist.get_rank() == 1:
+            time.sleep(2.0)
+        new_group([0, 1], "late", 60.0)
+    return num_asked, time.monotonic() - start
+
+
+def test_who_waits_for_a_group_asks_the_store_seldom() -> None:
+    num_asked, waited_s = run_ranks(counting_requests, 2)[0]
+    assert num_asked < 15 * (1 + waited_s), (num_asked, waited_s)

@@ -8,6 +8,7 @@ hold the same facts afterwards, or raise the same error.
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from bascule.comm.guard.failures import tell
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 _TEXT_WORDS = 48  # 384 bytes: one sentence
+_MOST_WORDS = 2**16  # of a setting, to show where ranks differ
+_SHOWN = 160  # characters of a long one
 _OK, _INPUT_ERROR, _OTHER_ERROR = 0, 1, 2
 _STATUS, _COUNT, _NUM_DIGESTS, _FIXED = 0, 1, 2, 3
 _CALL = "the call"
@@ -175,15 +178,29 @@ def _raise_differences(
     if differing.size == 0:
         return
     name = names[int(differing[0])]
-    texts = _gather(group, _to_words(settings[name], _TEXT_WORDS), what, step)
+    num_words = -(-len(settings[name].encode(errors="replace")) // 8)
+    most = int(_gather(group, np.array([num_words]), what, step).max())
+    words = _gather(group, _to_words(settings[name], min(most, _MOST_WORDS)), what, step)
     said: dict[str, list[int]] = {}
-    for rank, words in enumerate(texts):
-        said.setdefault(_from_words(words), []).append(rank)
+    for rank, text in enumerate(_around_difference([_from_words(row) for row in words])):
+        said.setdefault(text, []).append(rank)
     parts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in said.items())
     raise CommError(
         f"step {step}, {what}: ranks of group {group.name!r} disagree on {name}: {parts}. "
         "Give every rank the same"
     )
+
+
+def _around_difference(texts: Sequence[str]) -> list[str]:
+    """The texts; of long ones the part in which they differ first."""
+    if max(map(len, texts)) <= _SHOWN:
+        return list(texts)
+    unlike = (at for at, chars in enumerate(zip_longest(*texts)) if len(set(chars)) > 1)
+    first = max(next(unlike, 0) - _SHOWN // 4, 0)
+    before = ".. " if first else ""
+    after = [" .." if len(text) > first + _SHOWN else "" for text in texts]
+    parts = [text[first : first + _SHOWN] for text in texts]
+    return [before + part + end for part, end in zip(parts, after, strict=True)]
 
 
 def _digest(text: str) -> int:

@@ -21,7 +21,7 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import real
 
 _LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
-_GLANCE_S = 0.01  # between looks at who has come
+_SLICE_S = 1.0  # of a wait, between looks whether it can end
 
 
 def new_group(
@@ -89,9 +89,11 @@ def _meet(
     num, deadline = notes.arrive(meeting), time.monotonic() + timeout_s
     wait = watch.begin(meeting, Begun(Call("new_group"), number, 0), tuple(ranks), repr(name))
     try:
+        if num == len(ranks):
+            notes.call_together(meeting)
         while num < len(ranks) and wait.verdict is None and time.monotonic() < deadline:
-            time.sleep(_GLANCE_S)
-            num = notes.arrive(meeting, 0)
+            within_s = min(_SLICE_S, max(deadline - time.monotonic(), 0.001))
+            num = len(ranks) if notes.are_together(meeting, within_s) else num
     finally:
         watch.end(wait, is_done=num == len(ranks))
     if num < len(ranks) and notes.arrive(meeting, -1) < len(ranks) - 1:

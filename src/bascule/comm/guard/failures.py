@@ -363,6 +363,7 @@ def roll_call(ranks: Sequence[int], where: str) -> str:
     said = "every rank reported the failure"
     if missing:
         said = f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s"
+        said += "; if they are only slow, raise timeout_s, or the timeout of init_process_group"
     elsewhere = [
         f"rank {rank} last failed in {one.where}"
         for rank, one in signed.items()

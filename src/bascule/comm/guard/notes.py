@@ -7,6 +7,7 @@ those that wait for it, or fail as well, read it.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -178,6 +179,26 @@ def without_failure(ranks: Sequence[int]) -> list[int]:
 def arrive(meeting: str, num: int = 1) -> int:
     """Count this rank at a meeting, or with -1 take that back; how many are there now."""
     return ask(lambda store: store.add(_key("meeting", meeting), num))
+
+
+def call_together(meeting: str) -> None:
+    """Say to those that wait at a meeting that all have come."""
+    ask(lambda store: store.set(_key("met", meeting), ""))
+
+
+def are_together(meeting: str, within_s: float) -> bool:
+    """Whether all have come to a meeting, or come within so many seconds; one request."""
+
+    def wait(store: Any) -> bool:
+        try:
+            store.wait([_key("met", meeting)], timedelta(seconds=within_s))
+        except RuntimeError as error:  # each kind of store has its own text
+            if "timeout" not in str(error).lower():
+                raise
+            return False
+        return True
+
+    return ask(wait, over="meetings")
 
 
 def _writable(text: str) -> str:

@@ -76,11 +76,15 @@ def _silent() -> StoreSilentError:
     )
 
 
-def ask(request: Callable[[Any], T]) -> T:
+def ask(request: Callable[[Any], T], over: str = "requests") -> T:
     """What a request gives. Each has a thread of its own, which this one joins if it ends.
+
+    Args:
+        request: Takes the store.
+        over: Connection that it uses: one that waits there holds up no request over another.
 
     Raises:
         StoreSilentError: There was no answer in time, to this one or to one before it.
         What the request raises.
     """
-    return this_world().kept(_Requests, _Requests).ask(request)
+    return this_world().kept((_Requests, over), _Requests).ask(request)
