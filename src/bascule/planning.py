@@ -7,7 +7,7 @@ trains never takes part in them.
 
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -187,7 +187,7 @@ def _as_loaded(number: int, batch: Batch) -> routes.Ints:
     return np.stack([np.full(batch.lens.size, number), np.arange(batch.lens.size)], axis=1)
 
 
-def checked(microbatches: Sequence[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:
+def checked(microbatches: Iterable[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:
     """The sequences of this rank.
 
     Raises:
@@ -196,12 +196,13 @@ def checked(microbatches: Sequence[npt.ArrayLike | Sequences], sync: str) -> lis
     """
     check_sync(sync)
     found: list[Batch] = []
-    for number, loaded in enumerate(listed("microbatches", microbatches)):
+    given = listed("microbatches", microbatches)
+    for number, loaded in enumerate(given):
         try:
             found.append(batch_of([loaded], 1))
         except ConfigError as met:
             text = re.sub("^rank 0[,:] ", "", str(met))  # here it is the only one, hence 0
-            where = f"microbatch {number}: " if len(microbatches) > 1 else ""
+            where = f"microbatch {number}: " if len(given) > 1 else ""
             raise ConfigError(where + text) from None
     if not found:
         raise ConfigError("no microbatches: give the lengths of one at least")

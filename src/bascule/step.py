@@ -9,9 +9,11 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from bascule import parallel_routes, step_ops
+from bascule import step_ops
 from bascule.attention import packed
 from bascule.attention.call_spec import (
     check_settings,
@@ -22,10 +24,12 @@ from bascule.attention.call_spec import (
 )
 from bascule.attention.usp import Forward, by_head, usp_attention, usp_backward, usp_forward
 from bascule.comm import mean
+from bascule.comm.agree import Statement, agree
 from bascule.comm.exchange import (
     BoundRoute,
     exchange,
     gather_samples,
+    misfit,
     move_back,
     move_rows,
     sample_gradients,
@@ -33,18 +37,21 @@ from bascule.comm.exchange import (
 )
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import tell, telling
+from bascule.comm.guard.ranges import mark_lengths
 from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
 from bascule.comm.transforms import is_recorded, refuse_transforms
 from bascule.comm.world import this_world
-from bascule.parallel_forms import Forms, Qkv, needs_gradient
-from bascule.plan import metrics
+from bascule.errors import ConfigError
+from bascule.plan import metrics, routes
 from bascule.plan.costs import Cost
 from bascule.plan.traffic import Traffic
 from bascule.planning import Planned
 
 if TYPE_CHECKING:
     from bascule.parallel import SequenceParallel
+
+Qkv = tuple[Tensor, Tensor, Tensor]
 
 
 class Step:
@@ -73,7 +80,7 @@ class Step:
         self.plan, self.sources = plan, planned.sources
         self.num_attended, self.traffic = 0, Traffic()
         self._cost = cost  # that it was planned with
-        self._forms = Forms(parallel, plan, number)
+        self._is_marked = False
         self.local = plan.local(parallel.rank)
         self.local_seq_ids = table_on(self.local.seq_ids, parallel.device)
         self.token_slot = table_on(self.local.slots, parallel.device)
@@ -204,7 +211,7 @@ class Step:
         with telling(f"step {self.number}: attend"):
             needs_grad = list(map(needs_gradient, (q_CHD, k_CKD, v_CKD)))
             qkv = q_CHD, k_CKD, v_CKD
-            self._forms.of_attention(self._bag, qkv, needs_grad, causal, scale)
+            self._agree_on_attention(qkv, needs_grad, causal, scale)
             out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
             self._count(q_CHD, k_CKD)
             return out
@@ -218,7 +225,7 @@ class Step:
         if is_recorded():
             return int(step_ops.count_routed(is_marked, self._key))
         with telling(f"step {self.number}: count_routed"):
-            return parallel_routes.count_marked(self._route, is_marked)
+            return count_marked(self._route, is_marked)
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
         """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
@@ -231,7 +238,7 @@ class Step:
             args = self._key, self._num_samples, needs_grad
             return step_ops.gather_samples(tensor, *args)
         with telling(f"step {self.number}: gather_samples"):
-            self._forms.of_samples(tensor, needs_grad)
+            self._agree_on_samples(tensor, needs_grad)
             return gather_samples(tensor, *self._samples)
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
@@ -251,7 +258,7 @@ class Step:
             mean.check_gradient(weights)  # within an operator nothing has one
             return step_ops.mean(per_token, weights, self._key)[0]
         with telling(f"step {self.number}: mean"):
-            self._forms.of_mean(per_token, weights)
+            self._agree_on_mean(per_token, weights)
             return mean.global_mean(per_token, weights, self._mean_over)
 
     def metrics(self) -> dict[str, Any]:
@@ -261,11 +268,17 @@ class Step:
 
     @cached_property
     def _route(self) -> BoundRoute:
-        return parallel_routes.token_route(self._parallel, self.plan, self.number)
+        parallel = self._parallel
+        route = self.plan.route(parallel.rank)
+        return BoundRoute(route, parallel.group, parallel.device, self.number, "route")
 
     @cached_property
     def _context_route(self) -> BoundRoute:
-        return parallel_routes.context_route(self._parallel, self.plan, self.number)
+        parallel, plan = self._parallel, self.plan
+        contexts, is_own = plan.context_lens, plan.source_ranks == parallel.rank
+        num_rows = 0 if contexts is None else int(contexts[is_own].sum())
+        args = parallel.group, parallel.device, self.number, "route_contexts"
+        return BoundRoute(plan.context_route(parallel.rank), *args, num_rows=num_rows)
 
     @cached_property
     def _bag(self) -> packed.Bag:
@@ -274,7 +287,10 @@ class Step:
 
     @cached_property
     def _samples(self) -> tuple[int, Tensor, RankGroup, int]:
-        return parallel_routes.sample_rows(self._parallel, self.plan, self.number)
+        counts, parallel = self.plan.source_counts, self._parallel
+        most = int(counts.max(initial=0))  # rows of a gather are padded to the most of a rank
+        rows = routes.ranges(np.arange(counts.size) * most, counts)
+        return most, table_on(rows, parallel.device), parallel.group, self.number
 
     def _exchange(self, what: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
         refuse_transforms(what, *tensors.values())
@@ -289,7 +305,7 @@ class Step:
     def _attend_recorded(
         self, q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float | None
     ) -> Tensor:
-        self._forms.check_settings(kind == "causal", scale)
+        self._check_settings(kind == "causal", scale)
         q, _ = with_positive_scale(q, scale)
         sizes: list[int] = []
         if self._sharing > 1 and kind != "contexts":
@@ -313,7 +329,7 @@ class Step:
             if kind == "contexts":
                 check_tensors("attend_contexts", *qkv)
             else:
-                self._forms.of_attention(self._bag, qkv, needs_grad, kind == "causal", scale)
+                self._agree_on_attention(qkv, needs_grad, kind == "causal", scale)
                 self._count(q, k)
             factor = positive_scale(q.shape[2], scale)
             return usp_forward(q, k, v, *self._prepared(qkv, kind, factor))
@@ -356,7 +372,7 @@ class Step:
     def gather_now(self, tensor: Tensor, needs_grad: bool) -> Tensor:
         """The forward of `gather_samples`."""
         with telling(f"step {self.number}: gather_samples"):
-            self._forms.of_samples(tensor, needs_grad)
+            self._agree_on_samples(tensor, needs_grad)
             return samples_of_all(tensor, *self._samples)
 
     def gather_back(self, grad: Tensor) -> Tensor:
@@ -368,7 +384,7 @@ class Step:
     def mean_now(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """The forward of `mean`, and what its gradient is multiplied by."""
         with telling(f"step {self.number}: mean"):
-            self._forms.of_mean(values, weights)
+            self._agree_on_mean(values, weights)
             return mean.mean_and_scale(values, weights, self._mean_over)
 
     @property
@@ -380,6 +396,11 @@ class Step:
     def _count(self, q: Tensor, k: Tensor) -> None:
         self.num_attended += 1
         self.traffic += packed.traffic(self._bag, q, k)
+
+    @cached_property
+    def _most_sharing(self) -> int:
+        """The most ranks that share heads; of "auto", others every step."""
+        return int(self.plan.topology.ulysses_groups.bag_sizes.max())
 
     def _prepared(self, qkv: Qkv, kind: str, scale: float) -> packed.Prepared:
         kernel = self._parallel.options.kernel
@@ -396,7 +417,114 @@ class Step:
         self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
     ) -> BoundRoute:
         route = self._route_of(what)
-        self._forms.of_rows(what, tensors, needs_grad, route.num_at_source)
+        self._agree_on_rows(what, tensors, needs_grad, route.num_at_source)
         rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
         self.traffic += Traffic(routed=rows * route.num_moved)
         return route
+
+    # What all ranks must mean alike, agreed on when it is first used: each of these returns where
+    # they do, and raises on all of them where one gave what is wrong, or they differ.
+
+    def _check_settings(self, causal: bool, scale: float | None) -> None:
+        check_settings("attend", causal, scale)
+        if causal and self.plan.masks is not None:
+            raise ConfigError(
+                "attend: causal=True, and the sequences were planned with masks, which hold for "
+                'every attention: leave it out, or plan with Sequences(.., masks="causal")'
+            )
+
+    def _agree_on_attention(
+        self, qkv: Qkv, needs_grad: Sequence[bool], causal: bool, scale: float | None
+    ) -> None:
+        """Heads, dtype and gradients decide the exchanges."""
+        parallel, (q, k, v) = self._parallel, qkv
+        refuse_transforms("attend", *qkv)
+        self._check_settings(causal, scale)
+        try:
+            check_tensors("attend", *qkv)
+        except ConfigError as error:
+            parallel.agree_once("attend", f"attend: {error}", error, self.number)
+        factor = None if scale is None else float(scale)
+        alike = q.dtype, k.dtype, v.dtype, tuple(needs_grad), causal, factor
+        form = (self._most_sharing, q.shape[1:], k.shape[1:], v.shape[1:], *alike)
+        if not parallel.group.calls.has_agreed(("attend", form)):
+            error = None
+            try:
+                packed.check(self.plan.topology, self._bag, parallel.options.kernel, q, k, v)
+            except ConfigError as met:
+                error = met
+            parallel.agree_once("attend", form, error, self.number)
+
+    def _agree_on_rows(
+        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool], num_rows: int
+    ) -> None:
+        """Names, dtypes, widths and gradients decide the sizes.
+
+        The first route says in a running profile which lengths the step is for.
+        """
+        if what == "route" and not self._is_marked:
+            self._is_marked = True
+            mark_lengths("step", self.plan, self._parallel.rank)
+        error = None if tensors else ConfigError(f"{what}: give at least one tensor")
+        for name, x in tensors.items():
+            error = error or misfit(what, name, x, num_rows, self._parallel.device)
+        if error is not None:
+            self._parallel.agree_once(what, f"{what}: {error}", error, self.number)
+        form = ", ".join(
+            f"{name} {str(x.dtype).removeprefix('torch.')}{list(x.shape[1:])}"
+            f"{' with gradient' if needed else ''}"
+            for (name, x), needed in zip(tensors.items(), needs_grad, strict=True)
+        )
+        self._parallel.agree_once(what, f"{what}({form})", error, self.number)
+
+    def _agree_on_samples(self, tensor: Tensor, needs_grad: bool) -> None:
+        own = int(self.plan.source_counts[self._parallel.rank])
+        self._agree_on_rows("gather_samples", {"tensor": tensor}, [needs_grad], own)
+
+    def _agree_on_mean(self, values: Tensor, weights: Tensor | None) -> None:
+        error, form = None, None
+        try:
+            mean.check(values, weights)
+            form = (values.shape[1:], values.dtype, weights is not None)
+        except Exception as met:  # whatever it is, the others must not wait
+            error = met
+        self._parallel.agree_once("mean", form, error, self.number)
+
+
+def needs_gradient(x: object) -> bool:
+    """Whether a call with this tensor takes part in a backward."""
+    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
+
+
+def count_marked(route: BoundRoute, is_marked: Tensor) -> int:
+    """How many marked rows a route brings here; one gather of a number a rank, on the host.
+
+    Args:
+        route: That of tokens.
+        is_marked: bool (T,), on the host.
+
+    Raises:
+        RemoteConfigError: On some rank it is something else.
+    """
+    sent, error = np.zeros(route.group.size, np.int64), None
+    try:
+        sent = _marked_by_rank(route, is_marked)
+    except ConfigError as met:  # the others must not wait
+        error = met
+    control = route.group.control or route.group
+    statement = Statement({}, sent, error)
+    said = agree(control, statement, what="count_routed", step=route.step, capacity=sent.size)
+    return sum(int(of_rank[route.group.rank]) for of_rank in said)
+
+
+def _marked_by_rank(route: BoundRoute, is_marked: Tensor) -> routes.Ints:
+    """Of the rows that go to each rank, how many are marked."""
+    wanted = (route.num_at_source,)
+    if is_marked.dtype != torch.bool or is_marked.shape != wanted or not is_marked.is_cpu:
+        raise ConfigError(
+            f"count_routed: a {is_marked.dtype} tensor of {tuple(is_marked.shape)} on "
+            f"{is_marked.device}: give a bool tensor of {wanted} on the host"
+        )
+    marks, index = is_marked.numpy(), route.route.send_index
+    before = routes.cumulative((marks if index is None else marks[index]).astype(np.int64))
+    return np.diff(before[routes.cumulative(route.route.send_splits)])
