@@ -26,7 +26,9 @@ def noisy(seed: int, noise: float, num_steps: int = 12) -> tuple[Any, RunLengths
     own = TRUE(drawn).sum(axis=2) + TRUE.overhead
     own = own * np.exp(noise * chance.standard_normal(own.shape))
     steps = np.arange(num_steps)
-    parts = SimpleNamespace(ranks=np.arange(2), steps=steps, own=own, step_seconds=own.max(axis=1))
+    parts = SimpleNamespace(
+        num_missing=0, ranks=np.arange(2), steps=steps, own=own, step_seconds=own.max(axis=1)
+    )
     return parts, RunLengths(lens, lens)
 
 

@@ -154,6 +154,27 @@ def test_a_rank_in_the_name_of_a_file_and_missing_ranks(tmp_path: Path) -> None:
     assert parts.notes == ("1 of 3 ranks have no trace (1): the slowest may be among them",)
 
 
+def test_nothing_is_told_that_needs_the_traces_of_missing_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    for rank in (0, 2):
+        (folder / f"rank{rank}.json").write_text(json.dumps(Run(OWN).trace(rank)))
+    parts = parts_of(folder)
+    assert (parts.num_missing, parts.imbalance, parts.waited) == (1, None, None)
+    page, numbers = tmp_path / "page.html", tmp_path / "numbers.json"
+    status, out, _ = run(
+        capsys, "trace", str(folder), "--json", str(numbers), "--report", str(page)
+    )
+    assert status == 0 and "1 ranks have no trace" in out
+    for text in (out, page.read_text()):
+        assert "max/mean compute" not in text and "compute, max / mean" not in text
+    data = json.loads(numbers.read_text())
+    for name in ("imbalance", "waiting", "slowest", "slowest_rank", "worth"):
+        assert data[name] is None, name
+
+
 @pytest.mark.parametrize("from_file", [False, True], ids=["names", "manifest"])
 def test_what_balancing_is_worth_where_the_cost_model_holds(
     tmp_path: Path, from_file: bool

@@ -149,7 +149,8 @@ def analysed(folder: Path, *, from_file: bool) -> tuple[bool, bool]:
         assert np.isfinite(one).all() and (one >= 0).all()
     total = parts.compute + parts.communication + parts.waiting
     assert (total <= parts.seconds * (1 + 1e-6) + 1e-5).all()
-    assert np.isfinite(parts.imbalance) and parts.slowest_rank in parts.ranks
+    assert parts.imbalance is None if parts.num_missing else np.isfinite(parts.imbalance or 0.0)
+    assert parts.slowest_rank in parts.ranks
     lens = RunLengths({}, {})
     is_priced = False
     try:

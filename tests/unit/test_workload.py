@@ -399,3 +399,12 @@ def test_bad_manifest_options_are_refused(
     path = write(tmp_path, "m.csv", "width,height\n64,64\n")
     with pytest.raises(ConfigError, match="must be > 0"):
         read_manifest(path, patch=patch, bytes_per_token=bytes_per_token)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("tokens,height, tokens\n10,2,20\n")
+    with pytest.raises(ConfigError, match="two columns are named 'tokens'"):
+        read_manifest(path)
+    path.write_text("tokens,,\n10,a,b\n")  # columns without a name mean nothing
+    assert [sample.seq_len for sample in read_manifest(path)] == [10]

@@ -112,17 +112,28 @@ def _show(console: Console, parts: StepParts) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     means = [getattr(parts, name).mean(axis=0) * 1e3 for name in ("seconds", *_PARTS)]
     for place, rank in enumerate(parts.ranks[:_MAX_ROWS].tolist()):
-        slow = f"{np.count_nonzero(parts.slowest == rank)} of {num_steps}"
-        table.add_row(str(rank), *(f"{float(mean[place]):.4g}" for mean in means), slow)
+        cells = [f"{float(mean[place]):.4g}" for mean in means]
+        cells.append(f"{np.count_nonzero(parts.slowest == rank)} of {num_steps}")
+        if parts.num_missing:  # those of ranks without a trace decide these
+            cells[1 + _PARTS.index("waiting")] = cells[-1] = "-"
+        table.add_row(str(rank), *cells)
     console.print(table)
     if num_ranks > _MAX_ROWS:
         console.print(f"({num_ranks - _MAX_ROWS} more ranks)")
-    waited = float(parts.waiting.sum() / max(float(parts.seconds.sum()), 1e-30))
-    console.print(
-        f"hidden: communication behind compute, within compute\n"
-        f"a step takes {parts.step_seconds.mean() * 1e3:.4g} ms; ranks wait {waited:.1%} of it; "
-        f"measured imbalance (max/mean compute) {parts.imbalance:.4f}; slowest: rank "
-        f"{parts.slowest_rank}"
+    console.print("hidden: communication behind compute, within compute")
+    console.print(f"a step takes {parts.step_seconds.mean() * 1e3:.4g} ms; {_compared(parts)}")
+
+
+def _compared(parts: StepParts) -> str:
+    """What only the traces of all ranks tell."""
+    if parts.waited is None:
+        return (
+            f"{parts.num_missing} ranks have no trace, so what ranks wait and their imbalance are "
+            "not known"
+        )
+    return (
+        f"ranks wait {parts.waited:.1%} of it; measured imbalance (max/mean compute) "
+        f"{parts.imbalance:.4f}; slowest: rank {parts.slowest_rank}"
     )
 
 
@@ -162,9 +173,10 @@ def _as_dict(parts: StepParts, worth: Worth | None, unknown: str) -> dict[str, A
         "step_seconds": parts.step_seconds.tolist(),
         "seconds": parts.seconds.tolist(),
         **{name: getattr(parts, name).tolist() for name in _PARTS},
+        **({"waiting": None} if parts.num_missing else {}),
         "imbalance": parts.imbalance,
-        "slowest": parts.slowest.tolist(),
-        "slowest_rank": parts.slowest_rank,
+        "slowest": None if parts.num_missing else parts.slowest.tolist(),
+        "slowest_rank": None if parts.num_missing else parts.slowest_rank,
         "notes": list(parts.notes),
         "worth": None,
         "worth_unknown": unknown or None,

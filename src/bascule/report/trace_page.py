@@ -19,15 +19,18 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
     """
     num_steps, num_ranks = parts.seconds.shape
     step_s = float(parts.step_seconds.mean())
-    waited = float(parts.waiting.sum() / max(float(parts.seconds.sum()), 1e-30))
-    facts = [
-        Fact("step_s", "a step takes", step_s, f"{step_s * 1e3:.4g} ms"),
-        Fact("waiting", "ranks wait", waited, f"{waited:.1%}"),
-        Fact("imbalance", "compute, max / mean", parts.imbalance, f"{parts.imbalance:.4f}"),
-        Fact("slowest_rank", "slowest rank", parts.slowest_rank, str(parts.slowest_rank)),
-    ]
+    waited, imbalance = parts.waited, parts.imbalance
+    facts = [Fact("step_s", "a step takes", step_s, f"{step_s * 1e3:.4g} ms")]
+    known = f"{parts.num_missing} ranks have no trace, so what ranks wait is not known"
+    if waited is not None and imbalance is not None:
+        known = f"Ranks wait {waited:.1%} of the time"
+        facts += [
+            Fact("waiting", "ranks wait", waited, f"{waited:.1%}"),
+            Fact("imbalance", "compute, max / mean", imbalance, f"{imbalance:.4f}"),
+            Fact("slowest_rank", "slowest rank", parts.slowest_rank, str(parts.slowest_rank)),
+        ]
     if worth is None:
-        answer = f"Ranks wait {waited:.1%} of the time. What balancing would be worth: {unknown}."
+        answer = f"{known}. What balancing would be worth: {unknown}."
     else:
         assert worth.cost.fit is not None
         error = worth.cost.fit.loo_error
@@ -40,7 +43,7 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
             Fact("moved_share", "tokens that move", worth.moved_share, f"{worth.moved_share:.0%}"),
         ]
         answer = (
-            f"Ranks wait {waited:.1%} of the time; balanced on {worth.topology}, steps are "
+            f"{known}; balanced on {worth.topology}, steps are "
             f"predicted to run {worth.speedup:.2f}x as fast ({_range(worth)[1]})."
         )
     return Report(
@@ -79,17 +82,24 @@ def _off(worth: Worth) -> str:
 def _ranks(parts: StepParts) -> Chart:
     return draw_bars(
         "Seconds of a step by rank",
-        f"Means of {parts.seconds.shape[0]} steps; rank {parts.slowest_rank} is the slowest.",
+        f"Means of {parts.seconds.shape[0]} steps."
+        + ("" if parts.num_missing else f" Rank {parts.slowest_rank} is the slowest."),
         [f"rank {rank}" for rank in parts.ranks[:_MOST_RANKS]],
-        {name: getattr(parts, name).mean(axis=0)[:_MOST_RANKS] for name in _PARTS},
+        {name: getattr(parts, name).mean(axis=0)[:_MOST_RANKS] for name in _known(parts)},
         "s",
     )
 
 
 def _table(parts: StepParts) -> Rows:
-    means = [getattr(parts, name).mean(axis=0) for name in ("seconds", *_PARTS)]
+    known = _known(parts)
+    means = [getattr(parts, name).mean(axis=0) for name in ("seconds", *known)]
     rows = tuple(
         (str(rank), *(f"{column[place] * 1e3:.4g}" for column in means))
         for place, rank in enumerate(parts.ranks.tolist())
     )
-    return Rows("All ranks, ms a step", ("rank", "step", *_PARTS), rows)
+    return Rows("All ranks, ms a step", ("rank", "step", *known), rows)
+
+
+def _known(parts: StepParts) -> tuple[str, ...]:
+    """Return the parts of steps that the traces tell: waiting needs those of all ranks."""
+    return tuple(name for name in _PARTS if name != "waiting" or not parts.num_missing)

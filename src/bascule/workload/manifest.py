@@ -186,7 +186,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
                 )
             if header and cells:
                 yield line, dict(zip(header, cells, strict=True))
-            header = header or [cell.strip() for cell in cells]
+            if not header:
+                header = [cell.strip() for cell in cells]
+                if twice := [name for name in header if name and header.count(name) > 1]:
+                    raise ConfigError(
+                        f"{path}: two columns are named {shown(twice[0])}: remove or rename one"
+                    )
             line = reader.line_num + 1
     except csv.Error as error:
         raise ConfigError(f"{path}, line {line}: {error}") from error

@@ -78,6 +78,7 @@ class StepParts:
         on_device: Whether they are those of a device.
         numbered_by: What shows the steps.
         notes: Sentences on what could not be used.
+        num_missing: Ranks of the run that have no trace.
     """
 
     ranks: Ints
@@ -91,6 +92,7 @@ class StepParts:
     on_device: bool
     numbered_by: str
     notes: tuple[str, ...]
+    num_missing: int = 0
 
     @property
     def rest(self) -> Floats:
@@ -109,8 +111,17 @@ class StepParts:
         return self.seconds.mean(axis=1)
 
     @property
-    def imbalance(self) -> float:
-        """Max over mean of the compute of the ranks, mean over the steps."""
+    def waited(self) -> float | None:
+        """Share of the time in which ranks waited; None where ranks have no trace."""
+        if self.num_missing:
+            return None
+        return float(self.waiting.sum() / max(float(self.seconds.sum()), 1e-30))
+
+    @property
+    def imbalance(self) -> float | None:
+        """Max over mean of the compute of the ranks, mean over the steps; None as for `waited`."""
+        if self.num_missing:
+            return None
         return float(np.mean([metrics.imbalance(loads) for loads in self.compute]))
 
     @cached_property
@@ -181,6 +192,7 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
         every[0].on_device,
         every[0].numbered_by,
         (*notes, *unmatched),
+        max(max(trace.world_size or 0, trace.rank + 1) for trace in traces) - len(traces),
     )
 
 

@@ -208,6 +208,8 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         ConfigError: No lengths are known, they do not explain the seconds (`fit_iterations`, or the
             mean step is missed by more than `MAX_MODEL_ERROR`), or the topology does not fit.
     """
+    if parts.num_missing:
+        raise ConfigError(f"{parts.num_missing} ranks have no trace: give those of all ranks")
     ranks = parts.ranks.tolist()
     places = [
         place
