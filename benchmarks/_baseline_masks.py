@@ -17,8 +17,8 @@ from torch.distributed.tensor.experimental._context_parallel import (  # pyright
 )
 
 from bascule import Sequences, Span
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import TransformerCost
+from bascule.plan.plan import plan_batch
 
 NUM_TOKENS, BLOCK = 65_536, 128
 RANKS = (2, 4, 8)

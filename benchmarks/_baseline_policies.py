@@ -26,8 +26,8 @@ from _baselines import (
 )
 
 from bascule.data import BalancedSampler, SamplerOptions
-from bascule.plan.batch import plan_batch
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import plan_batch
 from bascule.plan.topology_search import suggest_topology
 
 MOST_REAL, MOST_AUTO = 8, 256

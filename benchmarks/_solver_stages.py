@@ -12,13 +12,13 @@ from rich.table import Table
 
 from bascule.errors import PlanError
 from bascule.plan import locality
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
-from bascule.plan.solver import improve, portfolio
+from bascule.plan.plan import plan_batch
+from bascule.plan.solver import portfolio, search
+from bascule.plan.solver.portfolio import longest_first
 from bascule.plan.solver.solve import assign
-from bascule.plan.solver.starts import longest_first
 from bascule.plan.topology import Topology
 
 Batch = list[list[int]]
@@ -75,23 +75,23 @@ STAGES = {
     "knapsack": Stage("free", portfolio, "by_speed", _longest_first),
     "slow bins by pairs": Stage("free", portfolio, "topped_up", _nothing),
     "refine": Stage("free", portfolio, "refine", _as_given),
-    "refine, by improve": Stage("free", portfolio, "refine", lambda _: improve.improve),
+    "refine, by improve": Stage("free", portfolio, "refine", lambda _: search.improve),
     "counted": Stage("capped", portfolio, "_counted", _nothing),
     "room first": Stage("capped", portfolio, "place_longest", _longest_first),
     "relaxations": Stage("capped", portfolio, "place_relaxed", _nothing),
     "exact": Stage("tight", portfolio, "place_exactly", _nothing),
     "improve": Stage("capped", portfolio, "improve", _as_given),
-    "improve: many pairs": Stage("capped", improve, "_exchange", _no_pairs),
-    "improve: the worst bin": Stage("capped", improve, "_unload", _nothing),
-    "improve: groups of two": Stage("capped", improve, "_exchange", _no_twos),
+    "improve: many pairs": Stage("capped", search, "_exchange", _no_pairs),
+    "improve: the worst bin": Stage("capped", search, "_unload", _nothing),
+    "improve: groups of two": Stage("capped", search, "_exchange", _no_twos),
     "least costs": Stage("kinds", portfolio, "_of_kinds", _drop("least costs")),
     "kinds apart": Stage("kinds", portfolio, "_of_kinds", _drop("kinds apart")),
     "guess 2 of kinds": Stage("kinds", portfolio, "_of_kinds", _drop("guess 2 of kinds")),
     "improve at true costs": Stage("kinds", portfolio, "improve", _as_given),
-    "groups of two, kinds": Stage("kinds", improve, "_exchange", _no_twos),
+    "groups of two, kinds": Stage("kinds", search, "_exchange", _no_twos),
     "relabel": Stage("home", portfolio, "relabel", _as_given),
     "repair and bring home": Stage("home", portfolio, "improve", _as_given),
-    "bring home": Stage("home", improve, "_bring_home", lambda _: lambda score, bin_of: bin_of),
+    "bring home": Stage("home", search, "_bring_home", lambda _: lambda score, bin_of: bin_of),
     "keep a part": Stage("many at home", locality, "_keep_part", _nothing),
 }
 

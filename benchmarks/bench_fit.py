@@ -39,9 +39,9 @@ from rich.table import Column, Table
 from scipy.optimize import minimize, nnls
 
 from bascule.errors import ConfigError
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.fits import fit_iterations
+from bascule.plan.plan import plan_batch
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

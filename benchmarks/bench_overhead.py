@@ -36,8 +36,8 @@ from bascule.attention.packed import Bag, Contexts, attend
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import TransformerCost
+from bascule.plan.plan import Plan, plan_batch
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 
 DATA = "g32b32i256f1s0"

@@ -17,10 +17,10 @@ from _common import MIXES, write_results
 
 from bascule.errors import PlanError
 from bascule.plan import metrics
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import TRAINING, HardwareProfile, in_passes
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
 from bascule.plan.topology_search import suggest_topology

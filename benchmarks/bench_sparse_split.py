@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bascule.arrays import cumulative, ranges
 from bascule.attention.kernels.protocol import merge
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
-from bascule.plan.routes import cumulative, ranges
 from bascule.plan.sparse import (
     BlockLayout,
     PackedRows,

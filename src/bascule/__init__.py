@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from bascule.parallel import ParallelOptions as ParallelOptions
     from bascule.parallel import SequenceParallel as SequenceParallel
     from bascule.parallel import Step as Step
-    from bascule.plan.batch import Plan as Plan
-    from bascule.plan.batch import plan_batch as plan_batch
     from bascule.plan.costs import PolynomialCost as PolynomialCost
     from bascule.plan.costs import TransformerCost as TransformerCost
     from bascule.plan.fits import fit_attention_latency as fit_attention_latency
@@ -48,11 +46,13 @@ if TYPE_CHECKING:
     from bascule.plan.fits import fit_iterations as fit_iterations
     from bascule.plan.fits import fit_latency as fit_latency
     from bascule.plan.limits import Limits as Limits
-    from bascule.plan.loaded.masks import Span as Span
-    from bascule.plan.loaded.sequences import Sequences as Sequences
     from bascule.plan.machine import AttentionLatency as AttentionLatency
     from bascule.plan.machine import Cluster as Cluster
     from bascule.plan.machine import HardwareProfile as HardwareProfile
+    from bascule.plan.plan import Plan as Plan
+    from bascule.plan.plan import plan_batch as plan_batch
+    from bascule.plan.sequences import Sequences as Sequences
+    from bascule.plan.sequences import Span as Span
     from bascule.plan.solver.solve import Assignment as Assignment
     from bascule.plan.solver.solve import assign as assign
     from bascule.plan.sparse import partition_blocks as partition_blocks
@@ -88,16 +88,16 @@ _HOMES = {
     "LoaderOptions": "bascule.data.loader",
     "Pack": "bascule.data.packs",
     "ParallelOptions": "bascule.parallel",
-    "Plan": "bascule.plan.batch",
+    "Plan": "bascule.plan.plan",
     "PlanError": "bascule.errors",
     "PolynomialCost": "bascule.plan.costs",
     "ResumableSampler": "bascule.data.samplers",
     "SamplerOptions": "bascule.data.samplers",
     "SequenceParallel": "bascule.parallel",
-    "Sequences": "bascule.plan.loaded.sequences",
+    "Sequences": "bascule.plan.sequences",
     "SimulationOptions": "bascule.sim.simulation",
     "SimulationResult": "bascule.sim.simulation",
-    "Span": "bascule.plan.loaded.masks",
+    "Span": "bascule.plan.sequences",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",
     "Step": "bascule.parallel",
     "Strategies": "bascule.plan.sparse.choose",
@@ -113,7 +113,7 @@ _HOMES = {
     "parallelize": "bascule.integrations.diffusers.handle",
     "partition_blocks": "bascule.plan.sparse",
     "partition_heads": "bascule.plan.sparse",
-    "plan_batch": "bascule.plan.batch",
+    "plan_batch": "bascule.plan.plan",
     "plan_step": "bascule.plan.step",
     "sequence_parallel": "bascule.integrations.sdpa.mode",
     "simulate": "bascule.sim.simulation",

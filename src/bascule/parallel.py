@@ -19,9 +19,9 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.sequences import Batch, Sequences
 from bascule.plan.machine import Cluster
 from bascule.plan.prices import RankState
+from bascule.plan.sequences import Batch, Sequences
 from bascule.plan.step import Sync
 from bascule.plan.topology import Topology
 from bascule.planning import Asked, Planned, PlannedLater, Planning, checked

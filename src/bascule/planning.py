@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import end_all, telling
 from bascule.comm.guard.watch import watch_of_world
 from bascule.errors import ConfigError
-from bascule.plan import routes
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import listed
 from bascule.plan.costs import Cost
-from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
+from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.sequences import Batch, Sequences, batch_of
 from bascule.plan.step import Sync, check_sync, mix_microbatches, plan_step
 from bascule.plan.topology import Topology
 
@@ -76,7 +76,7 @@ class Planned:
     """
 
     plan: Plan
-    sources: routes.Ints
+    sources: Ints
 
 
 class Planning:
@@ -111,7 +111,7 @@ class Planning:
             args = loaded, asked.topology, asked.cost
             return tuple(map(Planned, plan_step(*args, sync=asked.sync, **asked.others), sources))
 
-    def _gather(self, asked: Asked) -> list[list[routes.Ints | Sequences]]:
+    def _gather(self, asked: Asked) -> list[list[Ints | Sequences]]:
         """Sequences by microbatch and rank; or the same error on all ranks."""
         num = len(asked.batches)
         words = [batch.to_words() for batch in asked.batches]
@@ -183,7 +183,7 @@ class PlannedLater:
             self._done.set()
 
 
-def _as_loaded(number: int, batch: Batch) -> routes.Ints:
+def _as_loaded(number: int, batch: Batch) -> Ints:
     return np.stack([np.full(batch.lens.size, number), np.arange(batch.lens.size)], axis=1)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bascule import step_ops
+from bascule.arrays import Ints, cumulative, ranges
 from bascule.attention import packed
 from bascule.attention.call_spec import (
     check_settings,
@@ -43,7 +44,6 @@ from bascule.comm.staging import table_on
 from bascule.comm.transforms import is_recorded, refuse_transforms
 from bascule.comm.world import this_world
 from bascule.errors import ConfigError
-from bascule.plan import metrics, routes
 from bascule.plan.costs import Cost
 from bascule.plan.traffic import Traffic
 from bascule.planning import Planned
@@ -263,7 +263,7 @@ class Step:
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
-        predicted = metrics.of_plan(self.plan, self._cost, self._parallel.cluster)
+        predicted = self.plan.summary(self._cost, self._parallel.cluster)
         return {"step": self.number, **predicted, "sent_bytes": self.traffic.total}
 
     @cached_property
@@ -289,7 +289,7 @@ class Step:
     def _samples(self) -> tuple[int, Tensor, RankGroup, int]:
         counts, parallel = self.plan.source_counts, self._parallel
         most = int(counts.max(initial=0))  # rows of a gather are padded to the most of a rank
-        rows = routes.ranges(np.arange(counts.size) * most, counts)
+        rows = ranges(np.arange(counts.size) * most, counts)
         return most, table_on(rows, parallel.device), parallel.group, self.number
 
     def _exchange(self, what: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -517,7 +517,7 @@ def count_marked(route: BoundRoute, is_marked: Tensor) -> int:
     return sum(int(of_rank[route.group.rank]) for of_rank in said)
 
 
-def _marked_by_rank(route: BoundRoute, is_marked: Tensor) -> routes.Ints:
+def _marked_by_rank(route: BoundRoute, is_marked: Tensor) -> Ints:
     """Of the rows that go to each rank, how many are marked."""
     wanted = (route.num_at_source,)
     if is_marked.dtype != torch.bool or is_marked.shape != wanted or not is_marked.is_cpu:
@@ -526,5 +526,5 @@ def _marked_by_rank(route: BoundRoute, is_marked: Tensor) -> routes.Ints:
             f"{is_marked.device}: give a bool tensor of {wanted} on the host"
         )
     marks, index = is_marked.numpy(), route.route.send_index
-    before = routes.cumulative((marks if index is None else marks[index]).astype(np.int64))
-    return np.diff(before[routes.cumulative(route.route.send_splits)])
+    before = cumulative((marks if index is None else marks[index]).astype(np.int64))
+    return np.diff(before[cumulative(route.route.send_splits)])

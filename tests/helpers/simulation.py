@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Ints
-from bascule.plan.batch import Plan
 from bascule.plan.costs import Cost
+from bascule.plan.plan import Plan
 from bascule.plan.routes import Route
 
 Rows = npt.NDArray[np.int64]

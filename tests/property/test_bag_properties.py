@@ -17,7 +17,7 @@ from bascule.attention.ring import Merged
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
-from bascule.plan.loaded.masks import Masks
+from bascule.plan.sequences import Masks
 from bascule.plan.topology import Topology
 from bascule.plan.traffic import HeadShares
 from tests.helpers.oracle import packed_attention

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bascule import ConfigError, Limits, Sequences, TransformerCost, plan_step, step_makespan
-from bascule.plan.loaded.sequences import batch_of
+from bascule.plan.sequences import batch_of
 from bascule.plan.step import Sync, mix_microbatches
 
 COST = TransformerCost(64)

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import TransformerCost
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.topology import Topology
 from tests.helpers.simulation import assert_certificate, assert_sound, flat, squares
 

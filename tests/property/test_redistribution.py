@@ -25,9 +25,9 @@ from bascule.data.steps import (
     deliver,
 )
 from bascule.errors import PlanError
-from bascule.plan.batch import Plan
 from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
+from bascule.plan.plan import Plan
 from bascule.plan.step import Sync
 
 SECONDS = PolynomialCost(2.1e-10, 7.5e-6, 4e-4)

@@ -10,8 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from bascule.data import BalancedSampler, SamplerOptions
-from bascule.plan.epoch.cells import DealRules
-from bascule.plan.epoch.deal import Deal, deal_in_turn, deal_step
+from bascule.plan.epoch.deal import Deal, DealRules, deal_in_turn, deal_step
 from bascule.plan.epoch.order import StepShape, epoch_order
 from bascule.plan.step import Sync
 

@@ -12,9 +12,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from bascule.errors import PlanError
 from bascule.plan.limits import Limits
 from bascule.plan.solver.bounds import lower_bound
+from bascule.plan.solver.portfolio import by_speed, longest_first
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign
-from bascule.plan.solver.starts import by_speed, longest_first
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from bascule.data import BalancedSampler, ResumableSampler, SamplerOptions
 from bascule.data.samplers import balanced
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.costs import TransformerCost
-from bascule.plan.epoch.cells import DealRules
-from bascule.plan.epoch.deal import deal_in_turn, deal_step
+from bascule.plan.epoch.deal import DealRules, deal_in_turn, deal_step
 from bascule.plan.epoch.order import StepShape
 from bascule.plan.limits import Limits
 

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import TransformerCost
+from bascule.plan.plan import plan_batch
 
 BATCH = [[10], [4000, 10], [12, 11], []]
 

@@ -9,9 +9,9 @@ import pytest
 from bascule import Plan
 from bascule.cli.parts.reading import ClusterOptions, InputOptions
 from bascule.errors import ConfigError
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import HardwareProfile
+from bascule.plan.plan import plan_batch
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.cli import modules_imported_by, run
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
 
 MACHINE = {

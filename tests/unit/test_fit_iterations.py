@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import IterationFit, PolynomialCost
 from bascule.plan.fits import fit_iterations
+from bascule.plan.plan import plan_batch
 
 TRUTH = PolynomialCost(2.1e-10, 7.5e-6, 4e-4, 0.35)
 

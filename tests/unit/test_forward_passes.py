@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from bascule.plan.batch import Plan, plan_batch
+from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.costs import TransformerCost
-from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
+from bascule.plan.plan import Plan, plan_batch
 
 COST = TransformerCost(64)
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from bascule.errors import PlanError
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import shown
 from bascule.plan.costs import PolynomialCost, TransformerCost, describe_cost
 from bascule.plan.fits import fit_iterations, fit_latency
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.lengths import check_lengths
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.sequences import check_lengths
 from bascule.plan.solver.solve import assign
 from bascule.plan.step import plan_step, step_makespan
 from bascule.plan.topology import Topology

@@ -9,11 +9,11 @@ import pytest
 from bascule.encoders.item_prices import Prices, Wires
 from bascule.encoders.plan import Loaded, plan_items
 from bascule.errors import PlanError
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 from bascule.plan.metrics import imbalance
+from bascule.plan.plan import plan_batch
 from bascule.plan.solver.solve import assign
 
 FREE = Prices(Wires(0.0, 0.0, 0.0, 8))

@@ -24,9 +24,9 @@ from bascule.data.steps import (
     _without_idle_ranks,
     deliver,
 )
-from bascule.plan.batch import Plan
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
+from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
 
 

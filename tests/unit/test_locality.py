@@ -7,12 +7,12 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan import locality
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.sequences import Batch
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.prices import RankState, price
+from bascule.plan.sequences import Batch
 from bascule.plan.solver import homes
 from bascule.plan.solver.homes import relabel
 from bascule.plan.solver.solve import assign

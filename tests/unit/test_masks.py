@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from bascule import ConfigError, PolynomialCost, Sequences, Span, TransformerCost, plan_batch
 from bascule.attention.tiles import Pieces
 from bascule.comm.groups import RankGroup
-from bascule.plan.batch import Plan
 from bascule.plan.costs import describe_cost
-from bascule.plan.loaded.masks import Masks
-from bascule.plan.loaded.sequences import Batch, batch_of
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan
+from bascule.plan.sequences import Batch, Masks, batch_of
 from bascule.plan.step import plan_step
 from tests.helpers.oracle import seen_by
 from tests.helpers.simulation import assert_delivery

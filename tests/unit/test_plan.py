@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.step import plan_step
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
@@ -115,7 +115,7 @@ def test_a_second_identical_call_gives_the_same_plan() -> None:
 
 def test_the_digest_is_the_same_in_every_process() -> None:
     program = (
-        "from bascule.plan.batch import plan_batch; from bascule.plan.costs import *;"
+        "from bascule.plan.plan import plan_batch; from bascule.plan.costs import *;"
         "print(plan_batch([[7 * i % 50 + 1] * 3 for i in range(8)], 'g1n2+g2n1+g4n1',"
         "TransformerCost()).digest)"
     )

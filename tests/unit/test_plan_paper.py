@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bascule.plan import metrics
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import TransformerCost
+from bascule.plan.plan import plan_batch
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
 from tests.helpers.simulation import assert_certificate, squares
 

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.topology import Topology
 from tests.helpers.cli import run
 from tests.helpers.simulation import assert_sound

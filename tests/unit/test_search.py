@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.sequences import Batch
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.prices import RankState, price
+from bascule.plan.sequences import Batch
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import suggest_topology
 from tests.helpers.simulation import assert_chunks, assert_delivery

@@ -20,7 +20,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     for page in ("index", "choose/index", "gallery/train_toy_dit/index", "benchmarks/index"):
         assert (tmp_path / f"{page}.html").is_file(), page
-    reference = (tmp_path / "reference/bascule/plan/batch/index.html").read_text()
+    reference = (tmp_path / "reference/bascule/plan/plan/index.html").read_text()
     assert "plan_batch" in reference
     listed = (tmp_path / "llms.txt").read_text()
     assert "training_step" in listed and "# bascule" in listed

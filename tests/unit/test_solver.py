@@ -21,12 +21,11 @@ from bascule.plan.solver.bounds import (
     threshold_bound,
 )
 from bascule.plan.solver.homes import Homes
-from bascule.plan.solver.improve import improve
-from bascule.plan.solver.portfolio import solve
+from bascule.plan.solver.portfolio import by_speed, longest_first, solve, topped_up
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.refine import refine
+from bascule.plan.solver.search import improve
 from bascule.plan.solver.solve import Assignment, assign
-from bascule.plan.solver.starts import by_speed, longest_first, topped_up
 
 
 def problem_of(

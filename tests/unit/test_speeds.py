@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bascule import ConfigError, PolynomialCost, Topology, TransformerCost, plan_batch, plan_step
-from bascule.plan.batch import Plan
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan
 from tests.helpers.simulation import assert_delivery
 
 COST = TransformerCost(512)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import PolynomialCost
+from bascule.plan.plan import plan_batch
 from bascule.workload.traces import balancing_worth
 from bascule.workload.traces.worth import RunLengths
 from tests.helpers.cli import run

@@ -11,7 +11,7 @@ import pytest
 
 from bascule.errors import ConfigError
 from bascule.plan.costs import PolynomialCost
-from bascule.plan.loaded.length_marks import LengthMark, marks_of, read_mark
+from bascule.plan.marks import LengthMark, marks_of, read_mark
 from bascule.workload.traces import (
     Segment,
     StepParts,

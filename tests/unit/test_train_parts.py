@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bascule.errors import ConfigError
-from bascule.plan.batch import plan_batch
 from bascule.plan.costs import TransformerCost
+from bascule.plan.plan import plan_batch
 from bascule.training.run.checkpoints import Facts, check_facts, newest_checkpoint, step_of
 from bascule.training.run.preparing import prepare
 from bascule.training.run.step_metrics import PARTS, MetricsLog, StepReports

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bascule.arrays import Ints, cumulative, ranges, sums_by
 from bascule.attention.call_spec import (
     check_settings,
     check_tensors,
@@ -36,9 +37,8 @@ from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
-from bascule.plan import routes
-from bascule.plan.batch import Plan
-from bascule.plan.loaded.masks import Masks
+from bascule.plan.plan import Plan
+from bascule.plan.sequences import Masks
 from bascule.plan.topology import Topology
 from bascule.plan.traffic import HeadShares, Traffic
 
@@ -58,8 +58,8 @@ class Contexts:
         places: (n,) by sequence, or document, that is cut into chunks: which of these is its own.
     """
 
-    lens: routes.Ints
-    places: routes.Ints
+    lens: Ints
+    places: Ints
 
 
 class BagPlace(NamedTuple):
@@ -113,7 +113,7 @@ class Bag:
     """
 
     mesh: AttentionMesh
-    chunk_lens: routes.Ints
+    chunk_lens: Ints
     pieces: Pieces
     masks: Masks | None
     contexts: Contexts
@@ -190,7 +190,7 @@ class Bag:
         own, contexts = self.chunk_lens[self.mesh.place[1]], self.contexts.lens.tolist()
         tiles, first = list[Tile](), 0
         for run in np.split(own, self.pieces.num_runs):
-            lens = routes.sums_by(self.contexts.places, run, len(contexts))
+            lens = sums_by(self.contexts.places, run, len(contexts))
             packed = PackedSequences.build(lens.tolist(), self.device, contexts)
             rows = (
                 slice(None) if self.pieces.num_runs == 1 else slice(first, first + int(lens.sum()))
@@ -262,11 +262,11 @@ class Bag:
         return found
 
 
-def _rows_of(wanted_lens: routes.Ints) -> routes.Ints:
+def _rows_of(wanted_lens: Ints) -> Ints:
     """Row of each token, chunks in the order wanted, where they lie in the transposed order."""
     lying_lens = wanted_lens.T
-    first = routes.cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
-    return routes.ranges(first.T.ravel(), wanted_lens.ravel())
+    first = cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
+    return ranges(first.T.ravel(), wanted_lens.ravel())
 
 
 def attend(

@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bascule.arrays import Ints
+from bascule.arrays import Ints, cumulative, ranges
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import Run, SequenceLayout, positions_on
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.ring import Tile
 from bascule.comm.groups import RankGroup
 from bascule.comm.staging import table_on
-from bascule.plan.loaded.masks import Masks, Pairs, Stretch
-from bascule.plan.routes import cumulative, ranges
+from bascule.plan.sequences import Masks, Pairs, Stretch
 
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _LOST_AT = 8.0  # spacing of the numbers at a row's highest, of which scores of less than half go

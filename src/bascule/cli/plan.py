@@ -11,10 +11,10 @@ from rich.table import Table
 
 from bascule.cli.parts.reading import ClusterOptions, InputOptions, topology_ranks
 from bascule.cli.parts.writing import STDOUT, check_outputs, write_json, write_report, write_text
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.topology import Topology
 from bascule.report.reports import of_plan
 from bascule.report.step_picture import draw_step

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bascule.arrays import Ints
+from bascule.arrays import Ints, Ranks
 from bascule.comm.collectives import all_gather, all_to_all
 from bascule.comm.exchange import BoundRoute, has_gradient, move_rows
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.transforms import only_first, refuse_transforms
 from bascule.errors import ConfigError
-from bascule.plan.routes import Ranks, Route
+from bascule.plan.routes import Route
 
 
 def _is_tensor(nest: object) -> bool:

@@ -51,10 +51,10 @@ from bascule.data.steps import (
     whole_number,
 )
 from bascule.errors import ConfigError
-from bascule.plan.batch import Plan
 from bascule.plan.checks import is_int, real
 from bascule.plan.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
+from bascule.plan.plan import Plan
 from bascule.plan.prices import RankState
 from bascule.plan.routes import Route
 from bascule.plan.step import Sync

@@ -14,11 +14,10 @@ from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, check_rank, listed, number, of_type, shown, whole, wholes
 from bascule.plan.costs import Cost, evaluate
-from bascule.plan.epoch.cells import DealRules
-from bascule.plan.epoch.deal import Deal, deal_step
+from bascule.plan.epoch.deal import Deal, DealRules, deal_step
 from bascule.plan.epoch.order import StepShape, epoch_order
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.loaded.lengths import MAX_LENGTH
+from bascule.plan.sequences import MAX_LENGTH
 from bascule.plan.step import Sync, check_sync
 
 History = Sequence[Sequence[int]]

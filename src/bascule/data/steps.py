@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bascule.arrays import Ints
+from bascule.arrays import Ints, ranges
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.collectives import all_to_all
 from bascule.comm.groups import RankGroup
@@ -23,10 +23,9 @@ from bascule.comm.guard.calls import Call
 from bascule.comm.items import Parcel, parcel, read
 from bascule.data.source import Reading, Sample, whole_number
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.plan.batch import Plan
 from bascule.plan.costs import Cost, describe_cost, unit_seconds
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.routes import ranges
+from bascule.plan.plan import Plan
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.step import Sync, plan_step, step_makespan
 from bascule.plan.topology import Topology

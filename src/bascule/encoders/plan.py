@@ -11,9 +11,9 @@ import numpy.typing as npt
 from bascule.arrays import Ints
 from bascule.comm.items import ROW_BYTES
 from bascule.encoders.item_prices import Prices, step_factor
+from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign

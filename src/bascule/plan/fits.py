@@ -18,8 +18,8 @@ from bascule.errors import ConfigError
 from bascule.plan.calibration import NUM_COEFFICIENTS, Fit, is_held_out
 from bascule.plan.checks import MAX_NUMBER, by_rank, floats, listed, of_type
 from bascule.plan.costs import IterationFit, PolynomialCost, TransformerCost
-from bascule.plan.loaded.lengths import check_lengths
 from bascule.plan.machine import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
+from bascule.plan.sequences import check_lengths
 
 CONFIDENCE = 0.95
 """Of the intervals that errors are half of."""

@@ -27,9 +27,8 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, of_type, shown
 from bascule.plan.costs import Cost, TransformerCost, evaluate
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.lengths import source_of
-from bascule.plan.loaded.sequences import Batch
 from bascule.plan.machine import BYTES_PER_VALUE, Cluster
+from bascule.plan.sequences import Batch, source_of
 from bascule.plan.solver.portfolio import MOST_IMPROVED, solve
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.solver.solve import knapsack

@@ -14,16 +14,15 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Floats, Ints, cumulative
 from bascule.errors import ConfigError, PlanError
-from bascule.plan import routes
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import by_rank, listed, of_type, shown
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits
-from bascule.plan.loaded.sequences import Sequences, batch_of
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.prices import RankState, price
+from bascule.plan.sequences import Sequences, batch_of
 from bascule.plan.topology import Topology
 
 Sync = Literal["microbatch", "step"]
@@ -178,7 +177,7 @@ def mix_microbatches(
 def _dealt(plan: Plan, micro_of: Ints, num_ranks: int) -> Mixed:
     """The microbatches of a plan for all of them, in which each sequence goes to the one given."""
     loaded, rank_of = np.divmod(plan.source_ranks, num_ranks)
-    place = np.arange(micro_of.size) - routes.cumulative(plan.source_counts)[plan.source_ranks]
+    place = np.arange(micro_of.size) - cumulative(plan.source_counts)[plan.source_ranks]
     mixed = Mixed([], [])
     for micro in range(plan.num_ranks // num_ranks):
         at = [np.flatnonzero((micro_of == micro) & (rank_of == rank)) for rank in range(num_ranks)]

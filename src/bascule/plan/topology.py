@@ -16,9 +16,9 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import frozen
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, check_rank, integer, of_type, put, shown, whole
-from bascule.plan.routes import frozen
 
 _NUMBER = "([1-9][0-9]{0,8})"
 _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")

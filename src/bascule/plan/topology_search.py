@@ -19,9 +19,9 @@ from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.loaded.sequences import Batch, batch_of
 from bascule.plan.machine import Cluster
 from bascule.plan.prices import Decision, RankState, checked, decide, price
+from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.topology import Topology
 
 _UNIT_RANKS = 32

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from bascule.plan.batch import Plan
 from bascule.plan.costs import Cost
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan
 from bascule.plan.topology_search import TopologyRanking
 from bascule.report.charts import draw_bars, draw_lengths, draw_lines, draw_loads
 from bascule.report.page import Chart, Fact, Report, Rows

@@ -8,9 +8,9 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.plan import metrics
-from bascule.plan.batch import Plan
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan
 
 Stages = Mapping[str, Mapping[str, Sequence[float]]]
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from bascule.arrays import Ints
 from bascule.errors import ConfigError
-from bascule.plan.batch import plan_batch
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
 
 NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"

@@ -11,9 +11,9 @@ from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, of_type, put, rate, whole
 from bascule.plan.costs import TransformerCost
-from bascule.plan.loaded.sequences import Batch
 from bascule.plan.machine import BYTES_PER_VALUE, Cluster, Passes, in_passes
 from bascule.plan.prices import RankState, price
+from bascule.plan.sequences import Batch
 from bascule.plan.solver.solve import assign
 from bascule.sim.placements import SAMPLES, TOKENS, Placement
 

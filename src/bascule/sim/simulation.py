@@ -18,7 +18,6 @@ from bascule.plan import metrics
 from bascule.plan.checks import listed, number, of_type, put, rate, whole
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.files import to_path
-from bascule.plan.loaded.sequences import batch_of
 from bascule.plan.machine import (
     BYTES_PER_VALUE,
     TRAINING,
@@ -27,6 +26,7 @@ from bascule.plan.machine import (
     Passes,
     in_passes,
 )
+from bascule.plan.sequences import batch_of
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import AUTO, TOKENS, Loaded, Placement, Policy, planned, policy_of
 from bascule.sim.seconds import (

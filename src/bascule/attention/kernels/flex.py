@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bascule.arrays import Ints
+from bascule.arrays import Ints, cumulative, ranges
 from bascule.attention.kernels.protocol import (
     Attended,
     Grads,
@@ -24,7 +24,6 @@ from bascule.attention.kernels.protocol import (
     without_empty_rows,
 )
 from bascule.attention.mask import AttentionMask, BlockRows
-from bascule.plan.routes import cumulative, ranges
 
 SPARSE_BLOCK = 128
 """Flex attention's own block size, for which it has configurations on every device."""

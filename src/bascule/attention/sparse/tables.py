@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bascule.arrays import Bools, Ints
+from bascule.arrays import Bools, Ints, cumulative
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import RingPlan, Tile
 from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.staging import table_on
-from bascule.plan.routes import Route, cumulative
+from bascule.plan.routes import Route
 from bascule.plan.sparse import PackedRows, SparsePlan
 
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from bascule.plan.batch import Plan
-from bascule.plan.loaded.length_marks import Origin, marks_of
+from bascule.plan.marks import Origin, marks_of
+from bascule.plan.plan import Plan
 
 
 def begin_range(where: object) -> "torch.profiler.record_function | None":

@@ -2,17 +2,152 @@
 
 The samples of the step are given; which rank computes them, and in which microbatch, is free. Every
 cell, one rank in one microbatch, gets a sample at least.
+
+Where ranks meet in each of several microbatches, two ways to deal are worth trying: all cells
+alike, the heaviest of which then meet in one microbatch; and giants together. A microbatch takes as
+long as its slowest rank, so beside a giant the other ranks have room for the next longest samples,
+and its own rank for the shortest.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
-from bascule.plan.epoch.cells import DealRules, StepTable
 from bascule.plan.epoch.order import StepShape
-from bascule.plan.epoch.ways import candidates
+from bascule.plan.epoch.padded import even_pieces, free_pieces
+from bascule.plan.limits import Limits
+from bascule.plan.solver import assign
+from bascule.plan.solver.portfolio import solve
+from bascule.plan.solver.problem import build_problem
+from bascule.plan.step import Sync
+
+_ROUNDING = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class DealRules:
+    """What a deal must keep, and what it minimises.
+
+    Attributes:
+        shape: Ranks and microbatches.
+        sync: As for `plan_step`: when ranks wait for each other.
+        limits: Tokens, and samples, of a cell; hard.
+        even_counts: Whether cells get as many samples each as can be; else at least one.
+        padded: Whether a cell costs its samples times the dearest of them, and has as many tokens
+            as if all were as long as the longest; else both are sums.
+        tolerance: Gap to the bound at which the search stops.
+    """
+
+    shape: StepShape
+    sync: Sync = "microbatch"
+    limits: Limits | None = None
+    even_counts: bool = True
+    padded: bool = False
+    tolerance: float = 0.01
+
+    def limits_of(self, num_samples: int) -> Limits | None:
+        """Limits of a cell in a step of so many samples."""
+        given = self.limits or Limits()
+        if not self.even_counts:
+            return self.limits
+        even = -(-num_samples // self.shape.num_cells)
+        return replace(given, items=even if given.items is None else min(given.items, even))
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """The samples of a step. A cell is numbered microbatch * num_ranks + rank.
+
+    Attributes:
+        costs: (n,) cost of each sample.
+        tokens: (n,) tokens of each sample.
+        rules: What is asked for.
+        home: (n,) rank at which each sample is at home; None for no matter.
+    """
+
+    costs: Floats
+    tokens: Ints
+    rules: DealRules
+    home: Ints | None
+
+    def loads(self, cells: Ints) -> Floats:
+        """(accumulate, num_ranks) what each cell costs."""
+        shape = self.rules.shape
+        loads = np.bincount(cells, self.costs, shape.num_cells)
+        if self.rules.padded:
+            counts = np.bincount(cells, minlength=shape.num_cells)
+            loads = counts * largest_of(cells, self.costs, shape.num_cells)
+        return np.asarray(loads, dtype=np.float64).reshape(shape.accumulate, shape.num_ranks)
+
+    def makespan(self, cells: Ints) -> float:
+        """What a step takes."""
+        loads = self.loads(cells)
+        if self.rules.sync == "step":
+            return float(loads.sum(axis=0).max())
+        return float(loads.max(axis=1).sum())
+
+    def keeps_limits(self, cells: Ints) -> bool:
+        """Whether no cell has more tokens or samples than it may."""
+        limits, num = self.rules.limits, self.rules.shape.num_cells
+        if limits is None:
+            return True
+        counts, held = np.bincount(cells, minlength=num), np.bincount(cells, self.tokens, num)
+        if self.rules.padded:
+            held = counts * largest_of(cells, self.tokens, num)
+        tokens, items = limits.tokens or np.inf, limits.items or np.inf
+        return bool(counts.max() <= items and held.max() <= tokens)
+
+    def lower_bound(self) -> float:
+        """What no deal beats, whatever found it; see `_company_bound`."""
+        shape = self.rules.shape
+        bound = max(float(self.costs.sum()) / shape.num_ranks, float(self.costs.max()))
+        if self.rules.padded:
+            if self.rules.even_counts:
+                bound = max(bound, self._padding_bound())
+        elif self.rules.even_counts and self.rules.sync == "microbatch":
+            bound = max(bound, self._company_bound())
+        return bound * (1.0 - _ROUNDING)
+
+    def _company_bound(self) -> float:
+        """Where counts are even, giants cannot all be in one microbatch, nor alone in their cells.
+
+        Of microbatches by descending longest sample, the first k hold no more than the n_k longest
+        samples, n_k = k * num_ranks * most. So the next has the next longest or a longer one, with
+        the shortest of all in its cell at least; and what the first k cannot hold, the others must.
+        """
+        shape, ranked = self.rules.shape, -np.sort(-self.costs)
+        num = ranked.size
+        most = -(-num // shape.num_cells)
+        least = max(num - most * (shape.num_cells - 1), 1)
+        company = float(ranked[num - least + 1 :].sum())
+        longest = np.append(0.0, ranked[:: shape.num_ranks * most] + company)
+        held = np.append(0.0, np.cumsum(ranked))
+        ends = np.minimum(np.arange(longest.size) * shape.num_ranks * most, num)
+        rest = (held[-1] - held[ends]) / shape.num_ranks
+        return float((np.cumsum(longest) + rest).max())
+
+    def _padding_bound(self) -> float:
+        """Where counts are even and batches padded: what pieces of the ranked samples cost."""
+        shape, ranked = self.rules.shape, -np.sort(-self.costs)
+        most = -(-ranked.size // shape.num_cells)
+        least = max(ranked.size - most * (shape.num_cells - 1), 1)
+        if self.rules.sync == "microbatch":
+            return float(ranked[:: shape.num_ranks * most].sum()) * least
+        return float(ranked[::most].sum()) * least / shape.num_ranks
+
+
+def largest_of(cells: Ints, values: npt.NDArray[Any], num_cells: int) -> Floats:
+    """(num_cells,) largest value of each cell."""
+    largest = np.zeros(num_cells)
+    np.maximum.at(largest, cells, values)
+    return largest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,3 +231,270 @@ def _frozen(table: StepTable, cells: Ints, bound: float) -> Deal:
     for array in (samples, rank_of, microbatch_of, loads):
         array.flags.writeable = False
     return Deal(samples, rank_of, microbatch_of, loads, makespan, min(bound, makespan))
+
+
+def candidates(table: StepTable) -> Iterator[tuple[Ints, float] | PlanError]:
+    """Cells of the samples, and a bound that was found with them; or why there are none."""
+    rules, limits = table.rules, table.rules.limits
+    if rules.padded:
+        ways = [_by_length]
+    elif rules.shape.accumulate == 1:
+        ways = [_to_ranks]
+    elif rules.sync == "microbatch":
+        ways = [_all_alike, _by_room]
+    elif limits is not None and limits.tokens is not None:
+        ways = [_cells_to_ranks]  # limits are those of a microbatch
+    else:
+        ways = [_by_rank, _cells_to_ranks]
+    for way in ways:
+        try:
+            yield way(table)
+        except PlanError as error:
+            yield error
+
+
+def _to_ranks(table: StepTable) -> tuple[Ints, float]:
+    """One microbatch: samples to ranks."""
+    num_ranks, num = table.rules.shape.num_ranks, table.costs.size
+    return _solved(table, np.arange(num), num_ranks, table.rules.limits_of(num), table.home)
+
+
+def _by_rank(table: StepTable) -> tuple[Ints, float]:
+    """Samples to ranks; then each rank deals its own to its microbatches, longest first."""
+    shape, every = table.rules.shape, np.arange(table.costs.size)
+    given = table.rules.limits_of(every.size)
+    limits = None
+    if given is not None and given.items is not None:
+        limits = Limits(items=shape.accumulate * given.items)
+    ranks, bound = _solved(table, every, shape.num_ranks, limits, table.home, shape.accumulate)
+    order = np.lexsort((every, -table.costs, ranks))
+    counts = np.bincount(ranks, minlength=shape.num_ranks)
+    turn, within = np.divmod(
+        every - np.repeat(np.cumsum(counts) - counts, counts), shape.accumulate
+    )
+    forth_and_back = np.where(turn % 2, shape.accumulate - 1 - within, within)
+    cells = np.empty_like(every)
+    cells[order] = forth_and_back * shape.num_ranks + ranks[order]
+    return cells, bound
+
+
+def _cells_to_ranks(table: StepTable) -> tuple[Ints, float]:
+    """Samples to cells, then cells to ranks, so that the sums of the ranks are even."""
+    shape, num = table.rules.shape, table.costs.size
+    cells, _ = _solved(table, np.arange(num), shape.num_cells, table.rules.limits_of(num))
+    return _grouped(table, cells), 0.0
+
+
+def _all_alike(table: StepTable) -> tuple[Ints, float]:
+    """All cells as even as can be; those that are heavier meet in one microbatch."""
+    shape, num = table.rules.shape, table.costs.size
+    limits = table.rules.limits_of(num)
+    cells, _ = _solved(table, np.arange(num), shape.num_cells, limits)
+    return _nearer_home(table, _heavy_together(table, cells)), 0.0
+
+
+def _by_room(table: StepTable) -> tuple[Ints, float]:
+    """Giants together, and beside them what brings the other ranks to their level."""
+    rules, cells = table.rules, np.empty(table.costs.size, dtype=np.int64)
+    limits, num_ranks = rules.limits_of(table.costs.size), rules.shape.num_ranks
+    parts = split_by_room(table.costs, rules.shape, even_counts=rules.even_counts)
+    for number, chosen in enumerate(parts):
+        home = None if table.home is None else table.home[chosen]
+        ranks, _ = _solved(table, chosen, num_ranks, limits, home)
+        cells[chosen] = number * num_ranks + ranks
+    return cells, 0.0
+
+
+def _by_length(table: StepTable) -> tuple[Ints, float]:
+    """Padded batches: consecutive pieces of the samples by descending cost."""
+    rules, shape, num = table.rules, table.rules.shape, table.costs.size
+    order, bound = np.argsort(-table.costs, kind="stable"), 0.0
+    if rules.even_counts:
+        pieces = even_pieces(num, shape.num_cells)
+    else:
+        most = _most_padded(table, order)
+        pieces, level = free_pieces(table.costs[order], most, shape, 0.1 * rules.tolerance)
+        bound = level if shape.accumulate == 1 else 0.0
+    cells = np.empty(num, dtype=np.int64)
+    cells[order] = np.repeat(np.arange(shape.num_cells), pieces)
+    if not table.keeps_limits(cells):
+        raise PlanError(
+            f"{num} samples in padded batches of equal counts pass {rules.limits}: raise the "
+            "limits, make batch_size smaller, or let counts differ (even_counts=False)"
+        )
+    if rules.sync == "step":
+        return _grouped(table, cells), bound
+    return _nearer_home(table, _heavy_together(table, cells)), bound
+
+
+def _most_padded(table: StepTable, order: Ints) -> Ints:
+    """(n,) samples that a batch may have at most, if it begins there in this order."""
+    limits = table.rules.limits or Limits()
+    items = order.size if limits.items is None else limits.items
+    if limits.tokens is None:
+        return np.full(order.size, items)
+    longest = np.maximum.accumulate(table.tokens[order][::-1])[::-1]
+    return np.minimum(items, limits.tokens // np.maximum(longest, 1))
+
+
+def _grouped(table: StepTable, cells: Ints) -> Ints:
+    """Whole cells dealt to ranks, as many each, so that the sums of the ranks are even."""
+    shape, loads = table.rules.shape, table.loads(cells).ravel()
+    limits = Limits(items=shape.accumulate)
+    ranks = assign(loads, shape.num_ranks, limits=limits, tolerance=table.rules.tolerance).bin_of
+    order = np.argsort(ranks, kind="stable")  # `accumulate` cells of each rank
+    place = np.empty_like(order)
+    place[order] = np.tile(np.arange(shape.accumulate), shape.num_ranks)
+    return (place * shape.num_ranks + ranks)[cells]
+
+
+def _heavy_together(table: StepTable, cells: Ints) -> Ints:
+    """The cells renamed so that the heaviest are in the first microbatch, and so on."""
+    place = np.empty(table.rules.shape.num_cells, dtype=np.int64)
+    place[np.argsort(-table.loads(cells).ravel(), kind="stable")] = np.arange(place.size)
+    return place[cells]
+
+
+def _nearer_home(table: StepTable, cells: Ints) -> Ints:
+    """The ranks of each microbatch renamed so that most samples are at home."""
+    shape = table.rules.shape
+    if table.home is None:
+        return cells
+    for number in range(shape.accumulate):
+        chosen = np.flatnonzero(cells // shape.num_ranks == number)
+        ranks = _renamed(cells[chosen] % shape.num_ranks, table.home[chosen], shape.num_ranks)
+        cells[chosen] = number * shape.num_ranks + ranks
+    return cells
+
+
+def _solved(
+    table: StepTable,
+    chosen: Ints,
+    num_bins: int,
+    limits: Limits | None,
+    home: Ints | None = None,
+    least: int = 1,
+) -> tuple[Ints, float]:
+    """Bins of the chosen samples, each with at least so many; and the bound."""
+    costs, tokens, tolerance = table.costs[chosen], table.tokens[chosen], table.rules.tolerance
+    if home is None:
+        free = None if limits is None or limits.items is None else Limits(items=limits.items)
+        found = solve(build_problem(costs, num_bins, limits=free), tolerance, quick=True)
+        held = np.bincount(found.bin_of, tokens, num_bins).max()
+        if limits is not None and limits.tokens is not None and held > limits.tokens:
+            problem = build_problem(costs, num_bins, limits=limits, sizes=tokens)
+            found = solve(problem, tolerance)
+        bin_of, bound = found.bin_of, found.bound
+    else:
+        near = assign(costs, num_bins, limits=limits, sizes=tokens, home=home, tolerance=tolerance)
+        bin_of, bound = near.bin_of, near.lower_bound
+    return _filled(bin_of, costs, num_bins, least), bound
+
+
+def _renamed(ranks: Ints, home: Ints, num_ranks: int) -> Ints:
+    """The ranks renamed so that most samples are at home."""
+    at_home = np.bincount(ranks * num_ranks + home, minlength=num_ranks**2)
+    at_home = at_home.reshape(num_ranks, num_ranks)
+    return linear_sum_assignment(at_home, maximize=True)[1][ranks]
+
+
+def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
+    """No bin with fewer items than needed: each takes the shortest item of a bin with most of them.
+
+    An empty bin that gets one item ends no later than the latest bin did.
+    """
+    counts = np.bincount(bin_of, minlength=num_bins)
+    if counts.min() >= least:
+        return bin_of
+    bin_of = bin_of.copy()
+    while counts.min() < least:
+        poor, rich = int(counts.argmin()), int(counts.argmax())
+        members = np.flatnonzero(bin_of == rich)
+        bin_of[members[costs[members].argmin()]] = poor
+        counts[poor] += 1
+        counts[rich] -= 1
+    return bin_of
+
+
+def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list[Ints]:
+    """Samples of each microbatch: filled one after the other, from what is longest.
+
+    Each rank is given the longest sample that is left, and then such samples as bring it to the
+    level that the microbatch needs: the longest sample with its company, or the mean of what is
+    left if that is more. O(n) searches in a sorted list, n the samples of the step.
+
+    Args:
+        costs: (n,) cost of each sample, n at least the number of cells.
+        shape: Ranks and microbatches.
+        even_counts: Whether microbatches get as many samples each as can be; else at least one a
+            rank.
+    """
+    pool, chosen = _Pool.of(costs), list[Ints]()
+    sizes = [part.size for part in np.array_split(costs, shape.accumulate)]
+    for number, size in enumerate(sizes[:-1]):
+        later = shape.accumulate - number
+        even = pool.total() / (shape.num_ranks * later)
+        if even_counts:
+            chosen.append(pool.take_even(size, shape.num_ranks, even))
+        else:
+            chosen.append(pool.take(shape.num_ranks, even, shape.num_ranks * (later - 1)))
+    return [*chosen, np.array(pool.items, dtype=np.int64)]
+
+
+@dataclass(slots=True)
+class _Pool:
+    """Samples that no microbatch has, by ascending cost."""
+
+    items: list[int]
+    costs: list[float]
+
+    @staticmethod
+    def of(costs: Floats) -> "_Pool":
+        order = np.argsort(costs, kind="stable")
+        return _Pool(order.tolist(), costs[order].tolist())
+
+    def total(self) -> float:
+        return sum(self.costs)
+
+    def take_even(self, num: int, num_ranks: int, even: float) -> Ints:
+        """So many samples, as many on each rank as can be."""
+        each, extra = divmod(num, num_ranks)
+        company = sum(self.costs[: each - 1])
+        level = max(self.costs[-1] + company, even)
+        taken, rooms = self._seeds(num_ranks, level)
+        for left in range(each - 1, 0, -1):
+            for rank in sorted(range(num_ranks), key=lambda rank: (-rooms[rank], rank)):
+                rooms[rank] -= self._nearest(rooms[rank] / left, taken)
+        for rank in sorted(range(num_ranks), key=lambda rank: (-rooms[rank], rank))[:extra]:
+            self._nearest(rooms[rank], taken)
+        return np.array(taken, dtype=np.int64)
+
+    def take(self, num_ranks: int, even: float, reserved: int) -> Ints:
+        """Any number of samples, one a rank at least, so that the reserved number is left."""
+        taken, rooms = self._seeds(num_ranks, max(self.costs[-1], even))
+        for room in rooms:
+            while len(self.items) > reserved:
+                place = bisect_right(self.costs, room) - 1
+                if place < 0:
+                    break
+                room -= self._pop(place, taken)
+        return np.array(taken, dtype=np.int64)
+
+    def _seeds(self, num_ranks: int, level: float) -> tuple[list[int], list[float]]:
+        """The longest sample for each rank, and what room it leaves below the level."""
+        taken: list[int] = []
+        return taken, [level - self._pop(-1, taken) for _ in range(num_ranks)]
+
+    def _nearest(self, wanted: float, taken: list[int]) -> float:
+        """Take the sample whose cost is nearest."""
+        place = bisect_left(self.costs, wanted)
+        last = len(self.costs) - 1
+        if place > last or (
+            place > 0 and wanted - self.costs[place - 1] <= self.costs[place] - wanted
+        ):
+            place = min(place, last + 1) - 1
+        return self._pop(place, taken)
+
+    def _pop(self, place: int, taken: list[int]) -> float:
+        taken.append(self.items.pop(place))
+        return self.costs.pop(place)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from bascule.arrays import Floats, Ints
-from bascule.plan.solver.exchanges import (
+from bascule.plan.solver.problem import Problem
+from bascule.plan.solver.search import (
     Groups,
     Moves,
     Offers,
@@ -22,7 +23,6 @@ from bascule.plan.solver.exchanges import (
     match_bins,
     split_groups,
 )
-from bascule.plan.solver.problem import Problem
 
 MAX_ROUNDS = 64
 """Step budget of a refinement, in rounds."""

@@ -17,9 +17,8 @@ from bascule.plan.checks import array, number
 from bascule.plan.limits import Limits
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.homes import Homes
-from bascule.plan.solver.portfolio import Solution, near_home, solve
+from bascule.plan.solver.portfolio import Solution, by_speed, near_home, solve
 from bascule.plan.solver.problem import Problem, build_problem, item_sizes
-from bascule.plan.solver.starts import by_speed
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, whole, wholes
-from bascule.plan.loaded.lengths import MAX_LENGTH
+from bascule.plan.sequences import MAX_LENGTH
 
 Work = npt.NDArray[Any]
 """(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""

@@ -8,10 +8,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Ints
+from bascule.arrays import Ints, frozen
 from bascule.errors import ConfigError
 from bascule.plan.checks import array, integer, put, wholes
-from bascule.plan.routes import frozen
 from bascule.plan.sparse.counts import MAX_RING, check_lens, check_ranks
 
 MAX_BLOCKS = 2**20

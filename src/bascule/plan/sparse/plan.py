@@ -12,10 +12,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Floats, Ints, frozen, ranges, sums_by
 from bascule.errors import ConfigError
 from bascule.plan.checks import check_rank, whole
-from bascule.plan.routes import Route, frozen, ranges, sums_by
+from bascule.plan.routes import Route
 from bascule.plan.sparse.counts import barrier_imbalance, coupled_imbalance
 from bascule.plan.sparse.layout import BlockLayout
 from bascule.plan.traffic import Traffic

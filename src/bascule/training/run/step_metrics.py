@@ -13,8 +13,8 @@ import numpy as np
 
 from bascule.arrays import Floats
 from bascule.errors import ConfigError
-from bascule.plan.batch import Plan
 from bascule.plan.metrics import imbalance
+from bascule.plan.plan import Plan
 
 PARTS = (
     "data",

@@ -18,7 +18,7 @@ from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, is_int, shown
 from bascule.plan.files import check_regular, parse_json, to_path
-from bascule.plan.loaded.length_marks import LengthMark, read_mark
+from bascule.plan.marks import LengthMark, read_mark
 from bascule.workload.traces.spans import Spans, minus, spans_of, union
 
 NumberedBy = Literal["ProfilerStep", "bascule's train_step", "Optimizer.step"]

@@ -30,7 +30,7 @@ from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import shown
-from bascule.plan.loaded.length_marks import LengthMark
+from bascule.plan.marks import LengthMark
 from bascule.workload.traces.reading import RankEvents, RankTrace
 from bascule.workload.traces.spans import Spans, minus, seconds_within, spans_of, union, within
 from bascule.workload.traces.writing import Kind, Segment

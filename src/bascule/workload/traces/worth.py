@@ -13,13 +13,13 @@ import numpy as np
 from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan import metrics
-from bascule.plan.batch import Plan, plan_batch
 from bascule.plan.checks import MAX_RANKS, shown, whole
 from bascule.plan.costs import PolynomialCost, evaluate
 from bascule.plan.files import parse_json, read_lines
 from bascule.plan.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
-from bascule.plan.loaded.length_marks import LengthMark, Origin, What
-from bascule.plan.loaded.lengths import check_lengths
+from bascule.plan.marks import LengthMark, Origin, What
+from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.sequences import check_lengths
 from bascule.plan.topology import Topology
 from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.steps import StepParts

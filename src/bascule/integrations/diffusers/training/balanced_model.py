@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from bascule.arrays import Ints
+from bascule.arrays import Ints, cumulative, ranges
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.guard.failures import told
 from bascule.comm.items import ItemMove, Parcel, move_parcels, num_rows, parcel, read
@@ -34,10 +34,9 @@ from bascule.integrations.diffusers.training.sample_batches import (
     samples_in,
 )
 from bascule.parallel import SequenceParallel
-from bascule.plan.batch import Plan
+from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.checks import whole
-from bascule.plan.loaded.forward_passes import ForwardPass, forward_passes
-from bascule.plan.routes import cumulative, ranges
+from bascule.plan.plan import Plan
 from bascule.step import Step
 
 Loss = Callable[[Tensor, dict[str, Any]], Tensor]

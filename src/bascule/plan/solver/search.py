@@ -8,26 +8,15 @@ other, and groups of two items of the worst bin. Where nothing passes a limit an
 items are paired with the bins they would rather be in.
 """
 
+from dataclasses import dataclass
 from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bascule.arrays import Floats, Ints
-from bascule.plan.solver.exchanges import (
-    Groups,
-    Moves,
-    Offers,
-    Pairing,
-    best_exchanges,
-    bin_groups,
-    match_bins,
-    sample,
-    split_groups,
-)
 from bascule.plan.solver.homes import Homes
-from bascule.plan.solver.problem import Problem
-from bascule.plan.solver.score import Exchanges, Held, Pool, Score
+from bascule.plan.solver.problem import Problem, excess
 
 _MAX_ROUNDS = 256
 """Step budget of a search, in rounds."""
@@ -52,6 +41,331 @@ _SIGNS = np.array([-1.0, 1.0])
 
 _ROUNDING = 2.0**-46
 """Relative changes of the weight away from home below this are rounding."""
+
+
+Moves = tuple[Ints, Ints]
+"""Items, and the bin that each of them goes to."""
+
+_MAX_GROUPS = 1 << 13
+"""Most groups of two items in one round."""
+
+_MAX_SAMPLED = 32
+"""Most items of a bin that form groups of two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Late bins and the early bins that each is compared with.
+
+    Attributes:
+        late: (K,) late bins, latest first.
+        early: (M, K) early bins; column k is compared with late bin k; no bin occurs twice.
+    """
+
+    late: Ints
+    early: Ints
+
+    def slot_of_bin(self, num_bins: int) -> Ints:
+        """(bins,) slots 0..K-1 for the late bins, then the early ones; -1 for all others."""
+        bins = np.concatenate((self.late, self.early.ravel()))
+        slots = np.full(num_bins, -1)
+        slots[bins] = np.arange(bins.size)
+        return slots
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """One or two items of a bin that leave it together, sorted by slot, then by work.
+
+    Attributes:
+        slot: Position of the bin among the bins compared.
+        work: Work of the items together.
+        first: The item.
+        second: The second item; -1 if there is none.
+    """
+
+    slot: Ints
+    work: Floats
+    first: Ints
+    second: Ints
+
+    def take(self, index: Ints | slice) -> "Groups":
+        """The groups at ``index``."""
+        return Groups(self.slot[index], self.work[index], self.first[index], self.second[index])
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """The best exchange found for each group that a late bin could give.
+
+    Attributes:
+        score: What the exchange leaves behind; lower is better.
+        row: Row of the early bin in ``Pairing.early``.
+        taken: The group that comes back, an index; -1 if none does.
+    """
+
+    score: Floats
+    row: Ints
+    taken: Ints
+
+
+def match_bins(late: Ints, early: Ints) -> Pairing | None:
+    """Compare the k-th late bin with the k-th early one, and with every K-th after it."""
+    if late.size == 0 or early.size == 0:
+        return None
+    late = late[: early.size]
+    num_each = early.size // late.size
+    return Pairing(late, early[: num_each * late.size].reshape(num_each, late.size))
+
+
+def bin_groups(work: Floats, slots: Ints, *, in_twos: bool) -> Groups:
+    """Groups of the items in the bins compared.
+
+    Args:
+        work: (items,) ascending.
+        slots: (items,) slot of each item's bin; negative if it is not compared.
+        in_twos: Whether to add groups of two.
+    """
+    num_items = work.size
+    keys = slots * num_items + np.arange(num_items)
+    keys = np.sort(keys[slots >= 0])
+    slot, item = np.divmod(keys, num_items)
+    singles = Groups(slot, work[item], item, np.full(item.size, -1))
+    return _in_twos(singles) if in_twos else singles
+
+
+def _in_twos(singles: Groups) -> Groups:
+    """Add groups of two items of a bin, for as many bins as the budget allows.
+
+    From a bin with many items, an even sample by work is taken.
+    """
+    sampled = singles.take(sample(singles.slot, _MAX_SAMPLED))
+    counts = np.bincount(sampled.slot)
+    allowed = np.cumsum(counts * (counts - 1) // 2) <= _MAX_GROUPS
+    inside = sampled.take(np.flatnonzero(allowed[sampled.slot]))
+    ends = np.cumsum(counts)[inside.slot]
+    index = np.arange(inside.slot.size)
+    partners = ends - index - 1
+    one = np.repeat(index, partners)
+    offset = np.arange(one.size) - np.repeat(np.cumsum(partners) - partners, partners)
+    other = one + 1 + offset
+    slot = np.concatenate((singles.slot, inside.slot[one]))
+    work = np.concatenate((singles.work, inside.work[one] + inside.work[other]))
+    first = np.concatenate((singles.first, inside.first[one]))
+    second = np.concatenate((singles.second, inside.first[other]))
+    order = np.lexsort((work, slot))
+    return Groups(slot, work, first, second).take(order)
+
+
+def sample(slot: Ints, most: int) -> Ints:
+    """Indices of at most ``most`` evenly spaced entries of each slot; slots ascend."""
+    counts = np.bincount(slot)
+    within = np.arange(slot.size) - (np.cumsum(counts) - counts)[slot]
+    span = np.maximum(counts, most)[slot]
+    return np.flatnonzero(within * most // span != (within - 1) * most // span)
+
+
+def split_groups(groups: Groups, num_late: int) -> tuple[Groups, Groups]:
+    """The groups of the late bins, and those of the early ones with slots from 0."""
+    split = int(np.searchsorted(groups.slot, num_late))
+    late, early = groups.take(slice(split)), groups.take(slice(split, None))
+    return late, Groups(early.slot - num_late, early.work, early.first, early.second)
+
+
+def best_exchanges(
+    pairing: Pairing, given: Groups, offered: Groups, offers: Offers, before: Floats
+) -> Moves | None:
+    """Per late bin, the offer with the lowest score, ties to the first, if below ``before``.
+
+    Every late bin must have a group. None if no exchange lowers a score.
+    """
+    lanes = np.arange(pairing.late.size)
+    best = np.minimum.reduceat(offers.score, np.searchsorted(given.slot, lanes))
+    improved = np.flatnonzero(best < before)
+    if improved.size == 0:
+        return None
+    hits = np.flatnonzero(offers.score == best[given.slot])[::-1]
+    chosen = np.empty_like(lanes)
+    chosen[given.slot[hits]] = hits  # of several hits in a slot the last written, first one stays
+    chosen = chosen[improved]
+    taken = offers.taken[chosen]
+    some = taken >= 0
+    early = pairing.early[offers.row[chosen], improved]
+    late, taken = pairing.late[improved][some], taken[some]
+    parts = (given.first[chosen], given.second[chosen], offered.first[taken], offered.second[taken])
+    items, bins = np.concatenate(parts), np.concatenate((early, early, late, late))
+    return items[items >= 0], bins[items >= 0]
+
+
+_MAX_OPTIONS = 1 << 14
+"""Step budget of a round, in exchanges scored."""
+
+_PENALTY = 1e6
+"""Score of any excess, and of an excess of 1 limit; far above all wishes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An assignment, and what its bins hold: work, what is limited, and items."""
+
+    bin_of: Ints
+    work: Floats
+    used: Floats
+    counts: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """Groups that can be given and taken, with one more at the end that is no group.
+
+    Attributes:
+        groups: The groups.
+        work: (kinds, groups + 1) their work; 0 for none.
+        use: (limits, groups + 1) what they take of what is limited; 0 for none.
+    """
+
+    groups: Groups
+    work: Floats
+    use: Floats
+
+    @staticmethod
+    def of(groups: Groups, work: Floats, use: Floats) -> "Pool":
+        """Sums over the members of each group."""
+        members = np.stack([np.append(groups.first, -1), np.append(groups.second, -1)])
+        nothing = np.zeros((work.shape[0] + use.shape[0], 1))
+        values = np.hstack([np.vstack([work, use]), nothing])
+        sums = values[:, members].sum(axis=1)
+        return Pool(groups, sums[: work.shape[0]], sums[work.shape[0] :])
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """Exchanges to score: from where a group goes where, and what comes back (-1: nothing)."""
+
+    pool: Pool
+    source: Ints
+    dest: Ints
+    give: Ints
+    take: Ints
+
+    def at(self, index: Ints) -> "Exchanges":
+        """Some of the exchanges."""
+        parts = self.source[index], self.dest[index], self.give[index], self.take[index]
+        return Exchanges(self.pool, *parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What assignments and exchanges are compared by, as one number.
+
+    Excess comes first: what passes a limit or, with homes, the ceiling of the completion time. Then
+    the later of two completions or, with homes, the weight away from home. Items are numbered by
+    ascending work.
+
+    Attributes:
+        problem: Bins and their room.
+        target: Completion time that is good enough.
+        homes: If given, what counts once no bin passes its room or the ceiling.
+        singles: Every item as a group.
+    """
+
+    problem: Problem
+    target: float
+    homes: Homes | None
+    singles: Pool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is one kind of bin, and no home."""
+        return self.homes is None and self.problem.num_kinds == 1
+
+    @property
+    def budget(self) -> int:
+        """Exchanges to score in a round: fewer where each of them takes longer."""
+        return _MAX_OPTIONS if self.is_plain else _MAX_OPTIONS // 2
+
+    @staticmethod
+    def of(problem: Problem, target: float, homes: Homes | None, order: Ints) -> "Score":
+        """Renumber the items."""
+        homes = None if homes is None else homes.reordered(order)
+        none = np.full(order.size, -1)
+        groups = Groups(none, problem.work[order], np.arange(order.size), none)
+        singles = Pool.of(groups, problem.kind_work[:, order], problem.use[:, order])
+        return Score(problem, target, homes, singles)
+
+    def held(self, bin_of: Ints) -> Held:
+        """What bins hold under an assignment."""
+        problem, num = self.problem, self.problem.num_bins
+        if problem.num_kinds == 1:
+            own = self.singles.work[0, :-1]
+        else:
+            own = self.singles.work[problem.kind_of[bin_of], np.arange(bin_of.size)]
+        used = [np.bincount(bin_of, use[:-1], num) for use in self.singles.use]
+        return Held(
+            bin_of,
+            problem.carried_work + np.bincount(bin_of, own, num),
+            np.array(used, dtype=np.float64).reshape(len(used), num),
+            np.bincount(bin_of, minlength=num),
+        )
+
+    def excess(self, bins: Ints, times: Floats, used: Floats) -> Floats:
+        """By how much bins pass their room and the ceiling; 0 is legal."""
+        over = excess(used, self.problem.room[:, bins])
+        if self.homes is not None:
+            over = over + np.maximum(times / self.homes.ceiling - 1.0, 0.0)
+        return over
+
+    def total_excess(self, held: Held) -> float:
+        """Excess of all bins together."""
+        every = np.arange(self.problem.num_bins)
+        return float(self.excess(every, held.work / self.problem.speeds, held.used).sum())
+
+    def before(self, held: Held, bins: Ints) -> Floats:
+        """What exchanges of each bin must stay below."""
+        times = held.work[bins] / self.problem.speeds[bins]
+        over = self.excess(bins, times, held.used[:, bins])
+        return np.where(over > 0.0, _PENALTY * (1.0 + over), times / self.target)
+
+    def after(self, held: Held, options: Exchanges) -> Floats:
+        """Excess of both bins first; then the later completion, or the weight newly away."""
+        speeds, source, dest = self.problem.speeds, options.source, options.dest
+        lost, gained = self.work_changes(options)
+        left = (held.work[source] - lost) / speeds[source]
+        there = (held.work[dest] + gained) / speeds[dest]
+        if self.homes is None:
+            wish = np.maximum(left, there) / self.target
+            if not self.problem.limited:
+                return wish
+        else:
+            wish = self._newly_away(self.homes, held, options)
+        change = options.pool.use[:, options.give] - options.pool.use[:, options.take]
+        over = self.excess(source, left, held.used[:, source] - change)
+        over = over + self.excess(dest, there, held.used[:, dest] + change)
+        return np.where(over > 0.0, _PENALTY * (1.0 + over), 0.0) + wish
+
+    def work_changes(self, options: Exchanges) -> tuple[Floats, Floats]:
+        """Work that the sources lose, and that the destinations gain."""
+        work, give, take = options.pool.work, options.give, options.take
+        if self.problem.num_kinds == 1:
+            change = work[0, give] - work[0, take]
+            return change, change
+        here, there = (self.problem.kind_of[bins] for bins in (options.source, options.dest))
+        return work[here, give] - work[here, take], work[there, give] - work[there, take]
+
+    def _newly_away(self, homes: Homes, held: Held, options: Exchanges) -> Floats:
+        """Change of the share of all weight that is away from home."""
+        groups = options.pool.groups
+        change = np.zeros(options.give.size)
+        for members in (groups.first, groups.second):
+            real = members >= 0
+            if not real.any():
+                continue
+            now = np.append(np.where(real, homes.away(members, held.bin_of[members]), 0.0), 0.0)
+            members, real = np.append(members, -1), np.append(real, False)
+            for index, bins in ((options.give, options.dest), (options.take, options.source)):
+                then = np.where(real[index], homes.away(members[index], bins), 0.0)
+                change += then - now[index]
+        return change / homes.most_away
 
 
 def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None = None) -> Ints:

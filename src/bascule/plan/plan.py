@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,20 +12,17 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Ints
+from bascule.arrays import Ints, cumulative, frozen, ranges
 from bascule.errors import ConfigError, PlanError
-from bascule.plan import metrics, routes
-from bascule.plan.binding import Binding, find_binding
+from bascule.plan import metrics
 from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, shown, wholes
-from bascule.plan.chunks import Chunks
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.loaded.masks import Masks, Span
-from bascule.plan.loaded.sequences import Batch, Sequences, batch_of
 from bascule.plan.locality import Source, bring_home
 from bascule.plan.machine import Cluster
 from bascule.plan.prices import RankState, check_sizes, decide, price
-from bascule.plan.routes import LocalLayout, Route
+from bascule.plan.routes import Chunks, LocalLayout, Route
+from bascule.plan.sequences import Batch, Masks, Sequences, Span, batch_of
 from bascule.plan.topology import Topology
 from bascule.plan.topology_search import choose_topology
 
@@ -34,6 +32,57 @@ _NODE_TOLERANCE = 0.005
 JSON_VERSION = 1
 MAX_TOKENS = 2**31 - 1
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+_SHARE = 0.99
+"""Share of a bag's tokens from which on a sequence is all that the bag computes."""
+
+_EVEN = 1.01
+"""Imbalance up to which the whole work binds, not one sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """A sequence that alone keeps the slowest bag busy while other ranks wait.
+
+    Attributes:
+        seq_id: Its place in source order.
+        num_tokens: Its length.
+        bag: The bag that computes it.
+        bag_size: Ranks of that bag.
+        enough_ranks: Ranks of a bag in which it would take no longer than the mean load, wires
+            aside.
+    """
+
+    seq_id: int
+    num_tokens: int
+    bag: int
+    bag_size: int
+    enough_ranks: int
+
+    def __str__(self) -> str:
+        ranks = "1 rank" if self.bag_size == 1 else f"{self.bag_size} ranks"
+        return (
+            f"sequence {self.seq_id} of {self.num_tokens:,} tokens alone fills bag {self.bag} of "
+            f"{ranks}: a bag of {self.enough_ranks} ranks would help"
+        )
+
+
+def find_binding(
+    topology: Topology, seq_lens: Ints, bag_of: Ints, loads: npt.NDArray[np.float64]
+) -> Binding | None:
+    """The sequence that binds a plan, or None if the whole work does. Arguments as for `Plan`."""
+    if not seq_lens.size or metrics.imbalance(loads) <= _EVEN:
+        return None
+    slowest = int(loads.argmax())
+    bag = int(topology.bag_of_rank[slowest])
+    held = np.flatnonzero(bag_of == bag)
+    longest = int(held[seq_lens[held].argmax()]) if held.size else -1
+    if longest < 0 or seq_lens[longest] < _SHARE * seq_lens[held].sum() or not seq_lens[longest]:
+        return None
+    size = int(topology.bag_sizes[bag])
+    enough = math.ceil(loads[slowest] * size / loads.mean() * (1.0 - 1e-9))
+    return Binding(longest, int(seq_lens[longest]), bag, size, enough)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +159,7 @@ class Plan:
     @cached_property
     def source_ranks(self) -> Ints:
         """(num_seqs,) rank whose loader delivered each sequence."""
-        return routes.frozen(np.repeat(np.arange(self.num_ranks), self.source_counts))
+        return frozen(np.repeat(np.arange(self.num_ranks), self.source_counts))
 
     @property
     def loaded(self) -> Batch:
@@ -125,7 +174,7 @@ class Plan:
     @cached_property
     def tokens(self) -> Ints:
         """(num_ranks,) tokens that each rank computes on."""
-        return routes.frozen(self.chunks.tokens)
+        return frozen(self.chunks.tokens)
 
     def unbalanced_loads(
         self, cost: Cost, cluster: Cluster | None = None
@@ -139,6 +188,22 @@ class Plan:
         loads = np.zeros(self.num_ranks)
         np.add.at(loads, self.source_ranks, costs)
         return loads if self.speeds is None else loads / self.speeds
+
+    def summary(self, cost: Cost, cluster: Cluster | None = None) -> dict[str, Any]:
+        """What it predicts, before balancing and after it, as plain values."""
+        before = self.unbalanced_loads(cost, cluster)
+        return {
+            "makespan": self.makespan,
+            "makespan_unbalanced": float(before.max()),
+            "lower_bound": self.lower_bound,
+            "gap": self.gap,
+            "imbalance": self.imbalance,
+            "imbalance_unbalanced": metrics.imbalance(before),
+            "wir": self.wir,
+            "wir_unbalanced": metrics.wir(before),
+            "tokens": self.tokens.tolist(),
+            "moved_tokens": self.moved_tokens,
+        }
 
     @cached_property
     def moved_tokens(self) -> int:
@@ -180,11 +245,11 @@ class Plan:
         """
         rank, source, bags = check_rank(rank, self.num_ranks), self.source_ranks, self.bag_of
         lens = np.zeros_like(self.seq_lens) if self.context_lens is None else self.context_lens
-        first = routes.cumulative(lens)[:-1]
-        starts = first - routes.cumulative(lens)[routes.cumulative(self.source_counts)[source]]
+        first = cumulative(lens)[:-1]
+        starts = first - cumulative(lens)[cumulative(self.source_counts)[source]]
         seqs = np.flatnonzero((source == rank) | (bags == self.topology.bag_of_rank[rank]))
         sizes = self.topology.bag_sizes[bags[seqs]]
-        items, place = np.repeat(seqs, sizes), routes.ranges(np.zeros_like(sizes), sizes)
+        items, place = np.repeat(seqs, sizes), ranges(np.zeros_like(sizes), sizes)
         dest = self.topology.first_ranks[bags[items]] + place
         args = source[items], dest, lens[items], rank, self.num_ranks
         return Route.of_items(*args, starts=starts[items])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from bascule.plan.checks import is_int
-from bascule.plan.loaded.lengths import MAX_LENGTH
+from bascule.plan.sequences import MAX_LENGTH
 
 Origin = Literal["", "step", "batch"]
 What = Literal["lens", "loaded"]

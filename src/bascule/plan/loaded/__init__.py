@@ -1,1 +1,0 @@
-"""What ranks loaded: sequences, what their tokens see, and the contexts that they attend to."""

@@ -1,0 +1,501 @@
+"""The sequences that ranks loaded, as plans take them, and what their tokens see.
+
+A token sees its document from the start: up to itself in a causal span, up to the end of its span
+in one that is not. So each token sees a run of tokens, which holds for causal text, for documents
+packed into one sequence, and for images between causal texts.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from bascule.arrays import Bools, Floats, Ints, cumulative, ranges
+from bascule.errors import ConfigError
+from bascule.plan.checks import array, by_rank, put, real, shown, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Neighbouring tokens of a sequence that see alike.
+
+    Args:
+        num_tokens: How many.
+        causal: Whether each sees up to itself; else up to the end of the span.
+        new_document: Whether none of them, or of what follows, sees what is before.
+
+    Raises:
+        ConfigError: There is not one token at least, or a flag is no bool.
+    """
+
+    num_tokens: int
+    causal: bool = True
+    new_document: bool = False
+
+    def __post_init__(self) -> None:
+        put(self, "num_tokens", whole("Span(num_tokens", self.num_tokens, 1))
+        for name in ("causal", "new_document"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"Span({name}={shown(value)}) must be True or False")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stretch:
+    """A part of each sequence, and where it lies.
+
+    Attributes:
+        starts: (n,) its first position in the sequence.
+        lens: (n,) its tokens; may be 0.
+        rows: (n,) the row of its first token.
+    """
+
+    starts: Ints
+    lens: Ints
+    rows: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairs:
+    """Runs of queries, and the run of keys that each of them sees.
+
+    Attributes:
+        q_rows: (m,) first row of each run of queries, ascending; no row is in two runs.
+        q_lens: (m,) its rows; may be 0.
+        k_rows: (m,) first row of the keys.
+        k_lens: (m,) their rows; may be 0.
+    """
+
+    q_rows: Ints
+    q_lens: Ints
+    k_rows: Ints
+    k_lens: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """The spans of some sequences, one sequence after the other.
+
+    Attributes:
+        counts: (n,) spans of each sequence.
+        lens: (m,) tokens of each span, one or more.
+        is_causal: (m,) as `Span.causal`.
+        is_first: (m,) as `Span.new_document`; the first span of a sequence is one in any case.
+    """
+
+    counts: Ints
+    lens: Ints
+    is_causal: Bools
+    is_first: Bools
+
+    def __post_init__(self) -> None:
+        for values in (self.counts, self.lens, self.is_causal, self.is_first):
+            values.flags.writeable = False
+
+    @classmethod
+    def alike(cls, seq_lens: Ints, *, causal: bool) -> "Masks":
+        """One span a sequence."""
+        lens = seq_lens[seq_lens > 0]
+        return cls(
+            (seq_lens > 0).astype(np.int64),
+            lens,
+            np.full(lens.size, causal),
+            np.ones(lens.size, bool),
+        )
+
+    @classmethod
+    def from_words(cls, counts: Ints, words: Ints) -> "Masks":
+        """The inverse of `words`."""
+        return cls(counts, words >> 2, (words & 2) > 0, (words & 1) > 0)
+
+    @classmethod
+    def joined(cls, parts: "list[Masks]") -> "Masks":
+        """The sequences of all, in their order."""
+        return cls(
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.lens for part in parts]),
+            np.concatenate([part.is_causal for part in parts]),
+            np.concatenate([part.is_first for part in parts]),
+        )
+
+    def to_lists(self) -> list[list[tuple[int, bool, bool]]]:
+        """The arguments of each `Span`, by sequence."""
+        spans = list(
+            zip(*(x.tolist() for x in (self.lens, self.is_causal, self.is_first)), strict=True)
+        )
+        bounds: list[int] = cumulative(self.counts).tolist()
+        return [spans[first:last] for first, last in pairwise(bounds)]
+
+    @cached_property
+    def words(self) -> Ints:
+        """(m,) each span as one number."""
+        return self.lens * 4 + self.is_causal * 2 + self.is_first
+
+    @cached_property
+    def seqs(self) -> Ints:
+        """(m,) the sequence of each span."""
+        return np.repeat(np.arange(self.counts.size), self.counts)
+
+    @cached_property
+    def starts(self) -> Ints:
+        """(m,) position of each span in its sequence."""
+        return self._placed[0]
+
+    @cached_property
+    def documents(self) -> Ints:
+        """(m,) position at which the document of each span begins."""
+        return self._placed[1]
+
+    @cached_property
+    def _placed(self) -> tuple[Ints, Ints]:
+        begins = cumulative(self.lens)[:-1]
+        first = np.minimum(cumulative(self.counts)[:-1], max(begins.size - 1, 0))
+        of_seq = begins[first][self.seqs] if begins.size else begins
+        documents = np.maximum.accumulate(np.where(self.is_first | (begins == of_seq), begins, 0))
+        return begins - of_seq, documents - of_seq
+
+    @cached_property
+    def apart(self) -> "Documents":
+        """The documents, none of which sees another."""
+        is_start = self.is_first | (self.starts == 0)
+        of_span = np.cumsum(is_start) - 1
+        num = int(is_start.sum())
+        masks = Masks(np.bincount(of_span, minlength=num), self.lens, self.is_causal, self.is_first)
+        lens = np.bincount(of_span, self.lens, num).astype(np.int64)
+        return Documents(masks, self.seqs[is_start], self.starts[is_start], lens)
+
+    def num_pairs(self) -> Floats:
+        """(n,) pairs of a token and one that it sees, of each sequence."""
+        lens, before = self.lens.astype(np.float64), self.starts - self.documents
+        within = np.where(self.is_causal, (lens + 1.0) / 2.0, lens)
+        pairs: Floats = lens * (before + within)
+        return np.bincount(self.seqs, pairs, self.counts.size).astype(np.float64)
+
+    def of(self, seqs: Ints) -> "Masks":
+        """Those of some sequences, ascending."""
+        at = ranges(cumulative(self.counts)[seqs], self.counts[seqs])
+        return Masks(self.counts[seqs], self.lens[at], self.is_causal[at], self.is_first[at])
+
+    def rectangles(self, queries: Stretch, keys: Stretch) -> Pairs:
+        """Runs of queries that see one run of keys alike; the diagonals of `triangles` aside.
+
+        The keys of a run that is causal are those before its queries, so that stretches of queries
+        and keys must be the same tokens of a sequence, or have none in common.
+        """
+        q_from, q_to = self._within(queries)
+        starts, seqs = keys.starts[self.seqs], self.seqs
+        ends = np.where(self.is_causal, q_from, self.starts + self.lens)
+        k_from = np.clip(self.documents, starts, starts + keys.lens[seqs])
+        k_to = np.clip(ends, k_from, starts + keys.lens[seqs])
+        return Pairs(*_at(queries, seqs, q_from, q_to), *_at(keys, seqs, k_from, k_to))
+
+    def triangles(self, both: Stretch) -> Pairs:
+        """Runs of queries that see of the same tokens those up to themselves."""
+        start, end = self._within(both)
+        rows = _at(both, self.seqs, start, np.where(self.is_causal, end, start))
+        return Pairs(*rows, *rows)
+
+    def _within(self, part: Stretch) -> tuple[Ints, Ints]:
+        """Where the part of each span in a stretch begins and ends; nowhere else than in it."""
+        first = part.starts[self.seqs]
+        last = first + part.lens[self.seqs]
+        start = np.clip(self.starts, first, last)
+        return start, np.clip(self.starts + self.lens, start, last)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """The documents of some sequences, each as a sequence of its own.
+
+    Attributes:
+        masks: Of the documents.
+        seqs: (d,) the sequence of each.
+        starts: (d,) its first position in it.
+        lens: (d,) its tokens.
+    """
+
+    masks: Masks
+    seqs: Ints
+    starts: Ints
+    lens: Ints
+
+
+def _at(part: Stretch, seqs: Ints, start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    return part.rows[seqs] + start - part.starts[seqs], end - start
+
+
+Mask = str | Sequence[Span]
+"""Of a sequence: "full", "causal", or its spans."""
+
+_NAMES = ("full", "causal")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """The sequences of a rank, where their lengths alone do not say enough.
+
+    It stands wherever a plan takes the lengths of a rank. What is wrong with it is found there.
+
+    Args:
+        seq_lens: Tokens of each.
+        masks: What the tokens of each see of it: "full", "causal", or its spans; one for all, or a
+            list of one a sequence. None: everything, or what each attention says. If sequences of
+            one rank have masks, those of all have.
+        context_lens: Tokens of the context that each attends to, as text; None without contexts.
+    """
+
+    seq_lens: npt.ArrayLike
+    masks: "str | Sequence[Mask] | Masks | None" = None
+    context_lens: npt.ArrayLike | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The sequences of all ranks, checked; those of rank 0 first.
+
+    Attributes:
+        counts: (num_ranks,) sequences of each rank.
+        lens: (n,) tokens of each sequence.
+        masks: What their tokens see of them; None: everything.
+        context_lens: (n,) tokens of their contexts; None without contexts.
+    """
+
+    counts: Ints
+    lens: Ints
+    masks: Masks | None = None
+    context_lens: Ints | None = None
+
+    @property
+    def ranks(self) -> Ints:
+        """(n,) rank that loaded each sequence."""
+        return np.repeat(np.arange(self.counts.size), self.counts)
+
+    @property
+    def num_pairs(self) -> Floats | None:
+        """(n,) pairs of a query and a key that it sees; None if these are all of a sequence."""
+        if self.masks is None and self.context_lens is None:
+            return None
+        lens = self.lens.astype(np.float64)
+        within = lens * lens if self.masks is None else self.masks.num_pairs()
+        return within if self.context_lens is None else within + lens * self.context_lens
+
+    def by_rank(self) -> list[Sequences]:
+        """What each rank loaded."""
+        bounds: list[int] = cumulative(self.counts).tolist()
+        return [self.take(np.arange(first, last)) for first, last in pairwise(bounds)]
+
+    def take(self, seqs: Ints) -> Sequences:
+        """Some of the sequences, as those of one rank."""
+        masks = None if self.masks is None else self.masks.of(seqs)
+        contexts = None if self.context_lens is None else self.context_lens[seqs]
+        return Sequences(self.lens[seqs], masks, contexts)
+
+    def to_words(self) -> Ints:
+        """A batch as numbers."""
+        contexts = np.zeros(0, np.int64) if self.context_lens is None else self.context_lens
+        masks = self.masks
+        spans = () if masks is None else (masks.counts, masks.words)
+        head = [self.lens.size, contexts.size, -1 if masks is None else masks.words.size]
+        return np.concatenate([np.array(head, np.int64), self.lens, contexts, *spans])
+
+    @staticmethod
+    def from_words(words: Ints) -> Ints | Sequences:
+        """The sequences of a rank, or their lengths if that is all, from the words of its batch."""
+        num, num_contexts, num_spans = words[:3].tolist()
+        rest = words[3:]
+        lens, rest = rest[:num], rest[num:]
+        if not num_contexts and num_spans < 0:
+            return lens
+        contexts, rest = rest[:num_contexts], rest[num_contexts:]
+        masks = Masks.from_words(rest[:num], rest[num:]) if num_spans >= 0 else None
+        return Sequences(lens, masks, contexts if num_contexts else None)
+
+
+def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int) -> Batch:
+    """The sequences of all ranks, given as lengths or `Sequences`, one a rank.
+
+    Raises:
+        ConfigError: There is not one a rank; a length is not a non-negative integer; spans do not
+            add up to their sequence. Rank, place and value are named.
+    """
+    given = by_rank("sequence lengths", loaded)
+    if not any(isinstance(one, Sequences) for one in given):
+        return Batch(*check_lengths(given, num_ranks))
+    each = [one if isinstance(one, Sequences) else Sequences(one) for one in given]
+    counts, lens = check_lengths([one.seq_lens for one in each], num_ranks)
+    parts = np.split(lens, np.cumsum(counts)[:-1])
+    numbered = list(enumerate(zip(each, parts, strict=True)))
+    masks = [_masks(rank, one.masks, own) for rank, (one, own) in numbered]
+    found = [_contexts(rank, one.context_lens, own) for rank, (one, own) in numbered]
+    contexts = [
+        x if x is not None else np.zeros_like(own) for x, own in zip(found, parts, strict=True)
+    ]
+    has_masks = [mask is not None for mask, own in zip(masks, parts, strict=True) if own.size]
+    if any(has_masks) and not all(has_masks):
+        without = [k for k, own in enumerate(parts) if own.size and masks[k] is None]
+        raise ConfigError(
+            f"ranks {without} give sequences without masks, and others with: give "
+            'Sequences(.., masks=..) on all ranks, "full" where tokens see everything'
+        )
+    pairs = zip(masks, parts, strict=True)
+    each_mask = [mask or Masks.alike(own, causal=False) for mask, own in pairs]
+    return Batch(
+        counts,
+        lens,
+        Masks.joined(each_mask) if any(has_masks) else None,
+        np.concatenate(contexts) if any(x is not None and x.any() for x in found) else None,
+    )
+
+
+def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> Ints | None:
+    if context_lens is None:
+        return None
+    try:
+        (count,), lens = check_lengths([context_lens], 1)
+    except ConfigError as error:
+        raise ConfigError(f"context_lens: {str(error).replace('rank 0', f'rank {rank}')}") from None
+    if count != seq_lens.size:
+        raise ConfigError(
+            f"rank {rank}: {count} context_lens for {seq_lens.size} sequences: give one each, 0 "
+            "for a sequence without a context"
+        )
+    return lens
+
+
+def _masks(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
+    """The spans of a rank's sequences; None without masks."""
+    if masks is None or isinstance(masks, Masks):
+        return masks
+    if isinstance(masks, str) and masks in _NAMES:
+        return Masks.alike(seq_lens, causal=masks == "causal")
+    if isinstance(masks, str | bytes) or not isinstance(masks, Sequence):
+        raise ConfigError(
+            f'rank {rank}: masks={shown(masks)}: give "full", "causal", or a list of one a sequence'
+        )
+    listed = cast(Sequence[Any], masks)
+    if len(listed) != seq_lens.size:
+        raise ConfigError(
+            f"rank {rank}: {len(listed)} masks for {seq_lens.size} sequences: give one each"
+        )
+    spans = [
+        _spans(f"rank {rank}, sequence {place}", mask, num_tokens)
+        for place, (mask, num_tokens) in enumerate(zip(listed, seq_lens.tolist(), strict=True))
+    ]
+    flat = [span for of_seq in spans for span in of_seq]
+    return Masks(
+        np.array([len(of_seq) for of_seq in spans], np.int64),
+        np.array([span.num_tokens for span in flat], np.int64),
+        np.array([span.causal for span in flat], np.bool_),
+        np.array([span.new_document for span in flat], np.bool_),
+    )
+
+
+def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
+    """The spans of one sequence."""
+    if isinstance(mask, str) and mask in _NAMES:
+        return [Span(num_tokens, mask == "causal")] if num_tokens else []
+    if isinstance(mask, str) or not isinstance(mask, Sequence):
+        raise ConfigError(f'{where}: mask {shown(mask)}: give "full", "causal", or a list of spans')
+    spans = cast(Sequence[Any], mask)
+    wrong = [span for span in spans if not isinstance(span, Span)]
+    if wrong:
+        raise ConfigError(f"{where}: {shown(wrong[0])} in its mask: give a list of Span(..)")
+    total = sum(span.num_tokens for span in spans)
+    if total != num_tokens:
+        raise ConfigError(
+            f"{where}: spans of {total} tokens together for a sequence of {num_tokens}: give spans "
+            f"that add up to {num_tokens}"
+        )
+    return _joined(spans)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """The same mask in fewer spans: causal ones that follow each other are one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and span.causal and found[-1].causal and not span.new_document:
+            total = found[-1].num_tokens + span.num_tokens
+            found[-1] = Span(total, new_document=found[-1].new_document)
+        else:
+            found.append(span)
+    return found
+
+
+MAX_LENGTH = 2**40
+
+
+def check_lengths(seq_lens: Sequence[npt.ArrayLike], num_ranks: int) -> tuple[Ints, Ints]:
+    """(num_ranks,) counts and (num_seqs,) lengths of a batch given as one list a source rank.
+
+    Raises:
+        ConfigError: The number of lists is not the number of ranks, or a length is not a
+            non-negative integer; rank, place and value are named.
+    """
+    lists = by_rank("sequence lengths", seq_lens)
+    if len(lists) != num_ranks:
+        raise ConfigError(
+            f"{len(lists)} lists of sequence lengths for {num_ranks} ranks: give one list a "
+            "source rank, empty where a rank has no data"
+        )
+    each = [_as_numbers(rank, lens) for rank, lens in enumerate(lists)]
+    counts = np.array([lens.size for lens in each], dtype=np.int64)
+    given = np.concatenate([*each, np.zeros(0, np.int64)])
+    bad = _find_bad_length(given)
+    if bad is not None:
+        rank, place = source_of(bad, counts)
+        raise ConfigError(_bad_length(rank, place, each[rank][place]))
+    return counts, given.astype(np.int64)
+
+
+def _as_numbers(rank: int, lens: Any) -> npt.NDArray[Any]:
+    """The lengths of one rank, all of them numbers, but perhaps not whole or not positive."""
+    listed: Sequence[object] | None = None
+    if isinstance(lens, list | tuple):
+        listed = cast(Sequence[object], lens)
+    try:
+        given = array(f"rank {rank}: lengths", cast(object, lens))
+    except ConfigError:
+        _check_each(rank, listed or ())  # says which one it is
+        raise
+    if given.ndim != 1:
+        raise ConfigError(
+            f"rank {rank}: lengths must be a flat list of integers, not {shown(cast(object, lens))}"
+        )
+    # numpy would take True for 1 and "8" for a text.
+    has_bools = listed is not None and bool({bool, np.bool_} & set(map(type, listed)))
+    if given.dtype.kind in "iuf" and not has_bools:
+        return given
+    return _check_each(rank, given if listed is None else listed)
+
+
+def _check_each(rank: int, values: Iterable[object]) -> npt.NDArray[np.float64]:
+    """The values as float64, if each is a real number."""
+    numbers: list[float] = []
+    for place, value in enumerate(values):
+        number = real(value)
+        if number is None:
+            raise ConfigError(_bad_length(rank, place, value))
+        numbers.append(number)
+    return np.array(numbers, dtype=np.float64)
+
+
+def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
+    """Rank that loaded a sequence, and its place there."""
+    rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
+    return rank, seq_id - int(counts[:rank].sum())
+
+
+def _find_bad_length(given: npt.NDArray[Any]) -> int | None:
+    """Place of the first length that is not a whole number from 0 to 2^40, or None."""
+    with np.errstate(invalid="ignore"):
+        legal = (given >= 0) & (given <= MAX_LENGTH) & (given == np.floor(given))
+    return None if legal.all() else int(np.argmin(legal))
+
+
+def _bad_length(rank: int, place: int, value: object) -> str:
+    """The one sentence for an illegal length, the same wherever it is found."""
+    told = shown(value)
+    return f"rank {rank}, sequence {place}: length {told} is not a whole number from 0 to 2^40"
