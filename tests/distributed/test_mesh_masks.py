@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch._dynamo.exc import Unsupported
 from torch.autograd import forward_ad
 from torch.nn import functional
 
+from bascule.attention import tiles
 from bascule.attention.api import (
     AttentionMesh,
     AttentionOptions,
@@ -115,6 +117,39 @@ def test_rows_hidden_by_a_finite_number_are_those_of_one_process(ring: int, ulys
             assert out < ALLOWED[dtype][0] and grad < ALLOWED[dtype][1], (case, out, grad)
             if dtype == torch.float32 and number != -1e4:
                 assert out < 2e-6, (case, out)
+
+
+def attended(mask: Tensor, layout: SequenceLayout) -> int:
+    """How often a forward and backward cut a mask, or take its highest; right as in one process."""
+    torch.manual_seed(0)
+    whole = three(torch.randn(1, 4, 12, 4, dtype=torch.float64) for _ in range(3))
+    mesh = make_mesh(layout.ring_degree, layout.ulysses_degree)
+    leaves = three(split(x, mesh, layout, 2).requires_grad_() for x in whole)
+    cut = mock.Mock(wraps=tiles._masked)
+    highest = mock.Mock(wraps=tiles._highest)
+    with mock.patch.object(tiles, "_masked", cut), mock.patch.object(tiles, "_highest", highest):
+        out = attention(*leaves, mesh, attn_mask=mask, options=AttentionOptions(layout=layout))
+        out.sum().backward()
+    given = gather(out.detach(), mesh, layout, 2)
+    wanted = functional.scaled_dot_product_attention(*whole, attn_mask=mask)
+    torch.testing.assert_close(given, wanted, rtol=1e-10, atol=1e-12)
+    return cut.call_count + highest.call_count
+
+
+def cut_once(ring: int, ulysses: int) -> list[list[int]]:
+    """Of the first layer with a mask, of the next, and of one after the mask was written to."""
+    layout, counts = SequenceLayout((12,), ring, ulysses), list[list[int]]()
+    for mask in (torch.randn(12, 12, dtype=torch.float64), torch.rand(1, 4, 12, 12) < 0.8):
+        counts.append([attended(mask, layout), attended(mask, layout)])
+        mask[..., :3] = 1
+        counts[-1].append(attended(mask, layout))
+    return counts
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
+def test_layers_cut_a_mask_once_and_again_when_it_was_written_to(ring: int, ulysses: int) -> None:
+    for counts in run_ranks(cut_once, 2, ring, ulysses):
+        assert counts == [[3, 0, 3], [1, 0, 1]]
 
 
 def test_only_queries_whose_scores_are_lost_are_0() -> None:

@@ -5,10 +5,10 @@ import zlib
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
-from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.attention.call_spec import CallSpec, spec_of
 from bascule.attention.layout import SequenceLayout, num_tokens
+from bascule.attention.tiles import kept_of
 from bascule.comm.agree import agree_once
 from bascule.comm.groups import RankGroup
 from bascule.comm.wire import Wire
@@ -91,10 +91,6 @@ def _groups(spec: str) -> list[RankGroup]:
     return [group for group in (ranks.ring, ranks.ulysses) if group is not None]
 
 
-_digests = WeakIdKeyDictionary()
-"""By mask, its version and digest: a mask is used in every layer, and read once."""
-
-
 def digest_of(mask: Tensor | None) -> str:
     """What tells masks with other values apart, on the host; large ones by their sum and samples.
 
@@ -102,18 +98,15 @@ def digest_of(mask: Tensor | None) -> str:
     """
     if mask is None or mask.device.type != "cpu":
         return "none" if mask is None else str(tuple(mask.shape))
-    version = None if mask.is_inference() else mask._version
-    known = _digests.get(mask)
-    if known is not None and version is not None and known[0] == version:
-        return known[1]
+    return kept_of(mask, "digest", lambda: _digest(mask))
+
+
+def _digest(mask: Tensor) -> str:
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mask.element_size()]
     values = mask.detach().view(carrier)
     total = int(values.sum(dtype=torch.int64))
     flat = values.flatten() if values.numel() <= _MOST_READ else values.flatten()[:: _step(values)]
-    digest = f"{tuple(mask.shape)} {total} {zlib.crc32(flat.numpy().tobytes())}"
-    if version is not None:
-        _digests[mask] = version, digest
-    return digest
+    return f"{tuple(mask.shape)} {total} {zlib.crc32(flat.numpy().tobytes())}"
 
 
 _MOST_READ = 1 << 18

@@ -21,7 +21,7 @@ from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.layout import Run, SequenceLayout, num_tokens, take_runs
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
-from bascule.attention.tiles import tiles_of
+from bascule.attention.tiles import kept_of, tiles_of
 from bascule.comm import wire as wires
 from bascule.comm.collectives import all_gather, reduce_scatter
 from bascule.comm.guard.calls import Call
@@ -172,8 +172,11 @@ def ring_plan(
     for group in (ranks.ring, ranks.ulysses):
         if group is not None:
             group.calls.mean(settings)
-    own_mask = _of_own_heads(mask, q, k, ranks)
-    tiles = tiles_of(layout, ranks.place[0], own_mask, spec.causal, q)
+    tiles = kept_of(
+        mask,
+        ("tiles", layout, spec.mesh, spec.causal, q.shape[1], k.shape[1], q.dtype, q.device),
+        lambda: tiles_of(layout, ranks.place[0], _of_own_heads(mask, q, k, ranks), spec.causal, q),
+    )
     return RingPlan(
         group=ranks.ring,
         kv_lens=layout.ring_lens,

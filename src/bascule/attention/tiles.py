@@ -10,12 +10,16 @@ Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on 
 """
 
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.arrays import Ints, cumulative, ranges
 from bascule.attention.kernels.protocol import wide_dtype
@@ -26,8 +30,34 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.staging import table_on
 from bascule.plan.sequences import Masks, Pairs, Stretch
 
+Made = TypeVar("Made")
+
+_NUM_KEPT = 16  # layouts, heads and dtypes of one mask
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _LOST_AT = 8.0  # spacing of the numbers at a row's highest, of which scores of less than half go
+
+
+_of_masks: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+"""By mask, its version and what was made of it: all layers of a model use the same mask."""
+
+
+def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Made:
+    """Return what `make` gives, for a mask of the host once a key, while nothing writes to it.
+
+    A graph that a device records must not read what was made before it, and tensors of inference
+    mode do not tell whether they were written to: of these it is made at every call.
+    """
+    if mask is None or not mask.is_cpu or mask.is_inference() or is_fake(mask):
+        return make()
+    version, kept = _of_masks.get(mask) or (-1, dict[Hashable, Any]())
+    if version != mask._version:
+        kept = dict[Hashable, Any]()
+        _of_masks[mask] = mask._version, kept
+    if key not in kept:
+        if len(kept) >= _NUM_KEPT:
+            kept.clear()
+        kept[key] = make()
+    return kept[key]
 
 
 def tiles_of(
@@ -165,12 +195,19 @@ def without_lost_scores(
     """
     if mask is None or not mask.is_floating_point():
         return q
-    mask = mask[(None,) * (4 - mask.dim())]
-    rows = torch.cat([torch.arange(*run, device=q.device) for run in runs or [(0, 0)]])
-    highest = _highest(_rows_of(mask, rows), layout, rows, causal).to(wide_dtype(q))
-    lost_from = _LOST_AT / torch.finfo(highest.dtype).eps
-    is_lost = highest.isfinite() & (highest.abs() >= lost_from)
-    return q * (~is_lost).to(q.dtype)  # not a fill with 0: what is nan stays nan
+
+    def counted() -> Tensor:
+        of_all = mask[(None,) * (4 - mask.dim())]
+        rows = torch.cat([torch.arange(*run, device=q.device) for run in runs or [(0, 0)]])
+        highest = _highest(_rows_of(of_all, rows), layout, rows, causal).to(wide_dtype(q))
+        lost_from = _LOST_AT / torch.finfo(highest.dtype).eps
+        is_lost = highest.isfinite() & (highest.abs() >= lost_from)
+        return (~is_lost).to(q.dtype)
+
+    if torch.compiler.is_compiling():
+        return q * counted()
+    key = "counted", layout, tuple(runs), causal, q.dtype
+    return q * kept_of(mask, key, counted)  # not a fill with 0: what is nan stays nan
 
 
 def _first_len(layout: SequenceLayout, ring: int) -> int:
