@@ -1,27 +1,35 @@
-"""Runs a function on the ranks of a fresh world, each in a process of its own.
+"""Runs a function on the ranks of a world, each in a process of its own.
 
-A fork server that has torch loaded makes a world of eight cost less than a second. Ranks never run
-in the pytest process: a collective with mismatched sizes aborts its process.
+Processes wait for the next function when one is done: a world then costs its process group alone,
+which is made for each function and destroyed after it. What a function may change of a process is
+put back; a process that cannot be put back is replaced. A fork server that has torch loaded makes
+new ones. Ranks never run in the pytest process: a collective with mismatched sizes aborts its
+process.
 """
 
+import gc
 import math
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 COLLECTIVE_TIMEOUT_S = 15.0
+"""Of fresh worlds, in which ranks die."""
+
+_LONG_TIMEOUT_S = 100.0  # of other worlds: a test ends sooner, and no machine is that busy
 _WAIT_S = 0.5  # waits are counted, not clocked: a virtual machine that was paused lost no time
 _GRACE_S = 20.0  # after the first failure, the others have this long to notice
+_MOST_KEPT = 4  # processes; each has about 300 MB
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 _PRELOAD = [
     "diffusers.models.transformers.transformer_flux",
@@ -63,40 +71,45 @@ class Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: object,
-    timeout_s: float = 100.0,
-    backend: str = "gloo",
+    fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 500.0
 ) -> list[Any]:
-    """Call `fn(*args)` on every rank of a new world; return the results in rank order.
+    """Call `fn(*args)` on every rank of a world; return the results in rank order.
 
     Raises:
         AssertionError: A rank raised, died or did not end; holds the tracebacks in that order.
     """
-    outcomes, order = _run(fn, world_size, args, timeout_s, backend)
-    failed = [rank for rank in order if outcomes[rank].error is not None]
-    if failed:
-        said: dict[str | None, list[int]] = {}
-        for rank in failed:
-            said.setdefault(outcomes[rank].error, []).append(rank)
-        texts = [f"--- ranks {ranks} of {world_size}\n{text}" for text, ranks in said.items()]
-        raise AssertionError("\n".join(["ranks failed, the first one first:", *texts]))
-    return [outcome.value for outcome in outcomes]
+    run = _Run(fn, args, world_size, timeout_s, _LONG_TIMEOUT_S)
+    return _values(*run.on(_kept))
+
+
+def run_fresh_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: object,
+    timeout_s: float = 500.0,
+    backend: str = "gloo",
+) -> list[Any]:
+    """As `run_ranks`, in new processes, which have called nothing yet and call nothing after.
+
+    Collectives end after `COLLECTIVE_TIMEOUT_S`.
+    """
+    run = _Run(fn, args, world_size, timeout_s, COLLECTIVE_TIMEOUT_S, backend)
+    return _values(*run.on(None))
 
 
 def run_to_the_end(
     fn: Callable[..., Any],
     world_size: int,
     *args: object,
-    timeout_s: float = 60.0,
+    timeout_s: float = 500.0,
     stopped: Collection[int] = (),
 ) -> list[Outcome]:
-    """As `run_ranks`, but ranks may die: how each of them ended, in rank order.
+    """As `run_fresh_ranks`, but ranks may die: how each of them ended, in rank order.
 
     Those that were stopped are not waited for, and killed when all others have ended.
     """
-    return _run(fn, world_size, args, timeout_s, "gloo", stopped)[0]
+    run = _Run(fn, args, world_size, timeout_s, COLLECTIVE_TIMEOUT_S, stopped=stopped)
+    return run.on(None)[0]
 
 
 def raised_by(fn: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[list[str], str]:
@@ -108,117 +121,166 @@ def raised_by(fn: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[lis
     raise AssertionError(f"{fn} raised nothing")
 
 
-def _run(
-    fn: Callable[..., Any],
-    world_size: int,
-    args: Sequence[object],
-    timeout_s: float,
-    backend: str,
-    stopped: Collection[int] = (),
-) -> tuple[list[Outcome], list[int]]:
-    """Outcomes in rank order, and the ranks in the order in which they ended.
-
-    A world that a rank could not join is made once more.
-    """
-    outcomes, order = _run_once(fn, world_size, args, timeout_s, backend, stopped)
-    if all(outcome.is_called for outcome in outcomes):
-        return outcomes, order
-    return _run_once(fn, world_size, args, timeout_s, backend, stopped)
+def _values(outcomes: list[Outcome], order: list[int]) -> list[Any]:
+    failed = [rank for rank in order if outcomes[rank].error is not None]
+    if failed:
+        said: dict[str | None, list[int]] = {}
+        for rank in failed:
+            said.setdefault(outcomes[rank].error, []).append(rank)
+        texts = [f"--- ranks {ranks} of {len(order)}\n{text}" for text, ranks in said.items()]
+        raise AssertionError("\n".join(["ranks failed, the first one first:", *texts]))
+    return [outcome.value for outcome in outcomes]
 
 
-def _run_once(
-    fn: Callable[..., Any],
-    world_size: int,
-    args: Sequence[object],
-    timeout_s: float,
-    backend: str,
-    stopped: Collection[int],
-) -> tuple[list[Outcome], list[int]]:
-    with tempfile.TemporaryDirectory() as folder, _environment(), warnings.catch_warnings():
-        # Python 3.12 warns of forks in a process with threads; the server forks before it has any.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        processes: list[BaseProcess] = []
-        readers: list[Connection] = []
-        for rank in range(world_size):
-            reader, writer = _context.Pipe()
-            world = rank, world_size, backend, f"file://{folder}/store"
-            target_args = (fn, args, world, writer)
-            process = _context.Process(target=_rank_main, args=target_args, daemon=True)
-            process.start()
-            writer.close()
-            processes.append(process)
-            readers.append(reader)
+class _Rank:
+    """A process that calls functions until one fails, and the connection to it."""
+
+    def __init__(self) -> None:
+        self.connection, other_end = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(other_end,), daemon=True)
+        with _environment(), warnings.catch_warnings():
+            # Python 3.12 warns of forks in a process with threads; the server has none.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        other_end.close()
+
+    def outcome(self) -> Outcome:
+        """Return what the function did, which has ended."""
         try:
-            return _collect(processes, readers, timeout_s, stopped)
-        finally:
-            _end(processes, readers)
+            return Outcome(*pickle.loads(self.connection.recv_bytes()))
+        except (EOFError, ConnectionError):
+            self.process.join(5.0)
+            exit_code = self.process.exitcode
+            return Outcome(error=f"ended without a word: {self.process}", exit_code=exit_code)
+
+    def is_put_back(self) -> bool:
+        """Let the process put back what the function changed; False if it cannot."""
+        try:
+            self.connection.send_bytes(b"all are done")
+            return self.connection.poll(60.0) and bool(pickle.loads(self.connection.recv_bytes()))
+        except (EOFError, ConnectionError):
+            return False
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.connection.close()
+        self.process.join()
+        self.process.close()
 
 
-def _collect(
-    processes: list[BaseProcess],
-    readers: list[Connection],
-    timeout_s: float,
-    stopped: Collection[int],
-) -> tuple[list[Outcome], list[int]]:
-    num_waits = math.ceil(timeout_s / _WAIT_S)
-    outcomes, order = [Outcome(error="did not end in time, killed")] * len(readers), list[int]()
-    while len({*order, *stopped}) < len(readers) and num_waits > 0:
-        left = [reader for rank, reader in enumerate(readers) if rank not in order]
-        ready = wait(left, timeout=_WAIT_S)
-        num_waits -= not ready
-        for rank in (rank for rank, reader in enumerate(readers) if reader in ready):
-            outcomes[rank] = _outcome(processes[rank], readers[rank])
-            order.append(rank)
-            if outcomes[rank].error is not None:
-                num_waits = min(num_waits, math.ceil(_GRACE_S / _WAIT_S))
-    order += [rank for rank in range(len(readers)) if rank not in order]
-    return outcomes, order
+_kept: list[_Rank] = []  # they wait for a function
 
 
-def _outcome(process: BaseProcess, reader: Connection) -> Outcome:
-    try:
-        return Outcome(*pickle.loads(reader.recv_bytes()))
-    except (EOFError, ConnectionError):
-        process.join(5.0)
-        return Outcome(error=f"ended without a word: {process}", exit_code=process.exitcode)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of a function on all ranks of a world."""
+
+    fn: Callable[..., Any]
+    args: tuple[object, ...]
+    world_size: int
+    timeout_s: float
+    collective_timeout_s: float
+    backend: str = "gloo"
+    stopped: Collection[int] = ()
+
+    def on(self, kept: list[_Rank] | None) -> tuple[list[Outcome], list[int]]:
+        """Return the outcomes in rank order, and the ranks in the order in which they ended.
+
+        A world that a rank could not join is made once more.
+
+        Args:
+            kept: Processes to take, and to give back when they are as before; None takes new ones.
+        """
+        outcomes, order = self._once(kept)
+        if all(outcome.is_called for outcome in outcomes):
+            return outcomes, order
+        return self._once(None)
+
+    def _once(self, kept: list[_Rank] | None) -> tuple[list[Outcome], list[int]]:
+        ranks: list[_Rank] = []
+        if kept is not None:
+            ranks = [one for one in kept if one.process.is_alive()][: self.world_size]
+            kept[:] = [one for one in kept if one not in ranks]
+        can_go_on = False
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                ranks += [_Rank() for _ in range(self.world_size - len(ranks))]
+                for rank, one in enumerate(ranks):
+                    place = rank, self.world_size, f"file://{folder}/store"
+                    group = *place, self.backend, self.collective_timeout_s
+                    one.connection.send_bytes(pickle.dumps((sys.path, group, self.fn, self.args)))
+                outcomes, order = self._collect(ranks)
+                can_go_on = all(outcome.error is None for outcome in outcomes)
+                return outcomes, order
+            finally:
+                for one in ranks:
+                    if kept is None or not can_go_on or len(kept) == _MOST_KEPT:
+                        one.kill()
+                    elif one.is_put_back():
+                        kept.append(one)
+                    else:
+                        one.kill()
+
+    def _collect(self, ranks: list[_Rank]) -> tuple[list[Outcome], list[int]]:
+        num_waits = math.ceil(self.timeout_s / _WAIT_S)
+        outcomes, order = [Outcome(error="did not end in time, killed")] * len(ranks), list[int]()
+        while len({*order, *self.stopped}) < len(ranks) and num_waits > 0:
+            left = {one.connection: rank for rank, one in enumerate(ranks) if rank not in order}
+            ready = wait(list(left), timeout=_WAIT_S)
+            num_waits -= not ready
+            for rank in (rank for connection, rank in left.items() if connection in ready):
+                outcomes[rank] = ranks[rank].outcome()
+                order.append(rank)
+                if outcomes[rank].error is not None:
+                    num_waits = min(num_waits, math.ceil(_GRACE_S / _WAIT_S))
+        order += [rank for rank in range(len(ranks)) if rank not in order]
+        return outcomes, order
 
 
-def _end(processes: Sequence[BaseProcess], readers: Sequence[Connection]) -> None:
-    for process, reader in zip(processes, readers, strict=True):
-        process.kill()
-        reader.close()
-        process.join()
-        process.close()
+def _serve(connection: Connection) -> None:
+    """Call functions in this process until one fails, or nobody is there who sends any."""
+    gc.freeze()  # all of torch is never garbage
+    from tests.helpers.rank_state import State
+
+    before = State()
+    while True:
+        try:
+            received = connection.recv_bytes()
+            error = _answer(connection, received)
+            if error:
+                os._exit(1)  # a failed group would wait for its peers
+            connection.recv_bytes()  # until the others are done too: a peer may still be connecting
+            connection.send_bytes(pickle.dumps(before.put_back()))
+        except (EOFError, ConnectionError):
+            os._exit(0)
 
 
-def _rank_main(
-    fn: Callable[..., Any],
-    args: Sequence[object],
-    world: tuple[int, int, str, str],
-    writer: Connection,
-) -> None:
+def _answer(connection: Connection, received: bytes) -> str | None:
+    """Call a function and send its outcome; return its traceback, if it raised."""
     import torch.distributed as dist
 
     value, error, is_called = None, None, False
     try:
-        rank, world_size, backend, store = world
-        if backend == "gloo":
-            warnings.filterwarnings("error", module="bascule")
-        dist.init_process_group(
-            backend,
-            init_method=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-        )
-        is_called = True
-        value = fn(*args)
+        sys.path[:], group, fn, args = pickle.loads(received)
+        rank, world_size, store, backend, timeout_s = group
+        with warnings.catch_warnings():
+            if backend == "gloo":
+                warnings.filterwarnings("error", module="bascule")
+            dist.init_process_group(
+                backend,
+                init_method=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            is_called = True
+            value = fn(*args)
+        answer = pickle.dumps((value, None, None, True))
     except BaseException:
         error = traceback.format_exc()
-    writer.send_bytes(pickle.dumps((value, error, None, is_called)))
-    if error is None:
-        writer.poll(None)  # until the others are done too: a peer may still be connecting
-    os._exit(0 if error is None else 1)  # a failed group would wait for its peers
+        answer = pickle.dumps((None, error, None, is_called))
+    connection.send_bytes(answer)
+    return error
 
 
 @contextmanager
