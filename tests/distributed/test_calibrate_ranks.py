@@ -208,7 +208,7 @@ def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
         [*command, "--out", str(path), "--json", str(report), "--limit", "1e9"],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     refused = json.loads(report.read_text())["refused"]

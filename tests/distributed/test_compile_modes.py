@@ -111,13 +111,12 @@ def compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "number",
     [0, *(pytest.param(one, marks=pytest.mark.stress) for one in range(1, 5))],
 )
 def test_one_graph_gives_what_eager_mode_gives(number: int) -> None:
-    for found in run_ranks(compiled, 2, *SETTINGS[number], timeout_s=220.0):
+    for found in run_ranks(compiled, 2, *SETTINGS[number]):
         assert found["graphs"] == 1 and found["breaks"] == 0, found
         assert max(found["eager"], found["grads"]) < 1e-12 and found["undone"], found
         if "wire" not in SETTINGS[number][1]:
@@ -153,9 +152,8 @@ def compiled_pipeline() -> list[tuple[float, int]]:
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(240)
 def test_all_models_of_a_pipeline_are_compiled_each_with_its_own_graphs() -> None:
-    for found in run_ranks(compiled_pipeline, 2, timeout_s=220.0):
+    for found in run_ranks(compiled_pipeline, 2):
         assert max(error for error, _ in found) < 1e-12, found
         assert [graphs for _, graphs in found] == [1, 1, 1, 1], found
 

@@ -229,7 +229,7 @@ def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
         [*command, "--json", str(path)],
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     report = json.loads(path.read_text())

@@ -148,7 +148,7 @@ def launched(fault: Fault, tmp_path: Path, *more: str) -> subprocess.CompletedPr
         [*launcher, "--nproc-per-node", str(fault.ranks), *program, "train", *flags, *more],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
 

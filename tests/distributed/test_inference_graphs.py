@@ -108,7 +108,6 @@ def alone(name: str) -> Compiled:
 
 
 @pytest.mark.some(1)
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("name", "ring", "ulysses"),
     [
@@ -118,7 +117,7 @@ def alone(name: str) -> Compiled:
 )
 def test_ranks_compile_as_one_process_does(name: str, ring: int, ulysses: int) -> None:
     one = alone(name)
-    for found in run_ranks(on_ranks, ring * ulysses, name, ring, ulysses, timeout_s=280.0):
+    for found in run_ranks(on_ranks, ring * ulysses, name, ring, ulysses):
         assert max(found.errors) < 1e-5, found
         assert no_more(found.breaks, one.breaks), (one, found)
         if name in IN_PARTS:  # hooks outside of the parts are graphs of their own

@@ -106,7 +106,6 @@ def compare_to_eager(ring: int, ulysses: int, backend: str, numbers: list[int]) 
 
 @pytest.mark.some(1)
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ring", "ulysses"),
     [
@@ -124,10 +123,9 @@ def test_compiles_to_one_graph_on_every_mesh(ring: int, ulysses: int) -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.timeout(240)
 def test_compiles_to_one_graph_on_two_by_two_ranks() -> None:
     numbers = [number for number in range(len(CASES)) if number not in FEW_CASES]
-    for errors in run_ranks(compare_to_eager, 4, 2, 2, "aot_eager", numbers, timeout_s=220.0):
+    for errors in run_ranks(compare_to_eager, 4, 2, 2, "aot_eager", numbers):
         assert max(errors) < 1e-6, errors
 
 
@@ -188,7 +186,6 @@ def graphs_over_resolutions(ring: int, ulysses: int, has_layout: bool, trains: b
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ring", "ulysses", "has_layout", "trains"),
     [
@@ -202,13 +199,12 @@ def test_ten_resolutions_take_two_recompiles(
     ring: int, ulysses: int, has_layout: bool, trains: bool
 ) -> None:
     arguments = ring, ulysses, has_layout, trains
-    found = run_ranks(graphs_over_resolutions, ring * ulysses, *arguments, timeout_s=220.0)
+    found = run_ranks(graphs_over_resolutions, ring * ulysses, *arguments)
     # The first graph, one for any image length, and one for any text length too.
     assert max(found) <= 3, found
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ring", "ulysses"), [pytest.param(2, 1, marks=pytest.mark.stress), (1, 2)]
 )
@@ -241,12 +237,11 @@ def with_a_wire(ring: int, ulysses: int) -> tuple[list[float], int]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("ring", "ulysses"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.stress)]
 )
 def test_a_wire_compiles_to_one_graph_for_all_lengths(ring: int, ulysses: int) -> None:
-    for errors, graphs in run_ranks(with_a_wire, 2, ring, ulysses, timeout_s=220.0):
+    for errors, graphs in run_ranks(with_a_wire, 2, ring, ulysses):
         assert max(errors) < 1e-6, errors
         # Of each of the two wires the first graph, and one for any image length.
         assert graphs <= 4, graphs

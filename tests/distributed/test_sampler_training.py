@@ -243,7 +243,6 @@ def the_trainer(folder: str) -> dict[str, Any]:
     return found | {"read": whole.train_dataset.read, "rest": again.train_dataset.read}
 
 
-@pytest.mark.timeout(240)
 def test_the_trainer_takes_it_in_a_loader_that_accelerate_does_not_shard() -> None:
     pytest.importorskip("transformers")
     with tempfile.TemporaryDirectory() as folder:

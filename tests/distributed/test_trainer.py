@@ -30,8 +30,6 @@ from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
     join_world()

@@ -25,8 +25,6 @@ from tests.helpers.trainer_runs import COST, VOCAB, make_model, make_trainer, tr
 from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.timeout(240)
-
 BUDGET, NUM_SAMPLES = 100, 19
 Text = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and labels
 

@@ -26,7 +26,6 @@ def train(*flags: str) -> tuple[list[tuple[float, float, float]], str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_the_example_trains_alike_without_balancing() -> None:
     balanced, said = train()
     plain, said_plain = train("--no-balance")

@@ -20,7 +20,6 @@ BOTH = "cpu:gloo,cuda:nccl"
 ALLOWED = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead"])
 @pytest.mark.parametrize("dtype", ALLOWED)

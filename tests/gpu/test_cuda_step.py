@@ -29,7 +29,6 @@ BOTH = "cpu:gloo,cuda:nccl"
     ],
 )
 @pytest.mark.parametrize("mask", [False, True])
-@pytest.mark.timeout(400)  # a kernel may have to be compiled
 def test_the_packed_model_and_its_gradients(
     dtype: torch.dtype, kernel: str | None, allowed: float, mask: bool
 ) -> None:

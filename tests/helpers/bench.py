@@ -29,7 +29,7 @@ def launched(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `bascule bench` with a tiny model as a user does: it starts the ranks."""
     command = [sys.executable, "-m", "bascule.cli", *_arguments(folder, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
 
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

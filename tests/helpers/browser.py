@@ -74,7 +74,7 @@ def screenshot(path: Path, image: Path, profile: Path, *, width: int, height: in
 
 def _chromium(profile: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [browser(), *_FLAGS, f"--user-data-dir={profile}", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=True)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
 
 
 def _numbers(html: str) -> Iterator[tuple[str, str]]:

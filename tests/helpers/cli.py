@@ -22,7 +22,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 def modules_imported_by(*args: str) -> set[str]:
     """Names of all modules that a fresh interpreter imports when it runs with these arguments."""
     process = subprocess.run(
-        [sys.executable, "-X", "importtime", *args], capture_output=True, text=True, timeout=60
+        [sys.executable, "-X", "importtime", *args], capture_output=True, text=True, timeout=600
     )
     # Lines read "import time:   self [us] | cumulative | indented name".
     lines = process.stderr.splitlines()

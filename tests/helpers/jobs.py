@@ -51,7 +51,7 @@ def launch_example(path: Path, *arguments: str) -> subprocess.CompletedProcess[s
         [*launcher, "--nproc-per-node", str(NUM_RANKS), str(path), *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
 

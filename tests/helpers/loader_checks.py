@@ -97,7 +97,7 @@ def tell(key: str) -> None:
 
 def await_word(key: str) -> None:
     """What stands for a collective of the model, in which ranks wait for each other."""
-    _get_default_store().wait([f"test/{key}"], timedelta(seconds=60))
+    _get_default_store().wait([f"test/{key}"], timedelta(seconds=500))
 
 
 State = dict[str, Any]

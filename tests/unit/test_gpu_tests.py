@@ -22,7 +22,7 @@ def test_every_file_imports_and_has_tests_that_are_skipped_without_a_device() ->
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=110,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = Counter(line.split("::")[0] for line in done.stdout.splitlines() if "::" in line)

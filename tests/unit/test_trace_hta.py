@@ -52,7 +52,7 @@ ROUNDING_US = 30.0
 def by_hta(folder: Path) -> dict[str, dict[int, float]]:
     """What HTA finds in a folder of traces."""
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(folder)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout)
     return {

@@ -63,7 +63,7 @@ def run(what: str, **environment: str) -> list[dict[str, Any]]:
             env={**os.environ, "TRITON_CACHE_DIR": cache, **environment},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=600,
         )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
