@@ -22,7 +22,7 @@ from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.plan.machine import HardwareProfile
 from tests.helpers.jobs import in_a_job
-from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.ranks import raised_by, run_fresh_ranks, run_to_the_end
 
 OPTIONS = DoctorOptions(rounds=2, mib=1)
 SMALL = ("--rounds", "1", "--mib", "1")
@@ -115,7 +115,7 @@ def unlike_options() -> tuple[list[str], str]:
 
 
 def test_a_report_has_all_fields_and_is_the_same_on_all_ranks() -> None:
-    reports = run_ranks(checked, 2)
+    reports = run_fresh_ranks(checked, 2)
     assert reports[0] == reports[1]
     report = json.loads(json.dumps(reports[0]))
     assert report["bascule"] == "doctor report" and report["num_ranks"] == 2
@@ -133,25 +133,25 @@ def test_a_report_has_all_fields_and_is_the_same_on_all_ranks() -> None:
 
 
 def test_a_world_of_one_and_of_three() -> None:
-    (alone,) = run_ranks(checked, 1)
+    (alone,) = run_fresh_ranks(checked, 1)
     assert alone["collectives"] == [] and alone["links"] == [] and len(alone["ranks"]) == 1
-    report, *_ = run_ranks(checked, 3)
+    report, *_ = run_fresh_ranks(checked, 3)
     assert {tuple(row["ranks"]) for row in report["links"]} == {(0, 1), (1, 2), (2, 0)}
 
 
 def test_a_rank_that_is_made_slow_is_named() -> None:
-    report, _ = run_ranks(slow_work, 2)
+    report, _ = run_fresh_ranks(slow_work, 2)
     assert (VICTIM,) in of_kind(report, "slow rank")
     assert any(f"rank {VICTIM} on" in one["text"] for one in report["findings"])
 
 
 def test_a_link_that_is_made_slow_is_named() -> None:
-    report, *_ = run_ranks(slow_link, 4)
+    report, *_ = run_fresh_ranks(slow_link, 4)
     assert (0, 1) in of_kind(report, "slow link")
 
 
 def test_unlike_versions_are_a_finding() -> None:
-    report, _ = run_ranks(unlike_versions, 2)
+    report, _ = run_fresh_ranks(unlike_versions, 2)
     assert of_kind(report, "difference") == [(VICTIM,)]
     assert any("3.9.1 on rank 1" in one["text"] for one in report["findings"])
 
@@ -177,12 +177,12 @@ def _pass() -> None:
 
 
 def test_what_one_rank_cannot_read_is_known_to_all(tmp_path: Path) -> None:
-    for classes, text in run_ranks(profile_of_one, 2, str(tmp_path)):
+    for classes, text in run_fresh_ranks(profile_of_one, 2, str(tmp_path)):
         assert "RemoteConfigError" in classes and "nowhere.json" in text
 
 
 def test_ranks_with_unlike_options() -> None:
-    for classes, text in run_ranks(unlike_options, 2):
+    for classes, text in run_fresh_ranks(unlike_options, 2):
         assert "CommError" in classes and "--rounds" in text
 
 

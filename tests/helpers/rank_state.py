@@ -1,4 +1,7 @@
-"""What a function may change of its process, and how it is put back."""
+"""Puts back what a function may change of its process.
+
+Not the plans that torch.distributed.checkpoint keeps for each class: who saves takes fresh ranks.
+"""
 
 import gc
 import logging
@@ -14,6 +17,7 @@ import numpy as np
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from diffusers.models import attention_dispatch
 from torch.overrides import (
     _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
 )
@@ -40,6 +44,8 @@ class State:
             for name in (None, "bascule")
             for one in [logging.getLogger(name)]
         }
+        self._registry = vars(attention_dispatch)["_AttentionBackendRegistry"]
+        self._attention = self._registry._active_backend, self._registry._checks_enabled
         self._numbers = random.getstate(), np.random.get_state(), torch.get_rng_state()
         self._dtype, self._num_threads = torch.get_default_dtype(), torch.get_num_threads()
 
@@ -61,6 +67,7 @@ class State:
         torch.set_num_threads(self._num_threads)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
+        self._registry._active_backend, self._registry._checks_enabled = self._attention
         if torch._dynamo.utils.counters:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
@@ -75,6 +82,8 @@ class State:
             os.environ.update(self._environment)
         os.chdir(self._folder)
         sys.argv[:] = self._argv
+        for name in [name for name, module in sys.modules.items() if module is None]:
+            del sys.modules[name]  # as if it were not installed
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         for name, (level, propagate, handlers) in self._loggers.items():
