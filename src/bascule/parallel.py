@@ -113,7 +113,7 @@ class SequenceParallel:
         error, data = None, None
         try:
             of_type("options", options, ParallelOptions, "ParallelOptions(..)")
-            self.device = _device(options.device, mesh_or_group, given)
+            self.device = groups.device_for(options.device, mesh_or_group, given)
             check_name(options.kernel)
             if options.gradients not in (ways := ("mean", "sum")):
                 raise ConfigError(f"gradients={shown(options.gradients)}: choose one of {ways}")
@@ -370,22 +370,3 @@ def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:
             "is taken over all ranks whose gradients are averaged, those of the group included"
         )
     return data
-
-
-def _device(
-    device: torch.device | str | None,
-    mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
-    group: dist.ProcessGroup,
-) -> torch.device:
-    if device is not None:
-        try:
-            given = torch.device(device)
-            if given.type == "cuda" and not torch.cuda.is_available():
-                raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
-            return given
-        except (RuntimeError, TypeError) as error:
-            raise ConfigError(f"device={device!r} is not a device of torch: {error}") from error
-    on_cuda = "nccl" in dist.get_backend(group)
-    if isinstance(mesh_or_group, DeviceMesh):
-        on_cuda = mesh_or_group.device_type == "cuda"
-    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.encoders.item_prices import Prices, Wires
 from bascule.encoders.plan import Loaded, plan_items
 from bascule.errors import PlanError
 from bascule.plan.costs import PolynomialCost, TransformerCost
@@ -16,7 +15,6 @@ from bascule.plan.metrics import imbalance
 from bascule.plan.plan import plan_batch
 from bascule.plan.solver.solve import assign
 
-FREE = Prices(Wires(0.0, 0.0, 0.0, 8))
 TOKENS = PolynomialCost(0.0, 1.0, 0.0)
 
 
@@ -29,22 +27,22 @@ def loaded_of(
     for own in lens:
         numbers = [[n, bits[at + i], 0, rows, 8 * n] for i, n in enumerate(own)]
         at += len(own)
-        said.append(np.array([flags, 0, 0, *np.array(numbers, np.int64).flatten()], np.int64))
+        said.append(np.array([flags, 0, *np.array(numbers, np.int64).flatten()], np.int64))
     return Loaded.of(said, 0)
 
 
 def test_pairs_and_not_squares_are_the_cost_of_attention() -> None:
     cost = TransformerCost(1, gamma=1e9)  # nothing but attention
-    plan, report = plan_items(loaded_of([[9, 9, 9], []], [100.0, 50.0, 50.0]), cost, FREE)
+    plan, report = plan_items(loaded_of([[9, 9, 9], []], [100.0, 50.0, 50.0]), cost)
     assert sorted(plan.rank_of.tolist()) in ([0, 0, 1], [0, 1, 1])
     assert plan.rank_of[1] == plan.rank_of[2] != plan.rank_of[0]
     assert report.balanced == pytest.approx(1.0)
-    _, alike = plan_items(loaded_of([[9, 9, 9], []]), cost, FREE)
+    _, alike = plan_items(loaded_of([[9, 9, 9], []]), cost)
     assert alike.balanced == pytest.approx(4 / 3)
 
 
 def test_a_rank_without_items_needs_the_cheapest_one() -> None:
-    plan, report = plan_items(loaded_of([[7, 3], [], []]), TOKENS, FREE, is_aligned=True)
+    plan, report = plan_items(loaded_of([[7, 3], [], []]), TOKENS, is_aligned=True)
     dummies = [[of.is_dummy for of in own] for own in plan.passes]
     assert sorted(dummies) == [[False], [False], [True]]
     ids, ranks = plan.needed
@@ -55,13 +53,11 @@ def test_a_rank_without_items_needs_the_cheapest_one() -> None:
 
 def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
     numbers = [(n, -1, 0, 0, 8) for n in (4, 3, 2, 1)]
-    said = [
-        np.array([0, 0, at_once, *(x for one in numbers for x in one)]) for at_once in (2, 1, 0)
-    ]
+    said = [np.array([0, at_once, *(x for one in numbers for x in one)]) for at_once in (2, 1, 0)]
     for num_getting in (3, 1):
         loaded = Loaded.of(said, 2, num_getting)
-        assert loaded.num_items == 4 and loaded.own.tolist() == [0, 1, 2, 3]
-        plan, report = plan_items(loaded, TOKENS, FREE)
+        assert loaded.num_items == 4 and loaded.first == 0
+        plan, report = plan_items(loaded, TOKENS)
         assert not plan.moves and report.loaded == 3.0 and report.num_moved == 4
         assert np.bincount(plan.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
         assert [[of.ids.size for of in own] for own in plan.passes] == [[1], [1], [1, 1]]
@@ -76,13 +72,13 @@ def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
 
 
 # Rank 0 has 4 + 2 + 2 tokens and rank 1 four. Evening them out moves an item of 2 tokens: 512 bytes
-# there, and 2 * 256 bytes of features back.
+# there, and as many of features back.
 GIVEN = [[4, 2, 2], [4]]
 
 
-def weigh(unit_s: float, byte_s: float, flags: int = 0, launch_s: float = 0.0, **more: Any) -> Any:
-    prices = Prices(Wires(launch_s, byte_s, byte_s, 8), unit_s, 256.0)
-    return plan_items(loaded_of(GIVEN, flags=flags), TOKENS, prices, **more)
+def weigh(byte_s: float, flags: int = 0, launch_s: float = 0.0, **more: Any) -> Any:
+    cluster = Cluster(1, 2, 1.0, 1.0, 1 / byte_s, 1 / byte_s, launch_s)
+    return plan_items(loaded_of(GIVEN, flags=flags), TOKENS, cluster=cluster, **more)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +91,7 @@ def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
 ) -> None:
     at_most = (gain - 0.1 * launches) / num_bytes
     for factor, num_moved in ((0.99, 1), (1.01, 0)):
-        _, report = weigh(1.0, factor * at_most, flags, 0.1)
+        _, report = weigh(factor * at_most, flags, 0.1)
         assert report.num_moved == num_moved
         assert report.gain_s == pytest.approx(gain) and report.exchange_bytes == num_bytes
         seconds = factor * at_most * num_bytes + 0.1 * launches
@@ -104,23 +100,22 @@ def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
         assert sorted(report.loads) == ([6.0, 6.0] if num_moved else [4.0, 8.0])
 
 
-def test_where_no_time_is_known_moving_is_taken_to_pay() -> None:
-    prices = Prices(Wires(1e9, 1e9, 1e9, 8))
-    _, report = plan_items(loaded_of(GIVEN), TOKENS, prices)
+def test_without_a_cluster_moving_is_taken_to_pay() -> None:
+    _, report = plan_items(loaded_of(GIVEN), TOKENS)
     assert report.num_moved == 1 and report.gain_s is None
     assert str(report) == "1 of 4 items moved: imbalance 1.00 instead of 1.33"
 
 
 def test_what_does_not_pay_moves_all_the_same_where_a_rank_cannot_hold_its_items() -> None:
-    assert weigh(1.0, 1e9, limits=Limits(tokens=8))[1].num_moved == 0
-    assert weigh(1.0, 1e9, limits=Limits(tokens=7))[1].num_moved == 1
+    assert weigh(1e9, limits=Limits(tokens=8))[1].num_moved == 0
+    assert weigh(1e9, limits=Limits(tokens=7))[1].num_moved == 1
     with pytest.raises(PlanError):
-        weigh(1.0, 1e9, limits=Limits(tokens=5))
+        weigh(1e9, limits=Limits(tokens=5))
 
 
 def test_what_is_even_as_given_stays_without_a_search() -> None:
     for given, tolerance in (([[4], [2, 2]], 0.0), ([[51], [50]], 0.02), ([[9], [1]], 0.0)):
-        _, report = plan_items(loaded_of(given), TOKENS, FREE, home_tolerance=tolerance)
+        _, report = plan_items(loaded_of(given), TOKENS, home_tolerance=tolerance)
         assert report.num_moved == 0 and report.gain_s is None
         assert "no plan gains enough over the imbalance" in str(report)
 
@@ -130,8 +125,7 @@ def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:
     loaded = loaded_of([[4096, 4096], [1], [4096], [4096]], rows=1000)
     for num_nodes, num_moved in ((1, 1), (2, 1), (4, 0)):
         made = Cluster(num_nodes, 4 // num_nodes, 1e15, 1.0, 1e11, 1e7, 0.0)
-        prices = Prices(Wires.of(made), 1.0, 0.0, made)
-        _, report = plan_items(loaded, cost, prices)
+        _, report = plan_items(loaded, cost, cluster=made)
         assert report.num_moved == num_moved
         assert max(report.loads) == pytest.approx(
             (2 - num_moved) * float(cost(4096)) * 1e-3, rel=1e-3
@@ -187,6 +181,6 @@ def test_two_stages_are_even_where_one_cost_leaves_one_of_them_uneven(seed: int)
     language, as_given = imbalances(patches, tokens, plan.bag_of)
     held = [np.flatnonzero(plan.bag_of == rank).tolist() for rank in range(NUM_RANKS)]
     owned = [[n for i in own for n in patches[i]] for own in held]
-    _, report = plan_items(loaded_of(owned), TOWER, FREE)
+    _, report = plan_items(loaded_of(owned), TOWER)
     assert report.loaded == pytest.approx(as_given) and as_given > 1.02
     assert language <= 1.02 and report.balanced <= 1.02

@@ -353,7 +353,7 @@ def test_submodules_are_linear_or_norm_so_that_init_reaches_every_parameter() ->
         ({"num_kv_heads": 0}, "kv_heads must be at least 1, got 0"),
         ({"axes_dim": (4, 4)}, "adds up to 8, the head width is 12"),
         ({"axes_dim": (3, 5, 4)}, "must be even and positive"),
-        ({"num_single": -1}, "num_single must not be negative, got -1"),
+        ({"num_single": -1}, "num_single must be at least 0, got -1"),
         ({"mlp_ratio": 0.0}, "mlp_ratio 0.0 leaves the MLP without a unit"),
         ({"theta": 0.0}, "theta must be positive"),
     ],

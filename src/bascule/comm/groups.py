@@ -249,6 +249,30 @@ def device_of(group: RankGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def device_for(
+    device: torch.device | str | None,
+    mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
+    group: dist.ProcessGroup,
+) -> torch.device:
+    """Return where tensors are: the device that was given, or the mesh's or back end's.
+
+    Raises:
+        ConfigError: It is not a device of torch, or torch finds none.
+    """
+    if device is not None:
+        try:
+            given = torch.device(device)
+            if given.type == "cuda" and not torch.cuda.is_available():
+                raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
+            return given
+        except (RuntimeError, TypeError) as error:
+            raise ConfigError(f"device={device!r} is not a device of torch: {error}") from error
+    on_cuda = "nccl" in dist.get_backend(group)
+    if isinstance(mesh_or_group, DeviceMesh):
+        on_cuda = mesh_or_group.device_type == "cuda"
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
+
+
 def timeout_of(group: RankGroup, device: torch.device) -> timedelta | None:
     """With what timeout a group was made; None if its back end does not tell.
 

@@ -1,8 +1,10 @@
 """BalancedEncoder: items go to the ranks that have time to encode them, and their features back."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -12,12 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.clocks import Clock, start_clock
-from bascule.comm.groups import RankGroup
+from bascule.comm.groups import device_for, resolve
 from bascule.comm.guard.failures import IS_ENOUGH, explained, told
 from bascule.comm.items import (
-    ROW_BYTES,
     ItemMove,
     Parcel,
     leaves_of,
@@ -25,34 +26,97 @@ from bascule.comm.items import (
     move_items_with_gradients,
     num_rows,
     parcel,
+    rebuilt,
     tied,
 )
-from bascule.encoders.features import Computed, Features, attach
-from bascule.encoders.item_offers import Describing, Offer
-from bascule.encoders.item_prices import Prices
+from bascule.comm.new_groups import new_group
 from bascule.encoders.items import (
-    GETTING,
-    SETTINGS,
-    EncoderOptions,
+    EncoderTable,
+    Features,
     Item,
     Length,
+    Offer,
+    attach,
     called_with,
     contents_of,
-    filled,
-    settings_of,
+    names_digest,
+    offer_of,
     table_of,
+    values_digest,
 )
-from bascule.encoders.own_speed import OwnSpeed, first_prices
 from bascule.encoders.plan import Encoding, ItemPlan, Loaded, plan_items
 from bascule.errors import ConfigError
-from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.plan.checks import number, shown
 from bascule.plan.costs import Cost, describe_cost
+from bascule.plan.limits import Limits
+from bascule.plan.machine import Cluster
 
 if TYPE_CHECKING:
     from bascule.encoders.installed import Installed
 
-_FIRST_CAPACITY = 128  # integers a rank that the first gather has room for
+_FIRST_CAPACITY = 128
+"""Integers a rank that the first gather has room for."""
+
+_PIECES_A_RANK = 4
+"""Pieces of a long item for each rank: as even as whole items of that size would be."""
+
+_GETTING = {"owner": 0, "all": None, "first": 1}
+"""By `features_for`: ranks that get what all of them gave; None: all."""
+
+_SETTINGS = (
+    *("module", "weights", "cost", "limits", "cluster", "home_tolerance", "features_for"),
+    *("timeout_s", "device", "is sharded", "settings"),
+)
+_CALL_SETTINGS = "call", "settings", "gradients", "items"
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderOptions:
+    """How a BalancedEncoder works, where the defaults do not fit.
+
+    Attributes:
+        table: What the items of a call are. Default: the one for the module's class.
+        limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
+        home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
+            fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
+        cluster: What computing and exchanging take: items then move only where that pays; costs
+            are in seconds, or those of a TransformerCost. Default: moving is taken to pay.
+        device: Where the tensors are. Default: the mesh's, or the group's back end's.
+        timeout_s: Longest wait of a collective, in seconds.
+        features_for: "owner": each rank gives its own items and gets their features. "all": every
+            rank gives the same items, as in inference; none is sent, and all get the features.
+            "first": likewise, and only the first rank gets them. The last two have no gradients.
+    """
+
+    table: EncoderTable | None = None
+    limits: Limits | None = None
+    home_tolerance: float = 0.02
+    cluster: Cluster | None = None
+    device: torch.device | str | None = None
+    timeout_s: float = 600.0
+    features_for: Literal["owner", "all", "first"] = "owner"
+
+
 _DEFAULT = EncoderOptions()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Computed:
+    """The features that a rank computed.
+
+    Attributes:
+        parts: Tensors of each item, by id.
+        unused: What it computed besides, for the others' sake.
+        template: An output.
+        parcels: Of the items whose features are sent.
+        rows: Of each rank, the rows of its parcels.
+    """
+
+    parts: dict[int, list[Tensor]]
+    unused: list[Tensor]
+    template: Any
+    parcels: list[Parcel]
+    rows: Sequence[Ints]
 
 
 class BalancedEncoder:
@@ -98,38 +162,27 @@ class BalancedEncoder:
     ) -> None:
         self.module, self.cost, self.options = module, cost, options
         self.last: Encoding | None = None
-        self._number, self._capacity = 0, _FIRST_CAPACITY
-        self._parallel = SequenceParallel(
-            *(mesh_or_group, "g1n1", cost),
-            limits=options.limits,
-            cluster=options.cluster,
-            timeout_s=options.timeout_s,
-            options=ParallelOptions(device=options.device),
-        )
-        inner = module.module if isinstance(module, DistributedDataParallel) else module
-        self._inner: nn.Module = inner
-        self.table = table_of(inner) if options.table is None else options.table
-        num_ranks, has_limits = self._parallel.group.size, options.limits is not None
-        self._describing = Describing(
-            *(inner, self.table, length_fn, self._parallel.device),
-            Describing.num_pieces_of(num_ranks, has_limits),
-            options.features_for == "owner",
-        )
-        error: Exception | None = None
-        settings: dict[str, str] = dict.fromkeys(SETTINGS, "")
+        self._step, self._capacity = 0, _FIRST_CAPACITY
+        self._inner = module.module if isinstance(module, DistributedDataParallel) else module
+        self._length_fn = length_fn
+        group = resolve(mesh_or_group)
+        ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
+        self._host = new_group(ranks, "encoder", options.timeout_s, backend="gloo")
+        self._group = self._host
+        error, settings = None, dict.fromkeys(_SETTINGS, "")
+        self.table = EncoderTable()
         try:
-            if length_fn is None and self.table.length is None:
-                raise ConfigError(
-                    f"no lengths are known for a {type(inner).__name__}: give length_fn, which "
-                    "says the tokens of an item"
-                )
-            settings = settings_of(inner, self.table, options)
+            self.table = table_of(self._inner) if options.table is None else options.table
+            self._device = device_for(options.device, mesh_or_group, group)
+            # Ranks of FSDP meet in every forward pass.
+            self._is_sharded = any(isinstance(one, FSDPModule) for one in self._inner.modules())
+            settings = self._settings()
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        agree_on(self._agreeing, settings, error, what="construction")
-        self._speed = OwnSpeed(
-            first_prices(options.cluster, self._parallel.group, self._parallel.device)
-        )
+        agree_on(self._host, settings, error, what="construction")
+        if backend != "gloo":
+            made = new_group(ranks, "features", options.timeout_s, backend=backend)
+            self._group = replace(made, control=self._host)
 
     @told("items of a balanced encoder")
     def __call__(self, items: Sequence[Item]) -> Features:
@@ -153,7 +206,7 @@ class BalancedEncoder:
 
     @told("a call of a balanced encoder")
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module gives for these arguments, each item computed by the rank that has time.
+        """Return what the module gives for these arguments, each item by the rank that has time.
 
         Tensors may have no rows. A loss of every rank must depend on what it gets, if any does.
 
@@ -165,8 +218,9 @@ class BalancedEncoder:
     def call_after(self, token: Tensor | None, args: Sequence[Any], kwargs: Item) -> Features:
         """`call`, whose backward pass comes before that of the token; item by item."""
         items, error = list[Item](), None
+        function = getattr(self._inner, self.table.method or "forward")
         try:
-            items = self.table.cut(called_with(self._function, args, kwargs))
+            items = self.table.cut(called_with(function, args, kwargs))
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         return self.encode(items, token, error)
@@ -190,175 +244,185 @@ class BalancedEncoder:
 
     def hand_over(self) -> None:
         """Let another thread call it from here on, as behind training; all ranks alike."""
-        self._parallel.group.calls.hand_over()
-
-    def take_part(self, token: Tensor | None) -> Features:
-        """Be there when other ranks encode, without an item."""
-        return self.encode([], token)
-
-    @property
-    def _agreeing(self) -> RankGroup:
-        """The ranks, on the host."""
-        group = self._parallel.group.control
-        assert group is not None
-        return group
-
-    @property
-    def _function(self) -> Callable[..., Any]:
-        return getattr(self._inner, self.table.method or "forward")
+        self._group.calls.hand_over()
 
     def encode(
         self,
         items: Sequence[Item],
         after: Tensor | None = None,
         error: Exception | None = None,
-        what: str = "",
-        given: Any = None,
+        *,
+        call: str = "",
+        inputs: Any = None,
         at_once: int = 0,
     ) -> Features:
-        """Calling with items, for who prepares them.
+        """Encode items that somebody prepared.
 
         Args:
             items: As for calling.
             after: The token before whose backward pass this one's comes.
             error: What this rank met while it prepared them; then all ranks raise.
-            what: What all ranks must do alike besides.
-            given: What the items were made of. Default: the items.
+            call: What all ranks must do alike besides.
+            inputs: What the items were made of. Default: the items.
             at_once: Most items of a call; 0: any number.
         """
-        self._number += 1
-        loaded, offer = self._agree(items, error, what, given or items, at_once)
+        self._step += 1
+        loaded, offer = self._agree(items, error, call, inputs or items, at_once)
         self.last = None
         if not loaded.num_items:
             return Features([], after, None)
-        prices = self._speed.prices(loaded)
+        options = self.options
         plan, self.last = plan_items(
-            *(loaded, self.cost, prices),
-            limits=self.options.limits,
-            home_tolerance=self.options.home_tolerance,
+            loaded,
+            self.cost,
+            cluster=options.cluster,
+            limits=options.limits,
+            home_tolerance=options.home_tolerance,
             is_aligned=self._is_sharded,
         )
         with torch.set_grad_enabled(loaded.needs_gradient and torch.is_grad_enabled()):
             token = after if loaded.needs_gradient else None
             if loaded.needs_gradient and token is None:
-                token = torch.zeros((), device=self._parallel.device, requires_grad=True)
+                token = torch.zeros((), device=self._device, requires_grad=True)
             arrived, token = self._send(plan, offer, token)
-            computed = self._compute(plan, arrived)
-            self._learn(loaded, prices, computed)
-            features = self._return(plan, offer, computed, token)
+            features = self._return(plan, offer, self._compute(plan, arrived), token)
         if not loaded.needs_gradient:
             features.token = after
         return features
 
+    def _settings(self) -> dict[str, str]:
+        """Return what must be the same on all ranks when an encoder is made.
+
+        Raises:
+            ConfigError: An option is wrong.
+        """
+        inner, options = self._inner, self.options
+        if self._length_fn is None and self.table.length is None:
+            raise ConfigError(
+                f"no lengths are known for a {type(inner).__name__}: give length_fn, which "
+                "says the tokens of an item"
+            )
+        number("home_tolerance", options.home_tolerance)
+        if options.features_for not in _GETTING:
+            raise ConfigError(
+                f"features_for={shown(options.features_for)}: choose one of {list(_GETTING)}"
+            )
+        if options.cluster is not None:
+            options.cluster.check_world(self._host.size)
+        values = (
+            f"{type(inner).__name__} with parameters of shapes {names_digest(inner)}",
+            values_digest(inner),
+            describe_cost(self.cost),
+            *(options.limits, options.cluster, options.home_tolerance, options.features_for),
+            *(options.timeout_s, self._device.type, self._is_sharded, self._module_settings),
+        )
+        return dict(zip(_SETTINGS, map(str, values), strict=True))
+
+    @property
+    def _module_settings(self) -> str:
+        return "" if self.table.settings is None else self.table.settings(self._inner)
+
     def _agree(
-        self, items: Sequence[Item], error: Exception | None, what: str, given: Any, at_once: int
+        self, items: Sequence[Item], error: Exception | None, call: str, inputs: Any, at_once: int
     ) -> tuple[Loaded, Offer]:
-        """What all ranks loaded; or the same error on all of them."""
-        parallel, offer = self._parallel, Offer()
-        own = np.zeros(3, np.int64)
-        names = ("call", "cost", "settings", "gradients", "is sharded", "items")
-        settings: dict[str, str] = dict.fromkeys(names, "")
+        """Gather what all ranks loaded; or raise the same error on all of them."""
+        offer, words, travel = Offer(), np.zeros(2, np.int64), self.options.features_for == "owner"
+        settings: dict[str, str] = dict.fromkeys(_CALL_SETTINGS, "")
         try:
-            settings["call"], settings["cost"] = what, describe_cost(self.cost)
-            settings["settings"] = self.table.settings(self._inner) if self.table.settings else ""
             records = torch.is_grad_enabled()
             trains = records and any(p.requires_grad for p in self._inner.parameters())
-            settings["gradients"] = f"enabled {records}, of parameters {trains}"
-            settings["is sharded"] = str(self._is_sharded)
+            gradients = f"enabled {records}, of parameters {trains}"
+            settings |= {"call": call, "settings": self._module_settings, "gradients": gradients}
             if error is None:
-                offer = self._describing.offer(items)
+                offer = offer_of(
+                    *(items, self._inner, self.table, self._length_fn, self._device),
+                    num_pieces=self._num_pieces,
+                    travel=travel,
+                )
                 flags = (records and offer.wants_gradient) + 2 * trains
-                if not self._describing.travel:
-                    settings["items"] = contents_of(leaves_of(given))
+                if not travel:
+                    settings["items"] = contents_of(leaves_of(inputs))
                     if flags:
                         raise ConfigError(
                             f"features_for={self.options.features_for!r} has no gradients: encode "
                             "under torch.no_grad(), or let each rank give its own items"
                         )
-                own = np.array([flags, self._speed.spent_ns(), at_once, *offer.numbers])
+                words = np.array([flags, at_once, *offer.words], np.int64)
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         said = agree(
-            parallel._planning.group,
-            Statement(settings, own, error),
+            self._host,
+            Statement(settings, words, error),
             what="items",
-            step=self._number,
+            step=self._step,
             capacity=self._capacity,
         )
         self._capacity = max(self._capacity, *(part.size for part in said))
-        num_getting = GETTING[self.options.features_for]
-        num_getting = len(said) if num_getting is None else num_getting
-        return Loaded.of(said, parallel.rank, num_getting), offer
+        num_getting = _GETTING[self.options.features_for]
+        return Loaded.of(
+            said, self._host.rank, len(said) if num_getting is None else num_getting
+        ), offer
 
-    def _learn(self, loaded: Loaded, prices: Prices, computed: Computed) -> None:
-        """What the calls took, and features take on the wire."""
-        num_bytes = ROW_BYTES * sum(int(rows[0]) for rows in computed.rows)
-        units = float(loaded.costs(self.cost, prices).sum())
-        self._speed.keep(computed.clocks, loaded, units, num_bytes)
+    @property
+    def _num_pieces(self) -> int:
+        """Most pieces of an item; with limits any: what is too long for a rank may fit so."""
+        if self.options.limits is not None:
+            return sys.maxsize
+        return _PIECES_A_RANK * self._host.size if self._host.size > 1 else 1
 
     def _send(
         self, plan: ItemPlan, offer: Offer, token: Tensor | None
     ) -> tuple[dict[int, Item], Tensor | None]:
-        """The items that this rank computes, by id."""
-        rank, loaded, (ids, dest) = self._parallel.rank, plan.loaded, plan.needed
+        """Return the items that this rank computes, by id, and the token of their gradients."""
+        rank, loaded, (ids, dest) = self._group.rank, plan.loaded, plan.needed
         owner = loaded.owner[ids]
         stays = (owner == dest) | (owner < 0)
-        held = {
-            one: offer.items[one - loaded.first] for one in ids[stays & (dest == rank)].tolist()
-        }
+        own = ids[stays & (dest == rank)].tolist()
+        items = {one: offer.items[one - loaded.first] for one in own}
         if stays.all():
-            return held, token
+            return items, token
         ids, owner, dest = ids[~stays], owner[~stays], dest[~stays]
         move = self._move(owner, dest, "items")
         sent = (ids[owner == rank] - loaded.first).tolist()
         args = [offer.parcels[one] for one in sent], loaded.rows[ids]
         if token is not None and loaded.items_need_gradient:
-            items = [offer.items[one] for one in sent]
-            arrived, token = move_items_with_gradients(move, items, *args, token)
+            leaving = [offer.items[one] for one in sent]
+            arrived, token = move_items_with_gradients(move, leaving, *args, token)
         else:
             arrived = move_items(move, *args)
-        return held | dict(zip(ids[dest == rank].tolist(), arrived, strict=True)), token
+        return items | dict(zip(ids[dest == rank].tolist(), arrived, strict=True)), token
 
-    def _compute(self, plan: ItemPlan, arrived: dict[int, Item]) -> Computed:
-        """What this rank computes, agreed to be without an error."""
+    def _compute(self, plan: ItemPlan, items: dict[int, Item]) -> _Computed:
+        """Compute this rank's features; no rank goes on if one met an error."""
         parts, unused, template, error = dict[int, list[Tensor]](), list[Tensor](), None, None
-        parcels, clocks, rank = list[Parcel](), list[Clock](), self._parallel.rank
-        rows, meets, device = np.zeros(1, np.int64), self._is_sharded, self._parallel.device
+        parcels, rank, meets = list[Parcel](), self._group.rank, self._is_sharded
         ended: Exception | None = None
         try:
             for of in plan.passes[rank]:
-                items = [arrived[one] for one in of.ids.tolist()]
-                clock = start_clock(device)
-                with explained(f"step {self._number}: encoding") if meets else nullcontext():
-                    template = self._call_module(self.table.join(items))
-                clock.stop()
-                found = self.table.parts(template, items)
+                inputs = [items[one] for one in of.ids.tolist()]
+                with explained(f"step {self._step}: encoding") if meets else nullcontext():
+                    template = self._call_module(self.table.join(inputs))
+                outputs = self.table.parts(template, inputs)
                 if of.is_dummy:
-                    unused += [x for own in found for x in own if x.requires_grad]
+                    unused += [x for own in outputs for x in own if x.requires_grad]
                 else:
-                    clocks.append(clock)
-                    parts |= dict(zip(of.ids.tolist(), found, strict=True))
-            sizes = [x.numel() * x.element_size() for own in parts.values() for x in own]
+                    parts |= dict(zip(of.ids.tolist(), outputs, strict=True))
             ids, _ = plan.sent
             leaving = np.unique(ids[plan.rank_of[ids] == rank]).tolist()
-            parcels = [parcel([x.detach() for x in parts[one]], device) for one in leaving]
-            rows = np.array([sum(sizes) // ROW_BYTES, *map(num_rows, parcels)])
+            parcels = [parcel([x.detach() for x in parts[one]], self._device) for one in leaving]
         except IS_ENOUGH as met:  # a recomputation, of which the others may need more
             ended = met
         except Exception as met:  # whatever it is, the others must not wait
             if meets:  # they may wait within the module, which being told of it ends
                 raise
             error = met
-        said = agree(
-            self._agreeing,
-            Statement({}, rows.astype(np.int64), error),
-            what="encoding",
-            step=self._number,
-            capacity=self._capacity,
-        )
+        rows = np.array([num_rows(one) for one in parcels], np.int64)
+        statement = Statement({}, rows, error)
+        where = {"what": "encoding", "step": self._step}
+        said = agree(self._host, statement, **where, capacity=self._capacity)
         if ended is not None:
             raise ended
-        return Computed(parts, unused, template, parcels, said, clocks)
+        return _Computed(parts, unused, template, parcels, said)
 
     def _call_module(self, arguments: Item) -> Any:
         if self.table.method is None:
@@ -366,9 +430,10 @@ class BalancedEncoder:
         return getattr(self.module, self.table.method)(**arguments)
 
     def _return(
-        self, plan: ItemPlan, offer: Offer, computed: Computed, token: Tensor | None
+        self, plan: ItemPlan, offer: Offer, computed: _Computed, token: Tensor | None
     ) -> Features:
-        loaded, rank, parts = plan.loaded, self._parallel.rank, dict(computed.parts)
+        """Send features to the ranks that get them, and put them into the owner's order."""
+        rank, parts = self._group.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)
         wanted, getting = plan.wanted
@@ -376,9 +441,9 @@ class BalancedEncoder:
         stayed = [one for one in own if one in parts]
         ids, dest = plan.sent
         if ids.size:
-            source, rows = plan.rank_of[ids], np.zeros(loaded.num_items, np.int64)
+            source, rows = plan.rank_of[ids], np.zeros(plan.loaded.num_items, np.int64)
             for place, said in enumerate(computed.rows):
-                rows[np.unique(ids[source == place])] = said[1:]
+                rows[np.unique(ids[source == place])] = said
             move = self._move(source, dest, "features")
             if token is None:
                 arrived = move_items(move, computed.parcels, rows[ids], plan.starts(rows))
@@ -391,14 +456,8 @@ class BalancedEncoder:
             # Not views: who gets them may write into them.
             parts |= {one: [x.clone() for x in attach(parts[one], [token])] for one in stayed}
         leaves = offer.whole([parts[one] for one in own]) if own else []
-        outputs = [filled(computed.template, own) for own in leaves]
+        outputs = [rebuilt(computed.template, iter(own)) for own in leaves]
         return Features(outputs, token, computed.template)
 
-    def _move(self, source: Any, dest: Any, name: str) -> ItemMove:
-        parallel = self._parallel
-        return ItemMove(source, dest, parallel.group, parallel.device, self._number, name)
-
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether ranks meet in every forward pass, as those of FSDP do."""
-        return any(isinstance(module, FSDPModule) for module in self._inner.modules())
+    def _move(self, source: Ints, dest: Ints, name: str) -> ItemMove:
+        return ItemMove(source, dest, self._group, self._device, self._step, name)

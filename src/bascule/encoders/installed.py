@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from bascule.comm.guard.failures import told
-from bascule.encoders.features import Features, attach
+from bascule.encoders.items import Features, attach
 from bascule.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ class Installed:
         return None if output is None else attach(output, tokens[-1:])
 
     def _take_part(self) -> None:
-        """In what other ranks encode before this rank's next call, or after its last one."""
+        """Join other ranks in what they encode before this rank's next call, or after its last."""
         while self._left and not self._left[0]:
             self._left.pop(0)
-            self._keep(self._encoder.take_part(self._token))
+            self._keep(self._encoder.encode([], self._token))
 
     def _keep(self, features: Features) -> None:
         self._tokens.append(features.token)
@@ -84,7 +84,7 @@ class Installed:
 
     @told("a call of a balanced encoder")
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What the model gets when it calls its encoder."""
+        """Return what the model gets when it calls its encoder."""
         if not self._left:
             raise ConfigError(
                 f"the model calls its encoder more often than it was given {self._kinds}: name "
@@ -98,7 +98,7 @@ class Installed:
 
 
 class _StandIn(nn.Module):
-    """Is called in place of the encoder, and has all else from it."""
+    """Stands in for the encoder: is called in its place, and has all else from it."""
 
     def __init__(self, module: nn.Module, installed: Installed) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _StandIn(nn.Module):
 
 
 class InPlace:
-    """A module of a pipeline some of whose methods are others, until `undo`.
+    """Gives some methods of a pipeline's module another meaning, until `undo`.
 
     Neither is edited: another object of the module's class, and of the same state, is in its place.
 
@@ -129,21 +129,21 @@ class InPlace:
     def __init__(
         self, pipeline: Any, module: nn.Module, methods: Mapping[str, Callable[..., Any]]
     ) -> None:
-        found = [name for name, value in vars(pipeline).items() if value is module]
+        names = [name for name, value in vars(pipeline).items() if value is module]
         if isinstance(pipeline, nn.Module):
-            found += [name for name, child in pipeline.named_children() if child is module]
-        if not found:
+            names += [name for name, child in pipeline.named_children() if child is module]
+        if not names:
             raise ConfigError(
                 f"a {type(pipeline).__name__} does not have this {type(module).__name__}: "
                 "install in the pipeline whose module it was made with"
             )
-        self._pipeline, self._name, self._module = pipeline, found[0], module
+        self._pipeline, self._name, self._module = pipeline, names[0], module
         cls = type(module)
         members = {name: staticmethod(method) for name, method in methods.items()}
         members = {"__module__": cls.__module__, **members}
         stand_in = object.__new__(type(cls.__name__, (cls,), members))
         stand_in.__dict__ = vars(module)
-        setattr(pipeline, found[0], stand_in)
+        setattr(pipeline, names[0], stand_in)
 
     def undo(self) -> None:
         """Put the module back into its place."""
@@ -151,7 +151,7 @@ class InPlace:
 
 
 def _holder(model: nn.Module, module: nn.Module) -> tuple[nn.Module, str]:
-    """The part of the model that has the module, and under which name."""
+    """Find the part of the model that has the module, and under which name."""
     for parent in model.modules():
         for name, child in parent.named_children():
             if child is module:

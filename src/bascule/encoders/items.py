@@ -1,4 +1,4 @@
-"""Encoder tables: one for each family says what the items of a call are, and how long each is.
+"""Items of encoders: how a call is cut into them, how long they are, and what comes of them.
 
 Items lie along the first dim of all tensors of a call: one row each, as the images of a batch, or
 several, as the patches of images of unlike sizes. What comes out is cut likewise.
@@ -8,18 +8,19 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from itertools import islice
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from bascule.comm.items import leaves_of, parcel, rebuilt
+from bascule.comm.exchange import has_gradient
+from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, num_rows, parcel
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, shown
-from bascule.plan.limits import Limits
-from bascule.plan.machine import Cluster
+from bascule.plan.checks import whole
 
 Item = dict[str, Any]
 """The arguments of a call for one item alone, by name."""
@@ -53,7 +54,7 @@ class EncoderTable:
     settings: Callable[[nn.Module], str] | None = None
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
-        """The items of a call; views.
+        """Cut a call into its items; views.
 
         Raises:
             ConfigError: Arguments have unlike numbers of items.
@@ -64,15 +65,11 @@ class EncoderTable:
         return [{**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(num)]
 
     def num_items(self, arguments: Mapping[str, Any]) -> int:
-        """How many `cut` gives.
-
-        Raises:
-            ConfigError: Arguments have unlike numbers of items.
-        """
+        """Count the items of a call; errors as of `cut`."""
         return len(self._sizes(arguments)[1])
 
     def _sizes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
-        """Arguments that hold items, and the sizes of these."""
+        """Return the arguments that hold items, and the sizes of these."""
         counts = self._counts(arguments)
         given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         sizes = None if self.sizes is None else list(self.sizes(arguments))
@@ -89,7 +86,7 @@ class EncoderTable:
         return given, [1] * num if sizes is None else sizes
 
     def join(self, items: Sequence[Item]) -> Item:
-        """The arguments of one call for items of the same form."""
+        """Return the arguments of one call for items of the same form."""
         first = items[0]
         if len(items) == 1:
             return dict(first)
@@ -98,7 +95,7 @@ class EncoderTable:
         return alike | {name: torch.cat([item[name] for item in items]) for name in tensors}
 
     def parts(self, output: Any, items: Sequence[Item]) -> list[list[Tensor]]:
-        """The tensors of an output that belong to each item, in the order of the nest.
+        """Return the tensors of an output that belong to each item, in the order of the nest.
 
         Raises:
             ConfigError: A tensor cannot be cut into the items.
@@ -108,7 +105,7 @@ class EncoderTable:
         return [list(own) for own in zip(*columns, strict=True)] if columns else [[] for _ in items]
 
     def _counts(self, arguments: Mapping[str, Any]) -> set[int]:
-        """Numbers of rows of arguments with one row an item."""
+        """Return the numbers of rows of arguments with one row an item."""
         given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
         if any(x.dim() == 0 for x in given.values()):
             raise ConfigError("an argument is a tensor without dims: give one row an item")
@@ -116,7 +113,7 @@ class EncoderTable:
 
 
 def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
-    """One row an item, or rows as their sizes."""
+    """Cut a tensor into one row an item, or rows in proportion to their sizes."""
     num, total = leaf.shape[0] if leaf.dim() else -1, sum(sizes)
     rows, is_whole = [1] * len(sizes), num == len(sizes)
     if not is_whole:
@@ -130,13 +127,8 @@ def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     return leaf.split(rows)
 
 
-def filled(output: Any, leaves: Sequence[Tensor]) -> Any:
-    """An output of the same form around other tensors."""
-    return rebuilt(output, iter(leaves))
-
-
 def form_of(item: Item, device: torch.device) -> int:
-    """A number that is the same for items that fit into one call."""
+    """Return a number that is the same for items that fit into one call."""
     tensors = {name: x for name, x in item.items() if isinstance(x, Tensor)}
     shapes = sorted((name, str(x.dtype), *x.shape[1:]) for name, x in tensors.items())
     digest = hashlib.blake2b(repr(shapes).encode(), digest_size=8)
@@ -147,7 +139,7 @@ def form_of(item: Item, device: torch.device) -> int:
 
 
 def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item) -> Item:
-    """The arguments of a call by name, without those that are None.
+    """Return the arguments of a call by name, without those that are None.
 
     Raises:
         ConfigError: They are not those of the function.
@@ -166,7 +158,7 @@ def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item)
 
 
 def of_patches(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
-    """Patches of an image or a video of Qwen-VL, and pairs on the mean of all layers.
+    """Count patches of an image or a video of Qwen-VL, and pairs on the mean of all layers.
 
     Each frame attends to itself: t frames of h x w patches are t (h w)^2 pairs. Layers of
     Qwen2.5-VL that are not in `fullatt_block_indexes` attend within windows, whose sides are
@@ -187,12 +179,12 @@ def of_patches(module: nn.Module, item: Mapping[str, Any]) -> tuple[int, float]:
 
 
 def _squares(length: int, side: int) -> int:
-    """Sum of the squares of a length cut into pieces of a side."""
+    """Sum the squares of a length cut into pieces of a side."""
     return length // side * side**2 + (length % side) ** 2
 
 
 def of_image(module: nn.Module, item: Mapping[str, Any]) -> int:
-    """Patches of an image, or a tile, of pixels (1, C, H, W)."""
+    """Count patches of an image, or a tile, of pixels (1, C, H, W)."""
     config: Any = module.config
     patch = config.patch_size
     sides = (patch, patch) if isinstance(patch, int) else patch
@@ -201,14 +193,14 @@ def of_image(module: nn.Module, item: Mapping[str, Any]) -> int:
 
 
 def of_text(module: nn.Module, item: Mapping[str, Any]) -> int:
-    """Tokens of a text as it is padded: padding is computed as well."""
+    """Count tokens of a text as it is padded: padding is computed as well."""
     del module
     tokens = item.get("input_ids")
     return int((item["inputs_embeds"] if tokens is None else tokens).shape[1])
 
 
 def of_pixels(module: nn.Module, item: Mapping[str, Any]) -> int:
-    """Pixels of an image or video (1, C, .., H, W): a VAE's convolutions take as long as these."""
+    """Count pixels of an image or video (1, C, .., H, W): convolutions take as long as these."""
     del module
     return int(item["x"].shape[2:].numel())
 
@@ -218,7 +210,7 @@ def _grid_sizes(arguments: Mapping[str, Any]) -> list[int]:
 
 
 def _by_frames(item: Item, most: int) -> list[Item]:
-    """Runs of frames of a video, or the image: patches attend to those of their frame alone."""
+    """Cut a video into runs of frames: patches attend to those of their frame alone."""
     frames, height, width = item["grid_thw"][0].tolist()
     short, num_long = divmod(frames, num := min(frames, most))
     counts = [short + (place < num_long) for place in range(num)]
@@ -267,7 +259,7 @@ TABLES: Mapping[str, EncoderTable] = {
 
 
 def table_of(module: nn.Module) -> EncoderTable:
-    """The table of a module's class, or of the nearest class that it is made from.
+    """Find the table of a module's class, or of the nearest class that it is made from.
 
     That of a module of no known class has one row an item in every argument, and no length.
     """
@@ -278,68 +270,142 @@ def table_of(module: nn.Module) -> EncoderTable:
     return EncoderTable()
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderOptions:
-    """How a BalancedEncoder works, where the defaults do not fit.
+@dataclass(frozen=True, slots=True, eq=False)
+class Offer:
+    """Items that a rank brings, ready to travel.
 
     Attributes:
-        table: What the items of a call are. Default: the one for the module's class.
-        limits: What a rank can hold: tokens, items, and bytes of what is encoded; hard.
-        home_tolerance: By how much the slowest rank may take longer than in the best plan, so that
-            fewer items move: those of a step that is as even as that stay. 0.02 is 2 %.
-        cluster: What computing and exchanging take, for whether moving pays; costs are in seconds
-            then, or those of a TransformerCost. Default: exchanges are timed once, and the
-            encoder's calls from the second to the ninth; from then on, what does not pay stays.
-        device: Where the tensors are. Default: the mesh's, or the group's back end's.
-        timeout_s: Longest wait of a collective, in seconds.
-        features_for: "owner": each rank gives its own items and gets their features. "all": every
-            rank gives the same items, as in inference; none is sent, and all get the features.
-            "first": likewise, and only the first rank gets them. The last two have no gradients.
+        items: Or pieces of them.
+        counts: Of each item, its pieces.
+        parcels: Of each piece, what travels.
+        words: Of each piece tokens, pairs, form, rows and bytes; see `plan.Loaded`.
     """
 
-    table: EncoderTable | None = None
-    limits: Limits | None = None
-    home_tolerance: float = 0.02
-    cluster: Cluster | None = None
-    device: torch.device | str | None = None
-    timeout_s: float = 600.0
-    features_for: Literal["owner", "all", "first"] = "owner"
+    items: list[Item] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    parcels: list[Parcel] = field(default_factory=list)
+    words: list[int] = field(default_factory=list)
+
+    @property
+    def wants_gradient(self) -> bool:
+        """True if a tensor of an item requires one."""
+        tensors = (x for one in self.items for x in one.values() if isinstance(x, Tensor))
+        return any(x.requires_grad for x in tensors)
+
+    def whole(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
+        """Join the tensors of the pieces of each item, one after another."""
+        pieces = iter(leaves)
+        groups = [list(islice(pieces, count)) for count in self.counts]
+        return [
+            own[0] if len(own) == 1 else [torch.cat(part) for part in zip(*own, strict=True)]
+            for own in groups
+        ]
 
 
-SETTINGS = ("module", "weights", "home_tolerance", "features_for", "settings")
-"""Names of what `settings_of` gives."""
+def offer_of(
+    items: Sequence[Item],
+    module: nn.Module,
+    table: EncoderTable,
+    length_fn: Callable[[Item], Length] | None,
+    device: torch.device,
+    *,
+    num_pieces: int,
+    travel: bool,
+) -> Offer:
+    """Cut this rank's items into at most so many pieces each, and describe them.
 
-GETTING = {"owner": 0, "all": None, "first": 1}
-"""By `features_for`: ranks that get what all of them gave; None: all."""
+    Items that do not travel get parcels without contents.
+
+    Raises:
+        ConfigError: Something is wrong with an item; names its place.
+    """
+    offer = Offer()
+    for place, item in enumerate(items):
+        try:
+            if table.num_items(item) != 1:
+                raise ConfigError("it has rows of several items: give each by itself")
+            is_split = table.split is not None and num_pieces > 1
+            pieces = table.split(item, num_pieces) if table.split and is_split else [item]
+            for piece in pieces:
+                length = length_fn(piece) if length_fn else None
+                if length is None:
+                    assert table.length is not None
+                    length = table.length(module, piece)
+                tokens, pairs = length if isinstance(length, tuple) else (length, -1.0)
+                tokens = whole("length_fn", tokens, 1)
+                tensors = [x for x in piece.values() if isinstance(x, Tensor)]
+                sent = Parcel((), sum(x.nbytes for x in tensors))
+                if travel:
+                    sent = parcel(mapped(dict(piece), Tensor.detach), device)
+                bits = int(np.float64(pairs).view(np.int64))
+                form = form_of(piece, device)
+                offer.parcels.append(sent)
+                offer.words.extend((tokens, bits, form, num_rows(sent), sent.num_bytes))
+        except Exception as error:
+            text = str(error) if isinstance(error, ConfigError) else repr(error)
+            raise ConfigError(f"item {place}: {text}") from error
+        offer.items.extend(pieces)
+        offer.counts.append(len(pieces))
+    return offer
+
+
+class Features(list[Any]):
+    """The features of a rank's items, in the order in which they were given.
+
+    Attributes:
+        token: () What the backward pass of every rank must reach, or None without gradients.
+        template: An output of the module on this rank, or None if no rank had an item.
+    """
+
+    def __init__(self, outputs: Sequence[Any], token: Tensor | None, template: Any) -> None:
+        super().__init__(outputs)
+        self.token, self.template = token, template
+
+    @property
+    def together(self) -> Any:
+        """The output of the module for all items in one call; without rows where there are none.
+
+        Raises:
+            ConfigError: No rank has an item.
+        """
+        if self.template is None:
+            raise ConfigError("no rank has an item to encode: give one on one rank at least")
+        if not self:
+            return self.attach(mapped(self.template, lambda leaf: leaf[:0]))
+        return joined(self)
+
+    def attach(self, output: Any) -> Any:
+        """Return the same output; in its backward pass this rank takes part in the encoder's.
+
+        For what the backward pass begins with, as the loss, on every rank: one without items has
+        no other way from its loss to the encoder, where the others wait for it.
+        """
+        return attach(output, [self.token])
+
+
+def attach(output: Any, tokens: Sequence[Tensor | None]) -> Any:
+    """Return the same output; its backward pass lets what made the tokens take part."""
+
+    def with_tokens(leaf: Tensor) -> Tensor:
+        for token in tokens:
+            if token is not None and token.requires_grad and has_gradient(leaf):
+                leaf = attached(leaf, token)
+        return leaf
+
+    return mapped(output, with_tokens)
+
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def settings_of(module: nn.Module, table: EncoderTable, options: EncoderOptions) -> dict[str, str]:
-    """What must be the same on all ranks when an encoder is made.
-
-    Raises:
-        ConfigError: An option is wrong.
-    """
-    number("home_tolerance", options.home_tolerance)
-    if options.features_for not in GETTING:
-        raise ConfigError(
-            f"features_for={shown(options.features_for)}: choose one of {list(GETTING)}"
-        )
-    shapes = f"{type(module).__name__} with parameters of shapes {names_digest(module)}"
-    settings = "" if table.settings is None else table.settings(module)
-    own = shapes, values_digest(module), str(options.home_tolerance), options.features_for, settings
-    return dict(zip(SETTINGS, own, strict=True))
-
-
 def names_digest(module: nn.Module) -> str:
-    """Of the names, dtypes and shapes of the parameters."""
+    """Digest the names, dtypes and shapes of the parameters."""
     parts = [(name, str(p.dtype), *p.shape) for name, p in module.named_parameters()]
     return _digest(repr(parts))
 
 
 def values_digest(module: nn.Module) -> str:
-    """Of the values of parameters and buffers; FSDP's shards, unlike on all ranks, are left out.
+    """Digest the values of parameters and buffers, without FSDP's shards, unlike on all ranks.
 
     From the sums of their bits as integers, which no order of adding changes: one pass over the
     weights on their device, and one number of each to the host.
@@ -349,7 +415,7 @@ def values_digest(module: nn.Module) -> str:
 
 
 def contents_of(tensors: Sequence[Tensor]) -> str:
-    """Shapes and a digest of values: the same for the same tensors on all ranks."""
+    """Describe tensors by shapes and a digest of values: the same for the same on all ranks."""
     shapes = [tuple(x.shape) for x in tensors]
     return f"shapes {shapes[:8]} of {len(shapes)} tensors with values {_values(tensors)}"
 
@@ -361,7 +427,7 @@ def _values(tensors: Sequence[Tensor]) -> str:
 
 
 def _plain(x: Tensor) -> list[Tensor]:
-    """What a tensor is made of: of quantised weights their codes and scales."""
+    """Return the plain tensors in a tensor: of quantised weights their codes and scales."""
     if not is_traceable_wrapper_subclass(x):
         return [x]
     names, _ = x.__tensor_flatten__()

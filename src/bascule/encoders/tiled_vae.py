@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm.guard.failures import told
 from bascule.comm.items import joined, mapped
-from bascule.encoders.encoder import BalancedEncoder
-from bascule.encoders.features import Features
+from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
 from bascule.encoders.installed import InPlace
-from bascule.encoders.items import EncoderOptions, EncoderTable, Item, called_with
+from bascule.encoders.items import EncoderTable, Features, Item, called_with
 from bascule.encoders.plan import Encoding
 from bascule.errors import ConfigError
 from bascule.plan.costs import PolynomialCost
@@ -79,7 +78,7 @@ class TiledVAE:
 
     @told("a call of a TiledVAE")
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """What `vae.encode` gives with its tiles.
+        """Return what `vae.encode` gives with its tiles.
 
         Three small gathers; an all-to-all where tiles move, and one of what was made of them.
 
@@ -100,7 +99,7 @@ class TiledVAE:
 
     @told("a call of a TiledVAE")
     def decode(self, z: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """What `vae.decode` gives with its tiles; as `encode`, of latents."""
+        """Return what `vae.decode` gives with its tiles; as `encode`, of latents."""
         return self._run("decode", z, args, kwargs)
 
     def install(self, pipeline: Any) -> InPlace:
@@ -132,7 +131,7 @@ class TiledVAE:
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         most = max(map(len, samples), default=0)  # as many as the model itself has in a call
-        features = self._tiles.encode(tiles, None, error, way, samples, at_once=most)
+        features = self._tiles.encode(tiles, None, error, call=way, inputs=samples, at_once=most)
         answers, is_mine = deque[Tensor](features), bool(features)
         features.clear()
         outputs = list[Any]()
@@ -146,10 +145,10 @@ class TiledVAE:
 
 
 _CACHE = "feat_cache"
-"""What causal VAEs hand from the frames of a tile to its next ones: a list, which calls change."""
+"""Argument by which causal VAEs hand a list, which calls change, to a tile's next frames."""
 
 _HANDED = "conv_cache"
-"""Likewise; a call gives it back beside its output, for the next one."""
+"""Argument that a call gives back beside its output, for the next one."""
 
 
 class TileCalls(nn.Module):
@@ -164,7 +163,7 @@ class TileCalls(nn.Module):
         self.vae = vae
 
     def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
-        """(1, C, .., h, w) what one after another of these calls gives, along time.
+        """Make these calls one after another, and join their outputs along time: (1, C, .., h, w).
 
         Args:
             part: "encoder" or "decoder".
@@ -177,17 +176,17 @@ class TileCalls(nn.Module):
             number, _, key = name.partition(".")
             own[int(number)][key] = x
         cache = {key: own[0][key] for key in own[0].keys() & {_CACHE}}
-        found = list[Tensor]()
+        outputs = list[Tensor]()
         for call in own:
             output = module(call.pop(""), **call | cache)
             if isinstance(output, tuple):
                 output, cache = output[0], {_HANDED: output[1]}
-            found.append(output)
-        return found[0] if len(found) == 1 else torch.cat(found, dim=2)
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 def settings_of(calls: nn.Module) -> str:
-    """What ranks' VAEs must have in common besides their weights.
+    """Describe what ranks' VAEs must have in common besides their weights.
 
     Raises:
         ConfigError: The model does not know tiles, or its tiles are none.
@@ -221,7 +220,7 @@ def _is_positive(key: str, size: Any) -> bool:
 
 
 def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
-    """Pixels that a tile is made of, or of which latents: its convolutions take as long as these.
+    """Count the pixels, or latents, that a tile is made of: its convolutions take as long as these.
 
     A causal decoder makes one frame of the first latent, and of each of the others as many as it
     upsamples time by.
@@ -235,14 +234,9 @@ def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
 
 
 def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tuple[list[Item], Any]:
-    """The tiles that the model makes of samples, and its output around nothing.
+    """Return the tiles that the model makes of samples (B, C, .., H, W), and its output of none.
 
-    Args:
-        vae: The model.
-        way: "encode" or "decode".
-        x: (B, C, .., H, W).
-        args: Further arguments of that method.
-        kwargs: Likewise.
+    `way` is "encode" or "decode".
 
     Raises:
         ConfigError: The model cannot cut them, or a tile is empty.
@@ -265,12 +259,12 @@ def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tup
 def answered(
     vae: nn.Module, answers: deque[Tensor], way: str, sample: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """What the model makes of a sample, with its tiles computed: takes those from the answers."""
+    """Return what the model makes of a sample, with its tiles computed: takes them from answers."""
     return getattr(_Answers(vae, way, answers).model, way)(sample, *args, **kwargs)
 
 
 def _as_item(part: str, calls: Sequence[Item]) -> Item:
-    """A tile that can travel."""
+    """Return a tile that can travel."""
     tensors, plain = Item(), list[Item]()
     for number, call in enumerate(calls):
         given = {name: x for name, x in call.items() if isinstance(x, Tensor)}
@@ -287,7 +281,7 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
 
 
 class _InPlace(nn.Module):
-    """Is called in place of a VAE's encoder, or decoder, by a copy of the VAE around it.
+    """Stands in for a VAE's encoder, or decoder, within a copy of the VAE around it.
 
     The copy has the model's modules and settings, and its own state: the model is left alone.
 
@@ -312,25 +306,25 @@ class _InPlace(nn.Module):
         self._hands = _HANDED in inspect.signature(type(self.real).forward).parameters
 
     def _begins(self, call: Item) -> bool:
-        """Whether a call begins a tile: it is given nothing of the call before."""
+        """True if a call begins a tile: it is given nothing of the call before."""
         if self._hands:
             return _HANDED not in call
         before, self._cache = self._cache, call.get(_CACHE)
         return self._cache is None or self._cache is not before
 
     def _given(self, x: Tensor) -> Any:
-        """As the real part gives it."""
+        """Return an output in the form of the real part's."""
         return (x, {}) if self._hands else x
 
     def _named(self, args: Sequence[Any], kwargs: Item) -> Item:
-        """Arguments by name, but for the first."""
+        """Return the arguments by name, but for the first."""
         named = called_with(type(self.real).forward.__get__(self.real), args, kwargs)
         first, *others = named
         return {"": named[first], **{name: named[name] for name in others}}
 
 
 class _Around(nn.Module):
-    """Another part of the model, which is not called where there is nothing to compute."""
+    """Stands around another part of the model: is not called where there is nothing to compute."""
 
     def __init__(self, real: nn.Module) -> None:
         super().__init__()

@@ -129,18 +129,7 @@ class DoubleBlock(nn.Module):
     def forward(
         self, text_tC: Tensor, image_iC: Tensor, vec_NC: Tensor, layout: TokenLayout, attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """Run the block on both streams.
-
-        Args:
-            text_tC: Text tokens, in packed order.
-            image_iC: Image tokens, in packed order.
-            vec_NC: One vector a sample, indexed by the layout's slots.
-            layout: Where the tokens belong.
-            attend: Attention over the packed order.
-
-        Returns:
-            The two streams.
-        """
+        """Run the block on both streams, each in packed order; vectors go by the layout's slots."""
         text_tables, image_tables = self.text.modulation(vec_NC), self.image.modulation(vec_NC)
         text_qkv = self.text.project(text_tC, text_tables, layout.text_slot)
         image_qkv = self.image.project(image_iC, image_tables, layout.image_slot)
@@ -166,7 +155,7 @@ class SingleBlock(nn.Module):
         self.linear_out = nn.Linear(config.d_model + config.mlp_dim, config.d_model)
 
     def forward(self, x_TC: Tensor, vec_NC: Tensor, layout: TokenLayout, attend: Attend) -> Tensor:
-        """Run the block on packed tokens; arguments as in `DoubleBlock.forward`."""
+        """Run the block on packed tokens."""
         shift, scale, gate = self.modulation(vec_NC)
         projected_TF = self.linear_in(modulated_norm(x_TC, shift, scale, layout.slot))
         qkv_TF, mlp_TF = projected_TF.split(self.widths, dim=-1)

@@ -38,19 +38,14 @@ class MMDiTConfig:
     guidance: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("in_channels", "text_dim", "vec_dim", "d_model", "num_heads", "kv_heads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("num_double", "num_single"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        least = {"in_channels": 1, "text_dim": 1, "vec_dim": 1, "d_model": 1, "num_heads": 1}
+        for name, low in {**least, "kv_heads": 1, "num_double": 0, "num_single": 0}.items():
+            if getattr(self, name) < low:
+                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.mlp_dim < 1:
             raise ConfigError(f"mlp_ratio {self.mlp_ratio} leaves the MLP without a unit")
         if self.theta <= 0:
             raise ConfigError(f"theta must be positive, got {self.theta}")
-        self._check_heads()
-
-    def _check_heads(self) -> None:
         if self.d_model % self.num_heads:
             raise ConfigError(f"num_heads {self.num_heads} does not divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:

@@ -56,7 +56,7 @@ _NORMS = ("q_norm", "k_norm")  # without a bias
 
 
 def config_from_diffusers(config: Mapping[str, Any]) -> MMDiTConfig:
-    """The sizes of a `FluxTransformer2DModel`, from its `config`.
+    """Read the sizes of a `FluxTransformer2DModel` from its `config`.
 
     Raises:
         ConfigError: A size is missing, or the model has an output of other width than its input.
@@ -86,7 +86,7 @@ def config_from_diffusers(config: Mapping[str, Any]) -> MMDiTConfig:
 
 
 def weights_from_diffusers(theirs: Mapping[str, Tensor], config: MMDiTConfig) -> dict[str, Tensor]:
-    """A state dict of `MMDiT`, from one of a `FluxTransformer2DModel` of these sizes.
+    """Make a state dict of `MMDiT` from one of a `FluxTransformer2DModel` of these sizes.
 
     Raises:
         ConfigError: Tensors are missing, or there are others.
@@ -105,7 +105,7 @@ def weights_from_diffusers(theirs: Mapping[str, Tensor], config: MMDiTConfig) ->
 
 
 def weights_to_diffusers(ours: Mapping[str, Tensor], config: MMDiTConfig) -> dict[str, Tensor]:
-    """The inverse of `weights_from_diffusers`.
+    """Invert `weights_from_diffusers`.
 
     Raises:
         ConfigError: Tensors are missing, or there are others; or there are fewer key-value heads
@@ -135,7 +135,7 @@ def weights_to_diffusers(ours: Mapping[str, Tensor], config: MMDiTConfig) -> dic
 
 
 def _tensors(config: MMDiTConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each of our tensors, and the names of theirs."""
+    """Yield each of our tensors, and the names of theirs."""
     tables: list[tuple[str, str, _Names]] = [("", "", _TOP)]
     tables += [("", "", _GUIDANCE)] if config.guidance else []
     for kind, theirs, num, names in (
@@ -152,7 +152,7 @@ def _tensors(config: MMDiTConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _with_swapped_final(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the halves of the last modulation changed over: theirs alone has the scale first."""
+    """Swap the halves of the last modulation: theirs alone has the scale first."""
     found = dict(weights)
     for part in ("weight", "bias"):
         name = f"final.modulation.linear.{part}"

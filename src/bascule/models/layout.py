@@ -19,15 +19,8 @@ class Interleaving:
         inverse: int64 (T,), the permutation back.
     """
 
-    __slots__ = ("inverse", "num_text", "order")
-
     def __init__(self, is_image_T: Tensor, num_text: int | None = None) -> None:
-        """Index the rows.
-
-        Args:
-            is_image_T: Which rows are image tokens.
-            num_text: How many are not. None counts them, and waits for the device of the mask.
-        """
+        # Without `num_text` the mask is counted, for which the host waits for its device.
         _check(is_image_T)
         self.order = is_image_T.to(torch.uint8).argsort(stable=True)
         self.inverse = self.order.argsort()
@@ -54,7 +47,7 @@ class Interleaving:
 
 
 def count_text(is_image_T: Tensor) -> int:
-    """Text rows of a mask. Reads the mask: on a device, the host waits for it."""
+    """Count the text rows of a mask. On a device, the host waits for it."""
     _check(is_image_T)
     return is_image_T.shape[0] - int(is_image_T.sum())
 
@@ -67,7 +60,7 @@ def _check(is_image_T: Tensor) -> None:
 
 
 class TokenLayout:
-    """What every block needs beside the tokens, built once a step and shared by all blocks.
+    """Rows, samples and angles of the tokens, built once a step and shared by all blocks.
 
     Not a dataclass on purpose: FSDP2 rebuilds the dataclasses among a module's arguments with
     their floating point tensors cast to the parameters' dtype, and rotary tables in bf16 are
@@ -82,8 +75,6 @@ class TokenLayout:
         sin: Rotary sines, likewise.
     """
 
-    __slots__ = ("cos", "image_slot", "interleaving", "sin", "slot", "text_slot")
-
     def __init__(
         self,
         *,
@@ -92,14 +83,6 @@ class TokenLayout:
         rotary: tuple[Tensor, Tensor],
         num_text: int | None = None,
     ) -> None:
-        """Index the packed tokens.
-
-        Args:
-            is_image: bool (T,).
-            slot: int64 (T,).
-            rotary: Cosines and sines of the positions, (T, D/2) each.
-            num_text: As for `Interleaving`.
-        """
         self.interleaving = Interleaving(is_image, num_text)
         self.slot = slot
         self.text_slot = slot.index_select(0, self.interleaving.text_index)

@@ -42,16 +42,6 @@ class PackedBatch:
         guidance: (N,), only for models with guidance.
     """
 
-    __slots__ = (
-        "guidance",
-        "image_tokens",
-        "is_image",
-        "pooled",
-        "pos",
-        "text_tokens",
-        "timestep",
-    )
-
     def __init__(
         self,
         *,
@@ -119,15 +109,12 @@ class MMDiT(nn.Module):
         return exchange.restore(self.blocks(moved["x"], vec_NC, layout, exchange.attend))
 
     def embed(self, image_tokens: Tensor, text_tokens: Tensor, is_image: Tensor) -> Tensor:
-        """Project both modalities to the model width and interleave them.
+        """Project both modalities to the model width and interleave them: (T, C) in packed order.
 
         Args:
             image_tokens: (i, in_channels).
             text_tokens: (t, text_dim).
             is_image: bool (T,), which packed rows are image tokens; on a device it is read once.
-
-        Returns:
-            (T, C), in packed order.
         """
         _check_text(count_text(is_image), is_image, text_tokens)
         is_image = is_image.to(text_tokens.device, non_blocking=True)
@@ -145,15 +132,12 @@ class MMDiT(nn.Module):
         return Interleaving(is_image, num_text).pack(text_tC, image_iC)
 
     def condition(self, timestep: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
-        """One vector a sample, from its timestep and its pooled text.
+        """Return one vector a sample, (N, C), from its timestep and its pooled text.
 
         Args:
             timestep: (N,), in [0, 1]; float32 or float64, since bf16 cannot tell 0.999 from 1.
             pooled: (N, vec_dim).
             guidance: (N,), if and only if the model was configured with guidance.
-
-        Returns:
-            (N, C).
         """
         if (guidance is not None) != self.config.guidance:
             has, got = ("has", "no") if self.config.guidance else ("has no", "a")
@@ -185,16 +169,9 @@ class MMDiT(nn.Module):
         return TokenLayout(is_image=is_image, slot=slot, rotary=rotary, num_text=num_text)
 
     def blocks(self, x_TC: Tensor, vec_NC: Tensor, layout: TokenLayout, attend: Attend) -> Tensor:
-        """Run all blocks and the final projection.
+        """Run all blocks and the final projection, to (T, in_channels) with rows of text tokens.
 
-        Args:
-            x_TC: Tokens, in packed order.
-            vec_NC: The vectors that the layout's slots point to.
-            layout: See `layout`.
-            attend: Attention over the packed order.
-
-        Returns:
-            (T, in_channels), rows of text tokens included.
+        `vec_NC` are the vectors that the layout's slots point to.
         """
         text_tC, image_iC = layout.interleaving.split(x_TC)
         for block in self.double_blocks:
@@ -238,7 +215,7 @@ class MMDiT(nn.Module):
 
 
 def _routed_text(batch: PackedBatch, routed: Tensor, exchange: Exchange) -> int:
-    """How many of the routed tokens are text; from the device only where the host cannot know."""
+    """Return how many routed tokens are text, from the device only where the host cannot know."""
     if batch.is_image.is_cpu and not routed.is_cpu:
         return exchange.count_routed(~batch.is_image)
     given, num_text = torch.stack([(~batch.is_image).sum(), (~routed).sum()]).tolist()

@@ -10,11 +10,7 @@ from torch import Tensor
 def rotary_frequencies(
     axes_dim: tuple[int, ...], theta: float, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Each pair's axis and frequency.
-
-    Returns:
-        The axis whose coordinate turns pair p, int64 (P,), and its radians a step, float64 (P,).
-    """
+    """Return of each pair its axis, int64 (P,), and its radians a step, float64 (P,)."""
     axis_P = torch.cat(
         [torch.full((dim // 2,), axis, device=device) for axis, dim in enumerate(axes_dim)]
     )
@@ -27,7 +23,7 @@ def rotary_frequencies(
 def rotary_table(
     pos_TA: Tensor, axes_dim: tuple[int, ...], theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of every token's angles.
+    """Return cosine and sine of every token's angles, (T, D/2) each.
 
     Angles are formed in float64: at position 4096 a float32 angle is off by 2e-4.
 
@@ -36,9 +32,6 @@ def rotary_table(
         axes_dim: Head width of each axis.
         theta: Base of the frequencies.
         dtype: Activations' dtype; the tables are float64 for float64, else float32.
-
-    Returns:
-        `(cos, sin)`, each (T, D/2).
     """
     axis_P, frequency_P = rotary_frequencies(axes_dim, theta, pos_TA.device)
     angle_TP = pos_TA.double().index_select(1, axis_P) * frequency_P

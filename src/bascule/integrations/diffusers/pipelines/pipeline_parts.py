@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from bascule.comm.groups import RankGroup
-from bascule.encoders.encoder import BalancedEncoder
+from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
 from bascule.encoders.installed import InPlace
-from bascule.encoders.items import EncoderOptions, table_of
+from bascule.encoders.items import table_of
 from bascule.encoders.tiled_vae import TiledVAE
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.inference_options import InferenceOptions
