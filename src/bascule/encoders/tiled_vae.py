@@ -210,8 +210,7 @@ def settings_of(calls: nn.Module) -> str:
                 "gaps: choose a smaller stride in enable_tiling"
             )
     config = {k: v for k, v in vae.config.items() if not k.startswith(("_", "latents_"))}
-    by_length = sorted(config.items(), key=lambda one: len(str(one)))  # an error shows the first
-    return f"{name} with {sizes}, {dict(by_length)}"
+    return f"{name} with {sizes}, {dict(sorted(config.items()))}"
 
 
 def _is_positive(key: str, size: Any) -> bool:
