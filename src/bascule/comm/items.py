@@ -1,4 +1,25 @@
-"""Nested values: the tensors in them, and the same nest around other tensors."""
+"""Items between ranks: nested values as bytes, in one all-to-all, and their gradients back.
+
+An item is a dict, tuple or list of tensors, numpy arrays and plain values (strings, numbers,
+booleans, None), nested at will. As a parcel it is a typed header and then its arrays as they lie in
+memory. The header is JSON: the shape of the nest, the plain values, and type and shape of each
+array. So what arrives can be read without running any code of the sender; no pickle.
+
+An item that moves must not differ from one that stays, or a batch would depend on who loaded what.
+So each type either arrives as what it was, or is refused on every rank, also where nothing moves:
+the loader makes a `parcel` of every sample. Exactly these types travel; those derived from them are
+refused, with the plain value to give in their place. What arrives is equal in
+
+* types, at every depth, the order of keys included;
+* dtypes (byte order included), shapes, and every bit of the values;
+* strides, as `clone()` and `copy(order="K")` keep them: images that are views with their channels
+  first or last stay so. What has gaps or overlaps (a slice, an expanded tensor) is dense then.
+
+Not part of an item are: whether two of its tensors share memory, whether memory is pinned, shared
+or read-only, attributes of a tensor that somebody added, and whether complex numbers wait to be
+conjugated. Tensors that require a gradient are refused by `parcel`; `move_items_with_gradients`
+takes them beside the parcels.
+"""
 
 import dataclasses
 import json
@@ -16,12 +37,11 @@ from torch import Tensor
 
 from bascule.arrays import Ints, Ranks
 from bascule.comm.collectives import all_gather, all_to_all
-from bascule.comm.exchange import BoundRoute, has_gradient, move_rows
+from bascule.comm.exchange import has_gradient
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.calls import Call
 from bascule.comm.transforms import only_first, refuse_transforms
 from bascule.errors import ConfigError
-from bascule.plan.routes import Route
 
 
 def _is_tensor(nest: object) -> bool:
@@ -77,30 +97,6 @@ def joined(nests: Sequence[Any]) -> Any:
     return rebuilt(nests[0], iter([torch.cat(column) for column in columns]))
 
 
-# --------------------
-# Samples as bytes: a typed header, then the arrays as they lie in memory. No pickle.
-#
-# A sample is a dict, tuple or list of tensors, numpy arrays and plain values (strings, numbers,
-# booleans, None), nested at will. Its header is JSON: the shape of the nest, the plain values, and
-# type and shape of each array. So what arrives can be read without running any code of the sender.
-#
-# A sample that moves must not differ from one that stays, or a batch would depend on who loaded
-# what.
-# So each type either arrives as what it was, or is refused on every rank, also where nothing moves:
-# `parcel` is made of every sample that is loaded. Exactly these types travel; what is derived from
-# them is refused, with the plain value to give in its place. What arrives is equal in
-#
-# * types, at every depth, the order of keys included;
-# * dtypes (byte order included), shapes, and every bit of the values;
-# * strides, as `clone()` and `copy(order="K")` keep them: images that are views with their channels
-#   first or last stay so. What has gaps or overlaps (a slice, an expanded tensor) is dense then.
-#
-# Not part of a sample are: whether two of its tensors share memory, whether memory is pinned,
-# shared
-# or read-only, attributes that somebody hung on a tensor, and whether complex numbers wait to be
-# conjugated. Tensors that require a gradient are refused: it would be that of a copy on another
-# rank.
-
 ALIGNMENT = 16
 """Bytes to whose multiples samples and arrays are padded: the widest element, complex128."""
 
@@ -108,7 +104,7 @@ MAX_DEPTH = 64
 """Of nested values; deeper ones could end the interpreter's stack on the rank that reads them."""
 
 _LENGTH = struct.Struct("<I")
-_HOST = torch.device("cpu")
+HOST = torch.device("cpu")
 _PLAIN = (str, int, float, bool, type(None))
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -138,7 +134,7 @@ class Parcel:
             end += _padded(part.numel())
 
 
-def parcel(sample: object, device: torch.device = _HOST) -> Parcel:
+def parcel(sample: object, device: torch.device = HOST) -> Parcel:
     """What a sample looks like on the wire. Copies nothing but arrays that are not contiguous.
 
     Args:
@@ -376,25 +372,18 @@ class _Reader:
         return taken
 
 
-# --------------------
-# Whole samples and items between ranks, in one all-to-all of bytes, and their gradients back.
-#
-# An item is a nest of tensors and plain values, of any sizes. It travels as a parcel, padded to
-# rows;
-# the gradients of its floating-point tensors come back in the same way, as bytes of known sizes.
-
-ROW_BYTES = 512
-"""What an item is padded to on the wire: index tables have a number a row."""
+ROW_BYTES = 1
+"""Unit of `num_rows`: items are not padded beyond `ALIGNMENT`."""
 
 
 def num_rows(one: Parcel) -> int:
-    """Rows of an item on the wire."""
-    return -(-one.num_bytes // ROW_BYTES)
+    """Return the size of an item on the wire, in units of `ROW_BYTES`."""
+    return one.num_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemMove:
-    """Which items go where. They are listed alike on all ranks, in the order in which they lie.
+    """Which items go where. All ranks list them alike; an item for several ranks comes repeatedly.
 
     Attributes:
         source: (n,) rank that has each item.
@@ -420,54 +409,66 @@ class ItemMove:
 
 
 def move_parcels(
-    move: ItemMove,
-    parcels: Sequence[Parcel],
-    rows: Ints,
-    *,
-    starts: Ints | None = None,
-    of: int = -1,
+    move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints, starts: Ints | None = None
 ) -> list[Tensor]:
-    """The bytes of the items that arrive, each in rows of its own; one all-to-all.
+    """Return the bytes of the items that arrive, as listed; one all-to-all.
+
+    Each parcel is written once, at its place among those for the same receiver.
 
     Args:
         move: Which items go where.
-        parcels: Those that this rank sends.
-        rows: (n,) rows of each item; at least of those that this rank sends or gets.
-        starts: (n,) first row of each item where it is. Default: items lie as listed.
-        of: The call whose gradients these are.
+        parcels: Those that this rank sends, as listed.
+        num_bytes: (n,) size of each item; at least of those that this rank sends or gets.
+        starts: (n,) first byte of each item among the parcels, which then are listed once each.
     """
-    rank, device = move.group.rank, move.device
-    route = Route.of_items(move.source, move.dest, rows, rank, move.group.size, starts=starts)
-    total = sum(map(num_rows, parcels))
-    sent, at = torch.empty(total, ROW_BYTES, dtype=torch.uint8, device=device), 0
-    for one in parcels:
-        one.write(sent[at : at + num_rows(one)].flatten()[: one.num_bytes])
-        at += num_rows(one)
-    bound = BoundRoute(route.lean, move.group, device, move.step, move.name)
-    (received,) = move_rows(bound, [sent], of=of)
-    return [part.flatten() for part in received.split(rows[move.dest == rank].tolist())]
+    rank, size, device = move.group.rank, move.group.size, move.device
+    sends, gets = move.source == rank, move.dest == rank
+    if starts is not None:
+        first = np.cumsum([0, *(one.num_bytes for one in parcels)])[:-1]
+        parcels = [parcels[place] for place in np.searchsorted(first, starts[sends]).tolist()]
+    places, send_splits = _lay_out(move.dest[sends], num_bytes[sends], size)
+    sent = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
+    for one, place in zip(parcels, places, strict=True):
+        one.write(sent[place : place + one.num_bytes])
+    sizes = num_bytes[gets]
+    places, recv_splits = _lay_out(move.source[gets], sizes, size)
+    received = torch.empty(sum(recv_splits), dtype=torch.uint8, device=device)
+    call = Call(f"all_to_all ({move.name})", move.step)
+    all_to_all(move.group, call, received, sent, recv_splits, send_splits)
+    pairs = zip(places, sizes.tolist(), strict=True)
+    return [received[place : place + count] for place, count in pairs]
+
+
+def _lay_out(ranks: Ints, num_bytes: Ints, num_ranks: int) -> tuple[list[int], list[int]]:
+    """First byte of each item among all, ordered by rank; and the bytes of each rank."""
+    order = np.argsort(ranks, kind="stable")
+    ends = np.empty_like(num_bytes)
+    ends[order] = np.cumsum(num_bytes[order])
+    splits = np.bincount(ranks, num_bytes, num_ranks).astype(np.int64)
+    return (ends - num_bytes).tolist(), splits.tolist()
 
 
 def move_items(
-    move: ItemMove, parcels: Sequence[Parcel], rows: Ints, starts: Ints | None = None
+    move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints, starts: Ints | None = None
 ) -> list[Any]:
-    """The items that arrive. No gradients. As `move_parcels`."""
-    return [read(part) for part in move_parcels(move, parcels, rows, starts=starts)]
+    """Return the items that arrive, without gradients. As `move_parcels`."""
+    return [read(part) for part in move_parcels(move, parcels, num_bytes, starts)]
 
 
 def move_items_with_gradients(
-    move: ItemMove, items: Sequence[Any], parcels: Sequence[Parcel], rows: Ints, token: Tensor
+    move: ItemMove, items: Sequence[Any], parcels: Sequence[Parcel], num_bytes: Ints, token: Tensor
 ) -> tuple[list[Any], Tensor]:
     """`move_items`, differentiable: gradients of tensors come back to the items that were sent.
 
     The backward is one all-to-all, in which every rank takes part if the returned token has a
-    gradient on it, or any of what arrived: also one that sends and gets nothing.
+    gradient on it, or any of what arrived: also one that sends and gets nothing. Both sides know
+    the sizes of the gradients, so no header travels with them.
 
     Args:
         move: Which items go where.
         items: Those that this rank sends.
         parcels: The same, ready to be written.
-        rows: (n,) rows of each item; at least of those that this rank sends or gets.
+        num_bytes: (n,) size of each item; at least of those that this rank sends or gets.
         token: () What must come after this in the backward pass; requires a gradient.
 
     Returns:
@@ -477,7 +478,7 @@ def move_items_with_gradients(
     refuse_transforms(move.name, token, *leaves)
     counts = [len(leaves_of(item)) for item in items]
     arrived: list[Any] = []
-    token, *received = _Moved.apply(move, parcels, rows, counts, arrived, token, *leaves)
+    token, *received = _Moved.apply(move, parcels, num_bytes, counts, arrived, token, *leaves)
     flat = iter(received)
     return [rebuilt(item, flat) for item in arrived], token
 
@@ -488,16 +489,15 @@ class _Moved(torch.autograd.Function):
         ctx: Any,
         move: ItemMove,
         parcels: Sequence[Parcel],
-        rows: Ints,
+        num_bytes: Ints,
         counts: list[int],
         arrived: list[Any],
         token: Tensor,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
         # Not views of what was received: who gets them may write into them.
-        arrived += [mapped(item, torch.clone) for item in move_items(move, parcels, rows)]
-        ctx.move, ctx.number = move, move.group.calls.number
-        flat = [leaves_of(item) for item in arrived]
+        arrived += [mapped(item, torch.clone) for item in move_items(move, parcels, num_bytes)]
+        ctx.move, flat = move, [leaves_of(item) for item in arrived]
         ctx.sent = [[_Form.of(x) for x in own] for own in _runs(leaves, counts)]
         ctx.received = [[_Form.of(x) for x in own] for own in flat]
         received = [x for own in flat for x in own]
@@ -517,18 +517,17 @@ class _Moved(torch.autograd.Function):
         ]
         rank = move.group.rank
         # The sizes of all others are those of items that neither leave this rank nor reach it.
-        rows = np.zeros(move.source.shape, np.int64)
-        rows[move.dest == rank] = [_num_rows_of(forms) for forms in ctx.sent]
-        rows[move.source == rank] = [_num_rows_of(forms) for forms in ctx.received]
-        parts = move_parcels(move, parcels, rows, of=ctx.number)
-        found = [_gradients(*one) for one in zip(parts, ctx.sent, strict=True)]
-        back = [grad for own in found for grad in own]
+        num_bytes = np.zeros(move.source.shape, np.int64)
+        num_bytes[move.dest == rank] = [_num_bytes_of(forms) for forms in ctx.sent]
+        num_bytes[move.source == rank] = [_num_bytes_of(forms) for forms in ctx.received]
+        parts = move_parcels(move, parcels, num_bytes)
+        back = [x for one in zip(parts, ctx.sent, strict=True) for x in _gradients(*one)]
         return None, None, None, None, None, torch.zeros_like(token), *back
 
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What a tensor's gradient looks like."""
+    """The form of a tensor's gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -542,31 +541,27 @@ class _Form:
     def num_bytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    @property
-    def padded(self) -> int:
-        return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
-
-def _num_rows_of(forms: Sequence[_Form]) -> int:
-    return -(-sum(form.padded for form in forms if form.is_wanted) // ROW_BYTES)
+def _num_bytes_of(forms: Sequence[_Form]) -> int:
+    return sum(_padded(form.num_bytes) for form in forms if form.is_wanted)
 
 
 def _as_parcel(grads: Sequence[Tensor]) -> Parcel:
     parts = tuple(grad.contiguous().view(-1).view(torch.uint8) for grad in grads)
-    return Parcel(parts, sum(_Form.of(grad).padded for grad in grads))
+    return Parcel(parts, sum(_padded(part.numel()) for part in parts))
 
 
 def _gradients(buffer: Tensor, forms: Sequence[_Form]) -> list[Tensor | None]:
-    """Of each tensor of an item, from bytes that `_as_parcel` wrote."""
-    found: list[Tensor | None] = []
+    """The gradient of each tensor of an item, from bytes that `_as_parcel` wrote."""
+    gradients: list[Tensor | None] = []
     at = 0
     for form in forms:
-        found.append(None)
+        gradients.append(None)
         if form.is_wanted:
             part = buffer[at : at + form.num_bytes]
-            found[-1] = part.view(form.dtype).view(form.shape)
-            at += form.padded
-    return found
+            gradients[-1] = part.view(form.dtype).view(form.shape)
+            at += _padded(form.num_bytes)
+    return gradients
 
 
 def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
@@ -613,12 +608,8 @@ class _Attached(torch.autograd.Function):
         return grads[0], torch.zeros_like(token)
 
 
-# --------------------
-# How fast the ranks of a group exchange bytes, measured once.
-
 _PROBE_BYTES = 1 << 20
 _NUM_PROBES = 4
-_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -634,7 +625,7 @@ class ExchangeSpeed:
     byte_s: float
 
 
-def measure_exchange(group: RankGroup, device: torch.device = _HOST) -> ExchangeSpeed:
+def measure_exchange(group: RankGroup, device: torch.device = HOST) -> ExchangeSpeed:
     """Time a few all-to-alls of a byte, and of a mebibyte a rank.
 
     Of each the best, on the rank where it took longest; rounded up to a power of two, so that runs

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import told
-from bascule.comm.items import ROW_BYTES, ItemMove, Parcel, leaves_of, move_items, num_rows, parcel
+from bascule.comm.items import ItemMove, Parcel, leaves_of, move_items, parcel
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.batch_shares import Form
 
@@ -188,41 +187,29 @@ class Branches:
             parcels = [parcel(leaves, device) for leaves in own]
         except Exception as met:  # whatever it is, the others must not wait
             error = met
+        sizes = np.array([one.num_bytes for one in parcels], dtype=np.int64)
         said = agree(
             group.control or group,
-            Statement(
-                {"calls": str(items)}, np.array([*map(num_rows, parcels)], dtype=np.int64), error
-            ),
+            Statement({"calls": str(items)}, sizes, error),
             what="guidance branches",
             step=self._num_exchanges,
             capacity=self._capacity,
         )
-        self._capacity = max(self._capacity, *(rows.size for rows in said))
+        self._capacity = max(self._capacity, *(own.size for own in said))
         owners = np.array([owner for _, _, owner in items])
-        rows, starts = _rows_of(owners, said)
-        copies = [
-            (place, other)
-            for place, owner in enumerate(owners.tolist())
-            for other in range(group.size)
-            if other != owner
-        ]
-        places, dest = np.array(copies, dtype=np.int64).T
-        move = ItemMove(
-            *(owners[places], dest, group, device), self._num_exchanges, "guidance branches"
-        )
-        self.sent_bytes = ROW_BYTES * sum(map(num_rows, parcels)) * (group.size - 1)
-        arrived = move_items(move, parcels, rows[places], starts[places])
+        num_bytes = np.zeros_like(owners)
+        for owner, own in enumerate(said):
+            num_bytes[owners == owner] = own
+        # Each item goes to all other ranks.
+        source, dest = np.repeat(owners, group.size), np.tile(np.arange(group.size), owners.size)
+        copies, others = source != dest, group.size - 1
+        step, name = self._num_exchanges, "guidance branches"
+        move = ItemMove(source[copies], dest[copies], group, device, step, name)
+        self.sent_bytes = int(sizes.sum()) * others
+        sent = [one for one in parcels for _ in range(others)]
+        arrived = move_items(move, sent, np.repeat(num_bytes, others))
         theirs = [item[:2] for item in items if item[2] != group.rank]
         return dict(zip(theirs, arrived, strict=True))
-
-
-def _rows_of(owners: Ints, said: Sequence[Ints]) -> tuple[Ints, Ints]:
-    """Rows of each item, and the first of them where it is."""
-    rows, starts = np.zeros_like(owners), np.zeros_like(owners)
-    for owner, own in enumerate(said):
-        rows[owners == owner] = own
-        starts[owners == owner] = np.cumsum(own) - own
-    return rows, starts
 
 
 class Pending(Tensor):

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from bascule.arrays import Ints, cumulative, ranges
+from bascule.arrays import Ints, ranges
 from bascule.comm.agree import Statement, agree, agree_on
 from bascule.comm.guard.failures import told
-from bascule.comm.items import ItemMove, Parcel, move_parcels, num_rows, parcel, read
+from bascule.comm.items import ItemMove, Parcel, move_items, parcel
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.agreement import Asked, agree_on_split
@@ -43,7 +43,7 @@ Loss = Callable[[Tensor, dict[str, Any]], Tensor]
 """Takes the model's output and the batch; gives (batch, ..), whose mean is the loss of a sample."""
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
-_NUM_NUMBERS = 3  # of a sample: form, rows, weight
+_NUM_NUMBERS = 3  # of a sample: form, bytes, weight
 
 
 class BalancedModel:
@@ -165,14 +165,14 @@ class BalancedModel:
         """
         parallel, measured = self._parallel, self._measured(samples)
         step = self._step = parallel.plan([one.length for one in measured])
-        forms, rows, weights = self._agree(step, samples, measured)
+        forms, num_bytes, weights = self._agree(step, samples, measured)
         plan = step.plan
         bags = forward_passes(
             *(plan.bag_of, plan.seq_lens, forms, plan.topology.bag_sizes),
             max_tokens=self._max_tokens,
             is_aligned=self._is_sharded,
         )
-        arrived = self._exchange(step, bags, rows, [one.parcel for one in measured])
+        arrived = self._exchange(step, bags, num_bytes, [one.parcel for one in measured])
         bag = int(step.plan.topology.bag_of_rank[parallel.rank])
         size = int(step.plan.topology.bag_sizes[bag])
         divisor = parallel.group.size if parallel.options.gradients == "mean" else 1
@@ -217,12 +217,12 @@ class BalancedModel:
     def _agree(
         self, step: Step, samples: Sequence[Sample], measured: Sequence["_Measured"]
     ) -> tuple[Ints, Ints, Ints]:
-        """(num_seqs,) form, rows and weight of the samples of all ranks; one gather."""
+        """(num_seqs,) form, bytes and weight of the samples of all ranks; one gather."""
         group = self._parallel.group.control
         assert group is not None
         keywords = sorted(samples[0]) if samples else ["no samples"]
         digest = hashlib.blake2b(repr(keywords).encode(), digest_size=8).digest()
-        numbers = [n for one in measured for n in (one.form, one.num_rows, one.weight)]
+        numbers = [n for one in measured for n in (one.form, one.parcel.num_bytes, one.weight)]
         own = np.array([int.from_bytes(digest, "little", signed=True), *numbers], np.int64)
         settings = {"max_tokens": str(self._max_tokens), "is sharded": str(self._is_sharded)}
         what, number = "samples", step.number
@@ -235,16 +235,16 @@ class BalancedModel:
             raise ConfigError(f"step {number}: no rank has a sample: give one on one rank at least")
         if len({int(part[0]) for part in loaded}) > 1:
             agree_on(group, {"keywords of samples": ", ".join(keywords)}, what=what, step=number)
-        forms, rows, weights = np.concatenate(
+        forms, num_bytes, weights = np.concatenate(
             [part[1:].reshape(-1, _NUM_NUMBERS) for part in loaded]
         ).T
-        return forms, rows, weights
+        return forms, num_bytes, weights
 
     def _exchange(
         self,
         step: Step,
         bags: Sequence[Sequence[ForwardPass]],
-        rows: Ints,
+        num_bytes: Ints,
         parcels: Sequence[Parcel],
     ) -> dict[int, Sample]:
         """The samples of this rank's bag, by global id; one all-to-all."""
@@ -254,13 +254,12 @@ class BalancedModel:
         sizes = plan.topology.bag_sizes[bag_of]
         ids = np.repeat(np.concatenate(needed), sizes)
         dest = ranges(plan.topology.first_ranks[bag_of], sizes)
-        first_of_rank = cumulative(rows)[cumulative(plan.source_counts)[:-1]]
-        starts = cumulative(rows)[:-1] - first_of_rank[plan.source_ranks]
-        where = parallel.group, parallel.device, step.number, "samples"
-        move = ItemMove(plan.source_ranks[ids], dest, *where)
-        received = move_parcels(move, parcels, rows[ids], starts=starts[ids])
-        own = ids[dest == parallel.rank]
-        return {one: read(part) for one, part in zip(own.tolist(), received, strict=True)}
+        source = plan.source_ranks[ids]
+        first = int(np.count_nonzero(plan.source_ranks < parallel.rank))
+        sent = [parcels[one - first] for one in ids[source == parallel.rank].tolist()]
+        move = ItemMove(source, dest, parallel.group, parallel.device, step.number, "samples")
+        arrived = move_items(move, sent, num_bytes[ids])
+        return dict(zip(ids[dest == parallel.rank].tolist(), arrived, strict=True))
 
     def _mesh_of(self, plan: Plan, bag: int) -> AttentionMesh | None:
         """The ranks of a bag; None for one."""
@@ -320,11 +319,6 @@ class _Measured:
     form: int
     weight: int
     parcel: Parcel
-
-    @property
-    def num_rows(self) -> int:
-        """On the wire."""
-        return num_rows(self.parcel)
 
 
 def _one(sample: Sample) -> int:
