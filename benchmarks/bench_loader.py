@@ -317,7 +317,8 @@ def measure_decision(seeds: int, rounds: int) -> Iterator[dict[str, Any]]:
             )
             costs = cost(loaded.lens)
             mean = float(costs.sum()) / num_ranks
-            (plan,), verdict = redistributor.decide(loaded)
+            decision = redistributor.decide(loaded)
+            (plan,), verdict = decision.plans, decision.verdict
             before.append(verdict.before / mean)
             after.append(plan.makespan / mean)
             bound.append(max(float(costs.max()), mean) / mean)

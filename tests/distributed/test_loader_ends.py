@@ -1,5 +1,6 @@
 """Ranks run out of samples at different steps: agreed, nothing lost, nothing twice, no hang."""
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -7,6 +8,7 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from bascule.data.loader import BalancedLoader, Batch
 from bascule.data.steps import Ends
@@ -80,6 +82,41 @@ def test_what_drop_last_leaves_out_is_counted() -> None:
     assert sorted(seen) == [0, 1, 2, 3, PER_RANK, PER_RANK + 1, PER_RANK + 2, PER_RANK + 3]
     assert [num for _, num, _ in of_rank] == [2, 1]
     assert len(loaded) == len(seen) + 3
+
+
+def left_over() -> list[tuple[int, int]]:
+    """Samples delivered and dropped, of loaders that know how many they have."""
+    rank = dist.get_rank()
+    counts = []
+    for nums in ((8, 0), (10, 14), (100, 4)):
+        samples = [sample_of(PER_RANK * rank + k, 5) for k in range(nums[rank])]
+        loader: DataLoader[Any] = DataLoader(samples, batch_size=2, collate_fn=list)  # pyright: ignore[reportArgumentType]
+        ended = loader_of(loader, ends="drop_last")
+        counts.append(
+            (sum(batch.num_samples for batch in ended), ended.metrics()["dropped_samples"])
+        )
+    return counts
+
+
+def test_what_drop_last_did_not_read_is_counted_where_it_is_known() -> None:
+    assert run_ranks(left_over, 2) == [[(0, 8), (10, 0), (4, 96)], [(0, 0), (10, 4), (4, 0)]]
+
+
+def without_a_step() -> list[str]:
+    """Two epochs in which one of two ranks has no sample."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bascule.data.steps").addHandler(handler)
+    lists = [[sample_of(k, 5)] for k in range(3 * (1 - dist.get_rank()))]
+    loader = loader_of(lists, ends="drop_last")
+    assert [list(loader) for _ in range(2)] == [[], []]
+    return heard
+
+
+def test_an_epoch_without_a_step_says_once_what_to_set() -> None:
+    (said,), nothing = run_ranks(without_a_step, 2)
+    assert "data-parallel ranks [1]" in said and 'ends="pad_empty"' in said and not nothing
 
 
 def two_loaders() -> list[Any]:

@@ -1,7 +1,6 @@
 """What a step decides, without processes: within limits, at the bound, each sample sent once."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.items import Parcel
 from bascule.data.steps import (
     DataRanks,
+    Decision,
     Deliveries,
     Ends,
     Loaded,
@@ -27,7 +27,6 @@ from bascule.data.steps import (
 from bascule.errors import PlanError
 from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.plan import Plan
 from bascule.plan.step import Sync
 
 SECONDS = PolynomialCost(2.1e-10, 7.5e-6, 4e-4)
@@ -69,8 +68,8 @@ def decide(
     rules = dataclasses.replace(RULES, **changes)
     redistributor = Redistributor(ranks, rules, cost, per_byte)
     loaded = loaded_of(lens, ranks, accumulate)
-    plans, verdict = redistributor.decide(loaded)
-    return loaded, plans, verdict, redistributor
+    decision = redistributor.decide(loaded)
+    return loaded, decision.plans, decision.verdict, redistributor
 
 
 def batches(accumulate: int) -> st.SearchStrategy[Lens]:
@@ -121,22 +120,23 @@ def test_every_sample_goes_to_one_rank_of_its_microbatch(data: st.DataObject) ->
     else:
         assert deliveries.num_padding == 0
     check_transfer(Transfer.of(loaded, deliveries, ranks), loaded, deliveries, ranks)
-    check_mean(loaded, deliveries, plans)
+    check_mean(loaded, redistributor.decide(loaded))
 
 
-def check_mean(loaded: Loaded, deliveries: Deliveries, plans: Sequence[Plan]) -> None:
+def check_mean(loaded: Loaded, decision: Decision) -> None:
     """Scaled as batches say, the means of all microbatches add up to that of all samples."""
     values = np.cos(np.arange(loaded.lens.size))
     num_micro, num_ranks = loaded.counts.shape
+    deliveries = decision.deliveries
     total, samples = 0.0, list[int]()
     for index in range(num_ranks):
         at = np.flatnonzero(deliveries.dest == index).tolist()
         # What came, by delivery, and what was here, by sample.
         came = {k: int(deliveries.ids[k]) for k in at[::2]}
         here = {int(deliveries.ids[k]): int(deliveries.ids[k]) for k in at[1::2]}
-        for micro, part in enumerate(_assemble(deliveries, came, here, loaded, plans, index)):
+        for micro, part in enumerate(_assemble(decision, came, here, loaded, index)):
             weights = loaded.weights[part.samples]
-            assert part.plan is plans[micro]
+            assert part.plan is decision.plans[micro]
             assert part.is_padding == (part.loss_scale == 0 and len(part.samples) == 1)
             assert part.is_padding or (loaded.micro[part.samples] == micro).all()
             if part.samples:
@@ -281,9 +281,9 @@ def test_another_iteration_begins_with_the_newest_cost() -> None:
     loaded, _, before, redistributor = decide([[[4000, 100]], [[30]]])
     newest = PolynomialCost(0.0, 1.0, 0.0, 7.0)
     redistributor.costs += [(PolynomialCost(0.0, 3.0, 0.0), None), (newest, None)]
-    assert redistributor.decide(loaded)[1] == before  # in this one ranks agree on it first
+    assert redistributor.decide(loaded).verdict == before  # in this one ranks agree on it first
     redistributor.begin(redistributor.ranks.group)
-    assert redistributor.decide(loaded)[1].before == 4000 + 100 + 7
+    assert redistributor.decide(loaded).verdict.before == 4000 + 100 + 7
 
 
 def test_a_rank_without_a_sample_that_counts_gets_the_shortest_of_the_richest() -> None:
@@ -292,8 +292,9 @@ def test_a_rank_without_a_sample_that_counts_gets_the_shortest_of_the_richest() 
     # The long sample fills a rank and counts nothing in the mean.
     loaded = dataclasses.replace(loaded_of(lens, ranks, 1), weights=np.array([0, 1, 1, 1]))
     redistributor = Redistributor(ranks, dataclasses.replace(RULES, min_gain=0.0), SECONDS, 0.0)
-    (plan,), verdict = redistributor.decide(loaded)
-    assert verdict.applied
+    decision = redistributor.decide(loaded)
+    (plan,) = decision.plans
+    assert decision.verdict.applied
     assert plan.bag_of.tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
 
 
@@ -302,8 +303,9 @@ def test_ranks_without_a_sample_that_counts_take_theirs_from_unlike_ranks() -> N
     loaded = loaded_of([[[400, 400, 200, 200, 200, 200]], [[]], [[]], [[]]], ranks, 1)
     loaded = dataclasses.replace(loaded, weights=np.array([0, 0, 1, 1, 1, 1]))
     redistributor = Redistributor(ranks, dataclasses.replace(RULES, min_gain=0.0), SECONDS, 0.0)
-    (plan,), verdict = redistributor.decide(loaded)
-    assert verdict.applied
+    decision = redistributor.decide(loaded)
+    (plan,) = decision.plans
+    assert decision.verdict.applied
     assert sorted(plan.bag_of[2:].tolist()) == [0, 1, 2, 3]
 
 
@@ -318,8 +320,8 @@ def test_no_rank_is_idle_where_there_are_enough_samples_of_any_weight(data: st.D
     weights = data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 5]), min_size=size, max_size=size))
     loaded = dataclasses.replace(loaded, weights=np.array(weights, dtype=np.int64))
     rules = dataclasses.replace(RULES, accumulate=2, min_gain=0.0)
-    plans, verdict = Redistributor(ranks, rules, SECONDS, 0.0).decide(loaded)
-    for micro, plan in enumerate(plans if verdict.applied else ()):
+    decision = Redistributor(ranks, rules, SECONDS, 0.0).decide(loaded)
+    for micro, plan in enumerate(decision.plans if decision.verdict.applied else ()):
         counted = loaded.weights[loaded.micro == micro] > 0
         if counted.size >= num_ranks:
             assert set(plan.bag_of.tolist()) == set(range(num_ranks))

@@ -73,10 +73,10 @@ def test_a_data_parallel_rank_takes_as_long_as_the_slowest_of_its_peers() -> Non
 
 def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
     lens, bag_of = np.array([8, 8, 16]), np.array([0, 0, 1])
-    loads, cost = np.array([16.0, 16.0]), PolynomialCost(0.0, 1.0, 0.0)
+    loads, costs = np.array([16.0, 16.0]), lens.astype(float)
     plan = Plan(Topology(((1, 1),), 2), np.array([2, 1]), lens, bag_of, loads, 0.0, "none")
     for tokens, wanted in ((24, [1, 0, 1]), (16, [0, 0, 1])):
-        found = _without_idle_ranks(plan, np.array([1, 1, 0]), cost, Limits(tokens=tokens))
+        found = _without_idle_ranks(plan, np.array([1, 1, 0]), costs, Limits(tokens=tokens))
         assert found.bag_of.tolist() == wanted
         assert found.loads.tolist() == np.bincount(wanted, lens).tolist()
 

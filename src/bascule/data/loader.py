@@ -135,7 +135,8 @@ class LoaderMetrics:
         applied: Steps in which samples moved.
         skipped: Steps in which they did not, by reason (see `Verdict.reason`).
         padded: Microbatches that hold nothing but padding.
-        dropped_samples: Samples of this rank that "drop_last" left out.
+        dropped_samples: Samples of this rank that "drop_last" left out: those that were read, and
+            where the loader knows its length, those that were not.
         sent_bytes: Bytes of samples that this rank sent.
         received_bytes: Bytes of samples that it received.
         exchange_s: Seconds in which the thread agreed, planned and exchanged.

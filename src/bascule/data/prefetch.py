@@ -493,7 +493,8 @@ class Prefetcher:
                 raise error from offer.error
             raise
         if data is None:
-            self.num_dropped += len(offer.lens)
+            if self._redistributor.rules.ends == "drop_last":
+                self.num_dropped += len(offer.lens) + self._reading.num_unread
             return False
         exchange = start, time.perf_counter()
         collated: list[Any] = []

@@ -1,8 +1,10 @@
 """Samples dealt over ranks in turn, and what an earlier run left over any number of ranks."""
 
+import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
@@ -110,8 +112,8 @@ def too_many(num_delivered: int, num_samples: int) -> ConfigError:
 # --------------------
 # A batch sampler for data of known lengths: every step is even, and nothing moves for it.
 
-_STATE = ("version", "epoch", "delivered", "num_samples", "shuffle", "seed")
-_VERSION = 1
+_STATE = ("version", "epoch", "delivered", "num_samples", "lengths", "shuffle", "seed")
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,9 +388,15 @@ class BalancedSampler(Sampler[list[int]]):
         return {
             "version": _VERSION,
             "num_samples": self._lengths.size,
+            "lengths": self._digest,
             "shuffle": self._options.shuffle,
             "seed": self._seed,
         }
+
+    @cached_property
+    def _digest(self) -> str:
+        """A digest of the lengths: those of another dataset make other steps."""
+        return hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest()
 
     def _order(self) -> Ints:
         shuffle, seed = self._options.shuffle, self._seed

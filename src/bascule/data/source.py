@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from bascule.data.samplers import History, ResumableSampler, too_many
 from bascule.errors import ConfigError
@@ -134,7 +134,7 @@ class Source:
             ConfigError: The loader cannot go on from there.
         """
         if self._loader is None:
-            return Reading(iter(()), None, None, 0)
+            return Reading(iter(()), None, None, 0, 0)
         if isinstance(self._sampler, ResumableSampler):
             self._sampler.resume(history)
             return self._read(0)
@@ -152,7 +152,8 @@ class Source:
     def _read(self, skip: int) -> "Reading":
         assert self._loader is not None
         stateful = self._loader if self._stateful else None
-        return Reading(iter(self._loader), self._grouping, stateful, skip)
+        num_samples = None if stateful else _num_samples(self._loader)
+        return Reading(iter(self._loader), self._grouping, stateful, skip, num_samples)
 
 
 class Reading:
@@ -163,14 +164,21 @@ class Reading:
         grouping: How samples are grouped anew; None keeps the lists.
         stateful: The loader, if it can say where it is.
         skip: Samples to leave out at the start.
+        num_samples: All of the loader, those to leave out included; None if it does not know.
     """
 
     def __init__(
-        self, items: Iterator[Any], grouping: Microbatches | None, stateful: Any, skip: int
+        self,
+        items: Iterator[Any],
+        grouping: Microbatches | None,
+        stateful: Any,
+        skip: int,
+        num_samples: int | None,
     ) -> None:
         self._items = items
+        self._num_samples = num_samples
         self._stateful = stateful
-        self._skip = skip
+        self._skip = self._skipped = skip
         self._newest: tuple[int, Any] = (0, None)
         self._taken = 0
         lists = self._lists()
@@ -185,6 +193,11 @@ class Reading:
         samples = next(self._groups)
         self._taken += len(samples)
         return samples
+
+    @property
+    def num_unread(self) -> int:
+        """Samples that were not taken so far; 0 where the loader does not know."""
+        return max((self._num_samples or 0) - self._skipped - self._taken, 0)
 
     def close(self) -> None:
         """Refer to the loader's iterator no longer, so that its workers end here and now."""
@@ -220,6 +233,20 @@ class Reading:
         """
         if self._stateful is not None:
             self._newest = first, self._stateful.state_dict()
+
+
+def _num_samples(loader: Iterable[Any]) -> int | None:
+    """Samples of a pass over a loader; None if it does not know."""
+    if isinstance(loader, list | tuple):
+        return sum(len(item) if isinstance(item, list) else 1 for item in loader)
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    try:
+        num = len(loader.sampler)  # pyright: ignore[reportArgumentType]
+    except (TypeError, NotImplementedError):
+        return None
+    batch_size = loader.batch_size or 1
+    return num - num % batch_size if loader.drop_last else num
 
 
 def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:

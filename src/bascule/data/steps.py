@@ -6,6 +6,7 @@ place in the order of microbatches, then of the ranks that loaded it, then of th
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,20 +14,16 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from bascule.arrays import Ints, ranges
+from bascule.arrays import Floats, Ints, ranges
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.collectives import all_to_all
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
-from bascule.comm.items import Parcel, parcel, read
+from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
 from bascule.data.source import Reading, Sample, whole_number
 from bascule.errors import CommError, ConfigError, PlanError
-from bascule.plan.costs import Cost, describe_cost, unit_seconds
+from bascule.plan.costs import Cost, describe_cost, evaluate, unit_seconds
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.plan import Plan
-from bascule.plan.solver.problem import build_problem
 from bascule.plan.step import Sync, plan_step, step_makespan
 from bascule.plan.topology import Topology
 
@@ -360,7 +357,7 @@ class Transfer:
     """The bytes that each rank of the group sends to each other one.
 
     Attributes:
-        delivery: (k,) deliveries that are sent, ordered by receiver, then as delivered.
+        delivery: (k,) deliveries that are sent.
         sender: (k,) rank of the group.
         receiver: (k,) rank of the group.
         ids: (k,) sample.
@@ -386,9 +383,8 @@ class Transfer:
         delivery = np.repeat(np.arange(deliveries.dest.size), repeats)
         receiver = members[ranges(first[deliveries.dest], repeats)]
         sender = leaders[loaded.source[deliveries.ids[delivery]]]
-        order = np.argsort(receiver, kind="stable")
-        order = order[(sender != receiver)[order]]
-        delivery, sender, receiver = delivery[order], sender[order], receiver[order]
+        moves = sender != receiver
+        delivery, sender, receiver = delivery[moves], sender[moves], receiver[moves]
         ids = deliveries.ids[delivery]
         num_bytes = loaded.num_bytes[ids]
         flows = np.bincount(receiver * size + sender, num_bytes, size * size)
@@ -397,35 +393,22 @@ class Transfer:
 
 
 def exchange(
-    transfer: Transfer,
-    group: RankGroup,
-    parcels: Mapping[int, Parcel],
-    step: int,
+    transfer: Transfer, group: RankGroup, parcels: Mapping[int, Parcel], step: int
 ) -> dict[int, Sample]:
-    """Send and receive; the samples that arrived, by delivery. No collective if nothing moves."""
+    """Return the samples that arrive, by delivery. No collective if nothing moves."""
     if not transfer.ids.size:
         return {}
-    send_splits = transfer.bytes_to[:, group.rank].tolist()
-    recv_splits = transfer.bytes_to[group.rank].tolist()
-    sent = torch.empty(sum(send_splits), dtype=torch.uint8)
-    received = torch.empty(sum(recv_splits), dtype=torch.uint8)
-    end = 0
-    for sample_id in transfer.ids[transfer.sender == group.rank].tolist():
-        parcel = parcels[sample_id]
-        parcel.write(sent[end : end + parcel.num_bytes])
-        end += parcel.num_bytes
-    call = Call("all_to_all (samples)", step)
-    all_to_all(group, call, received, sent, recv_splits, send_splits)
-    own = np.flatnonzero(transfer.receiver == group.rank)
-    own = own[np.argsort(transfer.sender[own], kind="stable")]
-    ends = np.cumsum(transfer.num_bytes[own])
-    starts = ends - transfer.num_bytes[own]
-    places = zip(transfer.delivery[own].tolist(), starts.tolist(), ends.tolist(), strict=True)
-    return {delivery: read(received[start:end]) for delivery, start, end in places}
+    sent = [parcels[one] for one in transfer.ids[transfer.sender == group.rank].tolist()]
+    move = ItemMove(transfer.sender, transfer.receiver, group, HOST, step, "samples")
+    arrived = move_items(move, sent, transfer.num_bytes)
+    own = transfer.delivery[transfer.receiver == group.rank]
+    return dict(zip(own.tolist(), arrived, strict=True))
 
 
 # --------------------
 # One step of a balanced loader: agree on what all ranks loaded, decide who gets it, move it.
+
+logger = logging.getLogger(__name__)
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 
@@ -535,6 +518,23 @@ class ClosedError(CommError):
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Decision:
+    """Who gets what in a step.
+
+    Attributes:
+        plans: Of each microbatch.
+        verdict: Whether samples move.
+        deliveries: Which sample goes to which rank in which microbatch.
+        transfer: The bytes between ranks.
+    """
+
+    plans: tuple[Plan, ...]
+    verdict: Verdict
+    deliveries: Deliveries
+    transfer: Transfer
+
+
 Speeds = tuple[float, ...] | None
 """Of each data-parallel rank; None: all alike."""
 
@@ -555,6 +555,8 @@ class Redistributor:
         self.costs: list[tuple[Cost, Speeds]] = [(cost, None)]
         self.seconds_per_byte = seconds_per_byte
         self._version = 0
+        self._described = (-1, "")  # the version whose description is known
+        self._has_warned = False
         self._capacity = _FIRST_CAPACITY
         self._topology = Topology(((1, 1),), ranks.num)
 
@@ -586,12 +588,11 @@ class Redistributor:
         """
         loaded = self._agree(key, offer)
         if loaded.is_last(self.rules.ends):
+            self._warn_of_nothing(key, loaded)
             return None
         try:
-            plans, verdict = self.decide(loaded)
-            deliveries = deliver(loaded, plans, pad=self.rules.ends != "finish")
-            transfer = Transfer.of(loaded, deliveries, self.ranks)
-            check_received(transfer, self.rules.max_bytes)
+            decision = self.decide(loaded)
+            check_received(decision.transfer, self.rules.max_bytes)
         except PlanError as error:
             raise PlanError(f"step {key.step}, epoch {key.epoch}: {error}") from error
         except Exception as error:  # of the cost model; another rank may not have it
@@ -602,15 +603,29 @@ class Redistributor:
         rank, index = self.ranks.group.rank, self.ranks.index
         own = np.flatnonzero(loaded.source == index).tolist() if self.ranks.is_leader else []
         parcels = dict(zip(own, offer.parcels, strict=True))
+        transfer = decision.transfer
         reserve(int(transfer.bytes_to[rank].sum()))
         arrived = exchange(transfer, self.ranks.group, parcels, key.step)
         kept = dict(zip(own, itertools.chain.from_iterable(offer.samples), strict=True))
         return StepData(
-            microbatches=_assemble(deliveries, arrived, kept, loaded, plans, index),
+            microbatches=_assemble(decision, arrived, kept, loaded, index),
             loaded=loaded,
-            verdict=verdict,
+            verdict=decision.verdict,
             sent_bytes=int(transfer.bytes_to[:, rank].sum()),
             received_bytes=int(transfer.bytes_to[rank].sum()),
+        )
+
+    def _warn_of_nothing(self, key: StepKey, loaded: Loaded) -> None:
+        """Say once why an epoch has no step although there are samples."""
+        if key.step or self._has_warned or not loaded.lens.size or self.ranks.group.rank:
+            return
+        self._has_warned = True
+        short = np.flatnonzero(loaded.flags & _SHORT).tolist()
+        logger.warning(
+            "epoch %d has no step: data-parallel ranks %s have too few samples for one, and "
+            'ends="drop_last" ends the epoch there. Set LoaderOptions(ends="pad_empty") or '
+            '"finish", or give loader=None on ranks that only compute',
+            *(key.epoch, short),
         )
 
     def confirm(self, key: StepKey, error: Exception | None) -> None:
@@ -634,14 +649,16 @@ class Redistributor:
         return self.costs[self._version][1]
 
     def _agree(self, key: StepKey, offer: Offer) -> Loaded:
-        error, described = offer.error, {"cost": "", "speeds": str(self._speeds)}
+        error, said = offer.error, {"cost": "", "speeds": str(self._speeds)}
         try:
-            described["cost"] = describe_cost(self._cost)
+            if self._described[0] != self._version:
+                self._described = self._version, describe_cost(self._cost)
+            said["cost"] = self._described[1]
         except ConfigError as met:  # where one rank fails, all are told
             error = error or met
         gathered = agree(
             self.ranks.group,
-            Statement({"step": str(key), **described}, offer.values(self.rules.accumulate), error),
+            Statement({"step": str(key), **said}, offer.values(self.rules.accumulate), error),
             what=f"epoch {key.epoch}, loading",
             step=key.step,
             capacity=self._capacity,
@@ -652,52 +669,73 @@ class Redistributor:
             raise ClosedError(closing, key.step, self.ranks.group.name)
         return Loaded.of(gathered, self.ranks, self.rules.accumulate)
 
-    def decide(self, loaded: Loaded) -> tuple[tuple[Plan, ...], Verdict]:
-        """Plans of all microbatches, and whether they are worth it. The same on all ranks.
+    def decide(self, loaded: Loaded) -> Decision:
+        """Plan all microbatches, where that is worth it. The same on all ranks.
 
         Raises:
             PlanError: Neither a plan nor the batch as loaded keeps the limits.
         """
         cost, speeds, rules = self._cost, self._speeds, self.rules
+        limits = in_tokens(rules.limits, cost, None)
         overhead = float(getattr(cost, "overhead", 0.0))
-        micros = range(rules.accumulate)
-        args = self._topology, cost, speeds
-        as_loaded = tuple(_as_loaded(loaded, micro, *args) for micro in micros)
-        before = step_makespan(as_loaded, sync=rules.sync) + overhead
-        is_legal = all(_keeps(plan, in_tokens(rules.limits, cost, None)) for plan in as_loaded)
-        lens = [loaded.lens_of(micro) for micro in micros]
+        costs = evaluate(cost, loaded.lens)
+        loads = _sums(loaded, loaded.source, costs)
+        loads = loads if speeds is None else loads / np.array(speeds)
+        most = loads.max(axis=1).sum() if rules.sync == "microbatch" else loads.sum(axis=0).max()
+        before, is_legal = float(most) + overhead, _keeps(loaded, loaded.source, limits)
         try:
-            chosen = {"sync": rules.sync, "limits": rules.limits, "speeds": speeds}
-            plans = plan_step(lens, self._topology, cost, **chosen)
+            plans = plan_step(
+                [loaded.lens_of(micro) for micro in range(rules.accumulate)],
+                *(self._topology, cost),
+                sync=rules.sync,
+                limits=rules.limits,
+                speeds=speeds,
+            )
         except PlanError:
             if not is_legal:
                 raise
-            return as_loaded, Verdict(False, "limits", before, before)
+            return self._as_loaded(loaded, loads, Verdict(False, "limits", before, before))
+        parts = [loaded.micro == micro for micro in range(rules.accumulate)]
         plans = tuple(
-            _without_idle_ranks(plan, loaded.weights[loaded.micro == micro], cost, rules.limits)
-            for micro, plan in enumerate(plans)
+            _without_idle_ranks(plan, loaded.weights[own], costs[own], limits)
+            for plan, own in zip(plans, parts, strict=True)
         )
         after = step_makespan(plans, sync=rules.sync) + overhead
-        reason = self._reason(loaded, plans, before, after) if is_legal else "balanced"
-        applied = reason == "balanced"
-        return plans if applied else as_loaded, Verdict(applied, reason, before, after)
+        deliveries = deliver(loaded, plans, pad=rules.ends != "finish")
+        transfer = Transfer.of(loaded, deliveries, self.ranks)
+        reason = self._reason(transfer, before, after) if is_legal else "balanced"
+        verdict = Verdict(reason == "balanced", reason, before, after)
+        if not verdict.applied:
+            return self._as_loaded(loaded, loads, verdict)
+        return Decision(plans, verdict, deliveries, transfer)
+
+    def _as_loaded(self, loaded: Loaded, loads: Floats, verdict: Verdict) -> Decision:
+        """Leave every sample where it is."""
+        speeds = None if self._speeds is None else np.array(self._speeds)
+        plans = list[Plan]()
+        for micro, counts in enumerate(loaded.counts):
+            own = loaded.micro == micro
+            args = self._topology, counts, loaded.lens[own], loaded.source[own], loads[micro]
+            plans.append(Plan(*args, 0.0, "none", speeds=speeds))
+        deliveries = deliver(loaded, plans, pad=self.rules.ends != "finish")
+        transfer = Transfer.of(loaded, deliveries, self.ranks)
+        return Decision(tuple(plans), verdict, deliveries, transfer)
 
     def _reason(
-        self, loaded: Loaded, plans: Sequence[Plan], before: float, after: float
+        self, transfer: Transfer, before: float, after: float
     ) -> Literal["balanced", "even", "gain", "exchange"]:
         gain = before - after
         if gain <= 0.0:
             return "even"
         if gain < self.rules.min_gain * before:
             return "gain"
-        moved = Transfer.of(loaded, deliver(loaded, plans, pad=False), self.ranks).bytes_to
-        most = float(max(moved.sum(axis=0).max(), moved.sum(axis=1).max()))
-        # The exchange runs behind the step; only what is longer than the step is waited for.
-        unit_s = unit_seconds(self._cost)
-        if unit_s is None:
+        seconds = unit_seconds(self._cost)
+        if seconds is None:
             return "balanced"
-        exposed_s = max(most * self.seconds_per_byte - after * unit_s, 0.0)
-        return "exchange" if gain * unit_s <= exposed_s else "balanced"
+        most = max(transfer.bytes_to.sum(axis=0).max(), transfer.bytes_to.sum(axis=1).max())
+        # The exchange runs behind the step; only what is longer than the step is waited for.
+        exposed = max(float(most) * self.seconds_per_byte - after * seconds, 0.0)
+        return "exchange" if gain * seconds <= exposed else "balanced"
 
 
 def check_received(transfer: Transfer, most: int | None) -> None:
@@ -716,17 +754,24 @@ def check_received(transfer: Transfer, most: int | None) -> None:
         )
 
 
-def _as_loaded(loaded: Loaded, micro: int, topology: Topology, cost: Cost, speeds: Speeds) -> Plan:
-    """The plan that leaves every sample where it is."""
-    chosen = loaded.micro == micro
-    lens, source = loaded.lens[chosen], loaded.source[chosen]
-    loads = np.bincount(source, cost(lens), topology.num_ranks).astype(np.float64)
-    fast = None if speeds is None else np.array(speeds)
-    loads = loads if fast is None else loads / fast
-    return Plan(topology, loaded.counts[micro], lens, source, loads, 0.0, "none", speeds=fast)
+def _sums(loaded: Loaded, ranks: Ints, values: npt.NDArray[Any]) -> Floats:
+    """(M, D) sum of a value of each sample, by its microbatch and these ranks."""
+    num_micro, num_ranks = loaded.counts.shape
+    cells = loaded.micro * num_ranks + ranks
+    sums = np.bincount(cells, values, num_micro * num_ranks)
+    return sums.reshape(num_micro, num_ranks).astype(np.float64)
 
 
-def _without_idle_ranks(plan: Plan, weights: Ints, cost: Cost, limits: Limits | None) -> Plan:
+def _keeps(loaded: Loaded, ranks: Ints, limits: Limits | None) -> bool:
+    """Whether samples on these ranks keep the limits on tokens and items."""
+    if limits is None:
+        return True
+    tokens = limits.tokens is None or _sums(loaded, ranks, loaded.lens).max() <= limits.tokens
+    counts = _sums(loaded, ranks, np.ones_like(ranks))
+    return tokens and (limits.items is None or counts.max() <= limits.items)
+
+
+def _without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
     """Give each rank a sample that counts if there are enough: a mean over none is no number.
 
     A rank may have been given nothing, or only samples of weight 0. One that counts then comes from
@@ -746,35 +791,31 @@ def _without_idle_ranks(plan: Plan, weights: Ints, cost: Cost, limits: Limits | 
         bag_of[held[plan.seq_lens[held].argmin()]] = rank
         held_by[richest] -= 1
         held_by[rank] += 1
-    loads = np.bincount(bag_of, cost(plan.seq_lens), plan.num_ranks).astype(np.float64)
+    loads = np.bincount(bag_of, costs, plan.num_ranks)
     loads = loads if plan.speeds is None else loads / plan.speeds
-    changed = dataclasses.replace(plan, bag_of=bag_of, loads=loads)
-    return changed if _keeps(changed, in_tokens(limits, cost, None)) else plan
-
-
-def _keeps(plan: Plan, limits: Limits | None) -> bool:
-    """Whether a plan keeps the limits on tokens and items; every bag is a rank."""
-    lens = plan.seq_lens
-    try:
-        problem = build_problem(lens, plan.num_ranks, limits=limits, sizes=lens)
-    except PlanError:  # no plan does
-        return False
-    return not problem.excess(plan.bag_of)
+    tokens = np.bincount(bag_of, plan.seq_lens, plan.num_ranks)
+    items = np.bincount(bag_of, minlength=plan.num_ranks)
+    if limits is not None and (
+        (limits.tokens is not None and tokens.max() > limits.tokens)
+        or (limits.items is not None and items.max() > limits.items)
+    ):
+        return plan
+    return dataclasses.replace(plan, bag_of=bag_of, loads=loads)
 
 
 def _assemble(
-    deliveries: Deliveries,
+    decision: Decision,
     arrived: Mapping[int, Sample],
     kept: Mapping[int, Sample],
     loaded: Loaded,
-    plans: Sequence[Plan],
     index: int,
 ) -> list[Delivered]:
     """The microbatches of data-parallel rank `index`, from what arrived and what it had."""
     num_micro, num_ranks = loaded.counts.shape
     total = int(loaded.weights.sum())
     delivered: list[Delivered] = []
-    for micro, plan in enumerate(plans):
+    deliveries = decision.deliveries
+    for micro, plan in enumerate(decision.plans):
         here = np.flatnonzero((deliveries.dest == index) & (deliveries.micro == micro))
         ids = deliveries.ids[here]
         pairs = zip(here.tolist(), ids.tolist(), strict=True)
