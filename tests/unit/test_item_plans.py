@@ -19,13 +19,13 @@ TOKENS = PolynomialCost(0.0, 1.0, 0.0)
 
 
 def loaded_of(
-    lens: list[list[int]], pairs: list[float] | None = None, flags: int = 0, rows: int = 1
+    lens: list[list[int]], pairs: list[float] | None = None, flags: int = 0, num_bytes: int = 512
 ) -> Loaded:
     flat = [n for own in lens for n in own]
     bits = np.array(pairs or [-1.0] * len(flat), np.float64).view(np.int64).tolist()
     said, at = list[Any](), 0
     for own in lens:
-        numbers = [[n, bits[at + i], 0, rows, 8 * n] for i, n in enumerate(own)]
+        numbers = [[n, bits[at + i], 0, num_bytes] for i, n in enumerate(own)]
         at += len(own)
         said.append(np.array([flags, 0, *np.array(numbers, np.int64).flatten()], np.int64))
     return Loaded.of(said, 0)
@@ -52,7 +52,7 @@ def test_a_rank_without_items_needs_the_cheapest_one() -> None:
 
 
 def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
-    numbers = [(n, -1, 0, 0, 8) for n in (4, 3, 2, 1)]
+    numbers = [(n, -1, 0, 8) for n in (4, 3, 2, 1)]
     said = [np.array([0, at_once, *(x for one in numbers for x in one)]) for at_once in (2, 1, 0)]
     for num_getting in (3, 1):
         loaded = Loaded.of(said, 2, num_getting)
@@ -65,10 +65,6 @@ def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
         source = plan.rank_of[ids]
         assert (np.diff(source) >= 0).all() and (source != dest).all()
         assert ids.size == (8 if num_getting == 3 else 3)
-        rows = np.array([10, 20, 30, 40])
-        for one, rank, start in zip(ids, source, plan.starts(rows), strict=True):
-            before = [i for i in range(one) if plan.rank_of[i] == rank]
-            assert start == rows[before].sum()
 
 
 # Rank 0 has 4 + 2 + 2 tokens and rank 1 four. Evening them out moves an item of 2 tokens: 512 bytes
@@ -122,7 +118,7 @@ def test_what_is_even_as_given_stays_without_a_search() -> None:
 
 def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:
     cost = TransformerCost(1000)
-    loaded = loaded_of([[4096, 4096], [1], [4096], [4096]], rows=1000)
+    loaded = loaded_of([[4096, 4096], [1], [4096], [4096]], num_bytes=512_000)
     for num_nodes, num_moved in ((1, 1), (2, 1), (4, 0)):
         made = Cluster(num_nodes, 4 // num_nodes, 1e15, 1.0, 1e11, 1e7, 0.0)
         _, report = plan_items(loaded, cost, cluster=made)

@@ -372,15 +372,6 @@ class _Reader:
         return taken
 
 
-ROW_BYTES = 1
-"""Unit of `num_rows`: items are not padded beyond `ALIGNMENT`."""
-
-
-def num_rows(one: Parcel) -> int:
-    """Return the size of an item on the wire, in units of `ROW_BYTES`."""
-    return one.num_bytes
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemMove:
     """Which items go where. All ranks list them alike; an item for several ranks comes repeatedly.
@@ -408,9 +399,7 @@ class ItemMove:
         return ItemMove(self.dest, self.source, *args)
 
 
-def move_parcels(
-    move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints, starts: Ints | None = None
-) -> list[Tensor]:
+def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Tensor]:
     """Return the bytes of the items that arrive, as listed; one all-to-all.
 
     Each parcel is written once, at its place among those for the same receiver.
@@ -419,13 +408,9 @@ def move_parcels(
         move: Which items go where.
         parcels: Those that this rank sends, as listed.
         num_bytes: (n,) size of each item; at least of those that this rank sends or gets.
-        starts: (n,) first byte of each item among the parcels, which then are listed once each.
     """
     rank, size, device = move.group.rank, move.group.size, move.device
     sends, gets = move.source == rank, move.dest == rank
-    if starts is not None:
-        first = np.cumsum([0, *(one.num_bytes for one in parcels)])[:-1]
-        parcels = [parcels[place] for place in np.searchsorted(first, starts[sends]).tolist()]
     places, send_splits = _lay_out(move.dest[sends], num_bytes[sends], size)
     sent = torch.empty(sum(send_splits), dtype=torch.uint8, device=device)
     for one, place in zip(parcels, places, strict=True):
@@ -439,7 +424,7 @@ def move_parcels(
     return [received[place : place + count] for place, count in pairs]
 
 
-def _lay_out(ranks: Ints, num_bytes: Ints, num_ranks: int) -> tuple[list[int], list[int]]:
+def _lay_out(ranks: Ranks, num_bytes: Ints, num_ranks: int) -> tuple[list[int], list[int]]:
     """First byte of each item among all, ordered by rank; and the bytes of each rank."""
     order = np.argsort(ranks, kind="stable")
     ends = np.empty_like(num_bytes)
@@ -448,11 +433,9 @@ def _lay_out(ranks: Ints, num_bytes: Ints, num_ranks: int) -> tuple[list[int], l
     return (ends - num_bytes).tolist(), splits.tolist()
 
 
-def move_items(
-    move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints, starts: Ints | None = None
-) -> list[Any]:
+def move_items(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Any]:
     """Return the items that arrive, without gradients. As `move_parcels`."""
-    return [read(part) for part in move_parcels(move, parcels, num_bytes, starts)]
+    return [read(part) for part in move_parcels(move, parcels, num_bytes)]
 
 
 def move_items_with_gradients(

@@ -1,4 +1,4 @@
-"""The batches of a balanced loader, and its counters."""
+"""A data loader that gives every rank the same work: samples change ranks behind the compute."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -177,9 +177,6 @@ class LoaderMetrics:
         self.predicted_after += verdict.after if verdict.applied else verdict.before
 
 
-# --------------------
-# What happens once: the ranks of a balanced loader meet and agree on how steps are made.
-
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -230,6 +227,41 @@ class LoaderOptions:
 DEFAULT_OPTIONS = LoaderOptions()
 
 
+def _is_count(value: object) -> bool:
+    return is_int(value) and value >= 1
+
+
+def _is_share(value: object) -> bool:
+    share = real(value)
+    return share is not None and 0.0 <= share < 1.0
+
+
+def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_right(value)
+
+
+_COUNT, _FUNCTION = "must be an integer of at least 1", "must be a function"
+_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accumulate": (_is_count, _COUNT),
+    "sync": (lambda value: value in get_args(Sync), f"choose one of {get_args(Sync)}"),
+    "pack": (lambda value: isinstance(value, Pack | None), "must be Pack(..), its tokens, or None"),
+    "cost": (callable, _FUNCTION),
+    "length_fn": (callable, _FUNCTION),
+    "prefetch": (_is_count, _COUNT),
+    "batch_size": (_or_none(_is_count), _COUNT),
+    "max_bytes_in_flight": (_or_none(_is_count), _COUNT),
+    "min_gain": (_is_share, "a share of the step, from 0 to below 1"),
+    "bytes_per_s": (_or_none(lambda value: (real(value) or 0.0) > 0.0), "must be above zero"),
+    "timeout_s": (is_timeout, "must be seconds, above zero"),
+    "ends": (lambda value: value in get_args(Ends), f"choose one of {get_args(Ends)}"),
+    "limits": (lambda value: isinstance(value, Limits | None), "must be Limits(..) or None"),
+    "weight_fn": (_or_none(callable), _FUNCTION),
+    "unpack": (_or_none(callable), _FUNCTION),
+    "collate_fn": (_or_none(callable), _FUNCTION),
+}
+"""The values that each argument can have, and how an error says it."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
     """The arguments of a `BalancedLoader`, as one rank was given them; see there."""
@@ -265,13 +297,13 @@ class Given:
         """
         chosen = self.options
         if not isinstance(chosen, LoaderOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _wrong("options", chosen, "must be LoaderOptions(..)")
-        _check_counts({"accumulate": self.accumulate})
-        _check_choice("sync", self.sync, get_args(Sync))
-        if not isinstance(self.pack, Pack | None):
-            raise _wrong("pack", self.pack, "must be Pack(..), its tokens, or None")
-        _check_functions({"cost": self.cost, "length_fn": self.length_fn})
-        _check_options(chosen)
+            raise ConfigError(f"BalancedLoader(options={chosen!r}): must be LoaderOptions(..)")
+        for name, (is_right, limit) in _LIMITS.items():
+            owner = chosen if name in LoaderOptions.__dataclass_fields__ else self
+            value = getattr(owner, name)
+            if not is_right(value):
+                public = "LoaderOptions" if owner is chosen else "BalancedLoader"
+                raise ConfigError(f"{public}({name}={value!r}): {limit}")
         if chosen.batch_size is not None and (self.pack or chosen.unpack):
             raise ConfigError(
                 f"LoaderOptions(batch_size={chosen.batch_size}): a pack holds samples up to its "
@@ -308,49 +340,6 @@ def interpret(given: Given) -> tuple[Given, Source]:
         tokens = None if pack is None else pack.tokens
         grouping = Microbatches(chosen.batch_size, tokens, given.length_fn)
     return given, Source(given.loader, grouping)
-
-
-def _check_options(options: LoaderOptions) -> None:
-    names = ("prefetch", "batch_size", "max_bytes_in_flight")
-    _check_counts({name: getattr(options, name) for name in names})
-    gain, rate, limits = options.min_gain, options.bytes_per_s, options.limits
-    share = real(gain)
-    if share is None or not 0.0 <= share < 1.0:
-        raise _wrong("min_gain", gain, "a share of the step, from 0 to below 1")
-    if rate is not None and (real(rate) or 0.0) <= 0.0:
-        raise _wrong("bytes_per_s", rate, "must be above zero")
-    if not is_timeout(options.timeout_s):
-        raise _wrong("timeout_s", options.timeout_s, "must be seconds, above zero")
-    _check_choice("ends", options.ends, get_args(Ends))
-    if not isinstance(limits, Limits | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise _wrong("limits", limits, "must be Limits(..) or None")
-    names = ("weight_fn", "unpack", "collate_fn")
-    _check_functions({name: getattr(options, name) for name in names})
-
-
-def _check_counts(values: Mapping[str, object]) -> None:
-    for name, value in values.items():
-        if not (is_int(value) and value >= 1) and (value is not None or name in _NEEDED):
-            raise _wrong(name, value, "must be an integer of at least 1")
-
-
-def _check_choice(name: str, value: object, allowed: tuple[Any, ...]) -> None:
-    if value not in allowed:
-        raise _wrong(name, value, f"choose one of {allowed}")
-
-
-def _check_functions(values: Mapping[str, object]) -> None:
-    for name, value in values.items():
-        if not callable(value) and (value is not None or name in _NEEDED):
-            raise _wrong(name, value, "must be a function")
-
-
-_NEEDED = ("accumulate", "prefetch", "cost", "length_fn")
-
-
-def _wrong(name: str, value: object, limit: str) -> ConfigError:
-    owner = "LoaderOptions" if name in LoaderOptions.__dataclass_fields__ else "BalancedLoader"
-    return ConfigError(f"{owner}({name}={value!r}): {limit}")
 
 
 def join(
@@ -477,10 +466,6 @@ def _check_deals(places: Ints, deals: Ints) -> None:
                 f"(num_samples, shuffle, seed) = {tuple(deals[0, 2:].tolist())} and "
                 f"{tuple(dealt)}, so samples would be lost or repeated: give all ranks the same"
             )
-
-
-# --------------------
-# A data loader that gives every rank the same work: samples change ranks behind the compute.
 
 
 class BalancedLoader:

@@ -1,19 +1,22 @@
-"""Process groups that are lent to one loader after the other.
+"""The thread that prepares steps of a balanced loader, its process group, and how it is left.
 
-The thread of an iteration needs a process group that nobody else uses meanwhile: two threads in one
-group of gloo get each other's bytes. Torch keeps every group, with its threads and connections,
-until all are destroyed. So an iteration borrows a group, and gives it back when its thread is done.
+**The group.** The thread of an iteration needs a process group that nobody else uses meanwhile: two
+threads in one group of gloo get each other's bytes. Torch keeps every group, with its threads and
+connections, until all are destroyed. So an iteration borrows a group, and gives it back when its
+thread is done. All ranks must borrow the same one, but they give back at unlike moments. So as an
+iteration begins, each rank says in one small gather which groups are free with it, and all take the
+first that is free with everyone, or make another one. The pools of all ranks hold the same groups
+in the same places, because groups are made only as the outcome of this gather. It runs on a group
+of its own, on which loaders are also constructed; both are done by all ranks, in the same order, by
+the thread that trains. There are never more groups than iterations that went on at once, and one.
 
-All ranks must borrow the same one, but they give back at unlike moments: a rank ends its iteration
-by itself, at the latest when its thread is done. What a rank sees of its own iterations is thus no
-ground to choose on. So ranks choose together: as an iteration begins, each says in one small gather
-which groups are free with it, and all take the first that is free with everyone, or make another
-one. A group that a rank still uses is not free there, hence not chosen anywhere. The pools of all
-ranks hold the same groups in the same places, because groups are made only as the outcome of this
-gather. It runs on a group of its own, on which loaders are also constructed; both are done by all
-ranks, in the same order, by the thread that trains. So no group ever has two threads.
-
-There are never more groups than iterations that went on at once, and one.
+**Leaving.** The thread of a rank that leaves takes part in one more gather, and says so there. But
+threads that have made enough steps ahead wait for their training, not in the gather, and the
+training may wait for the rank that left. So who leaves also writes a note into the store, which
+these threads look for, once a second and only while they wait; then they come to the gather as
+well. The note says after which microbatch the rank left. Up to there the others may go on, because
+ranks may leave alike, one later than the other. Who has heard hands out nothing of what was made
+beyond.
 """
 
 import atexit
@@ -167,20 +170,6 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     return pool
 
 
-# --------------------
-# How a rank that leaves an iteration is heard by the others: a note in the store.
-#
-# The thread of a rank that leaves takes part in one more gather, and says so there. But threads
-# that
-# have made enough steps ahead wait for their training, not in the gather, and the training may wait
-# for the rank that left. So who leaves also writes a note, which these threads look for; then they
-# come to the gather as well. All end within a moment, whatever the training does. A look is a
-# request
-# to the store, one a second and rank, and only while a thread waits for the training.
-#
-# The note says after which microbatch it left. Up to there the others may go on, because ranks may
-# leave alike, one later than the other. Who has heard hands out nothing of what was made beyond.
-
 _SETTLING_S = 0.5  # within a `with`, the error follows when the loop was left
 _TICK_S = 0.02
 
@@ -273,9 +262,6 @@ class Departures:
         except (RuntimeError, ValueError):
             return
 
-
-# --------------------
-# The thread that prepares steps of a balanced loader ahead, while the training computes.
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Samples dealt over ranks in turn, and what an earlier run left over any number of ranks."""
+"""Samplers for plain DataLoaders: which indices a rank reads. Nothing moves between ranks."""
 
 import hashlib
 from array import array
@@ -108,9 +108,6 @@ def too_many(num_delivered: int, num_samples: int) -> ConfigError:
         f"{num_samples}: resume with the samples that the state was saved with"
     )
 
-
-# --------------------
-# A batch sampler for data of known lengths: every step is even, and nothing moves for it.
 
 _STATE = ("version", "epoch", "delivered", "num_samples", "lengths", "shuffle", "seed")
 _VERSION = 2

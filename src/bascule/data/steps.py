@@ -1,7 +1,8 @@
-"""The samples that all ranks of a balanced loader loaded for a step; every rank knows the same.
+"""One step of a balanced loader: measure samples, agree, decide who gets which, move them.
 
-Legend: M microbatches of a step, D data-parallel ranks, n samples of a step. A sample's id is its
-place in the order of microbatches, then of the ranks that loaded it, then of their loaders.
+Legend: M microbatches of a step, D data-parallel ranks, n samples of a step. Every rank knows the
+same of all samples. A sample's id is its place in the order of microbatches, then of the ranks that
+loaded it, then of their loaders.
 """
 
 import dataclasses
@@ -163,9 +164,6 @@ class Loaded:
         return np.split(self.lens[self.micro == micro], bounds)
 
 
-# --------------------
-# The samples that a rank brings to a step, measured by the user's functions.
-
 Saved = list[dict[str, Any] | None]
 """After each microbatch, where a loader with a state of its own would go on."""
 
@@ -304,10 +302,6 @@ def named(error: BaseException, place: str) -> Exception:
     return result
 
 
-# --------------------
-# Samples from the ranks that loaded them to those that compute on them, in one all-to-all.
-
-
 @dataclass(frozen=True, eq=False)
 class Deliveries:
     """Which sample goes to which rank in which microbatch; what pads comes last.
@@ -404,9 +398,6 @@ def exchange(
     own = transfer.delivery[transfer.receiver == group.rank]
     return dict(zip(own.tolist(), arrived, strict=True))
 
-
-# --------------------
-# One step of a balanced loader: agree on what all ranks loaded, decide who gets it, move it.
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from bascule.comm.items import (
     leaves_of,
     move_items,
     move_items_with_gradients,
-    num_rows,
     parcel,
     rebuilt,
     tied,
@@ -108,15 +107,15 @@ class _Computed:
         parts: Tensors of each item, by id.
         unused: What it computed besides, for the others' sake.
         template: An output.
-        parcels: Of the items whose features are sent.
-        rows: Of each rank, the rows of its parcels.
+        parcels: Of the items whose features are sent, in the order of ids.
+        num_bytes: Of each rank, the bytes of its parcels.
     """
 
     parts: dict[int, list[Tensor]]
     unused: list[Tensor]
     template: Any
     parcels: list[Parcel]
-    rows: Sequence[Ints]
+    num_bytes: Sequence[Ints]
 
 
 class BalancedEncoder:
@@ -384,7 +383,7 @@ class BalancedEncoder:
         ids, owner, dest = ids[~stays], owner[~stays], dest[~stays]
         move = self._move(owner, dest, "items")
         sent = (ids[owner == rank] - loaded.first).tolist()
-        args = [offer.parcels[one] for one in sent], loaded.rows[ids]
+        args = [offer.parcels[one] for one in sent], loaded.num_bytes[ids]
         if token is not None and loaded.items_need_gradient:
             leaving = [offer.items[one] for one in sent]
             arrived, token = move_items_with_gradients(move, leaving, *args, token)
@@ -416,8 +415,8 @@ class BalancedEncoder:
             if meets:  # they may wait within the module, which being told of it ends
                 raise
             error = met
-        rows = np.array([num_rows(one) for one in parcels], np.int64)
-        statement = Statement({}, rows, error)
+        num_bytes = np.array([one.num_bytes for one in parcels], np.int64)
+        statement = Statement({}, num_bytes, error)
         where = {"what": "encoding", "step": self._step}
         said = agree(self._host, statement, **where, capacity=self._capacity)
         if ended is not None:
@@ -441,15 +440,17 @@ class BalancedEncoder:
         stayed = [one for one in own if one in parts]
         ids, dest = plan.sent
         if ids.size:
-            source, rows = plan.rank_of[ids], np.zeros(plan.loaded.num_items, np.int64)
-            for place, said in enumerate(computed.rows):
-                rows[np.unique(ids[source == place])] = said
+            source, num_bytes = plan.rank_of[ids], np.zeros(plan.loaded.num_items, np.int64)
+            for place, said in enumerate(computed.num_bytes):
+                num_bytes[np.unique(ids[source == place])] = said
+            leaving = ids[source == rank]
+            places = np.searchsorted(np.unique(leaving), leaving).tolist()
+            parcels = [computed.parcels[place] for place in places]
             move = self._move(source, dest, "features")
             if token is None:
-                arrived = move_items(move, computed.parcels, rows[ids], plan.starts(rows))
+                arrived = move_items(move, parcels, num_bytes[ids])
             else:
-                sent = [parts[one] for one in ids[source == rank].tolist()]
-                args = move, sent, computed.parcels, rows[ids]
+                args = move, [parts[one] for one in leaving.tolist()], parcels, num_bytes[ids]
                 arrived, token = move_items_with_gradients(*args, token)
             parts |= dict(zip(ids[dest == rank].tolist(), arrived, strict=True))
         if token is not None and (plan.moves or computed.unused):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from bascule.comm.exchange import has_gradient
-from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, num_rows, parcel
+from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
 
@@ -278,7 +278,7 @@ class Offer:
         items: Or pieces of them.
         counts: Of each item, its pieces.
         parcels: Of each piece, what travels.
-        words: Of each piece tokens, pairs, form, rows and bytes; see `plan.Loaded`.
+        words: Of each piece tokens, pairs, form and bytes; see `plan.Loaded`.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -340,7 +340,7 @@ def offer_of(
                 bits = int(np.float64(pairs).view(np.int64))
                 form = form_of(piece, device)
                 offer.parcels.append(sent)
-                offer.words.extend((tokens, bits, form, num_rows(sent), sent.num_bytes))
+                offer.words.extend((tokens, bits, form, sent.num_bytes))
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else repr(error)
             raise ConfigError(f"item {place}: {text}") from error

@@ -7,7 +7,6 @@ from functools import cached_property
 import numpy as np
 
 from bascule.arrays import Floats, Ints
-from bascule.comm.items import ROW_BYTES
 from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits
@@ -16,7 +15,7 @@ from bascule.plan.metrics import imbalance
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign
 
-_NUM_FIRST, _NUM_NUMBERS = 2, 5  # words of a rank, and of an item
+_NUM_FIRST, _NUM_NUMBERS = 2, 4  # words of a rank, and of an item
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +29,7 @@ class Loaded:
         lens: (n,) its tokens.
         pairs: (n,) pairs that attention computes, or -1 where nobody said.
         forms: (n,) items of the same form fit into one call.
-        rows: (n,) its rows on the wire.
-        num_bytes: (n,) its bytes.
+        num_bytes: (n,) its bytes on the wire.
         items_need_gradient: An item of some rank requires a gradient.
         needs_gradient: An item or a parameter does.
         num_getting: Of items that all ranks gave: so many ranks, the first ones, get the features.
@@ -44,7 +42,6 @@ class Loaded:
     lens: Ints
     pairs: Floats
     forms: Ints
-    rows: Ints
     num_bytes: Ints
     items_need_gradient: bool
     needs_gradient: bool
@@ -53,7 +50,7 @@ class Loaded:
 
     @classmethod
     def of(cls, words: Sequence[Ints], rank: int, num_getting: int = 0) -> "Loaded":
-        """Read the words of all ranks: flags, most items of a call, and five words of each item.
+        """Read the words of all ranks: flags, most items of a call, and four words of each item.
 
         The flags are 1 if an item requires a gradient, plus 2 if a parameter does. The fewest items
         of a call that a rank asks for count; 0 is any number. With `num_getting` all ranks gave the
@@ -64,10 +61,10 @@ class Loaded:
         if num_getting:
             numbers = numbers[:1]
             owner = np.full(len(numbers[0]), -1)
-        lens, bits, forms, rows, num_bytes = np.ascontiguousarray(np.concatenate(numbers).T)
+        lens, bits, forms, num_bytes = np.ascontiguousarray(np.concatenate(numbers).T)
         flags = [int(part[0]) for part in words]
         return cls(
-            *(rank, len(words), owner, lens, bits.view(np.float64), forms, rows, num_bytes),
+            *(rank, len(words), owner, lens, bits.view(np.float64), forms, num_bytes),
             items_need_gradient=any(flag & 1 for flag in flags),
             needs_gradient=any(flags),
             num_getting=num_getting,
@@ -194,15 +191,6 @@ class ItemPlan:
         order = away[np.lexsort((ids[away], dest[away], self.rank_of[ids[away]]))]
         return ids[order], dest[order]
 
-    def starts(self, rows: Ints) -> Ints:
-        """First row of each that is sent, on the rank that computed it, from (n,) rows of each."""
-        ids, _ = self.sent
-        starts = np.zeros(self.rank_of.size, np.int64)
-        for rank in range(self.loaded.num_ranks):
-            own = np.unique(ids[self.rank_of[ids] == rank])
-            starts[own] = np.cumsum(rows[own]) - rows[own]
-        return starts[ids]
-
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
         """Seconds and bytes of all exchanges of a step: items and features, and their gradients.
 
@@ -210,7 +198,7 @@ class ItemPlan:
         """
         loaded, (ids, dest) = self.loaded, self.needed
         seconds, num_bytes = 0.0, 0.0
-        each = loaded.rows.astype(np.float64) * ROW_BYTES
+        each = loaded.num_bytes.astype(np.float64)
         for times, source, target, sizes in (
             (1 + loaded.items_need_gradient, loaded.owner[ids], dest, each[ids]),
             (1 + loaded.needs_gradient, self.rank_of, loaded.owner, each),
