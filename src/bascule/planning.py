@@ -17,8 +17,7 @@ import numpy.typing as npt
 from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import end_all, telling
-from bascule.comm.guard.watch import watch_of_world
+from bascule.comm.guard.failures import telling
 from bascule.errors import ConfigError
 from bascule.plan.checks import listed
 from bascule.plan.costs import Cost
@@ -163,8 +162,7 @@ class PlannedLater:
             As `SequenceParallel.plan_step`.
         """
         if not self.is_ready:
-            with watch_of_world(end_all).waiting_for(self._thread, f"the wait for {self._where}"):
-                self._done.wait()
+            self._done.wait()
         if self._error is not None:
             with telling(self._where):  # by this thread, which others wait for
                 raise self._error

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import member_of, resolve, timeout_of
-from bascule.comm.guard import notes, store
+from bascule.comm.guard import store
 from bascule.comm.guard.calls import Call
-from bascule.comm.guard.failures import end_all
+from bascule.comm.guard.failures import end_all, tell
 from bascule.comm.guard.watch import PATIENCE_S
 from bascule.comm.mesh import AttentionMesh, mesh_of_all
 from bascule.comm.new_groups import new_group
@@ -149,19 +149,6 @@ def test_calls_of_a_part_are_marked_as_those_of_no_other_ranks() -> None:
     assert first == second and len(set(first)) == 3
 
 
-def waited_for_long() -> bool:
-    """Whether the store says that rank 0 waits, once the call is done; before, it did."""
-    if dist.get_rank():
-        while notes.read(notes.WAITING, 0) is None:
-            time.sleep(0.05)
-    all_reduce(member_of(resolve(None), "all"), Call("all_reduce"), torch.ones(3))
-    return dist.get_rank() == 0 and notes.read(notes.WAITING, 0) is not None
-
-
-def test_who_waited_for_long_is_not_said_to_wait_when_it_goes_on() -> None:
-    assert run_ranks(waited_for_long, 2) == [False, False]
-
-
 def counting_requests() -> tuple[int, float]:
     """Rank 1 comes late; how often the store was asked meanwhile, and for how long."""
     num_asked, start = 0, time.monotonic()
@@ -182,3 +169,19 @@ def counting_requests() -> tuple[int, float]:
 def test_who_waits_for_a_group_asks_the_store_seldom() -> None:
     num_asked, waited_s = run_ranks(counting_requests, 2)[0]
     assert num_asked < 15 * (1 + waited_s), (num_asked, waited_s)
+
+
+def fails_and_goes_on() -> float:
+    """Rank 1 fails, and comes to the next call in time; rank 2 comes late."""
+    rank = dist.get_rank()
+    group = member_of(resolve(None), "all")
+    all_reduce(group, Call("first"), torch.ones(1))
+    if rank == 1:
+        tell(ValueError("handled"), "code of the user")
+    if rank == 2:
+        time.sleep(4 * PATIENCE_S)
+    return float(all_reduce(group, Call("second"), torch.ones(1)))
+
+
+def test_a_rank_that_failed_and_came_is_not_taken_for_one_that_does_not_come() -> None:
+    assert run_ranks(fails_and_goes_on, 3) == [3.0] * 3

@@ -23,7 +23,7 @@ from bascule.parallel import SequenceParallel, Step
 from bascule.training import train_step
 from tests.helpers.cases import COST
 from tests.helpers.loader_checks import await_word, tell
-from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
+from tests.helpers.ranks import run_ranks, run_to_the_end
 
 WIDTH = 4
 
@@ -187,26 +187,6 @@ def comes_late() -> float:
 
 def test_who_goes_on_with_collectives_of_other_code_is_waited_for() -> None:
     assert run_ranks(comes_late, 3) == [3.0**8] * 3
-
-
-def restores_alone() -> tuple[list[str], str]:
-    """A rank restores where the others iterate; their loaders wait for each other besides."""
-    long = {"input_ids": torch.arange(90 if dist.get_rank() else 3)}
-    options = LoaderOptions(timeout_s=60, min_gain=0.0, bytes_per_s=1e12, collate_fn=list)
-
-    def run() -> None:
-        with BalancedLoader([[long] * 4] * 60, cost=COST, options=options) as loader:
-            for number, batch in enumerate(loader):
-                if number == 1 and dist.get_rank() == 1:
-                    batch.restore(torch.ones(batch.num_samples, 1))
-
-    return raised_by(run)
-
-
-def test_a_rank_that_restores_alone_ends_all() -> None:
-    for classes, text in run_ranks(restores_alone, 2):
-        assert "CommError" in classes and "restore" in text, text
-        assert "wait for each other" in text and "Timed out" not in text, text
 
 
 def dies_in_a_step() -> tuple[str, list[str]]:

@@ -38,14 +38,6 @@ def differently_later() -> object:
             model(**toy_inputs(seed=9 if other() and step >= 3 else 1))
 
 
-def form_later() -> object:
-    """Another length on a rank, after calls that were alike."""
-    model = make_toy()
-    with parallelize(model, table=TABLE, **SPLIT):
-        for step in range(9):
-            model(**toy_inputs(text=6 if other() and step >= 2 else 5))
-
-
 def differently_over(**degrees: Any) -> Callable[[], object]:
     def call() -> object:
         model = make_toy()
@@ -118,7 +110,6 @@ RANKS: dict[str, Wrong] = {
     "a mask": (differently(text_mask=lambda: torch.ones(2, 5)), "disagree on"),
     "dtype of input": (differently(image=lambda: toy_inputs()["image"].float()), "disagree on"),
     "later": (differently_later, "values of"),
-    "length later": (form_later, "ranks make unlike calls"),
     "ring": (differently_over(ring_degree=2), "values of"),
     "guidance": (differently_over(guidance_degree=2), "values of"),
     "compiled": (differently_compiled, "values of"),

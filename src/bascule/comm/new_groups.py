@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard import notes
-from bascule.comm.guard.calls import Begun, Call
+from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import end_all, failure
 from bascule.comm.guard.verdicts import Verdict
 from bascule.comm.guard.watch import watch_of_world
@@ -86,8 +86,9 @@ def _meet(
         RuntimeError: They did not come in time, or the store is gone.
     """
     watch = watch_of_world(end_all)
+    watch.go_on(meeting, number)
     num, deadline = notes.arrive(meeting), time.monotonic() + timeout_s
-    wait = watch.begin(meeting, Begun(Call("new_group"), number, 0), tuple(ranks), repr(name))
+    wait = watch.begin(meeting, number, tuple(ranks))
     try:
         if num == len(ranks):
             notes.call_together(meeting)

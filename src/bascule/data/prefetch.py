@@ -38,8 +38,7 @@ import numpy as np
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import RankGroup, set_timeout
 from bascule.comm.guard import notes
-from bascule.comm.guard.failures import end_all, is_ended, tell
-from bascule.comm.guard.watch import watch_of_world
+from bascule.comm.guard.failures import is_ended, tell
 from bascule.comm.new_groups import new_group
 from bascule.comm.world import this_world
 from bascule.data.source import Reading
@@ -333,8 +332,6 @@ class Prefetcher:
         self._is_settled = True
         self._handed = NOWHERE
         self.num_dropped = 0
-        self._watch = watch_of_world(end_all)
-        self._user = threading.current_thread()
         self._thread = threading.Thread(target=self._run, name="bascule loader", daemon=True)
         atexit.register(self._close_at_exit)
         self._thread.start()
@@ -347,7 +344,7 @@ class Prefetcher:
             Whatever ended the thread: the same on all ranks.
         """
         start = time.perf_counter()
-        with self._watch.waiting_for(self._thread, "the wait for its loader"), self._changed:
+        with self._changed:
             self._changed.wait_for(lambda: self._ready or self._ended)
             waited = start, time.perf_counter()
             self._check_open()
@@ -514,14 +511,13 @@ class Prefetcher:
 
     def _wait_until(self, is_possible: Callable[[], bool]) -> None:
         """Wait for the training to use what is ready, or for a rank to leave."""
-        with self._watch.waiting_for(self._user, "the wait of its loader for the training"):
-            while True:
-                with self._changed:
-                    if self._changed.wait_for(
-                        lambda: self._closing or self._heard or is_possible(), _LOOK_S
-                    ):
-                        return
-                self._heard = self._departures.read() is not None
+        while True:
+            with self._changed:
+                if self._changed.wait_for(
+                    lambda: self._closing or self._heard or is_possible(), _LOOK_S
+                ):
+                    return
+            self._heard = self._departures.read() is not None
 
 
 def _forget_locals(error: BaseException | None) -> None:

@@ -74,7 +74,7 @@ class Ongoing:
     def __enter__(self) -> None:
         group = self._group
         self._range = begin_range(self.begun.call)
-        self._wait = self._watch.begin(group.key, self.begun, group.ranks, repr(group.name))
+        self._wait = self._watch.begin(group.key, self.begun.number, group.ranks)
 
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: TracebackType | None
@@ -97,7 +97,7 @@ def begin(group: RankGroup, what: Call) -> Ongoing:
     if group.calls.ended is not None:  # others may have groups that have not ended
         watch.tell_failure(Failure(str(what), (), f"its groups were ended: {group.calls.ended}"))
     begun = group.calls.begin(what)
-    watch.go_on()
+    watch.go_on(group.key, begun.number)
     return Ongoing(group, begun, watch)
 
 

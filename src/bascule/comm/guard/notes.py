@@ -1,7 +1,7 @@
-"""What ranks in trouble tell each other through the store: where they wait, how they failed.
+"""What ranks in trouble tell each other through the store: how they failed.
 
-Nothing is written while all goes well. A rank that waits for long, or fails, writes one note, and
-those that wait for it, or fail as well, read it.
+Nothing is written while all goes well. A rank that fails writes one note, and those that wait for
+it, or fail as well, read it.
 """
 
 import json
@@ -14,64 +14,10 @@ import torch.distributed as dist
 
 from bascule.comm.guard.store import ask
 
-WAITING, FAILED, LEFT, ENDED = "waiting", "failed", "left", "ended"
+FAILED, LEFT, ENDED = "failed", "left", "ended"
 _ANY = "any"  # of the ranks that failed
 _NUM_SLOTS = 16  # of these, for those that said so last
 _NOTHING = "-"  # which no note is; what a store says of a key that is not there
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A wait of one rank.
-
-    Attributes:
-        id: Tells the waits of a rank apart.
-        thread: The thread that waits.
-        group: Key of the group, as in `groups.RankGroup`.
-        needs: Global ranks whose part has not come yet.
-        number: Of the call, as in `calls.Begun`.
-        mark: Of the call.
-        text: What errors call it.
-        on: The thread of the same rank that it waits for; None where it waits for other ranks.
-    """
-
-    id: int
-    thread: int
-    group: str
-    needs: tuple[int, ...]
-    number: int
-    mark: int
-    text: str
-    on: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where the threads of a rank are.
-
-    Attributes:
-        main: The main thread.
-        threads: By key of the group, the thread that makes its calls.
-        begun: By key of the group, (number, mark, text) of its last calls.
-        waits: Those that take long.
-    """
-
-    main: int
-    threads: dict[str, int]
-    begun: dict[str, tuple[tuple[int, int, str], ...]]
-    waits: tuple[Waiting, ...]
-
-    @classmethod
-    def from_json(cls, text: str) -> "Position":
-        """What `to_json` wrote."""
-        given = json.loads(text)
-        waits = [Waiting(**{**one, "needs": tuple(one["needs"])}) for one in given["waits"]]
-        begun = {name: tuple(map(tuple, calls)) for name, calls in given["begun"].items()}
-        return cls(given["main"], given["threads"], begun, tuple(waits))
-
-    def to_json(self) -> str:
-        """As text for the store."""
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +76,6 @@ def replace(kind: str, name: str, before: str, text: str) -> None:
     ask(lambda store: store.compare_set(_key(kind, name), before, _writable(text)))
 
 
-def read_position(rank: int) -> Position | None:
-    """Where a rank waits; None if it does not."""
-    text = read(WAITING, rank)
-    return None if text is None else Position.from_json(text)
-
-
 def read_failure(rank: int) -> Failure | None:
     """How a rank failed; None if it did not say so."""
     text = read(FAILED, rank)
@@ -152,12 +92,17 @@ def write_failure(rank: int, failure: Failure) -> None:
     write(FAILED, _ANY, str(rank))
 
 
+def is_any_failed() -> bool:
+    """Whether a rank has failed, this one included; one request."""
+    return read(FAILED, _ANY) is not None
+
+
 def last_failures() -> dict[int, Failure]:
     """How other ranks failed, those that said so last, by rank; not those that have gone on.
 
     One request while none failed, and then some more.
     """
-    if read(FAILED, _ANY) is None:
+    if not is_any_failed():
         return {}
     said = [read(FAILED, f"{_ANY} {slot}") for slot in range(_NUM_SLOTS)]
     ranks = sorted({int(text) for text in said if text is not None} - {dist.get_rank()})

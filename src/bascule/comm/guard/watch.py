@@ -1,8 +1,7 @@
-"""Ends waits that can never end: ranks that wait for each other, in calls that do not fit.
+"""Ends waits that can never end, because a rank failed.
 
-A thread looks at waits that take longer than a moment. It tells the other ranks where this one is,
-reads where those are that it waits for, and ends the wait if it finds that no rank in a circle will
-ever come. Slow ranks are waited for as long as the group's timeout says.
+A thread looks at waits that take longer than a moment, and ends one if it finds twice that a rank
+failed before it came. Slow ranks are waited for as long as the group's timeout says.
 
 It also ends waits in the collectives of other code, as DDP's, for a rank that failed before them.
 """
@@ -14,19 +13,19 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch.distributed as dist
 
 from bascule.comm.groups import OtherCalls, calls_in_use, other_calls, resolve
 from bascule.comm.guard import notes
-from bascule.comm.guard.calls import Begun, Call
-from bascule.comm.guard.notes import Failure, Position, Waiting
+from bascule.comm.guard.notes import Failure
 from bascule.comm.guard.store import StoreSilentError
 from bascule.comm.guard.stuck import Stuck, stuck_behind_failure
-from bascule.comm.guard.verdicts import MOST_READ, Verdict, judge
+from bascule.comm.guard.verdicts import Verdict, judge
 from bascule.comm.world import this_world
 
 logger = logging.getLogger(__name__)
@@ -44,39 +43,22 @@ class Wait:
     Attributes:
         id: Tells the waits of this rank apart.
         group: Key of the group.
-        begun: The call.
+        number: Of the call.
         needs: Global ranks whose part it waits for; this one may be among them.
-        label: How errors call the group.
         thread: Which waits.
         since: When it began.
         verdict: Why it can never end; None while it may.
-        is_told: Whether others may have read of it.
         suspicion: What the last look found.
-        on: The thread of this rank that it waits for; None where it waits for other ranks.
     """
 
     id: int
     group: str
-    begun: Begun
+    number: int
     needs: tuple[int, ...]
-    label: str
     thread: int = field(default_factory=threading.get_ident)
     since: float = field(default_factory=time.monotonic)
     verdict: Verdict | None = None
-    is_told: bool = False
     suspicion: Verdict | None = None
-    on: int | None = None
-
-    @property
-    def note(self) -> Waiting:
-        """What it tells others."""
-        own, begun = dist.get_rank(), self.begun
-        if self.on is not None:
-            text = begun.call.what
-            return Waiting(self.id, self.thread, "", (own,), 0, 0, text, self.on)
-        needs = tuple(rank for rank in self.needs if rank != own)
-        text = f"{begun.call} on {self.label}"
-        return Waiting(self.id, self.thread, self.group, needs, begun.number, begun.mark, text)
 
 
 _UNREAD = StoreSilentError, dist.DistNetworkError
@@ -102,20 +84,18 @@ class Watch:
         self._end_all = end_all
         self._waits: dict[int, Wait] = {}
         self._ids = itertools.count()
-        self._told = ""
         self._failures: dict[int, Failure] = {}  # by thread, until it goes on
         self._failing = threading.Lock()  # these and the note of them change together
         self._stuck: dict[int, Stuck] = {}  # by rank that failed, where it was found first
         self._next_look = 0.0
         self._meetings: Counter[str] = Counter()
-        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def begin(self, group: str, begun: Begun, needs: tuple[int, ...], label: str) -> Wait:
+    def begin(self, group: str, number: int, needs: tuple[int, ...]) -> Wait:
         """This thread waits for others in a call, until `end`. Arguments as for `Wait`."""
         self._ensure_thread()
-        wait = Wait(next(self._ids), group, begun, needs, label)
+        wait = Wait(next(self._ids), group, number, needs)
         self._waits[wait.id] = wait
         return wait
 
@@ -123,27 +103,10 @@ class Watch:
         """It waits no longer; done, if the others came."""
         del self._waits[wait.id]
         with suppress(*_UNREAD):  # what others made of a call counts, not what they read
-            if wait.is_told:  # at once: others must not take this rank for one that waits
-                self._tell()
             if is_done and wait.thread in self._failures:  # it went on, and the others with it
                 with self._failing:
                     del self._failures[wait.thread]
                     notes.erase(notes.FAILED, self._rank)
-
-    @contextmanager
-    def waiting_for(self, thread: threading.Thread, what: str) -> Iterator[None]:
-        """This thread waits for another one of this rank: who waits for it waits for that one."""
-        self._ensure_thread()
-        begun = Begun(Call(what), 0, 0)
-        wait = Wait(next(self._ids), "", begun, (self._rank,), "", on=thread.ident)
-        self._waits[wait.id] = wait
-        try:
-            yield
-        finally:
-            del self._waits[wait.id]
-            if wait.is_told:
-                with suppress(*_UNREAD):
-                    self._tell()
 
     def num_met(self, name: str) -> int:
         """How many meetings of that name came about."""
@@ -175,13 +138,14 @@ class Watch:
             notes.write_failure(self._rank, failure)
         self._ensure_thread()
 
-    def go_on(self) -> None:
+    def go_on(self, group: str, number: int) -> None:
         """This thread begins a call: that it failed before concerns those in it no more."""
         own = threading.get_ident()
         if own not in self._failures:
             return
         with self._failing:
-            failure = replace(self._failures[own], done=_done_by_this_thread())
+            done = {**_done_by_this_thread(), group: number + 1}
+            failure = replace(self._failures[own], done=done)
             self._failures[own] = failure
             notes.write_failure(self._rank, failure)
 
@@ -210,27 +174,14 @@ class Watch:
     def _look(self) -> None:
         now = time.monotonic()
         late = [wait for wait in list(self._waits.values()) if now - wait.since > PATIENCE_S]
-        if all(wait.on is not None for wait in late):  # a loader is ahead of the training
+        if not late or not notes.is_any_failed():
             return
+        own = next(iter(list(self._failures.values())), None)
+        failure_of = cache(notes.read_failure)
         for wait in late:
-            wait.is_told = True
-        self._tell()
-        own = self._position(tuple(wait.note for wait in late))
-        found: dict[int, Position | None] = {self._rank: own}
-
-        def position_of(rank: int) -> Position | None:
-            if rank not in found:
-                found[rank] = notes.read_position(rank) if len(found) < MOST_READ else None
-            return found[rank]
-
-        def failure_of(rank: int) -> Failure | None:
-            own = next(iter(list(self._failures.values())), None)
-            return own if rank == self._rank else notes.read_failure(rank)
-
-        for wait in [one for one in late if one.on is None]:
-            verdict = judge(self._rank, wait.note, position_of, failure_of)
-            # Twice the same: all waits on the way were going on at one moment between.
-            if verdict is not None and (not verdict.evidence or verdict == wait.suspicion):
+            needs = [rank for rank in wait.needs if rank != self._rank]
+            verdict = judge(wait.group, wait.number, needs, own, failure_of)
+            if verdict is not None and verdict == wait.suspicion:
                 wait.verdict = verdict
                 self._end_all(verdict.text, ())
                 return
@@ -263,30 +214,6 @@ class Watch:
             del self._stuck[stuck.rank]
             logger.error("ended what waits for rank %d: %s", stuck.rank, stuck.text)
             self._end_all(stuck.text, stuck.calls)
-
-    def _tell(self) -> None:
-        """Write where this rank is, or take it back."""
-        with self._lock:
-            waits = tuple(wait.note for wait in list(self._waits.values()) if wait.is_told)
-            text = self._position(waits).to_json() if waits else ""
-            if text == self._told:
-                return
-            if text:
-                notes.write(notes.WAITING, self._rank, text)
-            else:
-                notes.erase(notes.WAITING, self._rank)
-            self._told = text
-
-    def _position(self, waits: tuple[Waiting, ...]) -> Position:
-        threads: dict[str, int] = {}
-        begun: dict[str, tuple[tuple[int, int, str], ...]] = {}
-        for key, calls in calls_in_use().items():
-            if calls.thread is not None:
-                threads[key] = calls.thread
-                recent = [(one.number, one.mark, str(one.call)) for one in list(calls.recent)]
-                begun[key] = tuple(recent)
-        main = threading.main_thread().ident
-        return Position(0 if main is None else main, threads, begun, waits)
 
 
 def _others_begun() -> dict[str, int]:
