@@ -1,0 +1,35 @@
+"""What plans are made from: lengths, topologies, costs, limits."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from bascule import Limits, PolynomialCost, TransformerCost, assign, plan_batch
+
+COST = TransformerCost(64)
+
+
+def planned(lens: Any, topology: Any = "g2n1", **settings: Any) -> Callable[[], object]:
+    return partial(plan_batch, [lens, [1]], topology, COST, **settings)
+
+
+CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
+    ("no width", partial(TransformerCost, 0), ("d_model=0", "at least 1")),
+    ("half a width", partial(TransformerCost, 2.5), ("d_model=2.5", "an integer")),  # pyright: ignore[reportArgumentType]
+    ("gamma below 0", partial(TransformerCost, 64, gamma=-1.0), ("gamma=-1.0", "at least 0")),
+    ("cost nan", partial(PolynomialCost, math.nan, 1.0, 0.0), ("quadratic=nan", "finite")),
+    ("cost below 0", partial(PolynomialCost, 0.0, -1.0, 0.0), ("linear=-1.0", "at least 0")),
+    ("no tokens", partial(Limits, tokens=0), ("tokens=0", "at least 1")),
+    ("bytes below 0", partial(Limits, num_bytes=-1), ("num_bytes=-1", "at least 1")),
+    ("no bins", partial(assign, [1.0], 0), ("num_bins is 0", "at least 1")),
+    ("item below 0", partial(assign, [2.0, -1.0], 2), ("costs[1] is -1.0", ">= 0")),
+    ("length below 0", planned([4, -1]), ("rank 0", "-1")),
+    ("half a token", planned([2.5]), ("rank 0", "2.5")),
+    ("length of text", planned(["x"]), ("rank 0",)),
+    ("a bag of no ranks", planned([1], "g0n1"), ("'g0n1'",)),
+    ("another world", planned([1], "g3n1"), ("3", "2")),
+    ("no topology", planned([1], ""), ("''",)),
+    ("no planner", planned([1], planner="magic"), ("'magic'", "knapsack")),
+    ("above its limit", planned([50], limits=Limits(tokens=20)), ("rank 0", "50 tokens", "20")),
+]
