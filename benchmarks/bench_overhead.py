@@ -8,7 +8,7 @@ measured in a fresh process, and after a large block was freed once, as in any p
 images: from then on glibc keeps freed memory instead of returning it to the system after every
 plan, and the tables (1 MB each at g8n4) cause no page faults. The target is for the second.
 
-Attention: `packed.attend` on the `fake` back end, whose collectives do nothing, with a kernel that
+Attention: that of a bag on the `fake` back end, whose collectives do nothing, with a kernel that
 returns its query; over two bare `all_to_all_single` of the same sizes. What is left is the time
 that the host needs to prepare the exchanges. It must not depend on the number of chunks: the same
 tensors are cut into 64 and into 2,048 chunks. With one token a chunk the larger case copies more,
@@ -32,8 +32,9 @@ from bascule.arrays import Ints
 from bascule.attention import packed
 from bascule.attention.kernels.protocol import OutLse
 from bascule.attention.mask import AttentionMask
-from bascule.attention.packed import Bag, Contexts, attend
+from bascule.attention.packed import Bag, Contexts
 from bascule.attention.tiles import Pieces
+from bascule.attention.usp import usp_attention
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
 from bascule.plan.costs import TransformerCost
@@ -197,7 +198,10 @@ def attention_calls(
         dist.all_to_all_single(qkv_out, qkv_in, qkv_splits, qkv_splits, group=process_group)
         dist.all_to_all_single(out_out, out_in, out_splits, out_splits, group=process_group)
 
-    return lambda: attend(bag, None, q, k, v), bare
+    def attend() -> Tensor:
+        return usp_attention(q, k, v, *bag.prepared(None, q, k, v, causal=False, scale=1.0))
+
+    return attend, bare
 
 
 class NoKernel:

@@ -4,10 +4,10 @@ Shapes: T tokens as loaded on this rank, C tokens that it computes on, H heads, 
 samples as loaded on this rank, N samples of all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,20 @@ if TYPE_CHECKING:
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
+_NUM_CALLS = 64
+
+
+class _Call(NamedTuple):
+    """An attention of a step, as it was when it was first made.
+
+    Attributes:
+        prepared: What `usp_attention` takes with the tensors.
+        traffic: What this rank sends to others in it.
+    """
+
+    prepared: packed.Prepared
+    traffic: Traffic
+
 
 class Step:
     """A plan bound to its groups and device: moves and attends for one step. Made by `plan`.
@@ -81,6 +95,7 @@ class Step:
         self.num_attended, self.traffic = 0, Traffic()
         self._cost = cost  # that it was planned with
         self._is_marked = False
+        self._calls: dict[Hashable, _Call] = {}
         self.local = plan.local(parallel.rank)
         self.local_seq_ids = table_on(self.local.seq_ids, parallel.device)
         self.token_slot = table_on(self.local.slots, parallel.device)
@@ -190,7 +205,11 @@ class Step:
         causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Exact attention within each whole sequence; (C, H, D). See `packed.attend`.
+        """Exact attention within each whole sequence; (C, H, D).
+
+        Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
+        neighbours forward and 2 R - 1 backward where there is a ring. The number of torch
+        operations does not depend on sequences, chunks or heads (CPU kernels aside).
 
         Args:
             q_CHD: Queries.
@@ -207,13 +226,15 @@ class Step:
             refuse_transforms("attend", q_CHD, k_CKD, v_CKD)
             kind = "causal" if causal else "all"
             return self._attend_recorded(q_CHD, k_CKD, v_CKD, kind, scale)
-        bag, kernel = self._bag, self._parallel.options.kernel
+        qkv = q_CHD, k_CKD, v_CKD
         with telling(f"step {self.number}: attend"):
-            needs_grad = list(map(needs_gradient, (q_CHD, k_CKD, v_CKD)))
-            qkv = q_CHD, k_CKD, v_CKD
-            self._agree_on_attention(qkv, needs_grad, causal, scale)
-            out = packed.attend(bag, kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=scale)
-            self._count(q_CHD, k_CKD)
+            call = self._call_of(qkv, list(map(needs_gradient, qkv)), causal, scale)
+            if scale is not None:
+                q_CHD, _ = with_positive_scale(q_CHD, scale)
+            with naming("attend", qkv):
+                out = usp_attention(q_CHD, k_CKD, v_CKD, *call.prepared)
+            self.num_attended += 1
+            self.traffic += call.traffic
             return out
 
     def count_routed(self, is_marked: Tensor) -> int:
@@ -324,15 +345,15 @@ class Step:
         scale: float | None,
     ) -> Forward:
         """The forward of `attend` or `attend_contexts`."""
-        q, k, v = qkv
         with telling(f"step {self.number}: attend"), naming("attend", qkv):
             if kind == "contexts":
                 check_tensors("attend_contexts", *qkv)
-            else:
-                self._agree_on_attention(qkv, needs_grad, kind == "causal", scale)
-                self._count(q, k)
-            factor = positive_scale(q.shape[2], scale)
-            return usp_forward(q, k, v, *self._prepared(qkv, kind, factor))
+                factor = positive_scale(qkv[0].shape[2], scale)
+                return usp_forward(*qkv, *self._prepared(qkv, kind, factor))
+            call = self._call_of(qkv, needs_grad, kind == "causal", scale)
+            self.num_attended += 1
+            self.traffic += call.traffic
+            return usp_forward(*qkv, *call.prepared)
 
     def attend_back(
         self,
@@ -393,9 +414,28 @@ class Step:
         divisor = group.size if self._parallel.options.gradients == "mean" else 1
         return MeanOver(group, divisor, self.number)
 
-    def _count(self, q: Tensor, k: Tensor) -> None:
-        self.num_attended += 1
-        self.traffic += packed.traffic(self._bag, q, k)
+    def _call_of(
+        self, qkv: Qkv, needs_grad: Sequence[bool], causal: bool, scale: float | None
+    ) -> "_Call":
+        """The call of this form: checked, agreed on and made when it is first used."""
+        refuse_transforms("attend", *qkv)
+        try:
+            forms = [(x.shape, x.dtype, x.device) for x in qkv]
+            key = (*forms, *needs_grad, causal, scale)
+            call = self._calls.get(key)
+        except (AttributeError, TypeError):  # no tensors, or a scale that is a list: said below
+            key = call = None
+        if call is None:
+            self._agree_on_attention(qkv, needs_grad, causal, scale)
+            q, k, _ = qkv
+            prepared = self._prepared(
+                qkv, "causal" if causal else "all", positive_scale(q.shape[2], scale)
+            )
+            call = _Call(prepared, packed.traffic(self._bag, q, k))
+            if len(self._calls) >= _NUM_CALLS:  # scales may change from call to call
+                self._calls.clear()
+            self._calls[key] = call
+        return call
 
     @cached_property
     def _most_sharing(self) -> int:
@@ -438,7 +478,6 @@ class Step:
     ) -> None:
         """Heads, dtype and gradients decide the exchanges."""
         parallel, (q, k, v) = self._parallel, qkv
-        refuse_transforms("attend", *qkv)
         self._check_settings(causal, scale)
         try:
             check_tensors("attend", *qkv)

@@ -26,7 +26,6 @@ from bascule.data import (
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     api.attention: {"is_causal": False, "options": api.AttentionOptions()},
-    packed.attend: {"causal": False},
     packed.attend_packed: {"causal": False},
     mask.AttentionMask: {"causal": False},
     layout.SequenceLayout: {

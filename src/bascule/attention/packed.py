@@ -21,7 +21,6 @@ from bascule.arrays import Ints, cumulative, ranges, sums_by
 from bascule.attention.call_spec import (
     check_settings,
     check_tensors,
-    naming,
     with_positive_scale,
 )
 from bascule.attention.kernels.protocol import AttentionKernel
@@ -267,40 +266,6 @@ def _rows_of(wanted_lens: Ints) -> Ints:
     lying_lens = wanted_lens.T
     first = cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
     return ranges(first.T.ravel(), wanted_lens.ravel())
-
-
-def attend(
-    bag: Bag,
-    kernel: str | None,
-    q_CHD: Tensor,
-    k_CKD: Tensor,
-    v_CKD: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Exact attention within every sequence of the bag; (C, H, D) as q.
-
-    Two all-to-alls forward and two backward where ranks share heads; R - 1 exchanges with the
-    neighbours forward and 2 R - 1 backward where there is a ring. The number of torch operations
-    does not depend on sequences, chunks or heads (CPU kernels aside).
-
-    Args:
-        bag: The ranks and their tokens.
-        kernel: Name of the attention kernel; None takes the fastest.
-        q_CHD: Queries.
-        k_CKD: Keys.
-        v_CKD: Values.
-        causal: Whether a token sees none that comes later in its sequence.
-        scale: Factor of the scores. Default: D^-0.5.
-
-    Raises:
-        ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
-    """
-    q_CHD, factor = with_positive_scale(q_CHD, scale)
-    plan, heads = bag.prepared(kernel, q_CHD, k_CKD, v_CKD, causal=causal, scale=factor)
-    with naming("attend", (q_CHD, k_CKD, v_CKD)):
-        return usp_attention(q_CHD, k_CKD, v_CKD, plan, heads)
 
 
 def attend_packed(

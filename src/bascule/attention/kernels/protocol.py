@@ -5,7 +5,7 @@ Shapes: as in `registry`.
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -96,13 +96,18 @@ def only_blocks(form: KernelQuery) -> str | None:
 
 
 def forward_each(
-    kernel: AttentionKernel, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float
+    attend: Callable[..., OutLse],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    scale: float,
 ) -> OutLse:
-    """Out and LSE of packed sequences, by a kernel that takes one at a time."""
+    """Out and LSE of packed sequences, by a `forward` that takes one at a time."""
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
     for alone, of_queries, of_keys in _each_sequence(mask, (q, out, lse), (k, v)):
-        part = kernel.forward(of_queries[0], of_keys[0], of_keys[1], alone, scale)
+        part = attend(of_queries[0], of_keys[0], of_keys[1], alone, scale)
         for whole, found in zip(of_queries[1:], part, strict=True):
             whole.copy_(found)
     return out, lse

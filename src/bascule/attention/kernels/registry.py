@@ -54,7 +54,7 @@ class PlainKernel:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         """As `AttentionKernel`."""
         if mask.packed is not None:
-            return forward_each(self, q, k, v, mask, scale)
+            return forward_each(self.forward, q, k, v, mask, scale)
         scores = _scores(q, k, mask, scale)
         lse = torch.logsumexp(scores, dim=-1)
         weights = _weights(scores, lse)
@@ -86,16 +86,20 @@ class CpuFlashKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         """As `AttentionKernel`."""
-        if mask.packed is not None:
-            return forward_each(self, q, k, v, mask, scale)
         q, k, v = map(with_adjacent_values, (q, k, v))
+        if mask.packed is not None:
+            return forward_each(self._attend, q, k, v, mask, scale)
+        return self._attend(q, k, v, mask, scale)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
+        """Of tensors with adjacent values."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask.causal, attn_mask=mask.bias, scale=scale
         )
         if k.shape[2] < _FEW_KEYS:
             wide_q, wide_k = q.to(lse.dtype), k.to(lse.dtype)
             out, lse = _by_highest(out, lse, _scores(wide_q, wide_k, mask, scale))
-        return without_empty_rows(out, lse, mask.bias)
+        return (out, lse) if mask.bias is None else without_empty_rows(out, lse, mask.bias)
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
         """As `AttentionKernel`, in float32 at least: torch is slow in 16 bits, and rounds parts."""
