@@ -11,6 +11,7 @@ import tempfile
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -115,11 +116,10 @@ def known_seconds(unit: Any) -> float:
     return float(1e-3 + (1e-6 * lens**2 + 1e-4 * lens).sum())
 
 
+@mock.patch.object(cost_tracker._Unit, "seconds", known_seconds)  # pyright: ignore[reportPrivateUsage]
 def learned() -> dict[str, Any]:
     """Costs learned in a run, in steps of two microbatches; and again from its checkpoint."""
     join_world()
-    unit: Any = cost_tracker._Unit
-    unit.seconds = known_seconds
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     given = {
