@@ -73,7 +73,6 @@ def _no_pairs(exchange: Any) -> Any:
 
 STAGES = {
     "knapsack": Stage("free", portfolio, "by_speed", _longest_first),
-    "slow bins by pairs": Stage("free", portfolio, "topped_up", _nothing),
     "refine": Stage("free", portfolio, "refine", _as_given),
     "refine, by improve": Stage("free", portfolio, "refine", lambda _: search.improve),
     "counted": Stage("capped", portfolio, "_counted", _nothing),

@@ -21,7 +21,7 @@ from bascule.plan.solver.bounds import (
     threshold_bound,
 )
 from bascule.plan.solver.homes import Homes
-from bascule.plan.solver.portfolio import by_speed, longest_first, solve, topped_up
+from bascule.plan.solver.portfolio import by_speed, longest_first, solve
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.refine import refine
 from bascule.plan.solver.search import improve
@@ -127,14 +127,6 @@ def test_many_different_speeds_follow_the_same_rule_as_few(fill_first: bool):
         rank = np.where(fits, loads / speeds, np.inf) if fits.any() else ends
         assert bin_of[item] == np.argmin(rank)
         loads[bin_of[item]] += costs[item]
-
-
-def test_slow_bins_are_filled_by_pairs():
-    costs, speeds = [10.0, 9.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0], [1.0, 1.0, 3.0]
-    problem = problem_of(costs, speeds)
-    bin_of = topped_up(problem, longest_first(problem), 7.0 / problem.unit)
-    assert bin_of is not None
-    assert np.bincount(bin_of, weights=costs).tolist() == [7.0, 7.0, 21.0]
 
 
 def test_the_default_tolerance_is_kept_on_mixed_bins():
@@ -387,16 +379,6 @@ def test_spill_counts_the_part_of_an_item_that_does_not_fit():
         ranks_per_bin=[1, 1],
     )
     assert spill_bound(problem) == 2.0
-
-
-def test_slow_bins_give_back_two_items():
-    """With one given back there is no better pair, and the answer stays at 9.75."""
-    problem = problem_of([7.0, 8.0, 10.0, 7.0, 9.0, 10.0, 3.0, 1.0], [1.0, 1.0, 4.0])
-    start = longest_first(problem)
-    assert problem.makespan(start) * problem.unit == 9.75
-    topped = topped_up(problem, start, problem.work.sum() / 6.0)
-    assert topped is not None
-    assert problem.makespan(topped) * problem.unit == 9.25
 
 
 def test_groups_of_two_repair_a_limit():

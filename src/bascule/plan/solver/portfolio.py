@@ -152,9 +152,6 @@ def _of_one_kind(problem: Problem, target: float) -> _Found:
     if not problem.identical:  # also the greedy's, so that no answer is worse than it
         greedy = by_speed(problem, fill_first=True)
         best = _earliest([longest, _Found.of(problem, "knapsack", greedy)])
-        filled = topped_up(problem, longest.bin_of, target) if best.makespan > target else None
-        if filled is not None:
-            best = _earliest([best, _Found.of(problem, "slow bins by pairs", filled)])
     if best.makespan <= target:
         return best
     return _Found.of(problem, f"{best.name}, refined", refine(problem, best.bin_of, target))
@@ -305,9 +302,6 @@ def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
 _MANY_BINS = 48
 """From here on, rounds of numpy beat a heap."""
 
-_MAX_PAIRED = 1 << 15
-"""Most slow bins times items that are filled by pairs."""
-
 
 def longest_first(problem: Problem) -> Ints:
     """LPT by completion time, without limits.
@@ -364,65 +358,6 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
     bin_of = np.empty(problem.num_items, dtype=np.int64)
     bin_of[problem.order] = _fill_first(problem, ceiling) if fill_first else _longest_first(problem)
     return bin_of
-
-
-def topped_up(problem: Problem, start: Ints, target: float) -> Ints | None:
-    """Fill the slow bins as if they were knapsacks; the fastest bins level what is left, by LPT.
-
-    Each bin below the top speed gives back its two shortest items of ``start`` and takes the pair,
-    of these and of what lies on the fastest bins, that fills it best until ``target``. Few items on
-    a slow bin leave much room for error, many on a fast one little. None if too large.
-    O(k n log n) for k slow bins.
-    """
-    fast = problem.speeds == problem.speeds.max()
-    slow = np.flatnonzero(~fast)
-    if slow.size * problem.num_items > _MAX_PAIRED:
-        return None
-    ascending = problem.order[::-1]
-    bins, work = start[ascending], problem.work[ascending]
-    by_bin = np.argsort(bins, kind="stable")
-    counts = np.bincount(bins, minlength=fast.size)
-    place = np.empty_like(by_bin)
-    place[by_bin] = np.arange(by_bin.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    free = fast[bins] | (place < 2)
-    pool = np.flatnonzero(free)
-    bins[free] = -1
-    loads = problem.carried_work + np.bincount(bins + 1, work, fast.size + 1)[1:]
-    pairs = _best_pairs(np.append(0.0, work[pool]), target * problem.speeds[slow] - loads[slow])
-    for one, two, lane in pairs:
-        bins[pool[[index - 1 for index in (one, two) if index]]] = slow[lane]
-    rest = np.flatnonzero(bins < 0)[::-1]
-    fastest = np.flatnonzero(fast)
-    bins[rest] = fastest[_heap(work[rest], loads[fastest])]
-    bin_of = np.empty_like(bins)
-    bin_of[ascending] = bins
-    return bin_of
-
-
-def _best_pairs(work: Floats, room: Floats) -> list[tuple[int, int, int]]:
-    """In each room in turn, the two free items of ascending ``work`` that leave least of it.
-
-    Item 0 is no item: it costs nothing, and any number of rooms may have it.
-
-    Returns:
-        Pairs of items, and the room.
-    """
-    wanted = room[:, None] - work
-    partner = np.searchsorted(work, wanted, side="right") - 1
-    np.minimum(partner, np.arange(work.size) - 1, out=partner)
-    left = wanted - work[partner]
-    left[(partner < 0) | (left < 0.0)] = np.inf
-    pairs: list[tuple[int, int, int]] = []
-    free = np.ones(work.size, dtype=bool)
-    for lane, partners in enumerate(partner):
-        gaps = np.where(free & free[partners], left[lane], np.inf)
-        one = int(gaps.argmin())
-        if gaps[one] < np.inf:
-            two = int(partners[one])
-            pairs.append((one, two, lane))
-            free[[one, two]] = False
-            free[0] = True
-    return pairs
 
 
 def _identical_bins(work: Floats, loads: Floats) -> Ints:
