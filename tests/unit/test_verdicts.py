@@ -1,5 +1,7 @@
 """A wait ends for a rank that failed before it came, and for no other."""
 
+from dataclasses import replace
+
 import pytest
 
 from bascule.comm.guard.notes import Failure
@@ -13,9 +15,11 @@ FAILED = Failure("here", cause="oops", is_input=True, done={"all": 5})
     [
         (None, None),
         (None, Failure("here", cause="oops", done={"all": 6})),  # it failed after it had come
+        (None, Failure("here", cause="oops", done={"all": 5}, came={"all": 6})),
         (None, Failure("here", cause="oops", done={"all": 5}, goes_on=True)),
         (None, Failure("here", done={"all": 5})),  # it only noticed that others failed
         (FAILED, FAILED),  # all failed alike, and this one was the first to go on
+        (replace(FAILED, came={"all": 6}), FAILED),
     ],
 )
 def test_a_rank_that_may_come_is_waited_for(own: Failure | None, failed: Failure | None) -> None:

@@ -31,6 +31,7 @@ class Failure:
         is_input: Whether that was bad input.
         done: By key of the group, how many calls it had done its part of.
         others: By key of the group, how many calls of other code it had begun (`OtherCalls`).
+        came: By key of the group, how many calls it had begun, of those begun after it failed.
         goes_on: Whether it makes the calls of bascule that follow, as to agree on its error.
         version: How often it has said so before; each time with what it has begun since.
     """
@@ -41,6 +42,7 @@ class Failure:
     is_input: bool = False
     done: Mapping[str, int] = field(default_factory=dict[str, int])
     others: Mapping[str, int] = field(default_factory=dict[str, int])
+    came: Mapping[str, int] = field(default_factory=dict[str, int])
     goes_on: bool = False
     version: int = 0
 

@@ -43,6 +43,7 @@ def judge(
         if failed is None or failed.goes_on or not failed.cause:
             continue
         is_alike = own is not None and own.done.get(group) == failed.done.get(group)
-        if failed.done.get(group, 0) <= number and not is_alike:
+        num_came = max(failed.done.get(group, 0), failed.came.get(group, 0))
+        if num_came <= number and not is_alike:
             return Verdict(failed.told_of(other), failed.is_input)
     return None

@@ -144,8 +144,9 @@ class Watch:
         if own not in self._failures:
             return
         with self._failing:
-            done = {**_done_by_this_thread(), group: number + 1}
-            failure = replace(self._failures[own], done=done)
+            failure = self._failures[own]
+            came = {**failure.came, group: number + 1}
+            failure = replace(failure, done=_done_by_this_thread(), came=came)
             self._failures[own] = failure
             notes.write_failure(self._rank, failure)
 
