@@ -33,7 +33,9 @@ def rows_of_call(
     return text if wire.v_centre is None else f"{text}, with v_centre"
 
 
-def agree_on_call(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: int) -> None:
+def agree_on_call(
+    spec: CallSpec, layout: SequenceLayout, batch: int, tokens: int, mask: Tensor | None
+) -> None:
     """Before the first exchange of a form, make sure that all ranks mean the same.
 
     One all-gather for each form of call; later calls of that form gather nothing.
@@ -43,6 +45,7 @@ def agree_on_call(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: in
         layout: Which tokens each rank has.
         batch: B.
         tokens: T, of the queries of this rank.
+        mask: Whose values are compared, on the host.
 
     Raises:
         CommError: They do not.
@@ -50,7 +53,7 @@ def agree_on_call(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: in
     """
     ranks = spec.ranks
     group = ranks.whole
-    key = None if group is None else (group.ranks, layout, batch, tokens, spec)
+    key = None if group is None else (group.ranks, layout, batch, tokens, spec, mask is None)
 
     def say() -> tuple[dict[str, str], ConfigError | None]:
         wanted, error = num_tokens(layout.own_runs(*ranks.place)), None
@@ -63,7 +66,7 @@ def agree_on_call(spec: CallSpec, layout: SequenceLayout, batch: int, tokens: in
             f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, "
             f"stripe={layout.stripe}, batch {batch}, {spec.meaning}"
         )
-        return {"the call": text}, error
+        return {"the call": text, "the mask": digest_of(mask)}, error
 
     agree_once(group, key, say, what="attention")
 

@@ -48,8 +48,10 @@ def ring_attention(
     """
     call = spec_of(spec)
     ranks, layout = call.ranks, call.layout(segments)
-    if ranks.ulysses is None:  # else said before the all-to-all
-        agree_on_call(call, layout, q.shape[0], q.shape[2])
+    if ranks.ulysses is None or mask is not None:  # else said before the all-to-all
+        own = num_tokens(layout.own_runs(*ranks.place))
+        tokens = q.shape[2] if ranks.ulysses is None else own
+        agree_on_call(call, layout, q.shape[0], tokens, mask)
     plan = ring_plan(ranks, layout, q, k, mask, (k_centre, v_centre), call)
     with naming("ring_attention", (q, k, v)):
         out, lse = ring_forward(q, k, v, plan)
@@ -97,7 +99,7 @@ def _(grad: Tensor, saved: list[Tensor], *_: Any) -> list[Tensor]:
 def take_centres(k: Tensor, v: Tensor, segments: list[int], spec: str) -> Tensor:
     """`wires.take_centres` over all ranks of the mesh. One all-reduce."""
     call = spec_of(spec)
-    agree_on_call(call, call.layout(segments), k.shape[0], k.shape[2])
+    agree_on_call(call, call.layout(segments), k.shape[0], k.shape[2], None)
     with naming("take_centres", (k, v)):
         return own_memory(wires.take_centres(k, v, call.ranks.whole))
 

@@ -62,7 +62,7 @@ def overlapped_attention(
     """
     call = spec_of(spec)
     layout = call.layout(segments)
-    agree_on_call(call, layout, q.shape[0], q.shape[2])
+    agree_on_call(call, layout, q.shape[0], q.shape[2], mask)
     exchange = exchange_of(call, _lens(layout, call))
     form = _RowForm.of(call, k_centre, v_centre, q.dtype)
     xs = form.packed([x.transpose(1, 2) for x in (q, k, v)])

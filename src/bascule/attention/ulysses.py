@@ -113,7 +113,8 @@ def _tokens_to_heads(
     """
     call = spec_of(spec)
     if segments:
-        agree_on_call(call, call.layout(segments), *xs[0].shape[:2])
+        batch, tokens = xs[0].shape[:2]
+        agree_on_call(call, call.layout(segments), batch, tokens, None)
     what = call.call("all_to_all (tokens to heads)")
     with naming("tokens_to_heads", xs):
         return exchange_of(call, lens).start_to_heads(xs, what, order)()
