@@ -17,8 +17,8 @@ def test_test_modules_do_not_import_each_other() -> None:
 
 
 def test_what_lives_as_long_as_the_ranks_is_kept_in_one_module() -> None:
-    """A module-level container that is filled later; digests of masks depend on nothing else."""
-    allowed = {"world.py: _worlds", "call_marks.py: _digests"}
+    """A module-level container that is filled later; what is kept of a mask depends on nothing else."""
+    allowed = {"world.py: _worlds", "tiles.py: _of_masks"}
     found: set[str] = set()
     for path in SOURCE:
         for node in ast.parse(path.read_text()).body:
