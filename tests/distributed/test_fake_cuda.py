@@ -86,7 +86,7 @@ def packed_model(topologies: list[str], name_of_dtype: str, gradients: bool) -> 
 
 def on_fake_cuda(batch: PackedBatch, dtype: torch.dtype) -> PackedBatch:
     """All but the mask."""
-    given = {name: getattr(batch, name) for name in PackedBatch.__slots__}
+    given = dict(vars(batch))
     for name, x in given.items():
         if isinstance(x, torch.Tensor) and name != "is_image":
             is_cast = name in ("image_tokens", "text_tokens", "pooled")

@@ -106,7 +106,7 @@ def train(topology: str) -> int:
     model, whole = make_model(config), make_model(config)
     for name, batch in edge_batches(dist.get_world_size()).items():
         drawn = own_samples(batch, config, sp.rank)
-        given = {of: getattr(drawn.inputs, of) for of in PackedBatch.__slots__}
+        given = dict(vars(drawn.inputs))
         for of, x in given.items():
             given[of] = x if x is None else on_device(x)
         samples = Samples(PackedBatch(**given), drawn.target, drawn.seq_lens)

@@ -51,7 +51,7 @@ def first_device(kind: str) -> torch.device:
 
 def on_device(samples: Samples, device: torch.device, *, mask: bool = False) -> Samples:
     """The same there; the mask only if it is asked for."""
-    given = {name: getattr(samples.inputs, name) for name in PackedBatch.__slots__}
+    given = dict(vars(samples.inputs))
     for name, x in given.items():
         if x is not None and (mask or name != "is_image"):
             given[name] = x.to(device)

@@ -11,7 +11,6 @@ ranks than there are heads. Source of the two degrees: USP (arXiv:2405.07719), a
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -68,7 +67,7 @@ class Topology:
             )
 
     @classmethod
-    def parse(cls, spec: "str | Topology", *, world_size: int | None = None) -> Self:
+    def parse(cls, spec: "str | Topology", *, world_size: int | None = None) -> "Topology":
         """Read terms joined by `+`; with `world_size`, replicas of the unit fill that world.
 
         A term `gGnN` is N bags of G ranks, and `gGrRnN` N bags of G * R ranks: Ulysses degree G,
@@ -81,11 +80,10 @@ class Topology:
         Raises:
             ConfigError: A term is malformed (it is named), or whole units cannot fill the world.
         """
-        if isinstance(spec, cls):
-            if world_size in (None, spec.num_ranks):
+        if isinstance(spec, Topology):
+            if world_size is None or world_size == spec.num_ranks:
                 return spec  # with the tables that it has computed
             unit = cls(spec.terms, rings=spec.rings)
-            world_size = spec.num_ranks if world_size is None else world_size
         else:
             of_type("topology", spec, str, 'a spec such as "g1n8+g4r2n3", or a Topology')
             parsed = [_parse_term(term, spec) for term in spec.split("+")]
