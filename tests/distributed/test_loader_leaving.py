@@ -19,7 +19,7 @@ from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.prefetch import Departure, Departures
 from tests.helpers.loader_cases import COST, FAST, endless, loader_threads, loader_with
 from tests.helpers.loader_checks import await_word, tell
-from tests.helpers.ranks import run_ranks, run_to_the_end
+from tests.helpers.ranks import run_fresh_ranks, run_ranks, run_to_the_end
 
 BAD_RANK = 1
 BAD_STEP = 3
@@ -251,7 +251,7 @@ def at_exit() -> str:
 
 
 def test_who_ends_says_so() -> None:
-    for said in run_ranks(at_exit, 3):
+    for said in run_fresh_ranks(at_exit, 3):
         assert SAID in said
 
 
