@@ -219,7 +219,7 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
     agreed: list[str] = []
 
     def note(group: Any, statement: Statement, **given: Any) -> Any:
-        agreed.extend(statement.settings.values())
+        agreed.append(str(dict(statement.settings)))
         return agree(group, statement, **given)
 
     mask = torch.ones(8, 8).tril()
@@ -246,9 +246,11 @@ def on_mesh(mesh: AttentionMesh, overlap: bool) -> list[str]:
         del changes["zigzag"]
     with mock.patch("bascule.comm.agree.agree", note):
         found = untold(call, changes, of=f"{degrees}, {overlap}: ", read=whole_call)
-    # Every form is agreed on once, by all that it is; the second time all are known.
-    if len(set(agreed)) != len(agreed) or len(agreed) != (0 if overlap else 1 + len(changes)):
-        found.append(f"agreements: {agreed}")
+    # Every form is agreed on once, by all that it is; the second time all are known. Ulysses ranks
+    # also compare the values of a mask, where they exchange its heads.
+    num_forms = 1 + len(changes) + 2 * (degrees[1] > 1)
+    if len(set(agreed)) != len(agreed) or len(agreed) != (0 if overlap else num_forms):
+        found.append(f"agreements: {len(agreed)} of {num_forms}, {len(set(agreed))} unlike")
     for other in (mask.T.contiguous(), mask[None]):
         masked = partial(call, attn_mask=mask)
         found += untold(masked, {"mask": {"attn_mask": other}}, read=whole_call)

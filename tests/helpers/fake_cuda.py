@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
-from bascule import parallel
-from bascule.comm import agree
+from bascule.comm import agree, groups
 from tests.helpers.jobs import set_variables
 
 CUDA = torch.device("cuda", 0)
@@ -31,9 +30,9 @@ def join_with_cuda() -> None:
     set_variables()
     dist.destroy_process_group()
     dist.init_process_group("cpu:gloo,cuda:fake", timeout=timedelta(seconds=15))
-    changed: Any = SimpleNamespace(cuda=torch.cuda, parallel=parallel, agree=agree)
+    changed: Any = SimpleNamespace(cuda=torch.cuda, groups=groups, agree=agree)
     changed.cuda.current_device = lambda: 0
-    changed.parallel._device = lambda *_: CUDA
+    changed.groups.device_for = lambda *_: CUDA
     gather = changed.agree._gather
 
     def on_the_host(*args: Any) -> Any:  # what ranks say to each other is real
