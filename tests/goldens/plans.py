@@ -18,6 +18,7 @@ from bascule.plan.machine import Cluster
 from bascule.plan.plan import plan_batch
 from bascule.plan.solver.solve import assign
 from bascule.plan.topology import Topology
+from tests.goldens.sparse import sparse_cases
 
 Golden = tuple[str, float] | None
 """Digest of the bin of each item, and the makespan; None: no plan within the limits was found."""
@@ -80,6 +81,8 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             yield "home", _planned(batch, spec, home_tolerance=0.01)
     for seed in range(40):
         yield "tight", _tight(seed)
+    for call in sparse_cases():
+        yield "sparse", call
 
 
 def _batch(rng: np.random.Generator, num_ranks: int, each: int, spread: float) -> list[list[int]]:
