@@ -23,13 +23,13 @@ from bascule.plan.checks import (
     check_rank,
     floats,
     integer,
+    ints,
     listed,
     number,
     of_type,
     rate,
     shown,
     whole,
-    wholes,
 )
 from tests.helpers.refusals import NO_NUMBERS, NO_VECTORS, UNREADABLE, refusal, title
 
@@ -61,7 +61,7 @@ def test_numbers_in_range_are_taken_as_plain_ones() -> None:
 @pytest.mark.parametrize("values", NO_VECTORS, ids=title)
 def test_what_is_no_vector_of_amounts_is_refused(values: Any) -> None:
     assert "costs" in refusal(lambda: amounts("costs", values))
-    assert "sizes" in refusal(lambda: wholes("sizes", values, 2))
+    assert "sizes" in refusal(lambda: ints("sizes", values, 2))
 
 
 @pytest.mark.parametrize("values", UNREADABLE, ids=title)
@@ -78,9 +78,9 @@ def test_vectors_are_copies_that_cannot_be_written() -> None:
         assert not found.flags.writeable and not np.shares_memory(found, base)
     for given in ([True, False], [Fraction(1), 0], deque([1, 0]), np.array([1, 0], object)):
         assert amounts("costs", given).tolist() == [1.0, 0.0]
-    whole_ones = wholes("sizes", np.array([1, 2], np.uint8))
+    whole_ones = ints("sizes", np.array([1, 2], np.uint8))
     assert whole_ones.dtype == np.int64 and whole_ones.tolist() == [1, 2]
-    assert wholes("sizes", []).dtype == np.int64
+    assert ints("sizes", []).dtype == np.int64
 
 
 def test_vectors_say_which_entry_is_wrong() -> None:
@@ -88,12 +88,12 @@ def test_vectors_say_which_entry_is_wrong() -> None:
     assert "costs[0, 1] is nan" in refusal(lambda: amounts("costs", [[1, math.nan]], (2,)))
     assert "overflow" in refusal(lambda: amounts("costs", [1e308, 1e308]))
     assert "costs must have two dimensions" in refusal(lambda: amounts("costs", [1.0], (2,)))
-    assert "sizes has -4" in refusal(lambda: wholes("sizes", [1, -4]))
+    assert "sizes has -4" in refusal(lambda: ints("sizes", [1, -4]))
     assert "sizes has 9: it must be at least 0, at most 8" in refusal(
-        lambda: wholes("sizes", [1, 9], most=8)
+        lambda: ints("sizes", [1, 9], most=8)
     )
-    assert "give 3 integers" in refusal(lambda: wholes("sizes", [1, 2], 3))
-    assert "give 2 integers" in refusal(lambda: wholes("sizes", [1.0, 2.0]))
+    assert "give 3 integers" in refusal(lambda: ints("sizes", [1, 2], 3))
+    assert "give 2 integers" in refusal(lambda: ints("sizes", [1.0, 2.0]))
     assert floats("seconds", [math.nan, -1]).tolist()[1] == -1.0
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.checks import amounts, check_rank, listed, number, of_type, shown, whole, wholes
+from bascule.plan.checks import amounts, check_rank, ints, listed, number, of_type, shown, whole
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.epoch.deal import Deal, DealRules, deal_step
 from bascule.plan.epoch.order import StepShape, epoch_order
@@ -98,7 +98,7 @@ class ResumableSampler(Sampler[int]):
 def _checked(history: object) -> History:
     """A history as plain numbers."""
     runs = listed("what the runs of an epoch delivered", history)
-    return [wholes("what each source rank delivered", run).tolist() for run in runs]
+    return [ints("what each source rank delivered", run).tolist() for run in runs]
 
 
 def too_many(num_delivered: int, num_samples: int) -> ConfigError:
@@ -228,7 +228,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._shape = StepShape(batch_size, num_ranks, accumulate)
         self._rank = check_rank(rank, self._shape.num_ranks)
         self._seed = whole("BalancedSampler(seed", seed)
-        self._lengths = wholes("lengths", lengths, most=MAX_LENGTH)
+        self._lengths = ints("lengths", lengths, most=MAX_LENGTH)
         num = self._lengths.size
         if num < self._shape.num_cells:
             raise _too_few(num, self._shape)
@@ -483,4 +483,4 @@ def _homes(options: SamplerOptions, num_samples: int, num_ranks: int) -> Ints | 
     """(n,) rank at which each sample is at home."""
     if options.shards is None:
         return None
-    return wholes("SamplerOptions(shards)", options.shards, num_samples) % num_ranks
+    return ints("SamplerOptions(shards)", options.shards, num_samples) % num_ranks

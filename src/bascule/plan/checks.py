@@ -1,8 +1,7 @@
-"""Arguments as callers give them: what comes out is right, or a ConfigError says what is wrong.
+"""Check arguments where they enter: return the value in its right type, or raise a ConfigError.
 
-Ranks plan alike, so they must also fail alike: where one of them raised something else, the others
-would wait for it. Anything may come in: tensors that numpy cannot read (bfloat16, gradients, meta),
-whole numbers beyond 64 bits, texts, generators.
+Every check is called as `check(name, value, *details)`: `whole`, `number`, `choice`, `of_type`,
+`each`, `ints`, `floats`; `fields` applies them to a dataclass, one line a class.
 """
 
 import math
@@ -43,6 +42,37 @@ def shown(value: object) -> str:
         text = f"a value of type {kind}"
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 20]}..{text[-15:]}"
+
+
+def fields(owner: Any, **rules: Callable[..., object] | tuple[Any, ...]) -> None:
+    """Check fields of a dataclass and store what the checks return; for `__post_init__`.
+
+    A rule is a check of this module, or a tuple of a check and its further arguments:
+    `fields(self, d_model=(whole, 1, 2**31), gamma=number)`. None passes where it is the default.
+    """
+    for name, rule in rules.items():
+        value = getattr(owner, name)
+        if value is None and owner.__dataclass_fields__[name].default is None:
+            continue
+        check, *details = rule if isinstance(rule, tuple) else (rule,)
+        object.__setattr__(owner, name, check(f"{type(owner).__name__}({name}", value, *details))
+
+
+def choice(name: str, value: object, *legal: str) -> str:
+    """Return one of some words."""
+    if not isinstance(value, str) or value not in legal:
+        words = " or ".join(f'"{word}"' for word in legal)
+        raise ConfigError(f"{_told(name, value)} must be {words}")
+    return value
+
+
+def each(
+    name: str, values: object, check: Callable[..., _Value], *details: object
+) -> tuple[_Value, ...]:
+    """Check each entry of a list by a check of this module; return them as a tuple."""
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise ConfigError(f"{_told(name, values)} must be a list")
+    return tuple(check(f"{name}[{i}]", one, *details) for i, one in enumerate(values))
 
 
 def integer(name: str, value: object) -> int:
@@ -136,9 +166,11 @@ def real(value: object) -> float | None:
 def of_type(
     name: str, value: object, kind: type[_Value] | tuple[type[_Value], ...], advice: str
 ) -> _Value:
-    """A value of this type, or a ConfigError with the advice."""
+    """Return a value of this type; the advice says what to give instead."""
     if not isinstance(value, kind):
-        raise ConfigError(f"{name} is {shown(value)}: give {advice}")
+        is_field = "(" in name and not name.endswith(")")
+        told = f"{name}={shown(value)})" if is_field else f"{name} is {shown(value)}"
+        raise ConfigError(f"{told}: give {advice}")
     return value
 
 
@@ -254,7 +286,7 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
     return found
 
 
-def wholes(name: str, values: object, size: int | None = None, most: int = MAX_WHOLE) -> Ints:
+def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHOLE) -> Ints:
     """Whole numbers from 0 to a bound, as an int64 array of their own with one dim.
 
     Args:

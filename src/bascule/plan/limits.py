@@ -1,9 +1,9 @@
 """Hard limits per rank."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_WHOLE, of_type, put, whole
+from bascule.plan.checks import MAX_WHOLE, fields, of_type, whole
 from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
 from bascule.plan.machine import Cluster
 
@@ -20,9 +20,6 @@ class Limits:
         items: Most sequences (or samples) on a rank.
         num_bytes: Most bytes on a rank: of the items' sizes in `assign`, of activations in
             `plan_batch`, where the cost model says how many bytes a token takes.
-
-    Raises:
-        ConfigError: A limit is not a positive integer.
     """
 
     tokens: int | None = None
@@ -30,10 +27,7 @@ class Limits:
     num_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None:
-                put(self, field.name, whole(f"Limits({field.name}", value, 1))
+        fields(self, tokens=(whole, 1), items=(whole, 1), num_bytes=(whole, 1))
 
 
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:

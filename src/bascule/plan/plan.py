@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bascule.arrays import Ints, cumulative, frozen, ranges
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
-from bascule.plan.checks import amounts, by_rank, check_rank, number, of_type, shown, wholes
+from bascule.plan.checks import amounts, by_rank, check_rank, ints, number, of_type, shown
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.locality import Source, bring_home
@@ -308,7 +308,7 @@ class Plan:
             topology = replace(unit, num_replicas=data["num_replicas"])
             batch = _read_batch(data, topology.num_ranks)
             counts, lens = batch.counts, batch.lens
-            bag_of = wholes("bag_of", data["bag_of"], lens.size)
+            bag_of = ints("bag_of", data["bag_of"], lens.size)
             loads = amounts("loads", data["loads"])
             bound = number("lower_bound", data["lower_bound"], most=sys.float_info.max)
             speeds = data.get("speeds")

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, whole, wholes
+from bascule.plan.checks import array, ints, whole
 from bascule.plan.sequences import MAX_LENGTH
 
 Work = npt.NDArray[Any]
@@ -160,7 +160,7 @@ def check_lens(name: str, lens: npt.ArrayLike, size: int | None = None) -> Ints:
         ConfigError: They are no integers of at least 0, their number is another than `size`, or
             together they are more than the longest sequence.
     """
-    found = wholes(name, lens, size, MAX_LENGTH)
+    found = ints(name, lens, size, MAX_LENGTH)
     if found.sum(dtype=np.float64) > MAX_LENGTH:
         raise ConfigError(f"{name}: blocks of {found.sum(dtype=np.float64):g} tokens; at most 2^40")
     return found
@@ -176,7 +176,7 @@ def check_ranks(name: str, ranks: npt.ArrayLike, num_ranks: int, size: int | Non
     if given.dtype.kind in "iu" and given.size and not 0 <= given.min() <= given.max() < num_ranks:
         wrong = given.min() if given.min() < 0 else given.max()
         raise ConfigError(f"{name} names rank {wrong}: there are ranks 0 to {num_ranks - 1}")
-    return wholes(name, given, size)
+    return ints(name, given, size)
 
 
 def check_ring(ring_degree: int) -> int:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Ints, frozen
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, integer, put, wholes
+from bascule.plan.checks import array, integer, ints, put
 from bascule.plan.sparse.counts import MAX_RING, check_lens, check_ranks
 
 MAX_BLOCKS = 2**20
@@ -46,7 +46,7 @@ class BlockLayout:
     order: Ints | None = None
 
     def __post_init__(self) -> None:
-        lens, home = check_lens("lens", self.lens), wholes("home", self.home)
+        lens, home = check_lens("lens", self.lens), ints("home", self.home)
         if lens.shape != home.shape:
             raise ConfigError(f"{home.size} homes for {lens.size} blocks: give one each")
         put(self, "lens", frozen(lens))
