@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.errors import CommError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from tests.helpers.cases import COST, LENGTHS
 from tests.helpers.ranks import raised_by, run_ranks
@@ -225,39 +224,3 @@ def global_means() -> None:
 
 def test_mean_over_all_ranks() -> None:
     run_ranks(global_means, 3)
-
-
-def differing_forms() -> list[tuple[list[str], str]]:
-    rank = dist.get_rank()
-    parallel = SequenceParallel(None, "g2n1+g1n1", COST)
-    parallel.plan([1])
-    step = parallel.plan([4])
-    x, odd = torch.zeros(4, 6), rank == 1
-    ids = torch.arange(4)
-    errors = [
-        raised_by(step.route, x=x.double() if odd else x),
-        raised_by(step.route, **{"y" if odd else "x": x}),
-        raised_by(step.route, x=x.clone().requires_grad_(odd)),
-        raised_by(step.route, x=x[:, :5] if odd else x),
-        raised_by(step.route, **({"ids": ids, "x": x} if odd else {"x": x, "ids": ids})),
-        raised_by(step.route, **({"x": x} if odd else {"x": x, "ids": ids})),
-        raised_by(step.restore, x[: step.local.positions.size].to(torch.int8 if odd else x.dtype)),
-        raised_by(step.gather_samples, x[:1, : 2 if odd else 3]),
-        raised_by(step.route, x=x[:3] if odd else x),
-        raised_by(step.gather_samples, x if odd else x[:1]),
-    ]
-    assert torch.equal(step.restore(step.route(x=x)["x"]), x)  # all ranks are still in step
-    return errors
-
-
-def test_ranks_that_exchange_different_things_all_learn_it_before_the_exchange() -> None:
-    of_rank = run_ranks(differing_forms, 3)
-    assert of_rank[0] == of_rank[1] == of_rank[2]
-    for classes, text in of_rank[0]:
-        assert CommError.__name__ in classes
-        assert text.startswith("step 2, "), text
-        assert "rank 1" in text or "ranks [1]" in text, text
-    form, wrong = of_rank[0][0][1], of_rank[0][8][1]
-    assert "x float64[6]" in form and "x float32[6]" in form and "ranks [0, 2]" in form
-    assert "with gradient" in of_rank[0][2][1]
-    assert "shape (3, 6)" in wrong and "4 rows" in wrong

@@ -1,10 +1,14 @@
-"""What one rank alone gives wrongly is refused on all, in the same words, and both go on."""
+"""What one rank or all ranks give wrongly is the same error on every rank, and all go on."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from bascule import (
     BalancedLoader,
@@ -17,15 +21,36 @@ from bascule import (
     SequenceParallel,
     TransformerCost,
 )
-from tests.helpers.ranks import raised_by, run_ranks
+from bascule.comm.agree import Statement, agree
+from bascule.comm.groups import member_of, resolve
+from bascule.errors import CommError, ConfigError, PlanError
+from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks
 
 COST = TransformerCost(64)
-CLUSTER = Cluster(1, 2, 1e12, 1 << 34, 1e11, 1e10, 1e-5)
 SECONDS = TransformerCost(64, seconds_per_unit=1e-3)
+Error = tuple[list[str], str]
+
+
+def cluster_of(flops_per_s: float) -> Cluster:
+    return Cluster(1, 2, flops_per_s, 1 << 34, 1e11, 1e10, 1e-5)
 
 
 def made(topology: str = "g1n1", cost: Any = COST, **settings: Any) -> SequenceParallel:
     return SequenceParallel(None, topology, cost, **settings)
+
+
+def planned(lens: Any = (3,), **settings: Any) -> object:
+    return made(**settings).plan(lens)
+
+
+def planned_by(name: str) -> object:
+    return planned(options=ParallelOptions(name))
+
+
+def changed_cost(cost: TransformerCost) -> object:
+    parallel = made()
+    parallel.cost = cost
+    return parallel.plan([1])
 
 
 def with_speeds(speeds: list[float]) -> object:
@@ -34,50 +59,364 @@ def with_speeds(speeds: list[float]) -> object:
     return parallel.plan([1])
 
 
+def step_planned(lens: Any = ((1,), (2,)), sync: Any = "step", limits: Any = None) -> object:
+    return made(limits=limits).plan_step(lens, sync=sync)
+
+
+def failed(error: Exception | None) -> object:
+    parallel = made()
+    return parallel.plan([5]) if error is None else parallel.fail(error)
+
+
+def attended(q: Any = (6, 4, 8), kv: Any = None, kernel: str | None = None) -> object:
+    options = ParallelOptions() if kernel is None else ParallelOptions(kernel=kernel)
+    step = made("g2n1", options=options).plan([6])
+    keys = torch.zeros(kv or q)
+    return step.attend(torch.zeros(q), keys, keys)
+
+
+def averaged(values: Any = (6,), weights: Any = None) -> object:
+    return made("g2n1").plan([6]).mean(torch.ones(values), weights=weights)
+
+
+def routed(form: str = "as usual") -> object:
+    step = made("g2n1").plan([4])
+    x, ids = torch.zeros(4, 6), torch.arange(4)
+    forms: dict[str, dict[str, Any]] = {
+        "as usual": {"x": x},
+        "float64": {"x": x.double()},
+        "y": {"y": x},
+        "with gradient": {"x": x.clone().requires_grad_()},
+        "narrow": {"x": x[:, :5]},
+        "x, ids": {"x": x, "ids": ids},
+        "ids, x": {"ids": ids, "x": x},
+        "3 rows": {"x": x[:3]},
+        "no dims": {"x": torch.tensor(1.0)},
+        "nothing": {},
+    }
+    return step.route(**forms[form])
+
+
+def restored(dtype: torch.dtype = torch.float32, device: str = "cpu") -> object:
+    return made("g2n1").plan([4]).restore(torch.zeros(4, dtype=dtype, device=device))
+
+
+def gathered(*shape: int) -> object:
+    return made("g2n1").plan([4]).gather_samples(torch.zeros(shape))
+
+
 def loader(**settings: Any) -> BalancedLoader:
     options = LoaderOptions(batch_size=2, collate_fn=list, **settings)
     return BalancedLoader(iter(()), cost=PolynomialCost(0.0, 1.0, 0.0), options=options)
 
 
-ROWS: dict[str, tuple[Callable[..., object], dict[str, Any], dict[str, Any], str]] = {
-    "topology": (made, {}, {"topology": "g2n1"}, "disagree on topology"),
-    "no topology": (made, {}, {"topology": "g1nx"}, "'g1nx'"),
-    "cost": (made, {}, {"cost": TransformerCost(65)}, "disagree on cost"),
-    "planner": (made, {}, {"options": ParallelOptions("knapsack")}, "disagree on planner"),
-    "limits": (made, {}, {"limits": Limits(tokens=100)}, "disagree on limits"),
-    "cluster": (made, {"cost": SECONDS}, {"cost": SECONDS, "cluster": CLUSTER}, "cluster"),
-    "length below 0": (lambda lens: made().plan(lens), {"lens": [3]}, {"lens": [4, -1]}, "-1"),
-    "half a token": (lambda lens: made().plan(lens), {"lens": [3]}, {"lens": [2.5]}, "2.5"),
+def loaded(**settings: Any) -> object:
+    return next(iter(loader(**settings)), None)
+
+
+def tracked(**settings: Any) -> object:
+    return CostTracker(loader(), **settings)
+
+
+def agreed(error: Exception | None) -> object:
+    said = Statement({}, np.zeros(0, np.int64), error)
+    return agree(member_of(resolve(None), "all"), said, what="test", step=1, capacity=0)
+
+
+def one(*values: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rank 0 gives the usual arguments, rank 1 these."""
+    return {}, dict(zip(values[::2], values[1::2], strict=True))  # pyright: ignore
+
+
+def both(**wrong: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    return wrong, wrong
+
+
+Row = tuple[Callable[..., object], tuple[dict[str, Any], dict[str, Any]], type, tuple[str, ...]]
+ROWS: dict[str, Row] = {
+    # Settings.
+    "topology": (made, one("topology", "g2n1"), CommError, ("disagree on topology", "g2n1")),
+    "topology of one rank": (made, one("topology", "g1nx"), ConfigError, ("rank 1", "'g1nx'")),
+    "ranks left over": (made, both(topology="g3n1"), ConfigError, ("world of 2",)),
+    "bag of no rank": (made, both(topology="g0n1"), ConfigError, ("'g0n1'",)),
+    "topology with a comma": (made, both(topology="g1n1,g1n1"), ConfigError, ("'g1n1,g1n1'",)),
+    "topology of nothing": (made, both(topology=""), ConfigError, ("''",)),
+    "cost": (
+        made,
+        one("cost", TransformerCost(64, gamma=1.5)),
+        CommError,
+        ("disagree on cost", "gamma=1.5", "ranks [0]: ", "ranks [1]: "),
+    ),
+    "cost of the user": (
+        made,
+        one("cost", lambda lens: np.asarray(lens) * 1.0),
+        CommError,
+        ("disagree on cost",),
+    ),
+    "cost, changed later": (
+        changed_cost,
+        ({"cost": COST}, {"cost": TransformerCost(65)}),
+        CommError,
+        ("disagree on cost",),
+    ),
+    "planner": (
+        made,
+        one("options", ParallelOptions("knapsack")),
+        CommError,
+        ("disagree on planner", "knapsack"),
+    ),
+    "no planner": (planned_by, both(name="magic"), ConfigError, ("'magic'",)),
+    "home_tolerance": (
+        made,
+        one("options", ParallelOptions(home_tolerance=0.5)),
+        CommError,
+        ("disagree on home_tolerance",),
+    ),
+    "limits": (
+        made,
+        one("limits", Limits(tokens=100)),
+        CommError,
+        ("disagree on limits", "tokens=100"),
+    ),
+    "cluster": (
+        made,
+        ({"cost": SECONDS, "cluster": cluster_of(1e12)},) * 1
+        + ({"cost": SECONDS, "cluster": cluster_of(2e12)},),
+        CommError,
+        ("disagree on cluster",),
+    ),
+    "cluster of one rank": (
+        made,
+        ({"cost": SECONDS}, {"cost": SECONDS, "cluster": cluster_of(1e12)}),
+        CommError,
+        ("cluster",),
+    ),
     "speeds": (
         with_speeds,
-        {"speeds": [1.0, 1.0]},
-        {"speeds": [1.0, 0.5]},
-        "disagree on speeds",
+        ({"speeds": [1.0, 1.0]}, {"speeds": [1.0, 0.5]}),
+        CommError,
+        ("disagree on speeds",),
     ),
-    "loader": (
-        lambda **settings: next(iter(loader(**settings)), None),
-        {},
-        {"min_gain": 0.5},
-        "disagree on",
+    # Lengths.
+    "length below 0": (
+        planned,
+        one("lens", [4, -1]),
+        ConfigError,
+        ("step 1, plan: rank 1 of group 'plan': sequence 1: length -1 ",),
     ),
-    "tracker": (
-        lambda **settings: CostTracker(loader(), **settings),
-        {},
-        {"warmup": 20},
-        "warmup=20",
+    "half a token": (planned, one("lens", [2.5]), ConfigError, ("rank 1", "length 2.5 ")),
+    "no number": (planned, one("lens", [math.nan]), ConfigError, ("rank 1", "length nan ")),
+    "infinite": (planned, one("lens", [math.inf]), ConfigError, ("rank 1", "inf")),
+    "two dims": (planned, one("lens", [[1, 2]]), ConfigError, ("rank 1",)),
+    "text": (planned, one("lens", ["x"]), ConfigError, ("rank 1",)),
+    "too long": (planned, one("lens", [2**41]), ConfigError, ("rank 1", "2^40")),
+    "truth": (planned, one("lens", [True]), ConfigError, ("rank 1",)),
+    "over the limits": (
+        planned,
+        ({"lens": [1], "limits": Limits(tokens=10)}, {"lens": [21], "limits": Limits(tokens=10)}),
+        PlanError,
+        ("rank 1, sequence 0: 21 tokens", "10"),
     ),
+    # Steps of several microbatches.
+    "microbatches": (
+        step_planned,
+        one("lens", [[1]]),
+        CommError,
+        ("microbatches", "1, sync=step", "2, sync=step"),
+    ),
+    "sync": (
+        step_planned,
+        one("sync", "microbatch"),
+        CommError,
+        ("2, sync=step", "2, sync=microbatch"),
+    ),
+    "no sync": (step_planned, one("sync", "never"), ConfigError, ("'never'", "rank 1")),
+    "length of a microbatch": (
+        step_planned,
+        one("lens", [[1], [-2]]),
+        ConfigError,
+        ("microbatch 1", "-2", "rank 1"),
+    ),
+    "no microbatch": (step_planned, both(lens=[]), ConfigError, ("no microbatches",)),
+    "a microbatch over the limits": (
+        step_planned,
+        ({"lens": [[20], [20]], "limits": Limits(tokens=12)},) * 2,
+        PlanError,
+        ("microbatch 0", "20"),
+    ),
+    # Errors of the user's code.
+    "a failing rank": (
+        failed,
+        ({"error": None}, {"error": OSError("photo 7 is unreadable")}),
+        CommError,
+        ("rank 1", "OSError", "photo 7 is unreadable"),
+    ),
+    "failing ranks": (
+        failed,
+        both(error=ValueError("broken " + "x" * 1000)),
+        CommError,
+        ("also on ranks [1]", "broken xxx"),
+    ),
+    # Tensors.
+    "form of rows: dtype": (
+        routed,
+        one("form", "float64"),
+        CommError,
+        ("x float64[6]", "x float32[6]", "ranks [0]"),
+    ),
+    "form of rows: name": (routed, one("form", "y"), CommError, ("ranks [1]",)),
+    "form of rows: gradient": (routed, one("form", "with gradient"), CommError, ("with gradient",)),
+    "form of rows: width": (routed, one("form", "narrow"), CommError, ("ranks [1]",)),
+    "form of rows: number": (routed, one("form", "x, ids"), CommError, ("ranks [1]",)),
+    "form of rows: order": (
+        routed,
+        ({"form": "x, ids"}, {"form": "ids, x"}),
+        CommError,
+        ("ranks [1]",),
+    ),
+    "rows of one rank": (routed, one("form", "3 rows"), ConfigError, ("shape (3, 6)", "4 rows")),
+    "rows": (routed, both(form="3 rows"), ConfigError, ("4 rows",)),
+    "no dims": (routed, both(form="no dims"), ConfigError, ("4 rows",)),
+    "no tensor": (routed, both(form="nothing"), ConfigError, ("at least one tensor",)),
+    "restored dtype": (restored, one("dtype", torch.int8), CommError, ("ranks [1]",)),
+    "device": (restored, both(device="meta"), ConfigError, ("meta",)),
+    "gathered": (
+        lambda shape: gathered(*shape),
+        ({"shape": (1, 3)}, {"shape": (1, 2)}),
+        CommError,
+        ("ranks [1]",),
+    ),
+    # Attention and means.
+    "heads of one rank": (attended, one("q", (6, 2, 16)), CommError, ("attend",)),
+    "rows of attention": (attended, one("q", (7, 4, 8)), ConfigError, ("rank 1", "attend")),
+    "heads that do not divide": (
+        attended,
+        both(kv=(6, 3, 8)),
+        ConfigError,
+        ("4 query heads for 3 key-value heads",),
+    ),
+    "no heads": (attended, both(kv=(6, 0, 8)), ConfigError, ("0",)),
+    "more ranks than heads": (
+        attended,
+        both(kv=(6, 1, 8)),
+        ConfigError,
+        ("1 key-value heads", "at most 1 ranks"),
+    ),
+    "too few tokens": (attended, both(q=(5, 4, 8)), ConfigError, ("gives this rank 6",)),
+    "two dims of heads": (attended, both(q=(6, 4)), ConfigError, ("(6, 4)",)),
+    "kernel of a device": (
+        attended,
+        both(kernel="aten_flash"),
+        ConfigError,
+        ("'aten_flash' runs on CUDA devices",),
+    ),
+    "a mean of a scalar": (averaged, one("values", ()), ConfigError, ("rank 1", "mean")),
+    "weights of one rank": (averaged, one("weights", torch.ones(6)), CommError, ("mean",)),
+    # Loaders.
+    "loader": (loaded, one("min_gain", 0.5), CommError, ("disagree on",)),
+    "tracker": (tracked, one("warmup", 20), CommError, ("warmup=20",)),
+    # Errors that ranks tell each other: bad input, or not.
+    "bad input": (
+        agreed,
+        ({"error": None}, {"error": ConfigError("one")}),
+        ConfigError,
+        ("one",),
+    ),
+    "no plan": (agreed, ({"error": None}, {"error": PlanError("one")}), ConfigError, ("one",)),
+    "another error": (agreed, ({"error": None}, {"error": KeyError(1)}), CommError, ("KeyError",)),
 }
 
 
-def refused(name: str) -> tuple[list[str], str]:
-    call, usual, odd, _ = ROWS[name]
-    heard = raised_by(call, **(odd if dist.get_rank() else usual))
-    assert made().plan([3]).plan.seq_lens.tolist() == [3, 3]  # and goes on
-    return heard
+def refused(names: list[str]) -> dict[str, Error]:
+    """The error of each row; after each, all ranks plan, route and restore as usual."""
+    errors: dict[str, Error] = {}
+    for name in names:
+        call, arguments, _, _ = ROWS[name]
+        errors[name] = raised_by(call, **arguments[dist.get_rank()])
+        step = made().plan([3])
+        assert step.plan.seq_lens.tolist() == [3, 3]
+        x = torch.arange(3.0)
+        assert torch.equal(step.restore(step.route(x=x)["x"]), x), name
+    return errors
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Error]]:
+    return run_ranks(refused, 2, list(ROWS))
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_one_rank_gives_wrongly_is_refused_on_all(name: str) -> None:
-    one, other = run_ranks(refused, 2, name)
-    assert one == other
-    assert ROWS[name][-1] in one[1], one
+def test_the_same_error_on_all_ranks(name: str, of_ranks: list[dict[str, Error]]) -> None:
+    *_, kind, words = ROWS[name]
+    first, second = (errors[name] for errors in of_ranks)
+    assert first == second
+    classes, text = first
+    assert kind.__name__ in classes and all(word in text for word in words), first
+    if kind is CommError:
+        assert "ConfigError" not in classes, "an error of ranks that disagree is no bad input"
+
+
+def other_groups() -> Error:
+    """A mesh of two axes is no group; afterwards the two groups of an axis do not wait."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    rank, group = dist.get_rank(), dist.get_rank() // 2
+    refused = raised_by(SequenceParallel, mesh, "g2n1", COST)
+    of_axis = SequenceParallel(mesh["sp"], "g2n1", COST)
+    of_group = SequenceParallel(
+        mesh["sp"].get_group(), "g1n2", COST, plan_group=mesh["sp"].get_group()
+    )
+    of_world = SequenceParallel(None, "g1n1+g3n1", COST)
+    assert of_axis.rank == of_group.rank == rank % 2 and of_world.rank == rank
+    own = of_axis.plan([5 + group, 2])
+    assert own.plan.seq_lens.tolist() == [5 + group, 2] * 2
+    flat, world = of_group.plan([3 + rank]), of_world.plan([rank])
+    for step, num_rows in ((own, 7 + group), (world, rank), (flat, 3 + rank), (own, 7 + group)):
+        x = 100 * rank + torch.arange(num_rows)
+        q = torch.rand(step.local.positions.size, 3, 2)
+        assert step.attend(q, q, q).shape == q.shape
+        moved = step.route(x=x)["x"]
+        assert torch.equal(step.restore(moved), x)
+        if step is own:
+            assert bool((moved // 200 == group).all())
+    if group == 0:  # only one of the two groups takes another step
+        assert of_axis.plan([9]).plan.num_ranks == 2
+    values = torch.ones(1 + rank, requires_grad=True)
+    options = ParallelOptions(data_group=dist.group.WORLD)
+    everywhere = SequenceParallel(mesh["sp"], "g2n1", COST, options=options).plan([])
+    everywhere.mean(values).backward()
+    assert values.grad is not None and bool((values.grad == 4 / 10).all())
+    return refused
+
+
+def test_a_mesh_of_two_axes_is_refused_and_groups_are_independent() -> None:
+    for classes, text in run_ranks(other_groups, 4):
+        assert "ConfigError" in classes and "('dp', 'sp')" in text and "mesh['name']" in text
+
+
+def without_a_world() -> Error:
+    dist.destroy_process_group()
+    return raised_by(SequenceParallel, None, "g1n1", COST)
+
+
+def test_torch_distributed_must_be_initialised() -> None:
+    assert "init_process_group" in run_fresh_ranks(without_a_world, 1)[0][1]
+
+
+def legal() -> None:
+    """Lengths of any kind of whole number, and of more sequences than the first gather holds."""
+    rank = dist.get_rank()
+    for lens in ([3.0], np.array([3], np.int32), torch.tensor([3]), (3,)):
+        assert made().plan(lens).plan.seq_lens.tolist() == [3, 3]  # pyright: ignore
+    parallel = made("g2n1")
+    for count in (3, 64, 65, 1000, 2, 1001):
+        lens = [7, 1] if rank else list(range(count))
+        step = parallel.plan(lens)
+        assert step.plan.seq_lens.tolist() == [*range(count), 7, 1]
+        x = torch.arange(sum(lens))
+        assert torch.equal(step.restore(step.route(x=x)["x"]), x)
+    within = made("g2n1", limits=Limits(tokens=10))
+    assert within.plan([20] if rank else []).plan.tokens.tolist() == [10, 10]
+
+
+def test_what_is_legal_is_planned() -> None:
+    run_ranks(legal, 2)
