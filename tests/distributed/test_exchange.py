@@ -1,15 +1,26 @@
-"""Moving rows between ranks: bit for bit, for any dtype, with gradients where they are needed."""
+"""Rows move between ranks bit for bit, and sums and means over ranks are taken wide."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
+from bascule.attention.api import AttentionMesh, attention, gather
+from bascule.attention.layout import SequenceLayout
+from bascule.comm.collectives import all_reduce
+from bascule.comm.exchange import BoundRoute, spread
+from bascule.comm.groups import member_of, resolve
+from bascule.comm.guard.calls import Call
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
-from tests.helpers.cases import COST, LENGTHS
+from bascule.plan.routes import Route
+from tests.helpers.calls_made import ALL_TO_ALL, calls_made
+from tests.helpers.cases import COST, LENGTHS, all_batches, config_of, own_samples
 from tests.helpers.ranks import raised_by, run_ranks
 
 FLOAT8 = [
@@ -31,6 +42,14 @@ DTYPES = [
 ]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (7,), (3, 5), (2, 0), (0,), (2, 1, 3)]
 TOPOLOGIES = {1: ["g1n1"], 3: ["g1n3", "g3n1", "g2n1+g1n1"], 4: ["g4n1", "g1n2", "g1n1+g3n1"]}
+
+
+MASKED = {2: ["g1n2", "g2n1", "g1r2n1"], 4: ["g1n4", "g2n2", "g2r2n1", "g1n2+g2n1"]}
+BIG, ONE = 256.0, 1.0  # in bfloat16, BIG + ONE is BIG
+
+
+def ring_of_three() -> AttentionMesh:
+    return AttentionMesh.of(init_device_mesh("cpu", (3, 1), mesh_dim_names=("ring", "ulysses")))
 
 
 def lengths_of(rank: int, seed: int, world_size: int) -> list[int]:
@@ -82,7 +101,7 @@ def move_everything(topologies: list[str]) -> int:
     rank, world_size, moved = dist.get_rank(), dist.get_world_size(), 0
     for topology in topologies:
         parallel = SequenceParallel(None, topology, COST)
-        for seed in range(4):
+        for seed in range(3):
             lens = lengths_of(rank, seed, world_size)
             step = parallel.plan(lens)
             tensors = {
@@ -115,8 +134,8 @@ def test_route_then_restore_is_bit_exact(world_size: int) -> None:
     assert (moved[0] > 0) == (world_size > 1)
 
 
-def route_alone() -> None:
-    """One tensor takes a shorter path than several."""
+def rows_alone() -> None:
+    """One tensor takes a shorter path than several; views of all kinds are moved."""
     rank = dist.get_rank()
     step = SequenceParallel(None, "g1n1+g2n1", COST).plan([5, 3] if rank < 2 else [])
     num_rows = 8 if rank < 2 else 0
@@ -137,11 +156,7 @@ def route_alone() -> None:
     assert "at least one tensor" in raised_by(step.route)[1]
 
 
-def test_a_tensor_alone_and_awkward_views() -> None:
-    run_ranks(route_alone, 3)
-
-
-def route_gradients() -> None:
+def gradients_of_rows() -> None:
     """The gradient of a row is what its copy elsewhere got; nothing comes to what needs none."""
     rank = dist.get_rank()
     step = SequenceParallel(None, "g1n1+g2n1", COST).plan([[4, 0, 3], [], [1]][rank])
@@ -166,10 +181,6 @@ def route_gradients() -> None:
     assert back.requires_grad and torch.equal(back, y)
 
 
-def test_gradients_come_back_to_what_needs_them() -> None:
-    run_ranks(route_gradients, 3)
-
-
 def gather_vectors() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     parallel = SequenceParallel(None, "g1n2+g2n1", COST)
@@ -192,11 +203,8 @@ def gather_vectors() -> None:
         assert bool((rough.grad == size * (1 + 2**-7)).all())
 
 
-def test_vectors_of_all_samples_reach_every_rank() -> None:
-    run_ranks(gather_vectors, 4)
-
-
-def global_means() -> None:
+def means() -> None:
+    """Means over all ranks, one of which has no value, and over nothing."""
     rank, size = dist.get_rank(), dist.get_world_size()
     step = SequenceParallel(None, "g1n1", COST).plan([])
     values = torch.arange(3.0 * rank, dtype=torch.float64, requires_grad=True)
@@ -222,5 +230,170 @@ def global_means() -> None:
     assert step.mean(values, weights=torch.zeros_like(values)).item() == 0.0
 
 
-def test_mean_over_all_ranks() -> None:
-    run_ranks(global_means, 3)
+def wide_gradients() -> None:
+    """Gradients of copies, gathered samples, and tokens are summed without rounding."""
+    rank, group = dist.get_rank(), member_of(resolve(None), "all")
+    # Every row goes to both other ranks: a gradient of three copies, of BIG, ONE and ONE.
+    num = group.size
+    route = Route(np.tile(np.arange(2), num), np.full(num, 2), np.full(num, 2), recv_index=None)
+    leaf = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    copies = spread(BoundRoute(route, group, torch.device("cpu"), 0, "rows"), [leaf])
+    copies.backward(torch.full_like(copies, BIG if rank == 0 else ONE))
+    assert leaf.grad is not None and bool((leaf.grad == BIG + 2 * ONE).all())
+
+    step = SequenceParallel(None, "g1n1", COST).plan([3, 1])
+    samples = torch.ones(2, 4, dtype=torch.bfloat16, requires_grad=True)
+    gathered = step.gather_samples(samples)
+    gathered.backward(torch.full_like(gathered, BIG if rank == 0 else ONE))
+    assert samples.grad is not None and bool((samples.grad == BIG + 2 * ONE).all())
+
+    mesh, x = ring_of_three(), torch.ones(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    whole = gather(x, mesh, SequenceLayout((3,), 3, 1), 0, sums_gradients=True)
+    whole.backward(torch.full_like(whole, BIG if rank == 0 else ONE))
+    assert x.grad is not None and x.grad.dtype == torch.bfloat16
+    assert bool((x.grad == BIG + 2 * ONE).all())
+
+    # Of the value of this rank's one token, of which all tokens see as much.
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    v = torch.zeros_like(q, requires_grad=True)
+    out = attention(q, q, v, mesh)
+    out.backward(torch.full_like(out, 3 * (BIG if rank == 0 else ONE)))
+    assert v.grad is not None and bool((v.grad == BIG + 2 * ONE).all())
+
+
+def large_sum() -> None:
+    """A sum whose length the ranks do not divide."""
+    x = torch.arange(5000.0).view(50, 100)
+    total = all_reduce(member_of(resolve(None), "all"), Call("all_reduce"), x)
+    assert torch.equal(total, 3 * x)
+
+
+def bytes_sent() -> None:
+    """Rows that stay on their rank are not counted as sent."""
+    lens = [[30, 9, 2], [4], [7]][dist.get_rank()]
+    step = SequenceParallel(None, "g1n3", COST).plan(lens)
+    with calls_made() as made:
+        moved = step.route(x=torch.ones(sum(lens), 4), ids=torch.arange(sum(lens)))
+        step.restore(moved["x"])
+    assert step.traffic.total == made.sent_bytes[ALL_TO_ALL]
+    num_bytes = torch.tensor([step.traffic.total])
+    dist.all_reduce(num_bytes)
+    assert int(num_bytes) == step.plan.moved_tokens * (16 + 8 + 16) > 0
+
+
+@pytest.mark.parametrize(
+    "check", [rows_alone, gradients_of_rows, means, wide_gradients, large_sum, bytes_sent]
+)
+def test_on_three_ranks(check: Callable[[], None]) -> None:
+    run_ranks(check, 3)
+
+
+def test_vectors_of_all_samples_reach_every_rank() -> None:
+    run_ranks(gather_vectors, 4)
+
+
+VALUES: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
+    "each": ((7, 2), (7, 2)),
+    "one a row": ((7, 2), (7, 1)),
+    "one a column": ((7, 2), (2,)),
+    "a number": ((7, 2), ()),
+    "none": ((7, 2), None),
+    "rows": ((7,), (7,)),
+    "no rows": ((0, 2), (0, 1)),
+}
+MEANS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def mean_of(values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Mean and gradient of all ranks' values in float64, as one process takes them."""
+    wide = values.double().detach().requires_grad_()
+    counted = torch.ones_like(wide) if weights is None else weights.double().expand_as(wide)
+    total = counted.sum()
+    loss = (wide * counted).sum() / total if total else (wide * 0).sum()
+    loss.backward()
+    assert wide.grad is not None
+    return loss.detach(), wide.grad
+
+
+def all_means() -> float:
+    """Largest error, in units of the rounding of the dtype."""
+    rank, num = dist.get_rank(), dist.get_world_size()
+    step = SequenceParallel(None, "g1n1", COST).plan([1])
+    worst = 0.0
+    for seed, (shape, of_weights) in enumerate(VALUES.values()):
+        for dtype in MEANS:
+            for kind in (torch.float64, torch.float32, torch.float16, torch.bool, torch.int64):
+                draw = torch.Generator().manual_seed(seed)
+                parts = [torch.randn(shape, generator=draw).to(dtype) for _ in range(num)]
+                weights: list[Tensor] | list[None] = [None] * num
+                if of_weights is not None:
+                    # float16 holds no more than 65504, and bfloat16 three digits.
+                    scale = 3.0 if kind in (torch.bool, torch.int64) else 70.123
+                    given = [torch.rand(of_weights, generator=draw) * scale for _ in range(num)]
+                    weights = [one.to(kind) for one in given]
+                mine = parts[rank].clone().requires_grad_()
+                loss = step.mean(mine, weights=weights[rank])
+                loss.backward()
+                whole = None
+                if of_weights is not None:
+                    expanded = [w.expand(shape) for w in weights if w is not None]
+                    whole = torch.cat(expanded)
+                wanted, grads = mean_of(torch.cat(parts), whole)
+                own = grads.split(shape[0])[rank] * num if shape[0] else grads
+                assert mine.grad is not None and mine.grad.dtype == loss.dtype == dtype
+                unit = torch.finfo(dtype).eps
+                worst = max(
+                    worst,
+                    float((loss.double() - wanted).abs() / (wanted.abs() + 1e-3)) / unit,
+                    float((mine.grad.double() - own).norm() / (own.norm() + 1e-9)) / unit,
+                )
+    return worst
+
+
+def means_of_far_values() -> list[float]:
+    """The mean of 2^25 and 1 here and -2^25 and 1 there, and gradients under weights up to 70,000.
+
+    float32 has no 2^25 + 1, and float16, which the values have, no 70,000.
+    """
+    step = SequenceParallel(None, "g1n1", COST).plan([2])
+    far = 2.0**25 * (-1.0) ** dist.get_rank()
+    means = [float(step.mean(torch.tensor([far, ONE])))]
+    for kind in (torch.int64, torch.float64):
+        values = torch.ones(2, dtype=torch.float16, requires_grad=True)
+        step.mean(values, weights=torch.tensor([70_000, 1], dtype=kind)).backward()
+        assert values.grad is not None
+        means += values.grad.tolist()
+    return means
+
+
+def test_means_count_every_weight_once_in_any_dtype() -> None:
+    assert max(run_ranks(all_means, 2)) < 2.0
+    heavy = [70_000 / 70_001, 1 / 70_001]
+    for found in run_ranks(means_of_far_values, 2):
+        assert found[0] == 0.5
+        assert found[1:] == pytest.approx([*heavy, *heavy], rel=1e-3, abs=1e-7)
+
+
+def counted(topology: str, num_ranks: int) -> int:
+    """Count marked rows on the host, eager and within what torch compiles; on how many batches."""
+    sp = SequenceParallel(None, topology, COST)
+    batches = all_batches(num_ranks, 6)
+    for name, batch in batches.items():
+        samples = own_samples(batch, config_of(4, 4), sp.rank)
+        mask, step = ~samples.inputs.is_image, sp.plan(samples.seq_lens)
+        wanted = int(step.route(mask=mask)["mask"].sum())
+        assert step.count_routed(mask) == wanted, name
+        recorded = torch.compile(
+            lambda x, step=step: x.new_ones(step.count_routed(x)).sum(), backend="aot_eager"
+        )
+        if name == "random 0":
+            assert int(recorded(mask)) == wanted
+    return len(batches)
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize(
+    ("num_ranks", "topology"), [(num, one) for num, some in MASKED.items() for one in some]
+)
+def test_the_count_of_marked_rows_is_what_a_route_brings(num_ranks: int, topology: str) -> None:
+    assert min(run_ranks(counted, num_ranks, topology, num_ranks)) > 10

@@ -101,6 +101,10 @@ def restored(dtype: torch.dtype = torch.float32, device: str = "cpu") -> object:
     return made("g2n1").plan([4]).restore(torch.zeros(4, dtype=dtype, device=device))
 
 
+def counted(mask: Any = (True,) * 4) -> object:
+    return made("g2n1").plan([4]).count_routed(torch.as_tensor(mask))
+
+
 def gathered(*shape: int) -> object:
     return made("g2n1").plan([4]).gather_samples(torch.zeros(shape))
 
@@ -132,6 +136,7 @@ def both(**wrong: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     return wrong, wrong
 
 
+MASK = ("rank 1", "give a bool tensor of (4,) on the host")
 Row = tuple[Callable[..., object], tuple[dict[str, Any], dict[str, Any]], type, tuple[str, ...]]
 ROWS: dict[str, Row] = {
     # Settings.
@@ -180,8 +185,10 @@ ROWS: dict[str, Row] = {
     ),
     "cluster": (
         made,
-        ({"cost": SECONDS, "cluster": cluster_of(1e12)},) * 1
-        + ({"cost": SECONDS, "cluster": cluster_of(2e12)},),
+        (
+            {"cost": SECONDS, "cluster": cluster_of(1e12)},
+            {"cost": SECONDS, "cluster": cluster_of(2e12)},
+        ),
         CommError,
         ("disagree on cluster",),
     ),
@@ -240,7 +247,7 @@ ROWS: dict[str, Row] = {
     "no microbatch": (step_planned, both(lens=[]), ConfigError, ("no microbatches",)),
     "a microbatch over the limits": (
         step_planned,
-        ({"lens": [[20], [20]], "limits": Limits(tokens=12)},) * 2,
+        both(lens=[[20], [20]], limits=Limits(tokens=12)),
         PlanError,
         ("microbatch 0", "20"),
     ),
@@ -285,6 +292,14 @@ ROWS: dict[str, Row] = {
         ({"shape": (1, 3)}, {"shape": (1, 2)}),
         CommError,
         ("ranks [1]",),
+    ),
+    "a mask of 3 rows": (counted, one("mask", [True] * 3), ConfigError, MASK),
+    "a mask of numbers": (counted, one("mask", [1] * 4), ConfigError, MASK),
+    "a mask elsewhere": (
+        counted,
+        one("mask", torch.ones(4, dtype=torch.bool, device="meta")),
+        ConfigError,
+        MASK,
     ),
     # Attention and means.
     "heads of one rank": (attended, one("q", (6, 2, 16)), CommError, ("attend",)),

@@ -1,7 +1,11 @@
-"""Planning all microbatches of an optimizer step at once, or behind the current step."""
+"""Plans of steps: of all microbatches at once, behind the current step, with bags that follow the
+batch, and for slow ranks."""
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,11 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from bascule import plan_step
+from bascule import (
+    BalancedLoader,
+    Cluster,
+    LoaderOptions,
+    PolynomialCost,
+    SequenceParallel,
+    TransformerCost,
+    plan_step,
+)
 from bascule.errors import CommError, ConfigError
-from bascule.parallel import SequenceParallel
 from bascule.plan.step import Sync, step_makespan
-from bascule.training import sync_of, train_step
+from bascule.training import measure_speeds, sync_of, train_step
 from tests.helpers.calls_made import calls_made
 from tests.helpers.cases import (
     COST,
@@ -30,9 +41,8 @@ from tests.helpers.cases import (
     random_batch,
     reference_step,
 )
-from tests.helpers.loader_checks import await_word, tell
 from tests.helpers.oracle import packed_attention
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 
 LENS: list[list[list[int]]] = [[[9, 1], [5]], [[], [7, 7, 2]], [[3], []], [[1], [12]]]
 
@@ -183,11 +193,11 @@ def planned_behind() -> dict[str, Any]:
         assert torch.equal(step.restore(step.route(x=x)["x"]), x)
     # Every rank waits for the slow one in its thread alone.
     if rank:
-        await_word("asked")
+        dist.barrier()
     waiting = parallel.plan_later([[5]])
     was_ready = waiting.is_ready
     if rank == 0:
-        tell("asked")
+        dist.barrier()
     waiting.get()
     return {
         "numbers": [step.number for step in (one, *several, now, last)],
@@ -204,34 +214,8 @@ def test_steps_are_planned_behind_the_current_one() -> None:
         assert rank or not found["was_ready"]
 
 
-def failing_behind(kind: str) -> list[str]:
-    """What each rank hears where a plan is asked for; afterwards both go on, if nobody failed."""
-    rank, said = dist.get_rank(), list[str]()
-    parallel = SequenceParallel(None, "g1n2", COST, timeout_s=100.0)
-    parallel.plan_later([[1]]).get()
-    try:
-        with parallel.plan([3]):
-            if kind == "the user's code" and rank:
-                raise ZeroDivisionError("no such sample")
-            later = parallel.plan_later([[-1 if kind == "a length" and rank else 1]])
-            later.get()
-    except (ZeroDivisionError, CommError, ConfigError) as error:
-        said.append(str(error))
-    if kind == "a length":
-        assert parallel.plan_later([[2]]).get()[0].plan.num_ranks == 2
-    return said
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"), [("a length", "-1"), ("the user's code", "no such sample")]
-)
-def test_an_error_is_heard_by_those_that_plan_behind(kind: str, words: str) -> None:
-    for said in run_ranks(failing_behind, 2, kind):
-        assert len(said) == 1 and words in said[0], said
-
-
-def alone_wrong() -> list[str]:
-    """What goes wrong on one rank behind its step, while the other is in a call of the step."""
+def failing_behind(kind: str) -> str:
+    """The error where a plan is asked for, when rank 1 fails behind its step or in it."""
     rank = dist.get_rank()
 
     def cost(lens: Any) -> Any:
@@ -241,20 +225,173 @@ def alone_wrong() -> list[str]:
 
     parallel = SequenceParallel(None, "g1n1", cost, timeout_s=100.0)
     parallel.plan_later([[1]]).get()
-    step, said = parallel.plan([2]), list[str]()
+    wrong = {"a length": -1, "the cost": 7}.get(kind, 1)
+    text = ""
     try:
-        parallel.plan_later([[7]]).get()
-        step.mean(torch.ones(1))
-        parallel.plan_later([[1]]).get()
-    except (CommError, ConfigError) as error:
-        said.append(str(error))
-    return said
+        with parallel.plan([3]) as step:
+            if kind == "the user's code" and rank:
+                raise ZeroDivisionError("no such sample")
+            later = parallel.plan_later([[wrong if rank or kind == "the cost" else 1]])
+            later.get()
+            step.mean(torch.ones(1))
+            parallel.plan_later([[1]]).get()
+    except (ZeroDivisionError, CommError, ConfigError) as error:
+        text = str(error)
+    if kind == "a length":
+        assert parallel.plan_later([[2]]).get()[0].plan.num_ranks == 2
+    return text
 
 
-def test_planning_behind_is_a_link_of_what_ranks_wait_for() -> None:
-    for said in run_ranks(alone_wrong, 2):
-        assert len(said) == 1 and "no such cost" in said[0], said
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("a length", "-1"), ("the user's code", "no such sample"), ("the cost", "no such cost")],
+)
+def test_an_error_reaches_those_that_plan_behind(kind: str, words: str) -> None:
+    for text in run_ranks(failing_behind, 2, kind):
+        assert words in text
 
 
 def test_what_ranks_wait_for_follows_from_the_wrapper() -> None:
     assert sync_of(nn.Linear(2, 2)) == "step"
+
+
+NODE = Cluster(
+    num_nodes=1,
+    ranks_per_node=4,
+    flops_per_s=1e12,
+    memory_bytes=8e10,
+    intra_bytes_per_s=1e10,
+    inter_bytes_per_s=1e9,
+    latency_s=1e-7,
+)
+BATCHES = (
+    [[40, 40], [40, 40], [40, 40], [40, 40]],
+    [[4000], [], [], []],
+    [[1500], [1500], [30, 30, 30], []],
+    [[], [], [], []],
+)
+
+
+def bags_of_batches() -> tuple[list[str], tuple[list[str], str]]:
+    """The bags of each batch, within which attention is exact; and the error of too few heads."""
+    rank = dist.get_rank()
+    cost = TransformerCost(256, num_layers=4)
+    parallel = SequenceParallel(None, "auto", cost, cluster=NODE, timeout_s=15)
+    topologies: list[str] = []
+    for number, lens in enumerate(BATCHES):
+        step = parallel.plan(lens[rank])
+        all_lens = [length for part in lens for length in part]
+        generator = torch.Generator().manual_seed(number)
+        q, k, v = (
+            torch.randn(sum(all_lens), 4, 8, generator=generator, dtype=torch.float64)
+            for _ in range(3)
+        )
+        first = sum(map(sum, lens[:rank]))
+        own = slice(first, first + sum(lens[rank]))
+        moved = step.route(q=q[own], k=k[own], v=v[own])
+        out = step.restore(step.attend(moved["q"], moved["k"], moved["v"]))
+        if lens[rank]:
+            wanted, _ = packed_attention(q, k, v, all_lens)
+            torch.testing.assert_close(out, wanted[own], rtol=1e-10, atol=1e-12)
+        metrics = step.metrics()
+        assert metrics["makespan"] <= metrics["makespan_unbalanced"] * (1 + 1e-9)
+        topologies.append(str(step.plan.topology))
+    attends: list[Callable[[], torch.Tensor]] = []
+    for lens, topology in ((BATCHES[0], "g1n4"), ([[3000], [2000], [2000], []], "g2n1+g1n2")):
+        step = parallel.plan(lens[rank])
+        assert str(step.plan.topology) == topology
+        q, kv = (torch.zeros(step.local.positions.size, heads, 8) for heads in (4, 1))
+        attends.append(partial(step.attend, q, kv, kv))
+    attends[0]()
+    return topologies, raised_by(attends[1])
+
+
+def test_bags_follow_the_batch() -> None:
+    """A bag that becomes too large for the heads is refused on all ranks."""
+    first, *others = run_ranks(bags_of_batches, 4)
+    assert all(one == first for one in others)
+    topologies, (classes, text) = first
+    assert topologies[:2] == ["g1n4", "g4n1"] and len(set(topologies)) >= 3
+    assert "ConfigError" in classes
+    assert "1 key-value heads" in text and "at most 1 ranks" in text
+
+
+def auto_refused() -> tuple[str, str]:
+    """Without a cluster, and with one of four ranks."""
+    cost = TransformerCost(256)
+    without = raised_by(SequenceParallel, None, "auto", cost, timeout_s=15)
+    return without[1], raised_by(SequenceParallel, None, "auto", cost, cluster=NODE, timeout_s=15)[
+        1
+    ]
+
+
+def test_auto_needs_a_cluster_of_the_right_size() -> None:
+    for without, other in run_ranks(auto_refused, 2):
+        assert "auto" in without and "4" in other and "2" in other
+
+
+UNEVEN = [[900, 100, 300], [650, 640]]
+
+
+def measured() -> dict[str, Any]:
+    rank, now = dist.get_rank(), [0.0]
+
+    def work() -> None:
+        now[0] += 0.09 if rank == 1 else 0.03
+
+    with mock.patch("bascule.training.rank_speeds.time.perf_counter", lambda: now[0]):
+        speeds = measure_speeds(work=work)
+    parallel = SequenceParallel(None, "g1n2", TransformerCost(64))
+    alike = parallel.plan(UNEVEN[rank]).plan
+    parallel.set_speeds(speeds)
+    step = parallel.plan(UNEVEN[rank])
+    rows = torch.arange(sum(UNEVEN[rank]), dtype=torch.float64)[:, None]
+    back = step.restore(step.route(x=rows)["x"])
+    parallel.set_speeds([1.0, 0.5 + rank / 4])
+    unlike = raised_by(parallel.plan, UNEVEN[rank])[1]
+    wrong = raised_by(parallel.set_speeds, [1.0])[1]
+    parallel.set_speeds(None)
+    return {
+        "speeds": speeds,
+        "tokens": (alike.tokens.tolist(), step.plan.tokens.tolist()),
+        "same": torch.equal(back, rows),
+        "unlike": unlike,
+        "wrong": wrong,
+        "default": measure_speeds(),
+        "again": parallel.plan(UNEVEN[rank]).plan == alike,
+    }
+
+
+def test_a_slow_rank_is_measured_and_gets_less() -> None:
+    first, second = run_ranks(measured, 2)
+    assert first["speeds"] == second["speeds"]
+    fast, slow = first["speeds"]
+    assert slow == pytest.approx(fast / 3)
+    alike, slowed = first["tokens"]
+    assert slowed[1] < 0.8 * alike[1]
+    for found in (first, second):
+        assert found["same"]
+        assert found["again"]
+        assert "disagree on speeds" in found["unlike"]
+        assert "for each of the 2 ranks" in found["wrong"]
+        assert len(found["default"]) == 2
+        assert all(speed > 0 for speed in found["default"])
+
+
+def loaded() -> list[int]:
+    cost = PolynomialCost(0.0, 1e-3, 0.0)
+    samples: Any = [torch.zeros(10 + number) for number in range(8)]
+    options = LoaderOptions(batch_size=8, collate_fn=list)
+    loader = BalancedLoader(samples, length_fn=len, cost=cost, options=options)
+    wrong = raised_by(loader.set_cost, cost, speeds=[1.0])[1]
+    assert "for each of the 2 ranks" in wrong
+    loader.set_cost(cost, speeds=[1.0, 0.5])
+    with loader:
+        (batch,) = list(loader)
+    return [int(batch.plan.seq_lens[batch.plan.bag_of == place].sum()) for place in range(2)]
+
+
+def test_a_loader_gives_a_slow_rank_less() -> None:
+    first, second = run_ranks(loaded, 2)
+    assert first == second
+    assert first[0] == pytest.approx(2 * first[1], rel=0.1)
