@@ -318,7 +318,7 @@ class Step:
         needs_grad = list(map(needs_gradient, tensors.values()))
         if is_recorded():
             args = self._key, what, ",".join(tensors), needs_grad, self._num_rows[what]
-            return tuple(step_ops.exchange(list(tensors.values()), *args)[:-1])
+            return tuple(step_ops.exchange(list(tensors.values()), *args))
         with telling(f"step {self.number}: {what}"):
             route = self._agreed_route(what, tensors, needs_grad)
             return exchange(route, list(tensors.values()))
@@ -359,7 +359,6 @@ class Step:
         self,
         grad: Tensor,
         saved: Sequence[Tensor],
-        numbers: Sequence[int],
         shapes: tuple[tuple[int, int], tuple[int, int]],
         kind: str,
         scale: float | None,
@@ -375,20 +374,20 @@ class Step:
             whole, out, lse = saved
             saved = *heads.parts(whole), out.transpose(1, 2), lse
         with telling(f"step {self.number}: attend, backward"):
-            return usp_backward(grad, saved, numbers, plan, heads)
+            return usp_backward(grad, saved, plan, heads)
 
     def exchange_now(
         self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
-    ) -> tuple[tuple[Tensor, ...], int]:
-        """The forward of `route` or `restore`, and which call of the group it was."""
+    ) -> tuple[Tensor, ...]:
+        """The forward of `route` or `restore`."""
         with telling(f"step {self.number}: {what}"):
             route = self._agreed_route(what, tensors, needs_grad)
-            return move_rows(route, list(tensors.values())), route.group.calls.number
+            return move_rows(route, list(tensors.values()))
 
-    def exchange_back(self, what: str, grads: Sequence[Tensor], number: int) -> tuple[Tensor, ...]:
+    def exchange_back(self, what: str, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The gradients of a call's rows, where these came from."""
         with telling(f"step {self.number}: {what}, backward"):
-            return move_back(self._route_of(what), grads, number)
+            return move_back(self._route_of(what), grads)
 
     def gather_now(self, tensor: Tensor, needs_grad: bool) -> Tensor:
         """The forward of `gather_samples`."""

@@ -3,11 +3,11 @@
 An operator is one node of a traced graph, and one thing that a checkpointing policy can keep
 instead of making it again. It takes its step by a number, since every step has another plan and a
 graph should serve all of them, and the sizes that compilers must know as whole numbers, which may
-be symbols. It runs as the same call does elsewhere: with its checks, its agreements and its marks.
+be symbols. It runs as the same call does elsewhere: with its checks and its agreements.
 So ranks fit together of which only some run compiled code.
 
 Shapes: C tokens that a rank computes on, S those of its Ulysses ranks, H heads, K key-value heads,
-D head width; n samples of a rank, N of all. Numbers of calls are int64 tensors on the host.
+D head width; n samples of a rank, N of all.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -47,18 +47,18 @@ def attend(
     needs_grad: list[bool],
     kind: str,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`Step.attend`; (C, H, D), and what the backward takes: whole, out, LSE, numbers of calls.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`Step.attend`; (C, H, D), and what the backward takes: whole, out and LSE.
 
     `kind` is "all" or "causal"; of "contexts" it is `Step.attend_contexts`, and k and v have other
     rows than q. `sizes` are S and this rank's heads, of queries and of keys; none where no heads
     are shared. Queries are multiplied already with a scale that is not above 0.
     """
     done = _step(step).attend_now((q, k, v), needs_grad, kind, scale)
-    numbers, own, lse = torch.tensor(done.numbers), own_memory(done.own), own_memory(done.lse)
+    own, lse = own_memory(done.own), own_memory(done.lse)
     if done.whole is None:
-        return own, q.new_empty(0), q.new_empty(0), lse, numbers
-    return own, own_memory(done.whole), own_memory(done.out.transpose(1, 2)), lse, numbers
+        return own, q.new_empty(0), q.new_empty(0), lse
+    return own, own_memory(done.whole), own_memory(done.out.transpose(1, 2)), lse
 
 
 @attend.register_fake
@@ -71,24 +71,22 @@ def _(
     needs_grad: list[bool],
     kind: str,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     own = q.new_empty(q.shape)
     wide = torch.promote_types(q.dtype, torch.float32)
-    numbers = torch.empty(2, dtype=torch.int64, device="cpu")
     if not sizes:
         lse = q.new_empty((1, q.shape[1], q.shape[0]), dtype=wide)
-        return own, q.new_empty(0), q.new_empty(0), lse, numbers
+        return own, q.new_empty(0), q.new_empty(0), lse
     num_together, num_q, num_kv = sizes
     whole = q.new_empty((1, num_together, num_q + 2 * num_kv, q.shape[2]))
     out = q.new_empty((1, num_together, num_q, q.shape[2]))
-    return own, whole, out, q.new_empty((1, num_q, num_together), dtype=wide), numbers
+    return own, whole, out, q.new_empty((1, num_q, num_together), dtype=wide)
 
 
 @torch.library.custom_op("bascule::attend_backward", mutates_args=())
 def attend_backward(
     grad: Tensor,
     saved: list[Tensor],
-    numbers: Tensor,
     step: int,
     sizes: list[int],
     kind: str,
@@ -97,7 +95,7 @@ def attend_backward(
     """Gradients of q, k and v, of so many heads of queries and keys, and so many rows of keys."""
     num_q, num_kv, num_keys = sizes
     shapes = (grad.shape[0], num_q), (num_keys, num_kv)
-    found = _step(step).attend_back(grad, saved, numbers.tolist(), shapes, kind, scale)
+    found = _step(step).attend_back(grad, saved, shapes, kind, scale)
     return list(map(own_memory, found))
 
 
@@ -105,7 +103,6 @@ def attend_backward(
 def _(
     grad: Tensor,
     saved: list[Tensor],
-    numbers: Tensor,
     step: int,
     sizes: list[int],
     *_: Any,
@@ -117,10 +114,10 @@ def _(
 
 def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, step, shared, _, kind, scale = inputs
-    own, whole, out, lse, numbers = output
+    own, whole, out, lse = output
     kept = (whole, out, lse) if shared else (q, k, v, own, lse)
-    ctx.save_for_backward(*kept, numbers)
-    ctx.mark_non_differentiable(whole, out, lse, numbers)
+    ctx.save_for_backward(*kept)
+    ctx.mark_non_differentiable(whole, out, lse)
     ctx.set_materialize_grads(False)  # of those: they are large
     ctx.settings = step, [q.shape[1], k.shape[1], k.shape[0]], kind, scale
 
@@ -129,8 +126,7 @@ def _attention_gradients(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor
     if grad is None:
         return (None,) * 8
     refuse_second(grad)
-    *saved, numbers = ctx.saved_tensors
-    return *attend_backward(grad, saved, numbers, *ctx.settings), *(None,) * 5
+    return *attend_backward(grad, list(ctx.saved_tensors), *ctx.settings), *(None,) * 5
 
 
 attend.register_autograd(_attention_gradients, setup_context=_keep_attention)
@@ -140,45 +136,39 @@ attend.register_autograd(_attention_gradients, setup_context=_keep_attention)
 def exchange(
     tensors: list[Tensor], step: int, what: str, names: str, needs_grad: list[bool], num_rows: int
 ) -> list[Tensor]:
-    """`Step.route`, `restore` or `route_contexts` of tensors; then the number of the call."""
+    """`Step.route`, `restore` or `route_contexts` of tensors."""
     by_name = dict(zip(names.split(","), tensors, strict=True))
-    moved, number = _step(step).exchange_now(what, by_name, needs_grad)
-    return [*map(own_memory, moved), torch.tensor(number)]
+    return list(map(own_memory, _step(step).exchange_now(what, by_name, needs_grad)))
 
 
 @exchange.register_fake
 def _(
     tensors: list[Tensor], step: int, what: str, names: str, needs_grad: list[bool], num_rows: int
 ) -> list[Tensor]:
-    moved = [x.new_empty((num_rows, *x.shape[1:])) for x in tensors]
-    return [*moved, torch.empty((), dtype=torch.int64, device="cpu")]
+    return [x.new_empty((num_rows, *x.shape[1:])) for x in tensors]
 
 
 @torch.library.custom_op("bascule::exchange_backward", mutates_args=())
-def exchange_backward(
-    grads: list[Tensor], number: Tensor, step: int, what: str, num_rows: int
-) -> list[Tensor]:
+def exchange_backward(grads: list[Tensor], step: int, what: str, num_rows: int) -> list[Tensor]:
     """What `exchange` moved, moved back."""
-    return list(map(own_memory, _step(step).exchange_back(what, grads, int(number))))
+    return list(map(own_memory, _step(step).exchange_back(what, grads)))
 
 
 @exchange_backward.register_fake
-def _(grads: list[Tensor], number: Tensor, step: int, what: str, num_rows: int) -> list[Tensor]:
+def _(grads: list[Tensor], step: int, what: str, num_rows: int) -> list[Tensor]:
     return [x.new_empty((num_rows, *x.shape[1:])) for x in grads]
 
 
 def _keep_exchange(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     tensors, step, what, _, needs_grad, _ = inputs
-    *moved, number = output
-    ctx.save_for_backward(number)
-    pairs = zip(moved, needs_grad, strict=True)
-    ctx.mark_non_differentiable(number, *(x for x, is_needed in pairs if not is_needed))
+    pairs = zip(output, needs_grad, strict=True)
+    ctx.mark_non_differentiable(*(x for x, is_needed in pairs if not is_needed))
     ctx.needs, ctx.settings = needs_grad, (step, what, tensors[0].shape[0])
 
 
 def _exchange_gradients(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
-    needed = [x for x, is_needed in zip(grads[:-1], ctx.needs, strict=True) if is_needed]
-    moved = iter(exchange_backward(needed, *ctx.saved_tensors, *ctx.settings))
+    needed = [x for x, is_needed in zip(grads, ctx.needs, strict=True) if is_needed]
+    moved = iter(exchange_backward(needed, *ctx.settings))
     return [next(moved) if is_needed else None for is_needed in ctx.needs], *(None,) * 5
 
 

@@ -59,7 +59,7 @@ def slow_link() -> dict[str, Any]:
 
     def slowly(group: Any, what: Any, sent: Any, received: Any) -> Any:
         is_large = any(x.nbytes == 2**20 for x in sent.values())
-        if "neighbours" in what.what and list(sent) == [0] and group.rank == VICTIM and is_large:
+        if "neighbours" in what and list(sent) == [0] and group.rank == VICTIM and is_large:
             time.sleep(0.3)
         return transfers(group, what, sent, received)
 

@@ -16,7 +16,6 @@ from bascule.attention.layout import SequenceLayout
 from bascule.comm.collectives import all_reduce
 from bascule.comm.exchange import BoundRoute, spread
 from bascule.comm.groups import member_of, resolve
-from bascule.comm.guard.calls import Call
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.routes import Route
 from tests.helpers.calls_made import ALL_TO_ALL, calls_made
@@ -264,7 +263,7 @@ def wide_gradients() -> None:
 def large_sum() -> None:
     """A sum whose length the ranks do not divide."""
     x = torch.arange(5000.0).view(50, 100)
-    total = all_reduce(member_of(resolve(None), "all"), Call("all_reduce"), x)
+    total = all_reduce(member_of(resolve(None), "all"), "all_reduce", x)
     assert torch.equal(total, 3 * x)
 
 

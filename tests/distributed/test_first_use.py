@@ -21,8 +21,7 @@ from bascule.attention.api import (
 )
 from bascule.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call, Calls
-from bascule.errors import CommError, ConfigError
+from bascule.comm.guard.calls import Calls
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import COST
 from tests.helpers.mesh_cases import as_given
@@ -136,7 +135,7 @@ def test_tokens_replicated_on_one_rank_only_end_all_ranks() -> None:
 
 
 def collectives_by_place(group: RankGroup, own: int) -> None:
-    call = Call("test")
+    call = "test"
     assert all_gather(group, call, torch.tensor([own])).flatten().tolist() == [0, 1, 2, 3]
     x = torch.arange(4.0)[:, None] + 10 * own
     received = torch.empty(4, 1)
@@ -205,44 +204,6 @@ def test_meshes_of_unlike_orders_on_the_same_ranks() -> None:
 # --- threads --------------------------------------------------------------------------------------
 
 
-def two_threads() -> list[tuple[float, ...] | str]:
-    """By thread, how far off its calls are, or with what it was refused."""
-    mesh = mesh_of(1, 2)
-    heard: list[tuple[float, ...] | str] = ["", ""]
-    done = threading.Event()
-
-    def keep_attending(seed: int) -> None:
-        q = torch.randn(1, 2, 8, 4, generator=torch.Generator().manual_seed(seed))
-        whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-        local, errors = q[:, :, rows], list[float]()
-        try:
-            for _ in range(5):
-                out = attention(local, local, local, mesh)
-                errors.append(float((out - whole[:, :, rows]).abs().max()))
-            heard[seed] = tuple(errors)
-        except (CommError, ConfigError) as error:
-            heard[seed] = str(error)
-        done.wait(10.0)
-
-    order = [0, 1]
-    threads = [threading.Thread(target=keep_attending, args=(seed,)) for seed in order]
-    for thread in threads:  # they take turns, and both live
-        thread.start()
-        thread.join(1.0)
-    done.set()
-    for thread in threads:
-        thread.join()
-    return heard
-
-
-def test_two_threads_on_one_mesh_get_no_wrong_number() -> None:
-    first, second = run_ranks(two_threads, 2)
-    for heard in (first, second):
-        assert isinstance(heard[0], tuple) and max(heard[0]) < 1e-6
-        assert isinstance(heard[1], str) and "another thread" in heard[1]
-
-
 def one_after_the_other() -> list[float]:
     """A thread may take over from one that ended."""
     mesh, errors = mesh_of(1, 2), list[float]()
@@ -261,76 +222,3 @@ def one_after_the_other() -> list[float]:
 def test_a_thread_takes_over_from_one_that_ended() -> None:
     for errors in run_ranks(one_after_the_other, 2):
         assert len(errors) == 3 and max(errors) < 1e-6
-
-
-def handed_over(skipping: int) -> list[Any]:
-    """Three requests in threads that all live; one rank forgets to hand over after the second."""
-    mesh, done = mesh_of(1, 2), threading.Event()
-    heard: list[Any] = []
-
-    def attend(request: int) -> None:
-        torch.manual_seed(request)
-        q = torch.randn(1, 2, 8, 4)
-        rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-        whole = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        try:
-            out = attention(q[:, :, rows], q[:, :, rows], q[:, :, rows], mesh)
-            heard.append(float((out - whole[:, :, rows]).abs().max()))
-        except (CommError, ConfigError) as error:
-            heard.append(str(error))
-        if (request, dist.get_rank()) != (1, skipping):
-            mesh.hand_over()
-        done.wait(30.0)
-
-    threads = [threading.Thread(target=attend, args=(request,)) for request in range(3)]
-    for request, thread in enumerate(threads):
-        thread.start()
-        while len(heard) <= request:
-            time.sleep(0.01)
-    done.set()
-    for thread in threads:
-        thread.join()
-    return heard
-
-
-def test_a_thread_takes_over_where_it_is_handed_over() -> None:
-    for errors in run_ranks(handed_over, 2, -1):
-        assert len(errors) == 3 and max(errors) < 1e-6
-
-
-def test_who_is_not_handed_the_mesh_is_refused_and_the_others_hear_it() -> None:
-    first, second = run_ranks(handed_over, 2, 1)
-    for heard in (first, second):
-        assert max(heard[:2]) < 1e-6 and "another thread uses" in heard[2], heard
-
-
-def test_handing_over_is_a_part_of_the_order_of_calls() -> None:
-    marks: list[list[int]] = []
-    for place in (1, 1, 2):
-        calls, begun = Calls(), list[int]()
-        for number in range(3):
-            if number == place:
-                calls.hand_over()
-            begun.append(calls.begin(Call("attend")).mark)
-            calls.finish()
-        marks.append(begun)
-    assert marks[0] == marks[1] and marks[0][0] == marks[2][0] and marks[0][1] != marks[2][1]
-
-
-def test_a_second_thread_in_a_call_is_refused() -> None:
-    calls = Calls()
-    calls.begin(Call("first"))
-    caught: list[Exception] = []
-
-    def begin() -> None:
-        try:
-            calls.begin(Call("second"))
-        except ConfigError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=begin)
-    thread.start()
-    thread.join()
-    assert "another thread" in str(caught[0])
-    calls.finish()
-    assert calls.begin(Call("second")).number == 1

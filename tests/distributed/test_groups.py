@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import member_of, resolve, timeout_of
 from bascule.comm.guard import store
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import end_all, tell
 from bascule.comm.guard.watch import PATIENCE_S
 from bascule.comm.mesh import AttentionMesh, mesh_of_all
@@ -45,7 +44,7 @@ def made_again(rounds: int) -> None:
     for _ in range(rounds):
         group = new_group([1, 0], "pair", 15.0)
         assert group.ranks == (0, 1)
-        total = all_reduce(group, Call("all_reduce"), torch.ones(3))
+        total = all_reduce(group, "all_reduce", torch.ones(3))
         assert torch.equal(total, torch.full((3,), 2.0))
         dist.destroy_process_group(group.process_group)
 
@@ -58,12 +57,12 @@ def after_unlike_calls() -> None:
     """All calls ended; in a new group each rank in turn comes late."""
     rank = dist.get_rank()
     pair = new_group([0, 1], "first", 60.0)
-    raised_by(lambda: all_reduce(pair, Call(f"call of rank {rank}"), torch.ones(3)))
+    raised_by(lambda: all_reduce(pair, f"call of rank {rank}", torch.ones(3)))
     pair = new_group([0, 1], "second", 60.0)
     for late in (0, 1):
         if rank == late:
             time.sleep(4.0)
-        total = all_reduce(pair, Call("all_reduce"), torch.ones(3))
+        total = all_reduce(pair, "all_reduce", torch.ones(3))
         assert torch.equal(total, torch.full((3,), 2.0))
 
 
@@ -75,7 +74,7 @@ def test_slow_ranks_that_failed_before_are_waited_for_in_a_new_group() -> None:
 def comes_late() -> None:
     if dist.get_rank() == 2:
         time.sleep(4.0 * PATIENCE_S)
-    total = all_reduce(new_group([0, 1, 2], "late", 60.0), Call("all_reduce"), torch.ones(3))
+    total = all_reduce(new_group([0, 1, 2], "late", 60.0), "all_reduce", torch.ones(3))
     assert torch.equal(total, torch.full((3,), 3.0))
 
 
@@ -98,14 +97,14 @@ def mesh_after_one_rank_ended_it() -> float:
     """The other one has not noticed, and learns of it."""
     before = mesh_of_all(1, 2).whole
     assert before is not None
-    all_reduce(before, Call("all_reduce"), torch.ones(3))
+    all_reduce(before, "all_reduce", torch.ones(3))
     if dist.get_rank() == 0:
         end_all("a failure")
     else:
         time.sleep(2.0)
     after = mesh_of_all(1, 2).whole
     assert after is not None and after.key != before.key
-    return float(all_reduce(after, Call("all_reduce"), torch.ones(3)).sum())
+    return float(all_reduce(after, "all_reduce", torch.ones(3)).sum())
 
 
 def test_a_mesh_that_one_rank_ended_is_made_anew_by_all() -> None:
@@ -126,7 +125,7 @@ def test_a_rank_that_waited_in_vain_is_not_counted_again() -> None:
 
 def part_of_an_ended_group() -> str | None:
     group = member_of(resolve(None), "all")
-    all_reduce(group, Call("all_reduce"), torch.ones(3))
+    all_reduce(group, "all_reduce", torch.ones(3))
     end_all("a failure")
     return group.part([0, 1], "pair").calls.ended if dist.get_rank() < 2 else "a failure"
 
@@ -135,17 +134,17 @@ def test_what_ended_a_group_ended_parts_of_it_that_are_made_later() -> None:
     assert run_ranks(part_of_an_ended_group, 3) == ["a failure"] * 3
 
 
-def marks_of_a_group_and_a_part_of_it() -> list[int]:
+def tags_of_a_group_and_a_part_of_it() -> list[int]:
     """Their messages take the same connections, and the first call of each is the same."""
     group = member_of(resolve(None), "all")
     if dist.get_rank() == 2:
         return []
     found = [group, group.part([0, 1], "pair"), group.part([1, 0], "pair")]
-    return [one.calls.begin(Call("all_reduce")).mark for one in found]
+    return [one.calls.begin("all_reduce").tag for one in found]
 
 
-def test_calls_of_a_part_are_marked_as_those_of_no_other_ranks() -> None:
-    first, second, _ = run_ranks(marks_of_a_group_and_a_part_of_it, 3)
+def test_messages_of_a_part_have_tags_of_no_other_ranks() -> None:
+    first, second, _ = run_ranks(tags_of_a_group_and_a_part_of_it, 3)
     assert first == second and len(set(first)) == 3
 
 
@@ -175,12 +174,12 @@ def fails_and_goes_on() -> float:
     """Rank 1 fails, and comes to the next call in time; rank 2 comes late."""
     rank = dist.get_rank()
     group = member_of(resolve(None), "all")
-    all_reduce(group, Call("first"), torch.ones(1))
+    all_reduce(group, "first", torch.ones(1))
     if rank == 1:
         tell(ValueError("handled"), "code of the user")
     if rank == 2:
         time.sleep(4 * PATIENCE_S)
-    return float(all_reduce(group, Call("second"), torch.ones(1)))
+    return float(all_reduce(group, "second", torch.ones(1)))
 
 
 def test_a_rank_that_failed_and_came_is_not_taken_for_one_that_does_not_come() -> None:

@@ -1,6 +1,5 @@
 """Uses that gave wrong numbers without an error, or errors that others did not hear of in time."""
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -115,43 +114,17 @@ def test_second_derivatives_are_right_or_refused() -> None:
         assert all(text for _, text in refused) and "forward-mode" in refused[-1][1], refused
 
 
-def a_second_thread_on_one_rank(ring: int, ulysses: int) -> Heard:
-    """One rank attends in another thread than before, the other goes on as it did."""
-    mesh, heard = mesh_of(ring, ulysses), list[Heard]()
-    q = torch.ones(1, 2, 4, 4)
-    attention(q, q, q, mesh)
-
-    def attend() -> None:
-        heard.append(timed(lambda: attention(q, q, q, mesh)))
-
-    if dist.get_rank():
-        thread = threading.Thread(target=attend)
-        thread.start()
-        thread.join()
-    else:
-        attend()
-    return heard[0]
-
-
-@pytest.mark.parametrize(("ring", "ulysses"), [(1, 2), (2, 1)])
-def test_a_thread_that_is_refused_is_heard_of(ring: int, ulysses: int) -> None:
-    for _, text, seconds in run_ranks(a_second_thread_on_one_rank, 2, ring, ulysses):
-        assert "another thread uses" in text, text
-        assert seconds < KNOWN_WITHIN_S
-
-
 def gathered_by_each_thread() -> None:
     """Over all ranks of a mesh, whose group is neither that of the ring nor the other."""
     mesh, layout = mesh_of(2, 2), SequenceLayout((8,), 2, 2)
     own = split(torch.arange(8.0), mesh, layout, 0)
     assert torch.equal(gather(own, mesh, layout, 0), torch.arange(8.0))
-    mesh.hand_over()
     with ThreadPoolExecutor(1) as other:
         whole = other.submit(gather, own, mesh, layout, 0).result()
     assert torch.equal(whole, torch.arange(8.0))
 
 
-def test_all_groups_of_a_mesh_are_handed_over() -> None:
+def test_threads_take_turns_on_a_mesh() -> None:
     run_ranks(gathered_by_each_thread, 4)
 
 

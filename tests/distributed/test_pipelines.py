@@ -404,13 +404,12 @@ def in_threads() -> list[float]:
     def answer() -> None:
         found.append(generated("flux", pipeline, prompt, generator=seeded(1)))
 
-    with parallelize(pipeline, guidance_degree=2) as handle:
+    with parallelize(pipeline, guidance_degree=2):
         for _ in range(2):
             thread = threading.Thread(target=answer)
             thread.start()
             thread.join()
             answer()
-            handle.replica.hand_over()
     return [float((images - wanted).abs().max()) for images in found]
 
 

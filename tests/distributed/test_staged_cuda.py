@@ -20,7 +20,6 @@ from bascule.comm.collectives import (
     reduce_scatter,
 )
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import new_group
 from bascule.models import PackedBatch
 from bascule.parallel import SequenceParallel
@@ -60,7 +59,7 @@ def count_waits() -> list[Tensor]:
 
 def everything(group: RankGroup, own: Tensor) -> list[Tensor]:
     """What each collective gives this rank; `own` is (size, 3)."""
-    call, size, rank = Call("test"), group.size, group.rank
+    call, size, rank = "test", group.size, group.rank
     # Rank r gives rank s one row for s = 0, two for s = 1, ..
     counts = list(range(1, size + 1))
     sent = torch.cat([own[:1] + place for place, num in enumerate(counts) for _ in range(num)])
@@ -131,11 +130,11 @@ def not_chosen() -> list[tuple[list[str], str]]:
     sp = SequenceParallel(None, "g2n1", COST)
     step = sp.plan([3])
     refused = [
-        raised_by(all_gather, group, Call("test"), x),
-        raised_by(Transfers, group, Call("test"), {1 - group.rank: x}, {}),
+        raised_by(all_gather, group, "test", x),
+        raised_by(Transfers, group, "test", {1 - group.rank: x}, {}),
         raised_by(step.route, x=on_device(torch.zeros(3, 2))),
     ]
-    assert all_gather(group, Call("test"), torch.zeros(1)).shape == (2, 1)
+    assert all_gather(group, "test", torch.zeros(1)).shape == (2, 1)
     return refused
 
 

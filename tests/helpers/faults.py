@@ -103,10 +103,12 @@ class Striker:
         """Within, every call of bascule is a place, before and after its messages are posted."""
         begin = Transfers.__init__
 
-        def begin_and_strike(transfers: Transfers, group: Any, what: Any, *args: Any) -> None:
-            self.at(what.what, what.step)
-            begin(transfers, group, what, *args)
-            self.at(f"{what.what} posted", what.step)
+        def begin_and_strike(transfers: Transfers, group: Any, where: str, *args: Any) -> None:
+            step, _, what = where.rpartition(": ")
+            number = int(step.removeprefix("step ") or 0)
+            self.at(what, number)
+            begin(transfers, group, where, *args)
+            self.at(f"{what} posted", number)
 
         return mock.patch.object(Transfers, "__init__", begin_and_strike)
 

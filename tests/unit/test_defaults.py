@@ -11,7 +11,6 @@ import torch
 from bascule.attention import api, layout, mask, packed
 from bascule.attention.sparse import attend, rules, timing
 from bascule.comm import wire as wires
-from bascule.comm.exchange import BoundRoute
 from bascule.comm.guard import calls, failures, notes
 from bascule.data import (
     collators,
@@ -44,8 +43,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     timing.CallShape: {"block": 64, "dtype": torch.bfloat16, "batch": 1},
     timing.measure_attention_latency: {"rounds": 5},
     wires.Wire: {"takes_centres": False},
-    BoundRoute: {"form": ""},
-    calls.Call: {"step": 0, "form": "", "kind": ""},
+    calls.Calls: {"part": "", "has_tags": False, "has_cuda": True},
     calls.Calls.finish: {"is_done": True},
     failures.tell: {"leaves": False, "goes_on": False},
     notes.arrive: {"num": 1},

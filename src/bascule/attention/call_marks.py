@@ -4,13 +4,11 @@ import zlib
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
-from bascule.attention.call_spec import CallSpec, spec_of
+from bascule.attention.call_spec import CallSpec
 from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.attention.tiles import kept_of
 from bascule.comm.agree import agree_once
-from bascule.comm.groups import RankGroup
 from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 
@@ -69,29 +67,6 @@ def agree_on_call(
         return {"the call": text, "the mask": digest_of(mask)}, error
 
     agree_once(group, key, say, what="attention")
-
-
-def numbers_of(spec: str) -> str:
-    """How many calls the groups of a call's mesh have made, as text; "" for compilers."""
-    if torch.compiler.is_compiling():
-        return ""
-    return str([group.calls.number for group in _groups(spec)])
-
-
-def going_back(spec: str, numbers: str, grad: Tensor) -> None:
-    """Mark what follows as the backward of the call of these numbers: ranks must take the same.
-
-    Compilers do not see it.
-    """
-    if torch.compiler.is_compiling() or is_fake(grad):
-        return
-    for group in _groups(spec):
-        group.calls.mean(f"gradients of {numbers}")
-
-
-def _groups(spec: str) -> list[RankGroup]:
-    ranks = spec_of(spec).ranks
-    return [group for group in (ranks.ring, ranks.ulysses) if group is not None]
 
 
 def digest_of(mask: Tensor | None) -> str:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from bascule.attention.layout import SequenceLayout
-from bascule.comm.guard.calls import Call
 from bascule.comm.mesh import AttentionMesh, mesh_named
 from bascule.errors import CommError, ConfigError
 from bascule.plan.traffic import HeadShares
@@ -88,10 +87,6 @@ class CallSpec:
     def layout(self, segments: Sequence[int]) -> SequenceLayout:
         """Which tokens each rank has."""
         return SequenceLayout(tuple(segments), *self.ranks.degrees, self.zigzag, stripe=self.stripe)
-
-    def call(self, what: str) -> Call:
-        """One of the exchanges of this call."""
-        return Call(what, form=self.meaning)
 
 
 @lru_cache(maxsize=1024)

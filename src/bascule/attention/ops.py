@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.call_marks import agree_on_call, digest_of, going_back, numbers_of
+from bascule.attention.call_marks import agree_on_call
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.layout import Run, SequenceLayout, num_tokens, take_runs
@@ -24,7 +24,6 @@ from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.tiles import kept_of, tiles_of
 from bascule.comm import wire as wires
 from bascule.comm.collectives import all_gather, reduce_scatter
-from bascule.comm.guard.calls import Call
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.wire import Wire
 from bascule.plan.traffic import HeadShares
@@ -121,9 +120,8 @@ def gather_tokens(x: Tensor, segments: list[int], spec: str, sums_gradients: boo
     runs, padded = _gathered_runs(layout)
     rows = x.new_zeros(padded, *x.shape[1:])
     rows[: x.shape[0]] = x
-    call = Call("all_gather (tokens)", form=f"{rows.shape} {x.dtype} {layout}")
     with naming("gather_tokens", [x]):
-        gathered = all_gather(group, call, rows).flatten(0, 1)
+        gathered = all_gather(group, "all_gather (tokens)", rows).flatten(0, 1)
     return torch.cat([gathered[:0], *(gathered[row : row + length] for row, _, length in runs)])
 
 
@@ -145,9 +143,9 @@ def reduce_tokens(x: Tensor, segments: list[int], spec: str) -> Tensor:
     rows = x.new_zeros(group.size * padded, *x.shape[1:], dtype=wide)
     for row, start, length in runs:
         rows[row : row + length] = x[start : start + length]
-    call = Call("reduce_scatter (tokens)", form=f"{rows.shape} {x.dtype} {layout}")
     with naming("reduce_tokens", [x]):
-        own = reduce_scatter(group, call, rows.unflatten(0, (group.size, padded)))
+        parts = rows.unflatten(0, (group.size, padded))
+        own = reduce_scatter(group, "reduce_scatter (tokens)", parts)
     return own[: num_tokens(_own_runs(layout, spec))].to(x.dtype).clone()
 
 
@@ -166,14 +164,7 @@ def ring_plan(
     centres: tuple[Tensor | None, Tensor | None],
     spec: CallSpec,
 ) -> RingPlan:
-    """What this rank does in each round of a call.
-
-    It marks the next calls of the ring and of the Ulysses ranks: all must be given the same.
-    """
-    settings = f"{layout}, {spec.meaning}, mask {digest_of(mask)}"
-    for group in (ranks.ring, ranks.ulysses):
-        if group is not None:
-            group.calls.mean(settings)
+    """Return what this rank does in each round of a call."""
     tiles = kept_of(
         mask,
         ("tiles", layout, spec.mesh, spec.causal, q.shape[1], k.shape[1], q.dtype, q.device),
@@ -255,12 +246,10 @@ def _keep_ring(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor])
     *tensors, ctx.segments, ctx.spec = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[1])
-    ctx.numbers = numbers_of(ctx.spec)
 
 
 def _ring_gradients(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     q, k, v, mask, k_centre, v_centre, out, lse = ctx.saved_tensors
-    going_back(ctx.spec, ctx.numbers, grad)
     settings = mask, k_centre, v_centre, ctx.segments, ctx.spec
     return *ring_attention_backward(grad, [q, k, v, out, lse], *settings), *(None,) * 5
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
+from bascule.attention.call_marks import agree_on_call
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import SequenceLayout, num_tokens
@@ -28,6 +28,8 @@ from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.ops import ring_attention_backward, ring_plan
 from bascule.attention.ring import Merged, RingPlan, rotate
 from bascule.attention.ulysses import (
+    TO_HEADS,
+    TO_TOKENS,
     exchange_of,
     heads_to_tokens,
     own_run,
@@ -71,7 +73,7 @@ def overlapped_attention(
     plan = ring_plan(call.ranks, layout, qkv[0], qkv[1], mask, form.own_centres, call)
     own = exchange.own_tokens
     with naming("overlapped_attention", (q, k, v)):
-        arrive = exchange.start_to_heads(xs, call.call("all_to_all (tokens to heads)"))
+        arrive = exchange.start_to_heads(xs, TO_HEADS)
         mine = Merged(qkv[0])
         try:
             _attend(mine, plan, 0, qkv, own, own)
@@ -80,7 +82,7 @@ def overlapped_attention(
         whole = form.unpacked(rows.split(heads, dim=2))
         if form.wire is not None:
             rows = torch.cat([x.transpose(1, 2) for x in whole], dim=2)
-        out, lse, own_out = _rounds(mine, qkv[0], whole, plan, exchange, form, call)
+        out, lse, own_out = _rounds(mine, qkv[0], whole, plan, exchange, form)
     return own_out.transpose(1, 2), rows, out, lse
 
 
@@ -147,7 +149,6 @@ def _rounds(
     plan: RingPlan,
     exchange: HeadExchange,
     form: _RowForm,
-    call: CallSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Out and LSE of this rank's heads, and (B, T, H, D) of its tokens, after all rounds."""
     q, keys, values = whole
@@ -166,14 +167,13 @@ def _rounds(
             for merged, part in zip(theirs, others, strict=True):
                 found, lse[:, :, part] = merged.result()
                 out[:, part] = found.transpose(1, 2)
-            what = call.call("all_to_all (heads to tokens)")
-            leaving.append(exchange.start_to_tokens(form.packed_out(out), [q.shape[1]], what))
+            leaving.append(exchange.start_to_tokens(form.packed_out(out), [q.shape[1]], TO_TOKENS))
         for columns in others if turn == 0 else [slice(0, keys.shape[2])]:
             seen = keys[:, :, columns], values[:, :, columns]
             _attend(mine, plan, turn, (own_q, *seen), own, columns)
 
     try:
-        rotate(plan, keys, values, attend, "forward")
+        rotate(plan, keys, values, attend)
     finally:
         arrived = [one() for one in leaving]
     ((own_out,),) = arrived
@@ -256,14 +256,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     *_, mask, k_centre, v_centre, ctx.segments, ctx.spec = inputs
     ctx.save_for_backward(*output[1:], mask, k_centre, v_centre)
     ctx.mark_non_differentiable(*output[1:])
-    ctx.numbers = numbers_of(ctx.spec)
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     rows, out, lse, mask, k_centre, v_centre = ctx.saved_tensors
     call = spec_of(ctx.spec)
     lens = _lens(call.layout(ctx.segments), call)
-    going_back(ctx.spec, ctx.numbers, grad)
     grad = tokens_to_heads([grad.transpose(1, 2)], None, lens, [], ctx.spec).transpose(1, 2)
     heads = [out.shape[2], call.own_kv_heads, call.own_kv_heads]
     saved = [x.transpose(1, 2) for x in (*rows.split(heads, dim=2), out)]

@@ -31,7 +31,6 @@ from bascule.attention.tiles import Pieces
 from bascule.attention.ulysses import TokenOrder
 from bascule.attention.usp import SharedHeads, usp_attention
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh
 from bascule.comm.staging import table_on
@@ -219,24 +218,22 @@ class Bag:
             kernel=packed_kernel(kernel, q),
             scale=scale,
             step=self.step,
-            form=f"causal={causal}, kernel {kernel}",
         )
 
-    def shared_heads(self, num_heads: int, num_kv_heads: int, form: str) -> SharedHeads | None:
-        """How its ranks share some heads; `form` is what else must be the same on all of them."""
+    def shared_heads(self, num_heads: int, num_kv_heads: int) -> SharedHeads | None:
+        """Return how its ranks share some heads; None where one rank has all."""
         group = self.mesh.ulysses
         if group is None:
             return None
         shares = HeadShares.split(num_kv_heads, self.degree)
         exchange = HeadExchange(group, shares, self.order.lens, has_batch=False)
-        form = f"{num_heads} heads for {num_kv_heads}, {form}"
         own = shares.of(group.rank)
         return SharedHeads(
             exchange,
             self.order,
             (num_heads // num_kv_heads * own, own),
-            Call("all_to_all (tokens to heads)", self.step, form),
-            Call("all_to_all (heads to tokens)", self.step, form),
+            f"step {self.step}: all_to_all (tokens to heads)",
+            f"step {self.step}: all_to_all (heads to tokens)",
         )
 
     def prepared(
@@ -252,8 +249,7 @@ class Bag:
         found = self._prepared.get(key)
         if found is None:
             check_shapes(self, q, k, v)
-            form = f"causal={causal}, scale={scale}, kernel {kernel}"
-            heads = self.shared_heads(q.shape[1], k.shape[1], form)
+            heads = self.shared_heads(q.shape[1], k.shape[1])
             found = self.plan(kernel, q, causal=causal, scale=scale), heads
             if len(self._prepared) >= _NUM_PREPARED:  # scales may change from call to call
                 self._prepared.clear()

@@ -17,7 +17,6 @@ from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge,
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.comm.wire import Wire
 
 
@@ -49,7 +48,6 @@ class RingPlan:
         wire: How keys and values of other ranks come, with centres of these heads; None: as they
             are. Gradients always travel as they are.
         step: Step number in errors; 0 where there are none.
-        form: What else must be the same on all ranks of the ring, as text.
         is_blocking: Whether a round waits for what the next one needs before it attends.
     """
 
@@ -60,7 +58,6 @@ class RingPlan:
     scale: float
     wire: Wire | None = None
     step: int = 0
-    form: str = ""
     is_blocking: bool = False
 
     @property
@@ -97,7 +94,7 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tenso
             if qkv[0].numel() and qkv[1].numel():
                 merged.add(tile.q, *plan.kernel.forward(*qkv, tile.mask, plan.scale))
 
-    rotate(plan, k, v, attend, "forward")
+    rotate(plan, k, v, attend)
     return merged.result()
 
 
@@ -133,7 +130,7 @@ def ring_backward(
         travelling.add(turn, dkv)
 
     try:
-        rotate(plan, k, v, attend, "backward")
+        rotate(plan, k, v, attend)
     finally:
         arrived = travelling.home()
     dk, dv = arrived.unbind(0)
@@ -202,7 +199,6 @@ def rotate(
     k: Tensor,
     v: Tensor,
     attend: Callable[[int, Tensor, Tensor], None],
-    direction: str,
 ) -> None:
     """Call `attend` with the keys and values of every ring rank, own ones first."""
     at_hand = k if plan.size == 1 else _packed(k, v, plan)
@@ -212,7 +208,7 @@ def rotate(
             shape = (*at_hand.shape[:-2], plan.kv_lens[plan.owner(turn + 1)], at_hand.shape[-1])
             coming = _staged(plan, turn + 1, shape, at_hand)
             name = f"keys and values, round {turn + 1}"
-            shift = _Shift(plan, at_hand, coming, name, direction)
+            shift = _Shift(plan, at_hand, coming, name)
         arrived = shift.wait() if shift is not None and plan.is_blocking else None
         keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, plan.wire)
         try:
@@ -267,7 +263,7 @@ class _Travelling:
             return
         shape = (*self._shape[:-2], plan.kv_lens[plan.owner(turn + 1)], self._shape[-1])
         coming = self._sum.new_empty(shape)
-        self._shift = _Shift(plan, self._sum, coming, f"gradients, round {turn + 1}", "backward")
+        self._shift = _Shift(plan, self._sum, coming, f"gradients, round {turn + 1}")
 
     def home(self) -> Tensor:
         """(2, B, K, Sk, D) gradients of this rank's own keys and values."""
@@ -282,16 +278,12 @@ class _Shift:
     The one place where the ring puts tensors on the wire; posted when it is made.
     """
 
-    def __init__(
-        self, plan: RingPlan, sent: Tensor, received: Tensor, name: str, direction: str
-    ) -> None:
+    def __init__(self, plan: RingPlan, sent: Tensor, received: Tensor, name: str) -> None:
         assert plan.group is not None
         self._received = received
         after, before = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
         to, come = {after: sent.contiguous()}, {before: self._received}
-        alike = *sent.shape[:3], sent.shape[-1], sent.dtype, list(plan.kv_lens), plan.scale
-        form = f"{alike} {direction} {plan.form}"
-        self._transfers = Transfers(plan.group, Call(f"ring ({name})", plan.step, form), to, come)
+        self._transfers = Transfers(plan.group, f"step {plan.step}: ring ({name})", to, come)
 
     def wait(self) -> Tensor:
         """What arrived."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.call_marks import agree_on_call, going_back, numbers_of
+from bascule.attention.call_marks import agree_on_call
 from bascule.attention.call_spec import CallSpec, naming, spec_of
 from bascule.attention.layout import SequenceLayout
 from bascule.comm.groups import RankGroup
@@ -100,6 +100,7 @@ torch.library.define(
 )
 tokens_to_heads = torch.ops.bascule.tokens_to_heads.default
 heads_to_tokens = torch.ops.bascule.heads_to_tokens.default
+TO_HEADS, TO_TOKENS = "all_to_all (tokens to heads)", "all_to_all (heads to tokens)"
 
 
 @torch.library.impl("bascule::tokens_to_heads", "CompositeExplicitAutograd")
@@ -115,9 +116,8 @@ def _tokens_to_heads(
     if segments:
         batch, tokens = xs[0].shape[:2]
         agree_on_call(call, call.layout(segments), batch, tokens, None)
-    what = call.call("all_to_all (tokens to heads)")
     with naming("tokens_to_heads", xs):
-        return exchange_of(call, lens).start_to_heads(xs, what, order)()
+        return exchange_of(call, lens).start_to_heads(xs, TO_HEADS, order)()
 
 
 @torch.library.register_fake("bascule::tokens_to_heads")
@@ -138,11 +138,10 @@ def _heads_to_tokens(
     One all-to-all over the Ulysses ranks; `order` is as `TokenOrder.back`.
     """
     call = spec_of(spec)
-    what = call.call("all_to_all (heads to tokens)")
     rows = xs[0] if len(xs) == 1 else torch.cat(xs, 2)
     heads = [x.shape[2] for x in xs]
     with naming("heads_to_tokens", xs):
-        return exchange_of(call, lens).start_to_tokens(rows, heads, what, order)()
+        return exchange_of(call, lens).start_to_tokens(rows, heads, TO_TOKENS, order)()
 
 
 @torch.library.register_fake("bascule::heads_to_tokens")
@@ -232,7 +231,6 @@ class _ToHeads(torch.autograd.Function):
         rows = tokens_to_heads(sent, whole, lens, segments, spec)
         all_heads = sum(x.shape[2] for x in xs)
         found = rows.split([x.shape[2] * rows.shape[2] // all_heads for x in xs], dim=2)
-        ctx.numbers = numbers_of(spec)
         if settings is None:
             return found
         fmt, own, *centres = settings
@@ -244,7 +242,6 @@ class _ToHeads(torch.autograd.Function):
     @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (back,) = ctx.saved_tensors
-        going_back(ctx.spec, ctx.numbers, grads[0])
         return None, None, None, *heads_to_tokens(list(grads), back, ctx.lens, ctx.spec)
 
 
@@ -268,14 +265,12 @@ class _ToTokens(torch.autograd.Function):
             sent = packed(wire, out, wire.of_heads(*own).out_centre(out.shape[2]))
             (rows,) = heads_to_tokens([sent], back, lens, spec)
             rows = unpacked(wire, rows, out.dtype, wire.out_centre(rows.shape[2]))
-        ctx.numbers = numbers_of(spec)
         return rows
 
     @staticmethod
     @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (whole,) = ctx.saved_tensors
-        going_back(ctx.spec, ctx.numbers, grads[0])
         return None, None, None, tokens_to_heads(list(grads), whole, ctx.lens, [], ctx.spec)
 
 

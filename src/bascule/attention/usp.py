@@ -10,7 +10,7 @@ Shapes: T tokens of this rank, S of its Ulysses ranks, H heads, K key-value head
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from bascule.attention.ring import RingPlan, ring_backward, ring_forward
 from bascule.attention.ulysses import TokenOrder
-from bascule.comm.guard.calls import Call
 from bascule.comm.heads import HeadExchange
 from bascule.comm.transforms import refuse_second
 
@@ -38,8 +37,8 @@ class SharedHeads:
     exchange: HeadExchange
     order: TokenOrder
     num_heads: tuple[int, int]
-    to_heads: Call
-    to_tokens: Call
+    to_heads: str
+    to_tokens: str
 
     def bring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """(1, S, this rank's heads of all three, D) of (T, heads, D) each. One all-to-all."""
@@ -60,10 +59,6 @@ class SharedHeads:
         rows = (xs[0] if len(xs) == 1 else torch.cat(xs, 1)).transpose(1, 2)
         heads = [x.shape[1] for x in xs]
         return self.exchange.start_to_tokens(rows, heads, self.to_tokens, self.order.back)()
-
-    def go_back(self, number: int) -> None:
-        """Mark what follows as the backward of the call before which the group made so many."""
-        self.exchange.group.calls.mean(f"gradients of {number}")
 
 
 def usp_attention(
@@ -90,7 +85,7 @@ class _Attention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, heads: SharedHeads | None
     ) -> Tensor:
         done = usp_forward(q, k, v, plan, heads)
-        ctx.plan, ctx.heads, ctx.numbers = plan, heads, done.numbers
+        ctx.plan, ctx.heads = plan, heads
         ctx.save_for_backward(*done.rows, done.out, done.lse)
         return done.own
 
@@ -98,7 +93,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second(grads[0])
         saved = ctx.saved_tensors  # first: checkpointing may compute them, with calls of its own
-        return *usp_backward(grads[0], saved, ctx.numbers, ctx.plan, ctx.heads), None, None
+        return *usp_backward(grads[0], saved, ctx.plan, ctx.heads), None, None
 
 
 class Forward(NamedTuple):
@@ -110,7 +105,6 @@ class Forward(NamedTuple):
         rows: (1, heads, S, D) each, what was attended: q, k and v.
         out: (1, heads, S, D) the output.
         lse: (1, heads, S) its LSE.
-        numbers: How many calls the ring and the Ulysses ranks had made.
     """
 
     own: Tensor
@@ -118,7 +112,6 @@ class Forward(NamedTuple):
     rows: tuple[Tensor, ...]
     out: Tensor
     lse: Tensor
-    numbers: tuple[int, int]
 
 
 def usp_forward(
@@ -132,28 +125,22 @@ def usp_forward(
         whole = heads.bring(q, k, v)
         q, k, v = rows = heads.parts(whole)
     out, lse = ring_forward(q, k, v, plan)
-    rings = 0 if plan.group is None else plan.group.calls.number
     if heads is None:
         kept = out.detach()
         own = out.transpose_(1, 2).squeeze_(0)  # in place: a view could not be written to
-        return Forward(own, None, rows, kept, lse, (rings, 0))
+        return Forward(own, None, rows, kept, lse)
     (own,) = heads.take_back(out)
-    return Forward(own, whole, rows, out, lse, (rings, heads.exchange.group.calls.number))
+    return Forward(own, whole, rows, out, lse)
 
 
 def usp_backward(
     grad: Tensor,
     saved: Sequence[Tensor],
-    numbers: Sequence[int],
     plan: RingPlan,
     heads: SharedHeads | None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k and v at home; `saved` are the rows, the output and the LSE."""
-    if heads is not None:
-        heads.go_back(numbers[1])
     grad = by_head(grad) if heads is None else heads.bring_one(grad)
-    if plan.group is not None:
-        plan = replace(plan, form=f"{plan.form}, gradients of {numbers[0]}")
     q, k, v, out, lse = saved
     found = ring_backward(grad, q, k, v, out, lse, plan)
     if heads is None:

@@ -17,7 +17,6 @@ from bascule.bench.options import BenchOptions
 from bascule.comm.agree import agree_on
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, resolve
-from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import new_group
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
@@ -152,13 +151,13 @@ class Paired:
 
     def slowest(self, step: int, *seconds: float) -> list[float]:
         """Each of them on the rank where it is largest."""
-        call = Call("all_gather (seconds)", step)
+        call = f"step {step}: all_gather (seconds)"
         of_ranks = torch.tensor(seconds, dtype=torch.float64, device=device_of(self.group))
         return all_gather(self.group, call, of_ranks).amax(0).tolist()
 
     def reduced(self, numbers: torch.Tensor, what: str, step: int) -> torch.Tensor:
         """The sum of a tensor over all ranks."""
-        call = Call(f"all_reduce ({what})", step)
+        call = f"step {step}: all_reduce ({what})"
         return all_reduce(self.group, call, numbers.to(device_of(self.group))).to(numbers.device)
 
     @torch.no_grad()
@@ -195,7 +194,7 @@ class Paired:
     def _longest(self, step: int) -> int:
         longest = torch.tensor([max(self.own_lens(step), default=0), 256])
         longest = longest.to(device_of(self.group))
-        return int(all_gather(self.group, Call("all_gather (longest sequence)"), longest).max())
+        return int(all_gather(self.group, "all_gather (longest sequence)", longest).max())
 
 
 class Comparison(Paired):

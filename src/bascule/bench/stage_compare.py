@@ -18,7 +18,6 @@ from bascule.bench.compare import Comparison, Setting, StepRecord, summarize
 from bascule.bench.options import BenchOptions
 from bascule.comm.collectives import all_gather
 from bascule.comm.groups import device_of
-from bascule.comm.guard.calls import Call
 from bascule.encoders import EncoderOptions
 from bascule.plan.metrics import imbalance
 from bascule.training.run.stopwatch import Stopwatch, watch_blocks
@@ -107,7 +106,7 @@ class StagedComparison(Comparison):
 
     def _of_ranks(self, times: Floats, step: int) -> Floats:
         """(arms, stages, 2, ranks)."""
-        call = Call("all_gather (seconds of stages)", step + 1)
+        call = f"step {step + 1}: all_gather (seconds of stages)"
         own = torch.from_numpy(times.reshape(-1)).to(device_of(self.group))
         gathered = all_gather(self.group, call, own).cpu().numpy()
         return np.moveaxis(gathered.reshape(-1, *times.shape), 0, -1)

@@ -37,7 +37,6 @@ from bascule.calibrate.timed import (
 from bascule.comm.agree import agree_on
 from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import telling
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, mesh_of_all
 from bascule.errors import ConfigError
@@ -222,7 +221,7 @@ def _hosts(group: RankGroup) -> list[str]:
     """(N,) name of the machine of each rank. One all-gather."""
     name = socket.gethostname().encode()[:64].ljust(64, b"\0")
     own = torch.frombuffer(bytearray(name), dtype=torch.uint8)
-    found = all_gather(group, Call("all_gather (calibrate, hosts)"), own)
+    found = all_gather(group, "all_gather (calibrate, hosts)", own)
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in found]
 
 

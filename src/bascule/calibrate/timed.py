@@ -24,7 +24,6 @@ from bascule.comm.collectives import (
     reduce_scatter,
 )
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.plan.calibration import ALL_TO_ALL, POINT_TO_POINT
 
 COLLECTIVE = "collective"
@@ -72,9 +71,9 @@ def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) 
     own = np.zeros(len(probes))
     for place, probe in enumerate(probes):
         together = torch.zeros(1)
-        all_gather(group, Call("all_gather (timing, to begin together)"), together)
+        all_gather(group, "all_gather (timing, to begin together)", together)
         own[place] = seconds_of(probe, device)
-    return all_gather(group, Call("all_gather (timing, seconds)"), torch.from_numpy(own)).numpy()
+    return all_gather(group, "all_gather (timing, seconds)", torch.from_numpy(own)).numpy()
 
 
 def seconds_of(probe: Probe, device: torch.device) -> float:
@@ -125,9 +124,9 @@ def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]
     return [Probe(COLLECTIVE, name, on, size, x, run, count) for name, (x, run) in runs.items()]
 
 
-def call_of(name: str, size: int, where: torch.device) -> Call:
+def call_of(name: str, size: int, where: torch.device) -> str:
     """How a timed call is marked."""
-    return Call(f"{name} (timing)", form=f"{size} bytes on {where.type}")
+    return f"{name} (timing)"
 
 
 def in_a_row(size: int) -> int:

@@ -16,7 +16,6 @@ import torch
 from bascule.arrays import Ints
 from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import tell
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
@@ -146,10 +145,8 @@ def _message(statement: Statement, capacity: int) -> Ints:
 
 def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
     """(size, words) the messages of all ranks."""
-    # What and step are compared below, so that an error can name both.
-    call = Call(f"all_gather ({what})", step, kind=f"agreement of {message.size} words")
     own = torch.from_numpy(message).to(device_of(group))
-    return all_gather(group, call, own).cpu().numpy()
+    return all_gather(group, f"step {step}: all_gather ({what})", own).cpu().numpy()
 
 
 def _raise_reported(table: Ints, group: RankGroup, what: str, step: int) -> None:

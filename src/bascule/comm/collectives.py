@@ -1,7 +1,7 @@
 """Every collective of bascule: rows and numbers between the ranks of a group.
 
-On the host each is a set of messages from rank to rank, tagged with the mark of its call (`calls`),
-so that ranks that make unlike calls never get each other's rows. On other devices they are the
+On the host each is a set of messages from rank to rank, tagged with the number of its call
+(`calls`), so that two calls in flight are never mixed. On other devices they are the
 collectives of the back end, or its point-to-point, whose messages have no tags. Groups of gloo take
 tensors of CUDA only where the user chose it (`groups.stage_cuda`): as messages between hosts.
 
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bascule.comm.groups import RankGroup, timeout_of
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import begin, call, failure
 from bascule.comm.staging import HostCopies, table_on
 from bascule.comm.world import this_world
@@ -40,8 +39,7 @@ class Transfers:
 
     Args:
         group: The ranks.
-        what: The call that this is, the same on all ranks of the group; those that neither send nor
-            receive make it, too.
+        where: The call, as errors name it; ranks that neither send nor receive make it, too.
         sent: By place in the group, what that rank gets: contiguous, and alive until the wait.
         received: By place in the group, what is written with what that rank sent.
         collective: Moves them instead of messages, where the back end has one.
@@ -54,7 +52,7 @@ class Transfers:
     def __init__(
         self,
         group: RankGroup,
-        what: Call,
+        where: str,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
         collective: Callable[[], dist.Work | None] | None = None,
@@ -70,7 +68,7 @@ class Transfers:
             and group.calls.has_tags
             and all(x.is_cpu for xs in self._kept for x in xs.values())
         )
-        self._ongoing = begin(group, what)
+        self._ongoing = begin(group, where)
         self._works: list[dist.Work] = []
         try:
             if collective is not None:
@@ -82,16 +80,16 @@ class Transfers:
                 self._post()
         except RuntimeError as error:
             group.calls.finish(is_done=False)
-            raise failure(group, what, error) from error
+            raise failure(group, where, error) from error
 
     def _post_tagged(self) -> None:
         """Messages of no bytes, too: ranks always meet. What `dist.isend` checks is known here."""
-        process_group, mark = self._group.process_group, self._ongoing.begun.mark
+        process_group, tag = self._group.process_group, self._ongoing.begun.tag
         sent, received = self._kept
         for place, x in received.items():
-            self._works.append(process_group.recv([x], self._group.places[place], mark))
+            self._works.append(process_group.recv([x], self._group.places[place], tag))
         for place, x in sent.items():
-            self._works.append(process_group.send([x], self._group.places[place], mark))
+            self._works.append(process_group.send([x], self._group.places[place], tag))
         self._group.calls.num_messages += len(received) + len(sent)
 
     def _post(self) -> None:
@@ -125,14 +123,14 @@ class Transfers:
 
 def all_to_all(
     group: RankGroup,
-    what: Call,
+    where: str,
     received: Tensor,
     sent: Tensor,
     recv_splits: Sequence[int],
     send_splits: Sequence[int],
 ) -> None:
     """Send rows to each rank and receive from each, in the order of places; see `AllToAll`."""
-    AllToAll(group, what, received, sent, recv_splits, send_splits).wait()
+    AllToAll(group, where, received, sent, recv_splits, send_splits).wait()
 
 
 class AllToAll:
@@ -140,7 +138,7 @@ class AllToAll:
 
     Args:
         group: The ranks.
-        what: The call that this is, the same on all of them.
+        where: The call, as errors name it.
         received: Written with what arrives; contiguous.
         sent: Contiguous; alive until the wait.
         recv_splits: Rows of `received` from each rank, in the order of places.
@@ -150,7 +148,7 @@ class AllToAll:
     def __init__(
         self,
         group: RankGroup,
-        what: Call,
+        where: str,
         received: Tensor,
         sent: Tensor,
         recv_splits: Sequence[int],
@@ -160,12 +158,12 @@ class AllToAll:
         if not _goes_by_messages(group, sent):
             splits = list(recv_splits), list(send_splits)
             collective = partial(_all_to_all_of_backend, group, received, sent, *splits)
-            self._transfers = Transfers(group, what, {0: sent}, {0: received}, collective)
+            self._transfers = Transfers(group, where, {0: sent}, {0: received}, collective)
             return
         come = dict(enumerate(received.split_with_sizes(recv_splits)))
         to = dict(enumerate(sent.split_with_sizes(send_splits)))
         self._own = come.pop(group.rank), to.pop(group.rank)
-        self._transfers = Transfers(group, what, to, come)
+        self._transfers = Transfers(group, where, to, come)
 
     def wait(self) -> None:
         """As that of `Transfers`."""
@@ -192,30 +190,30 @@ def _all_to_all_of_backend(
     return dist.all_to_all(come, to, group=process_group, async_op=True)
 
 
-def all_gather(group: RankGroup, what: Call, own: Tensor) -> Tensor:
+def all_gather(group: RankGroup, where: str, own: Tensor) -> Tensor:
     """(N, ...) what each rank gives, in the order of places.
 
     Args:
         group: N ranks.
-        what: The call that this is, the same on all of them.
+        where: The call, as errors name it.
         own: Of the same shape and dtype on all ranks; any dtype.
     """
     own = own.contiguous()
     gathered = own.new_empty(group.size, *own.shape)
     into, given = as_bytes(gathered), as_bytes(own)
     if not _goes_by_messages(group, own):
-        with call(group, what):
+        with call(group, where):
             all_gather_single(into, given, group=group.process_group)
         return gathered if group.is_in_order else gathered[table_on(_places_of(group), own.device)]
     parts = into.view(group.size, -1).unbind(0)
     come = {place: parts[place] for place in group.others}
-    transfers = Transfers(group, what, dict.fromkeys(group.others, given), come)
+    transfers = Transfers(group, where, dict.fromkeys(group.others, given), come)
     gathered[group.rank] = own
     transfers.wait()
     return gathered
 
 
-def reduce_scatter(group: RankGroup, what: Call, parts: Tensor) -> Tensor:
+def reduce_scatter(group: RankGroup, where: str, parts: Tensor) -> Tensor:
     """The sum over the ranks of their part for this one: (N, ...) to (...).
 
     In the dtype of `parts`, and on the host in the order of places.
@@ -224,17 +222,17 @@ def reduce_scatter(group: RankGroup, what: Call, parts: Tensor) -> Tensor:
         if not group.is_in_order:
             parts = parts[table_on(_places_of(group).argsort(), parts.device)]
         own = parts.new_empty(parts.shape[1:])
-        with call(group, what):
+        with call(group, where):
             into, given = own.view(-1), parts.contiguous().view(-1)
             reduce_scatter_single(into, given, group=group.process_group)
         return own
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    all_to_all(group, what, received, parts, [1] * group.size, [1] * group.size)
+    all_to_all(group, where, received, parts, [1] * group.size, [1] * group.size)
     return received.sum(dim=0)
 
 
-def all_reduce(group: RankGroup, what: Call, x: Tensor) -> Tensor:
+def all_reduce(group: RankGroup, where: str, x: Tensor) -> Tensor:
     """The sum of a tensor over the ranks, the same on all of them.
 
     On the host every rank adds up what all gave, in the order of places; of a large tensor each
@@ -242,31 +240,31 @@ def all_reduce(group: RankGroup, what: Call, x: Tensor) -> Tensor:
     """
     if _goes_by_messages(group, x):
         if x.numel() <= _SMALL:
-            return all_gather(group, what, x).sum(dim=0)
+            return all_gather(group, where, x).sum(dim=0)
         padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % group.size))
-        own = reduce_scatter(group, what, padded.view(group.size, -1))
-        return all_gather(group, what, own).flatten()[: x.numel()].view(x.shape)
+        own = reduce_scatter(group, where, padded.view(group.size, -1))
+        return all_gather(group, where, own).flatten()[: x.numel()].view(x.shape)
     total = x.clone()
-    with call(group, what):
+    with call(group, where):
         dist.all_reduce(total, group=group.process_group)
     return total
 
 
-def broadcast(group: RankGroup, what: Call, x: Tensor) -> Tensor:
+def broadcast(group: RankGroup, where: str, x: Tensor) -> Tensor:
     """The tensor of the first rank, on every rank."""
     x = x.clone(memory_format=torch.contiguous_format)
     if not _goes_by_messages(group, x):
-        with call(group, what):
+        with call(group, where):
             dist.broadcast(x, group.ranks[0], group=group.process_group)
         return x
     is_first = group.rank == 0
     to = dict.fromkeys(group.others, x) if is_first else {}
-    Transfers(group, what, to, {} if is_first else {0: x}).wait()
+    Transfers(group, where, to, {} if is_first else {0: x}).wait()
     return x
 
 
 def _goes_by_messages(group: RankGroup, x: Tensor) -> bool:
-    """Where they carry marks, or where the collectives of the back end need other ranks, too."""
+    """Where these carry tags, or where the collectives of the back end need other ranks, too."""
     return (group.calls.has_tags and (x.is_cpu or is_staged(group, x))) or group.is_part
 
 

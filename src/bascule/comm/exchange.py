@@ -15,7 +15,6 @@ from torch import Tensor
 from bascule.arrays import Ints
 from bascule.comm.collectives import all_gather, all_to_all, as_bytes, reduce_scatter
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.comm.staging import Staging, table_on
 from bascule.comm.transforms import only_first, refuse_transforms
 from bascule.errors import ConfigError
@@ -35,7 +34,6 @@ class BoundRoute:
         device: Where the tensors are.
         step: Step number in errors.
         name: Its name in errors.
-        form: What else must be the same on all ranks, as text.
         num_rows: Rows at the source, where a row may go to several ranks; None: each goes to one.
     """
 
@@ -44,7 +42,6 @@ class BoundRoute:
     device: torch.device
     step: int
     name: str
-    form: str = ""
     num_rows: int | None = None
 
     @cached_property
@@ -96,7 +93,7 @@ class BoundRoute:
         return back
 
     def _along(self, route: Route, name: str) -> "BoundRoute":
-        return BoundRoute(route, self.group, self.device, self.step, name, self.form)
+        return BoundRoute(route, self.group, self.device, self.step, name)
 
 
 def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -112,41 +109,40 @@ def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]
         Each (S, ...), with its dtype and bits.
     """
     refuse_transforms(route.name, *tensors)
-    return _Exchange.apply(route, -1, *tensors)
+    return _Exchange.apply(route, *tensors)
 
 
 class _Exchange(torch.autograd.Function):
     """Linear, so its derivatives are exchanges too, of any order."""
 
     @staticmethod
-    def forward(ctx: Any, route: BoundRoute, of: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, route: BoundRoute, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.route = route
-        received = move_rows(route, tensors, of=of)
-        ctx.number = route.group.calls.number
+        received = move_rows(route, tensors)
         # What needs no gradient here needs none there either: positions stay out of the graph.
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[1:]
         pairs = zip(received, needed, strict=True)
         ctx.mark_non_differentiable(*(t for t, is_needed in pairs if not is_needed))
         return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
+        needed = ctx.needs_input_grad[1:]
         sent = [grad for grad, is_needed in zip(grads, needed, strict=True) if is_needed]
         route: BoundRoute = ctx.route
         if route.num_rows is None:
-            received = iter(_Exchange.apply(route.inverse, ctx.number, *sent))
+            received = iter(_Exchange.apply(route.inverse, *sent))
         else:
-            copies = _Exchange.apply(route.back_to_copies, ctx.number, *sent)
+            copies = _Exchange.apply(route.back_to_copies, *sent)
             received = (_summed(route, one, route.num_rows) for one in copies)
-        return (None, None, *(next(received) if is_needed else None for is_needed in needed))
+        return (None, *(next(received) if is_needed else None for is_needed in needed))
 
 
-def move_back(route: BoundRoute, grads: Sequence[Tensor], of: int) -> tuple[Tensor, ...]:
-    """The gradients of rows that `move_rows` moved in its call `of`."""
+def move_back(route: BoundRoute, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the gradients of rows that `move_rows` moved."""
     if route.num_rows is None:
-        return move_rows(route.inverse, grads, of=of)
-    copies = move_rows(route.back_to_copies, grads, of=of)
+        return move_rows(route.inverse, grads)
+    copies = move_rows(route.back_to_copies, grads)
     return tuple(_summed(route, one, route.num_rows) for one in copies)
 
 
@@ -186,15 +182,13 @@ class _Spread(torch.autograd.Function):
         out = (
             None if is_kept else _staged(route.group.staging, "rows spread", num_received, parts[0])
         )
-        moved = move_rows(route, [rows], out)[0]
-        ctx.number = route.group.calls.number
-        return moved
+        return move_rows(route, [rows], out)[0]
 
     @staticmethod
     @only_first
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), route = grads, ctx.route
-        (copies,) = move_rows(route.back_to_copies, [grad], of=ctx.number)
+        (copies,) = move_rows(route.back_to_copies, [grad])
         return None, *_summed(route, copies, sum(ctx.sizes)).split(ctx.sizes)
 
 
@@ -205,12 +199,9 @@ def _staged(staging: Staging, role: str, num_rows: int, like: Tensor) -> Tensor:
 
 
 def move_rows(
-    route: BoundRoute, tensors: Sequence[Tensor], out: Tensor | None = None, of: int = -1
+    route: BoundRoute, tensors: Sequence[Tensor], out: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """The rows that arrive; of one tensor in `out`, if it is given.
-
-    `of` is the call whose gradients these are: ranks must go back through the same one.
-    """
+    """Return the rows that arrive; of one tensor in `out`, if it is given."""
     rows = [_as_integers(tensor) for tensor in tensors]
     places, row_bytes = _row_format(rows)
     sent = _pack(rows, places, row_bytes, route.send_index, route.group.staging)
@@ -226,9 +217,8 @@ def move_rows(
         if arrives_in_place
         else _staged(route.group.staging, "rows received", num_received, sent)
     )
-    form = f"{route.form} {[(str(x.dtype), *x.shape[1:]) for x in tensors]} of {of}"
-    call = Call(f"all_to_all ({route.name})", route.step, form)
-    all_to_all(route.group, call, received, sent, route.recv_splits, route.send_splits)
+    where = f"step {route.step}: all_to_all ({route.name})"
+    all_to_all(route.group, where, received, sent, route.recv_splits, route.send_splits)
     if not arrives_in_place:
         for out, place in zip(map(_as_integers, outs), places, strict=True):
             _select(_part(received, out, place), route.recv_index, out)
@@ -334,8 +324,8 @@ def samples_of_all(
     """The forward of `gather_samples`, which autograd does not record; `padded` rows a rank."""
     rows = tensor.new_zeros(padded, *tensor.shape[1:])
     rows[: tensor.shape[0]] = tensor
-    call = Call("all_gather (samples)", step, f"{tensor.dtype} {list(rows.shape)}")
-    return all_gather(group, call, rows).flatten(0, 1).index_select(0, valid)
+    gathered = all_gather(group, f"step {step}: all_gather (samples)", rows)
+    return gathered.flatten(0, 1).index_select(0, valid)
 
 
 def sample_gradients(
@@ -345,8 +335,8 @@ def sample_gradients(
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = grad.new_zeros(group.size * padded, *grad.shape[1:], dtype=wide)
     rows.index_copy_(0, valid, grad.to(wide))
-    call = Call("reduce_scatter (samples' gradients)", step, f"{grad.dtype} {list(rows.shape)}")
-    own = reduce_scatter(group, call, rows.unflatten(0, (group.size, padded)))
+    where = f"step {step}: reduce_scatter (samples' gradients)"
+    own = reduce_scatter(group, where, rows.unflatten(0, (group.size, padded)))
     return own[:num_samples].to(grad.dtype)
 
 

@@ -26,7 +26,7 @@ class RankGroup:
     """Ranks that make calls together: a process group, or some members of one.
 
     Some members need no process group of their own: they send each other messages over that of all,
-    with marks that are theirs.
+    with tags that are theirs.
 
     Torch keeps a group until it is destroyed, and does not end well if somebody else still does
     then: threads of gloo outlive the interpreter and abort the process. So it is only referred to.
@@ -194,8 +194,7 @@ def _calls_of(group: dist.ProcessGroup, part: str) -> Calls:
     if part not in parts:
         carries = dist.get_backend_config(group)
         has_cuda = "cuda:" in carries and "cuda:gloo" not in carries
-        made = parts[part] = Calls(has_tags="cpu:gloo" in carries, has_cuda=has_cuda)
-        made.mean(part)
+        made = parts[part] = Calls(part, has_tags="cpu:gloo" in carries, has_cuda=has_cuda)
         made.ended = next((calls.ended for calls in parts.values() if calls.ended), None)
     return parts[part]
 

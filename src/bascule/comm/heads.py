@@ -15,7 +15,6 @@ from torch import Tensor
 
 from bascule.comm.collectives import AllToAll
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.plan.traffic import HeadShares
 
 _NUM_FORMS = 64
@@ -58,7 +57,6 @@ class _Form:
     """What every exchange of tensors of these shapes needs, in both directions.
 
     Attributes:
-        call: The call, with all that decides how many bytes go where.
         by_heads: (U,) elements of each rank's heads and this rank's tokens.
         by_tokens: (U,) elements of each rank's tokens and this rank's heads.
         whole: (B, S, this rank's heads of all tensors, D).
@@ -66,7 +64,6 @@ class _Form:
         runs: At most two, for any number of ranks.
     """
 
-    call: Call
     by_heads: list[int]
     by_tokens: list[int]
     whole: tuple[int, int, int, int]
@@ -103,7 +100,7 @@ class HeadExchange:
         return x.narrow(2, self.shares.first(rank) * each, self.shares.of(rank) * each)
 
     def start_to_heads(
-        self, xs: Sequence[Tensor], call: Call, order: Tensor | None = None
+        self, xs: Sequence[Tensor], where: str, order: Tensor | None = None
     ) -> Callable[[], Tensor]:
         """Send tensors at home; what is returned waits for (B, S, share of all heads, D).
 
@@ -111,10 +108,10 @@ class HeadExchange:
 
         Args:
             xs: Tensors at home.
-            call: What this is.
+            where: The call, as errors name it.
             order: (S,) which of the tokens, as they come, is at each place; None: as they come.
         """
-        form = self._form_at_home(xs, call)
+        form = self._form_at_home(xs)
         sent = self.group.staging.take("sent", sum(form.by_heads), xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
@@ -125,7 +122,7 @@ class HeadExchange:
         else:
             received = self.group.staging.take("received", sum(form.by_tokens), xs[0])
             rows = received.view(form.whole)
-        moving = AllToAll(self.group, form.call, received, sent, form.by_tokens, form.by_heads)
+        moving = AllToAll(self.group, where, received, sent, form.by_tokens, form.by_heads)
 
         def finish() -> Tensor:
             moving.wait()
@@ -138,24 +135,24 @@ class HeadExchange:
         return finish
 
     def start_to_tokens(
-        self, rows: Tensor, heads: Sequence[int], call: Call, order: Tensor | None = None
+        self, rows: Tensor, heads: Sequence[int], where: str, order: Tensor | None = None
     ) -> Callable[[], list[Tensor]]:
         """The inverse: send (B, S, share of all heads, D), wait for tensors at home.
 
         Args:
             rows: This rank's heads of all tensors side by side.
             heads: How many of each.
-            call: What this is.
+            where: The call, as errors name it.
             order: (S,) as for `start_to_heads`, the inverse.
         """
-        form = self._form_of_heads(rows, heads, call)
+        form = self._form_of_heads(rows, heads)
         if order is not None:
             rows = rows.index_select(1, order)
         if form.whole[0] > 1:
             rows = torch.cat([part.reshape(-1) for part in rows.split(list(self.lens), dim=1)])
         sent = rows.contiguous().view(-1)
         received = self.group.staging.take("received", sum(form.by_heads), rows)
-        moving = AllToAll(self.group, form.call, received, sent, form.by_heads, form.by_tokens)
+        moving = AllToAll(self.group, where, received, sent, form.by_heads, form.by_tokens)
 
         def finish() -> list[Tensor]:
             moving.wait()
@@ -169,21 +166,21 @@ class HeadExchange:
 
         return finish
 
-    def _form_at_home(self, xs: Sequence[Tensor], call: Call) -> _Form:
-        key = (call, xs[0].dtype, *[x.shape for x in xs])
+    def _form_at_home(self, xs: Sequence[Tensor]) -> _Form:
+        key = (xs[0].dtype, *[x.shape for x in xs])
         form = self._forms.get(key)
         if form is None:
             batch = xs[0].shape[0] if self.has_batch else 1
             factors = [x.shape[-2] // self.shares.num_kv_heads for x in xs]
-            form = self._keep(key, self._made(call, xs[0], batch, factors))
+            form = self._keep(key, self._made(xs[0], batch, factors))
         return form
 
-    def _form_of_heads(self, rows: Tensor, heads: Sequence[int], call: Call) -> _Form:
-        key = (call, rows.dtype, rows.shape, *heads)
+    def _form_of_heads(self, rows: Tensor, heads: Sequence[int]) -> _Form:
+        key = (rows.dtype, rows.shape, *heads)
         form = self._forms.get(key)
         if form is None:
             factors = [num // self.shares.of(self.group.rank) for num in heads]
-            form = self._keep(key, self._made(call, rows, rows.shape[0], factors))
+            form = self._keep(key, self._made(rows, rows.shape[0], factors))
         return form
 
     def _keep(self, key: Hashable, form: _Form) -> _Form:
@@ -192,15 +189,12 @@ class HeadExchange:
         self._forms[key] = form
         return form
 
-    def _made(self, call: Call, x: Tensor, batch: int, factors: list[int]) -> _Form:
+    def _made(self, x: Tensor, batch: int, factors: list[int]) -> _Form:
         """For tensors with so many heads for each key-value head."""
         shares, rank, width = self.shares, self.group.rank, x.shape[-1]
         tokens, own, each = self.lens[rank], shares.of(rank), sum(factors)
-        heads = f"{factors} for each of {shares.num_kv_heads} heads"
-        rows = f"{batch} x {self.lens} x {heads} x {width} {x.dtype}"
         home = (batch, tokens) if self.has_batch else (tokens,)
         return _Form(
-            call=Call(call.what, call.step, f"{rows}, {call.form}"),
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
             by_tokens=[batch * num * each * width * own for num in self.lens],
             whole=(batch, sum(self.lens), each * own, width),

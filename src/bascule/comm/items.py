@@ -39,7 +39,6 @@ from bascule.arrays import Ints, Ranks
 from bascule.comm.collectives import all_gather, all_to_all
 from bascule.comm.exchange import has_gradient
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.comm.transforms import only_first, refuse_transforms
 from bascule.errors import ConfigError
 
@@ -418,7 +417,7 @@ def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> 
     sizes = num_bytes[gets]
     places, recv_splits = _lay_out(move.source[gets], sizes, size)
     received = torch.empty(sum(recv_splits), dtype=torch.uint8, device=device)
-    call = Call(f"all_to_all ({move.name})", move.step)
+    call = f"step {move.step}: all_to_all ({move.name})"
     all_to_all(move.group, call, received, sent, recv_splits, send_splits)
     pairs = zip(places, sizes.tolist(), strict=True)
     return [received[place : place + count] for place, count in pairs]
@@ -624,17 +623,17 @@ def _slowest(group: RankGroup, device: torch.device, num_bytes: int) -> float:
     sent = torch.zeros(group.size * num_bytes, dtype=torch.uint8, device=device)
     best = torch.full((1,), np.inf, dtype=torch.float64, device=device)
     for _ in range(_NUM_PROBES):
-        float(all_gather(group, Call("all_gather (measuring)"), best).max())  # to begin together
+        float(all_gather(group, "all_gather (measuring)", best).max())  # to begin together
         start = time.perf_counter()
         int(_move_bytes(group, sent)[0])  # has arrived, on a device too
         best[0] = min(float(best), time.perf_counter() - start)
-    return float(all_gather(group, Call("all_gather (measured)"), best).max())
+    return float(all_gather(group, "all_gather (measured)", best).max())
 
 
 def _move_bytes(group: RankGroup, sent: Tensor) -> Tensor:
     """As many to each rank."""
     splits, received = [sent.numel() // group.size] * group.size, torch.empty_like(sent)
-    all_to_all(group, Call("all_to_all (measuring)"), received, sent, splits, splits)
+    all_to_all(group, "all_to_all (measuring)", received, sent, splits, splits)
     return received
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.comm.transforms import only_first
 from bascule.errors import ConfigError
 
@@ -111,7 +110,7 @@ def mean_and_scale(values: Tensor, weights: Tensor | None, over: MeanOver) -> tu
         counted = weights.double()
     counted = counted.expand_as(values)
     sums = torch.stack([(wide * counted).sum(), counted.sum()])
-    sums = all_reduce(over.group, Call("all_reduce (mean)", over.step), sums)
+    sums = all_reduce(over.group, f"step {over.step}: all_reduce (mean)", sums)
     inverse = torch.where(sums[1] == 0.0, 0.0, sums[1].reciprocal())
     return (sums[0] * inverse).to(values.dtype), inverse * over.divisor
 

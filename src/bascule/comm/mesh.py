@@ -117,16 +117,6 @@ class AttentionMesh:
         """Whether none of its process groups was destroyed."""
         return all(group is None or group.reference() for group in self.groups)
 
-    def hand_over(self) -> None:
-        """Let another thread attend on this mesh from here on, as for the next request served.
-
-        All ranks call it between the same two calls; where they do not, the next one fails. No
-        collective.
-        """
-        for group in self.groups:
-            if group is not None:
-                group.calls.hand_over()
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

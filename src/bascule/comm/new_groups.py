@@ -13,7 +13,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from bascule.comm.groups import RankGroup, member_of, resolve
 from bascule.comm.guard import notes
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import end_all, failure
 from bascule.comm.guard.verdicts import Verdict
 from bascule.comm.guard.watch import watch_of_world
@@ -40,7 +39,7 @@ def new_group(
         CommError: A member did not come in time, or never can.
     """
     check_timeout(timeout_s)
-    world, what, verdict = resolve(None), Call("new_group"), None
+    world, verdict = resolve(None), None
     in_order = sorted(ranks)
     place = in_order.index(dist.get_rank())
     meeting = f"{name} of ranks {in_order}"
@@ -53,7 +52,7 @@ def new_group(
         group = _connect(in_order, f"{meeting}/{number}", f"bascule {name}", timeout_s, backend)
     except RuntimeError as error:
         own = RankGroup(weakref.ref(world), place, tuple(in_order), (), name)
-        raise failure(own, what, error, verdict) from error
+        raise failure(own, "new_group", error, verdict) from error
     notes.erase(notes.FAILED, dist.get_rank())  # what ended before does not concern this one
     return member_of(group, name)
 

@@ -34,7 +34,6 @@ from torch.nn import functional
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.errors import ConfigError
 
 Format = Literal["int8", "e4m3"]
@@ -177,7 +176,7 @@ def take_centres(k: Tensor, v: Tensor, group: RankGroup | None) -> Tensor:
     """
     sums = torch.stack([_sum_of_usual(x.detach()) for x in (k, v)])
     if group is not None:
-        sums = all_reduce(group, Call("all_reduce (centres)", form=str(k.shape[-1])), sums)
+        sums = all_reduce(group, "all_reduce (centres)", sums)
     means = sums[..., :-1] / sums[..., -1:].clamp(min=1.0)
     # Sums that overflow must not make nan of every row.
     return torch.where(means.isfinite(), means, 0.0)[..., None, :]

@@ -14,7 +14,6 @@ from bascule.comm.agree import agree_on
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
-from bascule.comm.guard.calls import Call
 from bascule.comm.new_groups import is_timeout
 from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader, Batch
 from bascule.data.source import whole_number
@@ -220,7 +219,9 @@ class CostTracker:
         answer = torch.full((len(_COEFFICIENTS),), float("nan"), dtype=torch.float64)
         if fitted is not None:
             answer = torch.tensor([getattr(fitted, name) for name in _COEFFICIENTS]).double()
-        answer = broadcast(self._group, Call("broadcast (cost model)", self._num_gathered), answer)
+        answer = broadcast(
+            self._group, f"step {self._num_gathered}: broadcast (cost model)", answer
+        )
         if not answer.isnan().any():
             self.num_fits += 1
             self._use(PolynomialCost(*answer.tolist(), fit=None if fitted is None else fitted.fit))
@@ -229,7 +230,7 @@ class CostTracker:
         """(units, D) own times on a CPU; (units,) of the slowest rank on a GPU."""
         self._num_gathered += 1
         own = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
-        call = Call("all_gather (seconds)", self._num_gathered, f"{own.numel()} measurements")
+        call = f"step {self._num_gathered}: all_gather (seconds)"
         times = all_gather(self._group, call, own).numpy()
         if self._device.type == "cuda":
             return np.nanmax(times, axis=0)

@@ -148,7 +148,6 @@ class Pool:
         place.is_lent = True
 
         def give_back() -> None:
-            place.group.calls.hand_over()
             place.is_lent = False
 
         return Lease(place.group, int(said[0][0]), give_back)

@@ -241,10 +241,6 @@ class BalancedEncoder:
 
         return Installed(self, model)
 
-    def hand_over(self) -> None:
-        """Let another thread call it from here on, as behind training; all ranks alike."""
-        self._group.calls.hand_over()
-
     def encode(
         self,
         items: Sequence[Item],

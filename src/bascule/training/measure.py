@@ -11,7 +11,6 @@ from bascule.calibrate.blocks import BlockCall, block_of_each_kind, calls_of_mod
 from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import device_of, member_of, resolve
-from bascule.comm.guard.calls import Call
 from bascule.models import MMDiT, MMDiTConfig
 from bascule.plan.costs import TransformerCost
 from bascule.plan.fits import fit_latency
@@ -54,7 +53,7 @@ def measure_cost(
         pack_seconds(model, weights, pack, dtype, kernel, repeats) / len(pack) for pack in packs
     ]
     group = member_of(resolve(None), "data")
-    call = Call("all_reduce (measured seconds)", form=f"lengths {seq_lens}")
+    call = "all_reduce (measured seconds)"
     own = torch.tensor(each, dtype=torch.float64, device=device_of(group))
     seconds = all_reduce(group, call, own).cpu() / group.size
     fitted = fit_latency(seq_lens, seconds.numpy(), config.d_model)

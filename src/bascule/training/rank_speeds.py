@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm import groups
 from bascule.comm.collectives import all_gather
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
 
 _RUNS = 5
@@ -46,7 +45,7 @@ def measure_speeds(
     group = groups.member_of(groups.resolve(mesh_or_group), "speeds")
     device = torch.device(device)
     seconds = _fastest(work or _product(device), device)
-    call = Call("all_gather (speeds)")
+    call = "all_gather (speeds)"
     own = torch.tensor([seconds], dtype=torch.float64, device=groups.device_of(group))
     times = all_gather(group, call, own).flatten().cpu()
     speeds = times.quantile(0.5) / times

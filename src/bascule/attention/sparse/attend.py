@@ -29,7 +29,6 @@ from bascule.attention.usp import usp_attention
 from bascule.comm.agree import agree_once
 from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.transforms import refuse_transforms
@@ -146,12 +145,10 @@ def attend_sparse(
     ranks = as_attention_mesh(mesh)
     form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
     refuse_transforms("sparse_attention", q, k, v)
-    _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form)
+    digest = str(seen.digest) if isinstance(seen, WholeMasks) else type(seen).__name__
+    form = f"{form}, scale={scale}, kernel={kernel}"
+    _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form, digest)
     tables = tables_of(plan, ranks, q.shape[0], q.device)
-    digest = seen.digest if isinstance(seen, WholeMasks) else type(seen).__name__
-    for group in (ranks.ring, ranks.whole):
-        if group is not None:
-            group.calls.mean(f"{plan.digest} scale={scale}, kernel={kernel}, masks {digest}")
     q, factor = with_positive_scale(q, scale)
     with naming("sparse_attention", (q, k, v)):
         with record_function(EXCHANGE_SPAN):
@@ -204,11 +201,10 @@ def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
         return [own]
     device = own.device if own.is_cuda else device_of(group)
     sizes = torch.tensor([own.shape[0]], device=device)
-    longest = int(all_gather(group, Call(f"all_gather (size of {what})"), sizes).max())
+    longest = int(all_gather(group, f"all_gather (size of {what})", sizes).max())
     padded = own.new_zeros(longest, *own.shape[1:], device=device)
     padded[: own.shape[0]] = own
-    call = Call(f"all_gather ({what})", form=f"{padded.shape} {padded.dtype}")
-    return list(all_gather(group, call, padded))
+    return list(all_gather(group, f"all_gather ({what})", padded))
 
 
 def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
@@ -259,6 +255,7 @@ def _agree_on(
     k: tuple[int, ...],
     v: tuple[int, ...],
     form: str,
+    masks: str,
 ) -> None:
     """Before the first exchange with a plan, make sure that all ranks have it, and its tokens.
 
@@ -273,7 +270,7 @@ def _agree_on(
         heads, blocks = plan.ring_of.shape
         tokens = int(plan.q.lens.sum())
         said = f"{heads} heads x {blocks} blocks of {tokens} tokens, {form}, digest {plan.digest}"
-        return {"the plan": said}, _misfit(ranks, plan, q, k, v)
+        return {"the plan": said, "the masks": masks}, _misfit(ranks, plan, q, k, v)
 
     agree_once(group, key, say, what="sparse attention")
 

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.collectives import all_gather, broadcast
-from bascule.comm.guard.calls import Call
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh, meshes_over
 from bascule.errors import ConfigError
 from bascule.plan.fits import fit_attention_latency
@@ -88,7 +87,7 @@ def measure_attention_latency(
     fitted = fit_attention_latency(loads, seconds)
     # Ranks of other processors may round otherwise, and must never choose differently.
     values = torch.tensor(list(asdict(fitted).values()), dtype=torch.float64, device=device)
-    *coefficients, fit_error = broadcast(ranks.whole, Call("broadcast (latency)"), values).tolist()
+    *coefficients, fit_error = broadcast(ranks.whole, "broadcast (latency)", values).tolist()
     return AttentionLatency(*coefficients, fit_error=fit_error)
 
 
@@ -124,7 +123,7 @@ def time_sparse_attention(
         for turn in range(-1, rounds):  # the first round warms up
             for place, call in enumerate(calls):
                 times[max(turn, 0), place] = _seconds(call, mesh, device, generator, kernel)
-    slowest = all_gather(mesh.whole, Call("all_gather (seconds)"), times.to(device)).amax(dim=0)
+    slowest = all_gather(mesh.whole, "all_gather (seconds)", times.to(device)).amax(dim=0)
     return [call.load for call in calls], np.median(slowest.cpu().numpy(), axis=0).tolist()
 
 
@@ -171,7 +170,7 @@ def _seconds(
     )
     seen = rows_of(np.broadcast_to(call.mask, (call.q[1], *call.mask.shape)))
     _wait_for(device)
-    all_gather(mesh.whole, Call("barrier (timing)"), torch.zeros(1, device=device))
+    all_gather(mesh.whole, "barrier (timing)", torch.zeros(1, device=device))
     _wait_for(device)
     start = time.perf_counter()
     sparse_attention(q, k, v, call.mesh, call.plan, seen, kernel=kernel)

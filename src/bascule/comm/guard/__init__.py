@@ -1,1 +1,1 @@
-"""Keeps ranks together: calls are numbered and marked, failures told, endless waits ended."""
+"""Keeps ranks together: calls are numbered, failures known to all, endless waits ended."""

@@ -29,7 +29,7 @@ from bascule.comm.groups import (
     process_groups_in_use,
 )
 from bascule.comm.guard import notes
-from bascule.comm.guard.calls import Begun, Call
+from bascule.comm.guard.calls import Begun
 from bascule.comm.guard.notes import Failure
 from bascule.comm.guard.ranges import begin_range
 from bascule.comm.guard.verdicts import Verdict
@@ -73,7 +73,7 @@ class Ongoing:
 
     def __enter__(self) -> None:
         group = self._group
-        self._range = begin_range(self.begun.call)
+        self._range = begin_range(self.begun.where)
         self._wait = self._watch.begin(group.key, self.begun.number, group.ranks)
 
     def __exit__(
@@ -83,11 +83,11 @@ class Ongoing:
         if self._range is not None:
             self._range.__exit__(kind, error, traceback)
         if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-            raise failure(self._group, self.begun.call, error, self._wait.verdict) from error
+            raise failure(self._group, self.begun.where, error, self._wait.verdict) from error
 
 
-def begin(group: RankGroup, what: Call) -> Ongoing:
-    """Number and mark the next call of a group, see `Calls.begin`.
+def begin(group: RankGroup, where: str) -> Ongoing:
+    """Number the next call of a group, see `Calls.begin`.
 
     Raises:
         CommError: The group was destroyed, or ended. ConfigError: as there.
@@ -95,21 +95,21 @@ def begin(group: RankGroup, what: Call) -> Ongoing:
     _ = group.process_group  # one that was destroyed refuses, before anything of it is begun
     watch = watch_of_world(end_all)
     if group.calls.ended is not None:  # others may have groups that have not ended
-        watch.tell_failure(Failure(str(what), (), f"its groups were ended: {group.calls.ended}"))
-    begun = group.calls.begin(what)
+        watch.tell_failure(Failure(where, (), f"its groups were ended: {group.calls.ended}"))
+    begun = group.calls.begin(where)
     watch.go_on(group.key, begun.number)
     return Ongoing(group, begun, watch)
 
 
 @contextmanager
-def call(group: RankGroup, what: Call) -> Iterator[Begun]:
+def call(group: RankGroup, where: str) -> Iterator[Begun]:
     """Make the next call of a group: number it, watch over it, and name what goes wrong.
 
     Raises:
         CommError: The call failed, or can never end. RemoteConfigError: by a rank's bad input.
         ConfigError: Another thread is in a call of the group.
     """
-    ongoing, is_done = begin(group, what), False
+    ongoing, is_done = begin(group, where), False
     try:
         with ongoing:
             yield ongoing.begun
@@ -297,24 +297,24 @@ def _runs_out(group: dist.ProcessGroup, rank: int) -> bool:
 
 
 def failure(
-    group: RankGroup, what: Call, error: BaseException, verdict: Verdict | None = None
+    group: RankGroup, where: str, error: BaseException, verdict: Verdict | None = None
 ) -> CommError:
     """The error to raise when a call failed: why, or else who is missing; logged.
 
     Args:
         group: Whose call.
-        what: The call.
+        where: The call.
         error: What torch raised.
         verdict: Why the call could not end, if that is known.
     """
     found, ended_before = verdict or Verdict(""), group.calls.ended
-    _sign(Failure(str(what), group.ranks, found.text, found.is_input))
+    _sign(Failure(where, group.ranks, found.text, found.is_input))
     if verdict is None:
-        end_all(f"{what} failed on group {group.name!r}")
-        is_input, who = _cause(group) or (False, ended_before or roll_call(group.ranks, str(what)))
+        end_all(f"{where} failed on group {group.name!r}")
+        is_input, who = _cause(group) or (False, ended_before or roll_call(group.ranks, where))
     else:
         is_input, who = verdict.is_input, verdict.text
-    message = f"{what} failed on group {group.name!r} of ranks {list(group.ranks)} ({who})"
+    message = f"{where} failed on group {group.name!r} of ranks {list(group.ranks)} ({who})"
     if verdict is None:  # else what torch says is how the call was ended here
         lines = str(error).strip().splitlines() or [repr(error)]
         message = f"{message}: {lines[0]}"

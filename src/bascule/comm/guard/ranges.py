@@ -6,11 +6,11 @@ from bascule.plan.marks import Origin, marks_of
 from bascule.plan.plan import Plan
 
 
-def begin_range(where: object) -> "torch.profiler.record_function | None":
+def begin_range(where: str) -> "torch.profiler.record_function | None":
     """A range "bascule::route" of "step 3: route", begun; None while no profiler runs."""
     if not is_profiled():
         return None
-    step, _, what = str(where).rpartition(": ")
+    step, _, what = where.rpartition(": ")
     begun = torch.profiler.record_function(f"bascule::{what}", step)
     begun.__enter__()
     return begun

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from bascule.comm.collectives import all_reduce
-from bascule.comm.guard.calls import Call
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.forward import Forward
 from bascule.integrations.diffusers.tables.split_table import SplitTable
@@ -124,7 +123,7 @@ class Caches:
     def _total(self, numbers: Tensor) -> Tensor:
         forward = self._forward()
         group = None if forward is None else forward.mesh.whole
-        what = Call("all_reduce (first-block cache)")
+        what = "all_reduce (first-block cache)"
         return numbers if group is None else all_reduce(group, what, numbers)
 
 

@@ -14,7 +14,6 @@ from bascule.arrays import Bools
 from bascule.attention.api import AttentionMesh, split
 from bascule.comm.collectives import all_reduce, broadcast
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import told
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
@@ -146,7 +145,7 @@ def errors_of(sums: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, 
     """Relative L2 errors by name, from what `squares` gave on each rank; one all-reduce."""
     table = torch.stack(list(sums.values()))
     if group is not None:
-        table = all_reduce(group, Call("all_reduce (verify)"), _carried(table, group))
+        table = all_reduce(group, "all_reduce (verify)", _carried(table, group))
     errors = (table[:, 0].sqrt() / table[:, 1].sqrt().clamp(min=1e-300)).tolist()
     return dict(zip(sums, errors, strict=True))
 
@@ -204,7 +203,7 @@ def of_first_rank(x: Tensor, group: RankGroup | None) -> Tensor:
     """The tensor that the first rank has, on the device of this rank's; a broadcast."""
     if group is None:
         return x
-    return broadcast(group, Call("broadcast (verify)"), _carried(x, group)).to(x.device)
+    return broadcast(group, "broadcast (verify)", _carried(x, group)).to(x.device)
 
 
 def _carried(x: Tensor, group: RankGroup) -> Tensor:

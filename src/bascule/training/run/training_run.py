@@ -272,7 +272,7 @@ class TrainingRun:
         if not prepared.encoders:
             return None
         watch_encoders(prepared.encoders, self._encoding)
-        stages = EncoderStages(
+        return EncoderStages(
             prepared.encoders,
             self._mesh,
             widths=prepared.data,
@@ -280,9 +280,6 @@ class TrainingRun:
             watch=self._encoding,
             options=EncoderOptions(device=self._device, timeout_s=options.timeout_s),
         )
-        if options.encode_ahead:
-            stages.hand_over()  # to the thread that loads
-        return stages
 
     def _make_parallel(self) -> SequenceParallel:
         options, prepared = self._options, self._prepared

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.calibrate.timed import Probe, seconds_of
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import device_of, member_of, resolve
-from bascule.comm.guard.calls import Call
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from bascule.encoders.plan import Encoding
 from bascule.plan.costs import Cost
@@ -93,11 +92,6 @@ class EncoderStages:
             for name, encoding in self.last.items()
             if encoding is not None
         }
-
-    def hand_over(self) -> None:
-        """Let another thread encode from here on."""
-        for encoder in self._balanced.values():
-            encoder.hand_over()
 
     @torch.no_grad()
     def encode(self, batches: Sequence[RawBatch]) -> list[SampleBatch]:
@@ -180,7 +174,7 @@ def _cost_of(
             seconds.append(median([seconds_of(probe, device) for _ in range(_REPEATS + 1)][1:]))
     group = member_of(resolve(mesh_or_group), "stages")
     own = torch.tensor(seconds, dtype=torch.float64, device=device_of(group))
-    mean = all_reduce(group, Call("all_reduce (measured seconds)"), own).cpu() / group.size
+    mean = all_reduce(group, "all_reduce (measured seconds)", own).cpu() / group.size
     return fit_item_latency(lengths, mean.numpy())
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from bascule.comm.agree import agree_on
 from bascule.comm.collectives import broadcast
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.calls import Call
 from bascule.comm.guard.failures import telling
 from bascule.comm.items import leaves_of
 from bascule.encoders.items import contents_of
@@ -126,7 +125,7 @@ class OneNoise:
         agree_on(self._group, settings, what="noise")
         states = random_states(device, generators)
         carried = torch.cat(states).to(device_of(self._group))  # NCCL carries nothing of the host
-        first = broadcast(self._group, Call("broadcast (noise)"), carried).cpu()
+        first = broadcast(self._group, "broadcast (noise)", carried).cpu()
         set_random_states(device, generators, first.split([one.numel() for one in states]))
 
     def _encoding(self, encode: Callable[..., Any]) -> Callable[..., Any]:

@@ -78,13 +78,6 @@ class Replica:
     branches: RankGroup | None
     mesh: AttentionMesh
 
-    def hand_over(self) -> None:
-        """Let another thread run the pipeline from here on; as `AttentionMesh.hand_over`."""
-        self.mesh.hand_over()
-        for group in (self.whole, self.branches):
-            if group is not None and group is not self.mesh.whole:
-                group.calls.hand_over()
-
 
 def agreeing_on(mesh: DeviceMesh | None) -> RankGroup | None:
     """The ranks that are given the same: those of a mesh, or all; None for one.

@@ -7,7 +7,6 @@ from torch import nn
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
 from bascule.integrations.diffusers.agreement import agree_on_gradients
 
 
@@ -26,7 +25,7 @@ def average_gradients(group: RankGroup, models: Sequence[nn.Module]) -> None:
                 by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.flatten() for grad in grads])
-        total = all_reduce(group, Call("all_reduce (gradients)"), flat)
+        total = all_reduce(group, "all_reduce (gradients)", flat)
         parts = (total / group.size).split([grad.numel() for grad in grads])
         for grad, part in zip(grads, parts, strict=True):
             grad.copy_(part.view_as(grad))
