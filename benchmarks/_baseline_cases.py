@@ -12,7 +12,7 @@ from _baselines import Floats, Ints, Step
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from bascule.plan.costs import TransformerCost
-from bascule.plan.machine import Cluster
+from bascule.plan.machine import Bag, Cluster, Work
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.problem import build_problem
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
@@ -132,7 +132,7 @@ class Case:
 
     def seconds(self, length: int, size: int) -> float:
         """Of a sequence on each of the ranks that share it."""
-        return float(self.cluster.bag_seconds(self.cost, length, size))
+        return float(self.cluster.bag_seconds(self.cost, np.array([length]), size)[0])
 
 
 class Rebalance(BatchRebalanceSampler):
@@ -183,8 +183,9 @@ def shared_makespan(case: Case, step: Step) -> float:
             chosen = sizes == size
             lens = case.lens[samples[chosen]]
             seconds[chosen] = case.cluster.bag_seconds(case.cost, lens, size)
-            launch = case.cluster.launch_seconds(case.cost, size)
-            np.maximum.at(launches, owners[chosen], launch)
+            bag = Bag.aligned(size, 1, case.cluster.ranks_per_node)
+            launched = case.cluster.seconds(Work.of_launches(case.cost, bag), bag)
+            np.maximum.at(launches, owners[chosen], launched.launch_s)
         total += float((launches + np.bincount(owners, seconds, len(ranks))).max())
     return total
 

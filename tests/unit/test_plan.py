@@ -238,7 +238,7 @@ def test_a_number_of_lists_that_does_not_fit(count: int) -> None:
 def test_a_malformed_topology_and_an_unknown_planner() -> None:
     with pytest.raises(ConfigError, match="g1n4junk"):
         plan_batch([[1]] * 4, "g1n4junk", COST)
-    with pytest.raises(ConfigError, match=r"planner 'magic'.*lpt.*knapsack"):
+    with pytest.raises(ConfigError, match=r"planner is 'magic'.*lpt.*knapsack"):
         plan_batch([[1]] * 4, "g1n4", COST, planner="magic")
 
 

@@ -276,12 +276,6 @@ def test_the_bound_is_one_and_loads_are_true(lens: list[int], spec: str) -> None
     assert plan.makespan >= best * (1 - 1e-9)
 
 
-def test_a_ring_needs_the_width_of_the_model() -> None:
-    with pytest.raises(ConfigError, match="ring carries keys and values"):
-        plan_batch([[1]] * 8, "g1r8n1", np.sqrt, cluster=CLUSTER)
-    assert plan_batch([[16]] * 8, "g1r8n1", np.sqrt).makespan == 4.0
-
-
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ("--lengths", "9000,50/70/80/60/5/5/5/5")
     code, out, _ = run(capsys, "plan", *lengths, "--topology", "g4r2n1")

@@ -15,7 +15,7 @@ import pytest
 import bascule
 from bascule.errors import ConfigError
 from bascule.plan.costs import PolynomialCost, TransformerCost
-from bascule.plan.machine import FORWARD, TRAINING, HardwareProfile, Passes, in_passes, passes_of
+from bascule.plan.machine import TRAINING, HardwareProfile, Passes, in_passes
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
 from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
@@ -329,49 +329,6 @@ def test_the_command_compares_encoders_on_their_owners_and_in_balance(
 def test_stages_have_names_of_their_own(names: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=r"stages: names .* must differ from each other"):
         SimulationOptions(stages=tuple(map(EncoderStage, names)))
-
-
-def test_a_step_is_its_passes() -> None:
-    cluster = MACHINE.cluster(1, 4)
-    cost, slowed = in_passes(MODEL, cluster, PASSES)
-    linear = cluster.compute_seconds(replace(MODEL, gamma=0.0), [700])
-    attention = cluster.compute_seconds(MODEL, [700]) - linear
-    assert slowed.compute_seconds(cost, [700]) == pytest.approx(4 * linear + 6 * attention)
-    assert slowed.wire_seconds(cost, 4) == pytest.approx(3 * cluster.wire_seconds(MODEL, 4))
-    assert slowed.launch_seconds(cost, 4) == pytest.approx(3 * cluster.launch_seconds(MODEL, 4))
-    assert slowed.host_seconds(cost, 4) == pytest.approx(3 * cluster.host_seconds(MODEL, 4))
-    measured = replace(MODEL, seconds_per_unit=2.0)
-    found = in_passes(measured, cluster, PASSES)
-    assert found[1].compute_seconds(found[0], [700]) == pytest.approx(
-        (4 * linear + 6 * attention) * 2.0
-    )
-    assert in_passes(MODEL, cluster, FORWARD) == (MODEL, cluster)
-    again = in_passes(found[0], cluster, PASSES.over(PASSES))
-    assert again[1].compute_seconds(again[0], [700]) == pytest.approx(
-        (4 * linear + 6 * attention) * 2.0
-    )
-    assert again[1].wire_seconds(again[0], 4) == pytest.approx(3 * cluster.wire_seconds(MODEL, 4))
-    assert passes_of("step") is TRAINING and TRAINING.linear == 4
-    for wrong in (
-        lambda: passes_of("both"),
-        lambda: in_passes(PolynomialCost(1, 1, 1), cluster, TRAINING),
-        lambda: Passes(0.0, 1.0, 1.0, ""),
-    ):
-        with pytest.raises(ConfigError):
-            wrong()
-
-
-def test_profiles_written_before_there_were_such_fields(tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    MACHINE.save(path)
-    text = json.loads(path.read_text())
-    for name in ("peak_flops_per_s", "pack_bytes_per_s", "piece_s"):
-        del text[name]
-    path.write_text(json.dumps(text))
-    bare = replace(MACHINE, peak_flops_per_s=None, pack_bytes_per_s=None, piece_s=None)
-    assert HardwareProfile.load(path) == bare
-    found = simulated([[[5]]], "none", HardwareProfile.load(path))
-    assert found.hfu is None
 
 
 @pytest.mark.parametrize(

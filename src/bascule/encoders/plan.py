@@ -213,8 +213,8 @@ class ItemPlan:
 def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Floats) -> float:
     """Seconds of an all-to-all of items, until the busiest rank has sent and got its bytes."""
     is_near = source // cluster.ranks_per_node == dest // cluster.ranks_per_node
-    speeds = np.where(is_near, cluster.intra_bytes_per_s, cluster.inter_bytes_per_s)
-    each = num_bytes / speeds * (source != dest)
+    sent = num_bytes * (source != dest)
+    each = cluster.wire_seconds(sent * is_near, sent * ~is_near)
     busiest = max(np.bincount(ends, each).max(initial=0.0) for ends in (source, dest))
     return cluster.latency_s + float(busiest)
 

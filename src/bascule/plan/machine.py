@@ -1,13 +1,25 @@
-"""The machines: what they do in a second, and the seconds that work takes on them."""
+"""Predict seconds of work on machines: rates of a machine, and one sum that all predictions use.
+
+In a bag or a mesh of U R ranks, of which U share heads and R pass keys and values on, a rank takes
+
+    compute                                                            [products of matrices]
+    + near bytes / intra + far bytes / inter + packed bytes / pack     [all-to-alls of Ulysses]
+    + (R - 1) max(0, exchange - attention / R)                         [rounds of the ring]
+    + launch (exchanges + rounds) + max(0, launch kernels - compute)   [launches]
+
+seconds. A ring sends while it computes: in each round but the last, keys and values travel behind
+the R-th part of a rank's attention. Source: db-SP, equation 4, as `(R - 1) max(compute, exchange) +
+compute`, double-buffered as in FastUSP. The host launches kernels while the device computes.
+"""
 
 import json
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import fields as fields_of
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +35,7 @@ from bascule.plan.calibration import (
     Calibration,
     built,
 )
-from bascule.plan.checks import MAX_RANKS, number, of_type, put, rate, shown, whole
+from bascule.plan.checks import MAX_RANKS, choice, fields, number, of_type, rate, shown, whole
 from bascule.plan.costs import FLOPS_PER_UNIT, Cost, TransformerCost, evaluate
 from bascule.plan.files import parse_json, read_lines, to_path
 from bascule.plan.topology import Topology
@@ -31,34 +43,151 @@ from bascule.plan.topology import Topology
 if TYPE_CHECKING:  # plans are made by the solver, which imports the machines
     from bascule.plan.sparse.plan import SparsePlan
 
-
 BYTES_PER_VALUE = 2
 """Activations travel as bf16."""
 
-VALUES_PER_TOKEN = 4
-"""Of the width of the model: q, k and v to the heads, and the output back."""
+HEADS_VALUES, RING_VALUES = 4, 2
+"""Of the width of the model, sent for a token in a layer: q, k, v, output; keys and values."""
 
 EXCHANGES_PER_LAYER = 2
 """All-to-alls of Ulysses attention: one to the heads, one back."""
 
+FLOPS_PER_VALUE = 4
+"""Of a query-key pair, by value of the head: a product with the key, and one with the value."""
+
+Amount: TypeAlias = float | Floats
+"""Of a rank; or (n,) of n sequences, of all ranks of their bag together."""
+
+
+def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> Amount:
+    """Return the seconds of a ring's exchanges that attention does not hide.
+
+    Args:
+        exchange_s: Seconds of one round's exchange; also (n,) of n sequences, each of which then
+            hides its own alone, so that prices add up.
+        attention_s: Seconds of attention over all rounds.
+        ring_degree: R.
+    """
+    return (ring_degree - 1) * np.maximum(exchange_s - attention_s / ring_degree, 0.0)
+
+
+class Bag(NamedTuple):
+    """The degrees of a bag and where its ranks are: all that decides what its exchanges take."""
+
+    size: int = 1
+    ring: int = 1
+    ranks_in_node: int = 1
+    """Of the ranks that share heads, the fewest in one node."""
+    is_in_node: bool = True
+    """True if all its ranks are in one node."""
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks that share heads."""
+        return self.size // self.ring
+
+    @classmethod
+    def aligned(cls, ulysses: int, ring: int, ranks_per_node: int) -> "Bag":
+        """Return a bag that begins with a node; neighbours share heads."""
+        size = ulysses * ring
+        return cls(size, ring, min(ulysses, ranks_per_node), size <= ranks_per_node)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Work:
+    """What a rank of a bag computes, sends and launches."""
+
+    compute_s: Amount = 0.0
+    attention_s: Amount = 0.0  # the part of it that hides what the ring sends
+    heads_bytes: Amount = 0.0  # to the other ranks that share heads
+    packed_bytes: Amount = 0.0  # brought into order before and after
+    ring_bytes: Amount = 0.0  # passed on in all rounds
+    num_exchanges: int = 0
+    num_rounds: int = 0
+    num_kernels: int = 0
+
+    @classmethod
+    def of_sequences(
+        cls, cost: Cost, bag: Bag, lens: Ints, compute_s: Floats, attention_s: Amount = 0.0
+    ) -> "Work":
+        """Work of a forward pass over (n,) sequences, but for the launches, which they share.
+
+        All ranks of the bag together: each holds a P-th of a sequence's tokens, and sends of it in
+        each layer 4 values of width d to U ranks, of which it is one, and 2 around the ring.
+        """
+        if bag.size == 1:
+            return cls(compute_s=compute_s)
+        width, num_layers = _shape(cost)
+        tensor = lens.astype(np.float64) * (BYTES_PER_VALUE * width * num_layers)  # bytes
+        heads = HEADS_VALUES * tensor / bag.ulysses
+        return cls(
+            compute_s=compute_s,
+            attention_s=attention_s,
+            heads_bytes=heads * (bag.ulysses - 1),
+            packed_bytes=heads * bag.ulysses if bag.ulysses > 1 else 0.0,
+            ring_bytes=RING_VALUES * tensor * (bag.ring - 1),
+        )
+
+    @classmethod
+    def of_launches(cls, cost: Cost, bag: Bag) -> "Work":
+        """What a rank launches in a forward pass, whatever its bag holds."""
+        if bag.size == 1:
+            return cls()
+        num_layers = _shape(cost)[1]
+        return cls(
+            num_exchanges=EXCHANGES_PER_LAYER * num_layers if bag.ulysses > 1 else 0,
+            num_rounds=(bag.ring - 1) * num_layers,
+        )
+
+
+def _shape(cost: Cost) -> tuple[int, int]:
+    """Return the width and the layers of the model, which decide what its exchanges carry."""
+    if not isinstance(cost, TransformerCost):
+        raise ConfigError(
+            f"the wires of a bag carry activations, but {type(cost).__name__} does not know the "
+            "width of the model: use a TransformerCost, or bags of one rank"
+        )
+    return cost.d_model, cost.num_layers
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Seconds of work by what they go to; waiting for the slowest rank is none of the total."""
+
+    compute_s: Amount = 0.0
+    heads_s: Amount = 0.0
+    ring_s: Amount = 0.0
+    launch_s: Amount = 0.0
+    waiting_s: Amount = 0.0  # of the average rank
+
+    @property
+    def total(self) -> Amount:
+        """All but the waiting."""
+        return self.compute_s + self.heads_s + self.ring_s + self.launch_s
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        names = self.__dataclass_fields__
+        return Seconds(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def __str__(self) -> str:
+        parts = {
+            "compute": self.compute_s,
+            "wires": self.heads_s + self.ring_s,
+            "launches": self.launch_s,
+            "waiting": self.waiting_s,
+        }
+        shares = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts.items())
+        return f"{self.total * 1e3:.3g} ms ({shares})"
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of equal ranks, and how fast they compute and talk. Ranks are numbered node by node.
-
-    In a bag of G ranks, a forward pass over a sequence of L tokens takes each rank
-
-        compute(L) / G  +  layers * 8 d * (L / G) * ((R - 1) / intra + (G - R) / inter) / G
-
-    seconds: a G-th of the compute, and the Ulysses all-to-alls of its L / G tokens. A token is 4
-    values of width d a layer, 2 bytes each; of a rank's tokens a G-th goes to each rank of the bag,
-    of which R - 1 others are in its own node (the fewest of any rank, where a bag crosses nodes).
-    All sequences of a bag share their all-to-alls: once a pass, a rank of a bag with more than one
-    rank spends ``2 * layers * latency_s`` on launching them, whatever it holds. What a ring adds
-    stands in `plan.prices`.
+    """Nodes of equal ranks, numbered node by node, and how fast they compute and talk.
 
     Compute is the cost model's: a `TransformerCost` with `seconds_per_unit` is measured; one
-    without is converted with `flops_per_s`; any other model must give seconds already.
+    without is converted with `flops_per_s`; any other model must give seconds already. All
+    sequences of a bag share their all-to-alls: once a pass, a rank of a bag with more than one rank
+    spends ``2 * layers * latency_s`` on launching them, whatever it holds.
 
     Args:
         num_nodes: Nodes.
@@ -70,9 +199,9 @@ class Cluster:
         inter_bytes_per_s: The same, to ranks of other nodes.
         latency_s: Time to launch an all-to-all.
         pack_bytes_per_s: Bytes that a rank brings into order in a second, before and after the
-            exchanges; None: in no time. Adds ``layers * 8 d * (L / G) / pack_bytes_per_s``.
+            exchanges; None: in no time.
         piece_s: Seconds of the host for each piece that an exchange of a layer puts into order, of
-            which there are G for each sequence of a bag: of software that loops over them, as
+            which there are U for each sequence of a bag: of software that loops over them, as
             KnapFormer does. The host works while the device computes: what takes longer than the
             compute delays the step. bascule has no such loop.
 
@@ -91,13 +220,9 @@ class Cluster:
     piece_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "ranks_per_node"):
-            put(self, name, whole(f"Cluster({name}", getattr(self, name), 1, MAX_RANKS))
-        for field in fields(self)[2:]:
-            value = getattr(self, field.name)
-            check = number if field.name in ("latency_s", "piece_s") else rate
-            if value is not None or field.name != "pack_bytes_per_s":
-                put(self, field.name, check(f"Cluster({field.name}", value))
+        counts, rates = ("num_nodes", "ranks_per_node"), [x.name for x in fields_of(self)[2:8]]
+        fields(self, **dict.fromkeys(counts, (whole, 1, MAX_RANKS)))
+        fields(self, **dict.fromkeys(rates, rate) | {"latency_s": number, "piece_s": number})
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}): "
@@ -110,11 +235,7 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     def check_world(self, num_ranks: int) -> None:
-        """Refuse a world of another size.
-
-        Raises:
-            ConfigError: Says both sizes.
-        """
+        """Refuse a world of another size."""
         if num_ranks != self.num_ranks:
             raise ConfigError(
                 f"a cluster of {self.num_nodes} nodes with {self.ranks_per_node} ranks each has "
@@ -131,42 +252,40 @@ class Cluster:
             return cost.seconds(seq_lens, num_pairs)
         return cost(seq_lens, num_pairs) * (FLOPS_PER_UNIT / self.flops_per_s)
 
-    def wire_seconds(self, cost: Cost, bag_size: int, ranks_in_node: int | None = None) -> float:
-        """Seconds that a token of a sequence costs each rank of its bag in all-to-alls and packing.
+    def wire_seconds(self, near_bytes: Amount, far_bytes: Amount) -> Amount:
+        """Seconds in which a rank sends bytes to ranks of its node, and of others."""
+        return near_bytes / self.intra_bytes_per_s + far_bytes / self.inter_bytes_per_s
 
-        Args:
-            cost: Knows the width and the layers of the model.
-            bag_size: Ranks of the bag.
-            ranks_in_node: Ranks of the bag in a rank's own node. Default: as many as fit.
+    def seconds(self, work: Work, bag: Bag, *, hides_ring: bool = True) -> Seconds:
+        """Seconds of work in a bag; with `hides_ring`, a ring sends while it computes."""
+        each = work.heads_bytes / max(bag.ulysses - 1, 1)
+        heads_s = self.wire_seconds(
+            each * (bag.ranks_in_node - 1), each * (bag.ulysses - bag.ranks_in_node)
+        )
+        if self.pack_bytes_per_s is not None:
+            heads_s = heads_s + work.packed_bytes / self.pack_bytes_per_s
+        passed = work.ring_bytes / max(bag.ring - 1, 1)  # in a round
+        round_s = self.wire_seconds(*((passed, 0.0) if bag.is_in_node else (0.0, passed)))
+        hiding_s = work.attention_s if hides_ring else 0.0
+        late_s = np.maximum(self.latency_s * work.num_kernels - work.compute_s, 0.0)
+        return Seconds(
+            compute_s=work.compute_s,
+            heads_s=heads_s,
+            ring_s=exposed_ring(round_s, hiding_s, bag.ring),
+            launch_s=self.latency_s * (work.num_exchanges + work.num_rounds) + late_s,
+        )
 
-        Raises:
-            ConfigError: The cost model has no width.
-        """
-        if bag_size == 1:
-            return 0.0
-        local = min(bag_size, self.ranks_per_node) if ranks_in_node is None else ranks_in_node
-        width, num_layers = _shape(cost)
-        num_bytes = BYTES_PER_VALUE * VALUES_PER_TOKEN * width * num_layers / bag_size**2
-        near, far = (local - 1) / self.intra_bytes_per_s, (bag_size - local)
-        pack = 0.0 if self.pack_bytes_per_s is None else bag_size / self.pack_bytes_per_s
-        return num_bytes * (near + far / self.inter_bytes_per_s + pack)
+    def bag_seconds(self, cost: Cost, lens: Ints, size: int) -> Floats:
+        """(n,) seconds of sequences on each rank of an aligned bag without a ring; no launches."""
+        bag = Bag.aligned(size, 1, self.ranks_per_node)
+        work = Work.of_sequences(cost, bag, lens, self.compute_seconds(cost, lens))
+        return np.asarray(self.seconds(work, bag).total) / size
 
-    def launch_seconds(self, cost: Cost, bag_size: int) -> float:
-        """Seconds that a rank of a bag spends on launching the all-to-alls of a forward pass."""
-        if bag_size == 1:
-            return 0.0
-        return EXCHANGES_PER_LAYER * _shape(cost)[1] * self.latency_s
-
-    def host_seconds(self, cost: Cost, bag_size: int) -> float:
+    def host_seconds(self, cost: Cost, bag: Bag) -> float:
         """Seconds that the host of a rank spends on the pieces of a sequence in its bag."""
-        if bag_size == 1 or self.piece_s == 0.0:
+        if bag.ulysses == 1 or self.piece_s == 0.0:
             return 0.0
-        return self.piece_s * _shape(cost)[1] * bag_size
-
-    def bag_seconds(self, cost: Cost, seq_lens: npt.ArrayLike, bag_size: int) -> Floats:
-        """Seconds of sequences of these many tokens on each rank of a bag, without launches."""
-        wire = np.asarray(seq_lens, dtype=np.float64) * self.wire_seconds(cost, bag_size)
-        return self.compute_seconds(cost, seq_lens) / bag_size + wire
+        return self.piece_s * _shape(cost)[1] * bag.ulysses
 
     def nodes_of(self, topology: Topology) -> tuple[Ints, Ints]:
         """(num_bags,) node of each bag's first rank, and the fewest of its ranks in one node."""
@@ -178,29 +297,13 @@ class Cluster:
         return node, np.where(node == last_node, sizes, np.minimum(head, tail))
 
 
-def _shape(cost: Cost) -> tuple[int, int]:
-    """Width and layers of the model, which decide what its all-to-alls carry."""
-    if not isinstance(cost, TransformerCost):
-        raise ConfigError(
-            f"the wires of a bag carry activations, but {type(cost).__name__} does not know the "
-            "width of the model: use a TransformerCost, or bags of one rank"
-        )
-    return cost.d_model, cost.num_layers
-
-
-# Block-sparse attention on a mesh. The model is db-SP's equation 4: the all-to-alls, then R periods
-# of compute, of which all but the last hide an exchange of keys and values, or are hidden by it.
-# There the imbalance multiplies compute and exchange alike; here only the work, since what is
-# exchanged does not depend on the mask. What a rank lays out in its own memory, before and after,
-# is ours: it is a good part of a call with little work.
-
 NUM_ALL_TO_ALLS = 2
 """All-to-alls of a call: queries, keys and values to their ranks, and the output back."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """What an attention call asks of the slowest of U x R ranks.
+    """What a call of block-sparse attention asks of the slowest of U x R ranks.
 
     Args:
         ulysses_degree: U.
@@ -224,10 +327,8 @@ class AttentionLoad:
     copied_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("ulysses_degree", "ring_degree"):
-            put(self, name, whole(f"AttentionLoad({name}", getattr(self, name), 1))
-        for name in ("work", "all_to_all_bytes", "p2p_bytes", "copied_bytes"):
-            put(self, name, number(f"AttentionLoad({name}", getattr(self, name)))
+        fields(self, ulysses_degree=(whole, 1), ring_degree=(whole, 1))
+        fields(self, work=number, all_to_all_bytes=number, p2p_bytes=number, copied_bytes=number)
 
     @classmethod
     def of_plan(cls, plan: "SparsePlan", batch: int, row_bytes: int) -> "AttentionLoad":
@@ -261,12 +362,13 @@ class AttentionLoad:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLatency:
-    """Seconds of a call: `copies + exchanges + (R - 1) max(compute, p2p) + compute`.
+    """Seconds of such a call: `copies + exchanges + R compute + (R - 1) max(0, p2p - compute)`.
 
     With `copies = copy_s_per_byte copied_bytes`, `exchanges = 2 all_to_all_latency_s +
     all_to_all_s_per_byte all_to_all_bytes`, or 0 where nothing is sent, `compute = launch_s +
     compute_s_per_work work / R`, and `p2p = p2p_latency_s + p2p_s_per_byte p2p_bytes`. Source:
-    db-SP, equation 4; latencies, bytes and copies are ours.
+    db-SP, equation 4, which multiplies the exchange by the imbalance, too; here only the work, as
+    what is exchanged does not depend on the mask. Latencies, bytes and copies are ours.
 
     Args:
         all_to_all_latency_s: Seconds to start an all-to-all.
@@ -293,23 +395,17 @@ class AttentionLatency:
     fit_error: float | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None or field.name != "fit_error":
-                put(self, field.name, number(f"AttentionLatency({field.name}", value))
+        fields(self, **dict.fromkeys(self.__dataclass_fields__, number))
 
     def __call__(self, load: AttentionLoad) -> float:
         """Predicted seconds of a call."""
-        compute_s = self.launch_s + self.compute_s_per_work * load.work / load.ring_degree
+        compute_s = self.launch_s * load.ring_degree + self.compute_s_per_work * load.work
         p2p_s = self.p2p_latency_s + self.p2p_s_per_byte * load.p2p_bytes
         exchange_s = self.all_to_all_s_per_byte * load.all_to_all_bytes
         if load.all_to_all_bytes > 0:
             exchange_s += NUM_ALL_TO_ALLS * self.all_to_all_latency_s
         exchange_s += self.copy_s_per_byte * load.copied_bytes
-        return exchange_s + (load.ring_degree - 1) * max(compute_s, p2p_s) + compute_s
-
-
-# Profiles that are known by name: nobody here measured them; each says where it is from.
+        return exchange_s + compute_s + float(exposed_ring(p2p_s, compute_s, load.ring_degree))
 
 
 def _of_datasheet(
@@ -317,12 +413,7 @@ def _of_datasheet(
 ) -> dict[str, Any]:
     """What training is taken to sustain of a data sheet's numbers, by the same shares for all.
 
-    Args:
-        device: Its name.
-        peak_tflops: In bf16, dense.
-        link_gbs: GB/s of a rank to others of its node, in one direction.
-        link: What that is.
-        memory_gb: Of a rank.
+    Peaks are in bf16, dense; GB/s those of a rank to others of its node, in one direction.
     """
     return {
         "device": device,
@@ -366,12 +457,6 @@ KNOWN_PROFILES: dict[str, dict[str, Any]] = {
 }
 """Fields of a `HardwareProfile` by name."""
 
-
-# What a machine does in a second, and from where that is known.
-
-FLOPS_PER_VALUE = 4
-"""Of a query-key pair, by value of the head: a product with the key, and one with the value."""
-
 _SOURCES = {
     "measured": "measured",
     "datasheet": "assumed from a data sheet, not measured",
@@ -387,7 +472,6 @@ _NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibra
 
 _ADDED = ("peak_flops_per_s", "pack_bytes_per_s", "piece_s", "calibration")
 """Fields that files written before there were any lack."""
-
 
 _RATE, _SECONDS = (1.0, 1e24), (0.0, 1e6)
 
@@ -409,7 +493,6 @@ them stays finite and no error names something that the user did not write."""
 _MOST_GAMMA = 1e24
 
 _NAME = re.compile(r"[\w-]{1,80}")
-
 
 _SAME = 1e-6
 """Share by which a rate may differ from the curve that it is read from: rounding, in a file."""
@@ -460,38 +543,31 @@ class HardwareProfile:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        for name in ("device", "source", "note"):
-            of_type(f"HardwareProfile: {name}", getattr(self, name), str, "a text")
-        if self.source not in _SOURCES:
-            raise ConfigError(
-                f"HardwareProfile(source={shown(self.source)}): must be one of "
-                + ", ".join(_SOURCES)
-            )
-        for name, limits in LIMITS.items():
-            if (value := getattr(self, name)) is not None:
-                put(self, name, number(f"HardwareProfile({name}", value, *limits))
-        if self.attention is not None:
-            advice = "an AttentionLatency, or None"
-            of_type("HardwareProfile: attention", self.attention, AttentionLatency, advice)
+        text = of_type, str, "a text"
+        fields(self, device=text, note=text, source=(choice, *_SOURCES))
+        fields(self, **{name: (number, *limits) for name, limits in LIMITS.items()})
+        fields(
+            self,
+            attention=(of_type, AttentionLatency, "an AttentionLatency, or None"),
+            calibration=(of_type, Calibration, "a Calibration, or None"),
+        )
         if self.calibration is not None:
-            advice = "a Calibration, or None"
-            of_type("HardwareProfile: calibration", self.calibration, Calibration, advice)
-            if wrong := [x for x in self.calibration.measured if x not in self.numbers]:
-                raise ConfigError(
-                    f"HardwareProfile: {shown(wrong[0])} is said to be measured, and is no number "
-                    "of the profile: leave it out, or add the number"
-                )
             self._check_rates(self.calibration)
-        told = "HardwareProfile: seconds of a FLOP of attention over those of others,"
-        number(told, self.gamma, most=_MOST_GAMMA)
+        name = "HardwareProfile: seconds of a FLOP of attention over those of others,"
+        number(name, self.gamma, most=_MOST_GAMMA)
 
     def _check_rates(self, made: Calibration) -> None:
         """Refuse rates that were edited: costs follow from the curves, which say something else."""
-        for field, rate_of in made.rates.items():
-            value = getattr(self, field)
-            if field in made.measured and abs(value / rate_of - 1.0) > _SAME:
+        if wrong := [name for name in made.measured if name not in self.numbers]:
+            raise ConfigError(
+                f"HardwareProfile: {shown(wrong[0])} is said to be measured, and is no number of "
+                "the profile: leave it out, or add the number"
+            )
+        for name, measured in made.rates.items():
+            value = getattr(self, name)
+            if name in made.measured and abs(value / measured - 1.0) > _SAME:
                 raise ConfigError(
-                    f"HardwareProfile({field}={value:g}): its calibration measured {rate_of:g}; to "
+                    f"HardwareProfile({name}={value:g}): its calibration measured {measured:g}; to "
                     'give a number of your own, take "calibration" out and say source="given"'
                 )
 
@@ -519,7 +595,7 @@ class HardwareProfile:
     @property
     def numbers(self) -> list[str]:
         """Names of the fields that hold one."""
-        return [x.name for x in fields(self)[2:13] if getattr(self, x.name) is not None]
+        return [name for name in (*LIMITS, "attention") if getattr(self, name) is not None]
 
     @property
     def provenance(self) -> str:
@@ -542,11 +618,20 @@ class HardwareProfile:
 
         As `TransformerCost` takes it.
         """
-        if self.calibration is not None and (found := self.calibration.gamma) is not None:
-            return found
+        if self.calibration is not None and (gamma := self.calibration.gamma) is not None:
+            return gamma
         if self.matmul_flops_per_s is None or self.attention_flops_per_s is None:
             return 1.0
         return self.matmul_flops_per_s / self.attention_flops_per_s
+
+    def numbers_of(self, *names: str) -> list[float]:
+        """Return numbers that must be known; those that are not are named in a ConfigError."""
+        if missing := [name for name in names if getattr(self, name) is None]:
+            raise ConfigError(
+                f"the hardware profile of {self.device} has no {', '.join(missing)}: add what is "
+                "missing to the file, or use another profile"
+            )
+        return [getattr(self, name) for name in names]
 
     def cluster(self, num_nodes: int, ranks_per_node: int) -> Cluster:
         """Nodes of such ranks.
@@ -554,13 +639,29 @@ class HardwareProfile:
         Raises:
             ConfigError: The profile lacks a number that it takes, or there are too many ranks.
         """
-        compute, memory, near, far, launch_s = self._known(
+        compute, memory, near, far, launch_s = self.numbers_of(
             *("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s"),
             "launch_s",
         )
-        machine = Cluster(num_nodes, ranks_per_node, compute, memory, near, far, launch_s)
-        piece_s = 0.0 if self.piece_s is None else self.piece_s
-        return replace(machine, pack_bytes_per_s=self.pack_bytes_per_s, piece_s=piece_s)
+        given = num_nodes, ranks_per_node, compute, memory, near, far, launch_s
+        return Cluster(*given, self.pack_bytes_per_s, self.piece_s or 0.0)
+
+    def forward_seconds(
+        self, ranks: Sequence[Work], bag: Bag, *, hides_ring: bool = True
+    ) -> Seconds:
+        """Seconds of the slowest rank of a bag, for which the others wait, given what each does.
+
+        Wires whose rate is not known carry nothing: only those that a bag uses must be.
+        """
+        near = ("intra_bytes_per_s",) if bag.size > 1 else ()
+        far = () if bag.is_in_node else ("inter_bytes_per_s",)
+        launch_s, *_ = self.numbers_of("launch_s", *near, *far)
+        wires = self.intra_bytes_per_s or 1.0, self.inter_bytes_per_s or 1.0
+        machine = Cluster(1, bag.size, 1.0, 1.0, *wires, launch_s)
+        each = [machine.seconds(work, bag, hides_ring=hides_ring) for work in ranks]
+        slowest = max(each, key=lambda one: float(one.total))
+        mean = sum(float(one.total) for one in each) / len(each)
+        return replace(slowest, waiting_s=slowest.total - mean)
 
     def attention_latency(self, head_dim: int) -> AttentionLatency:
         """What predicts a call: the fit if there is one, or else rates and launches.
@@ -573,24 +674,15 @@ class HardwareProfile:
         """
         if self.attention is not None:
             return self.attention
-        compute, wire, launch_s = self._known(
+        compute, wire, launch_s = self.numbers_of(
             "attention_flops_per_s", "intra_bytes_per_s", "launch_s"
         )
         work_s = FLOPS_PER_VALUE * whole("head_dim", head_dim, 1) / compute
         made = self.calibration
         near = [None if made is None else made.fit(what) for what in (ALL_TO_ALL, POINT_TO_POINT)]
-        wires = [[launch_s, 1.0 / wire] if x is None else x.coefficients[:2] for x in near]
+        wires = [(launch_s, 1.0 / wire) if x is None else x.coefficients[:2] for x in near]
         (all_s, all_byte_s), (next_s, next_byte_s) = wires
         return AttentionLatency(all_s, all_byte_s, next_s, next_byte_s, work_s, launch_s)
-
-    def _known(self, *names: str) -> list[float]:
-        missing = [name for name in names if getattr(self, name) is None]
-        if missing:
-            raise ConfigError(
-                f"the hardware profile of {self.device} has no {', '.join(missing)}: add what is "
-                "missing to the file, or use another profile"
-            )
-        return [getattr(self, name) for name in names]
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
@@ -626,17 +718,13 @@ class HardwareProfile:
         return cls.of_dict(parse_json("".join(read_lines(path)), str(path)), str(path))
 
     @classmethod
-    def of_dict(cls, found: object, name: str) -> Self:
-        """From what `to_dict` gave, or JSON of it.
-
-        Args:
-            found: The fields.
-            name: From where, for messages.
+    def of_dict(cls, values: object, name: str) -> Self:
+        """From what `to_dict` gave, or JSON of it; `name` says from where, for messages.
 
         Raises:
             ConfigError: They are no profile; says why.
         """
-        values = cast(dict[str, Any], found) if isinstance(found, dict) else {}
+        values = cast(dict[str, Any], values) if isinstance(values, dict) else {}
         if {key: values.get(key) for key in _FORMAT} != _FORMAT:
             raise ConfigError(
                 f"{name} is no hardware profile of version {_FORMAT['version']}, as "
@@ -653,151 +741,6 @@ class HardwareProfile:
             raise ConfigError(f"{name}: {error}") from error
 
 
-# A forward pass on ranks that share a sequence. In the layers of a kind, with R ring ranks, U
-# Ulysses ranks, and rates of a `HardwareProfile`, a rank takes
-#
-#     linear_flops / matmul_rate + attention_flops / attention_rate                   [compute]
-#     heads_bytes * ((n - 1) / intra + (U - n) / inter) / (U - 1)                     [Ulysses]
-#     max(0, ring_bytes / wire - attention * (R - 1) / R)                             [ring]
-#     launch_s * (exchanges + rounds) + max(0, launch_s * kernels - compute)          [launches]
-#
-# seconds: n of its U ranks are in its node; `wire` is that between nodes where the R U ranks do not
-# fit into one; a ring that does not send while it computes hides nothing; and the host launches
-# kernels while the device computes. Overlapped Ulysses is priced as if it were not. All wait for
-# the slowest rank in every layer.
-
-_RATES = "matmul_flops_per_s", "attention_flops_per_s", "launch_s"
-
-
-@dataclass(frozen=True, slots=True)
-class RankWork:
-    """What a rank does in the layers of a kind in a forward pass.
-
-    Attributes:
-        linear_flops: Of products with weights.
-        attention_flops: Of attention over the mesh.
-        heads_bytes: That it sends to Ulysses ranks.
-        ring_bytes: That it passes on.
-        num_exchanges: All-to-alls.
-        num_rounds: Times that it passes keys and values on.
-        num_kernels: Kernels that are launched.
-    """
-
-    linear_flops: float
-    attention_flops: float
-    heads_bytes: float
-    ring_bytes: float
-    num_exchanges: int
-    num_rounds: int
-    num_kernels: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """The mesh, and where its ranks are.
-
-    Attributes:
-        ring_degree: R.
-        ulysses_degree: U; neighbours share heads.
-        ranks_per_node: Of how many one node is.
-        is_hidden: Whether the ring sends while it computes.
-    """
-
-    ring_degree: int
-    ulysses_degree: int
-    ranks_per_node: int
-    is_hidden: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """Of the slowest rank, and how long the average one waits for it, which is none of the total.
-
-    Attributes:
-        linear_s: Products with weights.
-        attention_s: Attention.
-        heads_s: Ulysses' bytes on wires.
-        ring_s: The ring's, as far as attention does not hide them.
-        launch_s: Exchanges, and kernels that the device waits for.
-        waiting_s: Of the average rank.
-    """
-
-    linear_s: float = 0.0
-    attention_s: float = 0.0
-    heads_s: float = 0.0
-    ring_s: float = 0.0
-    launch_s: float = 0.0
-    waiting_s: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Without what others wait."""
-        return self.linear_s + self.attention_s + self.heads_s + self.ring_s + self.launch_s
-
-    def __add__(self, other: Self) -> "Seconds":
-        names = [field.name for field in fields(self)]
-        return Seconds(*(getattr(self, name) + getattr(other, name) for name in names))
-
-    def __str__(self) -> str:
-        parts = {
-            "compute": self.linear_s + self.attention_s,
-            "wires": self.heads_s + self.ring_s,
-            "launches": self.launch_s,
-            "waiting": self.waiting_s,
-        }
-        said = ", ".join(f"{name} {seconds * 1e3:.3g}" for name, seconds in parts.items())
-        return f"{self.total * 1e3:.3g} ms ({said})"
-
-
-def layer_seconds(ranks: Sequence[RankWork], wires: Wires, profile: HardwareProfile) -> Seconds:
-    """Seconds of the layers of a kind.
-
-    Args:
-        ranks: What each rank does in them.
-        wires: The mesh.
-        profile: What the machine does in a second.
-
-    Raises:
-        ConfigError: The profile lacks a number.
-    """
-    num_ranks = wires.ring_degree * wires.ulysses_degree
-    near = ("intra_bytes_per_s",) if num_ranks > 1 else ()
-    far = ("inter_bytes_per_s",) if num_ranks > wires.ranks_per_node else ()
-    missing = [name for name in (*_RATES, *near, *far) if getattr(profile, name) is None]
-    if missing:
-        raise ConfigError(
-            f"the hardware profile of {profile.device} has no {', '.join(missing)}: add what is "
-            "missing to the file, or use another profile"
-        )
-    each = [_rank_seconds(work, wires, profile) for work in ranks]
-    slowest = max(each, key=lambda one: one.total)
-    mean = sum(one.total for one in each) / len(each)
-    return slowest + Seconds(waiting_s=slowest.total - mean)
-
-
-def _rank_seconds(work: RankWork, wires: Wires, profile: HardwareProfile) -> Seconds:
-    ring, ulysses = wires.ring_degree, wires.ulysses_degree
-    matmul, attention, launch = (getattr(profile, name) for name in _RATES)
-    near = profile.intra_bytes_per_s or math.inf
-    far = profile.inter_bytes_per_s or near
-    linear_s = work.linear_flops / matmul
-    attention_s = work.attention_flops / attention
-    in_node = min(ulysses, wires.ranks_per_node)
-    byte_s = ((in_node - 1) / near + (ulysses - in_node) / far) / max(1, ulysses - 1)
-    wire = near if ring * ulysses <= wires.ranks_per_node else far
-    hidden_s = attention_s * (ring - 1) / ring if wires.is_hidden else 0.0
-    exposed_s = max(0.0, launch * work.num_kernels - linear_s - attention_s)
-    return Seconds(
-        linear_s=linear_s,
-        attention_s=attention_s,
-        heads_s=work.heads_bytes * byte_s,
-        ring_s=max(0.0, work.ring_bytes / wire - hidden_s),
-        launch_s=launch * (work.num_exchanges + work.num_rounds) + exposed_s,
-    )
-
-
-# How much more a training step runs than the forward pass that plans are priced by.
-
 _ATTENTION_BACKWARD = 2.5 * 648 / 561
 """Seconds of the backward of attention over those of its forward: five products of matrices against
 two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at a head dimension of
@@ -806,16 +749,13 @@ two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What runs in a step, in units of what runs in its forward pass.
+    """How much more a step runs than the forward pass that plans are priced by.
 
-    Attributes:
-        linear: Seconds of the linear layers; their backward takes two forward passes.
-        attention: Seconds of attention.
+    Args:
+        linear: Seconds of the linear layers over those of a forward pass.
+        attention: The same of attention.
         exchanges: All-to-alls and passes of keys and values; as many backward as forward.
         name: For tables.
-
-    Raises:
-        ConfigError: A value is not above 0.
     """
 
     linear: float
@@ -824,21 +764,17 @@ class Passes:
     name: str
 
     def __post_init__(self) -> None:
-        for name in ("linear", "attention", "exchanges"):
-            put(self, name, rate(f"Passes({name}", getattr(self, name)))
+        fields(self, linear=rate, attention=rate, exchanges=rate)
 
     def over(self, timed: "Passes") -> "Passes":
-        """The same for a cost model whose seconds are those of other passes, such as measured ones.
-
-        Wires are those of a forward pass all the same.
-        """
+        """The same for a cost model whose seconds are those of other passes; not those of wires."""
         linear, attention = self.linear / timed.linear, self.attention / timed.attention
         return replace(self, linear=linear, attention=attention)
 
 
 FORWARD = Passes(1.0, 1.0, 1.0, "forward")
 TRAINING = Passes(4.0, 2.0 + _ATTENTION_BACKWARD, 3.0, "step")
-"""Forward, recomputation and backward, every block checkpointed."""
+"""Forward, recomputation and backward, which takes two forward passes of the linear layers."""
 
 WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step-without-recompute")
 """Forward and backward, no block checkpointed."""
@@ -847,13 +783,9 @@ WITHOUT_RECOMPUTING = Passes(3.0, 1.0 + _ATTENTION_BACKWARD, 2.0, "step-without-
 def in_passes(
     cost: TransformerCost, cluster: Cluster, passes: Passes
 ) -> tuple[TransformerCost, Cluster]:
-    """A cost model and a cluster whose seconds are those of a step, not of a forward pass.
+    """Return a cost model and a cluster whose seconds are those of a step, not of a forward pass.
 
     Whatever takes both then plans, prices and ranks by seconds of a step.
-
-    Raises:
-        ConfigError: The cost model is not a `TransformerCost`, so that attention cannot be told
-            from the rest.
     """
     of_type("model", cost, TransformerCost, "a TransformerCost, which tells attention apart")
     each, exchanges = cost.seconds_per_unit, passes.exchanges
@@ -876,33 +808,20 @@ def in_passes(
 
 
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
-    """`FORWARD`, or a training step that recomputes or does not, by name.
+    """Passes by name: "forward", or a "step" or "step-without-recompute" of training.
 
-    Args:
-        name: "forward", "step" or "step-without-recompute".
-        profile: Whose passes of a block a step runs, if it was calibrated. Default: `TRAINING` and
-            `WITHOUT_RECOMPUTING`.
-
-    Raises:
-        ConfigError: There is no such name.
+    A calibrated profile says how long its passes of a block took; exchanges were not timed by pass.
     """
     known = {passes.name: passes for passes in (FORWARD, TRAINING, WITHOUT_RECOMPUTING)}
     if name not in known:
         raise ConfigError(f"passes {name!r}: choose one of {', '.join(known)}")
-    run = PASSES if name == TRAINING.name else (RECOMPUTE, BACKWARD)
-    measured = None if name == FORWARD.name else _measured(profile, run)
-    return known[name] if measured is None else replace(known[name], **measured)
-
-
-def _measured(profile: HardwareProfile | None, run: tuple[str, ...]) -> dict[str, float] | None:
-    """Passes as they were timed, over the forward pass: by tokens, and by pairs.
-
-    Exchanges were not timed by pass. None: not all was, or the noise left nothing of a pass.
-    """
     made = None if profile is None else profile.calibration
-    fits = {} if made is None else {name: made.fit(name) for name in PASSES}
-    rates = {name: fit.coefficients[1:] for name, fit in fits.items() if fit is not None}
-    if len(rates) < len(PASSES) or min(rates[PASSES[0]]) <= 0:
-        return None
-    linear, attention = np.sum([rates[name] for name in run], axis=0) / rates[PASSES[0]]
-    return {"linear": float(linear), "attention": float(attention)}
+    if name == FORWARD.name or made is None:
+        return known[name]
+    fits = {one: made.fit(one) for one in PASSES}
+    rates = {one: fit.coefficients[1:] for one, fit in fits.items() if fit is not None}
+    if len(rates) < len(PASSES) or min(rates[PASSES[0]]) <= 0:  # the noise left nothing of a pass
+        return known[name]
+    run = PASSES if name == TRAINING.name else (RECOMPUTE, BACKWARD)
+    linear, attention = np.sum([rates[one] for one in run], axis=0) / rates[PASSES[0]]
+    return replace(known[name], linear=float(linear), attention=float(attention))

@@ -19,7 +19,7 @@ from bascule.plan import metrics
 from bascule.plan.checks import by_rank, listed, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.machine import Cluster
+from bascule.plan.machine import Bag, Cluster, Work
 from bascule.plan.prices import Decision, RankState, checked, decide, price
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.topology import Topology
@@ -277,9 +277,11 @@ def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: fl
     seconds = cluster.compute_seconds(cost, batch.lens, batch.num_pairs)
     order = np.argsort(-batch.lens if batch.num_pairs is None else -seconds, kind="stable")
     ordered, compute = batch.lens[order], checked(seconds, batch.lens, batch.counts)[order]
-    wires = [size * cluster.wire_seconds(cost, size) for size in sizes.tolist()]
-    work = compute + np.array(wires)[:, None] * ordered
-    before = carried + np.array([cluster.launch_seconds(cost, size) for size in sizes.tolist()])
+    kinds = [Bag.aligned(size, 1, cluster.ranks_per_node) for size in sizes.tolist()]
+    works = [Work.of_sequences(cost, bag, ordered, compute) for bag in kinds]
+    work = np.stack([cluster.seconds(*one).total for one in zip(works, kinds, strict=True)])
+    launches = [cluster.seconds(Work.of_launches(cost, bag), bag).launch_s for bag in kinds]
+    before = carried + np.array(launches)
     sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
     bags = units * num_units
     low: Floats = np.where(bags > 0, before, 0.0).max(axis=1)

@@ -252,7 +252,7 @@ def _exposed_sharding(
 def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
     """(N,) seconds in which each rank sends its sequences to the bags that compute them."""
     near, far = _sent(placed, cluster) * bytes_per_token
-    return near / cluster.intra_bytes_per_s + far / cluster.inter_bytes_per_s
+    return np.asarray(cluster.wire_seconds(near, far))
 
 
 def _sent(placed: Placement, cluster: Cluster) -> Floats:

@@ -19,11 +19,10 @@ from bascule.integrations.diffusers.work import Attended, AttentionShape, LayerW
 from bascule.plan.checks import MAX_RANKS, whole
 from bascule.plan.machine import (
     FLOPS_PER_VALUE,
+    Bag,
     HardwareProfile,
-    RankWork,
     Seconds,
-    Wires,
-    layer_seconds,
+    Work,
 )
 from bascule.plan.traffic import HeadShares, Traffic
 
@@ -51,7 +50,7 @@ class MeshCost:
     @property
     def total_s(self) -> float:
         """Seconds of a forward pass; 0 without a profile."""
-        return sum(one.total for one in self.seconds.values())
+        return sum(float(one.total) for one in self.seconds.values())
 
     @property
     def busiest_bytes(self) -> int:
@@ -194,18 +193,20 @@ class Prediction:
         Raises:
             ConfigError: The profile lacks a number.
         """
-        wires = Wires(ring, ulysses, self.ranks_per_node, self.options.double_buffer)
+        bag = Bag.aligned(ulysses, ring, self.ranks_per_node)
         return {
-            kind: layer_seconds(
-                self._works(work, ring, ulysses, is_compiled, has_wire), wires, self.profile
+            kind: self.profile.forward_seconds(
+                self._works(work, bag, is_compiled, has_wire),
+                bag,
+                hides_ring=self.options.double_buffer,
             )
             for kind, work in self.last.work.items()
         }
 
-    def _works(
-        self, work: LayerWork, ring: int, ulysses: int, is_compiled: bool, has_wire: bool
-    ) -> list[RankWork]:
-        """Of each rank."""
+    def _works(self, work: LayerWork, bag: Bag, is_compiled: bool, has_wire: bool) -> list[Work]:
+        """What each rank does in the layers of a kind."""
+        ring, ulysses = bag.ring, bag.ulysses
+        matmul, attention = self.profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
         longest = max((shape.segments for shape in self.last.shapes), key=sum)
         layouts = {
             segments: SequenceLayout(segments, ring, ulysses)
@@ -213,7 +214,7 @@ class Prediction:
         }
         calls = sum(times for shape, times in work.shapes.items() if not shape.gathers)
         gathers = sum(work.shapes.values()) - calls
-        found: list[RankWork] = []
+        works: list[Work] = []
         for place in product(range(ring), range(ulysses)):
             share = layouts[longest].num_tokens(*place) / max(1, sum(longest))
             sent = Traffic()
@@ -224,10 +225,11 @@ class Prediction:
                 row = shape.row_bytes if shape.gathers else row
                 sent += traffic(layout, place, replace(shape, row_bytes=row)) * times
                 attention_flops += times * _attention_flops(layout, place, shape)
-            found.append(
-                RankWork(
-                    linear_flops=work.token_flops * share + work.other_flops,
-                    attention_flops=attention_flops,
+            attention_s = attention_flops / attention
+            works.append(
+                Work(
+                    compute_s=(work.token_flops * share + work.other_flops) / matmul + attention_s,
+                    attention_s=attention_s,
                     heads_bytes=sent.heads,
                     ring_bytes=sent.ring,
                     num_exchanges=(2 * calls if ulysses > 1 else 0) + gathers,
@@ -235,7 +237,7 @@ class Prediction:
                     num_kernels=work.num_products if is_compiled else work.num_kernels,
                 )
             )
-        return found
+        return works
 
 
 def _attention_flops(
@@ -266,7 +268,7 @@ def _advice(predict: Prediction, chosen: MeshCost, others: Sequence[MeshCost]) -
         ways['wire=Wire("int8"), with fewer bytes'] = predict.on(*mesh, has_wire=True)
     for one in others:
         ways[f"ring_degree={one.ring_degree}, ulysses_degree={one.ulysses_degree}"] = one.seconds
-    totals = {way: sum(one.total for one in found.values()) for way, found in ways.items()}
+    totals = {way: sum(float(one.total) for one in found.values()) for way, found in ways.items()}
     gains = {way: chosen.total_s / total for way, total in totals.items() if total}
     found = [
         f"{gain:.2f}x predicted with {way}"

@@ -1,0 +1,129 @@
+"""What costs, machines, meshes and simulations are made from."""
+
+# pyright: reportArgumentType=false
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bascule import (
+    AttentionLatency,
+    HardwareProfile,
+    PolynomialCost,
+    TransformerCost,
+    plan_batch,
+)
+from bascule.plan.machine import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
+from bascule.plan.mesh_choice import DenoisingStep, choose_mesh
+
+H100 = HardwareProfile.load("h100-datasheet")
+NEW = HardwareProfile(device="new")
+LACKING = replace(H100, source="given", inter_bytes_per_s=None, launch_s=None)
+CLUSTER = H100.cluster(1, 4)
+LATENCY = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
+LOAD = AttentionLoad(2, 2, 1.0, 1.0, 1.0)
+STEP = DenoisingStep(99, 8, 64, 2)
+
+Case = tuple[str, Callable[[], object], tuple[str, ...]]
+
+
+def changed(one: Any, name: str, value: Any, *words: str) -> Case:
+    """A row for a field of a dataclass, which must be named with its value."""
+    kind = type(one).__name__
+    said = f"{kind}({name}={value!r})"
+    return (f"{kind}.{name} {value!r}", partial(replace, one, **{name: value}), (said, *words))
+
+
+CASES: list[Case] = [
+    changed(TransformerCost(64), "d_model", 3072.0, "an integer"),
+    changed(TransformerCost(64), "num_layers", 0, "at least 1"),
+    changed(TransformerCost(64), "gamma", math.nan, "finite"),
+    changed(TransformerCost(64), "seconds_per_unit", 0.0, "at least"),
+    changed(TransformerCost(64), "fit_error", -1.0, "at least 0"),
+    changed(TransformerCost(64), "bytes_per_token", True, "finite"),
+    changed(PolynomialCost(1, 1, 1), "overhead", -1e-12, "at least 0"),
+    changed(PolynomialCost(1, 1, 1), "constant", "1", "finite"),
+    changed(PolynomialCost(1, 1, 1), "bytes_per_token", 0, "at least"),
+    ("seconds of FLOPs", partial(TransformerCost(64).seconds, [1]), ("fit_latency",)),
+    changed(CLUSTER, "num_nodes", True, "an integer"),
+    changed(CLUSTER, "ranks_per_node", 1.5, "an integer"),
+    changed(CLUSTER, "flops_per_s", 0.0, "at least"),
+    changed(CLUSTER, "memory_bytes", math.nan, "finite"),
+    changed(CLUSTER, "intra_bytes_per_s", -1.0, "at least"),
+    changed(CLUSTER, "inter_bytes_per_s", math.inf, "at most"),
+    changed(CLUSTER, "latency_s", -1e-9, "at least 0"),
+    changed(CLUSTER, "pack_bytes_per_s", 0.0, "at least"),
+    ("too many ranks", partial(replace, CLUSTER, num_nodes=2**17), ("524288 ranks", "131072")),
+    (
+        "a batch of another world",
+        partial(plan_batch, [[1]] * 3, "g1n3", TransformerCost(8), cluster=CLUSTER),
+        ("4 ranks, not 3",),
+    ),
+    (
+        "a cost without a width",
+        partial(plan_batch, [[1]] * 4, "g4n1", np.sqrt, cluster=CLUSTER),
+        ("width of the model", "TransformerCost"),
+    ),
+    (
+        "a cost without a width in a ring",
+        partial(plan_batch, [[1]] * 4, "g1r4n1", np.sqrt, cluster=CLUSTER),
+        ("width of the model", "TransformerCost"),
+    ),
+    changed(LOAD, "ulysses_degree", 0, "at least 1"),
+    changed(LOAD, "ring_degree", 1.5, "an integer"),
+    changed(LOAD, "work", -1.0, "at least 0"),
+    changed(LOAD, "p2p_bytes", math.nan, "finite"),
+    changed(LOAD, "all_to_all_bytes", math.inf, "at most"),
+    changed(LOAD, "copied_bytes", -1.0, "at least 0"),
+    changed(LATENCY, "launch_s", -1.0, "at least 0"),
+    changed(LATENCY, "p2p_s_per_byte", math.nan, "finite"),
+    changed(LATENCY, "fit_error", -0.1, "at least 0"),
+    *(changed(H100, name, True, "finite") for name in H100.numbers),
+    changed(H100, "device", 5, "a text"),
+    changed(H100, "note", None, "a text"),
+    changed(H100, "source", "guessed", '"measured" or "datasheet" or "published" or "given"'),
+    changed(H100, "attention", 5, "an AttentionLatency"),
+    changed(H100, "calibration", 5, "a Calibration"),
+    ("no such profile", partial(HardwareProfile.load, "h200"), ("'h200'", "h200-datasheet")),
+    ("a profile of a number", partial(HardwareProfile.load, 5), ("5",)),
+    (
+        "a cluster of what is not known",
+        partial(NEW.cluster, 1, 2),
+        ("new has no matmul_flops_per_s, memory_bytes",),
+    ),
+    ("attention of what is not known", partial(NEW.attention_latency, 64), ("new has no",)),
+    ("a head of nothing", partial(H100.attention_latency, 0), ("head_dim is 0",)),
+    (
+        "a wire that is not needed",
+        partial(LACKING.forward_seconds, [Work()], Bag.aligned(2, 1, 2)),
+        ("has no launch_s: ",),
+    ),
+    (
+        "a wire that is not known",
+        partial(LACKING.forward_seconds, [Work()], Bag.aligned(4, 1, 2)),
+        ("has no launch_s, inter_bytes_per_s: ",),
+    ),
+    changed(STEP, "num_tokens", 0, "at least 1"),
+    changed(STEP, "num_passes", 1.5, "an integer"),
+    ("a mesh of no ranks", partial(choose_mesh, STEP, 0), ("num_ranks is 0",)),
+    ("half a node", partial(choose_mesh, STEP, 2, ranks_per_node=0.5), ("ranks_per_node is 0.5",)),
+    ("a ring of none", partial(choose_mesh, STEP, 2, max_ring_degree=0), ("max_ring_degree is 0",)),
+    ("no mesh", partial(choose_mesh, STEP, 16, max_ring_degree=1), ("raise max_ring_degree",)),
+    ("no profile", partial(choose_mesh, STEP, 2, profile="h100"), ("a HardwareProfile",)),
+    (
+        "a mesh of what is not known",
+        partial(choose_mesh, STEP, 2, profile=NEW),
+        ("has no matmul_flops_per_s",),
+    ),
+    ("passes of nothing", partial(Passes, 0.0, 1.0, 1.0, ""), ("linear=0.0", "at least")),
+    ("no such passes", partial(passes_of, "both"), ("'both'", "step-without-recompute")),
+    (
+        "passes of a polynomial",
+        partial(in_passes, PolynomialCost(1, 1, 1), CLUSTER, TRAINING),
+        ("a TransformerCost",),
+    ),
+]

@@ -1,0 +1,475 @@
+"""Costs, machines and the seconds of work on them: by hand, from files, over all meshes."""
+
+import dataclasses
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bascule.errors import ConfigError
+from bascule.plan.costs import (
+    IterationFit,
+    PolynomialCost,
+    TransformerCost,
+    describe_cost,
+    unit_seconds,
+)
+from bascule.plan.limits import Limits, in_tokens
+from bascule.plan.machine import (
+    FORWARD,
+    KNOWN_PROFILES,
+    LIMITS,
+    TRAINING,
+    AttentionLatency,
+    AttentionLoad,
+    Bag,
+    Cluster,
+    HardwareProfile,
+    Passes,
+    Seconds,
+    Work,
+    exposed_ring,
+    in_passes,
+    passes_of,
+)
+from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
+from bascule.plan.plan import plan_batch
+from bascule.plan.topology import Topology
+from tests.helpers.cli import run
+from tests.helpers.sparse_studies import even_load
+
+WIDTH, LAYERS, TOKENS = 100, 3, 1000
+COST = TransformerCost(WIDTH, num_layers=LAYERS)
+CLUSTER = Cluster(2, 4, 1e12, 80e9, 1e6, 1e5, 0.25)
+COMPUTE_S = LAYERS * (24 * TOKENS * WIDTH**2 + 4 * TOKENS**2 * WIDTH) / 1e12
+BYTES = LAYERS * TOKENS * 4 * WIDTH * 2  # q, k, v and out of the whole sequence, in bf16
+
+
+# What sequences cost
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "linear_tflops", "attention_tflops"),
+    [
+        # d = 3072: 24 d^2 = 226,492,416 FLOPs a token, 4 d = 12,288 FLOPs a pair of tokens.
+        (1, 0.000226492416, 0.000000012288),
+        (512, 0.115964116992, 0.003221225472),
+        (4608, 1.043677052928, 0.260919263232),
+        (16384, 3.710851743744, 3.298534883328),
+    ],
+)
+def test_flux_block_by_hand(seq_len: int, linear_tflops: float, attention_tflops: float) -> None:
+    for cost, expected in (
+        (TransformerCost(3072), linear_tflops + attention_tflops),
+        (TransformerCost(3072, gamma=0.0), linear_tflops),
+        (TransformerCost(gamma=0.426), linear_tflops + 0.426 * attention_tflops),
+        (TransformerCost(num_layers=57), 57 * (linear_tflops + attention_tflops)),
+    ):
+        assert cost(seq_len) == pytest.approx(expected, rel=1e-12)
+
+
+def test_attention_costs_as_much_as_the_linear_layers_at_six_widths() -> None:
+    both, linear = TransformerCost(512), TransformerCost(512, gamma=0.0)
+    assert both(6 * 512) == pytest.approx(2 * linear(6 * 512))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64, np.float32])
+def test_lengths_of_any_type_neither_wrap_nor_lose_precision(dtype: type) -> None:
+    lens = np.array([[60_000], [0]], dtype=dtype)
+    expected = (24 * 60_000 * 3072**2 + 4 * 60_000**2 * 3072) / 1e12
+    np.testing.assert_allclose(TransformerCost(3072)(lens), [[expected], [0.0]], rtol=1e-14)
+    assert PolynomialCost(1.0, 0.0, 0.0)(lens)[0, 0] == 60_000.0**2
+    exact = (24 * 2**40 * 3072**2 + 4 * 2**80 * 3072) / 10**12
+    assert TransformerCost(3072)([2**40])[0] == pytest.approx(exact, rel=1e-14)
+    assert TransformerCost()([]).shape == (0,) and PolynomialCost(1, 2, 3)([]).dtype == np.float64
+
+
+def test_polynomial_by_hand() -> None:
+    cost = PolynomialCost(quadratic=2.0, linear=3.0, constant=5.0, overhead=100.0)
+    np.testing.assert_array_equal(cost([[0, 1], [2, 10]]), [[5.0, 10.0], [19.0, 235.0]])
+    assert cost([10], [7]) == [2.0 * 7 + 3.0 * 10 + 5.0]
+    assert PolynomialCost(*(np.float32(x) for x in (1, 2, 3))) == PolynomialCost(1, 2, 3)  # type: ignore[arg-type]
+
+
+def test_seconds_are_flops_times_the_measured_rate() -> None:
+    cost = TransformerCost(3072, gamma=0.5, seconds_per_unit=2e-3)
+    np.testing.assert_allclose(cost.seconds([100, 5000]), cost([100, 5000]) * 2e-3, rtol=1e-15)
+    assert unit_seconds(cost) == 2e-3 and unit_seconds(PolynomialCost(0.0, 1.0, 0.0)) == 1.0
+    assert unit_seconds(TransformerCost(8)) is None and unit_seconds(np.sqrt) is None
+
+
+def test_a_cost_is_a_frozen_value() -> None:
+    cost = TransformerCost(3072, gamma=0.5)
+    assert cost == TransformerCost(3072, gamma=0.5) != TransformerCost(3072, gamma=0.6)
+    with pytest.raises(AttributeError):
+        cost.gamma = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError):
+        TransformerCost(3072, 0.5)  # pyright: ignore[reportCallIssue]
+
+
+def test_what_ranks_compare_of_a_fitted_cost_is_what_they_plan_by() -> None:
+    fits = [
+        IterationFit((error, error, error, error), (), error, 9, 0, ((error,) * 4,) * 4)
+        for error in (0.1, 0.1 + 1e-15)
+    ]
+    own, other = (PolynomialCost(1e-9, 1e-6, 0.0, fit=fit) for fit in fits)
+    assert own.fit != other.fit
+    assert describe_cost(own) == describe_cost(other)
+    assert describe_cost(own) != describe_cost(PolynomialCost(1e-9, 2e-6, 0.0))
+
+
+def test_limits_on_bytes_are_in_tokens() -> None:
+    costs = TransformerCost(8, bytes_per_token=100), PolynomialCost(1, 1, 1, bytes_per_token=100)
+    for cost in costs:
+        assert in_tokens(Limits(num_bytes=10**6), cost, None) == Limits(tokens=10**4)
+
+
+# Seconds of work
+
+
+def test_compute_is_measured_or_converted_or_seconds_already() -> None:
+    assert CLUSTER.compute_seconds(COST, [TOKENS]) == pytest.approx([COMPUTE_S])
+    measured = replace(COST, seconds_per_unit=7.0)
+    assert CLUSTER.compute_seconds(measured, [TOKENS]) == pytest.approx([COMPUTE_S * 7])
+    assert CLUSTER.compute_seconds(np.sqrt, [4.0]) == pytest.approx([2.0])
+
+
+@pytest.mark.parametrize(
+    ("degrees", "heads_s"),
+    [
+        ((1, 1), 0.0),
+        # Each of 4 ranks holds a quarter of the sequence and sends three quarters of it.
+        ((4, 1), BYTES / 4 * 3 / 4 / 1e6),
+        # Each of 8 ranks holds an eighth, sends 3 / 8 of it in its node and 4 / 8 to the other.
+        ((8, 1), BYTES / 8 * (3 / 8 / 1e6 + 4 / 8 / 1e5)),
+        ((2, 2), BYTES / 4 / 2 / 1e6),
+    ],
+)
+def test_a_bag_sends_what_is_not_its_own(degrees: tuple[int, int], heads_s: float) -> None:
+    bag = Bag.aligned(*degrees, CLUSTER.ranks_per_node)
+    work = Work.of_sequences(COST, bag, np.array([TOKENS]), np.array([COMPUTE_S]), 1e9)
+    seconds = CLUSTER.seconds(work, bag)
+    assert seconds.total / bag.size == pytest.approx([COMPUTE_S / bag.size + heads_s])
+    assert seconds.ring_s == 0.0  # attention of 1e9 seconds hides everything
+    packing = replace(CLUSTER, pack_bytes_per_s=1e3).seconds(work, bag)
+    more = BYTES / bag.size / 1e3 if bag.ulysses > 1 else 0.0
+    assert packing.total / bag.size == pytest.approx([COMPUTE_S / bag.size + heads_s + more])
+
+
+@pytest.mark.parametrize("ring", [1, 2, 5])
+@pytest.mark.parametrize("exchange_s", [0.0, 0.5, 2.0, 9.0])
+def test_all_rounds_but_the_last_hide_an_exchange(ring: int, exchange_s: float) -> None:
+    """Round by round, as in equation 4 of db-SP, for a sum, sequences, and a call of attention."""
+    compute_s = 3.0
+    rounds = [compute_s / ring] * ring
+    took = sum(max(one, exchange_s) for one in rounds[:-1]) + rounds[-1]
+    assert compute_s + exposed_ring(exchange_s, compute_s, ring) == pytest.approx(took)
+    latency = AttentionLatency(0.0, 0.0, exchange_s, 0.0, 1.0, 0.0)
+    assert latency(AttentionLoad(1, ring, compute_s, 0.0, 0.0)) == pytest.approx(took)
+    work = Work(compute_s=compute_s, attention_s=compute_s, ring_bytes=(ring - 1) * exchange_s)
+    machine = Cluster(2, ring, 1.0, 1.0, 1.0, 0.5, 0.0)
+    near, far = Bag(ring, ring), Bag(ring, ring, is_in_node=False)
+    assert machine.seconds(work, near).total == pytest.approx(took)
+    blocking = machine.seconds(work, near, hides_ring=False)
+    assert blocking.total == pytest.approx(compute_s + (ring - 1) * exchange_s)
+    slow = machine.seconds(work, far).total
+    assert slow == pytest.approx(compute_s + exposed_ring(2 * exchange_s, compute_s, ring))
+
+
+PROFILE = HardwareProfile(
+    device="paper",
+    matmul_flops_per_s=100.0,
+    attention_flops_per_s=50.0,
+    intra_bytes_per_s=10.0,
+    inter_bytes_per_s=2.0,
+    launch_s=0.25,
+)
+WORK = Work(compute_s=6.0, attention_s=2.0, heads_bytes=30.0, num_exchanges=2, num_kernels=8)
+
+
+def test_the_slowest_rank_of_a_mesh() -> None:
+    near = PROFILE.forward_seconds([WORK] * 4, Bag.aligned(4, 1, 4))
+    assert near == Seconds(6.0, 3.0, 0.0, 0.5)
+    # Of the three others, one is in the node and two are not.
+    far = PROFILE.forward_seconds([WORK] * 4, Bag.aligned(4, 1, 2))
+    assert far.heads_s == pytest.approx(30.0 / 3 * (1 / 10.0 + 2 / 2.0))
+    # Launches show where they take longer than the device.
+    many = PROFILE.forward_seconds([replace(WORK, num_kernels=40)], Bag())
+    assert many.launch_s == 0.5 + (10.0 - 6.0)
+    idle = replace(WORK, compute_s=2.0)
+    slowest = PROFILE.forward_seconds([WORK, idle, idle, idle], Bag.aligned(4, 1, 4))
+    assert slowest.total == pytest.approx(9.5) and slowest.waiting_s == pytest.approx(3.0)
+    both = slowest + slowest
+    assert both.total == pytest.approx(19.0) and "waiting 6e+03" in str(both)
+
+
+def test_nodes_of_bags_that_are_not_aligned() -> None:
+    nodes, local = CLUSTER.nodes_of(Topology.parse("g1n3+g2n1+g3n1"))
+    assert nodes.tolist() == [0, 0, 0, 0, 1]
+    assert local.tolist() == [1, 1, 1, 1, 3]
+    nodes, local = CLUSTER.nodes_of(Topology.parse("g1n2+g3n2"))  # ranks 2, 3 and 4
+    assert nodes.tolist() == [0, 0, 0, 1]
+    assert local.tolist() == [1, 1, 1, 3]
+
+
+def test_loads_are_seconds_with_launches() -> None:
+    lens = [[TOKENS], [], [], [], [], [], [], []]
+    plan = plan_batch(lens, "g4n2", COST, cluster=CLUSTER)
+    launches = 2 * LAYERS * 0.25
+    busy = launches + COMPUTE_S / 4 + BYTES / 4 * 3 / 4 / 1e6
+    assert plan.loads == pytest.approx([busy] * 4 + [launches] * 4)
+    assert plan.gap == 0.0
+    single = plan_batch(lens, "g1n8", COST, cluster=CLUSTER)
+    assert single.makespan == pytest.approx(COMPUTE_S)
+    assert plan_batch([[4]] * 8, "g1n8", np.sqrt, cluster=CLUSTER).makespan == 2.0
+
+
+def test_a_step_is_its_passes() -> None:
+    cluster = replace(CLUSTER, pack_bytes_per_s=1e7, piece_s=1e-4)
+    passes, bag, lens = Passes(4.0, 6.0, 3.0, "step"), Bag.aligned(4, 1, 4), np.array([700])
+
+    def seconds(machine: Cluster, cost: TransformerCost) -> tuple[Seconds, Seconds, float]:
+        work = Work.of_sequences(cost, bag, lens, machine.compute_seconds(cost, lens))
+        launches = machine.seconds(Work.of_launches(cost, bag), bag)
+        return machine.seconds(work, bag), launches, machine.host_seconds(cost, bag)
+
+    linear = cluster.compute_seconds(replace(COST, gamma=0.0), lens)
+    attention = cluster.compute_seconds(COST, lens) - linear
+    cost, machine = in_passes(COST, cluster, passes)
+    before, after = seconds(cluster, COST), seconds(machine, cost)
+    assert after[0].compute_s == pytest.approx(4 * linear + 6 * attention)
+    assert after[0].heads_s == pytest.approx(3 * before[0].heads_s)
+    assert after[1].launch_s == pytest.approx(3 * before[1].launch_s)
+    assert after[2] == pytest.approx(3 * before[2])
+    measured, slowed = in_passes(replace(COST, seconds_per_unit=2.0), cluster, passes)
+    # Seconds that were measured as a step stay; the wires are those of a forward pass all the same.
+    for cost, machine in ((measured, slowed), in_passes(measured, cluster, passes.over(passes))):
+        found = seconds(machine, cost)[0]
+        assert found.compute_s == pytest.approx((4 * linear + 6 * attention) * 2.0)
+        assert found.heads_s == pytest.approx(3 * before[0].heads_s)
+    assert in_passes(COST, cluster, FORWARD) == (COST, cluster)
+    assert passes_of("step") is TRAINING and TRAINING.linear == 4
+
+
+# The mesh of a denoising step
+
+STEP = DenoisingStep(num_tokens=4608, num_heads=24, head_dim=128, num_layers=57, num_passes=2)
+H100 = HardwareProfile.load("h100-datasheet")
+
+
+def profile(**others: Any) -> HardwareProfile:
+    rates = {"matmul_flops_per_s": 4e14, "attention_flops_per_s": 3e14, "launch_s": 1e-5}
+    wires = {"intra_bytes_per_s": 2e11, "inter_bytes_per_s": 2e10}
+    return HardwareProfile(device="test", **{**rates, **wires, **others})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6, 8, 12, 16])
+@pytest.mark.parametrize("tokens", [77, 4608, 118_800])
+@pytest.mark.parametrize(("heads", "passes", "most"), [(24, 2, None), (5, 3, 4), (12, 1, 2)])
+def test_the_choice_is_the_fastest_of_all_factorizations(
+    num_ranks: int, tokens: int, heads: int, passes: int, most: int | None
+) -> None:
+    step = DenoisingStep(tokens, heads, 128, 30, passes)
+    degrees = range(1, num_ranks + 1)
+    possible = [
+        InferenceMesh(*mesh)
+        for mesh in itertools.product(degrees, repeat=3)
+        if mesh[0] * mesh[1] * mesh[2] == num_ranks
+        and mesh[0] <= passes
+        and mesh[1] <= (most or num_ranks)
+        and mesh[2] <= heads
+    ]
+    if not possible:
+        with pytest.raises(ConfigError, match="raise max_ring_degree"):
+            choose_mesh(step, num_ranks, max_ring_degree=most)
+        return
+    choice = choose_mesh(step, num_ranks, ranks_per_node=8, max_ring_degree=most, profile=profile())
+    seconds = [step_seconds(step, mesh, 8, profile()) for mesh in possible]
+    assert len(choice.meshes) == len(possible)
+    assert choice.chosen.seconds == min(seconds)
+    assert [mesh.seconds for mesh in choice.meshes] == sorted(seconds)
+    assert len(str(choice).splitlines()) == 1 + len(possible)
+
+
+def test_the_seconds_of_a_step_follow_the_formulas() -> None:
+    width, alone = 24 * 128, step_seconds(STEP, InferenceMesh(1, 1, 1), 8, profile())
+    layer = 24 * 4608 * width**2 / 4e14 + 4 * 4608**2 * width / 3e14
+    assert alone == pytest.approx(2 * 57 * layer)
+    guided = step_seconds(STEP, InferenceMesh(2, 1, 1), 8, profile())
+    assert guided == pytest.approx(alone / 2 + 1e-5)
+    sent = 8 * width * 4608 / 4 / 4  # bytes of a rank to each other one
+    near = 57 * 2 * (layer / 4 + 2e-5 + 3 * sent / 2e11)
+    assert step_seconds(STEP, InferenceMesh(1, 1, 4), 8, profile()) == pytest.approx(near)
+    far = 57 * 2 * (layer / 4 + 2e-5 + sent / 2e11 + 2 * sent / 2e10)
+    assert step_seconds(STEP, InferenceMesh(1, 1, 4), 2, profile()) == pytest.approx(far)
+    slow = profile(intra_bytes_per_s=1e9)  # what a ring passes on is longer than its round
+    attention = 4 * 4608**2 / 2 * width / 3e14
+    turn = 1e-5 + 4 * width * 4608 / 2 / 1e9 - attention / 2
+    ring = 57 * 2 * (layer / 2 + turn)
+    assert step_seconds(STEP, InferenceMesh(1, 2, 1), 8, slow) == pytest.approx(ring)
+
+
+def test_without_a_profile_guidance_comes_first_then_heads_in_a_node_then_a_ring() -> None:
+    def chosen(num_ranks: int, **others: Any) -> tuple[int, int, int]:
+        mesh = choose_mesh(STEP, num_ranks, **others).chosen
+        return mesh.guidance, mesh.ring, mesh.ulysses
+
+    assert chosen(2) == (2, 1, 1) and chosen(8) == (2, 1, 4)
+    assert chosen(3) == (1, 1, 3)
+    assert chosen(16, ranks_per_node=4) == (2, 2, 4)
+    assert chosen(64) == (2, 2, 16)
+    assert str(choose_mesh(STEP, 8)).startswith(
+        "guidance 2 x ring 1 x Ulysses 4: guidance groups first"
+    )
+    uneven = DenoisingStep(num_tokens=99, num_heads=8, head_dim=64, num_layers=2, num_passes=3)
+    assert choose_mesh(uneven, 4).chosen == InferenceMesh(1, 1, 4)  # 2 groups would wait
+    assert choose_mesh(STEP, 8, profile=H100).chosen.guidance == 2
+
+
+# Profiles
+
+FIT = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, math.pi / 3e5, 2e-12, fit_error=1 / 3)
+MEASURED = HardwareProfile(device="two cores", source="measured", attention=FIT, host_s=1e-3)
+
+
+@pytest.mark.parametrize("one", [H100, MEASURED, HardwareProfile(device="nothing known")])
+def test_what_is_saved_is_loaded_exactly(tmp_path: Path, one: HardwareProfile) -> None:
+    path, other = tmp_path / "machine.json", tmp_path / "other.json"
+    one.save(path)
+    assert HardwareProfile.load(path) == one
+    saved = json.loads(path.read_text())
+    assert saved == {"bascule": "hardware profile", "version": 1, **dataclasses.asdict(one)}
+    # Another tool may write it: keys in another order, and none of those that were added later.
+    for name in ("peak_flops_per_s", "pack_bytes_per_s", "piece_s", "calibration"):
+        del saved[name]
+    other.write_text(json.dumps(dict(reversed(saved.items()))))
+    assert HardwareProfile.load(str(other)) == replace(one, peak_flops_per_s=None)
+
+
+def test_a_cluster_has_the_numbers_of_the_profile() -> None:
+    assert H100.cluster(2, 8) == Cluster(2, 8, 544e12, 80e9, 180e9, 25e9, 10e-6)
+    loops = HardwareProfile.load("h100-knapformer").cluster(1, 2)
+    assert (loops.pack_bytes_per_s, loops.piece_s) == (182e9, 9.25e-6)
+
+
+def test_attention_is_predicted_by_the_fit_or_by_rates() -> None:
+    assert MEASURED.attention_latency(64) is FIT
+    seq_len, num_heads, head_dim = 3000, 8, 64
+    rates = {"attention_flops_per_s": 2e12, "intra_bytes_per_s": 0.5e9, "launch_s": 7e-6}
+    latency = replace(H100, source="given", **rates).attention_latency(head_dim)
+    dense = even_load((1, 1), seq_len=seq_len, num_heads=num_heads, head_dim=head_dim)
+    flops = 2 * 2 * seq_len**2 * num_heads * head_dim  # two products, two FLOPs a term
+    assert latency(dense) == pytest.approx(flops / 2e12 + 7e-6)
+    sent, passed = AttentionLoad(2, 1, 0.0, 1e6, 0.0), AttentionLoad(1, 2, 0.0, 0.0, 1e6)
+    assert latency(sent) == pytest.approx(2 * 7e-6 + 1e6 / 0.5e9 + 7e-6)
+    assert latency(passed) == pytest.approx(7e-6 + 1e6 / 0.5e9 + 7e-6)
+
+
+def test_it_says_whether_anybody_measured_it() -> None:
+    assert str(H100).endswith("10 us a launch; assumed from a data sheet, not measured")
+    assert "544 TFLOP/s, 180 GB/s in a node, 25 GB/s between nodes" in str(H100)
+    assert str(MEASURED) == "two cores: attention fitted with an error of 33.3%; measured"
+    assert str(replace(H100, source="given")).endswith("given, not measured")
+    assert str(HardwareProfile(device="new")) == "new: no numbers; given, not measured"
+
+
+def test_profiles_of_data_sheets() -> None:
+    """Each says that nobody measured it, and plans and simulates."""
+    assert len(KNOWN_PROFILES) == 6
+    for name in KNOWN_PROFILES:
+        known = HardwareProfile.load(name)
+        assert "not measured" in str(known) and known.numbers and known.note
+        assert known.cluster(2, 8).num_ranks == 16
+        if known.source == "datasheet":
+            assert name.endswith("-datasheet") and known.peak_flops_per_s is not None
+            sustained = known.matmul_flops_per_s
+            assert sustained == pytest.approx(0.55 * known.peak_flops_per_s, rel=1e-3)
+            assert f"{known.peak_flops_per_s / 1e12:g} TFLOP/s" in known.note
+    assert (H100.matmul_flops_per_s, H100.intra_bytes_per_s) == (544e12, 180e9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"launch_s": -1.0}, r"launch_s=-1\.0\): must be finite"),
+        ({"launch_s": "1e-5"}, "launch_s='1e-5'"),
+        ({"launch_s": [1.0]}, r"launch_s=\[1\.0\]"),
+        ({"intra_bytes_per_s": math.nan}, "intra_bytes_per_s=nan"),
+        ({"device": None}, "device=None"),
+        ({"source": "guessed"}, "source='guessed'.*datasheet"),
+        ({"version": 2}, "no hardware profile of version 1"),
+        ({"flops": 1.0}, "flops; it must hold device, source, .*, note"),
+        ({"attention": {}}, "AttentionLatency holds no fields; it must hold all_to_all_latency_s"),
+        ({"attention": [1]}, "AttentionLatency holds no fields"),
+        ({"attention": dataclasses.asdict(FIT) | {"p2p_s_per_byte": math.nan}}, "p2p_s_per_byte=n"),
+        ({"attention": dataclasses.asdict(FIT) | {"fit_error": "small"}}, "fit_error='small'"),
+    ],
+)
+def test_a_file_with_other_fields(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(H100.to_dict() | changes))
+    with pytest.raises(ConfigError, match=message) as error:
+        HardwareProfile.load(path)
+    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"\xff", "cannot read"),
+        (b"[1, 2]", "no hardware profile"),
+        (b"{}", "no hardware profile.*l40s-datasheet"),
+        (b'{"bascule": "hardware profile", "version": 1}', "HardwareProfile holds no fields"),
+    ],
+)
+def test_a_file_that_holds_no_profile(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "machine.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        HardwareProfile.load(path)
+    assert str(path) in str(error.value)
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
+        HardwareProfile.load(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("command", ["plan", "topology", "simulate"])
+def test_an_extreme_number_is_named_by_file_and_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    """Not by what is computed of it: a step has three passes of the launches, for example."""
+    path = tmp_path / "mine.json"
+    values = HardwareProfile.load("h100-knapformer").to_dict()
+    arguments = {
+        "plan": ("--topology", "g2n1", "--wires"),
+        "topology": (),
+        "simulate": ("--topologies", "none", "g2n1"),
+    }[command]
+    refused = 0
+    for name, (least, most) in LIMITS.items():
+        for value in (least / 3, least, most, most * 3):
+            path.write_text(json.dumps(values | {name: value}))
+            given = ("--lengths", "90/50", *arguments, "--profile", str(path))
+            code, _, err = run(capsys, command, *given)
+            assert code == (0 if least <= value <= most else 2), err
+            if code:
+                assert err.startswith(f"bascule: {path}: HardwareProfile({name}="), err
+                assert f"at least {least:g} and at most {most:g}" in err
+                refused += 1
+    assert refused >= len(LIMITS)
+
+
+def test_options_of_a_machine_have_the_limits_of_its_profile(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option, value in (("--tflops", "1e13"), ("--intra-gbs", "1e-10"), ("--latency-us", "1e13")):
+        code, _, err = run(capsys, "topology", "--lengths", "90/50", option, value)
+        assert code == 2 and err.startswith(f"bascule: {option} {float(value)}: must be finite")
+    code, _, err = run(capsys, "plan", "--lengths", "9/5", "--kb-per-token", "1e9")
+    assert code == 2 and "hold no token: give a smaller number, or --memory-gb" in err
