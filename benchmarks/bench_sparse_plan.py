@@ -33,7 +33,7 @@ from bascule.plan.sparse import (
     partition_heads,
     sparse_imbalance,
 )
-from bascule.plan.sparse.baselines import paper_blocks, paper_heads
+from bascule.plan.sparse.baselines import greedy, paper_blocks
 from bascule.plan.sparse.counts import ring_work
 from bascule.workload.masks import COGVIDEOX15, WAN21, MaskModel, synthetic_masks
 
@@ -157,7 +157,7 @@ def head_draws(num_heads: int, num_ranks: int, num_draws: int) -> dict[str, Any]
             if options is None:
                 whole = np.arange(num_heads) * num_ranks // num_heads
                 if way == "paper":
-                    whole = paper_heads(counts.sum(axis=1), num_ranks)
+                    whole = greedy(counts.sum(axis=1), num_ranks)
                 rank_of = np.repeat(whole, 1184)
                 rho[way].append(imbalance(ring_loads(rank_of, counts, num_ranks)))
                 continue

@@ -17,7 +17,7 @@ from bascule.plan.sparse import (
     partition_blocks,
     partition_heads,
 )
-from bascule.plan.sparse.baselines import paper_blocks, paper_heads
+from bascule.plan.sparse.baselines import greedy, paper_blocks
 from bascule.plan.sparse.choose import LayerPlans, Strategies, all_degrees, columns_of
 from tests.helpers.sparse_simulation import Bools, clustered_mask, random_mask, toeplitz_mask
 
@@ -63,7 +63,7 @@ def sparse_cases() -> Iterator[Callable[[], Decision]]:
     yield lambda: _heads(counts, 8, 0.0)
     yield lambda: _heads(counts, 5, 0.02)
     yield lambda: _heads(counts, 3, np.inf)
-    yield lambda: Decision(paper_heads(counts.sum(axis=1), 5), 0.0)
+    yield lambda: Decision(greedy(counts.sum(axis=1), 5), 0.0)
     yield _reused
     yield _chosen
 

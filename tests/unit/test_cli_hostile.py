@@ -108,7 +108,7 @@ def test_numbers_beyond_what_can_be_planned_for(
         (("topology", "--data", "g8b1i256f1s0", "--step", str(2**64 - 1)), "2^64-1"),
         (("topology", *LENGTHS, "--rows", "0"), "--rows 0"),
         (("sparse", "--model", "wan2.1", "--ranks", "99999999999999"), "--ranks"),
-        (("sparse", "--model", "wan2.1", "--ranks", "32768"), "a ring at most 512"),
+        (("sparse", "--model", "wan2.1", "--ranks", "32768"), "at most 512"),
         (("sparse", "--model", "wan2.1", "--ring", "999999999"), "--ring"),
         ((*SYNTHETIC, "--block", "1"), "larger blocks"),
         ((*SYNTHETIC, "--block", LONG), "--block"),
@@ -254,7 +254,6 @@ def test_masks_that_are_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     bomb("claims.npz", npy(form % "40, 100000, 100000") + b"\1" * 1000)
     bomb("text.npz", b"abc")
     bomb("unclosed.npz", npy(form % "((((1, 4, 4"))
-    np.save(tmp_path / "wide.npy", np.ones((1, 1, 2**20 + 1), bool))
     np.savez(tmp_path / "shape.npz", packed=np.zeros(1, np.uint8), shape=np.array([10**6] * 3))
     for path in sorted(tmp_path.iterdir()):
         told = sentence(capsys, "sparse", "--masks", str(path), "--ranks", "2")

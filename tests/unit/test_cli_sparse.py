@@ -241,7 +241,7 @@ def test_the_guide_runs(
         ((*WAN, "--ranks", "2", "--tflops", "nan"), "--tflops nan"),
         ((*WAN, "--ranks", "2", "--latency-us", "-1"), "--latency-us -1"),
         ((*WAN, "--ranks", "2", "--target", "inf"), "--target inf: must be finite"),
-        ((*WAN, "--ranks", "2", "--tolerance", "-1"), "tolerance is -1"),
+        ((*WAN, "--ranks", "2", "--tolerance", "-1"), "tolerance=-1"),
         ((*WAN, "--ranks", "2", "--reward", "nan"), "--reward nan"),
         ((*WAN, "--ranks", "2", "--report", "out.jpg"), "out.jpg: must end in .html"),
         ((*WAN, "--ranks", "2", "--report", "/nonexistent/out.html"), "/nonexistent"),

@@ -278,12 +278,3 @@ def test_equal_predictions_take_the_first() -> None:
     same = calls(1.0, 1.0, 1.0)
     assert choose_strategy(PER_WORK, same).degrees == (1, 1)
     assert choose_strategy(PER_WORK, same[::-1]).degrees == (3, 1)
-
-
-def test_illegal_choices() -> None:
-    with pytest.raises(ConfigError, match="at least one"):
-        choose_strategy(PER_WORK, [])
-    with pytest.raises(ConfigError, match="each allowed mesh once"):
-        choose_strategy(PER_WORK, calls(1.0) * 2)
-    with pytest.raises(ConfigError, match=r"last mesh \(2, 1\) is not among \[\(1, 1\)\]"):
-        choose_strategy(PER_WORK, calls(1.0), StrategyChoice((2, 1), 1.0))

@@ -18,9 +18,9 @@ from scipy.special import expit
 
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, is_int, number, shown, whole
-from bascule.plan.files import check_regular, to_path
-from bascule.plan.sparse.layout import MAX_BLOCKS, block_lens
+from bascule.plan.checks import each, fields, number, whole
+from bascule.plan.files import check_regular
+from bascule.plan.sparse.layout import block_lens
 from bascule.workload.codes import keyed_generator
 
 Singles = npt.NDArray[np.float32]
@@ -39,9 +39,6 @@ NOISE = 0.5
 """Standard deviation of a block's noise."""
 
 NUM_WAVES = 32
-
-MAX_TOKENS = 2**24
-"""Longest sequence that masks are drawn for."""
 
 MAX_CELLS = 2**29
 """Of masks that are drawn: half a gigabyte, and minutes."""
@@ -88,9 +85,6 @@ class MaskModel:
         step_drift: Change from step to step; 0 for static masks, such as PAROAttention's.
         layer_drift: The same from layer to layer; above 3 layers are practically independent.
         block: Tokens of a block.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     grid: tuple[int, int, int]
@@ -107,33 +101,19 @@ class MaskModel:
     block: int = 64
 
     def __post_init__(self) -> None:
-        grid = cast(tuple[object, ...], self.grid if type(self.grid) is tuple else ())
-        if len(grid) != 3 or not all(is_int(x) and x >= 1 for x in grid):
-            raise ConfigError(
-                f"MaskModel(grid={shown(self.grid)}): give (frames, height, width), integers >= 1"
-            )
-        for name, least in (("num_heads", 1), ("text_tokens", 0), ("block", 1)):
-            whole(f"MaskModel({name}", getattr(self, name), least)
-        if not _RAREST <= number("MaskModel(density", self.density) <= 1 - _RAREST:
-            raise ConfigError(
-                f"MaskModel(density={self.density!r}): must be between 0 and 1, by {_RAREST} or "
-                "more"
-            )
-        number("MaskModel(head_imbalance", self.head_imbalance, 1.0)
-        for name in ("head_contrast", "field_spread", "first_frame", "step_drift", "layer_drift"):
-            number(f"MaskModel({name}", getattr(self, name), most=1e3)
-        self._check_size()
-
-    def _check_size(self) -> None:
-        """Refuse masks that no memory holds."""
-        tokens = sum(self.segments)
+        ones, amounts = (whole, 1), (number, 0.0, 1e3)
+        fields(self, grid=(each, *ones), num_heads=ones, text_tokens=whole, block=ones)
+        fields(self, density=(number, _RAREST, 1 - _RAREST), head_imbalance=(number, 1.0))
+        fields(self, head_contrast=amounts, field_spread=amounts, first_frame=amounts)
+        fields(self, step_drift=amounts, layer_drift=amounts)
+        if len(self.grid) != 3:
+            raise ConfigError(f"MaskModel(grid={self.grid}): give (frames, height, width)")
         num_blocks = sum(-(-segment // self.block) for segment in self.segments)
-        if tokens > MAX_TOKENS or self.num_heads * num_blocks**2 > MAX_CELLS:
+        if (cells := self.num_heads * num_blocks**2) > MAX_CELLS:
             raise ConfigError(
-                f"MaskModel: {tokens:,} tokens in blocks of {self.block} are {num_blocks:,} "
-                f"blocks, masks of {self.num_heads} heads {self.num_heads * num_blocks**2:,} "
-                f"cells; at most {MAX_TOKENS:,} tokens and {MAX_CELLS:,} cells can be drawn: use "
-                "larger blocks"
+                f"MaskModel: {num_blocks:,} blocks of {self.block} tokens are masks of {cells:,} "
+                f"cells in {self.num_heads} heads, at most {MAX_CELLS:,} can be drawn: use larger "
+                "blocks"
             )
 
     @property
@@ -185,15 +165,12 @@ COGVIDEOX15 = MaskModel(
 
 
 def synthetic_masks(model: MaskModel, *, layer: int = 0, step: int = 0, seed: int = 0) -> Bools:
-    """Draw the mask of one layer in one denoising step; a pure function of its arguments.
+    """Draw the mask of one layer in one denoising step, (H, N, N) bool.
 
-    Returns:
-        (H, N, N) bool.
-
-    Raises:
-        ConfigError: The layer, the step or the seed is negative, or no whole number.
+    It is a pure function of the arguments.
     """
-    layer, step = (whole(*given, most=2**32) for given in (("layer", layer), ("step", step)))
+    whole("layer", layer, 0, 2**32)
+    whole("step", step, 0, 2**32)
     generator = keyed_generator(seed, "masks")
     when = np.array([[layer * model.layer_drift, step * model.step_drift]])
     normal = _waves(generator, 4 * model.num_heads, when).reshape(4, model.num_heads)
@@ -219,7 +196,7 @@ def synthetic_masks(model: MaskModel, *, layer: int = 0, step: int = 0, seed: in
 
 
 def _highest(scores: Singles, density: float, num_blocks: int, row_top_k: bool) -> Bools:
-    """Which video blocks are computed, so that with all of text it is this share of all blocks."""
+    """Return the computed video blocks: with all of text they are this share of all blocks."""
     num_rows = scores.shape[0]
     if row_top_k:
         keep = round(density * num_blocks) - (num_blocks - num_rows)
@@ -231,7 +208,7 @@ def _highest(scores: Singles, density: float, num_blocks: int, row_top_k: bool) 
 
 
 def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
-    """(H,) shares of blocks, with the mean and the imbalance of the model."""
+    """Return (H,) shares of blocks, with the mean and the imbalance of the model."""
     eighth_H = np.arange(model.num_heads) * 8 // model.num_heads
     offsets_H = normal_H + model.head_contrast * (-1.0) ** eighth_H
     sizes = np.bincount(eighth_H)
@@ -255,7 +232,7 @@ def _head_densities(model: MaskModel, normal_H: Floats) -> Floats:
 
 
 def _block_centres(model: MaskModel) -> Floats:
-    """(V, 3) mean place of the tokens of each video block, every axis from 0 to 1."""
+    """Return (V, 3) mean place of the tokens of each video block, every axis from 0 to 1."""
     tokens = np.arange(math.prod(model.grid))
     places = np.stack(np.unravel_index(tokens, model.grid), axis=1) / model.grid
     starts = tokens[:: model.block]
@@ -263,7 +240,7 @@ def _block_centres(model: MaskModel) -> Floats:
 
 
 def _closeness(places_V3: Floats) -> Singles:
-    """(V, V) exp(-distance^2 / 2): one small matrix product, the squares ride along."""
+    """Return (V, V) exp(-distance^2 / 2): one small matrix product, the squares ride along."""
     squares, ones = -0.5 * (places_V3**2).sum(axis=1, keepdims=True), np.ones((len(places_V3), 1))
     left = np.hstack([places_V3, squares, ones]).astype(np.float32)
     right = np.hstack([places_V3, ones, squares]).astype(np.float32)
@@ -271,7 +248,7 @@ def _closeness(places_V3: Floats) -> Singles:
 
 
 def _head_fields(generator: np.random.Generator, model: MaskModel, points: Floats) -> Singles:
-    """(H, P) smooth functions with the standard deviation of the model, partly shared."""
+    """Return (H, P) smooth functions with the standard deviation of the model, partly shared."""
     waves = _waves(generator, 1 + model.num_heads, points)
     waves -= waves.mean(axis=1, keepdims=True)
     waves /= np.maximum(waves.std(axis=1, keepdims=True), 1e-9)
@@ -280,7 +257,7 @@ def _head_fields(generator: np.random.Generator, model: MaskModel, points: Float
 
 
 def _waves(generator: np.random.Generator, num: int, points: Floats) -> Floats:
-    """(num, P) random functions: Gaussian with unit variance, correlated by exp(-distance^2 / 2).
+    """Return (num, P) random functions: Gaussian, unit variance, correlation exp(-distance^2 / 2).
 
     Source: Rahimi and Recht, Random Features for Large-Scale Kernel Machines, 2007.
     """
@@ -290,12 +267,6 @@ def _waves(generator: np.random.Generator, num: int, points: Floats) -> Floats:
 
 
 MASK_DIMS = ("steps", "layers", "heads", "q_blocks", "kv_blocks")
-
-MAX_LAYER = 2**31
-"""Most cells of the masks of a layer that is read."""
-
-MAX_ARCHIVE = 2**33
-"""Most bytes that are unpacked."""
 
 
 def load_masks(path: str | Path) -> Bools:
@@ -308,23 +279,19 @@ def load_masks(path: str | Path) -> Bools:
     Returns:
         (steps, layers, heads, q_blocks, kv_blocks) bool; steps, or steps and layers, may be missing
         in the file, and are 1 then.
-
-    Raises:
-        ConfigError: The file cannot be read, or holds something else; says what.
     """
-    path = to_path(path)
+    path = Path(path)
     readers = {".npy": _from_array, ".npz": _from_archive}
     if path.suffix not in readers:
         raise ConfigError(f"{path} is not a mask file: give an .npy or an .npz file")
     try:
         check_regular(path)
-        with np.errstate(over="ignore"):  # sizes that a damaged file claims
-            masks = readers[path.suffix](path)
+        masks = readers[path.suffix](path)
     except ConfigError:
         raise
     except Exception as error:  # numpy raises what it likes where a file is damaged
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"cannot read masks from {path}: {told}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"cannot read masks from {path}: {reason}") from error
     if masks.dtype != np.bool_:
         raise ConfigError(
             f"{path}: masks are {masks.dtype}, and must be bool, True where a block is computed: "
@@ -335,11 +302,6 @@ def load_masks(path: str | Path) -> Bools:
             f"{path}: masks of shape {masks.shape}; give ({', '.join(MASK_DIMS[-3:])}), with "
             f"{MASK_DIMS[1]}, or {MASK_DIMS[0]} and {MASK_DIMS[1]}, before them, and at least one "
             "of each"
-        )
-    if max(masks.shape[-2:]) > MAX_BLOCKS or math.prod(masks.shape[-3:]) > MAX_LAYER:
-        raise ConfigError(
-            f"{path}: masks of shape {masks.shape}; at most {MAX_BLOCKS} blocks, and {MAX_LAYER} "
-            "cells a layer, can be planned for: use larger blocks"
         )
     if not masks.any():
         raise ConfigError(
@@ -355,20 +317,13 @@ def save_masks(path: str | Path, masks: Bools) -> None:
     Args:
         path: The file, ending in `.npz`.
         masks: (..., heads, q_blocks, kv_blocks) bool.
-
-    Raises:
-        ConfigError: The name does not end in `.npz` (numpy would append it); the masks are not
-            bool; or the file cannot be written.
     """
-    if to_path(path).suffix != ".npz":
+    if Path(path).suffix != ".npz":  # numpy would append it
         raise ConfigError(f"{path}: packed masks are an .npz file, so give a name that ends in it")
-    given = array("masks", masks)
-    if given.dtype != np.bool_:
-        raise ConfigError(
-            f"{path}: masks are {given.dtype}, and must be bool, True where a block is computed"
-        )
+    if masks.dtype != np.bool_:
+        raise ConfigError(f"masks are {masks.dtype}, and must be bool, True where computed")
     try:
-        np.savez_compressed(path, packed=np.packbits(given), shape=np.array(given.shape))
+        np.savez_compressed(path, packed=np.packbits(masks), shape=np.array(masks.shape))
     except OSError as error:
         raise ConfigError(f"cannot write masks to {path}: {error}") from error
 
@@ -378,39 +333,21 @@ def _from_array(path: Path) -> npt.NDArray[Any]:
 
 
 def _from_archive(path: Path) -> npt.NDArray[Any]:
-    with path.open("rb") as file, np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
+    with path.open("rb") as file, np.load(file) as archive:
         names = sorted(archive)
-        size = sum(info.file_size for info in archive.zip.infolist()) if archive.zip else 0
-        if size > MAX_ARCHIVE:
-            raise ConfigError(
-                f"{path} holds {size:,} bytes, at most {MAX_ARCHIVE:,} are unpacked: save an .npy "
-                "file, of which only what is looked at is read"
-            )
-        wanted = [name for name in names if name in ("masks", "packed", "shape")]
-        arrays: dict[str, Any] = {name: archive[name] for name in wanted}
-    if any(not isinstance(found, np.ndarray) for found in arrays.values()):  # no .npy inside
-        raise ConfigError(
-            f"{path}: {', '.join(arrays)} in it cannot be read as arrays: write the file with numpy"
-        )
+        arrays = {n: np.asarray(archive[n]) for n in names if n in ("masks", "packed", "shape")}
     if "masks" in arrays:
         return arrays["masks"]
     if not {"packed", "shape"} <= arrays.keys():
         raise ConfigError(
             f"{path} holds {', '.join(names) or 'nothing'}; it must hold masks, or packed and shape"
         )
-    return _unpacked(path, arrays["packed"], arrays["shape"])
-
-
-def _unpacked(path: Path, packed: npt.NDArray[Any], shape: npt.NDArray[Any]) -> Bools:
-    if packed.dtype != np.uint8 or packed.ndim != 1 or shape.dtype.kind not in "iu":
+    packed, shape = arrays["packed"], arrays["shape"]
+    sizes = tuple(shape.ravel().tolist()) if shape.dtype.kind in "iu" else ()
+    num_bits, is_row = math.prod(sizes), packed.dtype == np.uint8 and packed.ndim == 1
+    if not sizes or min(sizes) < 0 or not is_row or packed.size != -(-num_bits // 8):
         raise ConfigError(
-            f"{path}: packed is {packed.dtype} of shape {packed.shape} and shape is {shape.dtype}; "
-            "packed must be one row of uint8, and shape integers"
-        )
-    num_bits = math.prod(sizes := cast(list[int], shape.ravel().tolist()))
-    if min(sizes, default=0) < 0 or packed.size != -(-num_bits // 8):
-        raise ConfigError(
-            f"{path}: masks of shape {tuple(sizes)} take {-(-num_bits // 8)} bytes, and packed has "
-            f"{packed.size}"
+            f"{path}: packed is {packed.dtype} of shape {packed.shape}, and shape is {shape}: "
+            "packed must be one row of uint8 with a bit for each cell of masks of that shape"
         )
     return np.unpackbits(packed, count=num_bits).view(np.bool_).reshape(sizes)

@@ -26,4 +26,3 @@ from bascule.plan.sparse.planner import SparsePlanner as SparsePlanner
 from bascule.plan.sparse.planner import critical_path_imbalance as critical_path_imbalance
 from bascule.plan.sparse.planner import plan_under as plan_under
 from bascule.plan.sparse.planner import sparse_imbalance as sparse_imbalance
-from bascule.plan.sparse.planner import tiles_under as tiles_under

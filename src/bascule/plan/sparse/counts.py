@@ -24,9 +24,6 @@ from bascule.plan.sequences import MAX_LENGTH
 Work = npt.NDArray[Any]
 """(H, Q, C) bool masks, whose columns are key blocks, or counts of `block_counts`."""
 
-MAX_RING = 2**9
-"""Most ranks of a ring: placing its blocks takes time by the cube of them."""
-
 _BITS_PER_WORD = 64
 
 
@@ -37,9 +34,9 @@ def block_counts(
     kv_of: npt.ArrayLike | None = None,
     ring_degree: int = 1,
 ) -> Ints:
-    """Keys that each query block of each head sees, by the ring rank that has them.
+    """Count the keys that each query block of each head sees, by the ring rank that has them.
 
-    What ranks tell each other instead of masks: each counts the query blocks that it has.
+    Ranks send each other these counts instead of masks: each counts for the query blocks it has.
 
     Args:
         masks: (H, Q, K) bool, True is computed. Fastest in C order.
@@ -49,16 +46,12 @@ def block_counts(
 
     Returns:
         (H, Q, R).
-
-    Raises:
-        ConfigError: The masks are not bool with three dims, or another argument does not fit them.
     """
-    masks = check_masks(masks)
-    ring_degree = check_ring(ring_degree)
+    masks, ring_degree = check_masks(masks), whole("ring_degree", ring_degree, 1)
     num_blocks = masks.shape[2]
     ones = np.ones(num_blocks, np.int64)
-    lens = ones if kv_lens is None else check_lens("kv_lens", kv_lens, num_blocks)
-    ranks = 0 * ones if kv_of is None else check_ranks("kv_of", kv_of, ring_degree, num_blocks)
+    lens = ones if kv_lens is None else ints("kv_lens", kv_lens, num_blocks, MAX_LENGTH)
+    ranks = 0 * ones if kv_of is None else ints("kv_of", kv_of, num_blocks, ring_degree - 1)
     longest = int(lens.max(initial=0))
     words, counts = _words(masks), np.empty((ring_degree, *masks.shape[:2]), np.int64)
     small = np.min_scalar_type(num_blocks)
@@ -72,7 +65,7 @@ def block_counts(
 
 
 def _words(masks: Bools) -> npt.NDArray[np.uint64]:
-    """(words, ...) the last dim as bits, words first: sums over words then run over long rows."""
+    """Return (words, ...): the last dim as bits, words first, so that sums run over long rows."""
     rows = np.packbits(masks.reshape(math.prod(masks.shape[:-1]), masks.shape[-1]), axis=-1)
     words = -(-masks.shape[-1] // _BITS_PER_WORD)
     padded = np.zeros((rows.shape[0], words * 8), np.uint8)
@@ -81,13 +74,7 @@ def _words(masks: Bools) -> npt.NDArray[np.uint64]:
 
 
 def ring_work(work: Work, ring_of: Ints, ulysses_degree: int) -> Floats:
-    """(U, Q, C) what the query blocks of each ring see, summed over the heads that it has there.
-
-    Args:
-        work: Masks or counts.
-        ring_of: (H, Q) ring that computes a query block of a head.
-        ulysses_degree: U.
-    """
+    """Return (U, Q, C): what query blocks see, summed over the heads whose ring (H, Q) is each."""
     masks = work.dtype == np.bool_
     values = np.ascontiguousarray(work).view(np.uint8) if masks else work
     # Bytes are summed eight times as fast as words, as long as no sum passes 255.
@@ -104,24 +91,13 @@ def ring_work(work: Work, ring_of: Ints, ulysses_degree: int) -> Floats:
 
 
 def tile_work(matrix: Floats, q_of: Ints, kv_of: Ints, ring_degree: int) -> Floats:
-    """(R, R) work of the queries of each ring rank on the keys of each.
-
-    Args:
-        matrix: (Q, C) work of one ring.
-        q_of: (Q,) ring rank of each row.
-        kv_of: (C,) ring rank of each column.
-        ring_degree: R.
-    """
+    """Return (R, R) from (Q, C): work of the queries of each ring rank on the keys of each."""
     places = np.eye(ring_degree)
     return places[q_of].T @ (matrix @ places[kv_of])
 
 
 def check_masks(masks: npt.ArrayLike) -> Bools:
-    """The masks as an array.
-
-    Raises:
-        ConfigError: They are not bool with three dims.
-    """
+    """Return the masks as an array, if they are bool with three dims."""
     given = array("masks", masks)
     if given.dtype != np.bool_ or given.ndim != 3:
         raise ConfigError(
@@ -131,77 +107,36 @@ def check_masks(masks: npt.ArrayLike) -> Bools:
     return given
 
 
-def check_work(work: npt.ArrayLike, ring_degree: int, num_kv_blocks: int) -> Work:
-    """Masks over these key blocks, or counts for this ring, as an array.
-
-    Raises:
-        ConfigError: It is neither; says both shapes.
-    """
-    given = array("work", work)
-    columns = num_kv_blocks if given.dtype == np.bool_ else ring_degree
-    if given.ndim != 3 or given.dtype.kind not in "biu" or given.shape[2] != columns:
+def check_work(work: npt.ArrayLike, q_blocks: int, kv_blocks: int, ring_degree: int) -> Work:
+    """Return masks over these blocks, or counts for this ring, as an array."""
+    table = array("work", work)
+    is_mask = table.dtype == np.bool_
+    shape = q_blocks, kv_blocks if is_mask else ring_degree
+    if table.ndim != 3 or table.shape[1:] != shape or table.dtype.kind not in "biu":
         raise ConfigError(
-            f"work of shape {given.shape} and dtype {given.dtype}: give bool masks (heads, "
-            f"q_blocks, {num_kv_blocks}), or counts (heads, q_blocks, {ring_degree}) of "
+            f"work of shape {table.shape} and dtype {table.dtype}: give bool masks (heads, "
+            f"{q_blocks}, {kv_blocks}), or counts (heads, {q_blocks}, {ring_degree}) of "
             "block_counts"
         )
-    if given.dtype == np.bool_:
-        return given
-    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= MAX_LENGTH:
-        wrong = given.min() if given.min() < 0 else given.max()
-        raise ConfigError(f"work of {wrong}: counts must be at least 0, and at most 2^40")
-    return given.astype(np.int64)
-
-
-def check_lens(name: str, lens: npt.ArrayLike, size: int | None = None) -> Ints:
-    """Tokens of each block, as an array of its own.
-
-    Raises:
-        ConfigError: They are no integers of at least 0, their number is another than `size`, or
-            together they are more than the longest sequence.
-    """
-    found = ints(name, lens, size, MAX_LENGTH)
-    if found.sum(dtype=np.float64) > MAX_LENGTH:
-        raise ConfigError(f"{name}: blocks of {found.sum(dtype=np.float64):g} tokens; at most 2^40")
-    return found
-
-
-def check_ranks(name: str, ranks: npt.ArrayLike, num_ranks: int, size: int | None = None) -> Ints:
-    """Ranks of a group of this size, as an array of its own.
-
-    Raises:
-        ConfigError: One is outside, or their number is another than `size`.
-    """
-    given = array(name, ranks)
-    if given.dtype.kind in "iu" and given.size and not 0 <= given.min() <= given.max() < num_ranks:
-        wrong = given.min() if given.min() < 0 else given.max()
-        raise ConfigError(f"{name} names rank {wrong}: there are ranks 0 to {num_ranks - 1}")
-    return ints(name, given, size)
-
-
-def check_ring(ring_degree: int) -> int:
-    """A number of ranks in a ring.
-
-    Raises:
-        ConfigError: It is not such a number, or larger than can be planned for.
-    """
-    return whole("ring_degree", ring_degree, 1, MAX_RING)
+    if not is_mask and int(table.min(initial=0)) < 0:
+        raise ConfigError(f"work of {table.min()}: counts must be at least 0")
+    return table if is_mask else table.astype(np.int64)
 
 
 def rounds_of(tiles: Floats) -> Floats:
-    """(..., R, R) work of each ring rank in each round, from (..., R, R) tiles."""
+    """Return (..., R, R) work of each ring rank in each round, from (..., R, R) tiles."""
     size: int = tiles.shape[-1]
     rank = np.arange(size)[:, None]
     return tiles[..., rank, (rank - np.arange(size)) % size]
 
 
 def barrier_ends(tiles: Floats) -> Floats:
-    """(...) when a ring ends whose ranks wait for each other after every round."""
+    """Return (...) when a ring ends whose ranks wait for each other after every round."""
     return rounds_of(tiles).max(-2, initial=0.0).sum(-1)
 
 
 def coupled_ends(tiles: Floats) -> Floats:
-    """(...) when a ring ends whose ranks wait for their neighbours' transfers alone.
+    """Return (...) when a ring ends whose ranks wait for their neighbours' transfers alone.
 
     A transfer is posted when its round starts, at both ends, so a rank starts a round when its own
     work of the round before is done and both neighbours have started that one:
@@ -216,7 +151,7 @@ def coupled_ends(tiles: Floats) -> Floats:
 
 
 def barrier_imbalance(tiles: Floats) -> float:
-    """Rho of db-SP on a mesh, as its public code has it: (U, R, R) tiles.
+    """Return rho of db-SP on a mesh, as its public code has it, from (U, R, R) tiles.
 
     Max over rings of the sum over rounds of the slowest rank's work, over the mean work of a rank.
     With R = 1 it is equation 2, with U = 1 equation 3; 1 where nothing is to do. With both above 1
@@ -227,7 +162,7 @@ def barrier_imbalance(tiles: Floats) -> float:
 
 
 def coupled_imbalance(tiles: Floats) -> float:
-    """The same where ranks of a ring wait for their neighbours alone: at most `barrier_imbalance`.
+    """Return the same where ranks wait for their neighbours alone: at most `barrier_imbalance`.
 
     Equation 3 overstates what a ring loses: a rank that is late in one round and early in the next
     delays nobody.

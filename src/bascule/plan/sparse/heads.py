@@ -49,37 +49,27 @@ def partition_heads(
             without which no head can be cut.
         num_ranks: Ranks.
         cut_above: Imbalance of whole heads, less 1, above which heads are cut. Inf: never.
-
-    Raises:
-        ConfigError: An argument is wrong.
     """
     counts = amounts("block_counts", block_counts, (1, 2))
-    cut_above = number("cut_above", cut_above, most=np.inf)
+    cut_above = number("cut_above", cut_above, 0.0, np.inf)
     can_cut = counts.ndim == 2
     counts = counts if can_cut else counts[:, None]
     whole = assign(counts.sum(axis=1), num_ranks)
-    if not can_cut or imbalance(whole.loads) <= 1.0 + cut_above:
-        rank_of = np.repeat(whole.bin_of[:, None], counts.shape[1], axis=1)
-        return _planned(counts, whole.bin_of, rank_of, num_ranks, whole.lower_bound)
-    mean = float(whole.loads.mean())
-    rank_of = _cut(counts, whole, (1.0 + cut_above) * mean)
-    bound = max(mean, float(counts.max()))
-    return _planned(counts, whole.bin_of, rank_of, num_ranks, bound)
-
-
-def _planned(counts: Floats, bin_of: Ints, rank_of: Ints, num_ranks: int, bound: float) -> HeadPlan:
+    rank_of, bound = np.repeat(whole.bin_of[:, None], counts.shape[1], axis=1), whole.lower_bound
+    if can_cut and imbalance(whole.loads) > 1.0 + cut_above:
+        mean = float(whole.loads.mean())
+        _cut(counts, rank_of, whole.loads.copy(), (1.0 + cut_above) * mean)
+        bound = max(mean, float(counts.max()))
     loads = np.bincount(rank_of.ravel(), counts.ravel(), num_ranks).astype(np.float64)
     makespan = float(loads.max())
-    for array in (bin_of, rank_of, loads):
+    for array in (rank_of, loads):
         array.flags.writeable = False
     # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
-    return HeadPlan(bin_of, loads, makespan, min(bound, makespan), rank_of)
+    return HeadPlan(whole.bin_of, loads, makespan, min(bound, makespan), rank_of)
 
 
-def _cut(counts: Floats, whole: Assignment, limit: float) -> Ints:
-    """(heads, q_blocks) the assignment with the surplus of ranks above the limit cut off."""
-    rank_of = np.repeat(whole.bin_of[:, None], counts.shape[1], axis=1)
-    loads = whole.loads.copy()
+def _cut(counts: Floats, rank_of: Ints, loads: Floats, limit: float) -> None:
+    """Cut the surplus of ranks above the limit off, in `rank_of` (heads, q_blocks) and `loads`."""
     mean = loads.mean()
     while loads.max() > limit:
         giver, taker = int(loads.argmax()), int(loads.argmin())
@@ -91,11 +81,10 @@ def _cut(counts: Floats, whole: Assignment, limit: float) -> Ints:
         rank_of[head, blocks] = taker
         loads[giver] -= work
         loads[taker] += work
-    return rank_of
 
 
 def _piece(held: Floats, amount: float) -> tuple[int, Ints]:
-    """The last query blocks of the heaviest head, as many as do not pass the amount of work.
+    """Return the last query blocks of the heaviest head that do not pass the amount of work.
 
     Of the next head where the last block of this one passes it; the lightest block where all do.
     """

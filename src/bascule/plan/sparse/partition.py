@@ -14,13 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
-from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_WHOLE, amounts, number, of_type, shown
+from bascule.plan.checks import amounts, choice, ints, number, whole
 from bascule.plan.sparse.counts import (
     barrier_ends,
     barrier_imbalance,
-    check_ranks,
-    check_ring,
     coupled_imbalance,
     rounds_of,
     tile_work,
@@ -40,7 +37,7 @@ Placement = tuple[Ints, Ints]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPlan:
-    """Where a ring computes and keeps blocks. Arrays are read-only.
+    """The ring rank that computes or keeps each block. Arrays are read-only.
 
     Attributes:
         q_of: (Q,) ring rank that computes each query block.
@@ -104,42 +101,22 @@ def partition_blocks(
             `block_counts`.
         target: For "minimal_move": imbalance at which moves end.
         keys_stay: For "minimal_move": whether only query blocks may move.
-
-    Raises:
-        ConfigError: An argument is wrong.
     """
-    matrix, ring_degree = check_matrix(block_matrix), check_ring(ring_degree)
-    target = number("target", target)
-    of_type("keys_stay", keys_stay, bool, "True or False")
-    if of_type("method", method, str, f"one of {METHODS}") not in METHODS:
-        raise ConfigError(f"method {shown(method)}: blocks are partitioned by one of {METHODS}")
-    striped = tuple(np.arange(size, dtype=np.int64) % ring_degree for size in matrix.shape)
-    homes = (
-        striped[0]
-        if q_home is None
-        else check_ranks("q_home", q_home, ring_degree, matrix.shape[0]),
-        striped[1]
-        if kv_home is None
-        else check_ranks("kv_home", kv_home, ring_degree, matrix.shape[1]),
+    matrix = amounts("block_matrix", block_matrix, (2,))
+    ring_degree, target = whole("ring_degree", ring_degree, 1), number("target", target)
+    choice("method", method, *METHODS)
+    (num_q, num_kv), most = matrix.shape, ring_degree - 1
+    q_striped, kv_striped = (np.arange(n, dtype=np.int64) % ring_degree for n in matrix.shape)
+    homes: Placement = (
+        q_striped if q_home is None else ints("q_home", q_home, num_q, most),
+        kv_striped if kv_home is None else ints("kv_home", kv_home, num_kv, most),
     )
     if method == "stripe":
-        placed = striped[0], striped[1]
+        placed = q_striped, kv_striped
     else:
         budget = target * float(matrix.sum()) / ring_degree
         placed = _moved(matrix, homes, ring_degree, budget, keys_stay=keys_stay)
     return BlockPlan(*placed, *homes, tile_work(matrix, *placed, ring_degree))
-
-
-def check_matrix(block_matrix: npt.ArrayLike) -> Floats:
-    """(Q, K) work, of which every sum is exact.
-
-    Raises:
-        ConfigError: It is no matrix of finite numbers of at least 0, or more than 2^53 in all.
-    """
-    matrix = amounts("block_matrix", block_matrix, (2,))
-    if float(matrix.sum()) > MAX_WHOLE:
-        raise ConfigError(f"block_matrix has work of {matrix.sum():g} in all: at most 2^53")
-    return matrix
 
 
 @dataclass(slots=True)
@@ -185,7 +162,7 @@ def _moved(
 
 
 def _best_move(side: _Side) -> tuple[float, int, int]:
-    """The least end of the ring that one move gives, the block, and the rank to which it goes.
+    """Return the least end of the ring that one move gives, the block, and the rank it goes to.
 
     Blocks are those of the rank that the ring waits for longest: without it the end would fall
     most. An end of inf: no move helps. Takes O(n R^2).

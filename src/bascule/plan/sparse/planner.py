@@ -1,4 +1,4 @@
-"""How plans for block-sparse attention are made, and kept across denoising steps.
+"""Make plans for block-sparse attention, and put other work under a plan.
 
 Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring.
 """
@@ -12,16 +12,13 @@ import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_WHOLE, integer, number, of_type, shown
-from bascule.plan.sparse.baselines import REWARD, in_order, paper_blocks, paper_heads
+from bascule.plan.checks import choice, fields, number, of_type, whole
+from bascule.plan.sparse.baselines import REWARD, greedy, in_order, paper_blocks
 from bascule.plan.sparse.counts import (
     Work,
-    barrier_imbalance,
     block_counts,
     check_masks,
-    check_ranks,
     check_work,
-    coupled_imbalance,
     ring_work,
     tile_work,
 )
@@ -30,20 +27,18 @@ from bascule.plan.sparse.layout import BlockLayout, check_degrees
 from bascule.plan.sparse.partition import METHODS, TARGET, BlockPlan, partition_blocks
 from bascule.plan.sparse.plan import SparsePlan
 
+PLANNERS = (*METHODS, "paper", "in_order")
+"""The methods, and what they are compared with."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Work by query block and column: key blocks, or the keys of each ring rank.
+    """Work (H, Q, C) by query block and column: key blocks, or the keys of each ring rank.
 
     Attributes:
-        work: (H, Q, C) masks or counts.
         lens: (C,) tokens that a count of one stands for.
         home: (C,) ring rank of each column at home.
-        q: The query blocks at home.
-        kv: The key blocks at home.
-        ulysses_degree: U.
-        ring_degree: R.
-        are_blocks: Whether columns are key blocks, which may be moved.
+        are_blocks: Columns are key blocks, which may be moved.
     """
 
     work: Work
@@ -64,18 +59,8 @@ class Columns:
         ulysses_degree: int,
         ring_degree: int,
     ) -> Self:
-        """The columns of masks, or of counts by home ring rank.
-
-        Raises:
-            ConfigError: The work does not fit the layouts, or is more than is counted exactly.
-        """
-        for name, layout in (("q", q), ("kv", kv)):
-            of_type(name, layout, BlockLayout, "a BlockLayout")
-            check_ranks(f"{name}.home", layout.home, ulysses_degree * ring_degree)
-        work = check_work(work, ring_degree, kv.lens.size)
-        if work.shape[1] != q.lens.size:
-            raise ConfigError(f"work of {work.shape[1]} query blocks for a layout of {q.lens.size}")
-        _check_amount(work, int(q.lens.sum()), int(kv.lens.sum()))
+        """Check masks, or counts by home ring rank, and make their columns."""
+        work = check_work(work, q.lens.size, kv.lens.size, ring_degree)
         where = q, kv, ulysses_degree, ring_degree
         if work.dtype == np.bool_:
             if ring_degree > 1:
@@ -90,56 +75,32 @@ class Columns:
         return self.q.home // self.ulysses_degree
 
     def per_block(self) -> Ints:
-        """(H, Q) work of each query block of each head."""
+        """Return (H, Q) work of each query block of each head."""
         if self.are_blocks:
             return block_counts(self.work, kv_lens=self.lens)[:, :, 0] * self.q.lens
         return self.work.sum(axis=2) * self.q.lens
 
     def matrices(self, ring_of: Ints) -> Floats:
-        """(U, Q, C) work of each ring, given the ring (H, Q) of each query block of each head."""
+        """Return (U, Q, C) work of each ring, from the ring (H, Q) of each block of each head."""
         sums = ring_work(self.work, ring_of, self.ulysses_degree)
         sums *= np.multiply.outer(self.q.lens, self.lens)
         return sums
 
-    def tiles(self, matrices: Floats, q_of: Ints, column_of: Ints) -> Floats:
-        """(U, R, R) from (U, Q, C), (U, Q) and (U, C)."""
-        rings = zip(matrices, q_of, column_of, strict=True)
-        return np.stack([tile_work(*ring, self.ring_degree) for ring in rings])
-
     def plan(self, ring_of: Ints, rings: Sequence[BlockPlan], num_kv_heads: int) -> SparsePlan:
-        """The plan of these rings.
-
-        Args:
-            ring_of: (H, Q) ring that computes a query block of a head.
-            rings: (U,) where query blocks and columns are in each.
-            num_kv_heads: Key-value heads.
-        """
-        q_of, column_of = (
-            np.stack([getattr(x, name) for x in rings]) for name in ("q_of", "kv_of")
+        """Join the plans of the rings to one; `ring_of` (H, Q) as for `matrices`."""
+        q_of, column_of, tiles = (
+            np.stack([getattr(ring, name) for ring in rings]) for name in ("q_of", "kv_of", "tiles")
         )
         degrees = self.ulysses_degree, self.ring_degree
         kv_of = column_of if self.are_blocks else _kv_at_home(self.kv, self.ulysses_degree)
-        tiles = np.stack([x.tiles for x in rings])
         return SparsePlan(*degrees, num_kv_heads, self.q, self.kv, ring_of, q_of, kv_of, tiles)
 
 
 def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
-    """The same decision, with other work in its tiles; errors as of `tiles_under`."""
-    return replace(plan, tiles=tiles_under(plan, work))
-
-
-def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
-    """(U, R, R) work of the tiles of a plan under masks or counts other than its own.
-
-    Raises:
-        ConfigError: The work does not fit the plan; or it is counts, and the plan moves keys.
-    """
-    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    """Return the same decision with other work, masks or counts, in its tiles."""
     columns = Columns.of(work, plan.q, plan.kv, plan.ulysses_degree, plan.ring_degree)
-    if columns.work.shape[0] != plan.ring_of.shape[0]:
-        raise ConfigError(
-            f"work of {columns.work.shape[0]} heads for a plan of {plan.ring_of.shape[0]}"
-        )
+    if len(columns.work) != len(plan.ring_of):
+        raise ConfigError(f"work of {len(columns.work)} heads for a plan of {len(plan.ring_of)}")
     column_of = plan.kv_of
     if not columns.are_blocks:
         if (plan.kv_of != _kv_at_home(plan.kv, plan.ulysses_degree)).any():
@@ -148,31 +109,18 @@ def tiles_under(plan: SparsePlan, work: npt.ArrayLike) -> Floats:
                 "give the masks, or make plans from counts"
             )
         column_of = np.tile(columns.home, (plan.ulysses_degree, 1))
-    return columns.tiles(columns.matrices(plan.ring_of), plan.q_of, column_of)
+    rings = zip(columns.matrices(plan.ring_of), plan.q_of, column_of, strict=True)
+    return replace(plan, tiles=np.stack([tile_work(*ring, plan.ring_degree) for ring in rings]))
 
 
 def _kv_at_home(kv: BlockLayout, ulysses_degree: int) -> Ints:
     return np.tile(kv.home // ulysses_degree, (ulysses_degree, 1))
 
 
-def _check_amount(work: Work, q_tokens: int, kv_tokens: int) -> None:
-    """Refuse counts of more keys than there are, and more work than sums are exact for."""
-    if work.dtype != np.bool_ and (most := int(work.sum(axis=2).max(initial=0))) > kv_tokens:
-        raise ConfigError(
-            f"work of {most} keys for a query block, but there are {kv_tokens} tokens of keys: "
-            "count tokens, with block_counts(kv_lens=..)"
-        )
-    if (pairs := work.shape[0] * q_tokens * kv_tokens) > MAX_WHOLE:
-        raise ConfigError(
-            f"{work.shape[0]} heads of {q_tokens} query and {kv_tokens} key tokens are {pairs} "
-            "pairs, and work is counted exactly up to 2^53 of them: give shorter blocks"
-        )
-
-
 def sparse_imbalance(
     masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
 ) -> float:
-    """Rho of db-SP: the slowest rank's work over the mean, summed over rounds.
+    """Return rho of db-SP: the slowest rank's work over the mean, summed over rounds.
 
     Ranks of a ring wait for each other after each of its R rounds, rings only at the end: equation
     2 with R = 1, equation 3 with U = 1, and else the reading of the paper's public code. Equation 1
@@ -184,49 +132,40 @@ def sparse_imbalance(
         ring_degree: R; 1 is Ulysses.
         plan: Who computes what; work is then in pairs of tokens. Default: heads in their order, and
             runs of blocks on each ring rank, as even as their numbers allow; blocks count 1.
-
-    Raises:
-        ConfigError: The masks are none, or the plan is for another mesh or other masks.
     """
-    return barrier_imbalance(_tiles_of(masks, ulysses_degree, ring_degree, plan))
+    return _under_masks(masks, ulysses_degree, ring_degree, plan).imbalance
 
 
 def critical_path_imbalance(
     masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None = None
 ) -> float:
-    """The same for a ring whose ranks wait for their neighbours alone, as they in fact do.
+    """Return the same for a ring whose ranks wait for their neighbours alone, as they in fact do.
 
     Takes the same arguments as `sparse_imbalance`, and is at most as large.
     """
-    return coupled_imbalance(_tiles_of(masks, ulysses_degree, ring_degree, plan))
+    return _under_masks(masks, ulysses_degree, ring_degree, plan).critical_path_imbalance
 
 
-def _tiles_of(
+def _under_masks(
     masks: npt.ArrayLike, ulysses_degree: int, ring_degree: int, plan: SparsePlan | None
-) -> Floats:
-    checked = check_masks(masks)
-    check_degrees(ulysses_degree, ring_degree)
+) -> SparsePlan:
+    masks, degrees = check_masks(masks), (ulysses_degree, ring_degree)
+    check_degrees(*degrees)
     if plan is None:
-        degrees = ulysses_degree, ring_degree
-        ones = (np.ones(size, np.int64) for size in checked.shape[1:])
+        ones = (np.ones(size, np.int64) for size in masks.shape[1:])
         q, kv = (BlockLayout.contiguous(lens, *degrees) for lens in ones)
-        plan = in_order(len(checked), q, kv, *degrees)
-    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
-    if (plan.ulysses_degree, plan.ring_degree) != (ulysses_degree, ring_degree):
+        plan = in_order(len(masks), q, kv, *degrees)
+    if (plan.ulysses_degree, plan.ring_degree) != degrees:
         raise ConfigError(
             f"a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks (Ulysses x ring) on a "
             f"mesh of {ulysses_degree} x {ring_degree}"
         )
-    return tiles_under(plan, checked)
-
-
-PLANNERS = (*METHODS, "paper", "in_order")
-"""The methods, and what they are compared with."""
+    return plan_under(plan, masks)
 
 
 @dataclass(frozen=True, slots=True)
 class SparsePlanner:
-    """How plans are made.
+    """Plan block-sparse attention on a mesh of Ulysses x ring ranks.
 
     Args:
         ulysses_degree: U.
@@ -237,9 +176,6 @@ class SparsePlanner:
         target: Imbalance at which "minimal_move" moves no more, over the mean work of all ranks.
         cut_above: See `partition_heads`.
         reward: For "paper": how much less loaded a block's home rank counts, in blocks like it.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     ulysses_degree: int = 1
@@ -251,11 +187,8 @@ class SparsePlanner:
 
     def __post_init__(self) -> None:
         check_degrees(self.ulysses_degree, self.ring_degree)
-        if of_type("method", self.method, str, f"one of {PLANNERS}") not in PLANNERS:
-            raise ConfigError(f"method {shown(self.method)}: plans are made by one of {PLANNERS}")
-        for name in ("target", "reward"):
-            number(f"SparsePlanner({name}", getattr(self, name))
-        number("SparsePlanner(cut_above", self.cut_above, most=np.inf)
+        rules = {"target": number, "reward": number, "cut_above": (number, 0.0, np.inf)}
+        fields(self, method=(choice, *PLANNERS), **rules)
 
     def plan(
         self,
@@ -273,29 +206,62 @@ class SparsePlanner:
             q: The query blocks at home.
             kv: The key blocks at home. Default: those of the queries.
             num_kv_heads: Key-value heads. Default: H.
-
-        Raises:
-            ConfigError: The arguments do not fit each other.
         """
         kv, degrees = q if kv is None else kv, (self.ulysses_degree, self.ring_degree)
+        for name, layout in (("q", q), ("kv", kv)):
+            of_type(name, layout, BlockLayout, "a BlockLayout")
         columns = Columns.of(work, q, kv, *degrees)
-        num_heads = columns.work.shape[0]
-        num_kv = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
-        if num_kv < 1 or num_heads % num_kv:
-            raise ConfigError(
-                f"{num_heads} heads and {num_kv} key-value heads: the former must be a multiple of "
-                "the latter"
-            )
+        num_heads = len(columns.work)
+        num_kv_heads = num_heads if num_kv_heads is None else whole("num_kv_heads", num_kv_heads, 1)
+        self._check(columns, num_kv_heads)
         if self.method == "in_order":
-            return plan_under(in_order(num_heads, q, kv, *degrees, num_kv_heads=num_kv), work)
-        if self.method == "paper":
-            return paper_plan(columns, num_kv_heads=num_kv, reward=self.reward)
+            return plan_under(in_order(num_heads, q, kv, *degrees, num_kv_heads), work)
         ring_of = self._rings(columns)
         matrices = columns.matrices(ring_of)
+        place = self._as_in_paper if self.method == "paper" else self._placed
+        return columns.plan(ring_of, place(columns, matrices), num_kv_heads)
+
+    def _check(self, columns: Columns, num_kv_heads: int) -> None:
+        num_heads, num_ranks = len(columns.work), self.ulysses_degree * self.ring_degree
+        if num_heads % num_kv_heads:
+            raise ConfigError(
+                f"{num_heads} heads and {num_kv_heads} key-value heads: the former must be a "
+                "multiple of the latter"
+            )
+        sides = ("q", columns.q, num_heads), ("kv", columns.kv, num_kv_heads)
+        for name, layout, heads in sides:
+            if (most := int(layout.home.max(initial=0))) >= num_ranks:
+                raise ConfigError(f"{name}.home names rank {most}: there are {num_ranks} ranks")
+            if layout.order is not None and len(layout.order) != heads:
+                raise ConfigError(
+                    f"{name}.order of {len(layout.order)} heads for {heads} heads of {name}: give "
+                    "each its order"
+                )
+        if self.method == "paper" and self.ring_degree > 1 and not columns.are_blocks:
+            raise ConfigError(
+                'method "paper" moves keys, and counts are by the ring rank where keys are at '
+                'home: give the masks, or use "minimal_move"'
+            )
+
+    def _rings(self, columns: Columns) -> Ints:
+        """Return (H, Q) ring of every query block of every head."""
+        per_block = columns.per_block()
+        if self.method == "paper":
+            rings_H = greedy(per_block.sum(axis=1), self.ulysses_degree)
+            return np.repeat(rings_H[:, None], per_block.shape[1], axis=1)
+        # In turns from the ring ranks, so that every rank of a ring gets its share of a cut head.
+        order = _dealt(columns.q_home)
+        heads = partition_heads(per_block[:, order], self.ulysses_degree, cut_above=self.cut_above)
+        ring_of = np.empty_like(heads.rank_of)
+        ring_of[:, order] = heads.rank_of
+        return ring_of
+
+    def _placed(self, columns: Columns, matrices: Floats) -> list[BlockPlan]:
+        """Place the blocks of each ring, from its work (U, Q, C)."""
         # Rings with less work than others need not be as even.
         mean = max(float(matrices.sum()) / len(matrices), 1.0)
         least = (1.0 + self.target) / 2
-        rings = [
+        return [
             partition_blocks(
                 matrix,
                 self.ring_degree,
@@ -307,59 +273,19 @@ class SparsePlanner:
             )
             for matrix in matrices
         ]
-        return columns.plan(ring_of, rings, num_kv)
 
-    def _rings(self, columns: Columns) -> Ints:
-        """(H, Q) ring of every query block of every head."""
-        # In turns from the ring ranks, so that every rank of a ring gets its share of a cut head.
-        order = _dealt(columns.q_home)
-        heads = partition_heads(
-            columns.per_block()[:, order], self.ulysses_degree, cut_above=self.cut_above
-        )
-        ring_of = np.empty_like(heads.rank_of)
-        ring_of[:, order] = heads.rank_of
-        return ring_of
+    def _as_in_paper(self, columns: Columns, matrices: Floats) -> list[BlockPlan]:
+        """Place blocks alike in all rings."""
+        ring, homes = self.ring_degree, (columns.q_home, columns.home)
+        shared = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
+        placed = shared.q_of, shared.kv_of
+        return [replace(shared, tiles=tile_work(matrix, *placed, ring)) for matrix in matrices]
 
 
 def _dealt(ranks: Ints) -> Ints:
-    """(n,) items in turns from the ranks: the first of each rank, the second of each, ..."""
+    """Return (n,) items in turns from their ranks: the first of each, the second of each, .."""
     by_rank = np.argsort(ranks, kind="stable")
     first = np.searchsorted(ranks[by_rank], ranks[by_rank])
     place = np.empty_like(by_rank)
     place[by_rank] = np.arange(ranks.size) - first
     return np.lexsort((ranks, place))
-
-
-def paper_plan(columns: Columns, *, num_kv_heads: int, reward: float = REWARD) -> SparsePlan:
-    """A plan by the paper: whole heads, and one placement of blocks that all rings share.
-
-    Args:
-        columns: The work of masks: the paper moves keys.
-        num_kv_heads: Key-value heads.
-        reward: As for `paper_blocks`.
-
-    Raises:
-        ConfigError: The work is counts by ring rank, so that keys cannot move.
-    """
-    if columns.ring_degree > 1 and not columns.are_blocks:
-        raise ConfigError(
-            'method "paper" moves keys, and counts are by the ring rank where keys are at home: '
-            'give the masks, or use "minimal_move"'
-        )
-    per_block = columns.per_block()
-    rings = paper_heads(per_block.sum(axis=1), columns.ulysses_degree)
-    ring_of = np.repeat(rings[:, None], per_block.shape[1], axis=1)
-    matrices = columns.matrices(ring_of)
-    shared = paper_blocks(
-        matrices.sum(axis=0),
-        columns.ring_degree,
-        q_home=columns.q_home,
-        kv_home=columns.home,
-        reward=reward,
-    )
-    placed = shared.q_of, shared.kv_of
-    rings = [
-        replace(shared, tiles=tile_work(matrix, *placed, columns.ring_degree))
-        for matrix in matrices
-    ]
-    return columns.plan(ring_of, rings, num_kv_heads)

@@ -1,0 +1,177 @@
+"""Block-sparse plans and masks: one wrong value of each public argument."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from bascule.plan.machine import AttentionLatency
+from bascule.plan.sparse import (
+    BlockLayout,
+    PlanReuse,
+    SparsePlanner,
+    block_counts,
+    block_lens,
+    partition_blocks,
+    partition_heads,
+    plan_under,
+    sparse_imbalance,
+)
+from bascule.plan.sparse.choose import Strategies
+from bascule.workload import save_masks
+from bascule.workload.masks import MaskModel, synthetic_masks
+
+MASKS, MATRIX = np.ones((2, 4, 4), bool), np.arange(16.0).reshape(4, 4)
+COUNTS = np.ones((2, 4, 2), np.int64)
+HOME = BlockLayout.striped([5] * 4, 1, 2)
+RUNS = BlockLayout.contiguous([5] * 4, 1, 2)
+PLANNER = SparsePlanner(1, 2)
+PLAN = PLANNER.plan(MASKS, HOME)
+LATENCY = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
+MODEL = MaskModel((2, 4, 4), 2, block=8)
+
+
+def plan(work: Any, home: Any = HOME, **options: Any) -> Callable[[], object]:
+    return lambda: PLANNER.plan(work, home, **options)
+
+
+def planner(**options: Any) -> Callable[[], object]:
+    return lambda: SparsePlanner(**options)
+
+
+def strategies(**options: Any) -> Callable[[], object]:
+    return lambda: Strategies(**{"latency": LATENCY, **options})
+
+
+def model(**change: Any) -> Callable[[], object]:
+    return lambda: replace(MODEL, **change)
+
+
+def ordered(order: Any) -> BlockLayout:
+    return BlockLayout(np.ones(3, int), np.zeros(3, int), np.array(order))
+
+
+def moves_keys() -> object:
+    moving = SparsePlanner(1, 2, method="stripe")
+    return plan_under(moving.plan(MASKS, HOME, RUNS), COUNTS)
+
+
+CASES = [
+    ("heads", lambda: partition_heads([[-1, 2]], 2), ("block_counts[0, 0] is -1.0",)),
+    ("heads, nan", lambda: partition_heads([math.nan], 2), ("block_counts[0] is nan", "finite")),
+    ("heads, text", lambda: partition_heads("ab", 2), ("block_counts", "real numbers")),
+    ("heads, dims", lambda: partition_heads(np.ones((2, 2, 2)), 2), ("shape (2, 2, 2)",)),
+    ("heads, ranks", lambda: partition_heads([1, 2], 0), ("at least 1",)),
+    ("cut_above", lambda: partition_heads([1, 2], 2, cut_above=-1.0), ("cut_above is -1.0",)),
+    ("matrix", lambda: partition_blocks([[-1.0]], 1), ("block_matrix[0, 0] is -1.0",)),
+    ("ring_degree", lambda: partition_blocks(MATRIX, 0), ("ring_degree is 0", "at least 1")),
+    (
+        "method",
+        lambda: partition_blocks(MATRIX, 2, method="best"),
+        ("method is 'best'", '"stripe" or "minimal_move"'),
+    ),
+    ("target", lambda: partition_blocks(MATRIX, 2, target=math.nan), ("target is nan", "finite")),
+    (
+        "q_home",
+        lambda: partition_blocks(MATRIX, 2, q_home=[0, 5, 0, 1]),
+        ("q_home has 5", "at most 1"),
+    ),
+    (
+        "kv_home",
+        lambda: partition_blocks(MATRIX, 2, kv_home=[0, 1]),
+        ("kv_home of shape (2,)", "4 integers"),
+    ),
+    (
+        "kv_home, floats",
+        lambda: partition_blocks(MATRIX, 2, kv_home=[0.9, 1.9, 0, 1]),
+        ("kv_home of dtype float64", "4 integers"),
+    ),
+    (
+        "masks",
+        lambda: sparse_imbalance(MASKS.astype(int), 1, 2),
+        ("masks of shape (2, 4, 4) and dtype int64", "give bool (heads, q_blocks, kv_blocks)"),
+    ),
+    (
+        "masks, tensor",
+        lambda: sparse_imbalance(torch.ones(2, 4, 4, dtype=torch.bfloat16), 1, 2),
+        ("masks of type Tensor",),
+    ),
+    ("mesh", lambda: sparse_imbalance(MASKS, 0, 2), ("ulysses_degree is 0", "at least 1")),
+    (
+        "mesh of a plan",
+        lambda: sparse_imbalance(MASKS, 2, 1, PLAN),
+        ("a plan for 1 x 2 ranks", "mesh of 2 x 1"),
+    ),
+    (
+        "heads of a plan",
+        lambda: sparse_imbalance(MASKS[[0, 0, 1]], 1, 2, PLAN),
+        ("work of 3 heads for a plan of 2",),
+    ),
+    (
+        "blocks of a plan",
+        lambda: sparse_imbalance(np.ones((2, 5, 4), bool), 1, 2, PLAN),
+        ("work of shape (2, 5, 4)", "(heads, 4, 4)"),
+    ),
+    ("counts, kv_of", lambda: block_counts(MASKS, kv_of=[0, 0, 0, 2], ring_degree=2), ("has 2",)),
+    ("counts, kv_lens", lambda: block_counts(MASKS, kv_lens=[1]), ("kv_lens of shape (1,)",)),
+    ("block", lambda: block_lens((3,), 0), ("block is 0", "at least 1")),
+    ("segments", lambda: block_lens((3, -1), 4), ("segments has -1", "at least 0")),
+    ("layout", lambda: BlockLayout([1, 1], [0, 0, 0]), ("home of shape (3,)", "2 integers")),  # pyright: ignore[reportArgumentType]
+    ("order", lambda: ordered([[0, 2, 1], [0, 1, 1]]), ("order[1] is not an order of the 3",)),
+    ("order, shape", lambda: ordered([[0, 1]]), ("give integers (heads, 3)",)),
+    ("order, floats", lambda: ordered([[0.0, 1.0, 2.0]]), ("dtype float64",)),
+    (
+        "order of other heads",
+        plan(np.ones((4, 3, 3), bool), ordered([[0, 1, 2]] * 4), num_kv_heads=2),
+        ("kv.order of 4 heads for 2 heads of kv",),
+    ),
+    ("home", plan(MASKS, BlockLayout.striped([5] * 4, 2, 2)), ("q.home names rank 3",)),
+    ("not a layout", plan(MASKS, [5] * 4), ("q is [5, 5, 5, 5]", "give a BlockLayout")),
+    ("work, columns", plan(MASKS[:, :, :3]), ("bool masks (heads, 4, 4)", "counts (heads, 4, 2)")),
+    ("work, floats", plan(COUNTS / 2), ("dtype float64", "of block_counts")),
+    ("work, negative", plan(-COUNTS), ("work of -1", "must be at least 0")),
+    ("num_kv_heads", plan(MASKS, num_kv_heads=3), ("2 heads and 3 key-value heads", "multiple")),
+    ("counts where keys moved", moves_keys, ("this plan moves keys", "give the masks")),
+    (
+        "counts for the paper",
+        lambda: SparsePlanner(1, 2, method="paper").plan(COUNTS, HOME),
+        ('use "minimal_move"',),
+    ),
+    ("planner, method", planner(method="best"), ("SparsePlanner(method='best')", '"in_order"')),
+    ("planner, target", planner(target=-1), ("SparsePlanner(target=-1)",)),
+    ("planner, cut_above", planner(cut_above=math.nan), ("SparsePlanner(cut_above=nan)",)),
+    ("planner, mesh", planner(ring_degree=1.5), ("ring_degree is 1.5", "integer")),
+    (
+        "planner, ranks",
+        planner(ulysses_degree=128, ring_degree=512),
+        ("ulysses_degree * ring_degree is 65536", "at most 32768"),
+    ),
+    ("planner, ring", planner(ring_degree=513), ("ring_degree is 513", "at most 512")),
+    ("tolerance", lambda: PlanReuse(PLANNER, PLAN, -0.1), ("PlanReuse(tolerance=-0.1)",)),
+    ("latency", strategies(latency="fast"), ("'fast'", "give an AttentionLatency")),
+    ("min_gain", strategies(min_gain=3), ("Strategies(min_gain=3)", "at most 1")),
+    ("meshes", strategies(meshes=("U2R1",)), ("'U2R1'", "give (Ulysses, ring) degrees")),
+    ("meshes, degrees", strategies(meshes=((2, 0),)), ("Strategies(meshes[0]=0)",)),
+    ("switch_s", strategies(switch_s=math.nan), ("Strategies(switch_s=nan)",)),
+    ("grid", model(grid=(0, 4, 4)), ("MaskModel(grid", "0", "at least 1")),
+    ("grid, dims", model(grid=(4, 4)), ("MaskModel(grid=(4, 4))", "(frames, height, width)")),
+    ("model, heads", model(num_heads=1.0), ("MaskModel(num_heads=1.0)",)),
+    ("model, text", model(text_tokens=-1), ("MaskModel(text_tokens=-1)",)),
+    ("model, block", model(block=0), ("MaskModel(block=0)",)),
+    ("model, density", model(density=1.0), ("MaskModel(density=1.0)", "at most")),
+    ("model, imbalance", model(head_imbalance=0.9), ("MaskModel(head_imbalance=0.9)",)),
+    ("model, spread", model(field_spread=-0.1), ("MaskModel(field_spread=-0.1)",)),
+    ("model, drift", model(step_drift=math.inf), ("MaskModel(step_drift=inf)",)),
+    ("model, size", model(grid=(200, 100, 100), block=1), ("2,000,000 blocks", "larger blocks")),
+    ("layer", lambda: synthetic_masks(MODEL, layer=-1), ("layer is -1",)),
+    ("seed", lambda: synthetic_masks(MODEL, seed=-1), ("seed", "-1")),
+    (
+        "masks to save",
+        lambda: save_masks("x.npz", MASKS.astype(int)),
+        ("masks are int64", "must be bool"),
+    ),
+    ("name of masks", lambda: save_masks("x.npy", MASKS), ("packed masks are an .npz file",)),
+]
