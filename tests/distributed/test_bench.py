@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from bascule.report.step_picture import draw_stages
-from tests.helpers.bench import bench, launched, summary
+from tests.helpers.bench import bench, summary
 from tests.helpers.browser import data_of
 
 BF16 = ("--dtype", "bfloat16")
 
 
 def test_loss_falls_and_both_curves_coincide(photos: Path, tmp_path: Path) -> None:
-    done = launched(
+    done = bench(
         tmp_path, "--photos", str(photos), "--batch-size", "3", "--steps", "24", "--lr", "0.003"
     )
     assert done.returncode == 0, done.stderr
@@ -34,7 +34,7 @@ def test_loss_falls_and_both_curves_coincide(photos: Path, tmp_path: Path) -> No
 
 @pytest.mark.stress
 def test_a_corrupt_photo_stops_a_strict_run(photos: Path, tmp_path: Path) -> None:
-    done = launched(tmp_path, "--photos", str(photos), "--strict")
+    done = bench(tmp_path, "--photos", str(photos), "--strict")
     assert done.returncode == 2
     assert "broken.png" in done.stderr
     assert "Traceback" not in done.stderr

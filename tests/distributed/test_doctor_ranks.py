@@ -17,12 +17,12 @@ import torch.distributed as dist
 from bascule.bench.health import probes, rank_facts
 from bascule.bench.health.checkup import check_up
 from bascule.bench.health.doctor_options import DoctorOptions
+from bascule.calibrate import timed
 from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout
-from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.plan.machine import HardwareProfile
 from tests.helpers.jobs import in_a_job
-from tests.helpers.ranks import raised_by, run_fresh_ranks, run_to_the_end
+from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks, run_to_the_end
 
 OPTIONS = DoctorOptions(rounds=2, mib=1)
 SMALL = ("--rounds", "1", "--mib", "1")
@@ -39,32 +39,18 @@ def of_kind(report: Mapping[str, Any], kind: str) -> list[tuple[int, ...]]:
     return [one["ranks"] for one in report["findings"] if one["kind"] == kind]
 
 
-def slow_work() -> dict[str, Any]:
-    """One rank attends slowly."""
-    attend = probes.attend_packed
+def known_seconds(kind: str) -> dict[str, Any]:
+    """A report in which all runs for real, and everything of one kind takes the victim longer."""
+    really = timed.seconds_of
 
-    def slowly(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.1)
-        return attend(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == VICTIM:
-            patch.setattr(probes, "attend_packed", slowly)
-        return checked()
-
-
-def slow_link() -> dict[str, Any]:
-    """One link takes longer, whichever of its ends one looks at."""
-    transfers = probes.Transfers
-
-    def slowly(group: Any, what: Any, sent: Any, received: Any) -> Any:
-        is_large = any(x.nbytes == 2**20 for x in sent.values())
-        if "neighbours" in what and list(sent) == [0] and group.rank == VICTIM and is_large:
-            time.sleep(0.3)
-        return transfers(group, what, sent, received)
+    def seconds_of(probe: timed.Probe, device: torch.device) -> float:
+        assert really(probe, device) > 0
+        is_own = not probe.ends or any(VICTIM in ends and 0 in ends for ends in probe.ends)
+        is_slow = dist.get_rank() == VICTIM and probe.kind == kind and is_own
+        return 0.01 if is_slow else 0.001
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probes, "Transfers", slowly)
+        patch.setattr(timed, "seconds_of", seconds_of)
         return checked()
 
 
@@ -80,8 +66,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    time.sleep(TIMEOUT_S + ROLL_CALL_S + 2.0)
-    die()
+    time.sleep(600.0)  # the others are killed or done long before
 
 
 def failing_rank(on_victim: Callable[[], None]) -> tuple[list[str], str]:
@@ -139,15 +124,12 @@ def test_a_world_of_one_and_of_three() -> None:
     assert {tuple(row["ranks"]) for row in report["links"]} == {(0, 1), (1, 2), (2, 0)}
 
 
-def test_a_rank_that_is_made_slow_is_named() -> None:
-    report, _ = run_fresh_ranks(slow_work, 2)
-    assert (VICTIM,) in of_kind(report, "slow rank")
+def test_a_slow_rank_and_a_slow_link_are_named() -> None:
+    report, _ = run_ranks(known_seconds, 2, probes.WORK)
+    assert set(of_kind(report, "slow rank")) == {(VICTIM,)}
     assert any(f"rank {VICTIM} on" in one["text"] for one in report["findings"])
-
-
-def test_a_link_that_is_made_slow_is_named() -> None:
-    report, *_ = run_fresh_ranks(slow_link, 4)
-    assert (0, 1) in of_kind(report, "slow link")
+    report, *_ = run_ranks(known_seconds, 4, probes.LINK)
+    assert set(of_kind(report, "slow link")) == {(0, 1)}
 
 
 def test_unlike_versions_are_a_finding() -> None:
@@ -166,8 +148,8 @@ def test_an_error_of_one_rank_ends_the_others_with_it_and_with_what_differs() ->
 @pytest.mark.some(1)
 @pytest.mark.parametrize("on_victim", [die, hang])
 def test_a_rank_that_dies_or_hangs_ends_the_others(on_victim: Callable[[], None]) -> None:
-    first, dead = run_to_the_end(failing_rank, 2, on_victim)
-    assert dead.exit_code == -signal.SIGKILL
+    first, dead = run_to_the_end(failing_rank, 2, on_victim, stopped=[VICTIM])
+    assert dead.value is None
     assert "CommError" in first.value[0] and "missing: no report from ranks [1]" in first.value[1]
     assert "3.9.1 on rank 1" in first.value[1]
 

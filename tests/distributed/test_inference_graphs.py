@@ -39,7 +39,7 @@ MODELS = {
 # compiles anew for one. Edit's first image has two rows less.
 GRIDS = (6, 5), (7, 8), (10, 4), (11, 6)
 MESHES = (2, 1), (1, 2), (2, 2)  # ring, Ulysses
-QUICK = ("flux", 1, 2), ("minimax", 2, 1), ("wan2.1", 2, 2)
+QUICK = ("flux", 1, 2), ("minimax", 2, 1), ("wan2.1", 2, 1)
 IN_PARTS = ("hunyuan1.5",)  # its forward branches on whether the image it is given is all zeros
 
 

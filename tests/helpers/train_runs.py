@@ -18,6 +18,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.parallel import Step
 from bascule.training.run.checkpoints import Checkpoints
 from bascule.training.run.train_options import TrainOptions
@@ -116,9 +117,8 @@ def die() -> None:
 
 
 def hang() -> None:
-    """As a rank that was stopped: longer than the others wait for it."""
-    time.sleep(SMALL["timeout_s"] + 5.0)
-    die()
+    """As a rank that was stopped: far longer than the others wait for it."""
+    time.sleep(600.0)
 
 
 def out_of_space() -> None:
@@ -128,7 +128,12 @@ def out_of_space() -> None:
 def failing_run(
     settings: dict[str, Any], place: str, step: int, on_victim: Callable[[], None], attempt: int = 0
 ) -> int:
-    """As `run`, but one rank does something else at a place in a step."""
+    """As `run`, but one rank does something else at a place in a step.
+
+    A timeout that is given holds for gradients too.
+    """
+    if "timeout_s" in settings:
+        set_timeout(member_of(resolve(None), "test"), settings["timeout_s"])
     homes: dict[str, tuple[Any, str]] = {
         "plan": (TrainingRun, "_begin"),
         "route": (Step, "route"),
