@@ -332,7 +332,7 @@ def test_fields_that_do_not_fit_each_other() -> None:
     fit = made.fits[0]
     assert "2 coefficients and 3 errors" in refusal(lambda: replace(fit, coefficients=(1.0, 2.0)))
     assert "8 sizes" in refusal(lambda: replace(fit, sizes=LENS[:-1]))
-    assert "must be one of tokens, bytes" in refusal(lambda: replace(fit, unit="words"))
+    assert 'must be "tokens" or "bytes"' in refusal(lambda: replace(fit, unit="words"))
     everything = (True,) * len(LENS)
     assert "fit some of them" in refusal(lambda: replace(fit, held_out=everything))
     assert "no number of the profile" in refusal(

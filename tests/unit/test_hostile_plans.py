@@ -182,8 +182,6 @@ def test_worlds_beyond_what_can_be_planned_for() -> None:
     listed: Any = [[1, 2]]
     assert Topology(listed).terms == ((1, 2),)  # a value, whatever it was made from
     refused(
-        lambda: Topology.parse("g2n1").ring(2),
-        lambda: Topology.parse("g2n1").for_heads(0),
         lambda: Cluster(**{**MACHINE, "num_nodes": 2**17}),
     )
 

@@ -1,17 +1,18 @@
-"""What was measured of a machine: times over sizes, the curves through them, and how far they miss.
+"""Keep what was measured of a machine: times over sizes, curves through them, how far they miss.
 
 Every measurement is kept with its curve, so that a profile can be drawn and judged later.
 """
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Floats
+from bascule.arrays import Bools, Floats
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, listed, number, of_type, put, shown, whole
+from bascule.plan.checks import MAX_RANKS, choice, each, fields, number, of_type, whole
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 PASSES = (FORWARD, RECOMPUTE, BACKWARD)
@@ -22,59 +23,54 @@ TOKENS, BYTES = "tokens", "bytes"
 NUM_COEFFICIENTS = {TOKENS: 3, BYTES: 2}
 """By unit of the sizes: of attention a square, too."""
 
-_MOST_POINTS = 1000
-_MOST_FITS = 100
-_MOST_LETTERS = 2000
+_MOST_POINTS, _MOST_LETTERS = 1000, 2000
 _MOST_S = 1e6
 
-_Made = TypeVar("_Made")
+_Built = TypeVar("_Built")
+
+
+def _text(name: str, value: object) -> str:
+    text = of_type(name, value, str, "a text")
+    if len(text) > _MOST_LETTERS:
+        raise ConfigError(f"{name}) has {len(text)} letters: at most {_MOST_LETTERS}")
+    return text
+
+
+def _some(name: str, values: object, check: Callable[..., Any], *details: object) -> Any:
+    """Check the entries of a list that is not too long."""
+    entries = each(name, values, check, *details)
+    if len(entries) > _MOST_POINTS:
+        raise ConfigError(f"{name}) has {len(entries)} entries: at most {_MOST_POINTS}")
+    return entries
+
+
+def _error(name: str, value: object) -> float | None:
+    return None if value is None else number(name, value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """Seconds over sizes: `c0 + c1 x` of bytes x, and `+ c2 x^2` of tokens.
+    """Seconds over sizes: `c0 + c1 x` of bytes x, and `+ c2 x^2` of tokens."""
 
-    Args:
-        what: What was timed, for example "forward".
-        unit: Of the sizes: "tokens" or "bytes".
-        coefficients: (K,) seconds by power of the size, from 0.
-        errors: (K,) half the widths of their 95 % confidence intervals; None where the points say
-            nothing of them.
-        sizes: (n,) what was timed.
-        seconds: (n,) measured.
-        held_out: (n,) whether the fit did not see the point, but was judged by it.
-
-    Raises:
-        ConfigError: A value is out of range, or there are not as many of each.
-    """
-
-    what: str
-    unit: str
-    coefficients: tuple[float, ...]
-    errors: tuple[float | None, ...]
-    sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
-    held_out: tuple[bool, ...]
+    what: str  # was timed, for example "forward"
+    unit: str  # of the sizes: "tokens" or "bytes"
+    coefficients: tuple[float, ...]  # (K,) seconds by power of the size, from 0
+    errors: tuple[float | None, ...]  # (K,) half of 95 % intervals; None: the points do not say
+    sizes: tuple[float, ...]  # (n,)
+    seconds: tuple[float, ...]  # (n,) measured
+    held_out: tuple[bool, ...]  # (n,) true where a point did not fit, but judges
 
     def __post_init__(self) -> None:
-        put(self, "what", _text("Fit: what", self.what))
-        if not isinstance(self.unit, str) or self.unit not in NUM_COEFFICIENTS:  # pyright: ignore[reportUnnecessaryIsInstance]
-            known = ", ".join(NUM_COEFFICIENTS)
-            raise ConfigError(f"Fit(unit={shown(self.unit)}): must be one of {known}")
-        limits = {
-            "coefficients": (0.0, _MOST_S),
-            "sizes": (1e-6, 1e15),
-            "seconds": (1e-30, _MOST_S),
-        }
-        for name, (least, most) in limits.items():
-            told, values = f"Fit of {self.what}: one of {name},", _listed(name, getattr(self, name))
-            put(self, name, tuple(number(told, value, least, most) for value in values))
-        errors = _listed("Fit: errors", self.errors)
-        told = (None if x is None else number("Fit: one of errors,", x) for x in errors)
-        put(self, "errors", tuple(told))
-        flags = _listed("Fit: held_out", self.held_out)
-        told = (of_type("Fit: one of held_out", x, bool, "true or false") for x in flags)
-        put(self, "held_out", tuple(told))
+        fields(
+            self,
+            what=_text,
+            unit=(choice, *NUM_COEFFICIENTS),
+            coefficients=(_some, number, 0.0, _MOST_S),
+            errors=(_some, _error),
+            sizes=(_some, number, 1e-6, 1e15),
+            seconds=(_some, number, 1e-30, _MOST_S),
+            held_out=(_some, of_type, bool, "true or false"),
+        )
         counts = len(self.coefficients), len(self.errors)
         if counts != (NUM_COEFFICIENTS[self.unit],) * 2:
             raise ConfigError(
@@ -104,97 +100,66 @@ class Fit:
         return float(np.median(misses)) if misses.size else None
 
 
-def is_held_out(num_points: int) -> npt.NDArray[np.bool_]:
+def is_held_out(num_points: int) -> Bools:
     """(n,) every third point, but not the last one: what judges a curve lies within it."""
     places = np.arange(num_points)
     return (places % 3 == 1) & (places < num_points - 1)
 
 
 def least_points(unit: str) -> int:
-    """Of so many sizes, one more than there are coefficients is fitted, and one is held out."""
+    """Return how many sizes a curve needs: one is held out, and one more fitted than it bends."""
     return next(n for n in range(1, 99) if (~is_held_out(n)).sum() > NUM_COEFFICIENTS[unit])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overhead:
-    """Seconds of the host that do not grow with sizes.
-
-    Args:
-        what: Of what.
-        seconds: Lower quartile of the rounds.
-        error: Half the width of its 95 % confidence interval.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """Seconds of the host that do not grow with sizes: the lower quartile of the rounds."""
 
     what: str
     seconds: float
-    error: float
+    error: float  # half the width of its 95 % confidence interval
 
     def __post_init__(self) -> None:
-        put(self, "what", _text("Overhead: what", self.what))
-        for name in ("seconds", "error"):
-            put(self, name, number(f"Overhead({name}", getattr(self, name), most=_MOST_S))
+        seconds = number, 0.0, _MOST_S
+        fields(self, what=_text, seconds=seconds, error=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How the numbers of a profile were measured.
-
-    Args:
-        name: Of the profile.
-        date: When, as 2026-11-23.
-        torch: Version.
-        num_ranks: That measured together.
-        settings: What was timed, in words: block, widths, dtype, kernel, rounds.
-        d_model: Width for which costs count FLOPs.
-        measured: Fields of the profile that were measured; the others are those of `base`.
-        base: Profile from which everything else is.
-        fits: Curves.
-        overheads: What does not grow with sizes.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """How the numbers of a profile were measured."""
 
     name: str
-    date: str
-    torch: str
-    num_ranks: int
-    settings: str
-    d_model: int
-    measured: tuple[str, ...]
+    date: str  # as 2026-11-23
+    torch: str  # its version
+    num_ranks: int  # that measured together
+    settings: str  # block, widths, dtype, kernel, rounds, in words
+    d_model: int  # width for which costs count FLOPs
+    measured: tuple[str, ...]  # fields of the profile; the others are those of `base`
     base: str
     fits: tuple[Fit, ...]
     overheads: tuple[Overhead, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("name", "date", "torch", "settings", "base"):
-            put(self, name, _text(f"Calibration: {name}", getattr(self, name)))
-        put(self, "num_ranks", whole("Calibration(num_ranks", self.num_ranks, 1, MAX_RANKS))
-        put(self, "d_model", whole("Calibration(d_model", self.d_model, 1, 2**31))
-        measured = _listed("Calibration: measured", self.measured)
-        put(self, "measured", tuple(_text("Calibration: one of measured", x) for x in measured))
-        for name, kind in (("fits", Fit), ("overheads", Overhead)):
-            values = _listed(f"Calibration: {name}", getattr(self, name), _MOST_FITS)
-            told = f"Calibration: one of {name}"
-            put(self, name, tuple(of_type(told, x, kind, f"a {kind.__name__}") for x in values))
+        fields(self, **dict.fromkeys(("name", "date", "torch", "settings", "base"), _text))
+        fields(
+            self,
+            num_ranks=(whole, 1, MAX_RANKS),
+            d_model=(whole, 1, 2**31),
+            measured=(_some, _text),
+            fits=(_some, of_type, Fit, "a Fit"),
+            overheads=(_some, of_type, Overhead, "an Overhead"),
+        )
 
     @classmethod
     def of_dict(cls, values: object) -> Self:
-        """From what JSON holds.
-
-        Raises:
-            ConfigError: It holds something else; says what.
-        """
-        if isinstance(values, dict):
-            given = dict(cast(dict[str, Any], values))
-            for name, kind in (("fits", Fit), ("overheads", Overhead)):
-                if isinstance(given.get(name), list | tuple):
-                    given[name] = [built(kind, one) for one in given[name]]
-            return built(cls, given)
-        return built(cls, values)
+        """From what JSON holds."""
+        if not isinstance(values, dict):
+            return built(cls, values)
+        rest = dict(cast(dict[str, Any], values))
+        for name, kind in (("fits", Fit), ("overheads", Overhead)):
+            if isinstance(rest.get(name), list | tuple):
+                rest[name] = [built(kind, one) for one in rest[name]]
+        return built(cls, rest)
 
     @property
     def gamma(self) -> float | None:
@@ -219,14 +184,10 @@ class Calibration:
         return next((fit for fit in self.fits if fit.what == what), None)
 
 
-def block_rates(forward: "Fit", d_model: int) -> dict[str, float]:
+def block_rates(forward: Fit, d_model: int) -> dict[str, float]:
     """FLOP/s of the linear layers and of attention, by the fields of a profile that hold them.
 
-    A block of width d has 24 d^2 FLOPs a token and 4 d a pair of tokens.
-
-    Args:
-        forward: Of a block.
-        d_model: Its width.
+    A block of width d has 24 d^2 FLOPs a token and 4 d a pair of tokens; `forward` is its curve.
     """
     _, linear_s, square_s = forward.coefficients
     flops = {
@@ -236,36 +197,12 @@ def block_rates(forward: "Fit", d_model: int) -> dict[str, float]:
     return {name: work / seconds for name, (work, seconds) in flops.items() if seconds > 0}
 
 
-def built(kind: type[_Made], values: object) -> _Made:
-    """A dataclass from its fields, all of which must be there.
-
-    Raises:
-        ConfigError: Other fields are; or one holds what it cannot.
-    """
-    names = [field.name for field in fields(cast(Any, kind))]
-    given = cast(dict[str, Any], values) if isinstance(values, dict) else {}
-    if given.keys() != set(names):
-        raise ConfigError(
-            f"{kind.__name__} holds {_shown_names(given)}; it must hold {', '.join(names)}"
-        )
-    return kind(**given)
-
-
-def _shown_names(given: dict[str, Any]) -> str:
-    """Fields, for a message: on one line, and not all of them where there are many."""
-    text = "".join(char if char.isprintable() else " " for char in ", ".join(given))
-    return (text if len(text) <= 500 else f"{text[:500]} ..") or "no fields"
-
-
-def _text(name: str, value: object) -> str:
-    found = of_type(name, value, str, "a text")
-    if len(found) > _MOST_LETTERS:
-        raise ConfigError(f"{name} has {len(found)} letters: at most {_MOST_LETTERS}")
-    return found
-
-
-def _listed(name: str, values: object, most: int = _MOST_POINTS) -> list[Any]:
-    found = listed(name, values)
-    if len(found) > most:
-        raise ConfigError(f"{name} has {len(found)} entries: at most {most}")
-    return found
+def built(kind: type[_Built], values: object) -> _Built:
+    """Make a dataclass from what a file holds: all of its fields must be there, and no others."""
+    names = list(cast(Any, kind).__dataclass_fields__)
+    held = cast(dict[str, Any], values) if isinstance(values, dict) else {}
+    if held.keys() != set(names):
+        text = "".join(char if char.isprintable() else " " for char in ", ".join(held))
+        text = (text if len(text) <= 500 else f"{text[:500]} ..") or "no fields"
+        raise ConfigError(f"{kind.__name__} holds {text}; it must hold {', '.join(names)}")
+    return kind(**held)

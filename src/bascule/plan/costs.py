@@ -6,16 +6,14 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from bascule.arrays import Floats
 from bascule.errors import ConfigError
-from bascule.plan.checks import called, floats, number, put, rate, whole
+from bascule.plan.checks import called, fields, floats, number, rate, whole
 
 FLOPS_PER_UNIT = 1e12
 
 MAX_SIZE = 2**31
 """Largest width, and most layers, of a model."""
-
-_REALS = {"gamma": number, "seconds_per_unit": rate, "fit_error": number, "bytes_per_token": rate}
-"""How a `TransformerCost` checks its real numbers."""
 
 _PROBE_LENGTHS = (1, 1_000, 100_000)
 
@@ -27,38 +25,26 @@ class Cost(Protocol):
     argument, and must take it: how many pairs of a query and a key attention computes.
     """
 
-    def __call__(self, seq_lens: npt.ArrayLike, /) -> npt.NDArray[np.float64]:
-        """Costs of sequences of these many tokens; same shape as the input."""
+    def __call__(self, seq_lens: npt.ArrayLike, /) -> Floats:
+        """Return the costs of sequences of these many tokens; same shape as the input."""
         ...
 
 
-def evaluate(
-    cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
-) -> npt.NDArray[np.float64]:
-    """What a cost model gives for these lengths, as float64 of their shape; any numbers.
+def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
+    """Call a cost model of the user's, and check that it gives one number for each length.
 
-    Args:
-        cost: The model.
-        seq_lens: Tokens of each sequence.
-        num_pairs: Pairs of a query and a key of each; None: the square of its tokens.
-
-    Raises:
-        ConfigError: The cost model is not a function, raised an error, or did not give one number
-            for each length.
+    `num_pairs` are pairs of a query and a key of each sequence; None: the square of its tokens.
     """
     lens = np.asarray(seq_lens).view()
     lens.flags.writeable = False  # a function that works in place would change the batch
     args = (lens,) if num_pairs is None else (lens, np.asarray(num_pairs))
-    costs = floats("what the cost model gives", called(_name(len(args)), cost, *args))
+    name = "the cost model"
+    if num_pairs is not None:
+        name += ", called with tokens and, as there are masks or contexts, pairs,"
+    costs = floats("what the cost model gives", called(name, cost, *args))
     if costs.shape != lens.shape:
         raise ConfigError(f"the cost model gave {costs.shape} costs for {lens.shape} lengths")
     return costs
-
-
-def _name(num_args: int) -> str:
-    if num_args == 1:
-        return "the cost model"
-    return "the cost model, called with tokens and, as there are masks or contexts, pairs,"
 
 
 def unit_seconds(cost: Cost) -> float | None:
@@ -69,11 +55,7 @@ def unit_seconds(cost: Cost) -> float | None:
 
 
 def describe_cost(cost: Cost) -> str:
-    """Describe a cost model: equal texts mean equal plans, also of functions.
-
-    Raises:
-        ConfigError: It is not a cost model; see `evaluate`.
-    """
+    """Describe a cost model: equal texts mean equal plans, also of functions."""
     if type(cost) in (TransformerCost, PolynomialCost):
         return repr(cost)
     name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__
@@ -116,16 +98,10 @@ class TransformerCost:
     bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("d_model", "num_layers"):
-            put(self, name, whole(f"TransformerCost({name}", getattr(self, name), 1, MAX_SIZE))
-        for name, check in _REALS.items():
-            value = getattr(self, name)
-            if value is not None or name == "gamma":
-                put(self, name, check(f"TransformerCost({name}", value))
+        fields(self, d_model=(whole, 1, MAX_SIZE), num_layers=(whole, 1, MAX_SIZE), gamma=number)
+        fields(self, seconds_per_unit=rate, fit_error=number, bytes_per_token=rate)
 
-    def __call__(
-        self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
-    ) -> npt.NDArray[np.float64]:
+    def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
         """Forward TFLOPs of sequences of these many tokens, attention scaled by gamma.
 
         Args:
@@ -144,9 +120,7 @@ class TransformerCost:
         """The model in words, for wherever its numbers appear."""
         return f"width {self.d_model}, {self.num_layers} layers, gamma {self.gamma:.3g}"
 
-    def seconds(
-        self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
-    ) -> npt.NDArray[np.float64]:
+    def seconds(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
         """Forward seconds of sequences of these many tokens, and pairs as for a call.
 
         Raises:
@@ -215,18 +189,11 @@ class PolynomialCost:
     bytes_per_token: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("quadratic", "linear", "constant", "overhead"):
-            put(self, name, number(f"PolynomialCost({name}", getattr(self, name)))
-        if self.bytes_per_token is not None:
-            of = "PolynomialCost(bytes_per_token"
-            put(self, "bytes_per_token", rate(of, self.bytes_per_token))
+        fields(self, quadratic=number, linear=number, constant=number, overhead=number)
+        fields(self, bytes_per_token=rate)
 
-    def __call__(
-        self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
-    ) -> npt.NDArray[np.float64]:
+    def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
         """Seconds of sequences of these many tokens, without `overhead`; same shape as the input.
-
-        In float64 from the start: the square of 46,341 tokens no longer fits an int32.
 
         Args:
             seq_lens: Tokens of each.

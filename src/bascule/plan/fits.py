@@ -1,10 +1,15 @@
-"""Cost models from measurements, by least squares of relative errors.
+"""Fit cost models to measurements by least squares of relative errors.
 
-Small measurements count as much as large ones.
+Small measurements count as much as large ones. `fit_latency` and `fit_item_latency` fit latencies
+of single sequences, `fit_attention_latency` calls of attention over ranks, `fit_iterations`
+iterations of training, in which only the slowest rank shows, and `fit_curve` what is calibrated.
+
+Legend: O observations, K coefficients, R ranks of which one is the slowest. The *share* of a term is
+its part of the time of the slowest ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import product
 from typing import cast
 
@@ -27,18 +32,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelativeFit:
-    """Coefficients of a fit.
+    """Coefficients of a fit and how well they are known."""
 
-    Attributes:
-        coefficients: (K,) at least 0.
-        errors: (K,) half the widths of their confidence intervals, of 95 %; infinite where there
-            are no more points than coefficients, or where the points do not tell one from others.
-        residuals: (n,) predicted over measured, minus 1.
-    """
-
-    coefficients: Floats
-    errors: Floats
-    residuals: Floats
+    coefficients: Floats  # (K,) at least 0
+    errors: Floats  # (K,) half of 95 % intervals; infinite where the points do not tell
+    residuals: Floats  # (n,) predicted over measured, minus 1
 
     @property
     def rms(self) -> float:
@@ -47,7 +45,7 @@ class RelativeFit:
 
 
 def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) -> RelativeFit:
-    """Non-negative coefficients whose sums of columns are nearest to measured times, relatively.
+    """Find coefficients >= 0 whose sums of columns are nearest to measured times, relatively.
 
     Errors follow from the scatter about the fit (Student's t: points are few), and are never below
     what the noise of the points themselves says: few points may lie on a curve by luck. They do not
@@ -58,13 +56,17 @@ def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) 
         seconds: (n,) positive.
         noise: (n,) relative standard error of each, if known.
     """
-    rows = columns / seconds[:, None]
-    means = rows.mean(axis=0)
-    units = np.divide(1.0, means, out=np.zeros_like(means), where=means > 0)
-    rows = rows * units
+    rows, units = _in_units(columns / seconds[:, None])
     scaled, _ = nnls(rows, np.ones_like(seconds))
     residuals = rows @ scaled - 1.0
     return RelativeFit(units * scaled, units * _half_widths(rows, residuals, noise), residuals)
+
+
+def _in_units(rows: Floats) -> tuple[Floats, Floats]:
+    """Scale columns to a mean of 1, but those of zeros; return them and their units (K,)."""
+    means = rows.mean(axis=0)
+    units = np.divide(1.0, means, out=np.zeros_like(means), where=means > 0)
+    return rows * units, units
 
 
 def _half_widths(rows: Floats, residuals: Floats, noise: Floats | None) -> Floats:
@@ -82,31 +84,23 @@ def _half_widths(rows: Floats, residuals: Floats, noise: Floats | None) -> Float
 
 
 def fit_curve(what: str, unit: str, sizes: Sequence[int], seconds: Floats, noise: Floats) -> Fit:
-    """Fit the curve of a calibration through every point but each third, which judges it.
+    """Fit a curve over (n,) ascending sizes, but each third point, which judges it.
 
-    Args:
-        what: What was timed.
-        unit: "tokens" or "bytes".
-        sizes: (n,) ascending; at least as many as `least_points` says.
-        seconds: (n,) of each.
-        noise: (n,) relative standard error of each.
+    `noise` are relative standard errors of the seconds.
     """
     held_out = is_held_out(len(sizes))
     x, fitted = np.asarray(sizes, dtype=np.float64), ~held_out
     columns = x[:, None] ** np.arange(NUM_COEFFICIENTS[unit])
-    found = relative_fit(columns[fitted], seconds[fitted], noise[fitted])
+    curve = relative_fit(columns[fitted], seconds[fitted], noise[fitted])
     return Fit(
         what=what,
         unit=unit,
-        coefficients=tuple(found.coefficients.tolist()),
-        errors=tuple(x if np.isfinite(x) else None for x in found.errors.tolist()),
+        coefficients=tuple(curve.coefficients.tolist()),
+        errors=tuple(x if np.isfinite(x) else None for x in curve.errors.tolist()),
         sizes=tuple(x.tolist()),
         seconds=tuple(seconds.tolist()),
         held_out=tuple(held_out.tolist()),
     )
-
-
-# Costs of sequences from the latencies of single ones.
 
 
 def fit_latency(
@@ -179,8 +173,8 @@ def fit_item_latency(
 
 def _checked(
     what: str, seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, *, num_lengths: int
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Lengths and latencies of so many different lengths at least, positive and finite."""
+) -> tuple[Floats, Floats]:
+    """Check latencies of so many different lengths at least."""
     tokens = floats(f"{what}: seq_lens", seq_lens)
     latency = floats(f"{what}: seconds", seconds)
     few = tokens.ndim != 1 or np.unique(tokens).size < num_lengths
@@ -190,8 +184,7 @@ def _checked(
             f"{what}: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
             f"each length, and at least {least} different lengths"
         )
-    given = np.concatenate([tokens, latency])
-    if not np.all((given >= 1.0 / MAX_NUMBER) & (given <= MAX_NUMBER)):
+    if not (_is_time(tokens) & _is_time(latency)).all():
         raise ConfigError(
             f"{what}: lengths and seconds must be positive and finite, at most {MAX_NUMBER:g}: "
             "leave the measurement out"
@@ -199,7 +192,9 @@ def _checked(
     return tokens, latency
 
 
-# Calls of attention. Legend: U Ulysses degree, R ring degree, O observed calls, K = 7 coefficients.
+def _is_time(values: Floats) -> Bools:
+    return (values >= 1.0 / MAX_NUMBER) & (values <= MAX_NUMBER)
+
 
 _NUM_COEFFICIENTS = 7
 
@@ -234,15 +229,12 @@ def fit_attention_latency(
     loads = listed("fit_attention_latency: loads", loads)
     measured_O = floats("fit_attention_latency: seconds", seconds)
     _check_observations(loads, measured_O)
-    observed = _Calls(
-        *(
-            np.array([getattr(load, field.name) for load in loads], dtype=np.float64)
-            for field in fields(_Calls)
-        )
-    )
-    found = [_alternate_calls(observed, measured_O, waits_O) for waits_O in _starts(observed)]
+    columns = ("ring_degree", "work", "all_to_all_bytes", "p2p_bytes", "copied_bytes")
+    table = [[getattr(load, name) for load in loads] for name in columns]
+    observed = _Calls(*np.array(table, dtype=np.float64))
+    results = [_alternate_calls(observed, measured_O, waits_O) for waits_O in _starts(observed)]
     # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
-    coefs_K, waits_O, error = min(found, key=lambda solution: round(solution[2], 9))
+    coefs_K, waits_O, error = min(results, key=lambda result: round(result[2], 9))
     if not waits_O.any():
         raise ConfigError(
             "fit_attention_latency: no call waits for the exchange in the ring, so its time is not "
@@ -301,10 +293,8 @@ def _alternate_calls(
     coefs_K, predicted_O = np.zeros(_NUM_COEFFICIENTS), measured_O
     for _ in range(_MOST_TURNS):
         last_K, last_O = coefs_K, waits_O
-        rows_OK = observed.rows(waits_O) / predicted_O[:, None]
-        means_K = rows_OK.mean(axis=0)
-        units_K = np.divide(1.0, means_K, out=np.zeros_like(means_K), where=means_K > 0)
-        coefs_K = units_K * nnls(rows_OK * units_K, measured_O / predicted_O)[0]
+        rows_OK, units_K = _in_units(observed.rows(waits_O) / predicted_O[:, None])
+        coefs_K = units_K * nnls(rows_OK, measured_O / predicted_O)[0]
         waits_O = observed.waits(coefs_K)
         predicted_O = np.maximum(observed.rows(waits_O) @ coefs_K, MIN_SHARE * measured_O)
         if np.array_equal(waits_O, last_O) and np.allclose(coefs_K, last_K, rtol=1e-9, atol=0.0):
@@ -320,7 +310,7 @@ def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> N
         )
     for load in loads:
         of_type("fit_attention_latency: a load", load, AttentionLoad, "an AttentionLoad")
-    if not np.all((measured_O >= 1.0 / MAX_NUMBER) & (measured_O <= MAX_NUMBER)):
+    if not _is_time(measured_O).all():
         raise ConfigError("fit_attention_latency: seconds must be positive and finite")
     rings = any(load.ring_degree > 1 for load in loads)
     if not rings or not any(load.all_to_all_bytes > 0 for load in loads):
@@ -329,20 +319,6 @@ def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> N
             "some, such as all ranks in one Ulysses group, and all in one ring"
         )
 
-
-# Iterations of training, in which only the slowest rank shows.
-#
-# The model: iteration t takes T_t = overhead + max over ranks r of sum over sequences of cost(L),
-# with cost(L) = quadratic L^2 + linear L + constant. Once it is known which rank was the slowest in
-# each iteration, T is linear in the coefficients. So we alternate: predict, take the slowest ranks,
-# solve a least-squares problem of four non-negative unknowns, until the slowest ranks stay the
-# same; from several starts. Source of the model: LoongForge, which has no overhead, smooths the
-# maximum (`logsumexp(20 load) / 20`, loads in ms) and minimises squared seconds from one start, all
-# zero.
-#
-# Legend: O observations (iterations, or single ranks of them), R ranks among which the slowest is
-# looked for, K = 4 terms: quadratic, linear, constant, overhead. The *share* of a term is its part
-# of the time of the slowest ranks.
 
 TERMS = ("quadratic", "linear", "constant", "overhead")
 
@@ -391,7 +367,7 @@ STARTS_K = (
 
 @dataclass(frozen=True)
 class _Observed:
-    """What was measured: each time belongs to the slowest of R ranks."""
+    """Times that belong to the slowest of R ranks."""
 
     work: Floats  # (O, R, K) sum of L^2, sum of L, sequences, 1
     seconds: Floats  # (O,)
@@ -447,6 +423,14 @@ def fit_iterations(
 ) -> PolynomialCost:
     """Fit seconds per sequence, and per rank and step, to the times of training iterations.
 
+    The model: iteration t takes `overhead + max over ranks of sum over sequences of cost(L)`, with
+    `cost(L) = quadratic L^2 + linear L + constant`. Once it is known which rank was the slowest in
+    each iteration, it is linear in the coefficients. So the fit alternates: predict, take the
+    slowest ranks, solve a least-squares problem of four non-negative unknowns, until the slowest
+    ranks stay the same; from several starts. Source of the model: LoongForge, which has no
+    overhead, smooths the maximum (`logsumexp(20 load) / 20`, loads in ms) and minimises squared
+    seconds from one start, all zero.
+
     Relative residuals are minimised under Student's t distribution, so that an iteration that took
     five times as long (a checkpoint, a stall) hardly counts, with all coefficients >= 0. What the
     measurements leave open is settled by weak assumptions, the same in any unit of time: they weigh
@@ -474,12 +458,13 @@ def fit_iterations(
     starts = STARTS_K if observed.work.shape[1] > 1 else STARTS_K[:1]
     solutions = [_alternate(observed, *way) for way in product(starts, (False, True))]
     # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
-    best = min(solutions, key=lambda found: round(float(np.abs(found.loo).mean()), 6))
+    best = min(solutions, key=lambda one: round(float(np.abs(one.loo).mean()), 6))
     errors_K, known_K = _standard_errors(best)
+    errors = np.sort(np.abs(best.loo))  # the worst say nothing about the model: stalls
     fit = IterationFit(
         standard_errors=cast(tuple[float, float, float, float], tuple(errors_K.tolist())),
         unidentified=tuple(term for term, known in zip(TERMS, known_K, strict=True) if not known),
-        loo_error=_loo_error(best.loo),
+        loo_error=float(errors[: errors.size - -(-errors.size // WORST_PART)].mean()),
         num_observations=best.loo.size,
         num_outliers=int(np.count_nonzero(best.weights < 0.5)),
         covariance=tuple(map(tuple, _covariance(best).tolist())),
@@ -505,17 +490,17 @@ def _alternate(observed: _Observed, start_K: Sequence[float], robust: bool) -> _
     even_O = np.ones_like(observed.seconds)
     mean_K = observed.work.mean(axis=(0, 1))
     coefs_K = np.divide(start_K, mean_K, out=np.zeros(len(TERMS)), where=mean_K > 0)
-    found = _solve(observed, (observed.work @ coefs_K).argmax(axis=1), even_O, noise=0.0)
+    solution = _solve(observed, (observed.work @ coefs_K).argmax(axis=1), even_O, noise=0.0)
     for turn in range(MAX_ROUNDS):
-        last = found
+        last = solution
         slowest_O = (observed.work @ last.coefs).argmax(axis=1)
         same = np.array_equal(last.slowest, slowest_O)
         robust = robust or same or turn == MAX_ROUNDS // 2
         weights_O, noise = (last.weights, last.noise) if robust else (even_O, 0.0)
-        found = _solve(observed, slowest_O, weights_O, noise)
-        if same and np.allclose(last.coefs, found.coefs, rtol=1e-9, atol=0.0):
+        solution = _solve(observed, slowest_O, weights_O, noise)
+        if same and np.allclose(last.coefs, solution.coefs, rtol=1e-9, atol=0.0):
             break
-    return found
+    return solution
 
 
 def _solve(observed: _Observed, slowest_O: Ints, weights_O: Floats, noise: float) -> _Solution:
@@ -523,15 +508,14 @@ def _solve(observed: _Observed, slowest_O: Ints, weights_O: Floats, noise: float
     median_s = float(np.median(observed.seconds))
     unit_O = np.maximum(observed.seconds, MIN_SCALE * median_s)
     rows_OK = observed.work[np.arange(slowest_O.size), slowest_O] / unit_O[:, None]
-    mean_K = rows_OK.mean(axis=0)
-    scale_K = np.divide(1.0, mean_K, out=np.zeros_like(mean_K), where=mean_K > 0)
-    design_OK, target_O = rows_OK * scale_K, observed.seconds / unit_O
-    problem = _Problem(design_OK, target_O, weights_O, *_assumptions(scale_K))
+    design_OK, scale_K = _in_units(rows_OK)
+    problem = _Problem(design_OK, observed.seconds / unit_O, weights_O, *_assumptions(scale_K))
     shares_K, residual_O, left_O = problem.solve(max(noise, MIN_NOISE))
-    # Noise and outliers are told without the assumptions: where these are wrong, their residuals
+    # Noise and outliers are found without the assumptions: where these are wrong, their residuals
     # would look like noise, which would make them weigh more still.
     _, free_residual_O, free_left_O = problem.solve(MIN_NOISE)
-    noise = _spread(free_residual_O / free_left_O)
+    # The standard deviation by the median: the same for a normal distribution.
+    noise = 1.4826 * float(np.median(np.abs(free_residual_O / free_left_O)))
     ratio_O = free_residual_O**2 / (free_left_O * max(noise, MIN_NOISE) ** 2)
     return _Solution(
         coefs=shares_K * scale_K,
@@ -542,11 +526,6 @@ def _solve(observed: _Observed, slowest_O: Ints, weights_O: Floats, noise: float
         weights=(FREEDOM + 1.0) / (FREEDOM + ratio_O),
         noise=noise,
     )
-
-
-def _spread(errors_O: Floats) -> float:
-    """Standard deviation by the median, which is the same for a normal distribution."""
-    return 1.4826 * float(np.median(np.abs(errors_O)))
 
 
 def _assumptions(scale_K: Floats) -> tuple[Floats, Floats]:
@@ -575,42 +554,38 @@ def _crossover(scale_K: Floats) -> tuple[float, float]:
     return part, CROSSOVER_LOG_SD * part * (1.0 - part)  # to first order
 
 
-def _loo_error(loo_O: Floats) -> float:
-    """Mean error, without the worst tenth: stalls say nothing about the model."""
-    errors = np.sort(np.abs(loo_O))
-    return float(errors[: errors.size - -(-errors.size // WORST_PART)].mean())
-
-
-def _standard_errors(found: _Solution) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _standard_errors(solution: _Solution) -> tuple[Floats, Bools]:
     """(K,) standard errors by the measurements alone, and which are smaller than assumed ones."""
     # Rows of zeros give fewer observations than terms all their axes.
-    rows = np.vstack([np.sqrt(found.weights)[:, None] * found.design, np.zeros((len(TERMS),) * 2)])
+    rows = np.vstack(
+        [np.sqrt(solution.weights)[:, None] * solution.design, np.zeros((len(TERMS),) * 2)]
+    )
     _, sizes, axes = np.linalg.svd(rows, full_matrices=False)
     blind = sizes < 1e-9 * sizes[0]
     variance_K = (axes[~blind] ** 2).T @ sizes[~blind] ** -2.0
     variance_K[(axes[blind] ** 2).sum(axis=0) > 1e-9] = np.inf
-    share_errors_K = max(found.noise, MIN_NOISE) * np.sqrt(variance_K)
-    _, spread = _crossover(found.scale)
+    share_errors_K = max(solution.noise, MIN_NOISE) * np.sqrt(variance_K)
+    _, spread = _crossover(solution.scale)
     assumed_K = np.array([spread, spread, CONSTANT_SHARE[1], OVERHEAD_SHARE[1]])
     errors_K = np.full(len(TERMS), np.inf)
-    seen_K = found.scale > 0
-    errors_K[seen_K] = share_errors_K[seen_K] * found.scale[seen_K]
+    seen_K = solution.scale > 0
+    errors_K[seen_K] = share_errors_K[seen_K] * solution.scale[seen_K]
     return errors_K, share_errors_K < assumed_K
 
 
-def _covariance(found: _Solution) -> Floats:
+def _covariance(solution: _Solution) -> Floats:
     """(K, K) of the coefficients, by the measurements and the assumptions (normal, to first order).
 
     Constraints at 0 are left out of it: who draws coefficients must cut them off there.
     """
-    rows = np.sqrt(found.weights)[:, None] * found.design / max(found.noise, MIN_NOISE)
-    assumed, _ = _assumptions(found.scale)
+    rows = np.sqrt(solution.weights)[:, None] * solution.design / max(solution.noise, MIN_NOISE)
+    assumed, _ = _assumptions(solution.scale)
     shares = np.linalg.pinv(rows.T @ rows + assumed.T @ assumed, hermitian=True)
-    return shares * np.outer(found.scale, found.scale)
+    return shares * np.outer(solution.scale, solution.scale)
 
 
 def _observe(seq_lens: Sequence[Sequence[npt.ArrayLike]], seconds: npt.ArrayLike) -> _Observed:
-    """Check and sum up. Raises what `fit_iterations` says, but for the leave-one-out error."""
+    """Check and sum up what `fit_iterations` is given."""
     work_TRK = _work(seq_lens)
     times = _times(seconds, work_TRK.shape[0], work_TRK.shape[1])
     if times.ndim == 2:
@@ -682,7 +657,7 @@ def _times(seconds: npt.ArrayLike, num_iterations: int, num_ranks: int) -> Float
             f"{num_iterations} iterations on {num_ranks} ranks; give seconds of shape "
             f"({num_iterations},) or ({num_iterations}, {num_ranks})"
         )
-    legal = (times == 0) | ((times >= 1.0 / MAX_NUMBER) & (times <= MAX_NUMBER))
+    legal = (times == 0) | _is_time(times)
     if times.ndim == 2:
         legal |= np.isnan(times)
     if not legal.all():

@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from bascule.arrays import frozen
+from bascule.arrays import Ints, frozen
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, check_rank, integer, of_type, put, shown, whole
+from bascule.plan.checks import MAX_RANKS, integer, of_type, put, shown
 
 _NUMBER = "([1-9][0-9]{0,8})"
 _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
@@ -70,15 +69,12 @@ class Topology:
     def parse(cls, spec: "str | Topology", *, world_size: int | None = None) -> "Topology":
         """Read terms joined by `+`; with `world_size`, replicas of the unit fill that world.
 
-        A term `gGnN` is N bags of G ranks, and `gGrRnN` N bags of G * R ranks: Ulysses degree G,
-        ring degree R.
-
         Args:
             spec: For example "g1n8+g4r2n3". A Topology is taken as the unit that it describes.
             world_size: Number of ranks to fill; None keeps one unit.
 
         Raises:
-            ConfigError: A term is malformed (it is named), or whole units cannot fill the world.
+            ConfigError: A term is malformed, or whole units cannot fill the world.
         """
         if isinstance(spec, Topology):
             if world_size is None or world_size == spec.num_ranks:
@@ -124,18 +120,18 @@ class Topology:
         return len(self.bag_sizes)
 
     @cached_property
-    def bag_sizes(self) -> npt.NDArray[np.int64]:
+    def bag_sizes(self) -> Ints:
         """(num_bags,) ranks in each bag."""
         unit = np.concatenate([np.full(count, size, np.int64) for size, count in self.terms])
         return frozen(np.tile(unit, self.num_replicas))
 
     @cached_property
-    def first_ranks(self) -> npt.NDArray[np.int64]:
+    def first_ranks(self) -> Ints:
         """(num_bags,) lowest rank of each bag; a bag's ranks are contiguous."""
         return frozen(np.cumsum(self.bag_sizes) - self.bag_sizes)
 
     @cached_property
-    def bag_of_rank(self) -> npt.NDArray[np.int64]:
+    def bag_of_rank(self) -> Ints:
         """(num_ranks,) bag of each rank."""
         return frozen(np.repeat(np.arange(self.num_bags), self.bag_sizes))
 
@@ -148,7 +144,7 @@ class Topology:
         )
 
     @cached_property
-    def ring_degrees(self) -> npt.NDArray[np.int64]:
+    def ring_degrees(self) -> Ints:
         """(num_bags,) ring degree of each bag; its Ulysses degree is its ranks over that."""
         rings = [np.full(count, ring, np.int64) for _, count, ring in self._terms_with_rings]
         return frozen(np.tile(np.concatenate(rings), self.num_replicas))
@@ -161,7 +157,6 @@ class Topology:
 
     def ring(self, rank: int) -> range:
         """The ranks of the ring that `rank` is in, in ring order: one of each Ulysses group."""
-        rank = check_rank(rank, self.num_ranks)
         bag = self.bag_of_rank[rank]
         first, size = int(self.first_ranks[bag]), int(self.bag_sizes[bag])
         degree = size // int(self.ring_degrees[bag])
@@ -169,11 +164,10 @@ class Topology:
 
     def for_heads(self, num_heads: int) -> "Topology":
         """The same bags, with longer rings where there are too few heads for a Ulysses group."""
-        whole("num_heads", num_heads, 1)
         rings: list[int] = []
         for size, _, ring in self._terms_with_rings:
             degrees = (degree for degree in range(1, num_heads + 1) if size % degree == 0)
-            rings.append(ring if size // ring <= num_heads else size // max(degrees, default=1))
+            rings.append(ring if size // ring <= num_heads else size // max(degrees))
         return replace(self, rings=tuple(rings))
 
     @property
@@ -191,7 +185,7 @@ def _size(value: object) -> int:
 
 
 def _parse_term(term: str, spec: str) -> tuple[int, int, int]:
-    """Ulysses degree, ring degree, number of bags."""
+    """Read the Ulysses degree, the ring degree and the number of bags of a term."""
     match = _TERM.fullmatch(term)
     if match is None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Searches for the topology on which a batch ends first, among aligned bags of 2^k ranks.
+"""Search for the topology on which a batch ends first, among aligned bags of 2^k ranks.
 
 Every multiset of such bags that fills a unit of a few nodes is a candidate. A fluid bound ranks all
 of them at once; the solver then looks at the most promising, until the next bound is no better than
@@ -102,23 +102,21 @@ def suggest_topology(
     """
     of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..)")
     limits = in_tokens(limits, cost, cluster)
-    batches = listed("batches", batches)
-    if not batches:
-        raise ConfigError("no batches to rank topologies for: give at least one")
-    given: list[Batch] = []
-    for batch in batches:
+    read: list[Batch] = []
+    for batch in listed("batches", batches):
         cluster.check_world(len(by_rank("sequence lengths", batch)))
-        given.append(batch_of(batch, cluster.num_ranks))
+        read.append(batch_of(batch, cluster.num_ranks))
+    if not read:
+        raise ConfigError("no batches to rank topologies for: give at least one")
     sizes, units = _candidates(cluster)
-    bounds = np.mean([_bounds(batch, cost, cluster, units, 0.0) for batch in given], axis=0)
+    bounds = np.mean([_bounds(batch, cost, cluster, units, 0.0) for batch in read], axis=0)
     order = np.argsort(bounds, kind="stable")
     even = np.flatnonzero((units > 0).sum(axis=1) == 1)
     rows: list[RankedTopology] = []
     error: PlanError | None = None
     for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
-        unit = _topology(sizes, units[candidate])
         try:
-            rows.append(_rank(unit, given, cost, cluster, limits))
+            rows.append(_rank(_topology(sizes, units[candidate]), read, cost, cluster, limits))
         except PlanError as met:
             error = met
     if not rows:
@@ -130,7 +128,7 @@ def suggest_topology(
 
 
 def _in_order(rows: Sequence[RankedTopology]) -> list[RankedTopology]:
-    """As `TopologyRanking` says: each place goes to one of those in a tie with the fastest left."""
+    """Sort as `TopologyRanking` says: each place goes to one of those in a tie with the fastest."""
     left, order = sorted(rows, key=lambda row: row.seconds), list[RankedTopology]()
     while left:
         tied = [row for row in left if row.seconds <= left[0].seconds * (1.0 + _TIE)]
@@ -140,33 +138,29 @@ def _in_order(rows: Sequence[RankedTopology]) -> list[RankedTopology]:
 
 
 def _rank(
-    unit: Topology,
-    batches: Sequence[Batch],
-    cost: Cost,
-    cluster: Cluster,
-    limits: Limits | None,
+    unit: Topology, batches: Sequence[Batch], cost: Cost, cluster: Cluster, limits: Limits | None
 ) -> RankedTopology:
     topology = Topology.parse(unit, world_size=cluster.num_ranks)
     idle = RankState.of(topology.num_ranks)
     prices = [price(one, topology, cost, cluster, idle) for one in batches]
-    found = [decide("lpt", one, limits) for one in prices]
-    pairs = zip(found, prices, strict=True)
+    decisions = [decide("lpt", one, limits) for one in prices]
+    pairs = zip(decisions, prices, strict=True)
     loads = [one.loads + priced.exposed_host(one.bag_of) for one, priced in pairs]
     imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
-    gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in found]
+    gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in decisions]
     return RankedTopology(
         spec=str(unit),
         seconds=float(np.mean([one.max() for one in loads])),
         imbalance=float(np.mean(imbalances)),
         gap=float(np.mean(gaps)),
-        reasons=_reasons(topology, [one.lens for one in batches], found, cost, cluster),
+        reasons=_reasons(topology, batches, decisions, cost, cluster),
     )
 
 
 def _reasons(
     topology: Topology,
-    batches: Sequence[Ints],
-    found: Sequence[Decision],
+    batches: Sequence[Batch],
+    decisions: Sequence[Decision],
     cost: Cost,
     cluster: Cluster,
 ) -> tuple[str, ...]:
@@ -175,10 +169,10 @@ def _reasons(
     for size in np.unique(topology.bag_sizes)[::-1].tolist():
         smaller = size // 2
         forced = np.zeros(0, dtype=np.int64)
-        for lens, one in zip(batches, found, strict=True) if size > 1 else ():
-            held = lens[topology.bag_sizes[one.bag_of] == size]
-            late = cluster.bag_seconds(cost, held, smaller) > one.makespan
-            forced = np.concatenate([forced, held[late]])
+        for batch, one in zip(batches, decisions, strict=True) if size > 1 else ():
+            lens = batch.lens[topology.bag_sizes[one.bag_of] == size]
+            late = cluster.bag_seconds(cost, lens, smaller) > one.makespan
+            forced = np.concatenate([forced, lens[late]])
         plural = "s" if smaller > 1 else ""
         if forced.size:
             reasons.append(
@@ -193,47 +187,32 @@ def _reasons(
 
 
 def choose_topology(
-    batch: Batch,
-    cost: Cost,
-    cluster: Cluster,
-    limits: Limits | None,
-    ranks: RankState,
+    batch: Batch, cost: Cost, cluster: Cluster, limits: Limits | None, ranks: RankState
 ) -> Topology:
-    """Bags for one batch; each node's are the ones that suit what was loaded there.
-
-    Args:
-        batch: What was loaded.
-        cost: As for `plan_batch`.
-        cluster: As for `plan_batch`.
-        limits: As for `plan_batch`.
-        ranks: What its ranks are like.
-
-    Raises:
-        PlanError: No bags keep the limits.
-    """
+    """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
     sizes, units = _candidates(cluster)
     bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
-    best: tuple[float, Topology, Decision] | None = None
+    best: tuple[float, Topology, Ints] | None = None
     error: PlanError | None = None
-    solved: list[int] = []
+    num_solved = 0
     for candidate in np.argsort(bounds, kind="stable").tolist():
-        close = best is not None and float(bounds[candidate]) >= best[0] * (1 - _WORTH)
-        if close or len(solved) == _MAX_SOLVED:
+        is_close = best is not None and float(bounds[candidate]) >= best[0] * (1 - _WORTH)
+        if is_close or num_solved == _MAX_SOLVED:
             break
         topology = Topology.parse(_topology(sizes, units[candidate]), world_size=cluster.num_ranks)
         try:
             prices = price(batch, topology, cost, cluster, ranks)
-            found = decide("lpt", prices, limits, quickly=True)
+            decision = decide("lpt", prices, limits, quickly=True)
         except PlanError as met:
             error = met
             continue
-        solved.append(candidate)
-        if best is None or found.makespan < best[0]:
-            best = (found.makespan, topology, found)
+        num_solved += 1
+        if best is None or decision.makespan < best[0]:
+            best = decision.makespan, topology, decision.bag_of
     if best is None:
         assert error is not None
         raise error
-    return _settle(best[1], best[2].bag_of, batch.ranks, batch.lens, cluster)
+    return _settle(*best[1:], batch.ranks, batch.lens, cluster)
 
 
 def _candidates(cluster: Cluster) -> tuple[Ints, Ints]:

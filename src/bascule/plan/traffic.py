@@ -23,11 +23,7 @@ class HeadShares:
 
     @classmethod
     def split(cls, num_kv_heads: int, size: int) -> "HeadShares":
-        """Share the heads of a layer among some ranks.
-
-        Raises:
-            ConfigError: A rank would get none.
-        """
+        """Share the heads of a layer among some ranks, each of which must get one."""
         if num_kv_heads < size:
             raise ConfigError(
                 f"a bag of {size} ranks cannot share {num_kv_heads} key-value heads: Ulysses gives "
@@ -51,17 +47,11 @@ class HeadShares:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a rank sends to other ranks, by what they are for.
+    """Bytes that a rank sends to other ranks, by what they are for."""
 
-    Attributes:
-        routed: Rows of items, to where they are computed and back.
-        heads: The exchanges of Ulysses.
-        ring: Keys and values, passed on.
-    """
-
-    routed: int = 0
-    heads: int = 0
-    ring: int = 0
+    routed: int = 0  # rows of items, to where they are computed and back
+    heads: int = 0  # the exchanges of Ulysses
+    ring: int = 0  # keys and values, passed on
 
     @property
     def total(self) -> int:
