@@ -4,8 +4,8 @@ Small measurements count as much as large ones. `fit_latency` and `fit_item_late
 of single sequences, `fit_attention_latency` calls of attention over ranks, `fit_iterations`
 iterations of training, in which only the slowest rank shows, and `fit_curve` what is calibrated.
 
-Legend: O observations, K coefficients, R ranks of which one is the slowest. The *share* of a term is
-its part of the time of the slowest ranks.
+Legend: O observations, K coefficients, R ranks of which one is the slowest. The *share* of a term
+is its part of the time of the slowest ranks.
 """
 
 from collections.abc import Sequence
