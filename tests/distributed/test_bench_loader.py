@@ -12,7 +12,8 @@ import torch
 from bascule.bench.loader_compare import LoaderComparison, join_samples, split_samples
 from bascule.bench.options import BenchOptions
 from bascule.workload.streams import SampleBatch, SampleStream, SyntheticStream
-from tests.helpers.bench import bench, launched, summary
+from tests.helpers.bench import bench, summary
+from tests.helpers.cli import run
 from tests.helpers.ranks import run_ranks
 
 LONG_AND_SHORT = "g1b4i128f1s0,g1b3i256f1s0"
@@ -85,24 +86,23 @@ def test_photos_train_alike(photos: Path, tmp_path: Path) -> None:
     assert all(math.isfinite(loss) for loss in losses)
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        stressed(("--loader", "--topology", "g2n1"), "--topology g2n1"),
-        stressed(("--loader", "--planner", "knapsack"), "--planner knapsack"),
-        stressed(("--loader", "--accumulate", "0"), "--accumulate 0"),
+        (("--loader", "--topology", "g2n1"), "--topology g2n1"),
+        (("--loader", "--planner", "knapsack"), "--planner knapsack"),
+        (("--loader", "--accumulate", "0"), "--accumulate 0"),
         (("--accumulate", "2"), "--accumulate 2: only with --loader"),
         (("--loader", "--data", "g2b0i64f1s0"), "no rank loads a sample"),
     ],
 )
 def test_what_makes_no_sense_is_refused(
-    tmp_path: Path, options: tuple[str, ...], said: str
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: tuple[str, ...], said: str
 ) -> None:
-    done = launched(tmp_path, "--data", LONG_AND_SHORT, *options)
-    assert done.returncode == 2
-    assert said in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.count("\n") == 1
+    """Before any rank starts."""
+    arguments = ("bench", "--out", str(tmp_path), "--data", LONG_AND_SHORT, *options)
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and said in err and err.count("\n") == 1
 
 
 class Failing:
