@@ -569,5 +569,5 @@ def test_what_would_be_ignored_is_refused(
     code, out, err = run(capsys, *given, "--traces", str(tmp_path / "file"))
     assert code == 2 and "give a folder" in err and out == ""
     found = simulate([[[4], [5]]], profile=FREE, model=MODEL, topologies=["none"])
-    with pytest.raises(ConfigError, match="choose one of encoders, compute"):
+    with pytest.raises(ConfigError, match='kind is \'nope\'; it must be "encoders" or "compute"'):
         found.runs[0].spent_on("nope")

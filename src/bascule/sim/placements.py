@@ -1,4 +1,4 @@
-"""Who computes what in each microbatch of a run: as loaded, as others deal samples, as planned.
+"""Place the samples of each microbatch of a run: as loaded, as others deal samples, as planned.
 
 Legend: n sequences of a microbatch, N ranks.
 """
@@ -23,19 +23,12 @@ NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What ranks loaded for a microbatch.
-
-    Attributes:
-        num_ranks: N.
-        source: (n,) rank that loaded each sequence, ascending.
-        lens: (n,) tokens of each.
-        texts: (n,) how many of them are text.
-    """
+    """What ranks loaded for a microbatch."""
 
     num_ranks: int
-    source: Ints
-    lens: Ints
-    texts: Ints
+    source: Ints  # (n,) rank that loaded each sequence, ascending
+    lens: Ints  # (n,) tokens of each
+    texts: Ints  # (n,) how many of them are text
 
     @property
     def counts(self) -> Ints:
@@ -49,25 +42,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Who computes what in a microbatch.
-
-    Attributes:
-        topology: The bags.
-        source: (n,) rank that loaded each sequence.
-        lens: (n,) tokens that are computed, padding included.
-        real_lens: (n,) without padding.
-        texts: (n,) text tokens among them.
-        bag_of: (n,) bag that computes each.
-        moves: What was moved for it.
-    """
+    """Who computes what in a microbatch."""
 
     topology: Topology
-    source: Ints
-    lens: Ints
-    real_lens: Ints
-    texts: Ints
-    bag_of: Ints
-    moves: str = NOTHING
+    source: Ints  # (n,) rank that loaded each sequence
+    lens: Ints  # (n,) tokens that are computed, padding included
+    real_lens: Ints  # (n,) without padding
+    texts: Ints  # (n,) text tokens among them
+    bag_of: Ints  # (n,) bag that computes each
+    moves: str = NOTHING  # for it
 
 
 Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
@@ -175,16 +158,10 @@ _ADVICE = (
 
 
 def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
-    """What a name stands for.
+    """Find the policy of a name; seconds of cost and cluster are those of a step.
 
-    Args:
-        name: "none", "padded", "buckets" or "packs"; "loader" moves whole samples in the data
-            loader; a topology is planned by bascule, "knapsack g4n8" by the paper's greedy.
-        cost: What is planned by.
-        cluster: The machines, with seconds of a step.
-
-    Raises:
-        ConfigError: It stands for nothing, or its bags do not fill the ranks.
+    "none", "padded", "buckets" or "packs"; "loader" moves whole samples in the data loader; a
+    topology is planned by bascule, "knapsack g4n8" by the paper's greedy.
     """
     num_ranks = cluster.num_ranks
     if of_type("topologies: each", name, str, _ADVICE) in _POLICIES:

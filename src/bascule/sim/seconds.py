@@ -1,4 +1,4 @@
-"""Seconds of each rank in a microbatch, by what they are spent on.
+"""Predict the seconds of each rank in a microbatch, by what they are spent on.
 
 Legend: N ranks, S ranks that share the parameters, R replicas of them.
 """
@@ -9,7 +9,7 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, of_type, put, rate, whole
+from bascule.plan.checks import fields, number, of_type, whole
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import BYTES_PER_VALUE, Cluster, Passes, in_passes
 from bascule.plan.prices import RankState, price
@@ -47,9 +47,6 @@ class EncoderStage:
         image_token_s: Seconds of any other token.
         is_balanced: Whether samples go where there is time, as with a balanced encoder: ranks then
             wait for each other at its end. Moves are not counted.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     name: str
@@ -59,10 +56,8 @@ class EncoderStage:
     is_balanced: bool = False
 
     def __post_init__(self) -> None:
-        of_type("EncoderStage(name", self.name, str, "a text")
-        of_type("EncoderStage(is_balanced", self.is_balanced, bool, "True or False")
-        for name in ("sample_s", "text_token_s", "image_token_s"):
-            put(self, name, number(f"EncoderStage({name}", getattr(self, name)))
+        fields(self, name=(of_type, str, "a text"), is_balanced=(of_type, bool, "True or False"))
+        fields(self, sample_s=number, text_token_s=number, image_token_s=number)
 
     def seconds(self, placed: Placement) -> Floats:
         """(N,) seconds of each rank: where samples were loaded, or the loader brought them."""
@@ -82,18 +77,13 @@ class Sharding:
     Args:
         num_params: Parameters; None: 12 d^2 a layer.
         shard_ranks: S; None: the ranks of a node.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     num_params: int | None = None
     shard_ranks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_params", "shard_ranks"):
-            if (value := getattr(self, name)) is not None:
-                put(self, name, whole(f"Sharding({name}", value, 1))
+        fields(self, num_params=(whole, 1), shard_ranks=(whole, 1))
 
     def params_of(self, cost: TransformerCost) -> int:
         """Parameters of a model, where they are not given."""
@@ -105,9 +95,6 @@ class Sharding:
         A ring over nodes uses the links of all ranks of a node at once, so (S - 1) / S of the bytes
         travel at min(intra, inter * ranks per node). Replicas all-reduce an S-th of the gradients,
         2 (R - 1) / R of its bytes. Source: the ring algorithms of NCCL.
-
-        Raises:
-            ConfigError: S does not divide the ranks.
         """
         ranks, per_node = cluster.num_ranks, cluster.ranks_per_node
         shards = min(per_node, ranks) if self.shard_ranks is None else self.shard_ranks
@@ -125,82 +112,52 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What seconds depend on besides the placement.
-
-    Attributes:
-        cost: The model; forward.
-        cluster: The machines; forward.
-        host_s: Seconds that the host adds to a microbatch.
-        passes: What a microbatch runs.
-        sharding: Of the parameters.
-        stages: What runs before the model.
-        loader_bytes_per_s: Bytes that the loader of a rank sends in a second.
-        sample_bytes_per_token: Bytes that the loader sends for a token.
-        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch.
-    """
+class Setup:
+    """What seconds depend on besides the placement; cost and cluster are of a forward pass."""
 
     cost: TransformerCost
     cluster: Cluster
-    host_s: float
-    passes: Passes
+    host_s: float  # that the host adds to a microbatch
+    passes: Passes  # that a microbatch runs
     sharding: Sharding
-    stages: tuple[EncoderStage, ...]
+    stages: tuple[EncoderStage, ...]  # what runs before the model
     loader_bytes_per_s: float
-    sample_bytes_per_token: float
-    routed_bytes_per_token: float
-
-    def __post_init__(self) -> None:
-        for name in ("loader_bytes_per_s", "sample_bytes_per_token", "routed_bytes_per_token"):
-            put(self, name, rate(name, getattr(self, name)))
-
-    def routing(self, placed: Placement) -> Floats:
-        """(N,) seconds in which each rank's tokens go to where they are computed, and back.
-
-        The launches are those of all ranks, as soon as one token moves.
-        """
-        seconds = exchange_seconds(placed, self.cluster, self.routed_bytes_per_token)
-        return seconds + NUM_ROUTES * self.cluster.latency_s * bool(seconds.any())
+    sample_bytes_per_token: float  # that the loader sends
+    routed_bytes_per_token: float  # in all exchanges that route it in a microbatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchSeconds:
-    """What a microbatch takes.
+    """What a microbatch takes."""
 
-    Attributes:
-        spent: (len(KINDS), N) seconds of each rank.
-        hidden: (len(HIDDEN), N) seconds of exchanges that nobody waited for.
-        stages: (stages, N) seconds of each encoder.
-    """
-
-    spent: Floats
-    hidden: Floats
-    stages: Floats
+    spent: Floats  # (len(KINDS), N) seconds of each rank
+    hidden: Floats  # (len(HIDDEN), N) seconds of exchanges that nobody waited for
+    stages: Floats  # (stages, N) seconds of each encoder
 
 
-def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds:
+def microbatch_seconds(placed: Placement, setup: Setup) -> MicrobatchSeconds:
     """Seconds of a microbatch: of all passes, and what comes before and between them.
 
     Ranks meet at its end, as FSDP2 makes them, so each waits for the slowest one.
-
-    Raises:
-        ConfigError: The sharding does not fit the ranks.
     """
     none = np.zeros(placed.topology.num_ranks)
-    spent = dict.fromkeys(KINDS, none) | _computed(placed, machine)
-    stages = np.array([stage.seconds(placed) for stage in machine.stages]).reshape(-1, none.size)
+    spent = dict.fromkeys(KINDS, none) | _computed(placed, setup)
+    stages = np.array([stage.seconds(placed) for stage in setup.stages]).reshape(-1, none.size)
     spent["encoders"] = stages.sum(axis=0)
     if placed.moves == TOKENS:
-        spent["routing"] = machine.routing(placed)
-    gather, reduce = machine.sharding.seconds(machine.cost, machine.cluster)
-    spent |= _exposed_sharding(spent, machine, gather, reduce)
+        routing = exchange_seconds(placed, setup.cluster, setup.routed_bytes_per_token)
+        # The launches are those of all ranks, as soon as one token moves.
+        launches = NUM_ROUTES * setup.cluster.latency_s * bool(routing.any())
+        spent["routing"] = routing + launches
+    gather, reduce = setup.sharding.seconds(setup.cost, setup.cluster)
+    spent |= _exposed_sharding(spent, setup, gather, reduce)
     exposed = spent["all_gather"] + spent["reduce_scatter"]
     moved = none
     if placed.moves == SAMPLES:  # while the step before computes, which is taken to be as long
-        sent = _sent(placed, machine.cluster).sum(axis=0)
-        moved = sent * machine.sample_bytes_per_token / machine.loader_bytes_per_s
+        sent = _sent(placed, setup.cluster).sum(axis=0)
+        moved = sent * setup.sample_bytes_per_token / setup.loader_bytes_per_s
     spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
-    balanced = [own for own, stage in zip(stages, machine.stages, strict=True) if stage.is_balanced]
+    balanced = [own for own, stage in zip(stages, setup.stages, strict=True) if stage.is_balanced]
     met = sum((own.max() - own for own in balanced), none)
     busy = sum(spent.values(), none) + met
     spent["waiting"] = met + busy.max() - busy
@@ -209,11 +166,11 @@ def microbatch_seconds(placed: Placement, machine: Machine) -> MicrobatchSeconds
     return MicrobatchSeconds(every, np.maximum(hidden, 0.0), stages)
 
 
-def _computed(placed: Placement, machine: Machine) -> dict[str, Floats]:
+def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     """Seconds inside the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
     num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
-    cost, cluster = in_passes(machine.cost, machine.cluster, machine.passes)
+    cost, cluster = in_passes(setup.cost, setup.cluster, setup.passes)
     batch = Batch(np.bincount(placed.source, minlength=num_ranks), placed.lens)
     prices = price(batch, topology, cost, cluster, RankState.of(num_ranks))
     kind, seqs = prices.kinds[bag_of], np.arange(bag_of.size)
@@ -225,19 +182,19 @@ def _computed(placed: Placement, machine: Machine) -> dict[str, Floats]:
         "compute": by_rank(prices.compute),
         "ulysses": by_rank(prices.ulysses[kind, seqs]) + prices.carried[bag_of_rank],
         "ring": by_rank(prices.ring[kind, seqs]),
-        "host": machine.host_s + prices.exposed_host(bag_of)[bag_of_rank],
+        "host": setup.host_s + prices.exposed_host(bag_of)[bag_of_rank],
     }
 
 
 def _exposed_sharding(
-    spent: dict[str, Floats], machine: Machine, gather: float, reduce: float
+    spent: dict[str, Floats], setup: Setup, gather: float, reduce: float
 ) -> dict[str, Floats]:
     """What the passes do not hide of a gather before each and the reduction of the gradients.
 
     A layer's exchange hides behind the layer before or after it, so the first gather and the last
     reduction have nothing to hide behind.
     """
-    passes, first = machine.passes, 1 / machine.cost.num_layers
+    passes, first = setup.passes, 1 / setup.cost.num_layers
     wires = spent["ulysses"] + spent["ring"]
     forward = spent["compute"] / passes.linear + wires / passes.exchanges
     backward = spent["compute"] + wires - forward
@@ -277,5 +234,5 @@ def _sent(placed: Placement, cluster: Cluster) -> Floats:
     whole = np.bincount(placed.bag_of, share, topology.num_bags)[bag_of_rank]
     sent_near = np.bincount(source, share * (in_node - is_own), num_ranks)
     sent_far = np.bincount(source, share * (size - in_node), num_ranks)
-    found = np.stack([np.maximum(sent_near, held - own), np.maximum(sent_far, whole - held)])
-    return np.maximum(found, 0.0)  # differences of sums may be a rounding below
+    sums = np.stack([np.maximum(sent_near, held - own), np.maximum(sent_far, whole - held)])
+    return np.maximum(sums, 0.0)  # differences of sums may be a rounding below

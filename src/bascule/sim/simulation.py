@@ -1,7 +1,7 @@
 """Training on machines that nobody has to start: what a step takes, and what balancing is worth."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.table import Table
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan import metrics
-from bascule.plan.checks import listed, number, of_type, put, rate, whole
+from bascule.plan.checks import choice, each, fields, listed, number, of_type, rate, whole
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
 from bascule.plan.files import to_path
 from bascule.plan.machine import (
@@ -34,7 +34,7 @@ from bascule.sim.seconds import (
     KINDS,
     NUM_ROUTES,
     EncoderStage,
-    Machine,
+    Setup,
     Sharding,
     microbatch_seconds,
 )
@@ -45,55 +45,36 @@ _WIDTH = 120
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulatedRun:
-    """A run of some steps. N ranks; M microbatches, of which `accumulate` make a step.
+    """A run of some steps under a policy. N ranks; M microbatches, `accumulate` make a step."""
 
-    Attributes:
-        name: Of the policy.
-        accumulate: Microbatches of a step.
-        seconds: (M, len(KINDS), N) of each rank, by what they are spent on.
-        hidden: (M, len(HIDDEN), N) seconds of exchanges that nobody waited for.
-        tokens: (M,) without padding.
-        flops: (M,) of all passes, without padding, attention in full. With recomputation four
-            times those of the forward pass, as in KnapFormer, section 4.2.
-        workloads: (M, N) what the cost model says of each rank: forward, without wires.
-        activation_bytes: (M, N) held until the backward pass.
-        peak_flops_per_s: Of all ranks; None if the profile has none.
-        stages: Names of the encoders.
-        stage_s: (M, len(stages), N) seconds of each; "encoders" among the kinds is their sum.
-    """
-
-    name: str
+    name: str  # of the policy
     accumulate: int
-    seconds: Floats
-    hidden: Floats
-    tokens: Ints
-    flops: Floats
-    workloads: Floats
-    activation_bytes: Floats
-    peak_flops_per_s: float | None
-    stages: tuple[str, ...]
-    stage_s: Floats
+    seconds: Floats  # (M, len(KINDS), N) of each rank, by what they are spent on
+    hidden: Floats  # (M, len(HIDDEN), N) of exchanges that nobody waited for
+    tokens: Ints  # (M,) without padding
+    flops: Floats  # (M,) of all passes, without padding, attention in full, as KnapFormer, 4.2
+    workloads: Floats  # (M, N) what the cost model says of each rank: forward, without wires
+    activation_bytes: Floats  # (M, N) held until the backward pass
+    peak_flops_per_s: float | None  # of all ranks; None if the profile has none
+    stages: tuple[str, ...]  # names of the encoders
+    stage_s: Floats  # (M, len(stages), N); "encoders" among the kinds is their sum
 
     @property
     def means(self) -> dict[str, float]:
         """Mean seconds of a rank and step by kind, encoders one by one."""
-        spent = self.seconds.mean(axis=(0, 2)) * self.accumulate
-        kinds = dict(zip(KINDS, spent.tolist(), strict=True))
+        kinds = dict(zip(KINDS, self._mean(self.seconds), strict=True))
         if not self.stages:
             return kinds
-        of_stages = (self.stage_s.mean(axis=(0, 2)) * self.accumulate).tolist()
         del kinds["encoders"]
-        return dict(zip(self.stages, of_stages, strict=True)) | kinds
+        return dict(zip(self.stages, self._mean(self.stage_s), strict=True)) | kinds
+
+    def _mean(self, seconds: Floats) -> list[float]:
+        """Means of a rank and step of (M, K, N) seconds of microbatches."""
+        return (seconds.mean(axis=(0, 2)) * self.accumulate).tolist()
 
     def spent_on(self, kind: str) -> Floats:
-        """(M, N) seconds of each rank.
-
-        Raises:
-            ConfigError: There is no such kind; names what there is.
-        """
-        if kind not in KINDS:
-            raise ConfigError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
-        return self.seconds[:, KINDS.index(kind)]
+        """(M, N) seconds of each rank."""
+        return self.seconds[:, KINDS.index(choice("kind", kind, *KINDS))]
 
     @property
     def microbatch_s(self) -> Floats:
@@ -137,8 +118,12 @@ class SimulatedRun:
 
         `wir` is None where it is infinite, which JSON cannot say.
         """
-        means = self.seconds.mean(axis=(0, 2)) * self.accumulate
-        hidden = self.hidden.mean(axis=(0, 2)) * self.accumulate
+        slowest = self.stage_s.max(axis=2).mean(axis=0) * self.accumulate
+        imbalances = [
+            float(np.mean([metrics.imbalance(one) for one in spent]))
+            for spent in self.stage_s.swapaxes(0, 1)
+        ]
+        stages = zip(self.stages, imbalances, slowest.tolist(), strict=True)
         return {
             "name": self.name,
             "wir": self.wir if np.isfinite(self.wir) else None,
@@ -147,40 +132,25 @@ class SimulatedRun:
             "hfu": self.hfu,
             "idle_share": self.idle_share,
             "activation_bytes": self.most_activation_bytes,
-            "seconds": dict(zip(KINDS, means.tolist(), strict=True)),
-            "hidden_seconds": dict(zip(HIDDEN, hidden.tolist(), strict=True)),
-            "stages": {name: self._stage(place) for place, name in enumerate(self.stages)},
-        }
-
-    def _stage(self, place: int) -> dict[str, float]:
-        """Mean over steps: imbalance of an encoder, and seconds of its slowest rank."""
-        spent = self.stage_s[:, place]
-        return {
-            "imbalance": float(np.mean([metrics.imbalance(one) for one in spent])),
-            "seconds": float(spent.max(axis=1).mean()) * self.accumulate,
+            "seconds": dict(zip(KINDS, self._mean(self.seconds), strict=True)),
+            "hidden_seconds": dict(zip(HIDDEN, self._mean(self.hidden), strict=True)),
+            "stages": {
+                name: {"imbalance": imbalance, "seconds": seconds}
+                for name, imbalance, seconds in stages
+            },
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was simulated, for whoever reads the numbers.
-
-    Attributes:
-        model: Its width, layers and gamma.
-        num_params: Its parameters.
-        sequences: Of a rank and microbatch, in the mean.
-        num_steps: That were simulated.
-        accumulate: Microbatches of a step.
-        train_steps: Of the run for which GPU-hours are told.
-        gpu_hour_price: Of one; None: no money is told.
-    """
+    """What was simulated, for whoever reads the numbers."""
 
     model: TransformerCost
     num_params: int
-    sequences: float
+    sequences: float  # of a rank and microbatch, in the mean
     num_steps: int
-    accumulate: int
-    train_steps: int
+    accumulate: int  # microbatches of a step
+    train_steps: int  # of the run for which GPU-hours are given
     gpu_hour_price: float | None
 
     def __str__(self) -> str:
@@ -194,14 +164,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
-    """What every policy makes of the same data.
+    """What every policy makes of the same data, in the order that was asked for.
 
-    Attributes:
-        profile: The machine, and from where its numbers are.
-        num_ranks: N.
-        runs: One a policy, in the order that was asked for; the first one is what the others are
-            compared with.
-        setting: What was simulated.
+    The first run is what the others are compared with.
     """
 
     profile: HardwareProfile
@@ -256,14 +221,12 @@ class SimulationResult:
         price = setting.gpu_hour_price
         hours = f"GPU-hours, {setting.train_steps:,} steps"
         money = () if price is None else (f"saved, at {price:g} an hour",)
-        rows = [("against the first", "speed-up", hours, "saved", *money)]
+        rows: list[tuple[str, ...]] = [("against the first", "speed-up", hours, "saved", *money)]
         for run in self.runs:
             name = f"{run.name}: what you do now" if run is first else run.name
-            saved = f"{self.saved_gpu_hours(run):,.4g}"
-            paid = self.saved_money(run)
-            told = () if paid is None else (f"{paid:,.4g}",)
-            hours = f"{self.gpu_hours(run):,.4g}"
-            rows.append((name, f"{self.speedup(run):.2f}x", hours, saved, *told))
+            amounts = self.gpu_hours(run), self.saved_gpu_hours(run), self.saved_money(run)
+            shown = (f"{one:,.4g}" for one in amounts if one is not None)
+            rows.append((name, f"{self.speedup(run):.2f}x", *shown))
         return rows
 
     def rows(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
@@ -276,28 +239,29 @@ class SimulationResult:
         kinds = [name for name in means[0] if any(one[name] > 0 for one in means)]
         second_rows = [("seconds of", *(name.replace("_", " ") for name in kinds))]
         for run, spent in zip(self.runs, means, strict=True):
-            hfu = "" if run.hfu is None else f"{100 * run.hfu:.1f}"
-            rates = f"{run.wir:.2f}", f"{run.fbl_s:.3g}", f"{run.tokens_per_s / 1e3:.4g}", hfu
             large = " (too much)" if self.fits(run) is False else ""
-            held = f"{run.most_activation_bytes / 1e9:.3g}{large}"
-            shares = f"{100 * run.idle_share:.1f}", held
-            metric_rows.append((run.name, *rates, *shares))
-            second_rows.append((run.name, *(_short(spent[name]) for name in kinds)))
+            row = (
+                *(run.name, f"{run.wir:.2f}", f"{run.fbl_s:.3g}", f"{run.tokens_per_s / 1e3:.4g}"),
+                *("" if run.hfu is None else f"{100 * run.hfu:.1f}", f"{100 * run.idle_share:.1f}"),
+                f"{run.most_activation_bytes / 1e9:.3g}{large}",
+            )
+            metric_rows.append(row)
+            shown = (f"{spent[name]:.3g}" if spent[name] > 0 else "" for name in kinds)
+            second_rows.append((run.name, *shown))
         return metric_rows, second_rows
 
     def tables(self) -> list[Table]:
         """`worth_rows` and `rows`, to be printed."""
-        made: list[Table] = []
-        for rows in (self.worth_rows(), *self.rows()):
+        tables: list[Table] = []
+        for heading, *rows in (self.worth_rows(), *self.rows()):
             table = Table()
-            for place, name in enumerate(rows[0]):
-                table.add_column(
-                    name.replace("_", " "), justify="right" if place else "left", no_wrap=not place
-                )
-            for row in rows[1:]:
+            for place, name in enumerate(heading):
+                justify = "right" if place else "left"
+                table.add_column(name.replace("_", " "), justify=justify, no_wrap=not place)
+            for row in rows:
                 table.add_row(*row)
-            made.append(table)
-        return made
+            tables.append(table)
+        return tables
 
     def table(self) -> str:
         """Everything as text."""
@@ -318,11 +282,7 @@ class SimulationResult:
         ]
 
     def report(self, path: str | Path) -> None:
-        """Write a page of it all, as `bascule simulate --report` does.
-
-        Raises:
-            ConfigError: It cannot be written there; says why.
-        """
+        """Write a page of it all, as `bascule simulate --report` does."""
         from bascule.report.page import check_report, render
         from bascule.report.reports import of_simulation
 
@@ -335,9 +295,9 @@ class SimulationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        model = self.setting.model
-        setting = {one.name: getattr(self.setting, one.name) for one in fields(Setting)[1:]}
-        shape = {name: getattr(model, name) for name in ("d_model", "num_layers", "gamma")}
+        setting = asdict(self.setting)
+        model = setting.pop("model")
+        shape = {name: model[name] for name in ("d_model", "num_layers", "gamma")}
         return {
             "profile": str(self.profile),
             "num_ranks": self.num_ranks,
@@ -358,10 +318,6 @@ class SimulationResult:
             ],
             "warnings": self.warnings,
         }
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds:.3g}" if seconds > 0 else ""
 
 
 _MOST_MICROBATCHES = 100_000
@@ -414,35 +370,27 @@ class SimulationOptions:
     gpu_hour_price: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("num_steps", "accumulate"):
-            most = _MOST_MICROBATCHES
-            put(self, name, whole(f"SimulationOptions({name}", getattr(self, name), 1, most))
-        for name in ("num_ranks", "ranks_per_node"):
-            if (value := getattr(self, name)) is not None:
-                put(self, name, whole(f"SimulationOptions({name}", value, 1))
+        count, some = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
+        fields(self, num_steps=count, accumulate=count, num_ranks=some, ranks_per_node=some)
+        fields(self, train_steps=some, gpu_hour_price=number, loader_bytes_per_s=rate)
+        fields(self, sample_bytes_per_token=rate, routed_bytes_per_token=rate)
+        fields(
+            self,
+            passes=(of_type, Passes, "TRAINING, or a Passes(..)"),
+            sharding=(of_type, Sharding, "a Sharding(..)"),
+            stages=(each, of_type, EncoderStage, "an EncoderStage(..)"),
+        )
         if self.num_steps * self.accumulate > _MOST_MICROBATCHES:
             raise ConfigError(
                 f"SimulationOptions: {self.num_steps} steps of {self.accumulate} microbatches are "
                 f"more than {_MOST_MICROBATCHES}: use fewer"
             )
-        put(self, "train_steps", whole("SimulationOptions(train_steps", self.train_steps, 1))
-        if (price := self.gpu_hour_price) is not None:
-            put(self, "gpu_hour_price", number("SimulationOptions(gpu_hour_price", price))
-        of_type("SimulationOptions(passes", self.passes, Passes, "TRAINING, or a Passes(..)")
-        of_type("SimulationOptions(sharding", self.sharding, Sharding, "a Sharding(..)")
-        for stage in listed("SimulationOptions(stages", self.stages):
-            of_type("SimulationOptions(stages: each", stage, EncoderStage, "an EncoderStage(..)")
         names = [stage.name for stage in self.stages]
         if len({*names, *KINDS}) < len(names) + len(KINDS):
             raise ConfigError(
                 f"SimulationOptions(stages: names {names} must differ from each other, and from "
                 f"{', '.join(KINDS)}"
             )
-        for name in ("loader_bytes_per_s", "sample_bytes_per_token"):
-            put(self, name, rate(f"SimulationOptions({name}", getattr(self, name)))
-        if (value := self.routed_bytes_per_token) is not None:
-            name = "routed_bytes_per_token"
-            put(self, name, rate(f"SimulationOptions({name}", value))
 
 
 def simulate(
@@ -483,48 +431,46 @@ def simulate(
     run = _drawn(data, options) if isinstance(data, str) else _given(data)
     _check_batches(run, options)
     num_ranks = run[0].num_ranks
-    machine = _machine(model, profile, num_ranks, options)
+    setup = _setup(model, profile, num_ranks, options)
     names = listed("topologies", topologies)
     if not names:
         raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
-    priced = in_passes(model, machine.cluster, machine.passes)
+    priced = in_passes(model, setup.cluster, setup.passes)
     policies = [
         _suggested(run, *priced) if name == AUTO else (name, policy_of(name, *priced))
         for name in names
     ]
     peak = profile.peak_flops_per_s
     peak = None if peak is None else peak * num_ranks
-    runs = [
-        _simulated(name, policy(run), machine, options.accumulate, peak)
-        for name, policy in policies
-    ]
+    accumulate = options.accumulate
     setting = Setting(
         model,
-        machine.sharding.params_of(model),
+        setup.sharding.params_of(model),
         float(np.mean([one.lens.size for one in run])) / num_ranks,
-        len(run) // options.accumulate,
-        options.accumulate,
+        len(run) // accumulate,
+        accumulate,
         options.train_steps,
         options.gpu_hour_price,
     )
+    runs = [_simulated(name, policy(run), setup, accumulate, peak) for name, policy in policies]
     return SimulationResult(profile, num_ranks, tuple(runs), setting)
 
 
-def _machine(
+def _setup(
     model: TransformerCost, profile: HardwareProfile, num_ranks: int, options: SimulationOptions
-) -> Machine:
+) -> Setup:
     per_node = options.ranks_per_node
     if per_node is None:
         per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
     if num_ranks % per_node:
         raise ConfigError(f"ranks_per_node {per_node}: {num_ranks} ranks fill no whole nodes")
-    return Machine(
+    return Setup(
         model,
         profile.cluster(num_ranks // per_node, per_node),
-        0.0 if profile.host_s is None else profile.host_s,
+        profile.host_s or 0.0,
         options.passes,
         options.sharding,
-        tuple(options.stages),
+        options.stages,
         options.loader_bytes_per_s,
         options.sample_bytes_per_token,
         options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * model.d_model,
@@ -555,48 +501,38 @@ def _check_batches(run: list[Loaded], options: SimulationOptions) -> None:
 
 
 def _simulated(
-    name: str, placed: Iterator[Placement], machine: Machine, accumulate: int, peak: float | None
+    name: str, placed: Iterator[Placement], setup: Setup, accumulate: int, peak: float | None
 ) -> SimulatedRun:
-    spent: list[Floats] = []
-    hidden: list[Floats] = []
-    stages: list[Floats] = []
-    columns: list[tuple[int, float, Floats, Floats]] = []
-    for one in placed:
-        found = microbatch_seconds(one, machine)
-        spent.append(found.spent)
-        hidden.append(found.hidden)
-        stages.append(found.stages)
-        columns.append(_measures(one, machine))
-    tokens, flops, workloads, held = zip(*columns, strict=True)
+    pairs = [(microbatch_seconds(one, setup), _measures(one, setup)) for one in placed]
+    seconds, measures = zip(*pairs, strict=True)
+    tokens, flops, workloads, activation_bytes = map(np.array, zip(*measures, strict=True))
     return SimulatedRun(
         name,
         accumulate,
-        np.stack(spent),
-        np.stack(hidden),
-        np.array(tokens, dtype=np.int64),
-        np.array(flops),
-        np.stack(workloads),
-        np.stack(held),
+        np.stack([one.spent for one in seconds]),
+        np.stack([one.hidden for one in seconds]),
+        tokens,
+        flops,
+        workloads,
+        activation_bytes,
         peak,
-        tuple(stage.name for stage in machine.stages),
-        np.stack(stages),
+        tuple(stage.name for stage in setup.stages),
+        np.stack([one.stages for one in seconds]),
     )
 
 
-def _measures(placed: Placement, machine: Machine) -> tuple[int, float, Floats, Floats]:
-    """Tokens, FLOPs, the workload of each rank, and the bytes that each holds."""
-    topology, bag_of, cost = placed.topology, placed.bag_of, machine.cost
+def _measures(placed: Placement, setup: Setup) -> tuple[int, float, Floats, Floats]:
+    """Tokens, FLOPs, and (N,) the workload of each rank and the bytes that it holds."""
+    topology, bag_of, cost = placed.topology, placed.bag_of, setup.cost
     forward = FLOPS_PER_UNIT * float(replace(cost, gamma=1.0)(placed.real_lens).sum())
 
     def by_rank(work: Floats) -> Floats:
         sums = np.bincount(bag_of, work, topology.num_bags) / topology.bag_sizes
         return sums[topology.bag_of_rank]
 
-    each = cost.bytes_per_token
-    if each is None:
-        each = cost.d_model * (2 * cost.num_layers + _BLOCK_VALUES)
+    each = cost.bytes_per_token or cost.d_model * (2 * cost.num_layers + _BLOCK_VALUES)
     held = by_rank(placed.lens.astype(np.float64)) * each
-    flops = machine.passes.linear * forward
+    flops = setup.passes.linear * forward
     return int(placed.real_lens.sum()), flops, by_rank(cost(placed.lens)), held
 
 

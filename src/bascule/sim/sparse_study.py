@@ -1,4 +1,4 @@
-"""Block masks on meshes: what every way of planning makes of them, over layers and steps.
+"""Compare ways of planning block masks on meshes, over layers and steps.
 
 Legend: H heads, Q query blocks, K key blocks. A mesh is (U, R): Ulysses and ring degree.
 """
@@ -28,29 +28,17 @@ def mesh_name(mesh: Mesh) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is planned for.
+    """What is planned for."""
 
-    Attributes:
-        meshes: All that are compared.
-        q_lens: (Q,) tokens of each query block.
-        kv_lens: (K,) tokens of each key block.
-        latency: What a call on a mesh is predicted to take.
-        head_dim: Values of a head.
-        itemsize: Bytes of a value, as it travels.
-        target: Imbalance that moves are to reach.
-        reward: Of the paper's greedy.
-        tolerance: Of plans that are kept.
-    """
-
-    meshes: tuple[Mesh, ...]
-    q_lens: Ints
-    kv_lens: Ints
-    latency: AttentionLatency
+    meshes: tuple[Mesh, ...]  # all that are compared
+    q_lens: Ints  # (Q,) tokens of each query block
+    kv_lens: Ints  # (K,) tokens of each key block
+    latency: AttentionLatency  # what a call on a mesh is predicted to take
     head_dim: int
-    itemsize: int
-    target: float
-    reward: float
-    tolerance: float
+    itemsize: int  # bytes of a value, as it travels
+    target: float  # imbalance that moves are to reach
+    reward: float  # of the paper's greedy
+    tolerance: float  # of plans that are kept
 
     def layouts(self, way: str, mesh: Mesh) -> tuple[BlockLayout, BlockLayout]:
         """Where query and key blocks are at home: striped, or in runs for the paper's greedy."""
@@ -74,40 +62,21 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one way of planning makes of a layer.
-
-    Attributes:
-        mesh: Where.
-        way: One of `WAYS`.
-        imbalance: Rho by the paper's barriers.
-        critical_path_imbalance: Rho where ranks wait for their neighbours alone.
-        q_moved: Share of the (head, block) rows of queries that leave their ring rank.
-        kv_moved: The same of keys.
-        sent_bytes: Bytes on the wire before and after attention, of all ranks.
-        planning_s: Seconds to plan, with counting the masks.
-        predicted_s: Seconds of the call by the latency model.
-    """
+    """What one way of planning makes of a layer on a mesh."""
 
     mesh: Mesh
-    way: str
-    imbalance: float
-    critical_path_imbalance: float
-    q_moved: float
-    kv_moved: float
-    sent_bytes: float
-    planning_s: float
-    predicted_s: float
+    way: str  # one of `WAYS`
+    imbalance: float  # rho by the paper's barriers
+    critical_path_imbalance: float  # rho where ranks wait for their neighbours alone
+    q_moved: float  # share of the (head, block) rows of queries that leave their ring rank
+    kv_moved: float  # the same of keys
+    sent_bytes: float  # before and after attention, of all ranks
+    planning_s: float  # with counting the masks
+    predicted_s: float  # of the call, by the latency model
 
 
 def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
-    """Plan a layer and say what comes of it.
-
-    Args:
-        way: One of `WAYS`.
-        masks: (H, Q, K) bool.
-        mesh: Where.
-        setting: What for.
-    """
+    """Plan a layer of (H, Q, K) masks in one of `WAYS`, and measure what comes of it."""
     start = time.perf_counter()
     plan = setting.plan(way, masks, mesh)
     planning_s = 0.0 if way == BEFORE else time.perf_counter() - start
@@ -125,54 +94,35 @@ def outcome(way: str, masks: Bools, mesh: Mesh, setting: Setting) -> Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """A layer's plan over the steps, on one mesh at one tolerance.
+    """A layer's plan over the steps, on one mesh at one tolerance."""
 
-    Attributes:
-        state: With the counters.
-        imbalances: Of each step, under the plan that it ran with.
-    """
-
-    state: PlanReuse
-    imbalances: tuple[float, ...] = ()
+    state: PlanReuse  # with the counters
+    imbalances: tuple[float, ...] = ()  # of each step, under the plan that it ran with
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """A layer over the steps.
+    """A layer over the steps."""
 
-    Attributes:
-        reuses: By mesh and tolerance.
-        choices: The mesh of each step, at the setting's tolerance.
-    """
-
-    reuses: dict[tuple[Mesh, float], Reuse]
-    choices: tuple[StrategyChoice, ...]
+    reuses: dict[tuple[Mesh, float], Reuse]  # by mesh and tolerance
+    choices: tuple[StrategyChoice, ...]  # mesh of each step, at the setting's tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What there is to show.
+    """What there is to show."""
 
-    Attributes:
-        name: Where the masks come from.
-        setting: What was planned for.
-        masks: (H, Q, K) of the first layer in the first step.
-        outcomes: Of every layer in its first step, on every mesh, of all ways.
-        runs: Of every layer.
-        rewards: Rewards of the paper's greedy, and what comes of them in the first layer.
-    """
-
-    name: str
+    name: str  # where the masks come from
     setting: Setting
-    masks: Bools
-    outcomes: tuple[Outcome, ...]
-    runs: tuple[LayerRun, ...]
-    rewards: tuple[tuple[float, Outcome], ...]
+    masks: Bools  # (H, Q, K) of the first layer in the first step
+    outcomes: tuple[Outcome, ...]  # of every layer in its first step, on every mesh, of all ways
+    runs: tuple[LayerRun, ...]  # of every layer
+    rewards: tuple[tuple[float, Outcome], ...]  # of the paper's greedy, in the first layer
 
     def mean(self, mesh: Mesh, way: str) -> Outcome:
         """An outcome with the means over the layers."""
-        found = [astuple(x)[2:] for x in self.outcomes if (x.mesh, x.way) == (mesh, way)]
-        return Outcome(mesh, way, *np.mean(found, axis=0).tolist())
+        rows = [astuple(x)[2:] for x in self.outcomes if (x.mesh, x.way) == (mesh, way)]
+        return Outcome(mesh, way, *np.mean(rows, axis=0).tolist())
 
 
 def study(
@@ -209,14 +159,10 @@ def study(
 
 
 def run_layer(steps: Iterable[Bools], setting: Setting, tolerances: Sequence[float]) -> LayerRun:
-    """Follow a layer over its steps: plans kept or made anew, and the mesh of each step.
+    """Follow a layer of (H, Q, K) masks a step: plans kept or made anew, and meshes.
 
     Each step runs with the plan that the step before left; the first one is planned for itself.
-
-    Args:
-        steps: (H, Q, K) masks of each step.
-        setting: What is planned for.
-        tolerances: To follow besides the setting's.
+    `tolerances` are followed besides the setting's.
     """
     states: dict[tuple[Mesh, float], PlanReuse] = {}
     imbalances: dict[tuple[Mesh, float], list[float]] = {}
