@@ -1,4 +1,4 @@
-"""Blocks that are timed by length: the passes of ours, or of any function that the user names.
+"""Make blocks that are timed by length: ours, or those of any function that the user names.
 
 Shapes: T tokens, C width.
 """
@@ -25,17 +25,11 @@ Make = Callable[[int], Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCall:
-    """A block at one length.
-
-    Attributes:
-        run: The block.
-        inputs: What it is called with; gradients of its floating tensors are computed, too.
-        weight: How much its seconds count.
-    """
+    """A block at one length; gradients of floating inputs are computed, too."""
 
     run: Callable[..., object]
     inputs: tuple[object, ...]
-    weight: float = 1.0
+    weight: float = 1.0  # how much its seconds count
 
     def forward(self) -> object:
         """The forward pass that keeps nothing."""
@@ -82,14 +76,10 @@ def calls_of_model(
     dtype: torch.dtype,
     kernel: str | None = None,
 ) -> list[BlockCall]:
-    """The first block of each kind that a model has, and what follows the last block, on a pack.
+    """Make the first block of each kind of a model, and what follows the last, on a pack.
 
-    Args:
-        model: Has them, on its device.
-        weights: Of the double block, the single block, and what follows; 0 leaves one out.
-        seq_lens: Tokens of each sequence of a pack; an eighth of the pack is text.
-        dtype: Of activations.
-        kernel: Attention kernel.
+    Weights are of the double block, the single block, and what follows; 0 leaves one out. An eighth
+    of the pack is text.
     """
     device, num_tokens = next(model.parameters()).device, sum(seq_lens)
     seqs = PackedSequences.build(seq_lens, device)
@@ -109,8 +99,8 @@ def calls_of_model(
         ([model.final], (x_TC,), (vec, layout.slot)),
     )
     return [
-        BlockCall(_with(found[0], *rest), inputs, weight)
-        for (found, inputs, rest), weight in zip(kinds, weights, strict=True)
+        BlockCall(_with(blocks[0], *rest), inputs, weight)
+        for (blocks, inputs, rest), weight in zip(kinds, weights, strict=True)
         if weight
     ]
 
@@ -124,9 +114,6 @@ def check_name(name: str) -> None:
     """Refuse a name that no rank could find, without importing anything.
 
     Ranks are started in this folder, which is then on their path.
-
-    Raises:
-        ConfigError: It has another form, or there is no such module or package.
     """
     first = _parts(name)[0].partition(".")[0]
     if find_spec(first) is None and PathFinder.find_spec(first, [os.getcwd()]) is None:
@@ -147,41 +134,30 @@ def _parts(name: str) -> tuple[str, str]:
 
 
 def find(name: str) -> Make:
-    """The function that the user names.
-
-    Args:
-        name: As `package.module:function`.
-
-    Raises:
-        ConfigError: There is no such module or function, it is not callable, or its module cannot
-            be imported; says why.
-    """
+    """Import the function that the user names as `package.module:function`."""
     module_name, path = _parts(name)
     try:
-        found: object = importlib.import_module(module_name)
+        target: object = importlib.import_module(module_name)
     except Exception as error:  # what a module raises when it is imported is its own affair
         raise ConfigError(
             f"--module {name}: {module_name} cannot be imported: {_told(error)}; it must be on the "
             "path of Python, as with PYTHONPATH=."
         ) from error
     for part in path.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise ConfigError(f"--module {name}: {module_name} has no {path}")
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise ConfigError(
-            f"--module {name}: {path} is {shown(found)}; give a function of a number of tokens"
+            f"--module {name}: {path} is {shown(target)}; give a function of a number of tokens"
         )
-    return found
+    return target
 
 
 def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> list[BlockCall]:
-    """What the user's function gives for a length; tried once, forward and backward.
+    """Call the user's function for a length, and try what it gives once, forward and backward.
 
     Tensors that it makes without saying where are made on the device.
-
-    Raises:
-        ConfigError: It raised, gave something else, or what it gave cannot run both passes.
     """
     at = f"--module {name} at {length} tokens"
     try:

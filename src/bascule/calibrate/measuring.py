@@ -1,4 +1,4 @@
-"""The times of a calibration: passes of blocks, messages, exchanges of attention; on all ranks.
+"""Time the passes of blocks, messages and exchanges of attention, on all ranks.
 
 Legend: N ranks, P probes.
 """
@@ -57,27 +57,16 @@ _LEAST_S = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """What all ranks measured; the same on all of them.
-
-    Attributes:
-        probes: What was timed.
-        seconds: (rounds, N, P).
-        device: Name of the device of this rank.
-        memory_bytes: Of a rank; None: not known.
-        num_hosts: Machines of the ranks.
-        d_model: Width of the block.
-        settings: What was timed, in words.
-        attention: Of block-sparse calls, if they were timed.
-    """
+    """What all ranks measured; the same on all of them, but for the device."""
 
     probes: tuple[Probe, ...]
-    seconds: Floats
-    device: str
-    memory_bytes: float | None
-    num_hosts: int
-    d_model: int
-    settings: str
-    attention: AttentionLatency | None
+    seconds: Floats  # (rounds, N, P)
+    device: str  # its name on this rank
+    memory_bytes: float | None  # of a rank; None: not known
+    num_hosts: int  # machines of the ranks
+    d_model: int  # width of the block
+    settings: str  # what was timed, in words
+    attention: AttentionLatency | None  # of block-sparse calls, if they were timed
 
 
 def measure(
@@ -85,19 +74,11 @@ def measure(
     device: torch.device,
     advance: Callable[[], object] = lambda: None,
 ) -> Measured:
-    """Time everything on the ranks of the default group. All of them call it.
+    """Time everything on the ranks of the default group, all of which call it with like options.
 
     Collectives: an agreement; then in each round, and two before that do not count, the probes, the
-    short ones several times, an all-gather before each, and some of the seconds.
-
-    Args:
-        options: Alike on all ranks.
-        device: Of this rank.
-        advance: Called after each round.
-
-    Raises:
-        RemoteConfigError: A rank met bad input, such as a module that it does not find.
-        CommError: A rank met another error, has other options, died, or did not come in time.
+    short ones several times, an all-gather before each, and some of the seconds. `advance` is
+    called after each round.
     """
     group = member_of(resolve(None), "calibrate")
     error, probes = None, list[Probe]()
@@ -110,7 +91,10 @@ def measure(
     with telling("bascule calibrate"):
         hosts = _hosts(group)
         probes += [*_messages(group, hosts, options, device), *_attention(group, options, device)]
-        probes = _in_a_row(probes, _second_of(group, device, probes, advance))
+        time_round(group, device, probes)  # makes connections, memory and kernels ready
+        advance()
+        probes = _in_a_row(probes, time_round(group, device, probes))
+        advance()
         rounds = np.empty((options.rounds, group.size, len(probes)))
         for number in range(options.rounds):
             rounds[number] = _round(group, device, probes)
@@ -135,27 +119,21 @@ def width_of(options: CalibrateOptions, device: torch.device) -> int:
     return int(str(options.or_default("d_model", device.type)))
 
 
-def check_block(options: CalibrateOptions, device: torch.device) -> None:
-    """Refuse a block that cannot be made, or has no kernel, before ranks are started.
+def _dtype(options: CalibrateOptions, device: torch.device) -> torch.dtype:
+    return getattr(torch, str(options.or_default("dtype", device.type)))
 
-    Raises:
-        ConfigError: Names the options.
-    """
+
+def check_block(options: CalibrateOptions, device: torch.device) -> None:
+    """Refuse a block that cannot be made, or has no kernel, before ranks are started."""
     if options.module is not None:
         check_name(options.module)
         return
-    config = _config(options, device)
-    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
-    head_dim = config.head_dim
-    select_kernel(options.kernel, device.type, dtype=dtype, head_dim=head_dim, is_packed=True)
+    shape = {"dtype": _dtype(options, device), "head_dim": _config(options, device).head_dim}
+    select_kernel(options.kernel, device.type, **shape, is_packed=True)
 
 
 def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
-    """A model of one double and one single block.
-
-    Raises:
-        ConfigError: The heads do not divide the width evenly.
-    """
+    """A model of one double and one single block."""
     width = width_of(options, device)
     num_heads = int(str(options.or_default("num_heads", device.type)))
     if width % (2 * num_heads):
@@ -177,12 +155,12 @@ def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
 
 
 def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    """Every pass of the block at every length; seconds are those of a block and a sequence.
+    """Every pass of the block at every length.
 
     Our blocks compute packs of equal sequences, of as many tokens as the longest, as in training;
     a block of the user computes one sequence.
     """
-    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
+    dtype = _dtype(options, device)
     lens = options.seq_lens(device.type)
     if options.module is not None:
         make = find(options.module)
@@ -200,20 +178,25 @@ def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
 
 
 def _passes_of(calls: list[BlockCall], pack: list[int], on: str) -> list[Probe]:
-    def all_of(runs: Iterable[Callable[[], object]]) -> None:
-        for run in runs:
-            run()
+    def all_of(runs: Iterable[Callable[[], object]]) -> Callable[[], None]:
+        ready = list(runs)
 
-    def backward() -> Callable[[], object]:
-        return partial(all_of, [call.backward() for call in calls])
+        def run_all() -> None:
+            for run in ready:
+                run()
+
+        return run_all
 
     length, amount = pack[0], float(len(calls) * len(pack))
-    forward = partial(all_of, [call.forward for call in calls])
-    recompute = partial(all_of, [call.recompute for call in calls])
+    forward = all_of(call.forward for call in calls)
+    recompute = all_of(call.recompute for call in calls)
     return [
         Probe(PASS, FORWARD, on, length, amount, forward),
         Probe(PASS, RECOMPUTE, on, length, amount, recompute),
-        Probe(PASS, BACKWARD, on, length, amount, forward, prepare=backward),
+        Probe(
+            *(PASS, BACKWARD, on, length, amount, forward),
+            prepare=lambda: all_of(call.backward() for call in calls),
+        ),
     ]
 
 
@@ -229,18 +212,20 @@ def _messages(
     group: RankGroup, hosts: list[str], options: CalibrateOptions, device: torch.device
 ) -> list[Probe]:
     """Collectives among the ranks of each host, and among one rank of each."""
-    places = [place for place in range(group.size) if hosts[place] == hosts[group.rank]]
-    counts = {hosts.count(host) for host in hosts}
-    found: list[Probe] = []
+    places = {
+        host: [place for place in range(group.size) if hosts[place] == host]
+        for host in dict.fromkeys(hosts)
+    }
+    own, counts = places[hosts[group.rank]], {len(some) for some in places.values()}
+    probes: list[Probe] = []
     if min(counts) > 1:
-        found += _of_group(group.part(places, "calibrate in a node"), options, device)
-    if len(set(hosts)) > 1 and len(counts) == 1:
-        mine = places.index(group.rank)
-        each = [[p for p in range(group.size) if hosts[p] == host] for host in dict.fromkeys(hosts)]
-        far = group.part([of_host[mine] for of_host in each], "calibrate between nodes")
-        probes = _of_group(far, options, device)
-        found += [replace(probe, name=probe.name + BETWEEN_NODES) for probe in probes]
-    return found
+        probes += _of_group(group.part(own, "calibrate in a node"), options, device)
+    if len(places) > 1 and len(counts) == 1:
+        mine = own.index(group.rank)
+        far = group.part([some[mine] for some in places.values()], "calibrate between nodes")
+        between = _of_group(far, options, device)
+        probes += [replace(probe, name=probe.name + BETWEEN_NODES) for probe in between]
+    return probes
 
 
 def _of_group(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
@@ -250,7 +235,7 @@ def _of_group(group: RankGroup, options: CalibrateOptions, device: torch.device)
 
 def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
     """Attention of one token a rank: next to no data, so what it takes is the host's."""
-    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
+    dtype = _dtype(options, device)
     q = torch.randn(1, group.size, 1, 64, device=device, dtype=dtype)
     in_turn = AttentionOptions(overlap=False)
 
@@ -264,17 +249,6 @@ def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device
         run = partial(attend, mesh_of_all(1, group.size))
         probes.append(Probe(HOST, ON_RANKS, device.type, 0, 0.0, run))
     return probes
-
-
-def _second_of(
-    group: RankGroup, device: torch.device, probes: list[Probe], advance: Callable[[], object]
-) -> Floats:
-    """(N, P) seconds of a round, after one that makes connections, memory and kernels ready."""
-    time_round(group, device, probes)
-    advance()
-    seconds = time_round(group, device, probes)
-    advance()
-    return seconds
 
 
 def _round(group: RankGroup, device: torch.device, probes: list[Probe]) -> Floats:
@@ -301,7 +275,7 @@ def _sparse(
 ) -> AttentionLatency | None:
     if options.sparse_tokens is None or group.size == 1:
         return None
-    dtype = getattr(torch, str(options.or_default("dtype", device.type)))
+    dtype = _dtype(options, device)
     names = (RING_AXIS, ULYSSES_AXIS)
     mesh = init_device_mesh(device.type, (group.size, 1), mesh_dim_names=names)
     shape = CallShape(options.sparse_tokens, max(group.size, 2), 64, dtype=dtype)

@@ -18,6 +18,7 @@ _MOST_MIB = 1024
 _MOST_TOKENS = 2**24
 _MOST_WIDTH = 2**16
 _LONGEST_S = 1e7
+_MOST_LOCAL_RANKS = 256
 
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
 
@@ -81,14 +82,7 @@ class CalibrateOptions:
     timeout_s: float = 600.0
 
     def check(self, world_size: int | None = None) -> None:
-        """Refuse values that are out of range, or do not fit the ranks.
-
-        Args:
-            world_size: Ranks of the job; None before there is one.
-
-        Raises:
-            ConfigError: Names the option, its value and its range.
-        """
+        """Refuse values that are out of range, or do not fit the ranks of the job."""
         check_ranks(self.ranks, world_size)
         whole("--points", self.points, least_points(TOKENS), _MOST_POINTS)
         whole("--mib", self.mib, 1, _MOST_MIB)
@@ -115,23 +109,19 @@ class CalibrateOptions:
 
     def or_default(self, name: str, device: str) -> object:
         """An option, or what is timed on a type of device if it is not given."""
-        given = getattr(self, name)
-        return BY_DEVICE[device][name] if given is None else given
+        value = getattr(self, name)
+        return BY_DEVICE[device][name] if value is None else value
 
     def seq_lens(self, device: str) -> list[int]:
-        """Ascending tokens of the sequences that are timed.
-
-        Raises:
-            ConfigError: --lengths is no range, or has fewer lengths than points.
-        """
+        """Ascending tokens of the sequences that are timed."""
         text = str(self.or_default("lengths", device))
-        found = _RANGE.fullmatch(text)
-        if found is None:
+        match = _RANGE.fullmatch(text)
+        if match is None:
             raise ConfigError(
                 f"--lengths {shown(text)}: give the shortest and the longest, such as 256:16384"
             )
         shortest, longest = (
-            whole("--lengths: tokens", int(x), 1, _MOST_TOKENS) for x in found.groups()
+            whole("--lengths: tokens", int(x), 1, _MOST_TOKENS) for x in match.groups()
         )
         lens = np.unique(np.geomspace(shortest, longest, self.points).round().astype(np.int64))
         if shortest >= longest or lens.size < self.points:
@@ -153,23 +143,8 @@ class CalibrateOptions:
         return {f"--{name.replace('_', '-')}": str(getattr(self, name)) for name in names}
 
 
-# DOC src/bascule/calibrate/options.py
-# What commands that measure ranks ask of --ranks. Imports no torch.
-
-
-_MOST_LOCAL_RANKS = 256
-
-
 def check_ranks(ranks: int | None, world_size: int | None) -> None:
-    """Refuse ranks that cannot be started, or are not those of the job.
-
-    Args:
-        ranks: Of --ranks.
-        world_size: Ranks of the job; None before there is one.
-
-    Raises:
-        ConfigError: Names the option, its value and its range.
-    """
+    """Refuse --ranks that cannot be started, or are not those of the job, if there is one yet."""
     if ranks is not None:
         whole("--ranks", ranks, 1, _MOST_LOCAL_RANKS)
         if world_size not in (None, ranks):

@@ -1,4 +1,4 @@
-"""From times to a profile: curves, which numbers follow from them, and what is refused. Pure."""
+"""Make a profile of times: curves, the numbers that follow from them, and what is refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,14 +8,7 @@ import numpy as np
 import torch
 
 from bascule.arrays import Floats
-from bascule.calibrate.measuring import (
-    ALONE,
-    BETWEEN_NODES,
-    HOST,
-    ON_RANKS,
-    PASS,
-    Measured,
-)
+from bascule.calibrate.measuring import ALONE, BETWEEN_NODES, HOST, ON_RANKS, PASS, Measured
 from bascule.calibrate.options import CalibrateOptions
 from bascule.calibrate.timed import COLLECTIVE
 from bascule.plan.calibration import (
@@ -68,40 +61,38 @@ def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile
 
 
 def refusals(profile: HardwareProfile, limit: float, *, attends: bool = True) -> list[str]:
-    """What is wrong with the curves of a profile: one sentence each, none if all is well.
+    """Name what is wrong with the curves of a profile: one sentence each, none if all is well.
 
-    Args:
-        profile: As calibrated.
-        limit: Of what held-out points are missed by in the median.
-        attends: Whether the block is known to have attention, which takes time.
+    `limit` is of what held-out points are missed by in the median; `attends` whether the block is
+    known to have attention, which takes time.
     """
     assert profile.calibration is not None
-    found: list[str] = []
+    sentences: list[str] = []
     error = None if profile.attention is None else profile.attention.fit_error
     if error is not None and error > limit:
-        found.append(
+        sentences.append(
             f"block-sparse attention: the fit has an error of {error:.0%}, and the limit is "
             f"{limit:.0%}: leave the machine idle, or give more --rounds or --sparse-tokens"
         )
     for fit in profile.calibration.fits:
         error = fit.held_out_error
         if error is not None and error > limit:
-            found.append(
+            sentences.append(
                 f"{fit.what}: held-out {fit.unit} are missed by {error:.0%} in the median, and the "
                 f"limit is {limit:.0%}: leave the machine idle, give more --rounds, or sizes over "
                 "which it behaves alike"
             )
         elif fit.coefficients[1] <= 0:
-            found.append(
+            sentences.append(
                 f"{fit.what}: the times do not grow with the {fit.unit} in proportion anywhere, so "
                 "they give no rate: leave the machine idle, give more --rounds, or larger sizes"
             )
         elif attends and fit.what == FORWARD and fit.coefficients[2] <= 0:
-            found.append(
+            sentences.append(
                 f"{fit.what}: attention is lost in the noise, so that it would take no time at any "
                 "length: give longer --lengths, or leave the machine idle"
             )
-    return found
+    return sentences
 
 
 def _fits(measured: Measured) -> dict[str, Fit]:
@@ -132,7 +123,7 @@ def _of_probe(measured: Measured, place: int) -> Floats:
 
 
 def undisturbed(times: Floats) -> tuple[Floats, Floats]:
-    """(n,) what (rounds, n) times come to, and relative standard errors of it.
+    """(n,) what (rounds, n) positive times come to, and relative standard errors of it.
 
     The lower quartile: what else runs on a machine only makes calls slower, so medians follow it.
     Least times are luck: a long call is never left alone on a busy machine, while a short one is,
@@ -140,9 +131,6 @@ def undisturbed(times: Floats) -> tuple[Floats, Floats]:
     on two busy cores, held-out sizes were missed by 8.8 % with the least times, 8.1 % with medians,
     and 4.8 % with quartiles (median of 480 fits). Errors are those over rounds drawn again
     (bootstrap), alike each time.
-
-    Args:
-        times: Positive.
     """
     drawn = np.random.default_rng(0).integers(len(times), size=(_DRAWS, len(times)))
     again = np.quantile(times[drawn], _QUARTILE, axis=1)
@@ -171,17 +159,15 @@ def _numbers(
     measured: Measured, fits: dict[str, Fit], overheads: Sequence[Overhead]
 ) -> dict[str, float]:
     """Fields of a profile, by name: only those that the measurements give."""
-    found: dict[str, float | None] = {
+    numbers: dict[str, float | None] = {
         **block_rates(fits[FORWARD], measured.d_model),
         "memory_bytes": measured.memory_bytes,
     }
-    for name, what in (
-        ("intra_bytes_per_s", ALL_TO_ALL),
-        ("inter_bytes_per_s", ALL_TO_ALL + BETWEEN_NODES),
-    ):
+    wires = {"intra_bytes_per_s": ALL_TO_ALL, "inter_bytes_per_s": ALL_TO_ALL + BETWEEN_NODES}
+    for name, what in wires.items():
         if what in fits:
-            found[name] = 1.0 / byte_s if (byte_s := fits[what].coefficients[1]) > 0 else None
+            numbers[name] = 1.0 / byte_s if (byte_s := fits[what].coefficients[1]) > 0 else None
     launches = [one.seconds for one in overheads if one.what == EXCHANGE]
     if launches:
-        found["launch_s"] = launches[0]
-    return {name: float(value) for name, value in found.items() if value is not None}
+        numbers["launch_s"] = launches[0]
+    return {name: float(value) for name, value in numbers.items() if value is not None}

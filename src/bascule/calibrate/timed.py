@@ -1,4 +1,4 @@
-"""Calls that are timed on all ranks, in rounds; and the collectives of bascule as such calls.
+"""Time calls on all ranks, in rounds; and the collectives of bascule as such calls.
 
 All probes of a round follow each other, and the rounds too, so that what disturbs the machine for
 a moment disturbs one round of many.
@@ -9,20 +9,13 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from bascule.arrays import Floats
-from bascule.comm.collectives import (
-    Transfers,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    reduce_scatter,
-)
+from bascule.comm.collectives import Transfers, all_gather, all_reduce, all_to_all, reduce_scatter
 from bascule.comm.groups import RankGroup
 from bascule.plan.calibration import ALL_TO_ALL, POINT_TO_POINT
 
@@ -35,38 +28,23 @@ _ITEM_BYTES = 4  # float32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """Something to time.
+    """Something to time; all ranks call it, also those with no part in it."""
 
-    Attributes:
-        kind: Which reports tell apart, for example "work" or "collective".
-        name: In reports.
-        on: Where its tensors are, by torch's name.
-        size: Bytes that a rank holds, or tokens; 0 for what has one size.
-        amount: FLOPs of a rank, or bytes that it has to send.
-        run: Does it once; all ranks call it, also those with no part in it.
-        in_a_row: Runs of one measurement, so that ranks that begin apart matter less.
-        ends: Of links, the pairs of ranks that exchange at the same time.
-        prepare: Makes ready a run of its own, which is timed in place of `run`, and without this.
-    """
-
-    kind: str
-    name: str
-    on: str
-    size: int
-    amount: float
+    kind: str  # which reports tell apart, for example "work" or "collective"
+    name: str  # in reports
+    on: str  # where its tensors are, by torch's name
+    size: int  # bytes that a rank holds, or tokens; 0 for what has one size
+    amount: float  # FLOPs of a rank, or bytes that it has to send
     run: Callable[[], object]
-    in_a_row: int = 1
-    ends: tuple[tuple[int, int], ...] = ()
-    prepare: Callable[[], Callable[[], object]] | None = None
+    in_a_row: int = 1  # runs of one measurement, so that ranks that begin apart matter less
+    ends: tuple[tuple[int, int], ...] = ()  # of links, the pairs that exchange at the same time
+    prepare: Callable[[], Callable[[], object]] | None = None  # makes the run that is timed
 
 
 def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) -> Floats:
     """(ranks, probes) seconds of one run of each probe, alike on all ranks.
 
     One small all-gather before each probe, and one of the seconds, besides what the probes do.
-
-    Raises:
-        CommError: A rank failed, or did not come in time.
     """
     own = np.zeros(len(probes))
     for place, probe in enumerate(probes):
@@ -100,33 +78,27 @@ def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]
     received = torch.empty_like(sent)
     splits = [share] * group.size
     part = size * (group.size - 1) / group.size
-    call = partial(call_of, size=size, where=where)
 
     def ring() -> None:
         after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-        what = call("point-to-point")
-        Transfers(group, what, {after: sent}, {before: received}).wait()
+        call = "point-to-point (timing)"
+        Transfers(group, call, {after: sent}, {before: received}).wait()
+
+    def exchange() -> None:
+        all_to_all(group, "all_to_all (timing)", received, sent, splits, splits)
+
+    def reduce() -> None:
+        reduce_scatter(group, "reduce_scatter (timing)", sent.view(group.size, -1))
 
     runs: dict[str, tuple[float, Callable[[], object]]] = {
-        ALL_TO_ALL: (
-            part,
-            lambda: all_to_all(group, call("all_to_all"), received, sent, splits, splits),
-        ),
-        ALL_GATHER: (part, lambda: all_gather(group, call("all_gather"), sent[:share])),
-        REDUCE_SCATTER: (
-            part,
-            lambda: reduce_scatter(group, call("reduce_scatter"), sent.view(group.size, -1)),
-        ),
-        ALL_REDUCE: (2 * part, lambda: all_reduce(group, call("all_reduce"), sent)),
+        ALL_TO_ALL: (part, exchange),
+        ALL_GATHER: (part, lambda: all_gather(group, "all_gather (timing)", sent[:share])),
+        REDUCE_SCATTER: (part, reduce),
+        ALL_REDUCE: (2 * part, lambda: all_reduce(group, "all_reduce (timing)", sent)),
         POINT_TO_POINT: (size, ring),
     }
     on, count = where.type, in_a_row(size)
     return [Probe(COLLECTIVE, name, on, size, x, run, count) for name, (x, run) in runs.items()]
-
-
-def call_of(name: str, size: int, where: torch.device) -> str:
-    """How a timed call is marked."""
-    return f"{name} (timing)"
 
 
 def in_a_row(size: int) -> int:
@@ -140,12 +112,8 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# DOC src/bascule/calibrate/timed.py
-# What the device of this rank is.
-
-
 def device_name(device: torch.device) -> str:
-    """Its name, as its maker calls it."""
+    """Name of the device of this rank, as its maker calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     path = Path("/proc/cpuinfo")  # Linux; elsewhere Python's own name must do
@@ -155,7 +123,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """All its memory; of a CPU that of the host. None: the system does not tell."""
+    """Memory of the device of this rank; of a CPU that of the host. None: not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bascule.attention import PackedSequences, attend_packed
-from bascule.calibrate.timed import MOST_IN_A_ROW, Probe, call_of, collectives, in_a_row
+from bascule.calibrate.timed import MOST_IN_A_ROW, Probe, collectives, in_a_row
 from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
 from bascule.comm.guard import notes
@@ -108,7 +108,7 @@ def _links(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
     def exchange(links: tuple[tuple[int, int], ...]) -> None:
         peers = [b if group.rank == a else a for a, b in links if group.rank in (a, b)]
         to, come = dict.fromkeys(peers, sent), dict.fromkeys(peers, received)
-        Transfers(group, call_of("exchange of neighbours", size, where), to, come).wait()
+        Transfers(group, "exchange of neighbours (timing)", to, come).wait()
 
     found: list[Probe] = []
     for links in matchings(group.size):
