@@ -41,8 +41,9 @@ from bench_solver import bare_heap
 
 from bascule.comm.groups import RankGroup
 from bascule.data.loader import BalancedLoader, LoaderOptions
-from bascule.data.steps import DataRanks, Loaded, Redistributor, Rules
+from bascule.data.steps import DataRanks, Redistributor, Rules
 from bascule.plan.costs import TransformerCost
+from bascule.plan.items import Items
 from bascule.plan.step import plan_step
 from bascule.plan.topology import Topology
 
@@ -350,7 +351,7 @@ def time_decision(num_ranks: int, cost: TransformerCost, rounds: int) -> dict[st
     """The heap, the plan alone and the whole decision, in turns."""
     loaded, redistributor = make_loaded(num_ranks, 0), make_redistributor(num_ranks, cost)
     topology, costs = Topology(((1, 1),), num_ranks), cost(loaded.lens).tolist()
-    lens = [loaded.lens_of(0)]
+    lens = [loaded.lens_by_rank(0)]
     candidates: dict[str, Callable[[], object]] = {
         "heapq": lambda: bare_heap(costs, num_ranks),
         "plan": lambda: plan_step(lens, topology, cost),
@@ -359,20 +360,12 @@ def time_decision(num_ranks: int, cost: TransformerCost, rounds: int) -> dict[st
     return time_interleaved(candidates, rounds=rounds, calls=max(1, 64 // num_ranks))
 
 
-def make_loaded(num_ranks: int, seed: int) -> Loaded:
+def make_loaded(num_ranks: int, seed: int) -> Items:
     """Sixteen samples a rank, log-normal lengths around 2048."""
     draw = np.random.default_rng([seed, num_ranks]).lognormal(math.log(2048), 1.2, 16 * num_ranks)
-    lens = np.clip(draw, 64, 32768).astype(np.int64)
-    counts = np.full((1, num_ranks), 16)
-    return Loaded(
-        flags=np.zeros(num_ranks, dtype=np.int64),
-        cost_version=0,
-        counts=counts,
-        num_items=counts,
-        lens=lens,
-        weights=np.ones_like(lens),
-        num_bytes=lens * 1024,
-    )
+    own = np.split(np.clip(draw, 64, 32768).astype(np.int64), num_ranks)
+    words = [Items.own([16], lens.tolist(), (lens * 1024).tolist()).to_words() for lens in own]
+    return Items.from_words(words)
 
 
 def make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:

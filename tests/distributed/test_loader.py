@@ -407,7 +407,7 @@ def unlike_settings() -> list[tuple[list[str], str]]:
         {"cost": COST, "min_gain": 0.1 * rank},
         {"cost": COST, "limits": Limits(tokens=5) if rank else None},
         {"cost": COST, "sync": ("step", "microbatch", "step")[rank]},
-        {"cost": COST, "prefetch": 0 if rank == 1 else 1},
+        {"cost": COST, "length_fn": 5 if rank == 1 else len},
         {"cost": COST, "batch_size": 2, "pack": 8} if rank == 2 else {"cost": COST},
     ]
     return [
@@ -421,7 +421,7 @@ def test_unlike_or_wrong_settings_are_refused_on_all_ranks_alike() -> None:
     assert all(heard == of_rank[0] for heard in of_rank)
     for text, word in zip(
         texts,
-        ("cost", "accumulate", "ends", "min_gain", "limits", "sync", "prefetch=0", "batch_size=2"),
+        ("cost", "accumulate", "ends", "min_gain", "limits", "sync", "length_fn=5", "batch_size=2"),
         strict=True,
     ):
         assert word in text, text

@@ -150,7 +150,7 @@ def borrow_and_return(seed: int) -> list[str]:
     own = random.Random(100 * seed + dist.get_rank())
     leases: dict[str, Lease] = {}
     names: list[str] = []
-    uses: set[int] = set()
+    uses: set[tuple[str, int]] = set()
     for _ in range(30):
         lent_anywhere: list[Any] = [None] * num_ranks
         dist.all_gather_object(lent_anywhere, list(leases), group=group)
@@ -159,7 +159,7 @@ def borrow_and_return(seed: int) -> list[str]:
         assert all(name not in lent for lent in lent_anywhere), lent_anywhere
         leases[name] = lease
         names.append(name)
-        uses.add(lease.use)
+        uses.add((name, lease.use))
         for one in own.sample(sorted(leases), own.randint(0, len(leases))):
             leases.pop(one).give_back()
     assert len(uses) == len(names)

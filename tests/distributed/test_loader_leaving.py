@@ -13,10 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bascule.comm.groups import member_of, resolve
 from bascule.data import loader, prefetch
 from bascule.data.loader import BalancedLoader, LoaderOptions
-from bascule.data.prefetch import Departure, Departures
 from tests.helpers.loader_cases import COST, FAST, endless, loader_threads, loader_with
 from tests.helpers.loader_checks import await_word, tell
 from tests.helpers.ranks import run_fresh_ranks, run_ranks, run_to_the_end
@@ -129,31 +127,6 @@ def kept_alive(name: str, seen: Seen) -> None:
         tell(name)
 
 
-def left_in_a_with(name: str, seen: Seen) -> None:
-    """One rank goes on to something else in the `with`, where the others never come."""
-    with loader_of() as batches:
-        for batch in batches:
-            seen.append((batch.step, batch.microbatch))
-            if batch.step == BAD_STEP:
-                if dist.get_rank() == BAD_RANK:
-                    break
-                await_word(name)
-        tell(name)
-        if dist.get_rank() == BAD_RANK:
-            await_word(f"{name}: heard")
-            raise ZeroDivisionError("in the training step")
-
-
-def and_hear(run: Callable[[str, Seen], None]) -> Callable[[str, Seen], None]:
-    def heard(name: str, seen: Seen) -> None:
-        try:
-            run(name, seen)
-        finally:
-            tell(f"{name}: heard")
-
-    return heard
-
-
 CASES: list[Callable[[str, Seen], None]] = [
     bare,
     in_a_with,
@@ -161,7 +134,6 @@ CASES: list[Callable[[str, Seen], None]] = [
     within_a_step,
     caught,
     kept_alive,
-    and_hear(left_in_a_with),
 ]
 
 
@@ -324,31 +296,6 @@ def test_who_has_heard_is_handed_what_the_other_was_and_nothing_after_an_error()
     assert failed[0] == [(0, 0)] and SAID in failed[1]
 
 
-def slow_to_leave() -> Case:
-    """Between the loop and the end of the `with` there is something else to do."""
-    hurry()
-    prefetch._SETTLING_S = 20.0  # pyright: ignore[reportPrivateUsage]
-
-    def run(_: str, seen: Seen) -> None:
-        with loader_of() as batches:
-            try:
-                for batch in batches:
-                    seen.append((batch.step, batch.microbatch))
-                    if batch.step == BAD_STEP and dist.get_rank() == BAD_RANK:
-                        raise ZeroDivisionError("in the training step")
-            finally:
-                if dist.get_rank() == BAD_RANK:
-                    await_end_of_thread()
-                    time.sleep(0.2)  # who would not wait for the reason has none
-
-    return outcome(run, "slow to leave")
-
-
-def test_the_reason_may_follow() -> None:
-    (_, heard, _), (_, own, _), (_, also, _) = run_ranks(slow_to_leave, 3)
-    assert own == SAID and SAID in heard and heard == also
-
-
 def stays_behind() -> tuple[float, str]:
     """The loader of another rank does not come: its error leaves after a while all the same."""
     hurry()
@@ -387,16 +334,3 @@ def test_an_error_does_not_wait_for_a_loader_that_hangs() -> None:
     (_, heard), (seconds, own) = run_ranks(stays_behind, 2)
     assert own == "in the training step" and seconds < 60.0
     assert f"rank {BAD_RANK} of group 'loader' closed the loader after microbatch 0" in heard
-
-
-def one_after_the_other() -> Departure | None:
-    """What three notes say: the first to leave has no reason yet, and gives it after another."""
-    notes = Departures(member_of(resolve(None), "loader"), 7)
-    notes.announce(Departure(7, 0, (3, 0), is_final=False))
-    notes.announce(Departure(7, 1, (4, 0), "IndexError: later"))
-    notes.announce(Departure(7, 0, (3, 0), SAID))
-    return notes.settle()
-
-
-def test_only_the_first_to_leave_may_add_its_reason() -> None:
-    assert run_ranks(one_after_the_other, 1) == [Departure(7, 0, (3, 0), SAID)]

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bascule.encoders.plan import Loaded, plan_items
+from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import PlanError
 from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 from bascule.plan.metrics import imbalance
@@ -18,51 +19,60 @@ from bascule.plan.solver.solve import assign
 TOKENS = PolynomialCost(0.0, 1.0, 0.0)
 
 
-def loaded_of(
-    lens: list[list[int]], pairs: list[float] | None = None, flags: int = 0, num_bytes: int = 512
-) -> Loaded:
-    flat = [n for own in lens for n in own]
-    bits = np.array(pairs or [-1.0] * len(flat), np.float64).view(np.int64).tolist()
-    said, at = list[Any](), 0
-    for own in lens:
-        numbers = [[n, bits[at + i], 0, num_bytes] for i, n in enumerate(own)]
-        at += len(own)
-        said.append(np.array([flags, 0, *np.array(numbers, np.int64).flatten()], np.int64))
-    return Loaded.of(said, 0)
+def given_of(
+    lens: list[list[int]], pairs: list[float] | None = None, num_bytes: int = 512
+) -> Items:
+    left = iter(pairs or [-1.0] * sum(map(len, lens)))
+    words = [
+        Items.own(
+            [len(own)], own, [num_bytes] * len(own), pairs=[next(left) for _ in own]
+        ).to_words()
+        for own in lens
+    ]
+    return Items.from_words(words)
+
+
+def spread(items: Items, cost: Any, *, flags: int = 0, **more: Any) -> tuple[ItemPlan, Encoding]:
+    """Flags are 1 if an item requires a gradient, 2 if a parameter does."""
+    settings = CallSettings(
+        items.counts.shape[1],
+        items_need_gradient=flags == 1,
+        needs_gradient=flags > 0,
+        is_aligned=more.pop("is_aligned", False),
+    )
+    return plan_items(items, settings, cost, **more)
 
 
 def test_pairs_and_not_squares_are_the_cost_of_attention() -> None:
     cost = TransformerCost(1, gamma=1e9)  # nothing but attention
-    plan, report = plan_items(loaded_of([[9, 9, 9], []], [100.0, 50.0, 50.0]), cost)
-    assert sorted(plan.rank_of.tolist()) in ([0, 0, 1], [0, 1, 1])
-    assert plan.rank_of[1] == plan.rank_of[2] != plan.rank_of[0]
+    decided, report = spread(given_of([[9, 9, 9], []], [100.0, 50.0, 50.0]), cost)
+    assert sorted(decided.rank_of.tolist()) in ([0, 0, 1], [0, 1, 1])
+    assert decided.rank_of[1] == decided.rank_of[2] != decided.rank_of[0]
     assert report.balanced == pytest.approx(1.0)
-    _, alike = plan_items(loaded_of([[9, 9, 9], []]), cost)
+    _, alike = spread(given_of([[9, 9, 9], []]), cost)
     assert alike.balanced == pytest.approx(4 / 3)
 
 
 def test_a_rank_without_items_needs_the_cheapest_one() -> None:
-    plan, report = plan_items(loaded_of([[7, 3], [], []]), TOKENS, is_aligned=True)
-    dummies = [[of.is_dummy for of in own] for own in plan.passes]
+    decided, report = spread(given_of([[7, 3], [], []]), TOKENS, is_aligned=True)
+    dummies = [[of.is_dummy for of in own] for own in decided.passes]
     assert sorted(dummies) == [[False], [False], [True]]
-    ids, ranks = plan.needed
+    ids, ranks = decided.needed
     assert sorted(ids.tolist()) == [0, 1, 1] and sorted(ranks.tolist()) == [0, 1, 2]
-    assert plan.moves and "1 of 2 items moved" in str(report)
+    assert decided.moves and "1 of 2 items moved" in str(report)
     assert sorted(report.loads) == [0.0, 3.0, 7.0]
 
 
 def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
-    numbers = [(n, -1, 0, 8) for n in (4, 3, 2, 1)]
-    said = [np.array([0, at_once, *(x for one in numbers for x in one)]) for at_once in (2, 1, 0)]
+    items = given_of([[4, 3, 2, 1]])
     for num_getting in (3, 1):
-        loaded = Loaded.of(said, 2, num_getting)
-        assert loaded.num_items == 4 and loaded.first == 0
-        plan, report = plan_items(loaded, TOKENS)
-        assert not plan.moves and report.loaded == 3.0 and report.num_moved == 4
-        assert np.bincount(plan.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
-        assert [[of.ids.size for of in own] for own in plan.passes] == [[1], [1], [1, 1]]
-        ids, dest = plan.sent
-        source = plan.rank_of[ids]
+        decided, report = plan_items(items, CallSettings(3, num_getting, at_once=1), TOKENS)
+        assert decided.first(2) == 0
+        assert not decided.moves and report.loaded == 3.0 and report.num_moved == 4
+        assert np.bincount(decided.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
+        assert [[of.ids.size for of in own] for own in decided.passes] == [[1], [1], [1, 1]]
+        ids, dest = decided.sent
+        source = decided.rank_of[ids]
         assert (np.diff(source) >= 0).all() and (source != dest).all()
         assert ids.size == (8 if num_getting == 3 else 3)
 
@@ -74,7 +84,7 @@ GIVEN = [[4, 2, 2], [4]]
 
 def weigh(byte_s: float, flags: int = 0, launch_s: float = 0.0, **more: Any) -> Any:
     cluster = Cluster(1, 2, 1.0, 1.0, 1 / byte_s, 1 / byte_s, launch_s)
-    return plan_items(loaded_of(GIVEN, flags=flags), TOKENS, cluster=cluster, **more)
+    return spread(given_of(GIVEN), TOKENS, flags=flags, cluster=cluster, **more)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,7 @@ def test_items_move_only_where_the_gain_is_more_than_what_travels_takes(
 
 
 def test_without_a_cluster_moving_is_taken_to_pay() -> None:
-    _, report = plan_items(loaded_of(GIVEN), TOKENS)
+    _, report = spread(given_of(GIVEN), TOKENS)
     assert report.num_moved == 1 and report.gain_s is None
     assert str(report) == "1 of 4 items moved: imbalance 1.00 instead of 1.33"
 
@@ -111,17 +121,17 @@ def test_what_does_not_pay_moves_all_the_same_where_a_rank_cannot_hold_its_items
 
 def test_what_is_even_as_given_stays_without_a_search() -> None:
     for given, tolerance in (([[4], [2, 2]], 0.0), ([[51], [50]], 0.02), ([[9], [1]], 0.0)):
-        _, report = plan_items(loaded_of(given), TOKENS, home_tolerance=tolerance)
+        _, report = spread(given_of(given), TOKENS, home_tolerance=tolerance)
         assert report.num_moved == 0 and report.gain_s is None
         assert "no plan gains enough over the imbalance" in str(report)
 
 
 def test_a_cluster_prices_flops_and_the_wires_between_nodes() -> None:
     cost = TransformerCost(1000)
-    loaded = loaded_of([[4096, 4096], [1], [4096], [4096]], num_bytes=512_000)
+    loaded = given_of([[4096, 4096], [1], [4096], [4096]], num_bytes=512_000)
     for num_nodes, num_moved in ((1, 1), (2, 1), (4, 0)):
         made = Cluster(num_nodes, 4 // num_nodes, 1e15, 1.0, 1e11, 1e7, 0.0)
-        _, report = plan_items(loaded, cost, cluster=made)
+        _, report = spread(loaded, cost, cluster=made)
         assert report.num_moved == num_moved
         assert max(report.loads) == pytest.approx(
             (2 - num_moved) * float(cost(4096)) * 1e-3, rel=1e-3
@@ -177,6 +187,6 @@ def test_two_stages_are_even_where_one_cost_leaves_one_of_them_uneven(seed: int)
     language, as_given = imbalances(patches, tokens, plan.bag_of)
     held = [np.flatnonzero(plan.bag_of == rank).tolist() for rank in range(NUM_RANKS)]
     owned = [[n for i in own for n in patches[i]] for own in held]
-    _, report = plan_items(loaded_of(owned), TOWER)
+    _, report = spread(given_of(owned), TOWER)
     assert report.loaded == pytest.approx(as_given) and as_given > 1.02
     assert language <= 1.02 and report.balanced <= 1.02

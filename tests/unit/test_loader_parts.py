@@ -11,20 +11,18 @@ import pytest
 import torch
 
 from bascule.comm.groups import RankGroup
-from bascule.comm.items import Parcel
 from bascule.data.cost_tracker import CostTracker, _drift
 from bascule.data.loader import LoaderMetrics
 from bascule.data.steps import (
     DataRanks,
     Delivered,
-    Loaded,
-    Offer,
     StepData,
     Verdict,
     _without_idle_ranks,
     deliver,
 )
 from bascule.plan.costs import PolynomialCost
+from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.plan import Plan
 from bascule.plan.topology import Topology
@@ -81,22 +79,13 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
         assert found.loads.tolist() == np.bincount(wanted, lens).tolist()
 
 
-def test_ranks_plan_with_the_oldest_cost_that_one_of_them_has() -> None:
-    ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 0]))
-    said = [Offer(cost_version=version).values(1) for version in (2, 1)]
-    assert Loaded.of(said, ranks, 1).cost_version == 1
-
-
 @pytest.mark.parametrize(
     ("weights", "pads"), [([0, 1, 1], 2), ([0, 2, 0], 1), ([0, 0, 0], 0), ([1, 0, 5], 0)]
 )
 def test_what_pads_is_the_shortest_sample_that_counts(weights: list[int], pads: int) -> None:
-    ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 1]))
-    lens = np.array([1, 7, 3])
-    loading = Offer([[1, 7, 3]], lens.tolist(), weights, [Parcel((), 16)] * 3, [3])
-    loaded = Loaded.of([loading.values(1), Offer().values(1)], ranks, 1)
-    plan = Plan(Topology(((1, 1),), 2), np.array([3, 0]), lens, lens * 0, lens * 1.0, 0.0, "none")
-    found = deliver(loaded, [plan], pad=True)
+    own = Items.own([3], [1, 7, 3], [16] * 3, weights=weights), Items.own([0], [], [])
+    items = Items.from_words([one.to_words() for one in own])
+    found = deliver(items, np.zeros(3, np.int64), pad=True)
     assert found.ids.tolist() == [0, 1, 2, pads]
     assert (found.dest.tolist(), found.num_padding) == ([0, 0, 0, 1], 1)
 
@@ -104,8 +93,7 @@ def test_what_pads_is_the_shortest_sample_that_counts(weights: list[int], pads: 
 def test_steps_are_counted_with_what_the_training_waited_for() -> None:
     lens = np.array([4, 6])
     plan = Plan(Topology(((1, 1),), 2), np.array([1, 1]), lens, lens * 0, lens * 1.0, 0.0, "none")
-    ranks = DataRanks(RankGroup(lambda: None, 0, (0, 1), (), "loader"), np.array([0, 1]))
-    loaded = Loaded.of([Offer().values(1)] * 2, ranks, 1)
+    loaded = np.ones((1, 2), np.int64)
     parts = [Delivered([1], True, 0.0, plan), Delivered([1], False, 1.0, plan)]
     balanced, even = Verdict(True, "balanced", 10.0, 6.0), Verdict(False, "even", 5.0, 3.0)
     metrics = LoaderMetrics()

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,6 @@ from bascule.comm.groups import RankGroup
 from bascule.comm.guard.failures import tell, told
 from bascule.comm.guard.ranges import mark_lengths
 from bascule.comm.items import measure_exchange
-from bascule.comm.new_groups import is_timeout
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import (
     PATIENCE_S,
@@ -48,10 +47,9 @@ from bascule.data.steps import (
     named,
     num_input_ids,
     one,
-    whole_number,
 )
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int, real
+from bascule.plan.checks import choice, fields, function, number, of_type, whole
 from bascule.plan.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.plan import Plan
@@ -65,7 +63,7 @@ class Batch:
     """A microbatch of one rank.
 
     Attributes:
-        data: What `collate_fn` made of the samples.
+        data: The samples as `collate_fn` put them together.
         loss_scale: Factor of the mean loss of this microbatch. With it, the usual division by the
             number of microbatches, and gradients averaged over the ranks, the step's gradient is
             that of the mean over all ranks and microbatches, whatever moved where. 0 for padding.
@@ -73,7 +71,7 @@ class Batch:
         step: Optimiser step of the epoch, from 0.
         microbatch: Of the step, from 0.
         num_samples: Samples of this rank, without padding.
-        is_padding: Whether all there is, is a sample that another rank has, with weight 0.
+        is_padding: True if all there is, is a sample that another rank has, with weight 0.
         plan: Who computes what in this microbatch.
         verdict: Whether samples moved in this step, and why.
     """
@@ -105,14 +103,12 @@ class Batch:
         Raises:
             ConfigError: There is not one row a sample.
         """
-        if not isinstance(values, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"restore got a {type(values).__name__}: give a tensor with one row a sample"
-            )
-        if values.ndim < 1 or values.shape[0] != self.num_samples + self.is_padding:
+        num_rows = self.num_samples + self.is_padding
+        of_type("values to restore", values, Tensor, "a tensor with one row a sample")
+        if values.shape[:1] != (num_rows,):
             raise ConfigError(
                 f"restore got values of shape {tuple(values.shape)}: give one row for each of the "
-                f"{self.num_samples + self.is_padding} samples of this microbatch"
+                f"{num_rows} samples of this microbatch"
             )
         values = values[: self.num_samples]
         if not self.verdict.applied:
@@ -128,7 +124,7 @@ class Batch:
 
 @dataclass(slots=True)
 class LoaderMetrics:
-    """What a loader did so far on this rank.
+    """Counts of a loader so far, on this rank.
 
     Attributes:
         steps: Steps taken.
@@ -207,6 +203,9 @@ class LoaderOptions:
             `default_collate`. Not called for an empty microbatch, whose data are None.
         pin_memory: Whether tensors are put into pinned memory.
         timeout_s: Longest wait for other ranks, their loaders included; the same on all.
+
+    Raises:
+        ConfigError: A value is out of its range.
     """
 
     axis: str | None = None
@@ -223,147 +222,119 @@ class LoaderOptions:
     pin_memory: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
 
+    def __post_init__(self) -> None:
+        fields(
+            self,
+            axis=(of_type, str, "the name of an axis"),
+            batch_size=(whole, 1),
+            unpack=function,
+            weight_fn=function,
+            limits=(of_type, Limits, "Limits(tokens=..), or None"),
+            ends=(choice, *get_args(Ends)),
+            min_gain=(number, 0.0, 1.0),
+            bytes_per_s=(number, 1.0),
+            max_bytes_in_flight=(whole, 1),
+            prefetch=(whole, 1),
+            collate_fn=function,
+            pin_memory=(of_type, bool, "True or False"),
+            timeout_s=(number, 1e-3, 1e7),
+        )
+
 
 DEFAULT_OPTIONS = LoaderOptions()
 
 
-def _is_count(value: object) -> bool:
-    return is_int(value) and value >= 1
+class _Setup(NamedTuple):
+    """The arguments of a `BalancedLoader` on this rank; those in `settings` are alike on all.
+
+    `words` are what is gathered: 1 if this rank only computes, its microbatches of an epoch or -1
+    where it does not know, and the deal of its sampler.
+    """
+
+    rules: Rules
+    source: Source
+    handlers: Handlers
+    settings: Mapping[str, str]
+    words: Ints
 
 
-def _is_share(value: object) -> bool:
-    share = real(value)
-    return share is not None and 0.0 <= share < 1.0
-
-
-def _or_none(is_right: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_right(value)
-
-
-_COUNT, _FUNCTION = "must be an integer of at least 1", "must be a function"
-_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "accumulate": (_is_count, _COUNT),
-    "sync": (lambda value: value in get_args(Sync), f"choose one of {get_args(Sync)}"),
-    "pack": (lambda value: isinstance(value, Pack | None), "must be Pack(..), its tokens, or None"),
-    "cost": (callable, _FUNCTION),
-    "length_fn": (callable, _FUNCTION),
-    "prefetch": (_is_count, _COUNT),
-    "batch_size": (_or_none(_is_count), _COUNT),
-    "max_bytes_in_flight": (_or_none(_is_count), _COUNT),
-    "min_gain": (_is_share, "a share of the step, from 0 to below 1"),
-    "bytes_per_s": (_or_none(lambda value: (real(value) or 0.0) > 0.0), "must be above zero"),
-    "timeout_s": (is_timeout, "must be seconds, above zero"),
-    "ends": (lambda value: value in get_args(Ends), f"choose one of {get_args(Ends)}"),
-    "limits": (lambda value: isinstance(value, Limits | None), "must be Limits(..) or None"),
-    "weight_fn": (_or_none(callable), _FUNCTION),
-    "unpack": (_or_none(callable), _FUNCTION),
-    "collate_fn": (_or_none(callable), _FUNCTION),
-}
-"""The values that each argument can have, and how an error says it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Given:
-    """The arguments of a `BalancedLoader`, as one rank was given them; see there."""
-
-    loader: Iterable[Any] | None
-    cost: Cost
-    length_fn: Callable[[Sample], int]
-    accumulate: int
-    sync: Sync
-    pack: Pack | int | None
-    options: LoaderOptions
-
-    @property
-    def rules(self) -> Rules:
-        """How steps are made; a pack limits the tokens of a rank."""
-        chosen, limits = self.options, self.options.limits
-        if limits is None and isinstance(self.pack, Pack):
-            limits = Limits(tokens=self.pack.tokens)
-        return Rules(
-            accumulate=self.accumulate,
-            sync=self.sync,
-            limits=limits,
-            ends=chosen.ends,
-            min_gain=chosen.min_gain,
-            max_bytes=chosen.max_bytes_in_flight,
-        )
-
-    def check(self) -> None:
-        """Refuse what is out of range.
-
-        Raises:
-            ConfigError: Names the argument, its value and the range.
-        """
-        chosen = self.options
-        if not isinstance(chosen, LoaderOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"BalancedLoader(options={chosen!r}): must be LoaderOptions(..)")
-        for name, (is_right, limit) in _LIMITS.items():
-            owner = chosen if name in LoaderOptions.__dataclass_fields__ else self
-            value = getattr(owner, name)
-            if not is_right(value):
-                public = "LoaderOptions" if owner is chosen else "BalancedLoader"
-                raise ConfigError(f"{public}({name}={value!r}): {limit}")
-        if chosen.batch_size is not None and (self.pack or chosen.unpack):
-            raise ConfigError(
-                f"LoaderOptions(batch_size={chosen.batch_size}): a pack holds samples up to its "
-                "tokens, and ready-made packs come in the loader's lists; leave batch_size out"
-            )
-        if chosen.collate_fn is not None and self.pack is not None:
-            raise ConfigError(
-                "LoaderOptions(collate_fn=..): a pack is one sequence of all its samples, and is "
-                "collated by nothing else; leave collate_fn out, or pack"
-            )
-
-    def handlers(self, source: Source) -> Handlers:
-        """What is done with samples; the DataLoader's own way to collate them is the default."""
-        chosen, pack = self.options, self.pack
-        collate = source.collate_fn if chosen.collate_fn is None else chosen.collate_fn
-        if isinstance(pack, Pack):
-            collate = partial(make_pack, pack=pack)
-        collate = collate_and_pin(collate, takes_none=pack is not None, pin=chosen.pin_memory)
-        weight_fn = one if chosen.weight_fn is None else chosen.weight_fn
-        return Handlers(self.length_fn, weight_fn, chosen.unpack, collate)
-
-
-def interpret(given: Given) -> tuple[Given, Source]:
-    """What the arguments mean: a pack for its tokens, and microbatches.
+def _set_up(
+    loader: Iterable[Any] | None,
+    cost: Cost,
+    length_fn: Callable[[Sample], int],
+    accumulate: int,
+    sync: Sync,
+    pack: Pack | int | None,
+    options: LoaderOptions,
+) -> _Setup:
+    """Check the arguments of a `BalancedLoader`.
 
     Raises:
         ConfigError: An argument is wrong.
     """
-    pack = Pack(tokens=given.pack) if isinstance(given.pack, int) else given.pack
-    given = dataclasses.replace(given, pack=pack)
-    given.check()
-    chosen, grouping = given.options, None
-    if chosen.unpack is None and (pack is not None or chosen.batch_size is not None):
-        tokens = None if pack is None else pack.tokens
-        grouping = Microbatches(chosen.batch_size, tokens, given.length_fn)
-    return given, Source(given.loader, grouping)
+    whole("BalancedLoader(accumulate", accumulate, 1)
+    choice("BalancedLoader(sync", sync, *get_args(Sync))
+    function("BalancedLoader(cost", cost)
+    function("BalancedLoader(length_fn", length_fn)
+    pack = Pack(tokens=pack) if isinstance(pack, int) else pack
+    if pack is not None:
+        of_type("BalancedLoader(pack", pack, Pack, "Pack(..), its tokens, or None")
+    batch_size, unpack, collate = options.batch_size, options.unpack, options.collate_fn
+    if batch_size is not None and (pack or unpack):
+        raise ConfigError(
+            f"LoaderOptions(batch_size={batch_size}): a pack holds samples up to its tokens, and "
+            "ready-made packs come in the loader's lists; leave batch_size out"
+        )
+    if collate is not None and pack is not None:
+        raise ConfigError(
+            "LoaderOptions(collate_fn=..): a pack is one sequence of all its samples, and is "
+            "collated by nothing else; leave collate_fn out, or pack"
+        )
+    grouping, limits = None, options.limits
+    if unpack is None and (pack is not None or batch_size is not None):
+        grouping = Microbatches(batch_size, None if pack is None else pack.tokens, length_fn)
+    source = Source(loader, grouping)
+    if pack is not None:
+        collate = partial(make_pack, pack=pack)
+        limits = Limits(tokens=pack.tokens) if limits is None else limits
+    collate = source.collate_fn if collate is None else collate
+    collate = collate_and_pin(collate, takes_none=pack is not None, pin=options.pin_memory)
+    weight_fn = one if options.weight_fn is None else options.weight_fn
+    ends, min_gain, max_bytes = options.ends, options.min_gain, options.max_bytes_in_flight
+    rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes)
+    settings = {name: str(getattr(rules, name)) for name in Rules.__dataclass_fields__}
+    settings |= {name: str(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
+    functions = {"length_fn": length_fn, "weight_fn": weight_fn, "unpack": unpack}
+    for name, called in functions.items():
+        settings[name] = getattr(called, "__qualname__", type(called).__qualname__)
+    settings["cost"] = describe_cost(cost)
+    try:
+        length = len(source)
+    except (TypeError, NotImplementedError):
+        length = -1
+    words = np.array([source.is_empty, length, *source.deal], dtype=np.int64)
+    return _Setup(rules, source, Handlers(length_fn, weight_fn, unpack, collate), settings, words)
 
 
-def join(
+def _join(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", axis: str | None, timeout_s: float
 ) -> tuple[DataRanks, Pool, RankGroup]:
-    """All ranks, the groups that their loaders share, and the data-parallel group of this rank.
+    """Return all ranks, the groups that loaders share, and the data-parallel group of this rank.
 
     Raises:
         ConfigError: The mesh has no such axis.
         CommError: A rank did not come.
     """
-    if axis is not None:
-        if not isinstance(mesh_or_group, DeviceMesh):
-            raise ConfigError(
-                f"axis {axis!r} names an axis of a DeviceMesh, and none was given: give the mesh"
-            )
-        names = mesh_or_group.mesh_dim_names or ()
-        if axis not in names:
-            raise ConfigError(f"axis {axis!r}: the mesh has the axes {names}")
-        along = groups.member_of(mesh_or_group.get_group(axis), "data-parallel")
-        by_place = mesh_or_group.mesh.movedim(names.index(axis), 0).flatten(1)
-    else:
+    if axis is None:
         along = groups.member_of(groups.resolve(mesh_or_group), "data-parallel")
         by_place = torch.tensor(along.ranks)[:, None]
+    else:
+        mesh = of_type(f"the mesh of axis {axis!r}", mesh_or_group, DeviceMesh, "a DeviceMesh")
+        names = mesh.mesh_dim_names or ()
+        if axis not in names:
+            raise ConfigError(f"axis {axis!r}: the mesh has the axes {names}")
+        along = groups.member_of(mesh.get_group(axis), "data-parallel")
+        by_place = mesh.mesh.movedim(names.index(axis), 0).flatten(1)
     order = by_place.flatten().argsort()
     members = by_place.flatten()[order].tolist()
     places = torch.arange(by_place.shape[0]).repeat_interleave(by_place.shape[1])[order]
@@ -371,33 +342,18 @@ def join(
     return DataRanks(pool.control, places.numpy()), pool, along
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sources:
-    """The data-parallel ranks that load samples.
+class _Sources(NamedTuple):
+    """The data-parallel ranks (n,) that load samples; microbatches of an epoch, where all know.
 
-    Attributes:
-        places: (n,) which of the data-parallel ranks they are.
-        num_microbatches: (n,) of an epoch; -1 where a loader does not know.
-        deal: Samples, shuffle and seed of their `ResumableSampler`s; zeros without.
+    `deal` has samples, shuffle and seed of their `ResumableSampler`s; zeros without.
     """
 
     places: Ints
-    num_microbatches: Ints
+    num_microbatches: int | None
     deal: tuple[int, ...]
 
-    def epoch_length(self, rules: Rules) -> int | None:
-        """Microbatches of an epoch on each rank; None if a loader does not know."""
-        numbers = self.num_microbatches
-        if not numbers.size or numbers.min() < 0:
-            return None
-        if rules.ends == "drop_last":
-            return int(numbers.min()) // rules.accumulate * rules.accumulate
-        return -(-int(numbers.max()) // rules.accumulate) * rules.accumulate
 
-
-def agree_on_settings(
-    ranks: DataRanks, given: Given, source: Source, error: Exception | None
-) -> Sources:
+def _agree(ranks: DataRanks, setup: _Setup | None, error: Exception | None) -> _Sources:
     """Make sure that all ranks were given the same, and find out who loads.
 
     Raises:
@@ -406,44 +362,29 @@ def agree_on_settings(
         ConfigError: Samplers do not deal the same, or for other ranks than those that load (on all
             ranks alike).
     """
-    settings, values = dict.fromkeys(_SETTINGS, ""), np.zeros(7, dtype=np.int64)
-    try:
-        if error is None:  # else what was given may be anything
-            settings = _settings(given)
-            values = np.array([source.is_empty, _length_of(source), *source.deal], dtype=np.int64)
-    except Exception as met:
-        error = met
-    statement = Statement(settings, values, error)
-    said = agree(ranks.group, statement, what="construction", step=0, capacity=values.size)
+    settings, words = dict.fromkeys(_SETTINGS, ""), np.zeros(7, dtype=np.int64)
+    if setup is not None:
+        settings, words = setup.settings, setup.words
+    statement = Statement(settings, words, error)
+    said = agree(ranks.group, statement, what="construction", step=0, capacity=words.size)
+    assert setup is not None
     of_rank = np.stack(said)[ranks.leaders]
     places = np.flatnonzero(of_rank[:, 0] == 0)
-    deals = of_rank[places, 2:]
+    numbers, deals = of_rank[places, 1], of_rank[places, 2:]
     _check_deals(places, deals)
     deal = tuple(deals[0, 2:].tolist()) if places.size else (0, 0, 0)
-    return Sources(places, of_rank[places, 1], deal)
+    if not numbers.size or numbers.min() < 0:
+        return _Sources(places, None, deal)
+    accumulate = setup.rules.accumulate
+    if setup.rules.ends == "drop_last":
+        return _Sources(places, int(numbers.min()) // accumulate * accumulate, deal)
+    return _Sources(places, -(-int(numbers.max()) // accumulate) * accumulate, deal)
 
 
-_RULES = tuple(field.name for field in dataclasses.fields(Rules))
-_FUNCTIONS = ("length_fn", "weight_fn", "unpack")
-_SETTINGS = (*_RULES, "bytes_per_s", "timeout_s", *_FUNCTIONS, "cost")
-
-
-def _settings(given: Given) -> dict[str, str]:
-    """What must be the same on all ranks, as text."""
-    rules, chosen = given.rules, given.options
-    functions = (given.length_fn, chosen.weight_fn, chosen.unpack)
-    names = (getattr(one, "__qualname__", type(one).__qualname__) for one in functions)
-    values = [str(getattr(rules, name)) for name in _RULES]
-    values += [str(chosen.bytes_per_s), str(chosen.timeout_s), *names, describe_cost(given.cost)]
-    return dict(zip(_SETTINGS, values, strict=True))
-
-
-def _length_of(source: Source) -> int:
-    """Its microbatches, or -1 where it does not know."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return -1
+_SETTINGS = (
+    *Rules.__dataclass_fields__,
+    *("bytes_per_s", "timeout_s", "length_fn", "weight_fn", "unpack", "cost"),
+)
 
 
 def _check_deals(places: Ints, deals: Ints) -> None:
@@ -478,13 +419,14 @@ class BalancedLoader:
 
     Every rank of the group constructs it, with the same settings, and iterates alike. Loaders are
     made, and iterations begun, in one thread, in the same order on all ranks. The loader's thread
-    ends with the iteration, `close`, `with`, or the interpreter; groups are used again (`leases`).
+    ends with the iteration, `close`, `with`, or the interpreter; groups are used again.
 
-    A rank that leaves an iteration is heard by the others within about a second. They may go on to
+    When a rank leaves an iteration, the others notice within about a second. They may go on to
     where it left, and then raise a CommError that names it; at once, and with its error, if an
     error left a `with` of the loader. An iteration counts as left when nothing refers to it any
-    more, as when an error leaves a `for`. One that is kept, in a variable or by the traceback of an
-    error that was caught, counts as paused: the others hear at `close`, or when the process ends.
+    more, as when an error leaves a `for`; within a `with` of the loader, at its end. One that is
+    kept, in a variable or by the traceback of an error that was caught, counts as paused: the
+    others notice at `close`, or when the process ends.
 
     Args:
         loader: This rank's samples: a DataLoader (they are taken before it collates them, and its
@@ -527,34 +469,31 @@ class BalancedLoader:
         pack: Pack | int | None = None,
         options: LoaderOptions = DEFAULT_OPTIONS,
     ) -> None:
-        length_fn = num_input_ids if length_fn is None else length_fn
-        # A wrong argument is told to the other ranks, so first of all this rank must meet them.
-        known = options if isinstance(options, LoaderOptions) else DEFAULT_OPTIONS  # pyright: ignore[reportUnnecessaryIsInstance]
-        meeting_s = known.timeout_s if is_timeout(known.timeout_s) else DEFAULT_TIMEOUT_S
-        self._ranks, self._pool, self._group = join(mesh_or_group, known.axis, meeting_s)
+        of_type("BalancedLoader(options", options, LoaderOptions, "LoaderOptions(..)")
+        self._timeout_s = options.timeout_s
+        self._ranks, self._pool, self._group = _join(mesh_or_group, options.axis, self._timeout_s)
         own = loader if self._ranks.is_leader else None
-        given = Given(own, cost, length_fn, accumulate, sync, pack, options)
-        source, error = Source(None, None), None
+        length_fn = num_input_ids if length_fn is None else length_fn
+        setup, error = None, None
         try:
-            given, source = interpret(given)
-        except Exception as met:
+            setup = _set_up(own, cost, length_fn, accumulate, sync, pack, options)
+        except Exception as met:  # the others must not wait
             error = met
-        sources = agree_on_settings(self._ranks, given, source, error)
-        rules, rate = given.rules, options.bytes_per_s
-        self._source_places, self._deal = sources.places, sources.deal
-        self._num_microbatches = sources.epoch_length(rules)
+        self._sources = _agree(self._ranks, setup, error)
+        assert setup is not None
+        rate = options.bytes_per_s
         per_byte = measure_exchange(self._ranks.group).byte_s if rate is None else 1.0 / rate
-        self._redistributor = Redistributor(self._ranks, rules, cost, per_byte)
-        self._source, self._handlers = source, given.handlers(source)
-        self._depth, self._timeout_s = options.prefetch, float(options.timeout_s)
-        self._name = self._pool.next_name()
+        self._redistributor = Redistributor(self._ranks, setup.rules, cost, per_byte)
+        self._source, self._handlers, self._depth = setup.source, setup.handlers, options.prefetch
+        self._pool.num_loaders += 1
+        self._name = f"number {self._pool.num_loaders} of those made"
         self._first = self._progress = Progress()
         self._num_entered = 0
         self._prefetcher: Prefetcher | None = None
         self._metrics = LoaderMetrics()
 
     def __iter__(self) -> Iterator[Batch]:
-        """The microbatches that are left of the epoch; after its end, those of the next.
+        """Yield the microbatches that are left of the epoch; after its end, those of the next.
 
         An iteration that was left early begins anew. There is one at a time: the next one ends the
         one before.
@@ -575,9 +514,8 @@ class BalancedLoader:
                 yield from self._deliver(step, prefetcher)
                 prefetcher.release(step)
         except GeneratorExit:  # nothing refers to the iteration: `break`, or an error in the loop
-            # In a `with` the error follows, if there is one.
-            prefetcher.leave(is_final=not self._num_entered)
-            if not self._num_entered:
+            if not self._num_entered:  # else the end of the `with` knows the error
+                prefetcher.leave()
                 self._end(prefetcher, PATIENCE_S)
             raise
         except BaseException as error:
@@ -595,9 +533,9 @@ class BalancedLoader:
         Raises:
             TypeError: A rank's loader does not know, or its samples are grouped anew.
         """
-        if self._num_microbatches is None:
+        if self._sources.num_microbatches is None:
             raise TypeError("the number of microbatches is known only when they were loaded")
-        return self._num_microbatches
+        return self._sources.num_microbatches
 
     def __enter__(self) -> "BalancedLoader":
         self._num_entered += 1
@@ -646,7 +584,7 @@ class BalancedLoader:
         Raises:
             ConfigError: It is no whole number from 0.
         """
-        epoch = whole_number(epoch, "the caller of set_epoch")
+        epoch = whole("epoch", epoch)
         if epoch != self._first.epoch:
             self._first = Progress(epoch=epoch)
             if self._prefetcher is None:
@@ -686,16 +624,16 @@ class BalancedLoader:
         return self._redistributor.costs[-1][0]
 
     def metrics(self) -> dict[str, Any]:
-        """What this loader did so far on this rank (see `LoaderMetrics`)."""
+        """Return the counts of this loader so far on this rank (see `LoaderMetrics`)."""
         return dataclasses.asdict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was delivered so far, as plain values.
+        """Return what was delivered so far, as plain values.
 
         The same on every rank, unless the loader has a state of its own (`StatefulDataLoader`):
         then each rank keeps its own.
         """
-        return self._progress.to_state(self._deal)
+        return self._progress.to_state(self._sources.deal)
 
     @told("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -709,26 +647,22 @@ class BalancedLoader:
         """
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: close the loader first")
-        self._first = self._progress = Progress.from_state(state, self._deal)
+        self._first = self._progress = Progress.from_state(state, self._sources.deal)
 
     def _start(self) -> Prefetcher:
         """Borrow a group with all ranks that begin the same, and start the thread."""
-        first = self._first
-
-        def key_of(step: int) -> StepKey:
-            return StepKey(first.epoch, step, str(first.history))
-
+        first, places = self._first, self._sources.places
         error: Exception | None = None
         reading = Source(None, None).begin((), 0, 0, None)
         try:
             self._source.set_epoch(first.epoch)
-            index = int(np.searchsorted(self._source_places, self.ranks.index))
-            num_sources = self._source_places.size
-            reading = self._source.begin(first.history, index, num_sources, first.saved)
+            index = int(np.searchsorted(places, self._ranks.index))
+            reading = self._source.begin(first.history, index, places.size, first.saved)
         except Exception as met:
             error = named(met, "its loader")
-        settings = {"step": str(key_of(first.step)), "loader": self._name}
+        begins = f"epoch={first.epoch}, step={first.step}, after {first.history}"
         try:
+            settings = {"step": begins, "loader": self._name}
             lease = self._pool.borrow(settings, error, self._timeout_s)
         except BaseException:
             reading.close()
@@ -740,20 +674,20 @@ class BalancedLoader:
             self._handlers,
             self._redistributor,
             lease,
-            key_of,
-            first_step=first.step,
+            StepKey(first.epoch, first.step),
             depth=self._depth,
             loads=not self._source.is_empty,
         )
         return self._prefetcher
 
     def _deliver(self, step: ReadyStep, prefetcher: Prefetcher) -> Iterator[Batch]:
-        """The microbatches of a step; each counts as delivered when it is handed out."""
-        done = np.array(self._progress.counts or (0,) * self._source_places.size)
+        """Yield the microbatches of a step; each counts as delivered when it is handed out."""
+        places = self._sources.places
+        done = np.array(self._progress.counts or (0,) * places.size)
         parts = zip(step.data.microbatches, step.collated, step.saved, strict=True)
         for micro, (part, collated, saved) in enumerate(parts):
             prefetcher.hand_out((step.key.step, micro))
-            done = done + step.data.loaded.num_items[micro][self._source_places]
+            done = done + step.data.num_items[micro][places]
             self._progress = dataclasses.replace(
                 self._progress,
                 step=step.key.step + 1,

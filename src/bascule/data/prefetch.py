@@ -1,4 +1,4 @@
-"""The thread that prepares steps of a balanced loader, its process group, and how it is left.
+"""The thread that makes steps of a balanced loader ahead, its process group, and how it is left.
 
 **The group.** The thread of an iteration needs a process group that nobody else uses meanwhile: two
 threads in one group of gloo get each other's bytes. Torch keeps every group, with its threads and
@@ -14,23 +14,22 @@ the thread that trains. There are never more groups than iterations that went on
 threads that have made enough steps ahead wait for their training, not in the gather, and the
 training may wait for the rank that left. So who leaves also writes a note into the store, which
 these threads look for, once a second and only while they wait; then they come to the gather as
-well. The note says after which microbatch the rank left. Up to there the others may go on, because
-ranks may leave alike, one later than the other. Who has heard hands out nothing of what was made
-beyond.
+well. The note says after which microbatch the rank left, and with which error. Up to there the
+others may go on, because ranks may leave alike, one later than the other. Who has read it hands out
+nothing of what was made beyond.
 """
 
 import atexit
 import itertools
 import json
 import logging
-import secrets
 import sys
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,7 +44,7 @@ from bascule.data.source import Reading
 from bascule.data.steps import (
     ClosedError,
     Handlers,
-    Offer,
+    Load,
     Redistributor,
     Saved,
     StepData,
@@ -55,70 +54,57 @@ from bascule.data.steps import (
 )
 from bascule.errors import CommError, ConfigError, PlanError
 
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 5.0
+"""How long a rank that has an error of its own waits for the loaders of the others."""
+
+_LOOK_S = 1.0  # between looks for ranks that left, while there is nothing to do
+_CAPACITY = 8  # groups a rank that the first gather has room for
+
 Interval = tuple[float, float]
 """Start and end, in seconds of `time.perf_counter`."""
 
-_CAPACITY = 9  # integers a rank that the first gather has room for: eight groups
+Position = tuple[int, int]
+"""Step of the epoch and microbatch of the step; (-1, -1) before the first."""
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
-    """A group of a pool.
+class Lease:
+    """A group of a pool; while it is lent, an iteration of this rank uses it.
 
-    Attributes:
-        group: The group.
-        is_lent: Whether this rank uses it.
+    `use` counts how often it was lent, alike on all ranks.
     """
 
     group: RankGroup
+    use: int = 0
     is_lent: bool = False
 
     @property
     def is_free(self) -> bool:
-        """Whether this rank could use it."""
+        """True if this rank could use it."""
         return not self.is_lent and self.group.calls.ended is None
 
-
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """A group that nobody else uses.
-
-    Attributes:
-        group: The group.
-        use: A random number, the same on all ranks, that tells this use of the group from others.
-        give_back: Says that this rank's thread makes no further calls of it.
-    """
-
-    group: RankGroup
-    use: int
-    give_back: Callable[[], None]
+    def give_back(self) -> None:
+        """Make no further calls of it."""
+        self.is_lent = False
 
 
 class Pool:
-    """The groups of some ranks that loaders share. All of these ranks construct it.
+    """The groups of some global ranks that loaders share. All of these ranks construct it.
 
-    Args:
-        members: Global ranks.
-        timeout_s: Longest wait for a member.
-
-    Attributes:
-        control: What the thread that trains uses, to construct loaders and to borrow.
+    The thread that trains uses `control`, to construct loaders and to borrow.
     """
 
     def __init__(self, members: Sequence[int], timeout_s: float) -> None:
         self.control = new_group(members, "loader", timeout_s, backend="gloo")
-        self._places: list[_Place] = []
-        self._num_loaders = 0
-
-    def next_name(self) -> str:
-        """What tells a loader from the others of these ranks; the same on all of them."""
-        self._num_loaders += 1
-        return f"number {self._num_loaders} of those made"
+        self.num_loaders = 0
+        self._leases: list[Lease] = []
 
     def borrow(
         self, settings: Mapping[str, str], error: Exception | None, timeout_s: float
     ) -> Lease:
-        """A group that is free on all ranks. All call it, in the same order.
+        """Return a group that is free on all ranks. All call it, in the same order.
 
         Args:
             settings: What must be the same on all ranks for them to begin.
@@ -130,31 +116,26 @@ class Pool:
             CommError: A rank cannot begin, the settings differ, or a rank did not come.
         """
         set_timeout(self.control, timeout_s)
-        free = [place.is_free for place in self._places]
-        own = np.array([secrets.randbits(62), *free], dtype=np.int64)
+        free = np.array([lease.is_free for lease in self._leases], dtype=np.int64)
         said = agree(
             self.control,
-            Statement(settings, own, error),
+            Statement(settings, free, error),
             what="beginning an iteration",
             step=0,
-            capacity=max(_CAPACITY, own.size),
+            capacity=max(_CAPACITY, free.size),
         )
-        free_everywhere = np.flatnonzero(np.stack(said)[:, 1:].all(axis=0)).tolist()
+        free_everywhere = np.flatnonzero(np.stack(said).all(axis=0)).tolist()
         if not free_everywhere:
             group = new_group(self.control.ranks, "loader", timeout_s, backend="gloo")
-            self._places.append(_Place(group))
-        place = self._places[free_everywhere[0] if free_everywhere else -1]
-        set_timeout(place.group, timeout_s)
-        place.is_lent = True
-
-        def give_back() -> None:
-            place.is_lent = False
-
-        return Lease(place.group, int(said[0][0]), give_back)
+            self._leases.append(Lease(group))
+        lease = self._leases[free_everywhere[0] if free_everywhere else -1]
+        set_timeout(lease.group, timeout_s)
+        lease.is_lent, lease.use = True, lease.use + 1
+        return lease
 
 
 def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
-    """The pool of these global ranks, made where there is none that works. All of them call it.
+    """Return the pool of these global ranks, made where there is none that works. All call it.
 
     Raises:
         CommError: A member did not come.
@@ -168,117 +149,53 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     return pool
 
 
-_SETTLING_S = 0.5  # within a `with`, the error follows when the loop was left
-_TICK_S = 0.02
-
-Position = tuple[int, int]
-"""Step of the epoch and microbatch of the step."""
-
-NOWHERE: Position = (-1, -1)
-"""Before the first microbatch."""
-
-
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """That a rank left an iteration.
+    """A rank of the group that left, after the last microbatch it was handed; "" without error."""
 
-    Attributes:
-        use: Which use of the group the iteration is.
-        rank: Of the group.
-        after: The last microbatch that it was handed.
-        reason: The error with which it left; "" if it is unknown, or none.
-        is_final: Whether that is all that it will say.
-    """
-
-    use: int
     rank: int
     after: Position
-    reason: str = ""
-    is_final: bool = True
+    reason: str
 
     def __str__(self) -> str:
         if self.reason:
             return f"left the iteration with {self.reason}"
         where = f"after microbatch {self.after[1]} of step {self.after[0]}"
-        where = "before the first microbatch" if self.after == NOWHERE else where
+        where = where if self.after > (-1, -1) else "before the first microbatch"
         return f"closed the loader {where}: all ranks must leave an iteration at the same step"
 
 
-class Departures:
-    """Who left an iteration first.
-
-    Never raises: where the store is gone with its host, the connections to that rank are, too.
-
-    Args:
-        group: The group of the iteration.
-        use: Which use of it.
-    """
-
-    def __init__(self, group: RankGroup, use: int) -> None:
-        self._name = group.process_group.group_name
-        self._use = use
-
-    def announce(self, own: Departure) -> None:
-        """Say that this rank leaves; the first of all counts, and may add its reason."""
-        text, known = self._read()
-        is_new = known is None or (known.rank == own.rank and not known.is_final)
-        if is_new:
-            self._replace(text, own)
-
-    def read(self) -> Departure | None:
-        """Who left, if somebody did."""
-        return self._read()[1]
-
-    def settle(self) -> Departure | None:
-        """The same with the reason, which may take a moment; alike on all ranks from then on."""
-        deadline = time.monotonic() + _SETTLING_S
-        while True:
-            text, known = self._read()
-            if known is None or known.is_final:
-                return known
-            if time.monotonic() > deadline:
-                own = Departure(known.use, known.rank, known.after, known.reason)
-                self._replace(text, own)
-            time.sleep(_TICK_S)
-
-    def _read(self) -> tuple[str, Departure | None]:
-        """The note as it stands, and what it says of this iteration."""
-        try:
-            text = notes.read(notes.LEFT, self._name) or ""
-        except (RuntimeError, ValueError):
-            return "", None
-        if not text:
-            return "", None
-        given = json.loads(text)
-        departure = Departure(**{**given, "after": tuple(given["after"])})
-        return text, departure if departure.use == self._use else None
-
-    def _replace(self, before: str, departure: Departure) -> None:
-        """Write the note, unless somebody else did meanwhile."""
-        try:
-            notes.replace(notes.LEFT, self._name, before, json.dumps(asdict(departure)))
-        except (RuntimeError, ValueError):
-            return
+def announce(lease: Lease, reason: str, after: Position) -> None:
+    """Leave a note that this rank leaves; of several ranks the first one counts."""
+    text = json.dumps([lease.group.rank, after, reason])
+    try:
+        notes.replace(notes.LEFT, _name(lease), "", text)
+    except (RuntimeError, ValueError):  # the store is gone, and so are connections to its host
+        return
 
 
-logger = logging.getLogger(__name__)
+def departure(lease: Lease) -> Departure | None:
+    """Return who left first, if somebody did."""
+    try:
+        text = notes.read(notes.LEFT, _name(lease))
+    except (RuntimeError, ValueError):
+        return None
+    if text is None:
+        return None
+    rank, (step, micro), reason = json.loads(text)
+    return Departure(rank, (step, micro), reason)
 
-PATIENCE_S = 5.0
-"""How long a rank that has an error of its own waits for the loaders of the others."""
 
-_LOOK_S = 1.0  # between looks for ranks that left, while there is nothing to do
+def _name(lease: Lease) -> str:
+    return f"{lease.group.process_group.group_name} {lease.use}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyStep:
     """A step as the main thread takes it.
 
-    Attributes:
-        key: Which step.
-        data: What it is made of.
-        collated: Each microbatch, as the model takes it.
-        saved: After each microbatch, where a loader with a state of its own would go on.
-        exchange: When the thread agreed, planned and exchanged.
+    `collated` are its microbatches as the model takes them, `saved` where a loader with a state
+    would go on after each, `exchange` when the thread agreed, planned and exchanged.
     """
 
     key: StepKey
@@ -293,12 +210,12 @@ class Prefetcher:
 
     Args:
         reading: This rank's microbatches.
-        handlers: What is done with samples.
+        handlers: Functions applied to samples.
         redistributor: Makes steps of what all ranks loaded, in the group of the lease.
         lease: The thread's process group; given back when the thread ends.
-        keys: Of the steps, in their order.
+        first: The first step.
         depth: Steps that may be ready before one is taken.
-        loads: Whether this rank loads samples; otherwise it only computes.
+        loads: True if this rank loads samples; otherwise it only computes.
     """
 
     def __init__(
@@ -307,36 +224,28 @@ class Prefetcher:
         handlers: Handlers,
         redistributor: Redistributor,
         lease: Lease,
-        keys: Callable[[int], StepKey],
+        first: StepKey,
         *,
-        first_step: int,
         depth: int,
         loads: bool,
     ) -> None:
-        self._reading = reading
-        self._handlers = handlers
-        self._redistributor = redistributor
-        self._lease = lease
-        self._departures = Departures(lease.group, lease.use)
-        self._keys = keys
-        self._first_step = first_step
-        self._depth = depth
-        self._loads = loads
+        self._reading, self._handlers, self._loads = reading, handlers, loads
+        self._redistributor, self._lease = redistributor, lease
+        self._first, self._depth = first, depth
         self._changed = threading.Condition()
         self._ready: deque[ReadyStep] = deque()
         self._bytes = 0
         self._end: BaseException | None = None
         self._left: Departure | None = None
-        self._ended = self._closing = self._heard = False
-        self._is_settled = True
-        self._handed = NOWHERE
+        self._ended = self._closing = False
+        self._handed: Position = (-1, -1)
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="bascule loader", daemon=True)
         atexit.register(self._close_at_exit)
         self._thread.start()
 
     def take(self) -> tuple[ReadyStep | None, Interval]:
-        """The next step, None at the end; and when this thread waited for it.
+        """Return the next step, None at the end; and when this thread waited for it.
 
         Raises:
             ConfigError: The iteration was closed.
@@ -354,7 +263,7 @@ class Prefetcher:
         return None, waited
 
     def hand_out(self, position: Position) -> None:
-        """Say that a microbatch of the step that was taken is about to be used.
+        """Note that a microbatch of the step that was taken is about to be used.
 
         Raises:
             ConfigError: The iteration was closed.
@@ -367,32 +276,23 @@ class Prefetcher:
             self._handed = position
 
     def release(self, step: ReadyStep) -> None:
-        """Say that a step that was taken is no longer needed, so that another may be made."""
+        """Make room for another step: this one is used up."""
         with self._changed:
             self._bytes -= step.data.received_bytes
             self._changed.notify_all()
 
-    def leave(self, reason: str = "", *, is_final: bool = True) -> None:
-        """Want no further step, and let the other ranks know; waits for nothing.
-
-        Args:
-            reason: The error with which this rank leaves.
-            is_final: Whether no reason is to follow.
-        """
-        if not self._ended or not self._is_settled:
-            self._is_settled = is_final
-            own = self._lease.group.rank
-            departure = Departure(self._lease.use, own, self._handed, reason, is_final)
-            self._departures.announce(departure)
+    def leave(self, reason: str = "") -> None:
+        """Want no further step, and let the other ranks know why; waits for nothing."""
+        if not self._ended:
+            announce(self._lease, reason, self._handed)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait for the thread, which ends with those of the other ranks; whether it did.
+        """Wait for the thread, which ends with those of the other ranks; return whether it did.
 
-        Args:
-            patience_s: How long to wait. None: as long as its collectives do.
+        At most `patience_s`; by default as long as its collectives wait.
         """
         if self._thread is threading.current_thread():  # the garbage of an iteration is found there
             return False
@@ -420,7 +320,7 @@ class Prefetcher:
             raise self._end
 
     def _close_at_exit(self) -> None:
-        """At the end of the interpreter, for an iteration that was left nowhere."""
+        """End an iteration that was left nowhere, when the interpreter ends."""
         error = getattr(sys, "last_value", None)
         self.leave("" if error is None else text_of(error))
         self.join(PATIENCE_S)
@@ -428,8 +328,8 @@ class Prefetcher:
     def _run(self) -> None:
         is_alike = True
         try:
-            for step in itertools.count(self._first_step):
-                if not self._make(self._keys(step)):
+            for step in itertools.count(self._first.step):
+                if not self._make(StepKey(self._first.epoch, step)):
                     break
         except ClosedError as error:
             self._end = self._named(error)
@@ -451,36 +351,35 @@ class Prefetcher:
         atexit.unregister(self._close_at_exit)
 
     def _named(self, error: ClosedError) -> CommError:
-        """The error with who left first, where, and why."""
-        left = self._departures.read() if self._closing else self._departures.settle()
-        if left is None:
+        """Return the error with who left first, where, and why."""
+        self._left = departure(self._lease)
+        if self._left is None:
             return error
-        self._left = left
         group = self._lease.group
-        named = CommError(f"step {error.step}: rank {left.rank} of group {group.name!r} {left}")
-        if left.reason and left.rank != group.rank:
+        who = f"rank {self._left.rank} of group {group.name!r}"
+        named = CommError(f"step {error.step}: {who} {self._left}")
+        if self._left.reason and self._left.rank != group.rank:
             # The training may end in a collective of its own, which does not say why.
             logger.error("%s", named)
         return named
 
     def _make(self, key: StepKey) -> bool:
-        """One step; whether there was one."""
-        self._wait_until(lambda: len(self._ready) < self._depth)
-        offer, saved = self._load()
+        """Make one step; return whether there was one."""
+        is_left = self._wait_until(lambda: len(self._ready) < self._depth)
+        own, saved = self._load(is_left)
         start = time.perf_counter()
         try:
-            data = self._redistributor.step(key, offer, self._reserve)
+            data = self._redistributor.step(key, own, self._reserve)
         except CommError as error:
-            if offer.error is not None:
-                raise error from offer.error
+            if own.error is not None:
+                raise error from own.error
             raise
         if data is None:
-            if self._redistributor.rules.ends == "drop_last":
-                self.num_dropped += len(offer.lens) + self._reading.num_unread
+            if self._redistributor.rules.ends == "drop_last" and own.items is not None:
+                self.num_dropped = own.items.lens.size + self._reading.num_unread
             return False
         exchange = start, time.perf_counter()
-        collated: list[Any] = []
-        failed: Exception | None = None
+        collated, failed = list[Any](), None
         try:
             collated = [self._handlers.collate(part.samples) for part in data.microbatches]
         except BaseException as error:
@@ -491,10 +390,10 @@ class Prefetcher:
             self._changed.notify_all()
         return True
 
-    def _load(self) -> tuple[Offer, Saved]:
+    def _load(self, is_left: bool) -> tuple[Load, Saved]:
         version = len(self._redistributor.costs) - 1
-        if self._closing or self._heard:
-            return Offer(is_closing=True, cost_version=version), []
+        if is_left:
+            return Load(is_closing=True, cost_version=version), []
         accumulate = self._redistributor.rules.accumulate
         return load(
             self._reading, self._handlers, accumulate, loads=self._loads, cost_version=version
@@ -508,15 +407,14 @@ class Prefetcher:
         with self._changed:
             self._bytes += num_bytes
 
-    def _wait_until(self, is_possible: Callable[[], bool]) -> None:
-        """Wait for the training to use what is ready, or for a rank to leave."""
+    def _wait_until(self, is_possible: Callable[[], bool]) -> bool:
+        """Wait for the training to use what is ready; return True if a rank leaves instead."""
         while True:
             with self._changed:
-                if self._changed.wait_for(
-                    lambda: self._closing or self._heard or is_possible(), _LOOK_S
-                ):
-                    return
-            self._heard = self._departures.read() is not None
+                if self._changed.wait_for(lambda: self._closing or is_possible(), _LOOK_S):
+                    return self._closing
+            if departure(self._lease) is not None:
+                return True
 
 
 def _forget_locals(error: BaseException | None) -> None:
@@ -529,6 +427,6 @@ def _forget_locals(error: BaseException | None) -> None:
 
 
 def text_of(error: BaseException) -> str:
-    """An error as one line."""
+    """Return an error as one line."""
     lines = str(error).strip().splitlines()
     return type(error).__name__ + (f": {lines[0]}" if lines else "")

@@ -13,14 +13,10 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What was delivered of an epoch, alike on all ranks except `saved`.
+    """The part of an epoch that was delivered, up to the next step; alike on all ranks.
 
-    Attributes:
-        epoch: From 0.
-        step: Next step.
-        history: Items that each source rank had delivered, one entry for each earlier run.
-        counts: Items that each source rank delivered in this run.
-        saved: Where this rank's loader goes on, if it has a state of its own.
+    Items that each source rank had delivered in each earlier run are the `history`, those of this
+    run the `counts`. `saved` is where this rank's loader goes on, if it has a state of its own.
     """
 
     epoch: int = 0
@@ -30,16 +26,12 @@ class Progress:
     saved: dict[str, Any] | None = None
 
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
-        """As plain values.
-
-        Args:
-            deal: Of the `ResumableSampler`s whose samples they are.
-        """
+        """Return plain values; `deal` is that of the `ResumableSampler`s whose samples they are."""
         return {"version": STATE_VERSION, "deal": tuple(deal), **dataclasses.asdict(self)}
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], deal: Sequence[int]) -> "Progress":
-        """Where to go on: the run that wrote the state is one of the history.
+        """Go on from a state: the run that wrote it becomes the last one of the history.
 
         Raises:
             ConfigError: This is no such state, or one of other samples.
@@ -70,11 +62,7 @@ class Progress:
 
 
 def _counts(given: Sequence[int]) -> tuple[int, ...]:
-    """Items of each source rank.
-
-    Raises:
-        ValueError: The list is empty, or a count is not a whole number.
-    """
+    """Check the items of each source rank: there is one at least."""
     counts = tuple(whole_number(count, "a count of the state") for count in given)
     if not counts:
         raise ValueError("no counts in the history")

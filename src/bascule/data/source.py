@@ -17,34 +17,26 @@ _MOST = 2**40  # sums of many stay below 2^63
 
 
 def whole_number(value: Any, what: str) -> int:
-    """A length or weight as an integer.
+    """Return a length or weight that a function of the user gave as an integer.
 
     Raises:
-        ConfigError: It is not an integer from 0 to 2^40.
+        ConfigError: It is not a whole number from 0 to 2^40.
     """
+    is_truth = "bool" in str(getattr(value, "dtype", type(value)))  # a comparison, not a length
     try:
         number = int(value)
-        is_whole = bool(number == value) and 0 <= number <= _MOST
-    except Exception:
-        number, is_whole = 0, False
-    if not is_whole or _is_truth(value) or isinstance(value, str | bytes):
-        raise ConfigError(f"{what} gave {value!r}: it must be a whole number from 0 to 2^40")
-    return number
-
-
-def _is_truth(value: Any) -> bool:
-    """Whether it is True or False, of Python, numpy or torch: a comparison, not a length."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
+        if not is_truth and number == value and 0 <= number <= _MOST:
+            return number
+    except Exception:  # of whatever it is
+        pass
+    raise ConfigError(f"{what} gave {value!r}: it must be a whole number from 0 to 2^40")
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """How samples that come one by one are grouped: a number of samples, or a budget of tokens.
+    """Groups samples that come one by one: a number of them, or as many as fit into some tokens.
 
-    Attributes:
-        num_samples: Samples of a microbatch; None where tokens decide.
-        num_tokens: Most tokens of a microbatch; a longer sample comes alone.
-        length_fn: Tokens of a sample.
+    A sample longer than these tokens comes alone.
     """
 
     num_samples: int | None
@@ -73,13 +65,8 @@ class Microbatches:
 class Source:
     """The microbatches of one rank.
 
-    Args:
-        loader: A DataLoader, whose samples are taken before it collates them; any iterable of lists
-            of samples; or, with `grouping`, of samples. None on a rank that only computes.
-        grouping: How samples are grouped; None keeps the lists that the loader gives.
-
-    Raises:
-        ConfigError: A loader cannot be taken apart.
+    From a DataLoader, whose samples are taken before it collates them, or any iterable of lists of
+    samples; with `grouping`, of samples. None on a rank that only computes.
     """
 
     def __init__(self, loader: Iterable[Any] | None, grouping: Microbatches | None) -> None:
@@ -95,7 +82,7 @@ class Source:
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank only computes."""
+        """True if this rank only computes."""
         return self._loader is None
 
     @property
@@ -113,22 +100,19 @@ class Source:
         return len(self._loader)  # pyright: ignore[reportArgumentType]
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell whatever shuffles which epoch begins."""
+        """Set the epoch of whatever shuffles."""
         for part in (self._loader, self._sampler, getattr(self._loader, "dataset", None)):
-            tell = getattr(part, "set_epoch", None)
-            if tell is not None:
-                tell(epoch)
+            set_epoch = getattr(part, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(epoch)
 
     def begin(
         self, history: History, index: int, num_sources: int, saved: dict[str, Any] | None
     ) -> "Reading":
         """Start to read the samples that are left of an epoch.
 
-        Args:
-            history: What each source rank had delivered, a run after the other.
-            index: Which source rank this is.
-            num_sources: How many there are.
-            saved: `Reading.saved` of the last run, if the loader keeps a state of its own.
+        In each run of `history`, each of `num_sources` source ranks had delivered some; this is the
+        one at `index`. `saved` is `Reading.saved` of the last run, if the loader has a state.
 
         Raises:
             ConfigError: The loader cannot go on from there.
@@ -157,14 +141,10 @@ class Source:
 
 
 class Reading:
-    """One pass over a source. Iterates over microbatches, lists of samples.
+    """One pass over a source, without `skip` samples at the start. Iterates over microbatches.
 
-    Args:
-        items: What the loader gives: lists of samples, or samples.
-        grouping: How samples are grouped anew; None keeps the lists.
-        stateful: The loader, if it can say where it is.
-        skip: Samples to leave out at the start.
-        num_samples: All of the loader, those to leave out included; None if it does not know.
+    `stateful` is the loader, if it can say where it is. `num_samples` counts all of the loader,
+    those to leave out included; None if it does not know.
     """
 
     def __init__(
@@ -205,7 +185,7 @@ class Reading:
         self._items = iter(())
 
     def saved(self) -> dict[str, Any] | None:
-        """Where a loader with a state would go on after the microbatches taken so far."""
+        """Return where a loader with a state would go on after the microbatches taken so far."""
         if self._stateful is None:
             return None
         first, state = self._newest
@@ -226,7 +206,7 @@ class Reading:
             raise too_many(self._skip, self._skip + first)
 
     def _keep(self, first: int) -> None:
-        """Note the loader's state before its batch that begins with sample `first`.
+        """Keep the loader's state before its batch that begins with sample `first`.
 
         That is never beyond the samples taken: whoever groups them asks for one at a time, and at
         most for the one after the last of a group. So the newest state is one to go on from.

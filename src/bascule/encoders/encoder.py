@@ -34,19 +34,20 @@ from bascule.encoders.items import (
     Features,
     Item,
     Length,
-    Offer,
+    OwnItems,
     attach,
     called_with,
     contents_of,
     names_digest,
-    offer_of,
+    prepare,
     table_of,
     values_digest,
 )
-from bascule.encoders.plan import Encoding, ItemPlan, Loaded, plan_items
+from bascule.encoders.plan import CallSettings, Encoding, ItemPlan, plan_items
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, shown
+from bascule.plan.checks import choice, fields, number, of_type
 from bascule.plan.costs import Cost, describe_cost
+from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 
@@ -58,9 +59,6 @@ _FIRST_CAPACITY = 128
 
 _PIECES_A_RANK = 4
 """Pieces of a long item for each rank: as even as whole items of that size would be."""
-
-_GETTING = {"owner": 0, "all": None, "first": 1}
-"""By `features_for`: ranks that get what all of them gave; None: all."""
 
 _SETTINGS = (
     *("module", "weights", "cost", "limits", "cluster", "home_tolerance", "features_for"),
@@ -85,6 +83,9 @@ class EncoderOptions:
         features_for: "owner": each rank gives its own items and gets their features. "all": every
             rank gives the same items, as in inference; none is sent, and all get the features.
             "first": likewise, and only the first rank gets them. The last two have no gradients.
+
+    Raises:
+        ConfigError: A value is out of its range.
     """
 
     table: EncoderTable | None = None
@@ -95,20 +96,27 @@ class EncoderOptions:
     timeout_s: float = 600.0
     features_for: Literal["owner", "all", "first"] = "owner"
 
+    def __post_init__(self) -> None:
+        fields(
+            self,
+            table=(of_type, EncoderTable, "an EncoderTable"),
+            limits=(of_type, Limits, "Limits(tokens=..), or None"),
+            home_tolerance=number,
+            cluster=(of_type, Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None"),
+            timeout_s=(number, 1e-3, 1e7),
+            features_for=(choice, "owner", "all", "first"),
+        )
+
 
 _DEFAULT = EncoderOptions()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Computed:
-    """The features that a rank computed.
+    """The features that a rank computed: tensors of each item, by id, and an output as a template.
 
-    Attributes:
-        parts: Tensors of each item, by id.
-        unused: What it computed besides, for the others' sake.
-        template: An output.
-        parcels: Of the items whose features are sent, in the order of ids.
-        num_bytes: Of each rank, the bytes of its parcels.
+    `unused` it computed for the others' sake. `parcels` are of the items whose features are sent,
+    in the order of ids; `num_bytes` of these of all ranks.
     """
 
     parts: dict[int, list[Tensor]]
@@ -262,45 +270,36 @@ class BalancedEncoder:
             at_once: Most items of a call; 0: any number.
         """
         self._step += 1
-        loaded, offer = self._agree(items, error, call, inputs or items, at_once)
+        given, settings, own = self._agree(items, error, call, inputs or items, at_once)
         self.last = None
-        if not loaded.num_items:
+        if not given.lens.size:
             return Features([], after, None)
-        options = self.options
+        options, records = self.options, settings.needs_gradient
         plan, self.last = plan_items(
-            loaded,
+            given,
+            settings,
             self.cost,
             cluster=options.cluster,
             limits=options.limits,
             home_tolerance=options.home_tolerance,
-            is_aligned=self._is_sharded,
         )
-        with torch.set_grad_enabled(loaded.needs_gradient and torch.is_grad_enabled()):
-            token = after if loaded.needs_gradient else None
-            if loaded.needs_gradient and token is None:
+        with torch.set_grad_enabled(records and torch.is_grad_enabled()):
+            token = after if records else None
+            if records and token is None:
                 token = torch.zeros((), device=self._device, requires_grad=True)
-            arrived, token = self._send(plan, offer, token)
-            features = self._return(plan, offer, self._compute(plan, arrived), token)
-        if not loaded.needs_gradient:
+            arrived, token = self._send(plan, own, token)
+            features = self._return(plan, own, self._compute(plan, arrived), token)
+        if not records:
             features.token = after
         return features
 
     def _settings(self) -> dict[str, str]:
-        """Return what must be the same on all ranks when an encoder is made.
-
-        Raises:
-            ConfigError: An option is wrong.
-        """
+        """Return what must be the same on all ranks when an encoder is made."""
         inner, options = self._inner, self.options
         if self._length_fn is None and self.table.length is None:
             raise ConfigError(
                 f"no lengths are known for a {type(inner).__name__}: give length_fn, which "
                 "says the tokens of an item"
-            )
-        number("home_tolerance", options.home_tolerance)
-        if options.features_for not in _GETTING:
-            raise ConfigError(
-                f"features_for={shown(options.features_for)}: choose one of {list(_GETTING)}"
             )
         if options.cluster is not None:
             options.cluster.check_world(self._host.size)
@@ -319,72 +318,82 @@ class BalancedEncoder:
 
     def _agree(
         self, items: Sequence[Item], error: Exception | None, call: str, inputs: Any, at_once: int
-    ) -> tuple[Loaded, Offer]:
-        """Gather what all ranks loaded; or raise the same error on all of them."""
-        offer, words, travel = Offer(), np.zeros(2, np.int64), self.options.features_for == "owner"
-        settings: dict[str, str] = dict.fromkeys(_CALL_SETTINGS, "")
+    ) -> tuple[Items, CallSettings, OwnItems]:
+        """Gather what all ranks give; or raise the same error on all of them."""
+        own, flags, is_shared = OwnItems(), 0, self.options.features_for != "owner"
+        compared: dict[str, str] = dict.fromkeys(_CALL_SETTINGS, "")
         try:
             records = torch.is_grad_enabled()
             trains = records and any(p.requires_grad for p in self._inner.parameters())
             gradients = f"enabled {records}, of parameters {trains}"
-            settings |= {"call": call, "settings": self._module_settings, "gradients": gradients}
+            compared |= {"call": call, "settings": self._module_settings, "gradients": gradients}
             if error is None:
-                offer = offer_of(
-                    *(items, self._inner, self.table, self._length_fn, self._device),
-                    num_pieces=self._num_pieces,
-                    travel=travel,
+                own = prepare(
+                    items,
+                    self._inner,
+                    self.table,
+                    self._length_fn,
+                    self._device,
+                    most_pieces=self._most_pieces,
+                    travel=not is_shared,
                 )
-                flags = (records and offer.wants_gradient) + 2 * trains
-                if not travel:
-                    settings["items"] = contents_of(leaves_of(inputs))
-                    if flags:
-                        raise ConfigError(
-                            f"features_for={self.options.features_for!r} has no gradients: encode "
-                            "under torch.no_grad(), or let each rank give its own items"
-                        )
-                words = np.array([flags, at_once, *offer.words], np.int64)
+                flags = (records and own.wants_gradient) + 2 * trains
+                if is_shared:
+                    compared["items"] = contents_of(leaves_of(inputs))
+                if is_shared and flags:
+                    raise ConfigError(
+                        f"features_for={self.options.features_for!r} has no gradients: encode "
+                        "under torch.no_grad(), or let each rank give its own items"
+                    )
         except Exception as met:  # whatever it is, the others must not wait
             error = met
         said = agree(
             self._host,
-            Statement(settings, words, error),
+            Statement(compared, np.array([flags, at_once, *own.items.to_words()]), error),
             what="items",
             step=self._step,
             capacity=self._capacity,
         )
-        self._capacity = max(self._capacity, *(part.size for part in said))
-        num_getting = _GETTING[self.options.features_for]
-        return Loaded.of(
-            said, self._host.rank, len(said) if num_getting is None else num_getting
-        ), offer
+        self._capacity = max(self._capacity, *(words.size for words in said))
+        getting = {"owner": 0, "all": len(said), "first": 1}[self.options.features_for]
+        settings = CallSettings(
+            num_ranks=len(said),
+            num_getting=getting,
+            items_need_gradient=any(words[0] & 1 for words in said),
+            needs_gradient=any(words[0] for words in said),
+            at_once=min((int(words[1]) for words in said if words[1]), default=None),
+            is_aligned=self._is_sharded,
+        )
+        gave = said[:1] if is_shared else said
+        return Items.from_words([words[2:] for words in gave]), settings, own
 
     @property
-    def _num_pieces(self) -> int:
+    def _most_pieces(self) -> int:
         """Most pieces of an item; with limits any: what is too long for a rank may fit so."""
         if self.options.limits is not None:
             return sys.maxsize
         return _PIECES_A_RANK * self._host.size if self._host.size > 1 else 1
 
     def _send(
-        self, plan: ItemPlan, offer: Offer, token: Tensor | None
+        self, plan: ItemPlan, own: OwnItems, token: Tensor | None
     ) -> tuple[dict[int, Item], Tensor | None]:
         """Return the items that this rank computes, by id, and the token of their gradients."""
-        rank, loaded, (ids, dest) = self._group.rank, plan.loaded, plan.needed
-        owner = loaded.owner[ids]
+        rank, first, (ids, dest) = self._group.rank, plan.first(self._group.rank), plan.needed
+        owner = plan.owner[ids]
         stays = (owner == dest) | (owner < 0)
-        own = ids[stays & (dest == rank)].tolist()
-        items = {one: offer.items[one - loaded.first] for one in own}
+        here = ids[stays & (dest == rank)].tolist()
+        items = {one: own.pieces[one - first] for one in here}
         if stays.all():
             return items, token
         ids, owner, dest = ids[~stays], owner[~stays], dest[~stays]
         move = self._move(owner, dest, "items")
-        sent = (ids[owner == rank] - loaded.first).tolist()
-        args = [offer.parcels[one] for one in sent], loaded.num_bytes[ids]
-        if token is not None and loaded.items_need_gradient:
-            leaving = [offer.items[one] for one in sent]
-            arrived, token = move_items_with_gradients(move, leaving, *args, token)
+        sent = (ids[owner == rank] - first).tolist()
+        parcels, num_bytes = [own.parcels[one] for one in sent], plan.items.num_bytes[ids]
+        if token is not None and plan.settings.items_need_gradient:
+            leaving = [own.pieces[one] for one in sent]
+            arrived, token = move_items_with_gradients(move, leaving, parcels, num_bytes, token)
         else:
-            arrived = move_items(move, *args)
+            arrived = move_items(move, parcels, num_bytes)
         return items | dict(zip(ids[dest == rank].tolist(), arrived, strict=True)), token
 
     def _compute(self, plan: ItemPlan, items: dict[int, Item]) -> _Computed:
@@ -425,18 +434,18 @@ class BalancedEncoder:
         return getattr(self.module, self.table.method)(**arguments)
 
     def _return(
-        self, plan: ItemPlan, offer: Offer, computed: _Computed, token: Tensor | None
+        self, plan: ItemPlan, own: OwnItems, computed: _Computed, token: Tensor | None
     ) -> Features:
         """Send features to the ranks that get them, and put them into the owner's order."""
         rank, parts = self._group.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)
         wanted, getting = plan.wanted
-        own = wanted[getting == rank].tolist()
-        stayed = [one for one in own if one in parts]
+        gets = wanted[getting == rank].tolist()
+        stayed = [one for one in gets if one in parts]
         ids, dest = plan.sent
         if ids.size:
-            source, num_bytes = plan.rank_of[ids], np.zeros(plan.loaded.num_items, np.int64)
+            source, num_bytes = plan.rank_of[ids], np.zeros_like(plan.owner)
             for place, said in enumerate(computed.num_bytes):
                 num_bytes[np.unique(ids[source == place])] = said
             leaving = ids[source == rank]
@@ -446,14 +455,15 @@ class BalancedEncoder:
             if token is None:
                 arrived = move_items(move, parcels, num_bytes[ids])
             else:
-                args = move, [parts[one] for one in leaving.tolist()], parcels, num_bytes[ids]
-                arrived, token = move_items_with_gradients(*args, token)
+                sent = [parts[one] for one in leaving.tolist()]
+                moved = move_items_with_gradients(move, sent, parcels, num_bytes[ids], token)
+                arrived, token = moved
             parts |= dict(zip(ids[dest == rank].tolist(), arrived, strict=True))
         if token is not None and (plan.moves or computed.unused):
             # Not views: who gets them may write into them.
             parts |= {one: [x.clone() for x in attach(parts[one], [token])] for one in stayed}
-        leaves = offer.whole([parts[one] for one in own]) if own else []
-        outputs = [rebuilt(computed.template, iter(own)) for own in leaves]
+        leaves = own.whole([parts[one] for one in gets]) if gets else []
+        outputs = [rebuilt(computed.template, iter(one)) for one in leaves]
         return Features(outputs, token, computed.template)
 
     def _move(self, source: Ints, dest: Ints, name: str) -> ItemMove:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -21,6 +20,7 @@ from bascule.comm.exchange import has_gradient
 from bascule.comm.items import Parcel, attached, joined, leaves_of, mapped, parcel
 from bascule.errors import ConfigError
 from bascule.plan.checks import whole
+from bascule.plan.items import NO_ITEMS, Items
 
 Item = dict[str, Any]
 """The arguments of a call for one item alone, by name."""
@@ -54,18 +54,14 @@ class EncoderTable:
     settings: Callable[[nn.Module], str] | None = None
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
-        """Cut a call into its items; views.
-
-        Raises:
-            ConfigError: Arguments have unlike numbers of items.
-        """
+        """Cut a call into its items; views."""
         given, sizes = self._sizes(arguments)
         num = len(sizes)
         parts = {name: x.split(sizes if name in self.packed else 1) for name, x in given.items()}
         return [{**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(num)]
 
     def num_items(self, arguments: Mapping[str, Any]) -> int:
-        """Count the items of a call; errors as of `cut`."""
+        """Count the items of a call."""
         return len(self._sizes(arguments)[1])
 
     def _sizes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
@@ -95,11 +91,7 @@ class EncoderTable:
         return alike | {name: torch.cat([item[name] for item in items]) for name in tensors}
 
     def parts(self, output: Any, items: Sequence[Item]) -> list[list[Tensor]]:
-        """Return the tensors of an output that belong to each item, in the order of the nest.
-
-        Raises:
-            ConfigError: A tensor cannot be cut into the items.
-        """
+        """Return the tensors of an output that belong to each item, in the order of the nest."""
         sizes = [1 if self.sizes is None else self.sizes(item)[0] for item in items]
         columns = [_cut(leaf, sizes) for leaf in leaves_of(output)]
         return [list(own) for own in zip(*columns, strict=True)] if columns else [[] for _ in items]
@@ -139,11 +131,7 @@ def form_of(item: Item, device: torch.device) -> int:
 
 
 def called_with(function: Callable[..., Any], args: Sequence[Any], kwargs: Item) -> Item:
-    """Return the arguments of a call by name, without those that are None.
-
-    Raises:
-        ConfigError: They are not those of the function.
-    """
+    """Return the arguments of a call by name, without those that are None."""
     try:
         bound = inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
@@ -271,47 +259,40 @@ def table_of(module: nn.Module) -> EncoderTable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Offer:
-    """Items that a rank brings, ready to travel.
+class OwnItems:
+    """Items of this rank, or pieces of them, ready to travel; each item has so many pieces."""
 
-    Attributes:
-        items: Or pieces of them.
-        counts: Of each item, its pieces.
-        parcels: Of each piece, what travels.
-        words: Of each piece tokens, pairs, form and bytes; see `plan.Loaded`.
-    """
-
-    items: list[Item] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    parcels: list[Parcel] = field(default_factory=list)
-    words: list[int] = field(default_factory=list)
+    pieces: Sequence[Item] = ()
+    num_pieces: Sequence[int] = ()
+    parcels: Sequence[Parcel] = ()
+    items: Items = NO_ITEMS
 
     @property
     def wants_gradient(self) -> bool:
         """True if a tensor of an item requires one."""
-        tensors = (x for one in self.items for x in one.values() if isinstance(x, Tensor))
+        tensors = (x for one in self.pieces for x in one.values() if isinstance(x, Tensor))
         return any(x.requires_grad for x in tensors)
 
     def whole(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         """Join the tensors of the pieces of each item, one after another."""
         pieces = iter(leaves)
-        groups = [list(islice(pieces, count)) for count in self.counts]
+        groups = [list(islice(pieces, num)) for num in self.num_pieces]
         return [
             own[0] if len(own) == 1 else [torch.cat(part) for part in zip(*own, strict=True)]
             for own in groups
         ]
 
 
-def offer_of(
+def prepare(
     items: Sequence[Item],
     module: nn.Module,
     table: EncoderTable,
     length_fn: Callable[[Item], Length] | None,
     device: torch.device,
     *,
-    num_pieces: int,
+    most_pieces: int,
     travel: bool,
-) -> Offer:
+) -> OwnItems:
     """Cut this rank's items into at most so many pieces each, and describe them.
 
     Items that do not travel get parcels without contents.
@@ -319,34 +300,36 @@ def offer_of(
     Raises:
         ConfigError: Something is wrong with an item; names its place.
     """
-    offer = Offer()
+    pieces, counts, parcels = list[Item](), list[int](), list[Parcel]()
+    lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
         try:
             if table.num_items(item) != 1:
                 raise ConfigError("it has rows of several items: give each by itself")
-            is_split = table.split is not None and num_pieces > 1
-            pieces = table.split(item, num_pieces) if table.split and is_split else [item]
-            for piece in pieces:
+            is_split = table.split is not None and most_pieces > 1
+            own = table.split(item, most_pieces) if table.split and is_split else [item]
+            for piece in own:
                 length = length_fn(piece) if length_fn else None
                 if length is None:
                     assert table.length is not None
                     length = table.length(module, piece)
-                tokens, pairs = length if isinstance(length, tuple) else (length, -1.0)
-                tokens = whole("length_fn", tokens, 1)
-                tensors = [x for x in piece.values() if isinstance(x, Tensor)]
-                sent = Parcel((), sum(x.nbytes for x in tensors))
+                tokens, num_pairs = length if isinstance(length, tuple) else (length, -1.0)
+                lens.append(whole("length_fn", tokens, 1))
+                pairs.append(float(num_pairs))
+                forms.append(form_of(piece, device))
                 if travel:
-                    sent = parcel(mapped(dict(piece), Tensor.detach), device)
-                bits = int(np.float64(pairs).view(np.int64))
-                form = form_of(piece, device)
-                offer.parcels.append(sent)
-                offer.words.extend((tokens, bits, form, sent.num_bytes))
+                    parcels.append(parcel(mapped(dict(piece), Tensor.detach), device))
+                else:
+                    tensors = [x for x in piece.values() if isinstance(x, Tensor)]
+                    parcels.append(Parcel((), sum(x.nbytes for x in tensors)))
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else repr(error)
             raise ConfigError(f"item {place}: {text}") from error
-        offer.items.extend(pieces)
-        offer.counts.append(len(pieces))
-    return offer
+        pieces += own
+        counts.append(len(own))
+    num_bytes = [one.num_bytes for one in parcels]
+    described = Items.own([len(pieces)], lens, num_bytes, forms=forms, pairs=pairs)
+    return OwnItems(pieces, counts, parcels, described)
 
 
 class Features(list[Any]):

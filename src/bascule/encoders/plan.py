@@ -1,6 +1,5 @@
 """Plans of items: which rank encodes which; numpy only, the same answer on every rank."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,89 +8,39 @@ import numpy as np
 from bascule.arrays import Floats, Ints
 from bascule.plan.batching import ForwardPass, forward_passes
 from bascule.plan.costs import Cost, evaluate
+from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign
 
-_NUM_FIRST, _NUM_NUMBERS = 2, 4  # words of a rank, and of an item
 
-
-@dataclass(frozen=True, eq=False)
-class Loaded:
-    """The items of all ranks, rank by rank.
+@dataclass(frozen=True, slots=True)
+class CallSettings:
+    """The settings of a call, alike on all ranks.
 
     Attributes:
-        rank: This rank.
         num_ranks: Number of ranks.
-        owner: (n,) rank that gave each, and gets its features; -1 where all ranks gave it.
-        lens: (n,) its tokens.
-        pairs: (n,) pairs that attention computes, or -1 where nobody said.
-        forms: (n,) items of the same form fit into one call.
-        num_bytes: (n,) its bytes on the wire.
+        num_getting: 0 where each rank gave items of its own, and gets their features. Else all
+            ranks gave the same ones, and so many, the first ones, get the features.
         items_need_gradient: An item of some rank requires a gradient.
         needs_gradient: An item or a parameter does.
-        num_getting: Of items that all ranks gave: so many ranks, the first ones, get the features.
-        at_once: Most items of a call; None: any number.
+        at_once: Most items of one call of the module; None: any number.
+        is_aligned: Every rank makes as many calls, as under FSDP.
     """
 
-    rank: int
     num_ranks: int
-    owner: Ints
-    lens: Ints
-    pairs: Floats
-    forms: Ints
-    num_bytes: Ints
-    items_need_gradient: bool
-    needs_gradient: bool
     num_getting: int = 0
+    items_need_gradient: bool = False
+    needs_gradient: bool = False
     at_once: int | None = None
-
-    @classmethod
-    def of(cls, words: Sequence[Ints], rank: int, num_getting: int = 0) -> "Loaded":
-        """Read the words of all ranks: flags, most items of a call, and four words of each item.
-
-        The flags are 1 if an item requires a gradient, plus 2 if a parameter does. The fewest items
-        of a call that a rank asks for count; 0 is any number. With `num_getting` all ranks gave the
-        same items.
-        """
-        numbers = [part[_NUM_FIRST:].reshape(-1, _NUM_NUMBERS) for part in words]
-        owner = np.repeat(np.arange(len(words)), [len(own) for own in numbers])
-        if num_getting:
-            numbers = numbers[:1]
-            owner = np.full(len(numbers[0]), -1)
-        lens, bits, forms, num_bytes = np.ascontiguousarray(np.concatenate(numbers).T)
-        flags = [int(part[0]) for part in words]
-        return cls(
-            *(rank, len(words), owner, lens, bits.view(np.float64), forms, num_bytes),
-            items_need_gradient=any(flag & 1 for flag in flags),
-            needs_gradient=any(flags),
-            num_getting=num_getting,
-            at_once=min((int(part[1]) for part in words if part[1]), default=None),
-        )
-
-    @property
-    def num_items(self) -> int:
-        """Items of all ranks."""
-        return self.owner.size
-
-    def costs(self, cost: Cost, cluster: Cluster | None) -> Floats:
-        """(n,) cost of each: seconds on the cluster, or without one the unit of the model."""
-        pairs = np.where(self.pairs >= 0, self.pairs, self.lens.astype(np.float64) ** 2)
-        args = cost, self.lens, pairs if bool((self.pairs >= 0).any()) else None
-        return evaluate(*args) if cluster is None else cluster.compute_seconds(*args)
-
-    @cached_property
-    def first(self) -> int:
-        """Id of the first of this rank's items, where it has one."""
-        own = np.flatnonzero((self.owner == self.rank) | (self.owner < 0))
-        return int(own[0]) if own.size else 0
+    is_aligned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What a step of a balanced encoder moved, or why nothing.
+    """The items that a step of a balanced encoder moved, or why none.
 
     Gain, seconds and bytes are those of the plan that was weighed, also where its items then stay.
 
@@ -99,7 +48,7 @@ class Encoding:
         num_items: Items of all ranks.
         num_moved: Those that another rank than their owner encoded; all of those that all ranks
             gave.
-        loads_as_given: What the items of each rank cost, as they were given.
+        loads_as_given: Cost of the items of each rank, as they were given.
         loads: Cost of the items that each rank encoded: in seconds if the encoder was given a
             cluster, else in the unit of its cost model.
         gain_s: Seconds by which the slowest rank ends earlier, the backward pass included; None
@@ -143,24 +92,33 @@ class Encoding:
 
 @dataclass(frozen=True, eq=False)
 class ItemPlan:
-    """Which rank encodes which item.
+    """The rank (n,) that encodes each item, and the calls of the module on each rank.
 
-    Attributes:
-        loaded: The items.
-        rank_of: (n,) rank that encodes each.
-        passes: Calls of the module, by rank.
+    `owner` (n,) is the rank that gave an item, and gets its features; -1 where all ranks gave it.
     """
 
-    loaded: Loaded
+    items: Items
+    settings: CallSettings
+    owner: Ints
     rank_of: Ints
     passes: list[list[ForwardPass]]
 
     @classmethod
-    def of(cls, loaded: Loaded, rank_of: Ints, is_aligned: bool) -> "ItemPlan":
-        """Make the plan with its calls; aligned: as many calls on each rank."""
-        args = rank_of, loaded.lens, loaded.forms, np.ones(loaded.num_ranks, np.int64)
-        passes = forward_passes(*args, max_items=loaded.at_once, is_aligned=is_aligned)
-        return cls(loaded, rank_of, passes)
+    def of(cls, items: Items, settings: CallSettings, owner: Ints, rank_of: Ints) -> "ItemPlan":
+        """Add the calls to who encodes what."""
+        passes = forward_passes(
+            rank_of,
+            items.lens,
+            items.forms,
+            np.ones(settings.num_ranks, np.int64),
+            max_items=settings.at_once,
+            is_aligned=settings.is_aligned,
+        )
+        return cls(items, settings, owner, rank_of, passes)
+
+    def first(self, rank: int) -> int:
+        """Return the id of the first item that a rank gave, if it gave any."""
+        return int(np.argmax((self.owner == rank) | (self.owner < 0))) if self.owner.size else 0
 
     @cached_property
     def needed(self) -> tuple[Ints, Ints]:
@@ -172,15 +130,15 @@ class ItemPlan:
     def moves(self) -> bool:
         """True if any item leaves its rank, be it to be encoded once more."""
         ids, dest = self.needed
-        owner = self.loaded.owner[ids]
+        owner = self.owner[ids]
         return bool(((owner != dest) & (owner >= 0)).any())
 
     @cached_property
     def wanted(self) -> tuple[Ints, Ints]:
         """Ids of the items whose features each rank gets, and these ranks."""
-        ids, num = np.arange(self.loaded.num_items), self.loaded.num_getting
+        ids, num = np.arange(self.owner.size), self.settings.num_getting
         if not num:
-            return ids, self.loaded.owner
+            return ids, self.owner
         return np.tile(ids, num), np.repeat(np.arange(num), ids.size)
 
     @cached_property
@@ -192,16 +150,16 @@ class ItemPlan:
         return ids[order], dest[order]
 
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
-        """Seconds and bytes of all exchanges of a step: items and features, and their gradients.
+        """Return seconds and bytes of all exchanges of a step: items, features, their gradients.
 
         Features count as many bytes as their item, as their size is not known yet.
         """
-        loaded, (ids, dest) = self.loaded, self.needed
+        settings, owner, (ids, dest) = self.settings, self.owner, self.needed
         seconds, num_bytes = 0.0, 0.0
-        each = loaded.num_bytes.astype(np.float64)
+        each = self.items.num_bytes.astype(np.float64)
         for times, source, target, sizes in (
-            (1 + loaded.items_need_gradient, loaded.owner[ids], dest, each[ids]),
-            (1 + loaded.needs_gradient, self.rank_of, loaded.owner, each),
+            (1 + settings.items_need_gradient, owner[ids], dest, each[ids]),
+            (1 + settings.needs_gradient, self.rank_of, owner, each),
         ):
             away = source != target
             if away.any():
@@ -225,13 +183,13 @@ def step_factor(has_backward: bool) -> float:
 
 
 def plan_items(
-    loaded: Loaded,
+    items: Items,
+    settings: CallSettings,
     cost: Cost,
     *,
     cluster: Cluster | None = None,
     limits: Limits | None = None,
     home_tolerance: float = 0.0,
-    is_aligned: bool = False,
 ) -> tuple[ItemPlan, Encoding]:
     """Spread items over ranks by cost, so that the slowest rank ends early, where that pays.
 
@@ -242,29 +200,43 @@ def plan_items(
     Raises:
         ConfigError: The cost model is wrong. PlanError: The limits cannot be kept.
     """
-    costs, owner, num_ranks = loaded.costs(cost, cluster), loaded.owner, loaded.num_ranks
-    limited = {"limits": limits, "sizes": {"tokens": loaded.lens, "bytes": loaded.num_bytes}}
+    num_ranks, is_shared = settings.num_ranks, settings.num_getting > 0
+    costs = _costs(items, cost, cluster)
+    owner = np.full_like(items.lens, -1) if is_shared else items.owner
     before = np.bincount(np.maximum(owner, 0), costs, num_ranks).astype(np.float64)
-    may_stay = not loaded.num_getting and (
-        limits is None or not build_problem(costs, num_ranks, **limited).excess(owner)
+    sizes = {"tokens": items.lens, "bytes": items.num_bytes}
+    may_stay = not is_shared and (
+        limits is None
+        or not build_problem(costs, num_ranks, limits=limits, sizes=sizes).excess(owner)
     )
     rank_of, least = owner, max(before.mean(), costs.max())
     if not may_stay or before.max() > least * (1.0 + home_tolerance):  # else nothing is better
-        args = costs, num_ranks
-        rank_of = np.asarray(
-            assign(*args, home=owner, home_tolerance=home_tolerance, **limited).bin_of
+        result = assign(
+            costs, num_ranks, home=owner, home_tolerance=home_tolerance, limits=limits, sizes=sizes
         )
-    plan = ItemPlan.of(loaded, rank_of, is_aligned)
+        rank_of = np.asarray(result.bin_of)
+    plan = ItemPlan.of(items, settings, owner, rank_of)
     after = np.bincount(rank_of, costs, num_ranks).astype(np.float64)
-    weighed: tuple[float | None, float | None, int] = None, None, 0
-    if cluster is not None and (rank_of != owner).any() and not loaded.num_getting:
-        stays = ItemPlan.of(loaded, owner, is_aligned)
-        more = zip(plan.exchange(cluster), stays.exchange(cluster), strict=True)
-        exchange_s, exchange_bytes = (moving - staying for moving, staying in more)
-        gain_s = (before.max() - after.max()) * step_factor(loaded.needs_gradient)
-        weighed = float(gain_s), float(exchange_s), int(exchange_bytes)
+    gain_s, exchange_s, exchange_bytes = None, None, 0
+    if cluster is not None and (rank_of != owner).any() and not is_shared:
+        stays = ItemPlan.of(items, settings, owner, owner)
+        (more_s, more_bytes), (least_s, least_bytes) = (
+            one.exchange(cluster) for one in (plan, stays)
+        )
+        exchange_s, exchange_bytes = float(more_s - least_s), more_bytes - least_bytes
+        gain_s = float(before.max() - after.max()) * step_factor(settings.needs_gradient)
         if may_stay and round(1e9 * gain_s) <= round(1e9 * exchange_s):
             plan, after = stays, before
     num_moved = int((plan.rank_of != owner).sum()) if num_ranks > 1 else 0
     loads = tuple(before.tolist()), tuple(after.tolist())
-    return plan, Encoding(loaded.num_items, num_moved, *loads, *weighed)
+    return plan, Encoding(items.lens.size, num_moved, *loads, gain_s, exchange_s, exchange_bytes)
+
+
+def _costs(items: Items, cost: Cost, cluster: Cluster | None) -> Floats:
+    """(n,) cost of each: seconds on the cluster, or without one the unit of the model."""
+    is_known = items.pairs >= 0
+    pairs = np.where(is_known, items.pairs, items.lens.astype(np.float64) ** 2)
+    known = pairs if is_known.any() else None
+    if cluster is None:
+        return evaluate(cost, items.lens, known)
+    return cluster.compute_seconds(cost, items.lens, known)

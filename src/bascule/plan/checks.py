@@ -174,6 +174,13 @@ def of_type(
     return value
 
 
+def function(name: str, value: object) -> Callable[..., Any]:
+    """Return what can be called."""
+    if not callable(value):
+        raise ConfigError(f"{_told(name, value)} must be a function")
+    return value
+
+
 def put(owner: object, name: str, value: object) -> None:
     """Set a field of a frozen value that is being made: to what its check gave."""
     object.__setattr__(owner, name, value)

@@ -1,0 +1,121 @@
+"""Items that ranks bring to a step (samples, images, tiles), as all ranks know them.
+
+A rank describes its own items as integers (`to_words`); one gather later, every rank holds the same
+description of all of them (`from_words`).
+
+Legend: n items, M microbatches, R ranks that bring items.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from bascule.arrays import Floats, Ints
+
+_UNKNOWN_PAIRS = -1.0
+_DEFAULTS = {"weights": 1, "forms": 0, "pairs": int(np.float64(_UNKNOWN_PAIRS).view(np.int64))}
+"""Columns that travel only where one of their values is another."""
+
+
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Items in the order of microbatches, then of the ranks that own them, then as these list them.
+
+    Attributes:
+        counts: (M, R) items of each microbatch and rank.
+        lens: (n,) tokens.
+        num_bytes: (n,) bytes on the wire.
+        weights: (n,) what each counts in the mean over all.
+        forms: (n,) items of the same form fit into one call.
+        pairs: (n,) pairs of a query and a key that attention computes; -1 where nobody said.
+    """
+
+    counts: Ints
+    lens: Ints
+    num_bytes: Ints
+    weights: Ints
+    forms: Ints
+    pairs: Floats
+
+    @classmethod
+    def own(
+        cls,
+        counts: Sequence[int],
+        lens: Sequence[int],
+        num_bytes: Sequence[int],
+        *,
+        weights: Sequence[int] | None = None,
+        forms: Sequence[int] | None = None,
+        pairs: Sequence[float] | None = None,
+    ) -> "Items":
+        """Describe the items of one rank; by default each weighs 1, all have form 0, and no pairs.
+
+        `counts` has M entries, the others one an item.
+        """
+        num = len(lens)
+        return cls(
+            np.array(counts, np.int64)[:, None],
+            np.array(lens, np.int64),
+            np.array(num_bytes, np.int64),
+            np.array([1] * num if weights is None else weights, np.int64),
+            np.array([0] * num if forms is None else forms, np.int64),
+            np.array([_UNKNOWN_PAIRS] * num if pairs is None else pairs, np.float64),
+        )
+
+    def to_words(self) -> Ints:
+        """Describe one rank's items: M, which columns follow, the M counts, and the columns."""
+        columns = [self.lens, self.num_bytes]
+        present = 0
+        for place, (name, default) in enumerate(_DEFAULTS.items()):
+            column = getattr(self, name).view(np.int64)
+            if (column != default).any():
+                present |= 1 << place
+                columns.append(column)
+        head = np.array([len(self.counts), present, *self.counts.sum(axis=1)], np.int64)
+        return np.concatenate([head, *columns])
+
+    @classmethod
+    def from_words(cls, said: Sequence[Ints]) -> "Items":
+        """Join what R ranks described, in their order."""
+        num_micro = int(said[0][0])
+        counts = np.stack([words[2 : 2 + num_micro] for words in said], axis=1)
+        sizes = counts.sum(axis=0).tolist()
+        table = np.empty((2 + len(_DEFAULTS), sum(sizes)), np.int64)
+        table[2:] = np.array([*_DEFAULTS.values()])[:, None]
+        first = 0
+        for words, size in zip(said, sizes, strict=True):
+            rows = [0, 1, *(2 + place for place in range(len(_DEFAULTS)) if words[1] >> place & 1)]
+            table[rows, first : first + size] = words[2 + num_micro :].reshape(len(rows), size)
+            first += size
+        if num_micro > 1:
+            micro = [np.repeat(np.arange(num_micro), own) for own in counts.T]
+            table = table[:, np.argsort(np.concatenate(micro), kind="stable")]
+        lens, num_bytes, weights, forms, pairs = np.ascontiguousarray(table)
+        return cls(counts, lens, num_bytes, weights, forms, pairs.view(np.float64))
+
+    @cached_property
+    def owner(self) -> Ints:
+        """(n,) rank that has each item."""
+        num_micro, num_ranks = self.counts.shape
+        return np.repeat(np.tile(np.arange(num_ranks), num_micro), self.counts.ravel())
+
+    @cached_property
+    def micro(self) -> Ints:
+        """(n,) microbatch of each item."""
+        return np.repeat(np.arange(len(self.counts)), self.counts.sum(axis=1))
+
+    def lens_by_rank(self, micro: int) -> list[Ints]:
+        """Tokens of the items of each rank in a microbatch."""
+        return np.split(self.lens[self.micro == micro], np.cumsum(self.counts[micro])[:-1])
+
+    def sums(self, ranks: Ints, values: Ints | Floats) -> Floats:
+        """(M, R) sum of a value of each item, by its microbatch and the rank given for it."""
+        num_micro, num_ranks = self.counts.shape
+        sums = np.bincount(self.micro * num_ranks + ranks, values, num_micro * num_ranks)
+        return sums.reshape(num_micro, num_ranks).astype(np.float64)
+
+
+NO_ITEMS = Items.own([0], [], [])
+"""Those of a rank that has none."""

@@ -1,0 +1,101 @@
+"""Loaders, samplers, packs: options out of range, contradictions, and states of something else."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from bascule import LoaderOptions, Pack, PolynomialCost
+from bascule.data.loader import (
+    _check_deals,  # pyright: ignore[reportPrivateUsage]
+    _set_up,  # pyright: ignore[reportPrivateUsage]
+)
+from bascule.data.progress import Progress
+from bascule.data.source import whole_number
+
+COST = PolynomialCost(0.0, 1.0, 0.0)
+
+
+def option(**wrong: Any) -> Callable[[], object]:
+    return partial(LoaderOptions, **wrong)
+
+
+def loader(**change: Any) -> Callable[[], object]:
+    """The arguments of a BalancedLoader with some of them changed."""
+    options = {name: change.pop(name) for name in list(change) if hasattr(LoaderOptions(), name)}
+    given: dict[str, Any] = {"loader": [], "cost": COST, "length_fn": len, "accumulate": 1}
+    given |= {"sync": "microbatch", "pack": None, **change}
+    return lambda: _set_up(**given, options=LoaderOptions(**options))
+
+
+def deals(*rows: list[int]) -> Callable[[], object]:
+    """Of ranks 0 and 2: a rank's share, the shares, and (num_samples, shuffle, seed)."""
+    return lambda: _check_deals(np.array([0, 2]), np.array(rows))
+
+
+STATE = Progress(2, 5, ((1, 2), (3, 4)), (6, 7), {"loader": "x", "offset": 8})
+
+
+def state(**change: Any) -> Callable[[], object]:
+    return lambda: Progress.from_state(STATE.to_state((9, 1, 5)) | change, (9, 1, 5))
+
+
+def number(value: Any) -> Callable[[], object]:
+    return lambda: whole_number(value, "length_fn")
+
+
+NO_STATE = ("this is not a loader state written by state_dict",)
+CASES = [
+    ("no axis", option(axis=3), ("axis=3", "the name of an axis")),
+    ("prefetch", option(prefetch=0), ("LoaderOptions(prefetch=0)", "at least 1")),
+    ("half a prefetch", option(prefetch=2.5), ("prefetch=2.5", "an integer")),
+    ("no batch", option(batch_size=0), ("batch_size=0", "at least 1")),
+    ("batch_size of text", option(batch_size="2"), ("batch_size='2'", "an integer")),
+    ("max_bytes_in_flight", option(max_bytes_in_flight=1.5), ("max_bytes_in_flight=1.5",)),
+    ("min_gain below 0", option(min_gain=-1e-9), ("min_gain=-1e-09", "at least 0")),
+    ("min_gain nan", option(min_gain=math.nan), ("min_gain=nan", "finite")),
+    ("min_gain None", option(min_gain=None), ("min_gain=None",)),
+    ("bytes_per_s", option(bytes_per_s=0), ("bytes_per_s=0", "at least 1")),
+    ("timeout_s", option(timeout_s=0.0), ("timeout_s=0.0", "at least 0.001")),
+    ("timeout_s for ever", option(timeout_s=math.inf), ("timeout_s=inf", "finite")),
+    ("ends", option(ends="drop"), ("ends='drop'", '"drop_last"')),
+    ("limits", option(limits=5), ("limits=5", "Limits(tokens=..)")),
+    ("weight_fn", option(weight_fn=3), ("weight_fn=3", "a function")),
+    ("unpack", option(unpack="list"), ("unpack='list'", "a function")),
+    ("collate_fn", option(collate_fn=3), ("collate_fn=3", "a function")),
+    ("pin_memory", option(pin_memory=1), ("pin_memory=1", "True or False")),
+    ("accumulate", loader(accumulate=0), ("accumulate=0", "at least 1")),
+    ("accumulate of truth", loader(accumulate=True), ("accumulate=True",)),
+    ("sync", loader(sync="none"), ("sync='none'", '"microbatch" or "step"')),
+    ("pack of 0", loader(pack=0), ("tokens", "at least 1")),
+    ("pack of text", loader(pack="5"), ("pack='5'", "Pack(..)")),
+    ("cost", loader(cost=1.0), ("cost=1.0", "a function")),
+    ("cost of no costs", loader(cost=lambda lens: lens[:0]), ("(0,) costs for (3,) lengths",)),
+    ("length_fn", loader(length_fn=3), ("length_fn=3", "a function")),
+    ("batches of packs", loader(batch_size=2, pack=5), ("leave batch_size out",)),
+    ("batches of ready packs", loader(batch_size=2, unpack=list), ("leave batch_size out",)),
+    ("collated packs", loader(collate_fn=list, pack=Pack(8)), ("leave collate_fn out, or pack",)),
+    ("shares in another order", deals([1, 2, 9, 1, 5], [0, 2, 9, 1, 5]), ("rank=0", "rank 0")),
+    ("a share twice", deals([0, 2, 9, 1, 5], [0, 2, 9, 1, 5]), ("rank=1 and num_ranks=2",)),
+    ("too many shares", deals([0, 3, 9, 1, 5], [1, 3, 9, 1, 5]), ("num_ranks=3",)),
+    ("other samples", deals([0, 2, 9, 1, 5], [1, 2, 8, 1, 5]), ("(9, 1, 5) and (8, 1, 5)",)),
+    ("one sampler", deals([0, 2, 9, 1, 5], [0] * 5), ("(9, 1, 5) and (0, 0, 0)",)),
+    ("version of a state", state(version=2), ("version 2",)),
+    ("state of other samples", state(deal=(9, 1, 4)), ("(9, 1, 4)", "(9, 1, 5)")),
+    ("state without a deal", state(deal=None), NO_STATE),
+    ("epoch of a state", state(epoch=-1), ("epoch gave -1",)),
+    ("step of a state", state(step=1.5), ("step gave 1.5",)),
+    ("empty history", state(history=((),)), NO_STATE),
+    ("history below 0", state(history=((1, -2),)), ("a count of the state gave -2",)),
+    ("no history", state(history=None), NO_STATE),
+    ("half a count", state(counts=(1, 0.5)), ("a count of the state gave 0.5",)),
+    ("saved without an offset", state(saved={"loader": "x"}), NO_STATE),
+    ("saved offset", state(saved={"loader": "x", "offset": -1}), ("it gave -1",)),
+    ("no state", lambda: Progress.from_state({}, ()), NO_STATE),
+    *(
+        (f"length {value!r}", number(value), (f"length_fn gave {value!r}", "0 to 2^40"))
+        for value in (-1, 1.5, math.nan, math.inf, None, True, np.True_, "5", 2**40 + 1)
+    ),
+]
