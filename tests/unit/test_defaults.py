@@ -12,15 +12,7 @@ from bascule.attention import api, layout, mask, packed
 from bascule.attention.sparse import attend, rules, timing
 from bascule.comm import wire as wires
 from bascule.comm.guard import calls, failures, notes
-from bascule.data import (
-    collators,
-    cost_tracker,
-    loader,
-    packs,
-    prefetch,
-    samplers,
-    steps,
-)
+from bascule.data import collators, cost_tracker, loader, packs, samplers
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
@@ -47,7 +39,6 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     calls.Calls.finish: {"is_done": True},
     failures.tell: {"leaves": False, "goes_on": False},
     notes.arrive: {"num": 1},
-    prefetch.Departure: {"reason": "", "is_final": True},
     collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {
         "warmup": 10,
@@ -78,11 +69,6 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "even_counts": True,
         "padded": False,
         "tolerance": 0.01,
-    },
-    steps.Offer: {
-        **dict.fromkeys(("samples", "lens", "weights", "parcels", "num_items"), ()),
-        **dict.fromkeys(("is_short", "is_closing"), False),
-        "cost_version": 0,
     },
 }
 

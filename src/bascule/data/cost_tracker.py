@@ -1,4 +1,4 @@
-"""What a sample costs, learned from the steps of the job itself while it runs."""
+"""The cost of a sample, learned from the steps of the job itself while it runs."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -14,11 +14,9 @@ from bascule.comm.agree import agree_on
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
-from bascule.comm.new_groups import is_timeout
 from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader, Batch
-from bascule.data.source import whole_number
 from bascule.errors import ConfigError
-from bascule.plan.checks import real
+from bascule.plan.checks import number, whole
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.fits import MIN_OBSERVATIONS, fit_iterations
 
@@ -31,12 +29,10 @@ _COEFFICIENTS = ("quadratic", "linear", "constant", "overhead")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
-    """What ranks wait for each other after: a microbatch or a step.
+    """A microbatch or a step, after which ranks wait for each other.
 
-    Attributes:
-        seq_lens: Of each data-parallel rank, the tokens of each sample.
-        clocks: One for each of its microbatches on this rank.
-        is_odd: Whether this rank computed on what the plan does not show: padding.
+    Tokens of each sample of each data-parallel rank, a clock for each microbatch of this rank, and
+    whether this rank computed on something that the plan does not show: padding.
     """
 
     seq_lens: list[npt.NDArray[np.int64]]
@@ -44,7 +40,7 @@ class _Unit:
     is_odd: bool
 
     def seconds(self) -> float:
-        """What this rank took; nan if that tells nothing."""
+        """Return the seconds of this rank; nan if they mean nothing."""
         return float("nan") if self.is_odd else sum(clock.seconds() for clock in self.clocks)
 
 
@@ -92,7 +88,19 @@ class CostTracker:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         self._loader, self._ranks, self._group = loader, loader.ranks, loader.ranks.group
-        self._agree(warmup, discard, window, max_drift, timeout_s)
+        numbers = {"warmup": warmup, "discard": discard, "window": window, "max_drift": max_drift}
+        numbers["timeout_s"] = timeout_s
+        given = f"CostTracker({', '.join(f'{name}={one!r}' for name, one in numbers.items())})"
+        error: ConfigError | None = None
+        try:
+            for name, least in (("warmup", MIN_OBSERVATIONS), ("window", MIN_OBSERVATIONS)):
+                whole(f"CostTracker({name}", numbers[name], least)
+            whole("CostTracker(discard", discard)
+            number("CostTracker(max_drift", max_drift, 1e-6)
+            number("CostTracker(timeout_s", timeout_s, 1e-3, 1e7)
+        except ConfigError as met:  # all ranks raise it
+            error = met
+        agree_on(self._group, {"the tracker": given}, error, what="construction of a tracker")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(default if device is None else device)
         self._timeout_s = float(timeout_s)
@@ -104,35 +112,8 @@ class CostTracker:
         self.num_fits = 0
         self.drift: float | None = None
 
-    def _agree(
-        self, warmup: int, discard: int, window: int, max_drift: float, timeout_s: float
-    ) -> None:
-        """Make sure that all ranks were given the same numbers, and that they are in range.
-
-        Raises:
-            RemoteConfigError: They are not in range.
-            CommError: They are not the same.
-        """
-        said = (
-            f"CostTracker(warmup={warmup!r}, discard={discard!r}, window={window!r}, "
-            f"max_drift={max_drift!r}, timeout_s={timeout_s!r})"
-        )
-        error: ConfigError | None = None
-        try:
-            observed = [whole_number(warmup, "warmup"), whole_number(window, "window")]
-            whole_number(discard, "discard")
-            is_right = min(observed) >= MIN_OBSERVATIONS and (real(max_drift) or 0.0) > 0.0
-        except ConfigError:
-            is_right = False
-        if not (is_right and is_timeout(timeout_s)):
-            error = ConfigError(
-                f"{said}: warmup and window must be whole numbers of at least {MIN_OBSERVATIONS}, "
-                "discard one of at least 0, max_drift and timeout_s above 0"
-            )
-        agree_on(self._group, {"the tracker": said}, error, what="construction of a tracker")
-
     def __iter__(self) -> Iterator[Batch]:
-        """The batches of the loader; what is done with each is timed."""
+        """Yield the batches of the loader, and time what is done with each."""
         clocks: list[Clock] = []
         batches: list[Batch] = []
         accumulate = self._loader.rules.accumulate
@@ -148,7 +129,7 @@ class CostTracker:
                 clocks, batches = [], []
 
     def state_dict(self) -> dict[str, Any]:
-        """The fitted cost model, as plain values; the same on every rank."""
+        """Return the fitted cost model, as plain values; the same on every rank."""
         cost = self.cost
         coefficients = None if cost is None else [getattr(cost, name) for name in _COEFFICIENTS]
         return {"version": STATE_VERSION, "cost": coefficients}
@@ -175,7 +156,7 @@ class CostTracker:
             self._use(cost)
 
     def metrics(self) -> dict[str, Any]:
-        """Coefficients, number of fits, and the drift that was seen last."""
+        """Return coefficients, number of fits, and the drift that was seen last."""
         cost = {} if self.cost is None else {n: getattr(self.cost, n) for n in _COEFFICIENTS}
         return cost | {"num_fits": self.num_fits, "drift": self.drift}
 
