@@ -146,7 +146,7 @@ def test_bags_say_that_they_share(tmp_path: Path) -> None:
     run_ranks(with_steps, 2, tmp_path, "g2n1")
     traces, _ = read_traces(tmp_path)
     for rank, trace in enumerate(traces):
-        marks = [mark for _, mark in trace.events.marks]
+        marks = [mark for _, mark in trace.marks]
         assert {mark.shared_by for mark in marks if mark.what == "lens"} == {2}
         loaded = [list(mark.lens) for mark in marks if mark.what == "loaded"]
         assert loaded == [lens[rank] for lens in LENS[1:]]

@@ -373,28 +373,3 @@ def test_a_photo_that_changes_or_goes_later_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.png").unlink()
     with pytest.raises(ConfigError, match=r"cannot read the photo .*a\.png"):
         stream.batch(0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"patch": 0}, r"PhotoOptions.patch=0.: must be an integer, at least 1"),
-        ({"max_tokens": 0}, r"PhotoOptions.max_tokens=0.: must be"),
-        ({"text_dim": 0}, r"PhotoOptions.text_dim=0.: must be"),
-        ({"max_text_tokens": -1}, r"PhotoOptions.max_text_tokens=-1.: must be"),
-    ],
-)
-def test_bad_settings_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    save(tmp_path, "a.png")
-    with pytest.raises(ConfigError, match=message):
-        PhotoOptions(**options)
-    with pytest.raises(ConfigError, match="give PhotoOptions"):
-        PhotoStream(tmp_path, 1, options=options)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="rank 1 is not in a world of 1"):
-        PhotoStream(tmp_path, 1, rank=1)
-    with pytest.raises(ConfigError, match="seed, step and rank must be in"):
-        PhotoStream(tmp_path, 1, seed=-1).batch(0)
-    with pytest.raises(ConfigError, match="batch_size is 0; it must be"):
-        PhotoStream(tmp_path, 0)
-    with pytest.raises(ConfigError, match="step must not be negative"):
-        PhotoStream(tmp_path, 1).batch(-1)

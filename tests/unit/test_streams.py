@@ -3,7 +3,6 @@ import dataclasses
 import pytest
 import torch
 
-from bascule.errors import ConfigError
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths, seq_lens
 from bascule.workload.streams import (
     SampleBatch,
@@ -66,17 +65,6 @@ def test_packed_order_and_positions() -> None:
         [1, 0, 1],
         [0, 0, 0],
     ]
-
-
-def test_rows_that_do_not_match_the_shapes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"are \(3, 0, 1, 1\), shapes say \(4, 0, 1, 1\)"):
-        pack_batch(
-            [SampleShape(0, 4)],
-            image=torch.zeros(3, 4),
-            text=torch.zeros(0, 3),
-            pooled=torch.zeros(1, 2),
-            ids=[0],
-        )
 
 
 def test_positions_of_no_samples() -> None:
@@ -203,24 +191,3 @@ def test_to_moves_every_tensor() -> None:
 def test_a_batch_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         stream(0).batch(0).image = torch.zeros(0)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@pytest.mark.parametrize(
-    ("codes", "rank", "world_size", "message"),
-    [
-        ("junk", 0, 1, "'junk' is not"),
-        ("g2b1i64f1s0", 0, 3, "nearest legal world size: 2 or 4"),
-        ("g2b1i64f1s0", 2, 2, "rank 2 is not in a world of 2"),
-        ("g2b1i64f1s0", -1, 2, "rank -1 is not in a world of 2"),
-        ("g1b65536i64f1s0", 0, 1, "less than 65536 samples"),
-    ],
-)
-def test_bad_settings_are_refused(codes: str, rank: int, world_size: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        SyntheticStream(codes, rank=rank, world_size=world_size)
-
-
-@pytest.mark.parametrize("step", [-1, 2**31])
-def test_a_step_out_of_range_is_refused(step: int) -> None:
-    with pytest.raises(ConfigError, match=r"step must be in 0\.\.2147483647"):
-        stream(0).batch(step)

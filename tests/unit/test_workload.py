@@ -12,7 +12,6 @@ from bascule.workload.codes import (
     MAX_TEXT_TOKENS,
     DataCode,
     SampleShape,
-    check_world,
     deal,
     keyed_generator,
     latent_frames,
@@ -95,19 +94,15 @@ def test_a_code_survives_printing(g: int, b: int, i: int, f: int, s: bool) -> No
         ("g٤b5i512f1s0", "'g٤b5i512f1s0'"),
         ("G4B5I512F1S0", "'G4B5I512F1S0'"),
         ("g" + "9" * 5000 + "b5i512f1s0", "is not g{"),
-        ("g0b5i512f1s0", "g must be at least 1"),
-        ("g4b5i15f1s0", "i must be at least 16"),
-        ("g4b5i512f0s0", "f must be at least 1"),
+        ("256px", "for example g4b5i512f1s0"),
+        ("g0b5i512f1s0", "data code g0b5i512f1s0: DataCode(num_ranks=0)"),
+        ("g4b5i15f1s0", "DataCode(resolution=15): must be an integer, at least 16"),
+        ("g4b5i512f0s0", "DataCode(num_frames=0)"),
     ],
 )
 def test_a_malformed_code_is_refused_by_name(spec: str, bad: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(bad)):
         parse_data_codes(spec)
-
-
-def test_malformed_codes_say_the_form() -> None:
-    with pytest.raises(ConfigError, match="for example g4b5i512f1s0"):
-        parse_data_codes("256px")
 
 
 def test_drawn_lengths_are_in_range_and_share_the_factor_of_their_rank() -> None:
@@ -175,16 +170,6 @@ def test_a_world_that_does_not_fit_is_refused(world_size: int, nearest: str) -> 
         sample_lengths(codes, seed=0, step=0, world_size=world_size)
 
 
-def test_an_empty_mix_a_negative_rank_and_a_negative_seed_are_refused() -> None:
-    codes = parse_data_codes("g1b1i256f1s0")
-    with pytest.raises(ConfigError, match="at least one data code"):
-        check_world((), 1)
-    with pytest.raises(ConfigError, match="seed, step and rank"):
-        rank_lengths(codes, -1, seed=0, step=0)
-    with pytest.raises(ConfigError, match="seed, step and rank"):
-        rank_lengths(codes, 0, seed=-1, step=0)
-
-
 def test_keyed_generators_share_no_numbers() -> None:
     keys = [(s, name, a, b) for s in (0, 1) for name in ("x", "y") for a in (0, 1) for b in (0, 1)]
     draws = {
@@ -196,20 +181,9 @@ def test_keyed_generators_share_no_numbers() -> None:
     )
 
 
-def test_impossible_shapes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="multiple of frames"):
-        SampleShape(0, 5, frames=2)
-    with pytest.raises(ConfigError, match="must be >= 0"):
-        SampleShape(-1, 5)
-    with pytest.raises(ConfigError, match="grid_width >= 1"):
-        SampleShape(1, 5, grid_width=0)
-
-
 def test_deal_is_round_robin() -> None:
     assert deal([1, 2, 3, 4, 5], 3) == [[1, 4], [2, 5], [3]]
     assert deal([1], 3) == [[1], [], []]
-    with pytest.raises(ConfigError, match="num_ranks must be at least 1"):
-        deal([1], 0)
 
 
 @pytest.mark.parametrize(
@@ -388,17 +362,6 @@ def test_columns_that_are_not_read_are_told(
     assert told == (
         f"{path}: lengths are from the columns width, height; ignored: file, hash, 'n\\x1b[31m'"
     )
-
-
-@pytest.mark.parametrize(
-    ("patch", "bytes_per_token"), [(0, 4.0), (16, 0.0), (16, float("nan")), (16, float("inf"))]
-)
-def test_bad_manifest_options_are_refused(
-    tmp_path: Path, patch: int, bytes_per_token: float
-) -> None:
-    path = write(tmp_path, "m.csv", "width,height\n64,64\n")
-    with pytest.raises(ConfigError, match="must be > 0"):
-        read_manifest(path, patch=patch, bytes_per_token=bytes_per_token)
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -127,10 +127,7 @@ def _show(console: Console, parts: StepParts) -> None:
 def _compared(parts: StepParts) -> str:
     """What only the traces of all ranks tell."""
     if parts.waited is None:
-        return (
-            f"{parts.num_missing} ranks have no trace, so what ranks wait and their imbalance are "
-            "not known"
-        )
+        return f"{parts.missing}, so what ranks wait and their imbalance are not known"
     return (
         f"ranks wait {parts.waited:.1%} of it; measured imbalance (max/mean compute) "
         f"{parts.imbalance:.4f}; slowest: rank {parts.slowest_rank}"

@@ -1,7 +1,6 @@
 """Text files that a user names: read line by line, or refused with the reason."""
 
 import json
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,44 +21,39 @@ def to_path(path: str | Path) -> Path:
 
 
 def read_lines(path: str | Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, their ends as they are.
-
-    Raises:
-        ConfigError: The file cannot be read, or it is a pipe or a device, which may never end, or
-            a line is too long. Names the file.
-    """
+    """Yield the lines of a UTF-8 file, their ends as they are."""
     path = to_path(path)
     try:
         check_regular(path)
         with path.open(encoding="utf-8-sig", newline="") as file:
             while line := file.readline(MAX_LINE + 1):
                 if len(line) > MAX_LINE:
-                    raise ConfigError(
-                        f"cannot read {path}: a line has more than {MAX_LINE} characters"
-                    )
+                    raise ValueError(f"a line has more than {MAX_LINE} characters")
                 yield line
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
-def check_regular(path: Path) -> None:
-    """Refuse pipes and devices, since reading one may wait for ever.
+def read_json_lines(path: str | Path) -> Iterator[tuple[str, object]]:
+    """Yield the value of each line that is not empty, behind its place ("FILE, line 3")."""
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield where, parse_json(line, where)
 
-    Raises:
-        ConfigError: It is not a regular file.
-        OSError: There is no such file.
-    """
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+
+def check_regular(path: Path) -> None:
+    """Refuse pipes and devices, since reading one may wait for ever."""
+    if not path.is_file() and not path.is_dir() and path.exists():
         raise ConfigError(
             f"cannot read {path}: it is a pipe or a device, so save what it gives to a file first"
         )
 
 
 def parse_json(text: str, where: str) -> object:
-    """Parse JSON; ConfigError says where the text is from and what is wrong with it."""
+    """Parse JSON, or refuse the text; `where` names its file and line."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -21,7 +21,7 @@ def of_trace(parts: StepParts, worth: Worth | None, unknown: str) -> Report:
     step_s = float(parts.step_seconds.mean())
     waited, imbalance = parts.waited, parts.imbalance
     facts = [Fact("step_s", "a step takes", step_s, f"{step_s * 1e3:.4g} ms")]
-    known = f"{parts.num_missing} ranks have no trace, so what ranks wait is not known"
+    known = f"{parts.missing}, so what ranks wait is not known"
     if waited is not None and imbalance is not None:
         known = f"Ranks wait {waited:.1%} of the time"
         facts += [

@@ -7,17 +7,18 @@ counts: KnapFormer, section 4.1.
 """
 
 import re
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TypeVar, cast
 
 import numpy as np
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, index_of, integer, is_int, of_type, shown, whole
-from bascule.plan.files import parse_json, read_lines, to_path
+from bascule.plan.checks import MAX_RANKS, fields, is_int, shown, whole
+from bascule.plan.files import parse_json, read_lines
 
 PATCH_PIXELS = 16
 """Pixels along one side of a visual token: VAE stride 8 times DiT patch 2."""
@@ -62,8 +63,6 @@ class SampleShape:
     grid_width: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("text_tokens", "image_tokens", "frames", "grid_width"):
-            integer(f"SampleShape({name}", getattr(self, name))
         if min(self.text_tokens, self.image_tokens) < 0 or min(self.frames, self.grid_width) < 1:
             raise ConfigError(f"token counts must be >= 0, frames and grid_width >= 1: {self}")
         if self.image_tokens % self.frames:
@@ -94,26 +93,15 @@ class DataCode:
     compressed: bool
 
     def __post_init__(self) -> None:
-        for name in ("num_ranks", "batch_size", "resolution", "num_frames"):
-            integer(f"DataCode({name}", getattr(self, name))
-        if self.num_ranks < 1:
-            raise ConfigError(f"data code {self}: g must be at least 1 rank")
-        if self.batch_size < 0:
-            raise ConfigError(f"data code {self}: b must not be negative")
-        if self.resolution < PATCH_PIXELS:
-            raise ConfigError(f"data code {self}: i must be at least {PATCH_PIXELS} pixels")
-        if self.num_frames < 1:
-            raise ConfigError(f"data code {self}: f must be at least 1 frame")
-        if self.num_ranks > MAX_RANKS or self.num_ranks * self.batch_size > MAX_SEQUENCES:
-            raise ConfigError(
-                f"data code {self}: g is at most {MAX_RANKS} ranks, and g times b at most "
-                f"{MAX_SEQUENCES} samples a step"
-            )
+        fields(self, num_ranks=(whole, 1, MAX_RANKS), batch_size=whole, num_frames=(whole, 1))
+        fields(self, resolution=(whole, PATCH_PIXELS))
+        if self.num_ranks * self.batch_size > MAX_SEQUENCES:
+            raise ConfigError(f"g times b is at most {MAX_SEQUENCES} samples a step")
         # The factor for aspect ratios adds up to 4 %, text a little.
         if self.image_tokens > MAX_LENGTH * 0.96 - MAX_TEXT_TOKENS:
             raise ConfigError(
-                f"data code {self}: a sample has {self.image_tokens} visual tokens and more, at "
-                f"most {MAX_LENGTH} are legal: use fewer pixels or frames"
+                f"a sample has {self.image_tokens} visual tokens and more, at most {MAX_LENGTH} "
+                "are legal: use fewer pixels or frames"
             )
 
     def __str__(self) -> str:
@@ -139,41 +127,29 @@ class DataCode:
 
 
 def latent_frames(num_frames: int, *, compressed: bool) -> int:
-    """Frames left of ``num_frames``: all, or ``max(int(num_frames / 3.4), 1)`` if compressed."""
+    """Return all frames, or ``max(int(num_frames / 3.4), 1)`` if they are compressed in time."""
     return max(num_frames * 10 // 34, 1) if compressed else num_frames
 
 
 def keyed_generator(seed: int, stream: str, *key: int) -> np.random.Generator:
-    """Random generator that is a pure function of its arguments.
+    """Make a random generator that is a pure function of its arguments.
 
-    Philox counts from a start that *is* the key, so different keys never share numbers.
-
-    Args:
-        seed: The user's seed, 0 to 2^64 - 1.
-        stream: What the numbers are for, at most 8 ASCII characters.
-        key: At most two numbers, 0 to 2^64 - 1, for example step and rank.
+    Philox counts from a start that *is* the key, so different keys never share numbers. A stream
+    has at most 8 ASCII characters, a key at most two numbers, such as step and rank.
     """
-    words = [index_of(word) for word in (seed, *key)]
-    if not all(word is not None and 0 <= word < 2**64 for word in words):
-        raise ConfigError(
-            f"seed, step and rank must be integers in 0..2^64-1, got {shown((seed, *key))}"
-        )
+    if not all(0 <= word < 2**64 for word in (seed, *key)):
+        raise ConfigError(f"seed, step and rank must be in 0..2^64-1, got {(seed, *key)}")
     purpose = int.from_bytes(stream.encode("ascii"), "little")
     philox = np.random.Philox(
-        key=np.array([words[0], purpose], dtype=np.uint64),
-        counter=np.array([0, 0, *words[1:], *[0] * (2 - len(key))], dtype=np.uint64),
+        key=np.array([seed, purpose], dtype=np.uint64),
+        counter=np.array([0, 0, *key, *[0] * (2 - len(key))], dtype=np.uint64),
     )
     return np.random.Generator(philox)
 
 
 def parse_data_codes(spec: str) -> tuple[DataCode, ...]:
-    """Parse a mix such as ``"g16b4i256f1s0,g4b5i512f1s0"``; spaces around commas are fine.
-
-    Raises:
-        ConfigError: A term does not have the form (names the term) or a value is out of range.
-    """
+    """Parse a mix such as ``"g16b4i256f1s0,g4b5i512f1s0"``; spaces around commas are fine."""
     codes: list[DataCode] = []
-    of_type("data codes", spec, str, f"text, {_CODE_FORM}")
     for position, term in enumerate(spec.split(","), start=1):
         match = _CODE.fullmatch(term.strip())
         if match is None:
@@ -182,57 +158,43 @@ def parse_data_codes(spec: str) -> tuple[DataCode, ...]:
                 f"{_CODE_FORM}"
             )
         ranks, samples, pixels, frames, compressed = map(int, match.groups())
-        codes.append(DataCode(ranks, samples, pixels, frames, bool(compressed)))
+        try:
+            codes.append(DataCode(ranks, samples, pixels, frames, bool(compressed)))
+        except ConfigError as error:
+            raise ConfigError(f"data code {term.strip()}: {error}") from None
     return tuple(codes)
 
 
 def check_world(codes: Sequence[DataCode], world_size: int) -> None:
-    """Refuse a world that is not one or more whole replicas of the mix.
-
-    Raises:
-        ConfigError: Says the ranks of the mix, the world size, and the nearest legal world sizes.
-    """
-    unit = sum(code.num_ranks for code in codes)
-    if unit == 0:
-        raise ConfigError("a data mix needs at least one data code")
-    if integer("world_size", world_size) > MAX_RANKS:
-        raise ConfigError(
-            f"a world of {world_size} ranks: at most {MAX_RANKS} can be planned for, so use fewer"
-        )
+    """Refuse a world that is not one or more whole replicas of the mix."""
+    unit = num_ranks_of(codes)
+    whole("world_size", world_size, 0, MAX_RANKS)
     if world_size < unit or world_size % unit:
         below, above = world_size // unit * unit, -(-world_size // unit) * unit
         nearest = f"{below} or {above}" if below > 0 else str(unit)
+        mix = shown(",".join(map(str, codes))).strip("'")
         raise ConfigError(
-            f"data codes {_joined(codes)} describe {unit} ranks, which does not fit a "
-            f"world of {world_size}; nearest legal world size: {nearest}"
+            f"data codes {mix} describe {unit} ranks, which does not fit a world of {world_size}; "
+            f"nearest legal world size: {nearest}"
         )
+
+
+def num_ranks_of(codes: Sequence[DataCode]) -> int:
+    """Count the ranks of one replica of a mix."""
+    return sum(code.num_ranks for code in codes)
 
 
 def rank_lengths(
     codes: Sequence[DataCode], rank: int, *, seed: int, step: int
 ) -> list[SampleShape]:
-    """Draw the samples of one rank; replicas of the mix follow each other.
+    """Draw the samples of one rank, a pure function of the arguments; replicas follow each other.
 
     Text tokens are uniform in 0..392 per sample. The visual tokens of a frame are multiplied by
     one factor per rank and step, uniform in [0.96, 1.04], and rounded, so that all frames of a
     sample are equal.
-
-    Args:
-        codes: The mix.
-        rank: Rank in the world, 0 or more.
-        seed: Seed of the mix.
-        step: Training step, 0 or more.
-
-    Returns:
-        The rank's samples, a pure function of (codes, seed, step, rank).
     """
-    offset = integer("rank", rank) % sum(code.num_ranks for code in codes)
-    for code in codes:
-        if offset < code.num_ranks:
-            break
-        offset -= code.num_ranks
-    else:
-        raise ConfigError(f"rank must not be negative, got {rank}")
+    ends = list(accumulate(code.num_ranks for code in codes))
+    code = codes[bisect(ends, rank % ends[-1])]
     generator = keyed_generator(seed, "lengths", step, rank)
     frame_tokens = max(round(code.grid_width**2 * generator.uniform(*ASPECT_RANGE)), 1)
     text_tokens = generator.integers(0, MAX_TEXT_TOKENS, size=code.batch_size, endpoint=True)
@@ -256,35 +218,20 @@ def sample_lengths(
 
     Returns:
         One list of samples per rank.
-
-    Raises:
-        ConfigError: The world is not whole replicas of the mix.
     """
-    if world_size is None:
-        world_size = sum(code.num_ranks for code in codes)
+    world_size = num_ranks_of(codes) if world_size is None else world_size
     check_world(codes, world_size)
-    unit = sum(code.num_ranks for code in codes)
-    num_samples = world_size // unit * sum(code.num_ranks * code.batch_size for code in codes)
-    if num_samples > MAX_SEQUENCES:
-        raise ConfigError(
-            f"data codes {_joined(codes)} on {world_size} ranks: {num_samples} samples a step, at "
-            f"most {MAX_SEQUENCES} can be drawn: use fewer ranks, or samples a rank"
-        )
     return [rank_lengths(codes, rank, seed=seed, step=step) for rank in range(world_size)]
 
 
 def seq_lens(shapes: Sequence[Sequence[SampleShape]]) -> list[list[int]]:
-    """Packed lengths in tokens, one list per rank: what ``plan_batch`` takes."""
+    """Return packed lengths in tokens, one list per rank, as ``plan_batch`` takes them."""
     return [[shape.seq_len for shape in rank] for rank in shapes]
 
 
 def deal(items: Sequence[_Item], num_ranks: int) -> list[list[_Item]]:
     """Deal items over ranks round robin: item ``k`` goes to rank ``k % num_ranks``."""
-    found = index_of(num_ranks)
-    if found is None or not 1 <= found <= MAX_RANKS:
-        raise ConfigError(
-            f"num_ranks must be at least 1 and at most {MAX_RANKS}, got {shown(num_ranks)}"
-        )
+    whole("num_ranks", num_ranks, 1, MAX_RANKS)
     return [list(items[rank::num_ranks]) for rank in range(num_ranks)]
 
 
@@ -300,24 +247,17 @@ def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list
         num_ranks: Ranks wanted. A file with one line or one flat list is dealt round robin (see
             ``deal``); any other must list exactly this many ranks. Default: the file's ranks.
 
-    Returns:
-        Lengths in tokens.
-
-    Raises:
-        ConfigError: Names the file, the line (JSON: the rank and item) and the bad token.
     """
-    if num_ranks is not None:
-        num_ranks = whole("num_ranks", num_ranks, 1, MAX_RANKS)
-    path = to_path(path)
     lines = list(islice(read_lines(path), MAX_SEQUENCES + 1))
     text = "".join(lines)
     rows = _json_rows(text, path) if text.lstrip().startswith("[") else _text_rows(lines, path)
     if not rows:
         raise ConfigError(f"{path} holds no lengths; write one line per source rank")
-    if max(len(rows), len(lines)) > MAX_RANKS or sum(map(len, rows)) > MAX_SEQUENCES:
+    num_lines, num_lens = max(len(rows), len(lines)), sum(map(len, rows))
+    if num_lines > MAX_RANKS or num_lens > MAX_SEQUENCES:
         raise ConfigError(
-            f"{path} lists {sum(map(len, rows))} lengths in {max(len(rows), len(lines))} lines; at "
-            f"most {MAX_SEQUENCES} lengths and {MAX_RANKS} ranks can be planned for"
+            f"{path} lists {num_lens} lengths in {num_lines} lines; at most {MAX_SEQUENCES} "
+            f"lengths and {MAX_RANKS} ranks can be planned for"
         )
     if num_ranks is None or len(rows) == num_ranks:
         return rows
@@ -329,12 +269,7 @@ def read_lengths(path: str | Path, *, num_ranks: int | None = None) -> list[list
     )
 
 
-def _joined(codes: Sequence[DataCode]) -> str:
-    """A mix as it is written, if that is short."""
-    return shown(",".join(map(str, codes))).strip("'")
-
-
-def _text_rows(lines: Sequence[str], path: Path) -> list[list[int]]:
+def _text_rows(lines: Sequence[str], path: str | Path) -> list[list[int]]:
     rows: list[list[int]] = []
     for number, line in enumerate(lines, start=1):
         content, comment, _ = line.partition("#")
@@ -346,7 +281,7 @@ def _text_rows(lines: Sequence[str], path: Path) -> list[list[int]]:
     return rows
 
 
-def _json_rows(text: str, path: Path) -> list[list[int]]:
+def _json_rows(text: str, path: str | Path) -> list[list[int]]:
     data = cast(list[object], parse_json(text, str(path)))
     rows = data if any(isinstance(row, list) for row in data) else [data]
     result: list[list[int]] = []

@@ -9,14 +9,9 @@ from pathlib import Path
 from typing import cast
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import index_of, is_int, real, shown
-from bascule.plan.files import parse_json, read_lines, to_path
-from bascule.workload.codes import (
-    MAX_LENGTH,
-    PATCH_PIXELS,
-    SampleShape,
-    latent_frames,
-)
+from bascule.plan.checks import is_int, rate, shown, whole
+from bascule.plan.files import read_json_lines, read_lines
+from bascule.workload.codes import MAX_LENGTH, PATCH_PIXELS, SampleShape, latent_frames
 
 TOKEN_COLUMNS = ("tokens", "num_tokens", "seq_len", "length")
 """Names under which a row may say how many tokens its sample has; the first of them counts."""
@@ -54,35 +49,31 @@ def read_manifest(
 
     Returns:
         Samples in the file's order; see ``deal`` for ranks.
-
-    Raises:
-        ConfigError: Names the file, the line and the bad value, or the columns, none of which is
-            known.
     """
-    side, ratio = index_of(patch), real(bytes_per_token)
-    if side is None or not 0 < side <= MAX_LENGTH or ratio is None or not 0 < ratio < math.inf:
-        raise ConfigError(
-            f"patch and bytes_per_token must be > 0: {shown(patch)}, {shown(bytes_per_token)}"
-        )
-    path = to_path(path)
-    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
-    if path.suffix.lower() not in readers:
+    whole("patch", patch, 1)
+    rate("bytes_per_token", bytes_per_token)
+    path = Path(path)
+    if (read_rows := READERS.get(path.suffix.lower())) is None:
         raise ConfigError(f"{path} is not a manifest; use a .jsonl or a .csv file")
     shapes: list[SampleShape] = []
     used: dict[str, None] = {}  # a set in the order of the file
     ignored: dict[str, None] = {}
-    for line, row in readers[path.suffix.lower()](path):
+    for where, row in read_rows(path):
         try:
-            read = _columns(row)
-            used |= dict.fromkeys(read)
-            ignored |= dict.fromkeys(name for name in row if name not in read)
-            shapes.append(
-                _length_alone(row, read[0])
-                if read[0] in TOKEN_COLUMNS
-                else _row_shape(row, side, compress_frames, ratio)
-            )
+            columns = _columns(row)
+            used |= dict.fromkeys(columns)
+            ignored |= dict.fromkeys(name for name in row if name not in columns)
+            if columns[0] in TOKEN_COLUMNS:
+                text_tokens, grid = _whole(row, columns[0]), (0, 1, 1)
+            else:
+                text_tokens = _text_tokens(row, bytes_per_token)
+                grid = _grid(row, patch, compress_frames)
+            image_tokens = math.prod(grid)
+            if image_tokens + text_tokens > MAX_LENGTH:
+                raise ConfigError(f"the sample has more than {MAX_LENGTH} tokens")
+            shapes.append(SampleShape(text_tokens, image_tokens, grid[1], max(grid[2], 1)))
         except ConfigError as error:
-            raise ConfigError(f"{path}, line {line}: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
         if max_samples is not None and len(shapes) > max_samples:
             raise ConfigError(
                 f"{path} has more than {max_samples} samples, the most that can be planned for at "
@@ -91,66 +82,54 @@ def read_manifest(
     if not shapes:
         raise ConfigError(f"{path} holds no samples")
     if ignored := {name: None for name in ignored if name not in used}:
-        told = _named(used), _named(ignored)
-        _log.warning("%s: lengths are from the columns %s; ignored: %s", path, *told)
+        names = _named(used), _named(ignored)
+        _log.warning("%s: lengths are from the columns %s; ignored: %s", path, *names)
     return shapes
 
 
 def _columns(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Names of what a row's tokens are counted from.
-
-    Raises:
-        ConfigError: None of its columns is known; names those that are.
-    """
+    """Return the names of the columns from which a row's tokens are counted."""
     for name in TOKEN_COLUMNS:
         if row.get(name) not in (None, ""):
             return (name,)
-    found = tuple(name for name in SHAPE_COLUMNS if name in row)
-    if not found:
-        if empty := [name for name in TOKEN_COLUMNS if name in row]:
-            raise ConfigError(f"{empty[0]} is missing")
-        raise ConfigError(
-            f"none of its columns ({_named(row) or 'it has none'}) is known: give tokens (or "
-            f"{', '.join(TOKEN_COLUMNS[1:])}), or width and height, and with these frames, "
-            "text_tokens or caption"
-        )
-    return found
+    if columns := tuple(name for name in SHAPE_COLUMNS if name in row):
+        return columns
+    if empty := [name for name in TOKEN_COLUMNS if name in row]:
+        raise ConfigError(f"{empty[0]} is missing")
+    raise ConfigError(
+        f"none of its columns ({_named(row) or 'it has none'}) is known: give tokens (or "
+        f"{', '.join(TOKEN_COLUMNS[1:])}), or width and height, and with these frames, "
+        "text_tokens or caption"
+    )
 
 
 def _named(names: Iterable[str]) -> str:
-    """Some names of columns, for a message: on one line, and not all where there are many."""
+    """Join some names of columns for a message: on one line, and not all where there are many."""
     named = [name if name.isidentifier() else shown(name) for name in names]
     left = len(named) - _MOST_NAMED
     return ", ".join([*named[:_MOST_NAMED], *([f"{left} others"] if left > 0 else [])])
 
 
-def _length_alone(row: Mapping[str, object], name: str) -> SampleShape:
-    if (tokens := _whole(row, name)) > MAX_LENGTH:
-        raise ConfigError(f"the sample has more than {MAX_LENGTH} tokens")
-    return SampleShape(tokens, 0)
-
-
-def _row_shape(
-    row: Mapping[str, object], patch: int, compress_frames: bool, bytes_per_token: float
-) -> SampleShape:
+def _grid(row: Mapping[str, object], patch: int, compress_frames: bool) -> tuple[int, int, int]:
+    """Return rows, latent frames and columns of a row's visual tokens."""
     width, height = _whole(row, "width"), _whole(row, "height")
     num_frames = _whole(row, "frames", default=1, least=1)
+    if min(width, height) < patch and max(width, height) > 0:
+        raise ConfigError(f"{width} x {height} pixels is smaller than one patch of {patch}")
+    frames = latent_frames(num_frames, compressed=compress_frames)
+    return height // patch, frames, width // patch
+
+
+def _text_tokens(row: Mapping[str, object], bytes_per_token: float) -> int:
     caption = row.get("caption") or ""
     if not isinstance(caption, str):
         raise ConfigError(f"caption must be text, got {shown(caption)}")
-    caption_bytes = len(caption.encode("utf-8", "replace"))
-    text_tokens = _whole(row, "text_tokens", default=math.ceil(caption_bytes / bytes_per_token))
-    if min(width, height) < patch and max(width, height) > 0:
-        raise ConfigError(f"{width} x {height} pixels is smaller than one patch of {patch}")
-    columns, rows = width // patch, height // patch
-    frames = latent_frames(num_frames, compressed=compress_frames)
-    if columns * rows * frames + text_tokens > MAX_LENGTH:
-        raise ConfigError(f"the sample has more than {MAX_LENGTH} tokens")
-    return SampleShape(text_tokens, columns * rows * frames, frames, max(columns, 1))
+    num_bytes = len(caption.encode("utf-8", "replace"))
+    return _whole(row, "text_tokens", default=math.ceil(num_bytes / bytes_per_token))
 
 
 def _whole(row: Mapping[str, object], name: str, *, default: int = -1, least: int = 0) -> int:
-    """The row's value as a whole number; absent or empty gives the default, if that is >= 0."""
+    """Read a whole number; absent or empty gives the default, if that is >= 0."""
     value = row.get(name)
     if isinstance(value, str):
         value = value.strip()
@@ -164,16 +143,14 @@ def _whole(row: Mapping[str, object], name: str, *, default: int = -1, least: in
     return value
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
-    for number, line in enumerate(read_lines(path), start=1):
-        if line.strip():
-            row = parse_json(line, f"{path}, line {number}")
-            if not isinstance(row, dict):
-                raise ConfigError(f"{path}, line {number}: not a JSON object: {shown(row)}")
-            yield number, cast(dict[str, object], row)
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
+    for where, row in read_json_lines(path):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: not a JSON object: {shown(row)}")
+        yield where, cast(dict[str, object], row)
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
+def _csv_rows(path: Path) -> Iterator[tuple[str, Mapping[str, object]]]:
     reader = csv.reader(read_lines(path), strict=True, skipinitialspace=True)
     header: list[str] = []
     line = 1
@@ -185,7 +162,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
                     f"{len(header)}"
                 )
             if header and cells:
-                yield line, dict(zip(header, cells, strict=True))
+                yield f"{path}, line {line}", dict(zip(header, cells, strict=True))
             if not header:
                 header = [cell.strip() for cell in cells]
                 if twice := [name for name in header if name and header.count(name) > 1]:
@@ -195,3 +172,7 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Mapping[str, object]]]:
             line = reader.line_num + 1
     except csv.Error as error:
         raise ConfigError(f"{path}, line {line}: {error}") from error
+
+
+READERS = {".jsonl": _jsonl_rows, ".csv": _csv_rows}
+"""Functions that yield each row behind its place, by the suffix of the file."""

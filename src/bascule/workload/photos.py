@@ -9,7 +9,7 @@ import io
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,20 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type, whole
-from bascule.plan.files import parse_json, read_lines
+from bascule.plan.checks import fields, whole
+from bascule.plan.files import read_json_lines
 from bascule.workload.codes import SampleShape, keyed_generator
-from bascule.workload.streams import (
-    RawBatch,
-    SampleBatch,
-    check_rank,
-    pack_batch,
-    sample_normals,
-)
+from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
 
 PHOTO_SUFFIXES = frozenset(
     ".avif .bmp .gif .jfif .jpeg .jpg .pbm .pgm .png .ppm .tga .tif .tiff .webp".split()
 )
 """File names that are taken for photos, in any case; other files in the folder are ignored."""
 
+VIDEO_SUFFIXES = frozenset((".m4v", ".mkv", ".mov", ".mp4", ".webm"))
+"""File names that are taken for videos, in any case."""
+
+_NUMBER = re.compile("[0-9]+$")
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +51,7 @@ class _Photo:
 
 @dataclass(frozen=True, slots=True)
 class PhotoOptions:
-    """How photos and captions become tokens, where the defaults do not fit.
+    """Options of the tokens of photos and captions, where the defaults do not fit.
 
     Attributes:
         patch: Side P of a patch in pixels.
@@ -67,9 +65,6 @@ class PhotoOptions:
             of a multiple is not taken.
         token_channels: Channels of an image token where it is not the pixels of a patch.
         tokenize: The text tokens of a caption, and whether it was cut; None takes its bytes.
-
-    Raises:
-        ConfigError: A value is out of range.
     """
 
     patch: int = 16
@@ -84,10 +79,8 @@ class PhotoOptions:
     tokenize: Callable[[str], tuple[Sequence[int], bool]] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("patch", "max_tokens", "text_dim", "frame_group"):
-            whole(f"PhotoOptions({name}", getattr(self, name), 1)
-        whole("PhotoOptions(max_text_tokens", self.max_text_tokens)
-        whole("PhotoOptions(clip_frames", self.clip_frames)
+        ones = dict.fromkeys(("patch", "max_tokens", "text_dim", "frame_group"), (whole, 1))
+        fields(self, **ones, max_text_tokens=whole, clip_frames=whole)
 
 
 _DEFAULT = PhotoOptions()
@@ -117,10 +110,6 @@ class PhotoStream:
         world_size: Ranks.
         seed: Seed of the order.
         options: How photos and captions become tokens.
-
-    Raises:
-        ConfigError: No folder, no readable photo in it, a bad line in ``captions.jsonl``, a value
-            out of range, or (``strict``) a photo that cannot be decoded.
     """
 
     def __init__(
@@ -133,11 +122,9 @@ class PhotoStream:
         seed: int = 0,
         options: PhotoOptions = _DEFAULT,
     ) -> None:
-        whole("batch_size", batch_size, 1)
-        self._options = of_type("options", options, PhotoOptions, "PhotoOptions(..)")
-        check_rank(rank, world_size)
-        self.batch_size = batch_size
-        self.rank = rank
+        self._options = options
+        self.batch_size = whole("batch_size", batch_size, 1)
+        self.rank = whole("rank", rank, 0, world_size - 1)
         self.world_size = world_size
         self.seed = seed
         self.in_channels = options.token_channels or 3 * options.patch**2
@@ -159,16 +146,11 @@ class PhotoStream:
         The global batch is ``world_size * batch_size`` photos in the shuffled order, and a rank has
         a contiguous share. A sample's id is its number in that order over all epochs, so ids and
         photos stay the same when the same global batch is split over other numbers of ranks.
-
-        Raises:
-            ConfigError: A photo that was readable at the start no longer is (names the file).
         """
-        if step < 0:
-            raise ConfigError(f"step must not be negative, got {step}")
         return self.samples(self.numbers(step))
 
     def numbers(self, step: int) -> range:
-        """Numbers of this rank's samples of a step, see `batch`."""
+        """Return the numbers of this rank's samples of a step, see `batch`."""
         first = (step * self.world_size + self.rank) * self.batch_size
         return range(first, first + self.batch_size)
 
@@ -179,13 +161,13 @@ class PhotoStream:
 
     @property
     def digest(self) -> str:
-        """How many there are, with a digest of names, captions and shapes: equal where they are."""
+        """Their number, with a digest of names, captions and shapes: equal where those are."""
         facts = [(p.path.name, p.caption, p.frames, p.rows, p.columns) for p in self._photos]
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
         return f"{len(facts)} samples ({digest})"
 
     def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
-        """Shapes of the samples with these numbers in the order of all epochs; reads no file."""
+        """Return the shapes of the samples with these numbers; read no file."""
         return [self._shape(self._photos[index]) for index in self._draw(numbers)]
 
     def _shape(self, photo: _Photo) -> SampleShape:
@@ -194,11 +176,7 @@ class PhotoStream:
         return SampleShape(len(photo.caption), tokens, frames, photo.columns)
 
     def raw(self, numbers: Sequence[int]) -> RawBatch:
-        """The pixels and captions of the samples with these numbers, to be encoded.
-
-        Raises:
-            ConfigError: A photo that was readable at the start no longer is (names the file).
-        """
+        """Read the pixels and captions of the samples with these numbers, to be encoded."""
         photos = [self._photos[index] for index in self._draw(numbers)]
         texts = [torch.tensor(list(p.caption), dtype=torch.int64) for p in photos]
         if self._options.tokenize is None:
@@ -207,11 +185,7 @@ class PhotoStream:
         return RawBatch(shapes, list(numbers), list(map(self._pixels, photos)), texts)
 
     def samples(self, numbers: Sequence[int]) -> SampleBatch:
-        """The samples with these numbers in the order of all epochs, which are their ids.
-
-        Raises:
-            ConfigError: A photo that was readable at the start no longer is (names the file).
-        """
+        """Read the samples with these numbers in the order of all epochs, which are their ids."""
         assert self._options.tokenize is None and self._options.token_channels is None, "use raw()"
         photos = [self._photos[index] for index in self._draw(numbers)]
         nothing = np.empty((0, self.in_channels), dtype=np.uint8)
@@ -227,24 +201,19 @@ class PhotoStream:
         )
 
     def _draw(self, numbers: Sequence[int]) -> list[int]:
-        """Indices of the photos with these numbers in the shuffled order of all epochs."""
-        num_photos = len(self._photos)
-        before, orders = self._orders, dict[int, NDArray[np.int64]]()
-        for epoch in {number // num_photos for number in numbers}:
-            drawn = before.get(epoch)
-            if drawn is None:
-                drawn = keyed_generator(self.seed, "epoch", epoch).permutation(num_photos)
-            orders[epoch] = drawn
-        self._orders = orders
-        return [int(orders[n // num_photos][n % num_photos]) for n in numbers]
+        """Return the places in `files` of the samples with these numbers."""
+        num_photos, before = len(self._photos), self._orders
+        self._orders = {
+            epoch: before[epoch]
+            if epoch in before
+            else keyed_generator(self.seed, "epoch", epoch).permutation(num_photos)
+            for epoch in {number // num_photos for number in numbers}
+        }
+        return [int(self._orders[n // num_photos][n % num_photos]) for n in numbers]
 
     def _scan(self, folder: Path) -> list[_Photo]:
         options, room = self._options, self._options.cache_bytes
-        paths = _photo_paths(folder, with_clips=options.clip_frames > 0)
-        listed = listed_captions(folder)
-        unknown = sorted(listed.keys() - {path.name for path in paths})
-        if unknown and self.rank == 0:
-            _log.warning("captions.jsonl names %d missing photos: %s", len(unknown), unknown[0])
+        paths, listed = _sample_paths(folder, options), _listed_captions(folder)
         photos: list[_Photo] = []
         bad: list[str] = []
         num_cut = 0
@@ -256,22 +225,26 @@ class PhotoStream:
                     raise
                 bad.append(str(error))
                 continue
-            caption, is_cut = _text_tokens(caption_of(path, listed), options)
+            caption, is_cut = _text_tokens(_caption_of(path, listed), options)
             num_cut += is_cut
             photos.append(_Photo(path, caption, *grid))
             if tokens.nbytes <= room:
                 room -= tokens.nbytes
                 self._cache[path] = tokens
-        self.skipped = len(bad)
-        if bad and self.rank == 0:
-            _log.warning("skipped %d of %d photos: %s", len(bad), len(paths), "; ".join(bad))
-        if num_cut and self.rank == 0:
-            _log.warning("cut %d captions to what the text encoder takes", num_cut)
         if not photos:
             raise ConfigError(
                 f"no readable photo in {folder} ({len(bad)} unreadable); put photos directly in "
                 f"it, named *{', *'.join(sorted(PHOTO_SUFFIXES))}"
             )
+        self.skipped = len(bad)
+        if self.rank == 0:
+            unknown = sorted(listed.keys() - {path.name for path in paths})
+            if unknown:
+                _log.warning("captions.jsonl names %d missing photos: %s", len(unknown), unknown[0])
+            if bad:
+                _log.warning("skipped %d of %d photos: %s", len(bad), len(paths), "; ".join(bad))
+            if num_cut:
+                _log.warning("cut %d captions to what the text encoder takes", num_cut)
         return photos
 
     def _pixels(self, photo: _Photo) -> Tensor:
@@ -291,25 +264,33 @@ class PhotoStream:
         return tokens
 
 
-def _photo_paths(folder: Path, *, with_clips: bool) -> list[Path]:
-    """Photos and clips of a folder, in an order that does not depend on the file system."""
+def _sample_paths(folder: Path, options: PhotoOptions) -> list[Path]:
+    """Return photos, and clips if wanted, in an order that does not depend on the file system."""
     try:
-        photos = [
-            path
-            for path in folder.iterdir()
-            if path.suffix.lower() in PHOTO_SUFFIXES
-            and not path.name.startswith(".")
-            and (path.is_file() or (path.is_symlink() and not path.is_dir()))
-        ]
-        clips = list(clip_paths(folder, PHOTO_SUFFIXES)) if with_clips else []
+        visible = [path for path in folder.iterdir() if not path.name.startswith(".")]
+        kinds = {path: _kind_of(path) for path in visible}
     except OSError as error:
         raise ConfigError(f"{folder} must be a folder of photos: {error}") from error
-    check_videos(clips)
-    return sorted([*photos, *clips])
+    wanted = ("photo", "frames", "video") if options.clip_frames else ("photo",)
+    paths = sorted(path for path, kind in kinds.items() if kind in wanted)
+    videos = [path for path in paths if kinds[path] == "video" and path.is_file()]
+    if videos:
+        _pyav(videos[0])
+    return paths
+
+
+def _kind_of(path: Path) -> str | None:
+    """Return "photo", "video", "frames" for a folder of numbered ones, or None."""
+    suffix = path.suffix.lower()
+    if path.is_dir():
+        return "frames" if _frame_paths(path) else None
+    if suffix in PHOTO_SUFFIXES and (path.is_file() or path.is_symlink()):
+        return "photo"
+    return "video" if suffix in VIDEO_SUFFIXES else None
 
 
 def _text_tokens(caption: bytes, options: PhotoOptions) -> tuple[Sequence[int], bool]:
-    """The text tokens of a caption, none of an empty one; and whether they are not all of it."""
+    """Return the text tokens of a caption, none of an empty one, and True if some were cut."""
     if not caption or options.tokenize is None:
         return caption[: options.max_text_tokens], False
     return options.tokenize(caption.decode("utf-8", "replace"))
@@ -320,26 +301,19 @@ def _latent_frames(num_frames: int, options: PhotoOptions) -> int:
 
 
 def _decode(path: Path, options: PhotoOptions) -> tuple[NDArray[np.uint8], tuple[int, int, int]]:
-    """Tokens (frames * h * w, 3 * P**2), and frames, h and w; ConfigError if that is impossible."""
-    patch, is_photo = options.patch, path.suffix.lower() in PHOTO_SUFFIXES and not path.is_dir()
+    """Return tokens (frames * h * w, 3 * P**2), and frames, h and w."""
+    patch, kind = options.patch, "photo" if _kind_of(path) in ("photo", None) else "clip"
     try:
-        if is_photo:
-            images = [_read_photo(path)]
-        else:
-            group = options.frame_group
-            most_frames = min(options.clip_frames, 1 + (options.max_tokens - 1) * group)
-            images = read_frames(path, most_frames, PHOTO_SUFFIXES, group=group)
+        images = [_read_photo(path)] if kind == "photo" else _read_clip(path, options)
         most = options.max_tokens // _latent_frames(len(images), options)
         pixels = np.stack([_fit(_to_rgb(image), patch, most) for image in images])
     except MemoryError:
         raise
     except UnidentifiedImageError as error:
-        raise ConfigError(f"cannot read the photo {path}: no known image format") from error
+        raise ConfigError(f"cannot read the {kind} {path}: no known image format") from error
     except Exception as error:  # decoders raise anything on damaged bytes
-        raise ConfigError(
-            f"cannot read the {'photo' if is_photo else 'clip'} {path}: "
-            f"{error or type(error).__name__}"
-        ) from error
+        reason = error or type(error).__name__
+        raise ConfigError(f"cannot read the {kind} {path}: {reason}") from error
     frames, rows, columns = len(pixels), pixels.shape[1] // patch, pixels.shape[2] // patch
     split = pixels.reshape(frames, rows, patch, columns, patch, 3).transpose(0, 1, 3, 5, 2, 4)
     return split.reshape(-1, 3 * patch**2), (frames, rows, columns)
@@ -355,7 +329,7 @@ def _read_photo(path: Path) -> Image.Image:
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """Eight-bit RGB: high byte of 16-bit values, floats taken as 0 to 1, alpha put on white."""
+    """Convert to RGB: high byte of 16-bit values, floats as 0 to 1, alpha put on white."""
     if image.mode.startswith("I"):
         grey = np.asarray(image).clip(0, 65535) // 256
         image = Image.fromarray(grey.astype(np.uint8))
@@ -384,40 +358,16 @@ def _fit(image: Image.Image, patch: int, max_tokens: int) -> NDArray[np.uint8]:
 
 
 def mean_text(text: Tensor) -> Tensor:
-    """Mean over tokens, zeros if there are none; (tokens, text_dim) -> (text_dim,)."""
+    """Return the mean over tokens, zeros if there are none; (tokens, text_dim) -> (text_dim,)."""
     return text.sum(dim=0) / max(len(text), 1)
 
 
-VIDEO_SUFFIXES = frozenset((".m4v", ".mkv", ".mov", ".mp4", ".webm"))
-"""File names that are taken for videos, in any case."""
-
-_NUMBER = re.compile("[0-9]+$")
-
-
-def clip_paths(folder: Path, frame_suffixes: frozenset[str]) -> Iterator[Path]:
-    """The clips of a folder: subfolders with numbered frames, and videos; in any order."""
-    for path in folder.iterdir():
-        if path.name.startswith("."):
-            continue
-        if path.is_dir() and _frame_paths(path, frame_suffixes):
-            yield path
-        elif path.suffix.lower() in VIDEO_SUFFIXES:
-            yield path
-
-
-def read_frames(
-    path: Path, most: int, frame_suffixes: frozenset[str], *, group: int = 1
-) -> list[Image.Image]:
-    """At most so many frames of a clip, of one size: one, and whole groups of frames.
-
-    Raises:
-        ConfigError: PyAV is missing, the video has no frame, or frames differ in size.
-        Whatever decoders raise on damaged bytes.
-    """
+def _read_clip(path: Path, options: PhotoOptions) -> list[Image.Image]:
+    """Read frames of a clip, of one size: one, and as many whole groups of frames as fit."""
     if path.is_dir():
-        frames = _of_folder(path, most, frame_suffixes, group)
+        frames = _read_folder(path, options)
     else:
-        frames = _of_video(path, most, group)
+        frames = _read_video(path, options)
     if not frames:
         raise ConfigError(f"{path} has no frame")
     sizes = {frame.size for frame in frames}
@@ -426,49 +376,40 @@ def read_frames(
     return frames
 
 
-def check_videos(paths: list[Path]) -> None:
-    """Refuse video files where nothing can read them.
-
-    Raises:
-        ConfigError: Names a file and what to install.
-    """
-    videos = [path for path in paths if path.suffix.lower() in VIDEO_SUFFIXES and path.is_file()]
-    if videos:
-        _pyav(videos[0])
-
-
-def _frame_paths(folder: Path, suffixes: frozenset[str]) -> list[Path]:
-    """Numbered images of a folder by their numbers, then names."""
+def _frame_paths(folder: Path) -> list[Path]:
+    """Return the numbered images of a folder by their numbers, then names."""
     numbered = [
         (int(number[0]), path.name, path)
         for path in folder.iterdir()
-        if path.suffix.lower() in suffixes and (number := _NUMBER.search(path.stem))
+        if path.suffix.lower() in PHOTO_SUFFIXES and (number := _NUMBER.search(path.stem))
     ]
     return [path for *_, path in sorted(numbered)]
 
 
-def _of_folder(path: Path, most: int, suffixes: frozenset[str], group: int) -> list[Image.Image]:
-    paths = _frame_paths(path, suffixes)
+def _read_folder(path: Path, options: PhotoOptions) -> list[Image.Image]:
+    paths = _frame_paths(path)
     frames: list[Image.Image] = []
-    for place in sorted(_chosen(len(paths), most, group)):
+    for place in sorted(_chosen(len(paths), options)):
         with Image.open(paths[place]) as frame:
             frame.load()
             frames.append(frame)
     return frames
 
 
-def _of_video(path: Path, most: int, group: int) -> list[Image.Image]:
+def _read_video(path: Path, options: PhotoOptions) -> list[Image.Image]:
     av = _pyav(path)
     with av.open(str(path)) as video:
         num_frames = sum(packet.size > 0 for packet in video.demux(video=0))
-    wanted = _chosen(num_frames, most, group)
+    wanted = _chosen(num_frames, options)
     with av.open(str(path)) as video:
         frames = enumerate(video.decode(video=0))
         return [frame.to_image() for place, frame in frames if place in wanted]
 
 
-def _chosen(num_frames: int, most: int, group: int) -> set[int]:
-    num = min(num_frames, most)
+def _chosen(num_frames: int, options: PhotoOptions) -> set[int]:
+    """Choose frames, evenly spaced, whose tokens are within the limits."""
+    group = options.frame_group
+    num = min(num_frames, options.clip_frames, 1 + (options.max_tokens - 1) * group)
     num -= (num - 1) % group if num else 0
     places = np.linspace(0, num_frames - 1, num).round()
     return set(places.astype(int).tolist())
@@ -484,8 +425,8 @@ def _pyav(path: Path) -> Any:
         ) from error
 
 
-def caption_of(path: Path, listed: dict[str, bytes]) -> bytes:
-    """UTF-8 bytes of a photo's caption, without white space around it; empty if it has none."""
+def _caption_of(path: Path, listed: dict[str, bytes]) -> bytes:
+    """Return a photo's caption in UTF-8 without white space around it; empty if it has none."""
     beside = path.with_name(f"{path.name if path.is_dir() else path.stem}.txt")
     if not beside.is_file():
         return listed.get(path.name, b"")
@@ -495,20 +436,17 @@ def caption_of(path: Path, listed: dict[str, bytes]) -> bytes:
         raise ConfigError(f"cannot read the caption {beside}: {error}") from error
 
 
-def listed_captions(folder: Path) -> dict[str, bytes]:
-    """Captions of ``captions.jsonl`` by file name; empty if there is no such file."""
+def _listed_captions(folder: Path) -> dict[str, bytes]:
+    """Read the captions of ``captions.jsonl`` by file name; none if there is no such file."""
     path = folder / "captions.jsonl"
     if not path.exists():
         return {}
     captions: dict[str, bytes] = {}
-    for number, line in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        match parse_json(line, where):
+    for where, row in read_json_lines(path):
+        match row:
             case {"file": str(name), "caption": str(caption)}:
                 pass
-            case row:
+            case _:
                 raise ConfigError(f'{where}: needs "file" and "caption", both text, got {row!r}')
         if name in captions:
             raise ConfigError(f"{where}: {name!r} has a caption already")

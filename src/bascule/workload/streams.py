@@ -7,15 +7,18 @@ Randomness belongs to a sample, never to a rank: noise and timestep are function
 the sample's id, so a sample trains in the same way wherever it is processed.
 """
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import whole
 from bascule.workload.codes import (
     DataCode,
     SampleShape,
@@ -59,15 +62,9 @@ class SampleBatch:
 
     def to(self, device: torch.device | str) -> "SampleBatch":
         """Return the same batch with its tensors on a device."""
-        return replace(
-            self,
-            image=self.image.to(device),
-            text=self.text.to(device),
-            is_image=self.is_image.to(device),
-            pos=self.pos.to(device),
-            pooled=self.pooled.to(device),
-            sample_ids=self.sample_ids.to(device),
-        )
+        names = ("image", "text", "is_image", "pos", "pooled", "sample_ids")
+        tensors: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, **tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,7 +85,7 @@ class RawBatch:
 
 
 class Widths(Protocol):
-    """What a model must know of its data."""
+    """The widths of data that a model is built for."""
 
     @property
     def in_channels(self) -> int:
@@ -107,7 +104,7 @@ class Widths(Protocol):
 
 
 class SampleStream(Widths, Protocol):
-    """Gives one rank its batch of a step; a pure function of the step."""
+    """One rank's batches; each a pure function of its step."""
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step (0 or more)."""
@@ -122,24 +119,9 @@ def pack_batch(
     pooled: Tensor,
     ids: Sequence[int],
 ) -> SampleBatch:
-    """Put per-modality tensors together to a batch: token order and positions from the shapes.
-
-    Args:
-        shapes: Shape of each sample.
-        image: (Ti, C) image tokens, samples one after the other.
-        text: (Tt, text_dim) text embeddings, samples one after the other.
-        pooled: (N, vec_dim) text vectors.
-        ids: Id of each sample.
-
-    Raises:
-        ConfigError: Rows of a tensor do not match the shapes.
-    """
+    """Join the tensors of a `SampleBatch`: token order and positions are from the shapes."""
     text_lens = [shape.text_tokens for shape in shapes]
     image_lens = [shape.image_tokens for shape in shapes]
-    expected = (sum(image_lens), sum(text_lens), len(shapes), len(shapes))
-    actual = (len(image), len(text), len(pooled), len(ids))
-    if actual != expected:
-        raise ConfigError(f"rows of (image, text, pooled, ids) are {actual}, shapes say {expected}")
     runs = torch.tensor([text_lens, image_lens], dtype=torch.int64).T.flatten()
     is_image = torch.tensor([False, True]).repeat(len(shapes)).repeat_interleave(runs)
     pos = torch.zeros(len(is_image), 3)
@@ -157,7 +139,7 @@ def pack_batch(
 
 
 def image_positions(shapes: Sequence[SampleShape]) -> Tensor:
-    """Raster positions (frame, row, column) of the image tokens of all samples, (Ti, 3) float32."""
+    """Return raster positions (frame, row, column) of all image tokens, (Ti, 3) float32."""
     lens = np.array([shape.image_tokens for shape in shapes], dtype=np.int64)
     frame_lens = np.array([s.image_tokens // s.frames for s in shapes], dtype=np.int64)
     widths = np.array([shape.grid_width for shape in shapes], dtype=np.int64)
@@ -170,17 +152,9 @@ def image_positions(shapes: Sequence[SampleShape]) -> Tensor:
 def sample_normals(
     sample_ids: Sequence[int], lens: Sequence[int], channels: int, *, seed: int, stream: str
 ) -> Tensor:
-    """Standard normal rows, ``lens[i]`` of them drawn from (seed, stream, sample id) alone.
+    """Draw standard normal rows (sum(lens), channels) float32.
 
-    Args:
-        sample_ids: Id of each sample.
-        lens: Rows of each sample.
-        channels: Columns.
-        seed: Seed of the run.
-        stream: What the numbers are for, at most 8 ASCII characters.
-
-    Returns:
-        (sum(lens), channels) float32.
+    ``lens[i]`` of them depend on (seed, stream, id of sample i) alone; see `keyed_generator`.
     """
     rows = np.empty((sum(lens), channels), dtype=np.float32)
     start = 0
@@ -192,21 +166,16 @@ def sample_normals(
 
 
 def flow_noise(batch: SampleBatch, *, seed: int) -> Tensor:
-    """Rectified-flow noise of a batch's image tokens, (Ti, C) float32 on the CPU.
+    """Draw rectified-flow noise of a batch's image tokens, (Ti, C) float32 on the CPU.
 
     A sample's noise depends on the seed and its id only, not on its rank or its neighbours.
     """
-    return sample_normals(
-        batch.sample_ids.tolist(),
-        batch.image_lens,
-        batch.image.shape[1],
-        seed=seed,
-        stream="noise",
-    )
+    ids, channels = batch.sample_ids.tolist(), batch.image.shape[1]
+    return sample_normals(ids, batch.image_lens, channels, seed=seed, stream="noise")
 
 
 def flow_timesteps(batch: SampleBatch, *, seed: int) -> Tensor:
-    """Rectified-flow timestep of each sample, (N,) float32 in (0, 1) on the CPU, logit-normal.
+    """Draw each sample's rectified-flow timestep, (N,) float32 in (0, 1) on the CPU, logit-normal.
 
     A sample's timestep depends on the seed and its id only. Source of the distribution: Stable
     Diffusion 3 (Esser et al. 2024), section 3.1, location 0 and scale 1.
@@ -231,9 +200,6 @@ class SyntheticStream:
         channels: Channels C of an image token.
         text_dim: Width of a text embedding.
         vec_dim: Width of a sample's text vector.
-
-    Raises:
-        ConfigError: The codes are malformed, or the world does not fit them.
     """
 
     def __init__(
@@ -249,7 +215,7 @@ class SyntheticStream:
     ) -> None:
         self.codes = parse_data_codes(codes) if isinstance(codes, str) else tuple(codes)
         check_world(self.codes, world_size)
-        check_rank(rank, world_size)
+        whole("rank", rank, 0, world_size - 1)
         if any(code.batch_size >= _MAX_SAMPLES for code in self.codes) or world_size > _MAX_RANKS:
             raise ConfigError(
                 f"at most {_MAX_RANKS} ranks of less than {_MAX_SAMPLES} samples can be numbered"
@@ -267,8 +233,7 @@ class SyntheticStream:
 
     def batch(self, step: int) -> SampleBatch:
         """Return this rank's batch of a step, a pure function of (codes, seed, step, rank)."""
-        if not 0 <= step < _MAX_STEPS:
-            raise ConfigError(f"step must be in 0..{_MAX_STEPS - 1}, got {step}")
+        whole("step", step, 0, _MAX_STEPS - 1)
         shapes = rank_lengths(self.codes, self.rank, seed=self.seed, step=step)
         first = _first_id(step, self.rank)
         return self._made(shapes, range(first, first + len(shapes)))
@@ -289,38 +254,37 @@ class SyntheticStream:
         return ",".join(map(str, self.codes))
 
     def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
-        """Shapes of the samples with these numbers, see `samples`."""
+        """Return the shapes of the samples with these numbers, see `samples`."""
         return [shape for shape, _ in self._numbered(numbers)]
 
     def samples(self, numbers: Sequence[int]) -> SampleBatch:
-        """The samples with these numbers: rank after rank of the mix, step after step."""
-        found = self._numbered(numbers)
-        return self._made([shape for shape, _ in found], [number for _, number in found])
+        """Make the samples with these numbers: rank after rank of the mix, step after step."""
+        numbered = self._numbered(numbers)
+        return self._made([shape for shape, _ in numbered], [number for _, number in numbered])
 
     def _numbered(self, numbers: Sequence[int]) -> list[tuple[SampleShape, int]]:
-        """Shape and id of samples."""
-        sizes = np.repeat(
-            [code.batch_size for code in self.codes], [code.num_ranks for code in self.codes]
-        )
-        ends = np.cumsum(sizes)
+        """Return shape and id of samples."""
+        sizes = [code.batch_size for code in self.codes for _ in range(code.num_ranks)]
+        ends = list(accumulate(sizes))
         drawn: dict[tuple[int, int], list[SampleShape]] = {}
-        found: list[tuple[SampleShape, int]] = []
+        numbered: list[tuple[SampleShape, int]] = []
         for number in numbers:
             step, place = divmod(number, self.step_samples)
-            rank = int(np.searchsorted(ends, place, side="right"))
+            rank = bisect(ends, place)
             if (step, rank) not in drawn:
-                lengths = rank_lengths(self.codes, rank, seed=self.seed, step=step)
-                drawn[step, rank] = lengths
-            in_rank = place - int(ends[rank] - sizes[rank])
-            found.append((drawn[step, rank][in_rank], _first_id(step, rank) + in_rank))
-        return found
+                drawn[step, rank] = rank_lengths(self.codes, rank, seed=self.seed, step=step)
+            in_rank = place - ends[rank] + sizes[rank]
+            numbered.append((drawn[step, rank][in_rank], _first_id(step, rank) + in_rank))
+        return numbered
 
     def _made(self, shapes: Sequence[SampleShape], ids: Sequence[int]) -> SampleBatch:
         prompt = self._normals(ids, [1] * len(shapes), _NUM_WAVES, "prompt")
         text_lens = [shape.text_tokens for shape in shapes]
         image_lens = [shape.image_tokens for shape in shapes]
-        text_prompt = prompt.repeat_interleave(torch.tensor(text_lens, dtype=torch.int64), dim=0)
-        image_prompt = prompt.repeat_interleave(torch.tensor(image_lens, dtype=torch.int64), dim=0)
+        text_prompt, image_prompt = (
+            prompt.repeat_interleave(torch.tensor(lens, dtype=torch.int64), dim=0)
+            for lens in (text_lens, image_lens)
+        )
         waves = (image_positions(shapes) @ self._frequencies).cos() * 2**0.5
         text_noise = self._normals(ids, text_lens, self.text_dim, "text")
         image_noise = self._normals(ids, image_lens, self.in_channels, "image")
@@ -337,18 +301,8 @@ class SyntheticStream:
 
 
 def _first_id(step: int, rank: int) -> int:
-    """Of the samples of a rank and step; ids are unique over ranks and steps."""
+    """Return the first id of the samples of a rank and step, unique over ranks and steps."""
     return (step * _MAX_RANKS + rank) * _MAX_SAMPLES
-
-
-def check_rank(rank: int, world_size: int) -> None:
-    """Refuse a rank outside the world.
-
-    Raises:
-        ConfigError: Names the rank and the world size.
-    """
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not in a world of {world_size}")
 
 
 def _table(name: str, rows: int, columns: int) -> Tensor:

@@ -7,17 +7,18 @@ operators are compute, and the events of gloo's threads are collectives.
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import numpy as np
 
 from bascule.arrays import Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, is_int, shown
-from bascule.plan.files import check_regular, parse_json, to_path
+from bascule.plan.files import check_regular, parse_json
 from bascule.plan.marks import LengthMark, read_mark
 from bascule.workload.traces.spans import Spans, minus, spans_of, union
 
@@ -25,6 +26,10 @@ NumberedBy = Literal["ProfilerStep", "bascule's train_step", "Optimizer.step"]
 
 TRAIN_STEP = "bascule::a training step"
 
+MAX_BYTES = 2**32
+"""Most bytes of a trace, unpacked."""
+
+_RANK_IN_NAME = re.compile(r"rank[-_. ]?([0-9]{1,6})(?![0-9])", re.IGNORECASE)
 _STEP = re.compile(r"ProfilerStep\s*#\s*([0-9]{1,15})")
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _HOST_CALL = re.compile(
@@ -35,18 +40,21 @@ _HOST_CALL = re.compile(
 _DISPATCH = re.compile(r"(?:c10d|_c10d_functional|c10d_functional|fsdp|symm_mem|bascule)::")
 _WRAPPER = re.compile(r"autograd::engine::|.*Backward[0-9]*$")
 _COMPILED = "## Call CompiledFxGraph"
-_MOST_US = 1e17
-_MOST_LASTING_US = 1e12
+_ON_TRAINING_THREADS = {"wrapper", "step", "train step", "optimizer"}
+_MOST_US, _MOST_LASTING_US = 1e17, 1e12
 
-Event = tuple[str, float, float]
-"""Name, start and end in seconds."""
+Event = tuple[Any, float, float]
+"""A name, number, thread or mark; start and end in seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RankEvents:
-    """One rank's part of a trace. Times are seconds of its own clock.
+class RankTrace:
+    """The steps of one rank. Times are seconds of its own clock.
 
     Attributes:
+        rank: Which one.
+        world_size: Ranks of the run, if the trace says so.
+        num_left_out: Events without a usable time.
         numbered_by: What shows where steps begin and end.
         on_device: Whether compute and collectives are those of a device.
         numbers: (S,) of the steps, ascending.
@@ -58,6 +66,9 @@ class RankEvents:
         marks: Lengths, and when they were said, on the host.
     """
 
+    rank: int
+    world_size: int | None
+    num_left_out: int
     numbered_by: NumberedBy
     on_device: bool
     numbers: Ints
@@ -67,241 +78,6 @@ class RankEvents:
     calls: Spans
     call_keys: tuple[str, ...]
     marks: tuple[tuple[float, LengthMark], ...]
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """Those of two cycles of a profiler, with other steps each."""
-        host = np.concatenate([part.host for part in parts])
-        order = np.argsort(np.concatenate([part.numbers for part in parts]), kind="stable")
-        calls = np.concatenate([part.calls for part in parts])
-        keys = [key for part in parts for key in part.call_keys]
-        by_start = np.argsort(calls[:, 0], kind="stable")
-        return cls(
-            parts[0].numbered_by,
-            parts[0].on_device,
-            np.concatenate([part.numbers for part in parts])[order],
-            host[order],
-            np.concatenate([part.windows for part in parts])[order],
-            union(np.concatenate([part.compute for part in parts])),
-            calls[by_start],
-            tuple(keys[place] for place in by_start),
-            tuple(mark for part in parts for mark in part.marks),
-        )
-
-
-@dataclass(slots=True)
-class _Found:
-    """Events by what they are; spans in seconds."""
-
-    steps: dict[int, tuple[float, float]] = field(default_factory=dict[int, tuple[float, float]])
-    device_steps: dict[int, tuple[float, float]] = field(
-        default_factory=dict[int, tuple[float, float]]
-    )
-    trains: list[Event] = field(default_factory=list[Event])
-    optimizers: list[Event] = field(default_factory=list[Event])
-    kernels: list[Event] = field(default_factory=list[Event])
-    device_calls: list[Event] = field(default_factory=list[Event])
-    host_calls: list[Event] = field(default_factory=list[Event])
-    operators: list[tuple[object, float, float]] = field(
-        default_factory=list[tuple[object, float, float]]
-    )
-    dispatches: list[tuple[object, float, float]] = field(
-        default_factory=list[tuple[object, float, float]]
-    )
-    threads: set[object] = field(default_factory=set[object])
-    marks: list[tuple[float, LengthMark]] = field(default_factory=list[tuple[float, LengthMark]])
-
-    def add(self, category: str, name: str, thread: object, span: Event, args: object) -> None:
-        """Sort in one event."""
-        if category in _DEVICE:
-            is_call = category == "kernel" and "nccl" in name.lower()
-            if is_call:
-                self.device_calls.append((_key_of(name, args), *span[1:]))
-            else:
-                self.kernels.append(span)
-        elif _HOST_CALL.match(name):
-            self.host_calls.append(span)
-        elif category == "cpu_op":
-            self._add_operator(name, thread, span)
-        elif category == "user_annotation":
-            self._add_range(name, thread, span)
-        elif category == "gpu_user_annotation" and (step := _STEP.fullmatch(name)):
-            _, start, end = span
-            known = self.device_steps.get(int(step[1]), (start, end))
-            self.device_steps[int(step[1])] = min(known[0], start), max(known[1], end)
-
-    def _add_operator(self, name: str, thread: object, span: Event) -> None:
-        if _DISPATCH.match(name):
-            self.dispatches.append((thread, *span[1:]))
-        elif _WRAPPER.match(name):
-            self.threads.add(thread)
-        else:
-            self.operators.append((thread, *span[1:]))
-
-    def _add_range(self, name: str, thread: object, span: Event) -> None:
-        if step := _STEP.fullmatch(name):
-            if int(step[1]) in self.steps:
-                raise ConfigError(f"step {int(step[1])} is in it twice: it is of several runs")
-            self.steps[int(step[1])] = span[1:]
-            self.threads.add(thread)
-        elif name == TRAIN_STEP:
-            self.trains.append(span)
-            self.threads.add(thread)
-        elif name.startswith("Optimizer.step#"):
-            self.optimizers.append(span)
-            self.threads.add(thread)
-        elif name.startswith(_COMPILED):
-            self.operators.append((thread, *span[1:]))
-        elif mark := read_mark(name):
-            self.marks.append((span[1], mark))
-
-
-def events_of(events: Iterable[object]) -> tuple[RankEvents, int]:
-    """Sort the events of a trace.
-
-    Args:
-        events: As in `traceEvents`; what is not of the format is passed over.
-
-    Returns:
-        The events, and how many of them had no usable time.
-
-    Raises:
-        ConfigError: They do not show steps.
-    """
-    found, num_left_out = _Found(), 0
-    for event in events:
-        if not isinstance(event, dict):
-            continue
-        event = cast(dict[str, Any], event)
-        category, name, thread = event.get("cat"), event.get("name"), event.get("tid")
-        if event.get("ph") != "X" or not isinstance(category, str) or not isinstance(name, str):
-            continue
-        start, lasting = event.get("ts"), event.get("dur")
-        if (
-            _is_number(start)
-            and _is_number(lasting)
-            and isinstance(thread, int | str)
-            and -_MOST_US < start < _MOST_US
-            and 0 <= lasting < _MOST_LASTING_US
-        ):
-            span = name, start * 1e-6, (start + lasting) * 1e-6
-            found.add(category, name, thread, span, event.get("args"))
-        else:
-            num_left_out += 1
-    return _sorted(found), num_left_out
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) is float or type(value) is int
-
-
-def _sorted(found: _Found) -> RankEvents:
-    numbered_by, numbers, host = _steps(found)
-    on_device = bool(found.kernels or found.device_calls)
-    windows = host
-    if on_device:
-        compute, calls = union(_spans(found.kernels)), found.device_calls
-        if numbered_by == "ProfilerStep" and set(found.device_steps) >= set(found.steps):
-            # Of a last step only the last kernel is known; it takes the host as long in all.
-            spans = [found.device_steps[n] for n in numbers.tolist()]
-            lasting = (host[:, 1] - host[:, 0]).tolist()
-            spans = [(a, max(b, a + s)) for (a, b), s in zip(spans, lasting, strict=True)]
-            windows = _until_the_next(numbers, spans)
-    else:
-        compute, calls = _host_compute(found), found.host_calls
-    calls = sorted(calls, key=lambda call: call[1:])
-    return RankEvents(
-        numbered_by,
-        on_device,
-        numbers,
-        host,
-        windows,
-        compute,
-        _spans(calls),
-        tuple(call[0] for call in calls),
-        tuple(found.marks),
-    )
-
-
-def _spans(events: Sequence[tuple[Any, float, float]]) -> Spans:
-    return spans_of([event[1] for event in events], [event[2] for event in events])
-
-
-def _host_compute(found: _Found) -> Spans:
-    """Operators of the threads that train, without those that only hand work to others.
-
-    What a loader's or a collective's thread does is not what the step waits for.
-    """
-    operators, dispatches = (
-        _spans([one for one in events if one[0] in found.threads])
-        for events in (found.operators, found.dispatches)
-    )
-    return minus(union(operators), union(dispatches))
-
-
-def _steps(found: _Found) -> tuple[NumberedBy, Ints, Spans]:
-    """What shows the steps, their numbers, and when they were."""
-    if found.steps:
-        numbers = np.array(sorted(found.steps), np.int64)
-        return "ProfilerStep", numbers, _until_the_next(numbers, [found.steps[n] for n in numbers])
-    if found.trains:
-        spans = [span[1:] for span in sorted(found.trains, key=lambda span: span[1])]
-        numbers = np.arange(len(spans), dtype=np.int64)
-        return "bascule's train_step", numbers, _until_the_next(numbers, spans)
-    if len({span[0] for span in found.optimizers}) == 1 and len(found.optimizers) > 1:
-        ends = np.sort([span[2] for span in found.optimizers])
-        return (
-            "Optimizer.step",
-            np.arange(ends.size - 1, dtype=np.int64),
-            spans_of(ends[:-1], ends[1:]),
-        )
-    raise ConfigError(
-        "it does not show where steps begin: profile with a schedule, and call profiler.step() "
-        "after each step, so that it has ProfilerStep ranges"
-    )
-
-
-def _until_the_next(numbers: Ints, spans: Sequence[tuple[float, float]]) -> Spans:
-    """Each step lasts until the next one begins, if that was recorded too."""
-    windows = np.array(spans, np.float64).reshape(-1, 2)
-    follows = np.diff(numbers) == 1
-    ends = np.where(follows, windows[1:, 0], windows[:-1, 1])
-    windows[:-1, 1] = ends
-    if (np.diff(windows[:, 0]) < 0).any():
-        raise ConfigError("its steps do not follow each other in the order of their numbers")
-    return windows
-
-
-def _key_of(name: str, args: object) -> str:
-    """What a collective of NCCL is: its name, and the group if the trace says so."""
-    known = cast(dict[str, object], args) if isinstance(args, dict) else {}
-    fields = (known.get(key) for key in ("Process Group Name", "Process Group Ranks"))
-    what = known.get("Collective name")
-    parts = [what if isinstance(what, str) and what else name.partition("(")[0]]
-    return "|".join([*parts, *(str(value) for value in fields if isinstance(value, str | list))])
-
-
-MAX_BYTES = 2**32
-"""Most bytes of a trace, unpacked."""
-
-_RANK_IN_NAME = re.compile(r"rank[-_. ]?([0-9]{1,6})(?![0-9])", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class RankTrace:
-    """What one rank did.
-
-    Attributes:
-        rank: Which one.
-        world_size: Ranks of the run, if the trace says so.
-        events: Its steps, compute, collectives and lengths.
-        num_left_out: Events without a usable time.
-    """
-
-    rank: int
-    world_size: int | None
-    events: RankEvents
-    num_left_out: int
 
 
 def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...]]:
@@ -314,31 +90,26 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
 
     Returns:
         The ranks in their order, and sentences on what was left out.
-
-    Raises:
-        ConfigError: There is no trace, a file is damaged, two files have the same step of a rank,
-            or a rank's trace does not show steps. Names the file.
     """
-    path = to_path(path)
-    found: dict[int, RankTrace] = {}
-    files: dict[int, Path] = {}
+    path = Path(path)
+    by_rank: dict[int, tuple[Path, RankTrace]] = {}
     notes: list[str] = []
-    names = _files(path)
-    for file in names:
+    files = _files(path)
+    for file in files:
         data = _load(file)
         if data is None:
             notes.append(f"{shown(file.name)} is no trace, it has no traceEvents: left out")
             continue
-        trace = _rank_trace(file, data, is_alone=len(names) == 1)
-        if trace.rank in found:
-            trace = _joined(found[trace.rank], trace, files[trace.rank], file)
-        found[trace.rank], files[trace.rank] = trace, file
-    if not found:
+        trace = _rank_trace(file, data, is_alone=len(files) == 1)
+        if trace.rank in by_rank:
+            trace = _joined(*by_rank[trace.rank], file, trace)
+        by_rank[trace.rank] = file, trace
+    if not by_rank:
         raise ConfigError(
             f"{path}: no trace in it: give the folder into which torch.profiler wrote one "
             ".json or .json.gz file a rank"
         )
-    traces = tuple(found[rank] for rank in sorted(found))
+    traces = tuple(by_rank[rank][1] for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
 
 
@@ -352,7 +123,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _load(file: Path) -> dict[str, Any] | None:
-    """The content of a file; None if it is not a trace."""
+    """Return the content of a file; None if it is not a trace."""
     try:
         check_regular(file)
         with (gzip.open if file.name.endswith(".gz") else open)(file, "rb") as opened:
@@ -377,36 +148,189 @@ def _rank_trace(file: Path, data: dict[str, Any], *, is_alone: bool) -> RankTrac
         named = _RANK_IN_NAME.search(file.name)
         rank = int(named[1]) if named else 0 if is_alone else None
     if not is_int(rank) or not 0 <= rank < MAX_RANKS:
-        told = "no rank" if rank is None else f"rank {shown(rank)}"
+        named = "no rank" if rank is None else f"rank {shown(rank)}"
         raise ConfigError(
-            f"{file} names {told}: its distributedInfo needs a rank from 0 to {MAX_RANKS - 1}, or "
+            f"{file} names {named}: its distributedInfo needs a rank from 0 to {MAX_RANKS - 1}, or "
             "its name one, as in rank3.json"
         )
     if size is not None and (not is_int(size) or not rank < size <= MAX_RANKS):
         raise ConfigError(f"{file}: rank {rank} of a world_size of {shown(size)}: damaged")
+    events, threads, num_left_out = _sorted(data["traceEvents"])
     try:
-        events, num_left_out = events_of(data["traceEvents"])
+        numbered_by, numbers, host = _steps(events)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return RankTrace(rank, size, events, num_left_out)
+    on_device = bool(events["kernel"] or events["device call"])
+    windows = host
+    if on_device:
+        compute, calls = union(_spans(events["kernel"])), events["device call"]
+        device_steps = _device_steps(events["device step"])
+        if numbered_by == "ProfilerStep" and device_steps.keys() >= set(numbers.tolist()):
+            # Of a last step only the last kernel is known; it takes the host as long in all.
+            spans = [device_steps[n] for n in numbers.tolist()]
+            lasting = (host[:, 1] - host[:, 0]).tolist()
+            spans = [(a, max(b, a + s)) for (a, b), s in zip(spans, lasting, strict=True)]
+            windows = _until_the_next(numbers, spans)
+    else:
+        # Without operators that only hand work to others, and without those of other threads: a
+        # step does not wait for what a loader's or a collective's thread does.
+        operators, dispatches = (
+            union(_spans([one for one in events[kind] if one[0] in threads]))
+            for kind in ("operator", "dispatch")
+        )
+        compute, calls = minus(operators, dispatches), events["host call"]
+    calls = sorted(calls, key=lambda call: call[1:])
+    marks = tuple((start, mark) for mark, start, _ in events["mark"])
+    return RankTrace(
+        *(rank, size, num_left_out, numbered_by, on_device, numbers, host, windows, compute),
+        *(_spans(calls), tuple(call[0] for call in calls), marks),
+    )
 
 
-def _joined(first: RankTrace, second: RankTrace, *files: Path) -> RankTrace:
-    """Two cycles of a profiler, of one rank."""
-    one, two = first.events, second.events
-    twice = np.intersect1d(one.numbers, two.numbers)
-    if twice.size or one.numbered_by != two.numbered_by or one.on_device != two.on_device:
-        told = f"both have step {twice[0]}" if twice.size else "they show steps in unlike ways"
+def _sorted(events: Iterable[object]) -> tuple[dict[str, list[Event]], set[object], int]:
+    """Sort events by their kind; return also the threads that train, and how many have no time."""
+    kinds: dict[str, list[Event]] = defaultdict(list)
+    threads, num_left_out = set[object](), 0
+    for event in events:
+        if not isinstance(event, dict):
+            continue
+        event = cast(dict[str, Any], event)
+        category, name, thread = event.get("cat"), event.get("name"), event.get("tid")
+        if event.get("ph") != "X" or not isinstance(category, str) or not isinstance(name, str):
+            continue
+        start, lasting = event.get("ts"), event.get("dur")
+        if not (
+            _is_number(start)
+            and _is_number(lasting)
+            and isinstance(thread, int | str)
+            and -_MOST_US < start < _MOST_US
+            and 0 <= lasting < _MOST_LASTING_US
+        ):
+            num_left_out += 1
+            continue
+        kind, what = _kind_of(category, name, thread, event.get("args"))
+        kinds[kind].append((what, start * 1e-6, (start + lasting) * 1e-6))
+        if kind in _ON_TRAINING_THREADS:
+            threads.add(thread)
+    return kinds, threads, num_left_out
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) is float or type(value) is int
+
+
+def _kind_of(category: str, name: str, thread: object, args: object) -> tuple[str, Any]:
+    """Return the kind of an event, and its name, number, thread or mark."""
+    if category in _DEVICE:
+        is_call = category == "kernel" and "nccl" in name.lower()
+        return ("device call", _key_of(name, args)) if is_call else ("kernel", name)
+    if _HOST_CALL.match(name):
+        return "host call", name
+    if category == "cpu_op":
+        if _DISPATCH.match(name):
+            return "dispatch", thread
+        return "wrapper" if _WRAPPER.match(name) else "operator", thread
+    if category not in ("user_annotation", "gpu_user_annotation"):
+        return "other", name
+    step = _STEP.fullmatch(name)
+    if category == "gpu_user_annotation":
+        return ("device step", int(step[1])) if step else ("other", name)
+    if step:
+        return "step", int(step[1])
+    if name == TRAIN_STEP:
+        return "train step", name
+    if name.startswith("Optimizer.step#"):
+        return "optimizer", name
+    if name.startswith(_COMPILED):
+        return "operator", thread
+    mark = read_mark(name)
+    return ("mark", mark) if mark else ("other", name)
+
+
+def _key_of(name: str, args: object) -> str:
+    """Identify a collective of NCCL by its name, and the group if the trace says so."""
+    known = cast(dict[str, object], args) if isinstance(args, dict) else {}
+    group = (known.get(key) for key in ("Process Group Name", "Process Group Ranks"))
+    what = known.get("Collective name")
+    parts = [what if isinstance(what, str) and what else name.partition("(")[0]]
+    return "|".join([*parts, *(str(value) for value in group if isinstance(value, str | list))])
+
+
+def _spans(events: Sequence[Event]) -> Spans:
+    return spans_of([event[1] for event in events], [event[2] for event in events])
+
+
+def _device_steps(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
+    steps: dict[int, tuple[float, float]] = {}
+    for number, start, end in events:
+        first, last = steps.get(number, (start, end))
+        steps[number] = min(first, start), max(last, end)
+    return steps
+
+
+def _steps(events: dict[str, list[Event]]) -> tuple[NumberedBy, Ints, Spans]:
+    """Return the ranges that show the steps, the numbers of the steps, and their times."""
+    if steps := sorted(events["step"], key=lambda event: event[0]):
+        numbers = np.array([event[0] for event in steps], np.int64)
+        if (twice := numbers[1:][np.diff(numbers) == 0]).size:
+            raise ConfigError(f"step {twice[0]} is in it twice: it is of several runs")
+        return "ProfilerStep", numbers, _until_the_next(numbers, [event[1:] for event in steps])
+    if steps := sorted(events["train step"], key=lambda event: event[1]):
+        numbers = np.arange(len(steps), dtype=np.int64)
+        spans = [event[1:] for event in steps]
+        return "bascule's train_step", numbers, _until_the_next(numbers, spans)
+    steps = events["optimizer"]
+    if len({event[0] for event in steps}) == 1 and len(steps) > 1:
+        ends = np.sort([event[2] for event in steps])
+        numbers = np.arange(ends.size - 1, dtype=np.int64)
+        return "Optimizer.step", numbers, spans_of(ends[:-1], ends[1:])
+    raise ConfigError(
+        "it does not show where steps begin: profile with a schedule, and call profiler.step() "
+        "after each step, so that it has ProfilerStep ranges"
+    )
+
+
+def _until_the_next(numbers: Ints, spans: Sequence[tuple[float, float]]) -> Spans:
+    """Let each step last until the next one begins, if that was recorded too."""
+    windows = np.array(spans, np.float64).reshape(-1, 2)
+    follows = np.diff(numbers) == 1
+    windows[:-1, 1] = np.where(follows, windows[1:, 0], windows[:-1, 1])
+    if (np.diff(windows[:, 0]) < 0).any():
+        raise ConfigError("its steps do not follow each other in the order of their numbers")
+    return windows
+
+
+def _joined(first_file: Path, first: RankTrace, file: Path, second: RankTrace) -> RankTrace:
+    """Join two cycles of a profiler, of one rank, with other steps each."""
+    twice = np.intersect1d(first.numbers, second.numbers)
+    ways = [(trace.numbered_by, trace.on_device) for trace in (first, second)]
+    if twice.size or ways[0] != ways[1]:
+        reason = f"both have step {twice[0]}" if twice.size else "they show steps in unlike ways"
         raise ConfigError(
-            f"{files[0]} and {files[1]} are of rank {first.rank}, and {told}: keep the files of "
+            f"{first_file} and {file} are of rank {first.rank}, and {reason}: keep the files of "
             "one run in the folder"
         )
-    events = RankEvents.joined([one, two])
-    return replace(first, events=events, num_left_out=first.num_left_out + second.num_left_out)
+    numbers, host, windows, compute, calls = (
+        np.concatenate([getattr(first, name), getattr(second, name)])
+        for name in ("numbers", "host", "windows", "compute", "calls")
+    )
+    order, by_start = (np.argsort(x, kind="stable") for x in (numbers, calls[:, 0]))
+    keys = (*first.call_keys, *second.call_keys)
+    return replace(
+        first,
+        num_left_out=first.num_left_out + second.num_left_out,
+        numbers=numbers[order],
+        host=host[order],
+        windows=windows[order],
+        compute=union(compute),
+        calls=calls[by_start],
+        call_keys=tuple(keys[place] for place in by_start),
+        marks=(*first.marks, *second.marks),
+    )
 
 
-def _missing(traces: Sequence[RankTrace]) -> Iterable[str]:
-    """What is said of ranks without a trace, and of events without a time."""
+def _missing(traces: Sequence[RankTrace]) -> Iterator[str]:
+    """Yield sentences on ranks without a trace, and on events without a time."""
     sizes = {trace.world_size for trace in traces if trace.world_size is not None}
     if len(sizes) > 1:
         raise ConfigError(
@@ -416,11 +340,14 @@ def _missing(traces: Sequence[RankTrace]) -> Iterable[str]:
     ranks = [trace.rank for trace in traces]
     missing = sorted(set(range(max(sizes, default=max(ranks) + 1))) - set(ranks))
     if missing:
-        told = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")
+        named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")
+        verb = "has" if len(missing) == 1 else "have"
         yield (
-            f"{len(missing)} of {len(missing) + len(ranks)} ranks have no trace ({told}): the "
+            f"{len(missing)} of {len(missing) + len(ranks)} ranks {verb} no trace ({named}): the "
             "slowest may be among them"
         )
     num = sum(trace.num_left_out for trace in traces)
-    if num:
+    if num == 1:
+        yield "1 event has no usable time and was left out"
+    elif num:
         yield f"{num} events have no usable time and were left out"

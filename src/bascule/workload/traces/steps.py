@@ -31,7 +31,7 @@ from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import shown
 from bascule.plan.marks import LengthMark
-from bascule.workload.traces.reading import RankEvents, RankTrace
+from bascule.workload.traces.reading import RankTrace
 from bascule.workload.traces.spans import Spans, minus, seconds_within, spans_of, union, within
 from bascule.workload.traces.writing import Kind, Segment
 
@@ -45,14 +45,9 @@ _TWO_RANKS = re.compile(r"(?:gloo:|nccl:)?(?:send|recv)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSpans:
-    """What one rank did, on the clock of all.
+    """A `RankTrace` on the clock of all, windows (S, 2) of the common steps.
 
-    Attributes:
-        windows: (S, 2) its steps.
-        compute: Union of what it computed.
-        calls: (c, 2) its collectives, by when it began them.
-        call_keys: (c,) what each is.
-        waiting: Union of the parts of its collectives before all of their ranks had begun them.
+    `waiting` is the union of the parts of its collectives before all of their ranks had begun them.
     """
 
     windows: Spans
@@ -99,6 +94,12 @@ class StepParts:
         """(S, R) seconds of a step that are in no other part."""
         left = self.seconds - self.compute - self.communication - self.waiting
         return np.where(left > _DUST * self.seconds, left, 0.0)
+
+    @property
+    def missing(self) -> str:
+        """A sentence on the ranks without a trace."""
+        verb = "rank has" if self.num_missing == 1 else "ranks have"
+        return f"{self.num_missing} {verb} no trace"
 
     @property
     def own(self) -> Floats:
@@ -149,18 +150,13 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
     """Divide the steps that all ranks have. O(events log events).
 
     Args:
-        traces: Of the ranks, at least one; what `read_traces` gives.
-        notes: What is to be said besides.
-
-    Raises:
-        ConfigError: The ranks have no step in common, or show steps in unlike ways.
+        traces: Of the ranks, at least one, from `read_traces`.
+        notes: Sentences to add to those on what could not be used.
     """
-    every = [trace.events for trace in traces]
-    ranks = np.array([trace.rank for trace in traces], np.int64)
     steps = _common_steps(traces)
-    places = [np.searchsorted(events.numbers, steps) for events in every]
-    calls, unmatched = _matched(every, places)
-    offsets, last = _aligned(calls, len(every)), np.zeros(calls.rank.size)
+    places = [np.searchsorted(trace.numbers, steps) for trace in traces]
+    calls, unmatched = _matched(traces, places)
+    offsets, last = _aligned(calls, len(traces)), np.zeros(calls.rank.size)
     times = calls.times - offsets[calls.rank, None]
     if calls.rank.size:
         latest = np.full(int(calls.together.max()) + 1, -np.inf)
@@ -168,36 +164,36 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
         last = np.minimum(latest[calls.together], times[:, 1])
     spans = tuple(
         RankSpans(
-            windows=events.windows[place] - offset,
-            compute=events.compute - offset,
-            calls=events.calls - offset,
-            call_keys=events.call_keys,
+            windows=trace.windows[place] - offset,
+            compute=trace.compute - offset,
+            calls=trace.calls - offset,
+            call_keys=trace.call_keys,
             waiting=union(spans_of(times[calls.rank == rank, 0], last[calls.rank == rank])),
         )
-        for rank, (events, place, offset) in enumerate(zip(every, places, offsets, strict=True))
+        for rank, (trace, place, offset) in enumerate(zip(traces, places, offsets, strict=True))
     )
     seconds = np.stack([one.windows[:, 1] - one.windows[:, 0] for one in spans], axis=1)
     compute, exposed, waiting, hidden = (
         np.stack(part, axis=1) for part in zip(*map(_divided, spans), strict=True)
     )
     return StepParts(
-        ranks,
-        steps,
-        seconds,
-        compute,
-        np.maximum(exposed - waiting, 0.0),
-        waiting,
-        hidden,
-        spans,
-        every[0].on_device,
-        every[0].numbered_by,
-        (*notes, *unmatched),
-        max(max(trace.world_size or 0, trace.rank + 1) for trace in traces) - len(traces),
+        ranks=np.array([trace.rank for trace in traces], np.int64),
+        steps=steps,
+        seconds=seconds,
+        compute=compute,
+        communication=np.maximum(exposed - waiting, 0.0),
+        waiting=waiting,
+        hidden=hidden,
+        spans=spans,
+        on_device=traces[0].on_device,
+        numbered_by=traces[0].numbered_by,
+        notes=(*notes, *unmatched),
+        num_missing=max(max(one.world_size or 0, one.rank + 1) for one in traces) - len(traces),
     )
 
 
 def _divided(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
-    """(S,) seconds of compute, of collectives that it does not hide, waiting of these, hidden."""
+    """Return (S,) seconds of compute, of collectives beside it, of waiting in these, and hidden."""
     windows, compute = spans.windows, seconds_within(spans.compute, spans.windows)
     either = seconds_within(union(np.concatenate([spans.compute, spans.calls])), windows)
     waits = seconds_within(union(np.concatenate([spans.compute, spans.waiting])), windows)
@@ -208,72 +204,71 @@ def _divided(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
 
 
 def _common_steps(traces: Sequence[RankTrace]) -> Ints:
-    first = traces[0]
+    first, steps = traces[0], traces[0].numbers
     for trace in traces[1:]:
-        ways = [one.events.numbered_by for one in (first, trace)]
+        ways, kinds = (first.numbered_by, trace.numbered_by), (first.on_device, trace.on_device)
         if ways[0] != ways[1]:
             raise ConfigError(
                 f"rank {first.rank} shows steps by {ways[0]}, rank {trace.rank} by {ways[1]}: "
                 "profile all ranks alike"
             )
-        counts = [one.events.numbers.size for one in (first, trace)]
-        if ways[0] != "ProfilerStep" and counts[0] != counts[1]:
+        if ways[0] != "ProfilerStep" and first.numbers.size != trace.numbers.size:
             raise ConfigError(
-                f"rank {first.rank} has {counts[0]} steps, rank {trace.rank} {counts[1]}, and "
-                f"{ways[0]} does not number them: call profiler.step() after each step"
+                f"rank {first.rank} has {first.numbers.size} steps, rank {trace.rank} "
+                f"{trace.numbers.size}, and {ways[0]} does not number them: call profiler.step() "
+                "after each step"
             )
-        kinds = [one.events.on_device for one in (first, trace)]
         if kinds[0] != kinds[1]:
             ranks = (first.rank, trace.rank) if kinds[0] else (trace.rank, first.rank)
             raise ConfigError(
                 f"rank {ranks[0]} has kernels of a device, rank {ranks[1]} has none: profile all "
                 "ranks with the same activities"
             )
-    steps = first.events.numbers
-    for trace in traces[1:]:
-        steps = np.intersect1d(steps, trace.events.numbers)
+        steps = np.intersect1d(steps, trace.numbers)
     if not steps.size:
         raise ConfigError("no step is in the traces of all ranks: profile the same steps on each")
     return steps
 
 
-def _matched(every: Sequence[RankEvents], places: Sequence[Ints]) -> tuple[_Calls, list[str]]:
-    """The calls of common steps that are found on all of their ranks; what is said of others."""
-    names = sorted({key for events in every for key in events.call_keys})
+def _matched(traces: Sequence[RankTrace], places: Sequence[Ints]) -> tuple[_Calls, list[str]]:
+    """Return the calls of common steps that all of their ranks made, and sentences on others."""
+    names = sorted({key for trace in traces for key in trace.call_keys})
     number = {name: place for place, name in enumerate(names)}
     parts: list[Ints] = []
     times: list[Spans] = []
-    for rank, (events, place) in enumerate(zip(every, places, strict=True)):
-        step = np.searchsorted(events.windows[place][:, 0], events.calls[:, 0], "right") - 1
-        kind = np.array([number[key] for key in events.call_keys], np.int64)
-        inside = (step >= 0) & (events.calls[:, 0] < events.windows[place][step, 1])
+    for rank, (trace, place) in enumerate(zip(traces, places, strict=True)):
+        windows = trace.windows[place]
+        step = np.searchsorted(windows[:, 0], trace.calls[:, 0], "right") - 1
+        kind = np.array([number[key] for key in trace.call_keys], np.int64)
+        inside = (step >= 0) & (trace.calls[:, 0] < windows[step, 1])
         step, kind = step[inside], kind[inside]
         row = np.stack([np.full_like(step, rank), step, kind, _order(step * len(names) + kind)])
         parts.append(row)
-        times.append(events.calls[inside])
+        times.append(trace.calls[inside])
     rank, step, kind, order = np.concatenate(parts, axis=1)
-    spans = np.concatenate(times)
     # Ranks that have a call of this name in the step must have as many of them.
     call = step * max(len(names), 1) + kind
-    num = np.zeros((len(every), int(call.max(initial=-1)) + 1), np.int64)
+    num = np.zeros((len(traces), int(call.max(initial=-1)) + 1), np.int64)
     np.add.at(num, (rank, call), 1)
-    is_even = ((num == 0) | (num == num.max(axis=0, initial=0))).all(axis=0)
-    two = np.array([bool(_TWO_RANKS.match(name)) for name in names], np.bool_)
-    keep = is_even[call] & ~two[kind] if call.size else np.zeros(0, np.bool_)
-    uneven = sorted({names[one] for one in kind[~is_even[call]]}) if call.size else []
+    is_even = ((num == 0) | (num == num.max(axis=0, initial=0))).all(axis=0)[call]
+    of_two, ends_at_once = (
+        np.array([test(name) for name in names], np.bool_)[kind]
+        for test in (_is_of_two, _ends_at_once)
+    )
+    keep = is_even & ~of_two
+    uneven = np.unique(kind[~is_even & ~of_two])[:3].tolist()
     notes = [
-        f"ranks made unlike numbers of calls of {shown(name.partition('|')[0])} in a step: waiting "
-        "in these counts as communication"
-        for name in uneven[:3]
-        if not two[number[name]]
+        f"ranks made unlike numbers of calls of {shown(names[one].partition('|')[0])} in a step: "
+        "waiting in these counts as communication"
+        for one in uneven
     ]
     _, together = np.unique(np.stack([call[keep], order[keep]]), axis=1, return_inverse=True)
-    ends_at_once = np.array([_ends_at_once(name) for name in names], np.bool_)
-    return _Calls(rank[keep], together.reshape(-1), spans[keep], ends_at_once[kind[keep]]), notes
+    spans = np.concatenate(times)[keep]
+    return _Calls(rank[keep], together.reshape(-1), spans, ends_at_once[keep]), notes
 
 
 def _order(keys: Ints) -> Ints:
-    """(n,) how many equal keys come before each."""
+    """Return (n,) how many equal keys come before each."""
     by_key = np.argsort(keys, kind="stable")
     ordered = keys[by_key]
     first = np.searchsorted(ordered, ordered, "left")
@@ -282,12 +277,16 @@ def _order(keys: Ints) -> Ints:
     return order
 
 
+def _is_of_two(name: str) -> bool:
+    return bool(_TWO_RANKS.match(name))
+
+
 def _ends_at_once(name: str) -> bool:
     return bool(_ALL_SIDED.search(name)) or not _ONE_SIDED.search(name)
 
 
 def _aligned(calls: _Calls, num_ranks: int) -> Floats:
-    """(R,) by how many seconds each rank's clock is ahead of the first that it shares calls with.
+    """Return (R,) seconds that each clock is ahead of the first that it shares calls with.
 
     Ranks are aligned in rounds, by the calls that they share with aligned ones.
     """
@@ -316,13 +315,10 @@ def _aligned(calls: _Calls, num_ranks: int) -> Floats:
 def segments_of(
     parts: StepParts, lens: Mapping[tuple[int, int], Sequence[int]]
 ) -> Iterator[Segment]:
-    """What each rank did in each step, on one clock that begins with the first step.
+    """Yield the segments of each rank and step, on one clock that begins with the first step.
 
     Collectives are as they were, also where compute hides them; waiting is what it does not hide.
-
-    Args:
-        parts: The steps.
-        lens: Tokens of the sequences that were computed, by step and rank, where they are known.
+    Lengths of the sequences that were computed are by step and rank, where they are known.
     """
     first = min(float(spans.windows.min()) for spans in parts.spans)
     for rank, spans in zip(parts.ranks.tolist(), parts.spans, strict=True):

@@ -15,9 +15,9 @@ from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import MAX_RANKS, shown, whole
 from bascule.plan.costs import PolynomialCost, evaluate
-from bascule.plan.files import parse_json, read_lines
+from bascule.plan.files import read_json_lines
 from bascule.plan.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
-from bascule.plan.marks import LengthMark, Origin, What
+from bascule.plan.marks import Origin, What
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.sequences import check_lengths
 from bascule.plan.topology import Topology
@@ -27,14 +27,12 @@ from bascule.workload.traces.steps import StepParts
 Lengths = Mapping[tuple[int, int], Sequence[int]]
 """Tokens of each sequence, by the numbers of step and rank."""
 
-
 MAX_ERROR = 0.3
 """Error with which steps may predict each other; it is told with the result. A profile has few
 steps, and single ones are noisy where machines are shared; their mean is less so."""
 
 MAX_MODEL_ERROR = 0.15
 """Share by which the model may miss the mean step as it was run."""
-
 
 CONFIDENCE = 0.95
 """Of the interval of a predicted speed-up."""
@@ -44,12 +42,7 @@ _DRAWS = 200
 
 @dataclass(frozen=True, slots=True)
 class RunLengths:
-    """What ranks computed on, and what they had loaded.
-
-    Attributes:
-        computed: Of each step and rank.
-        loaded: The same, where something else was loaded than computed.
-    """
+    """Lengths that ranks computed on, and those that they had loaded, by step and rank."""
 
     computed: Lengths
     loaded: Lengths
@@ -88,7 +81,7 @@ class Worth:
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """Coefficients that the steps do not tell, so that assumptions of the fit decide."""
+        """Coefficients that the steps do not show, so that assumptions of the fit decide."""
         fit = self.cost.fit
         return () if fit is None else fit.unidentified
 
@@ -116,20 +109,17 @@ class Worth:
 
     @property
     def model_error(self) -> float:
-        """By what share the model's steps as run are longer than measured."""
+        """The share by which the model's steps as run are longer than measured."""
         return self.model_s / self.measured_s - 1.0
 
 
 def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
-    """Lengths from the names of ranges in the traces, see `LengthMark`; many in a step add up.
+    """Read lengths from the names of ranges, see `LengthMark`; many in a step add up.
 
-    Those that a step of `SequenceParallel` said count before those of a loader's batches, and these
-    before a user's.
-
-    Raises:
-        ConfigError: Ranks shared sequences.
+    Those of a step of `SequenceParallel` count before those of a loader's batches, and these before
+    a user's.
     """
-    origins = {mark.origin for trace in traces for _, mark in trace.events.marks}
+    origins = {mark.origin for trace in traces for _, mark in trace.marks}
     for origin in cast(tuple[Origin, ...], ("step", "batch", "")):
         if origin in origins:
             computed, loaded = (_by_step(traces, origin, what) for what in ("lens", "loaded"))
@@ -142,42 +132,28 @@ def _by_step(
 ) -> dict[tuple[int, int], list[int]]:
     lens: dict[tuple[int, int], list[int]] = {}
     for trace in traces:
-        events = trace.events
-        said = [
-            (time, mark)
-            for time, mark in events.marks
-            if (mark.origin, mark.what) == (origin, what)
-        ]
-        place = np.searchsorted(events.host[:, 0], [time for time, _ in said], "right") - 1
-        for (time, mark), step in zip(said, place.tolist(), strict=True):
-            if step >= 0 and time < events.host[step, 1]:
-                _check_alone(mark, trace.rank)
-                lens.setdefault((int(events.numbers[step]), trace.rank), []).extend(mark.lens)
+        marks = [one for one in trace.marks if (one[1].origin, one[1].what) == (origin, what)]
+        place = np.searchsorted(trace.host[:, 0], [time for time, _ in marks], "right") - 1
+        for (time, mark), step in zip(marks, place.tolist(), strict=True):
+            if step < 0 or time >= trace.host[step, 1]:
+                continue
+            if mark.shared_by > 1:
+                raise ConfigError(
+                    f"rank {trace.rank} shared its sequences with {mark.shared_by - 1} others, and "
+                    "a cost model is fitted to ranks that compute alone: trace a run with bags of "
+                    "one rank"
+                )
+            lens.setdefault((int(trace.numbers[step]), trace.rank), []).extend(mark.lens)
     return lens
-
-
-def _check_alone(mark: LengthMark, rank: int) -> None:
-    if mark.shared_by > 1:
-        raise ConfigError(
-            f"rank {rank} shared its sequences with {mark.shared_by - 1} others, and a cost model "
-            "is fitted to ranks that compute alone: trace a run with bags of one rank"
-        )
 
 
 def read_lens(path: str | Path) -> RunLengths:
     """Read a JSONL file with rows such as ``{"step": 3, "rank": 0, "lens": [512, 64]}``.
 
     Several rows of a step and rank, such as its microbatches, add up.
-
-    Raises:
-        ConfigError: Names the file, the line and the bad value.
     """
     lens: dict[tuple[int, int], list[int]] = {}
-    for number, line in enumerate(read_lines(path), 1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
-        row = parse_json(line, where)
+    for where, row in read_json_lines(path):
         if not isinstance(row, dict) or not {"step", "rank", "lens"} <= row.keys():
             raise ConfigError(
                 f'{where} is {shown(row)}: give {{"step": 0, "rank": 0, "lens": [..]}}'
@@ -186,10 +162,10 @@ def read_lens(path: str | Path) -> RunLengths:
         step = whole(f"{where}: step", row["step"])
         rank = whole(f"{where}: rank", row["rank"], 0, MAX_RANKS - 1)
         try:
-            _, found = check_lengths([cast(list[int], row["lens"])], 1)
+            _, tokens = check_lengths([cast(list[int], row["lens"])], 1)
         except ConfigError as error:
             raise ConfigError(f"{where}: {str(error).removeprefix('rank 0, ')}") from None
-        lens.setdefault((step, rank), []).extend(found.tolist())
+        lens.setdefault((step, rank), []).extend(tokens.tolist())
     return RunLengths(lens, lens)
 
 
@@ -203,31 +179,10 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         parts: The steps.
         lens: What ranks computed; steps in which that of a rank is not known are left out.
         topology: Bags to plan for. Default: one rank each.
-
-    Raises:
-        ConfigError: No lengths are known, they do not explain the seconds (`fit_iterations`, or the
-            mean step is missed by more than `MAX_MODEL_ERROR`), or the topology does not fit.
     """
     if parts.num_missing:
-        raise ConfigError(f"{parts.num_missing} ranks have no trace: give those of all ranks")
-    ranks = parts.ranks.tolist()
-    places = [
-        place
-        for place, step in enumerate(parts.steps.tolist())
-        if all((step, rank) in lens.computed for rank in ranks)
-    ]
-    if not places and lens.computed:
-        steps, rows = parts.steps.tolist(), sorted(lens.computed)
-        raise ConfigError(
-            "lengths of all ranks are known of none of the steps in the traces: those are "
-            f"{steps[0]} to {steps[-1]} of ranks {ranks[0]} to {ranks[-1]}, and lengths are given "
-            f"of steps {rows[0][0]} to {rows[-1][0]}"
-        )
-    if not places:
-        raise ConfigError(
-            "of no step are the lengths of all ranks known: give --lens, or name a range in each "
-            'step, as in record_function("bascule::lens [512,64]")'
-        )
+        raise ConfigError(f"{parts.missing}: give those of all ranks")
+    ranks, places = parts.ranks.tolist(), _known_places(parts, lens.computed)
     steps = parts.steps[places].tolist()
     computed, loaded = (
         [[known[step, rank] for rank in ranks] for step in steps]
@@ -245,61 +200,74 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
     ]
     if not mean[2] > 0:
         raise ConfigError("the cost model gives every step 0 s: measure steps that compute")
-    found = Worth(
-        cost,
-        str(bags),
-        len(places),
-        float(parts.step_seconds[places].mean()),
-        mean[0],
-        mean[1],
-        mean[2],
-        float(np.mean([metrics.imbalance(loads) for loads in as_run])),
-        float(np.mean([metrics.imbalance(loads) for loads in balanced])),
-        sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
-        _range(cost, _work(computed), np.stack([_planned_work(plan) for plan in plans])),
+    worth = Worth(
+        cost=cost,
+        topology=str(bags),
+        num_steps=len(places),
+        measured_s=float(parts.step_seconds[places].mean()),
+        model_s=mean[0],
+        as_loaded_s=mean[1],
+        balanced_s=mean[2],
+        imbalance=float(np.mean([metrics.imbalance(loads) for loads in as_run])),
+        balanced_imbalance=float(np.mean([metrics.imbalance(loads) for loads in balanced])),
+        moved_share=sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
+        speedup_range=_speedup_range(
+            cost, _work(computed), np.stack([_planned_work(plan) for plan in plans])
+        ),
     )
-    if abs(found.model_error) > MAX_MODEL_ERROR:
+    if abs(worth.model_error) > MAX_MODEL_ERROR:
         raise ConfigError(
-            f"by the lengths, a step would be {found.model_error:+.0%} off what was measured: they "
+            f"by the lengths, a step would be {worth.model_error:+.0%} off what was measured: they "
             "do not explain these seconds; profile more steps, with more unlike lengths, on ranks "
             "that nothing else uses"
         )
-    return found
+    return worth
+
+
+def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
+    """Return the places of the steps of which the lengths of all ranks are known."""
+    ranks, steps = parts.ranks.tolist(), parts.steps.tolist()
+    places = [p for p, step in enumerate(steps) if all((step, rank) in computed for rank in ranks)]
+    if not places and computed:
+        rows = sorted(computed)
+        raise ConfigError(
+            "lengths of all ranks are known of none of the steps in the traces: those are "
+            f"{steps[0]} to {steps[-1]} of ranks {ranks[0]} to {ranks[-1]}, and lengths are given "
+            f"of steps {rows[0][0]} to {rows[-1][0]}"
+        )
+    if not places:
+        raise ConfigError(
+            "of no step are the lengths of all ranks known: give --lens, or name a range in each "
+            'step, as in record_function("bascule::lens [512,64]")'
+        )
+    return places
 
 
 def _work(seq_lens: Sequence[Sequence[Sequence[int]]]) -> Floats:
-    """(S, R, 3) sums of L^2 and of L, and number of the sequences of each rank."""
+    """Return (S, R, 3) sums of L^2 and of L, and number of the sequences of each rank."""
     return np.array(
-        [
-            [_sums(np.asarray(lens, dtype=np.float64)).sum(axis=0) for lens in step]
-            for step in seq_lens
-        ]
+        [[_sums(np.asarray(lens, np.float64)).sum(axis=0) for lens in step] for step in seq_lens]
     )
 
 
 def _sums(lens: Floats) -> Floats:
-    """(n, 3) what the coefficients of a cost multiply, of each sequence."""
+    """Return (n, 3): what the coefficients of a cost multiply, of each sequence."""
     return np.stack([lens**2, lens, np.ones_like(lens)], axis=1)
 
 
 def _planned_work(plan: Plan) -> Floats:
-    """(R, 3) the same as planned: ranks of a bag have equal parts of its sequences."""
+    """Return (R, 3), the same as planned: ranks of a bag have equal parts of its sequences."""
     topology = plan.topology
     each = _sums(plan.seq_lens.astype(np.float64))
     sums = [np.bincount(plan.bag_of, column, topology.num_bags) for column in each.T]
     return (np.stack(sums, axis=1) / topology.bag_sizes[:, None])[topology.bag_of_rank]
 
 
-def _range(cost: PolynomialCost, run: Floats, planned: Floats) -> tuple[float, float]:
-    """The interval of the speed-up of a given plan, by drawing what the fit leaves open.
+def _speedup_range(cost: PolynomialCost, run: Floats, planned: Floats) -> tuple[float, float]:
+    """Return the interval of a plan's speed-up, from work (S, R, 3) as run and as planned.
 
     Coefficients are drawn from the normal distribution of the fit and cut off at 0; the plan stays
     as it is, since it was made for the fitted ones.
-
-    Args:
-        cost: Fitted.
-        run: (S, R, 3) as run, see `_work`.
-        planned: (S, R, 3) as planned.
     """
     assert cost.fit is not None
     mean = np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])

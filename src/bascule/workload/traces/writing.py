@@ -6,15 +6,13 @@ has a row of its own, as a range, which lies within its collective.
 """
 
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, shown, whole
-from bascule.plan.files import to_path
+from bascule.plan.checks import MAX_RANKS, choice, fields, number, shown, whole
 
 Kind = Literal["step", "compute", "communication", "waiting", "lengths"]
 
@@ -33,7 +31,7 @@ class Segment:
     """Something that a rank did for a while.
 
     Attributes:
-        rank: Who.
+        rank: The rank.
         kind: A "step", "compute", "communication" (a collective, from when the rank begins it),
             "waiting" (the part of a collective before the last rank begins it), or "lengths" that
             the rank computes in the step around it.
@@ -50,17 +48,10 @@ class Segment:
     seconds: float
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            known = ", ".join(get_args(Kind))
-            raise ConfigError(f"Segment(kind={shown(self.kind)}): must be one of {known}")
-        whole("Segment(rank", self.rank, 0, MAX_RANKS - 1)
+        fields(self, kind=(choice, *get_args(Kind)), rank=(whole, 0, MAX_RANKS - 1))
+        fields(self, start=(number, -1e30), seconds=number)
         if self.kind == "step" and not self.name.isdecimal():
             raise ConfigError(f"Segment(name={shown(self.name)}): the name of a step is its number")
-        if not (math.isfinite(self.start) and math.isfinite(self.seconds) and self.seconds >= 0):
-            raise ConfigError(
-                f"Segment(start={self.start}, seconds={self.seconds}): must be finite, and seconds "
-                "not negative"
-            )
 
 
 def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int) -> list[Path]:
@@ -74,24 +65,17 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
 
     Returns:
         The files, by rank.
-
-    Raises:
-        ConfigError: A file cannot be written, there are traces of other ranks in the folder, or a
-            segment is of a rank that the run has not.
     """
-    whole("world_size", world_size, 1, MAX_RANKS)
     events: dict[int, list[dict[str, Any]]] = {}
     busy: dict[int, list[float]] = {}
-    for number, one in enumerate(sorted(segments, key=lambda one: one.start), 1):
+    for flow, one in enumerate(sorted(segments, key=lambda one: one.start), 1):
         lane = _free(busy.setdefault(one.rank, []), one) if one.kind == "communication" else 0
-        events.setdefault(one.rank, []).extend(_events(one, number, lane))
+        events.setdefault(one.rank, []).extend(_events(one, flow, lane))
     if events and max(events) >= world_size:
         raise ConfigError(f"a segment is of rank {max(events)}, and the run has {world_size} ranks")
-    folder = to_path(folder)
-    files: list[Path] = []
-    others = {path.name for path in folder.glob("*.json*")} - {
-        f"rank{rank}.json" for rank in events
-    }
+    folder = Path(folder)
+    files = [folder / f"rank{rank}.json" for rank in sorted(events)]
+    others = {path.name for path in folder.glob("*.json*")} - {path.name for path in files}
     if others:
         raise ConfigError(
             f"cannot write traces to {folder}: it holds {shown(min(others))}, which would be read "
@@ -99,16 +83,15 @@ def write_steps(folder: str | Path, segments: Iterable[Segment], world_size: int
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for rank in sorted(events):
-            files.append(folder / f"rank{rank}.json")
-            files[-1].write_text(_file(rank, world_size, events[rank]), encoding="utf-8")
+        for rank, file in zip(sorted(events), files, strict=True):
+            file.write_text(_file(rank, world_size, events[rank]), encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write traces to {folder}: {error}") from error
     return files
 
 
 def _file(rank: int, world_size: int, events: list[dict[str, Any]]) -> str:
-    """One rank's file. HolisticTraceAnalysis takes the first "rank" that it finds in the text."""
+    """Return one rank's file. HolisticTraceAnalysis takes the first "rank" in the text."""
     used = {event["tid"] for event in events}
     lanes = {tid: f"{_NAMES[_CALLS]} {tid - _CALLS + 1}" for tid in used if tid > _CALLS}
     rows = [
@@ -132,7 +115,7 @@ def _file(rank: int, world_size: int, events: list[dict[str, Any]]) -> str:
 
 
 def _free(ends: list[float], call: Segment) -> int:
-    """The first row without another collective at this time: rows do not show what overlaps."""
+    """Return the first row without another collective at this time: rows do not overlap."""
     free = [lane for lane, end in enumerate(ends) if end <= call.start]
     lane = free[0] if free else len(ends)
     ends[lane : lane + 1] = [call.start + call.seconds]
@@ -144,7 +127,7 @@ def _pid(tid: int) -> int:
 
 
 def _events(one: Segment, number: int, lane: int) -> list[dict[str, Any]]:
-    """The events of one segment; `number` ties a kernel to its launch."""
+    """Return the events of one segment; `number` ties a kernel to its launch."""
     start, lasting = one.start * 1e6, one.seconds * 1e6
 
     def event(category: str, name: str, tid: int, /, **args: object) -> dict[str, Any]:
