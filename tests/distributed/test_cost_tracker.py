@@ -1,5 +1,6 @@
 """A cost model learned on the job: compute is replaced by burning CPU time of a known amount."""
 
+import contextlib
 import json
 import time
 from typing import Any
@@ -98,6 +99,29 @@ def keep_bytes() -> list[float | None]:
 def test_a_fitted_cost_keeps_the_bytes_of_a_token() -> None:
     for num_fits, bytes_per_token in run_ranks(keep_bytes, 2):
         assert num_fits and bytes_per_token == 100.0
+
+
+def differ() -> tuple[Any, ...]:
+    """As on a processor that rounds another way: rank 1 would refuse the fit."""
+    loader = make_loader(6 * 30)
+    tracker, now = CostTracker(loader, warmup=6, discard=0, window=6, device="cpu"), [0.0]
+    refusing = mock.Mock(side_effect=ConfigError("the lengths do not explain the seconds"))
+    where = "bascule.data.cost_tracker."
+    patches = {"fit_iterations": refusing, "_drift": mock.Mock(return_value=0.05)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(time, "thread_time", lambda: now[0]))
+        for name, other in patches.items() if dist.get_rank() else ():
+            stack.enter_context(mock.patch(where + name, other))
+        for batch in tracker:
+            lens = [len(sample["input_ids"]) for sample in batch.data]
+            now[0] += float(TRUTH(lens).sum()) + TRUTH.overhead
+    assert tracker.cost is not None
+    return tracker.cost, tracker.cost.fit, tracker.metrics()
+
+
+def test_one_rank_fits_and_its_whole_fit_is_everybodys() -> None:
+    first, second = run_ranks(differ, 2)
+    assert first == second and first[1] is not None and first[1].num_observations > 0
 
 
 def drift() -> dict[str, Any]:

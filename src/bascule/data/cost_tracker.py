@@ -1,6 +1,7 @@
 """The cost of a sample, learned from the steps of the job itself while it runs."""
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +18,14 @@ from bascule.comm.groups import set_timeout
 from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader, Batch
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
-from bascule.plan.costs import PolynomialCost
-from bascule.plan.fits import MIN_OBSERVATIONS, fit_iterations
+from bascule.plan.costs import IterationFit, PolynomialCost
+from bascule.plan.fits import MIN_OBSERVATIONS, TERMS, fit_iterations
 
 logger = logging.getLogger(__name__)
 
 
 STATE_VERSION = 1
-_COEFFICIENTS = ("quadratic", "linear", "constant", "overhead")
+_NUM_WORDS = 1 + 31  # the drift, and a fitted cost model
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,7 +132,7 @@ class CostTracker:
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted cost model, as plain values; the same on every rank."""
         cost = self.cost
-        coefficients = None if cost is None else [getattr(cost, name) for name in _COEFFICIENTS]
+        coefficients = None if cost is None else [getattr(cost, name) for name in TERMS]
         return {"version": STATE_VERSION, "cost": coefficients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -157,7 +158,7 @@ class CostTracker:
 
     def metrics(self) -> dict[str, Any]:
         """Return coefficients, number of fits, and the drift that was seen last."""
-        cost = {} if self.cost is None else {n: getattr(self.cost, n) for n in _COEFFICIENTS}
+        cost = {} if self.cost is None else {n: getattr(self.cost, n) for n in TERMS}
         return cost | {"num_fits": self.num_fits, "drift": self.drift}
 
     def _use(self, cost: PolynomialCost) -> None:
@@ -185,27 +186,26 @@ class CostTracker:
         """Gather the times and, where the cost model does not explain them, fit another.
 
         An all-gather and a broadcast. All ranks hold the same times, but their processors may round
-        a fit differently, so the coefficients are those of the first.
+        a fit differently, or refuse it: the first rank decides, and its whole fit is everybody's.
         """
         set_timeout(self._group, self._timeout_s)
         seconds = self._gather()
-        lens = [unit.seq_lens for unit in self._units]
-        self.drift = None if self.cost is None else _drift(self.cost, lens, seconds)
-        fitted: PolynomialCost | None = None
-        if self.drift is None or self.drift > self._max_drift:
-            try:
-                fitted = fit_iterations(lens, seconds)
-            except ConfigError as error:
-                logger.warning("the cost model stays as it is: %s", error)
-        answer = torch.full((len(_COEFFICIENTS),), float("nan"), dtype=torch.float64)
-        if fitted is not None:
-            answer = torch.tensor([getattr(fitted, name) for name in _COEFFICIENTS]).double()
-        answer = broadcast(
-            self._group, f"step {self._num_gathered}: broadcast (cost model)", answer
-        )
-        if not answer.isnan().any():
+        answer = np.full(_NUM_WORDS, np.nan)
+        if self._group.rank == 0:
+            lens = [unit.seq_lens for unit in self._units]
+            if self.cost is not None:
+                answer[0] = _drift(self.cost, lens, seconds)
+            if self.cost is None or answer[0] > self._max_drift:
+                try:
+                    answer[1:] = _to_words(fit_iterations(lens, seconds))
+                except ConfigError as error:
+                    logger.warning("the cost model stays as it is: %s", error)
+        where = f"step {self._num_gathered}: broadcast (cost model)"
+        drift, *words = broadcast(self._group, where, torch.from_numpy(answer)).tolist()
+        self.drift = None if math.isnan(drift) else drift
+        if not math.isnan(words[0]):
             self.num_fits += 1
-            self._use(PolynomialCost(*answer.tolist(), fit=None if fitted is None else fitted.fit))
+            self._use(_of_words(words))
 
     def _gather(self) -> Floats:
         """(units, D) own times on a CPU; (units,) of the slowest rank on a GPU."""
@@ -217,6 +217,33 @@ class CostTracker:
             return np.nanmax(times, axis=0)
         places = [times[self._ranks.place == place] for place in range(self._ranks.num)]
         return np.stack([np.max(part, axis=0) for part in places], axis=1)
+
+
+def _to_words(cost: PolynomialCost) -> list[float]:
+    """All numbers of a fitted cost model."""
+    fit = cost.fit
+    assert fit is not None
+    return [
+        *(getattr(cost, name) for name in TERMS),
+        *fit.standard_errors,
+        *(float(name in fit.unidentified) for name in TERMS),
+        *(fit.loo_error, fit.num_observations, fit.num_outliers),
+        *np.ravel(fit.covariance),
+    ]
+
+
+def _of_words(words: list[float]) -> PolynomialCost:
+    errors, flags = words[4:8], words[8:12]
+    loo_error, num_observations, num_outliers = words[12:15]
+    fit = IterationFit(
+        (errors[0], errors[1], errors[2], errors[3]),
+        tuple(name for name, flag in zip(TERMS, flags, strict=True) if flag),
+        loo_error,
+        int(num_observations),
+        int(num_outliers),
+        tuple(tuple(words[at : at + 4]) for at in range(15, 31, 4)),
+    )
+    return PolynomialCost(*words[:4], fit=fit)
 
 
 def _drift(
