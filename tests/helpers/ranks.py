@@ -1,10 +1,8 @@
 """Runs a function on the ranks of a world, each in a process of its own.
 
-Processes wait for the next function when one is done: a world then costs its process group alone,
-which is made for each function and destroyed after it. What a function may change of a process is
-put back; a process that cannot be put back is replaced. A fork server that has torch loaded makes
-new ones. Ranks never run in the pytest process: a collective with mismatched sizes aborts its
-process.
+A fork server that has torch and diffusers loaded makes the processes, so that a world starts in a
+tenth of a second. Ranks never run in the pytest process: a collective with mismatched sizes aborts
+its process.
 """
 
 import gc
@@ -24,15 +22,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 COLLECTIVE_TIMEOUT_S = 15.0
-"""Of fresh worlds, in which ranks die."""
+"""Of worlds in which a test waits for it."""
 
 _LONG_TIMEOUT_S = 100.0  # of other worlds: a test ends sooner, and no machine is that busy
 _WAIT_S = 0.5  # waits are counted, not clocked: a virtual machine that was paused lost no time
 _GRACE_S = 20.0  # after the first failure, the others have this long to notice
-_MOST_KEPT = 4  # processes; each has about 300 MB
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 _PRELOAD = [
-    "diffusers.models.transformers.transformer_flux",
+    "diffusers.pipelines.flux.pipeline_flux",
+    "diffusers.pipelines.wan.pipeline_wan",
     "pytest",
     "torch._inductor.compile_fx",
     "torch._dynamo",
@@ -78,8 +76,7 @@ def run_ranks(
     Raises:
         AssertionError: A rank raised, died or did not end; holds the tracebacks in that order.
     """
-    run = _Run(fn, args, world_size, timeout_s, _LONG_TIMEOUT_S)
-    return _values(*run.on(_kept))
+    return _values(*_Run(fn, args, world_size, timeout_s, _LONG_TIMEOUT_S).outcomes())
 
 
 def run_fresh_ranks(
@@ -89,12 +86,9 @@ def run_fresh_ranks(
     timeout_s: float = 500.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """As `run_ranks`, in new processes, which have called nothing yet and call nothing after.
-
-    Collectives end after `COLLECTIVE_TIMEOUT_S`.
-    """
+    """As `run_ranks`, but collectives end after `COLLECTIVE_TIMEOUT_S`."""
     run = _Run(fn, args, world_size, timeout_s, COLLECTIVE_TIMEOUT_S, backend)
-    return _values(*run.on(None))
+    return _values(*run.outcomes())
 
 
 def run_to_the_end(
@@ -109,7 +103,7 @@ def run_to_the_end(
     Those that were stopped are not waited for, and killed when all others have ended.
     """
     run = _Run(fn, args, world_size, timeout_s, COLLECTIVE_TIMEOUT_S, stopped=stopped)
-    return run.on(None)[0]
+    return run.outcomes()[0]
 
 
 def raised_by(fn: Callable[..., object], *args: Any, **kwargs: Any) -> tuple[list[str], str]:
@@ -133,7 +127,7 @@ def _values(outcomes: list[Outcome], order: list[int]) -> list[Any]:
 
 
 class _Rank:
-    """A process that calls functions until one fails, and the connection to it."""
+    """A process that calls one function, and the connection to it."""
 
     def __init__(self) -> None:
         self.connection, other_end = _context.Pipe()
@@ -153,22 +147,11 @@ class _Rank:
             exit_code = self.process.exitcode
             return Outcome(error=f"ended without a word: {self.process}", exit_code=exit_code)
 
-    def is_put_back(self) -> bool:
-        """Let the process put back what the function changed; False if it cannot."""
-        try:
-            self.connection.send_bytes(b"all are done")
-            return self.connection.poll(60.0) and bool(pickle.loads(self.connection.recv_bytes()))
-        except (EOFError, ConnectionError):
-            return False
-
     def kill(self) -> None:
         self.process.kill()
         self.connection.close()
         self.process.join()
         self.process.close()
-
-
-_kept: list[_Rank] = []  # they wait for a function
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,43 +166,29 @@ class _Run:
     backend: str = "gloo"
     stopped: Collection[int] = ()
 
-    def on(self, kept: list[_Rank] | None) -> tuple[list[Outcome], list[int]]:
+    def outcomes(self) -> tuple[list[Outcome], list[int]]:
         """Return the outcomes in rank order, and the ranks in the order in which they ended.
 
         A world that a rank could not join is made once more.
-
-        Args:
-            kept: Processes to take, and to give back when they are as before; None takes new ones.
         """
-        outcomes, order = self._once(kept)
+        outcomes, order = self._once()
         if all(outcome.is_called for outcome in outcomes):
             return outcomes, order
-        return self._once(None)
+        return self._once()
 
-    def _once(self, kept: list[_Rank] | None) -> tuple[list[Outcome], list[int]]:
+    def _once(self) -> tuple[list[Outcome], list[int]]:
         ranks: list[_Rank] = []
-        if kept is not None:
-            ranks = [one for one in kept if one.process.is_alive()][: self.world_size]
-            kept[:] = [one for one in kept if one not in ranks]
-        can_go_on = False
         with tempfile.TemporaryDirectory() as folder:
             try:
-                ranks += [_Rank() for _ in range(self.world_size - len(ranks))]
+                ranks += [_Rank() for _ in range(self.world_size)]
                 for rank, one in enumerate(ranks):
                     place = rank, self.world_size, f"file://{folder}/store"
                     group = *place, self.backend, self.collective_timeout_s
                     one.connection.send_bytes(pickle.dumps((sys.path, group, self.fn, self.args)))
-                outcomes, order = self._collect(ranks)
-                can_go_on = all(outcome.error is None for outcome in outcomes)
-                return outcomes, order
+                return self._collect(ranks)
             finally:
                 for one in ranks:
-                    if kept is None or not can_go_on or len(kept) == _MOST_KEPT:
-                        one.kill()
-                    elif one.is_put_back():
-                        kept.append(one)
-                    else:
-                        one.kill()
+                    one.kill()
 
     def _collect(self, ranks: list[_Rank]) -> tuple[list[Outcome], list[int]]:
         num_waits = math.ceil(self.timeout_s / _WAIT_S)
@@ -238,21 +207,14 @@ class _Run:
 
 
 def _serve(connection: Connection) -> None:
-    """Call functions in this process until one fails, or nobody is there who sends any."""
+    """Call a function in this process, and live on until the others are done too."""
     gc.freeze()  # all of torch is never garbage
-    from tests.helpers.rank_state import State
-
-    before = State()
-    while True:
-        try:
-            received = connection.recv_bytes()
-            error = _answer(connection, received)
-            if error:
-                os._exit(1)  # a failed group would wait for its peers
-            connection.recv_bytes()  # until the others are done too: a peer may still be connecting
-            connection.send_bytes(pickle.dumps(before.put_back()))
-        except (EOFError, ConnectionError):
-            os._exit(0)
+    try:
+        if _answer(connection, connection.recv_bytes()):
+            os._exit(1)  # a failed group would wait for its peers
+        connection.recv_bytes()  # a peer may still be connecting
+    except (EOFError, ConnectionError):
+        os._exit(0)
 
 
 def _answer(connection: Connection, received: bytes) -> str | None:
