@@ -47,7 +47,7 @@ contracts: $(VENV)/.dev ## import-linter: which package may import which
 
 pytest: $(VENV)/.dev ## tests, without stress tests and, where there is no GPU, without GPU tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest $(SELECT) --numprocesses 2 $(TESTS)
-	$(BIN)/pytest $(SELECT) --numprocesses 3 --dist loadfile $(RANKS)
+	$(BIN)/pytest $(SELECT) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(RANKS)
 
 stress: $(VENV)/.dev ## the tests that take minutes, and the cases that pytest leaves out
 	$(BIN)/pytest -m stress --timeout 1800

@@ -14,7 +14,8 @@ NAMES = ("chelsea.png", "coffee.png", "rocket.jpg", "astronaut.png", "hubble_dee
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Of the cases of a test marked `some(n)`, n stay, spread over them; the others are stress.
 
-    Whoever names a file or a test on the command line gets the same choice.
+    Whoever names a file or a test on the command line gets the same choice. Files with slow tests
+    begin first, so that no process waits for a long one at the end.
     """
     cases = defaultdict[tuple[Path, str], list[pytest.Function]](list)
     for item in items:
@@ -27,6 +28,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         kept = np.linspace(0, len(alike) - 1, number).round() if number > 1 else [len(alike) // 2]
         for place in set(range(len(alike))).difference(kept):
             alike[place].add_marker(pytest.mark.stress)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from bascule.plan.limits import Limits
 from bascule.training import train_step
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import Case, Inputs, make_inputs, make_model
-from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("diffusers")
@@ -347,7 +347,7 @@ def in_float(sample: Inputs) -> Inputs:
 @pytest.mark.slow
 def test_accelerate() -> None:
     pytest.importorskip("accelerate")
-    for wrapper, loss, wanted in run_fresh_ranks(in_accelerate, 2):
+    for wrapper, loss, wanted in run_ranks(in_accelerate, 2):
         assert wrapper == "DistributedDataParallel"
         assert abs(loss - wanted) < 1e-2 * wanted
 

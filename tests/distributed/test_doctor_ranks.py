@@ -22,7 +22,7 @@ from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.plan.machine import HardwareProfile
 from tests.helpers.jobs import in_a_job
-from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks, run_to_the_end
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 OPTIONS = DoctorOptions(rounds=2, mib=1)
 SMALL = ("--rounds", "1", "--mib", "1")
@@ -100,14 +100,14 @@ def unlike_options() -> tuple[list[str], str]:
 
 
 def test_a_report_has_all_fields_and_is_the_same_on_all_ranks() -> None:
-    reports = run_fresh_ranks(checked, 2)
+    reports = run_ranks(checked, 2)
     assert reports[0] == reports[1]
     report = json.loads(json.dumps(reports[0]))
     assert report["bascule"] == "doctor report" and report["num_ranks"] == 2
     for rank, row in enumerate(report["ranks"]):
         assert row["rank"] == rank
         assert row["torch"] == torch.__version__ and row["bascule"] and row["host"]
-        assert row["memory_bytes"] > 0 and row["store_s"] > 0 and row["timeout_s"] == 15
+        assert row["memory_bytes"] > 0 and row["store_s"] > 0 and row["timeout_s"] == 100
         assert set(row["work"]) == {"matmul", "attention"}
         assert all(work["flops_per_s"] > 0 for work in row["work"].values())
     assert {row["name"] for row in report["collectives"]} == COLLECTIVES
@@ -118,9 +118,9 @@ def test_a_report_has_all_fields_and_is_the_same_on_all_ranks() -> None:
 
 
 def test_a_world_of_one_and_of_three() -> None:
-    (alone,) = run_fresh_ranks(checked, 1)
+    (alone,) = run_ranks(checked, 1)
     assert alone["collectives"] == [] and alone["links"] == [] and len(alone["ranks"]) == 1
-    report, *_ = run_fresh_ranks(checked, 3)
+    report, *_ = run_ranks(checked, 3)
     assert {tuple(row["ranks"]) for row in report["links"]} == {(0, 1), (1, 2), (2, 0)}
 
 
@@ -133,7 +133,7 @@ def test_a_slow_rank_and_a_slow_link_are_named() -> None:
 
 
 def test_unlike_versions_are_a_finding() -> None:
-    report, _ = run_fresh_ranks(unlike_versions, 2)
+    report, _ = run_ranks(unlike_versions, 2)
     assert of_kind(report, "difference") == [(VICTIM,)]
     assert any("3.9.1 on rank 1" in one["text"] for one in report["findings"])
 
@@ -159,12 +159,12 @@ def _pass() -> None:
 
 
 def test_what_one_rank_cannot_read_is_known_to_all(tmp_path: Path) -> None:
-    for classes, text in run_fresh_ranks(profile_of_one, 2, str(tmp_path)):
+    for classes, text in run_ranks(profile_of_one, 2, str(tmp_path)):
         assert "RemoteConfigError" in classes and "nowhere.json" in text
 
 
 def test_ranks_with_unlike_options() -> None:
-    for classes, text in run_fresh_ranks(unlike_options, 2):
+    for classes, text in run_ranks(unlike_options, 2):
         assert "CommError" in classes and "--rounds" in text
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.stage_cases import check_all, failing_ahead, refused_run
 from tests.helpers.train_runs import losses, make_album, run
 
@@ -39,7 +39,7 @@ def test_losses_and_gradients_are_those_of_one_process(size: int, album: Path) -
         ({"vae": "tiny", "clip_frames": 0}, SPLITS[size], True),
         (BOTH, FEW[size], False),  # nothing is worth a move
     ]
-    said = run_fresh_ranks(check_all, size, album, cases)
+    said = run_ranks(check_all, size, album, cases)
     assert all(one == said[0] for one in said)
 
 
@@ -47,7 +47,7 @@ def test_losses_and_gradients_are_those_of_one_process(size: int, album: Path) -
 def whole(album: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The curve of a run that nothing stops: eleven samples, four a step."""
     folder = tmp_path_factory.mktemp("whole")
-    assert run_fresh_ranks(run, 2, epoch(album, folder)) == [3, 3]
+    assert run_ranks(run, 2, epoch(album, folder)) == [3, 3]
     return losses(folder)
 
 
@@ -62,9 +62,9 @@ def test_a_stopped_run_goes_on_with_the_same_curve(
     after: int, album: Path, whole: list[float], tmp_path: Path
 ) -> None:
     settings = epoch(album, tmp_path)
-    assert run_fresh_ranks(run, 2, settings, 2) == [2, 2]
+    assert run_ranks(run, 2, settings, 2) == [2, 2]
     resumed = settings | {"resume": True}
-    assert run_fresh_ranks(run, after, resumed, None, 1) == [3] * after
+    assert run_ranks(run, after, resumed, None, 1) == [3] * after
     assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     for record in map(json.loads, lines):
@@ -74,7 +74,7 @@ def test_a_stopped_run_goes_on_with_the_same_curve(
         ({"vae": "tiny-wan"}, "saved with --vae AutoencoderKL"),
         ({"text_encoder": None}, "this run has no --text-encoder"),
     ):
-        for names, text in run_fresh_ranks(refused_run, 2, resumed | other):
+        for names, text in run_ranks(refused_run, 2, resumed | other):
             assert "ConfigError" in names and said in text and "\n" not in text, text
 
 
@@ -82,8 +82,8 @@ def test_encoding_behind_the_step_before_gives_the_same_curve(
     album: Path, whole: list[float], tmp_path: Path
 ) -> None:
     settings = epoch(album, tmp_path) | {"encode_ahead": True}
-    assert run_fresh_ranks(run, 2, settings, 2) == [2, 2]
-    assert run_fresh_ranks(run, 2, settings | {"resume": True}, None, 1) == [3, 3]
+    assert run_ranks(run, 2, settings, 2) == [2, 2]
+    assert run_ranks(run, 2, settings | {"resume": True}, None, 1) == [3, 3]
     assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
     for record in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
         assert record["encoders"]["vae"]["items"] > 0
@@ -92,7 +92,7 @@ def test_encoding_behind_the_step_before_gives_the_same_curve(
 
 def test_what_one_rank_cannot_load_ahead_ends_all(album: Path, tmp_path: Path) -> None:
     settings = epoch(album, tmp_path) | {"encode_ahead": True}
-    for names, text in run_fresh_ranks(failing_ahead, 2, settings, 2):
+    for names, text in run_ranks(failing_ahead, 2, settings, 2):
         assert {"ConfigError", "CommError"} & set(names), names
         assert "the folder is gone" in text
 
@@ -100,6 +100,6 @@ def test_what_one_rank_cannot_load_ahead_ends_all(album: Path, tmp_path: Path) -
 def test_a_rank_without_a_library_ends_all_with_one_sentence(album: Path, tmp_path: Path) -> None:
     settings = epoch(album, tmp_path)
     for missing, other in (("diffusers", {}), ("transformers", {"vae": None})):
-        for names, text in run_fresh_ranks(refused_run, 3, settings | other, missing):
+        for names, text in run_ranks(refused_run, 3, settings | other, missing):
             assert "ConfigError" in names, names
             assert f"{missing} is not installed: pip install" in text and "\n" not in text

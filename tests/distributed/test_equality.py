@@ -4,7 +4,7 @@ under activation checkpointing, with several plans alive, and under FSDP2."""
 import pytest
 
 from tests.helpers.cases import all_batches
-from tests.helpers.ranks import run_fresh_ranks, run_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.training import (
     Layouts,
     checkpointed,
@@ -52,18 +52,18 @@ def test_bf16_is_as_near_to_float32_as_without_balancing(world_size: int, topolo
     ("topology", "every"), [("g1n4", 1), ("g4n1", 1), ("g1n2+g2n1", 1), ("g1n2+g2n1", 2)]
 )
 def test_checkpointing_gives_the_same_gradients(topology: str, every: int) -> None:
-    run_fresh_ranks(checkpointed, 4, topology, every)
+    run_ranks(checkpointed, 4, topology, every)
 
 
 def test_mixed_precision_of_fsdp2_is_as_near_to_float32_as_without_balancing() -> None:
-    balanced, unbalanced = run_fresh_ranks(errors_of_mixed_precision, 4, "g1n2+g2n1", 8)[0]
+    balanced, unbalanced = run_ranks(errors_of_mixed_precision, 4, "g1n2+g2n1", 8)[0]
     assert 0 < balanced <= 1.5**2 * unbalanced
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("topology", ["g3n1", "g1n1+g2n1"])
 def test_two_plans_alive(topology: str, checkpoint: bool) -> None:
-    run_fresh_ranks(two_plans_alive, 3, topology, checkpoint)
+    run_ranks(two_plans_alive, 3, topology, checkpoint)
 
 
 @pytest.mark.some(2)
@@ -81,4 +81,4 @@ def test_two_plans_alive(topology: str, checkpoint: bool) -> None:
     ],
 )
 def test_fsdp2_gives_the_same_gradients(world_size: int, topology: str, checkpoint: bool) -> None:
-    run_fresh_ranks(sharded, world_size, topology, checkpoint)
+    run_ranks(sharded, world_size, topology, checkpoint)

@@ -16,7 +16,7 @@ from tests.helpers.cases import make_model as make_packed_model
 from tests.helpers.fake_cuda import CUDA, fake_cuda, join_with_cuda, move, moved
 from tests.helpers.guarded_ranks import run_guarded
 from tests.helpers.inference_cases import Case, make_inputs, make_model
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 HALF = torch.bfloat16
@@ -52,7 +52,7 @@ def steps(topologies: list[str]) -> dict[str, Any]:
 
 def test_a_training_step_reads_nothing_on_the_host() -> None:
     topologies = ["g1n2", "g2n1", "g1r2n1"]
-    for lens, found in zip(LENS, run_fresh_ranks(steps, 2, topologies), strict=True):
+    for lens, found in zip(LENS, run_ranks(steps, 2, topologies), strict=True):
         for topology in topologies:
             assert found[topology] == ({str(CUDA)}, (sum(lens), 8)), found
 
@@ -105,7 +105,7 @@ def check_packed_model(of_ranks: list[list[Any]], topologies: list[str]) -> None
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_packed_model_reads_nothing_on_the_host(dtype: str) -> None:
     topologies = ["g1n2", "g2n1", "g1r2n1"]
-    check_packed_model(run_fresh_ranks(packed_model, 2, topologies, dtype, False), topologies)
+    check_packed_model(run_ranks(packed_model, 2, topologies, dtype, False), topologies)
 
 
 @pytest.mark.some(1)
@@ -139,7 +139,7 @@ def split_models(models: list[str]) -> dict[str, Any]:
 
 def test_split_models_read_nothing_on_the_host() -> None:
     pytest.importorskip("diffusers")
-    for found in run_fresh_ranks(split_models, 2, ["flux", "wan"]):
+    for found in run_ranks(split_models, 2, ["flux", "wan"]):
         assert len(found) == 4 and set(found.values()) == {(str(CUDA), True)}, found
 
 
@@ -162,5 +162,5 @@ def reads() -> list[str]:
 
 
 def test_what_reads_a_value_or_mixes_devices_is_found() -> None:
-    for said in run_fresh_ranks(reads, 1):
+    for said in run_ranks(reads, 1):
         assert len(said) == 4, said

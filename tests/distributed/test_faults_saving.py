@@ -21,7 +21,7 @@ import pytest
 from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.training.run.checkpoints import Checkpoints, newest_checkpoint, step_of
 from tests.helpers.faults import Fault, cause_of, check_fault
-from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, raised_by, run_fresh_ranks
+from tests.helpers.ranks import COLLECTIVE_TIMEOUT_S, raised_by, run_ranks
 from tests.helpers.saving_faults import struck_run
 from tests.helpers.train_runs import SMALL, losses, run
 
@@ -95,7 +95,7 @@ def seldom(faults: Sequence[Fault]) -> list[Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The curve of a run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")
-    assert run_fresh_ranks(run, 2, SETTINGS | {"out": folder}) == [NUM_STEPS] * 2
+    assert run_ranks(run, 2, SETTINGS | {"out": folder}) == [NUM_STEPS] * 2
     return losses(folder)
 
 
@@ -111,7 +111,7 @@ def check_left(out: Path, newest: int, whole: list[float]) -> None:
     """The newest checkpoint is that of a step, and the run goes on from it as if not stopped."""
     last = newest_checkpoint(out)
     assert last is not None and step_of(last) == newest
-    assert run_fresh_ranks(run, 2, SETTINGS | {"out": out, "resume": True}) == [NUM_STEPS] * 2
+    assert run_ranks(run, 2, SETTINGS | {"out": out, "resume": True}) == [NUM_STEPS] * 2
     assert losses(out) == pytest.approx(whole, rel=1e-10)
     assert list(out.glob("*.tmp")) == []
 
@@ -134,7 +134,7 @@ def test_a_fault_after_a_checkpoint_is_whole_leaves_it(
 def test_a_fault_while_resuming_hurts_no_checkpoint(
     fault: Fault, whole: list[float], tmp_path: Path
 ) -> None:
-    assert run_fresh_ranks(run, 2, SETTINGS | {"out": tmp_path / "out"}, 3) == [3] * 2
+    assert run_ranks(run, 2, SETTINGS | {"out": tmp_path / "out"}, 3) == [3] * 2
     check_left(end_struck(fault, tmp_path, resume=True), 3, whole)
 
 
@@ -160,7 +160,7 @@ def test_a_fault_under_torchrun_leaves_no_process_and_nothing_half_written(
 ) -> None:
     more = []
     if fault.step == 0:
-        assert run_fresh_ranks(run, 2, SETTINGS | {"out": tmp_path / "out"}, 3) == [3] * 2
+        assert run_ranks(run, 2, SETTINGS | {"out": tmp_path / "out"}, 3) == [3] * 2
         more = ["--resume"]
     done = launched(fault, tmp_path, *more)
     assert (tmp_path / "struck").exists() and done.returncode != 0, done.stderr
@@ -199,11 +199,11 @@ def disk() -> Iterator[Callable[[str], Path]]:
 def test_a_disk_that_fills_up_while_a_checkpoint_is_written(
     ranks: int, disk: Callable[[str], Path], whole: list[float], tmp_path: Path
 ) -> None:
-    assert run_fresh_ranks(run, ranks, SETTINGS | {"out": tmp_path}, 2) == [2] * ranks
+    assert run_ranks(run, ranks, SETTINGS | {"out": tmp_path}, 2) == [2] * ranks
     (saved,) = tmp_path.glob("step-*")
     blocks = sum(-(-one.stat().st_size // 4096) for one in saved.iterdir())
     out = disk(f"{blocks * 6}k") / "out"  # one and a half of it
-    for classes, text in run_fresh_ranks(raised, ranks, SETTINGS | {"out": out}):
+    for classes, text in run_ranks(raised, ranks, SETTINGS | {"out": out}):
         assert "CommError" in classes and "step 4" in text, text
         assert "No space left on device" in text, text
     disk("100m")
@@ -239,7 +239,7 @@ def test_a_folder_that_may_no_longer_be_written(
     name: str, ranks: int, whole: list[float], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    for classes, text in run_fresh_ranks(forbidden, ranks, SETTINGS | {"out": out}, name):
+    for classes, text in run_ranks(forbidden, ranks, SETTINGS | {"out": out}, name):
         # TensorBoard's thread may be the first to meet it.
         assert "CommError" in classes or "metrics.jsonl" in text, text
         assert "Permission denied" in text, text
@@ -268,9 +268,9 @@ def without_facts(checkpoint: Path) -> None:
 def test_a_damaged_checkpoint_is_refused_by_all_ranks(
     damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    assert run_fresh_ranks(run, 2, SETTINGS | {"out": tmp_path}, 2) == [2] * 2
+    assert run_ranks(run, 2, SETTINGS | {"out": tmp_path}, 2) == [2] * 2
     damage(tmp_path / "step-00000002")
-    for classes, text in run_fresh_ranks(raised, 3, SETTINGS | {"out": tmp_path, "resume": True}):
+    for classes, text in run_ranks(raised, 3, SETTINGS | {"out": tmp_path, "resume": True}):
         assert "CommError" in classes or "ConfigError" in classes, classes
         assert "step-00000002" in text, text
     assert [one.name for one in tmp_path.glob("step-*")] == ["step-00000002"]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from bascule.integrations.diffusers import parallelize
 from tests.helpers.held import Held, check_held, needs_proc
 from tests.helpers.inference_toy import TABLE, make_toy, toy_inputs
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 DEGREES = {2: [(2, 1), (1, 2)], 4: [(2, 2), (4, 1), (1, 4)]}
 
@@ -35,7 +35,7 @@ def split_and_undo(num_first: int, num_after: int) -> tuple[Held, Held]:
 @needs_proc
 @pytest.mark.parametrize("world_size", DEGREES)
 def test_splitting_again_leaves_nothing_behind(world_size: int) -> None:
-    for before, after in run_fresh_ranks(split_and_undo, world_size, 30, 30):
+    for before, after in run_ranks(split_and_undo, world_size, 30, 30):
         check_held(before, after, 8_000)
 
 
@@ -43,5 +43,5 @@ def test_splitting_again_leaves_nothing_behind(world_size: int) -> None:
 @pytest.mark.stress
 @pytest.mark.timeout(900)
 def test_splitting_a_thousand_times_leaves_nothing_behind() -> None:
-    for before, after in run_fresh_ranks(split_and_undo, 2, 60, 1000, timeout_s=800.0):
+    for before, after in run_ranks(split_and_undo, 2, 60, 1000, timeout_s=800.0):
         check_held(before, after, 8_000)

@@ -24,7 +24,7 @@ from tests.helpers.misuse_arguments import DEGREES, SETTINGS, TABLES, Wrong, is_
 from tests.helpers.misuse_models import CALLS, ENDING, MODELS
 from tests.helpers.misuse_ranks import RANKS
 from tests.helpers.misuse_runs import QUICK, RUNS
-from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 
 
 def disagreements() -> dict[str, tuple[list[str], str]]:
@@ -250,4 +250,4 @@ def does_not_come() -> str:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    assert "no report from ranks [1]" in run_fresh_ranks(does_not_come, 2)[0]
+    assert "no report from ranks [1]" in run_ranks(does_not_come, 2)[0]

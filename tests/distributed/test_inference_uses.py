@@ -28,7 +28,7 @@ from tests.helpers.inference_toy import (
     toy_inputs,
     worst,
 )
-from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.sparse_reference import one_process
 
 Found = dict[str, Any]
@@ -172,7 +172,7 @@ def within_itself() -> Found:
 
 
 def test_a_model_within_itself_and_threads() -> None:
-    for found in run_fresh_ranks(within_itself, 2):
+    for found in run_ranks(within_itself, 2):
         said = found.pop("said")
         assert all("ConfigError" in classes for classes, _ in said) and len(said) == 2
         assert "Toy runs in another thread" in said[0][1] and "of extra" in said[1][1]

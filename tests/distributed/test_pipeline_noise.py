@@ -15,7 +15,7 @@ from bascule.integrations.diffusers.pipelines import one_noise
 from tests.helpers.inference_toy import TABLE, make_toy
 from tests.helpers.other_image_cases import CASES, MODELS
 from tests.helpers.pipeline_cases import generated, make_pipeline, prompt_of, seeded
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
@@ -66,7 +66,7 @@ def carried() -> list[str]:
 
 
 def test_what_is_of_the_host_travels_where_the_group_carries_it() -> None:
-    for found in run_fresh_ranks(carried, 2):
+    for found in run_ranks(carried, 2):
         assert found == ["meta", "meta", "cpu again", "meta"]
 
 
@@ -96,7 +96,7 @@ def offloaded() -> list[float]:
 
 
 def test_the_device_that_a_pipeline_draws_on_has_one_noise() -> None:
-    (before, drawn), (others_before, others) = run_fresh_ranks(offloaded, 2)
+    (before, drawn), (others_before, others) = run_ranks(offloaded, 2)
     assert before != others_before and drawn == others
 
 
@@ -146,7 +146,7 @@ def controlled(is_tiled: bool) -> tuple[float, bool, float]:
 
 @pytest.mark.parametrize("is_tiled", [False, True])
 def test_control_images_are_sampled_alike(is_tiled: bool) -> None:
-    for error, is_same, norm in run_fresh_ranks(controlled, 2, is_tiled):
+    for error, is_same, norm in run_ranks(controlled, 2, is_tiled):
         assert error <= 1e-5 < norm and is_same
 
 
@@ -168,7 +168,7 @@ def interrupted() -> tuple[bool, set[str]]:
 
 
 def test_nothing_is_left_of_a_verification_that_was_measured() -> None:
-    for ok, left in run_fresh_ranks(interrupted, 2):
+    for ok, left in run_ranks(interrupted, 2):
         assert ok and not left
 
 
@@ -184,7 +184,7 @@ def undone_within() -> None:
 
 
 def test_what_is_undone_while_it_is_measured_shares_nothing() -> None:
-    run_fresh_ranks(undone_within, 2)
+    run_ranks(undone_within, 2)
 
 
 def ideogram() -> Any:
@@ -248,7 +248,7 @@ def guided_by_two() -> SimpleNamespace:
 
 
 def test_a_model_that_guides_is_shared_and_compared_too() -> None:
-    for found in run_fresh_ranks(guided_by_two, 2):
+    for found in run_ranks(guided_by_two, 2):
         assert max(found.errors) <= 1e-4
         assert found.calls == [0.5, 1.0]
         assert found.first.startswith("step 1, unconditional_transformer: layers.0")

@@ -24,7 +24,7 @@ from bascule import (
 from bascule.comm.agree import Statement, agree
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import CommError, ConfigError, PlanError
-from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 
 COST = TransformerCost(64)
 SECONDS = TransformerCost(64, seconds_per_unit=1e-3)
@@ -414,7 +414,7 @@ def without_a_world() -> Error:
 
 
 def test_torch_distributed_must_be_initialised() -> None:
-    assert "init_process_group" in run_fresh_ranks(without_a_world, 1)[0][1]
+    assert "init_process_group" in run_ranks(without_a_world, 1)[0][1]
 
 
 def legal() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from bascule import BalancedSampler, SamplerOptions, TransformerCost
 from bascule.data import collate_padded
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 from tests.helpers.trainer_world import join_world
 
 WIDTH, NUM_SAMPLES, EPOCHS = 4, 29, 2
@@ -97,7 +97,7 @@ def all_kinds() -> int:
 
 
 def test_two_ranks_train_as_one_process_on_the_same_samples() -> None:
-    assert run_fresh_ranks(all_kinds, 2) == [4 * 2 * len(KINDS)] * 2
+    assert run_ranks(all_kinds, 2) == [4 * 2 * len(KINDS)] * 2
 
 
 # --- accelerate
@@ -151,7 +151,7 @@ def with_accelerate(is_shard: bool, folder: str) -> tuple[list[Tensor], int]:
 @pytest.mark.parametrize("is_shard", [False, True], ids=["plain loader", "DataLoaderShard"])
 def test_accelerate_with_a_loader_that_is_not_prepared(is_shard: bool, tmp_path: Path) -> None:
     want = reference("even", 3)
-    for got, num_batches in run_fresh_ranks(with_accelerate, 2, is_shard, str(tmp_path)):
+    for got, num_batches in run_ranks(with_accelerate, 2, is_shard, str(tmp_path)):
         assert num_batches == EPOCHS * 6
         for one, two in zip(got, want, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-13)
@@ -246,7 +246,7 @@ def the_trainer(folder: str) -> dict[str, Any]:
 def test_the_trainer_takes_it_in_a_loader_that_accelerate_does_not_shard() -> None:
     pytest.importorskip("transformers")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_fresh_ranks(the_trainer, 2, folder)
+        ranks = run_ranks(the_trainer, 2, folder)
     for left in ranks:
         for pair in (("balanced", "plain"), ("again", "whole")):
             for one, two in zip(*map(left.get, pair), strict=True):  # pyright: ignore

@@ -35,7 +35,7 @@ from tests.helpers.cases import (
     own_samples,
     reference_step,
 )
-from tests.helpers.ranks import raised_by, run_fresh_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 
 
 class OnDevice(Tensor):
@@ -94,7 +94,7 @@ def both_ways() -> int:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_collective_moves_the_same(size: int) -> None:
-    assert min(run_fresh_ranks(both_ways, size)) > 0
+    assert min(run_ranks(both_ways, size)) > 0
 
 
 def train(topology: str) -> int:
@@ -121,7 +121,7 @@ def train(topology: str) -> int:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("topology", ["g1n2", "g2n1", "g1r2n1"])
 def test_a_training_step_is_that_of_one_process(topology: str) -> None:
-    assert min(run_fresh_ranks(train, 2, topology)) > 0
+    assert min(run_ranks(train, 2, topology)) > 0
 
 
 def not_chosen() -> list[tuple[list[str], str]]:
@@ -139,7 +139,7 @@ def not_chosen() -> list[tuple[list[str], str]]:
 
 
 def test_without_the_choice_they_are_refused_and_the_group_goes_on() -> None:
-    for refused in run_fresh_ranks(not_chosen, 2):
+    for refused in run_ranks(not_chosen, 2):
         for classes, text in refused:
             assert "ConfigError" in classes
             assert "call bascule.comm.stage_cuda() on every rank" in text

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bascule.training.run.checkpoints import newest_checkpoint, step_of
-from tests.helpers.ranks import run_fresh_ranks, run_to_the_end
+from tests.helpers.ranks import run_ranks, run_to_the_end
 from tests.helpers.train_runs import (
     PLACES,
     SAVING,
@@ -36,7 +36,7 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(album: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The curve of a run that nothing stops: two epochs of eleven samples, four a step."""
     folder = tmp_path_factory.mktemp("whole")
-    assert run_fresh_ranks(run, 2, epochs(album, folder)) == [6, 6]
+    assert run_ranks(run, 2, epochs(album, folder)) == [6, 6]
     return losses(folder)
 
 
@@ -64,9 +64,9 @@ def test_a_stopped_run_goes_on_with_the_same_curve_on_other_ranks(
     before: int, after: int, album: Path, whole: list[float], tmp_path: Path
 ) -> None:
     settings = epochs(album, tmp_path)
-    assert run_fresh_ranks(run, before, settings, 3) == [3] * before
+    assert run_ranks(run, before, settings, 3) == [3] * before
     assert losses(tmp_path) == pytest.approx(whole[:3], rel=1e-10)
-    assert run_fresh_ranks(run, after, settings | {"resume": True}, None, 1) == [6] * after
+    assert run_ranks(run, after, settings | {"resume": True}, None, 1) == [6] * after
     assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
     assert everything_once(tmp_path)
 
@@ -85,7 +85,7 @@ def test_a_kill_during_saving_leaves_a_checkpoint_to_go_on_from(
     assert "CommError" in str(other.error) or "gloo" in str(other.error)
     last = newest_checkpoint(tmp_path)
     assert last is not None and step_of(last) == (4 if place == "published" else 2)
-    assert run_fresh_ranks(run, 2, settings | {"resume": True}, None, 1) == [6, 6]
+    assert run_ranks(run, 2, settings | {"resume": True}, None, 1) == [6, 6]
     assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
     assert everything_once(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []
@@ -101,7 +101,7 @@ def test_a_full_disk_is_told_to_all_and_leaves_the_checkpoint_before(
         assert "No space left on device" in str(outcome.error).splitlines()[-1]
         assert "step 4" in str(outcome.error).splitlines()[-1]
     assert checkpoints(tmp_path) == ["step-00000002"]
-    assert run_fresh_ranks(run, 2, settings | {"resume": True}, None, 1) == [6, 6]
+    assert run_ranks(run, 2, settings | {"resume": True}, None, 1) == [6, 6]
     assert losses(tmp_path) == pytest.approx(whole, rel=1e-10)
 
 
@@ -139,7 +139,7 @@ def test_twenty_random_stops_lose_and_repeat_nothing(album: Path, tmp_path: Path
     """Worlds of two and four in any order; ranks are stopped, or killed anywhere."""
     draw = random.Random(0)
     settings = {"data": None, "photos": album, "epochs": 15, "batch_size": 4, "save_every": 2}
-    assert run_fresh_ranks(run, 2, settings | {"out": tmp_path / "whole"}) == [42, 42]
+    assert run_ranks(run, 2, settings | {"out": tmp_path / "whole"}) == [42, 42]
     folder, num_kills = tmp_path / "stopped", 0
     settings |= {"out": folder, "resume": True}
     for attempt in range(20):
@@ -147,10 +147,7 @@ def test_twenty_random_stops_lose_and_repeat_nothing(album: Path, tmp_path: Path
         done = 0 if last is None else step_of(last)
         if draw.random() < 0.5:
             stop = min(done + draw.randint(1, 3), 41)
-            assert (
-                run_fresh_ranks(run, world, settings, stop, attempt)
-                == [max(stop, done + 1)] * world
-            )
+            assert run_ranks(run, world, settings, stop, attempt) == [max(stop, done + 1)] * world
         else:
             num_kills += 1
             place, step = draw.choice(PLACES), done + draw.randint(1, 3)
@@ -159,6 +156,6 @@ def test_twenty_random_stops_lose_and_repeat_nothing(album: Path, tmp_path: Path
             losses_so_far = newest_checkpoint(folder)
             assert losses_so_far is None or step_of(losses_so_far) >= done
     assert num_kills >= 5
-    assert run_fresh_ranks(run, 4, settings, None, 20) == [42] * 4
+    assert run_ranks(run, 4, settings, None, 20) == [42] * 4
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-10)
     assert trained_numbers(folder) == dict.fromkeys(range(165), 1)

@@ -25,7 +25,7 @@ from bascule.training.run.train_options import TrainOptions
 from bascule.training.run.training_run import TrainingRun
 from bascule.workload.streams import SampleBatch, SyntheticStream
 from tests.helpers.jobs import in_a_job
-from tests.helpers.ranks import raised_by, run_fresh_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.train_runs import SMALL, VICTIM, losses, make_album, run
 
 CODES = "g1b2i32f1s0,g1b1i64f4s1"
@@ -126,7 +126,7 @@ def profiled(folder: Path) -> set[str]:
 
 
 def test_a_profile_has_ranges_with_names(tmp_path: Path) -> None:
-    for names in run_fresh_ranks(profiled, 2, tmp_path):
+    for names in run_ranks(profiled, 2, tmp_path):
         parts = "plan route gather_samples attend restore mean".split()
         assert {f"bascule::{part}" for part in parts} <= names
         assert any("route" in name and "all_to_all" in name for name in names), names
@@ -140,7 +140,7 @@ def test_the_curve_does_not_depend_on_bags_or_microbatches(tmp_path: Path) -> No
         ("auto", {"topology": "auto", "checkpoint": True}),
     ):
         given = {"data": CODES, "steps": 3, "out": tmp_path / name} | settings
-        assert run_fresh_ranks(run, 2, given) == [3, 3]
+        assert run_ranks(run, 2, given) == [3, 3]
         curves.append(losses(tmp_path / name))
     assert curves[1] == pytest.approx(curves[0], rel=1e-10)
     assert curves[2] == pytest.approx(curves[0], rel=1e-10)
@@ -148,8 +148,8 @@ def test_the_curve_does_not_depend_on_bags_or_microbatches(tmp_path: Path) -> No
 
 def test_more_ranks_than_samples(tmp_path: Path) -> None:
     given = {"data": CODES, "steps": 2, "batch_size": 1}
-    assert run_fresh_ranks(run, 3, given | {"out": tmp_path / "three"}) == [2, 2, 2]
-    assert run_fresh_ranks(run, 1, given | {"out": tmp_path / "one"}) == [2]
+    assert run_ranks(run, 3, given | {"out": tmp_path / "three"}) == [2, 2, 2]
+    assert run_ranks(run, 1, given | {"out": tmp_path / "one"}) == [2]
     assert losses(tmp_path / "three") == pytest.approx(losses(tmp_path / "one"), rel=1e-10)
 
 
@@ -177,7 +177,7 @@ def with_a_slow_rank(folder: Path) -> None:
 
 
 def test_a_slow_rank_is_named_and_the_others_wait(tmp_path: Path) -> None:
-    run_fresh_ranks(with_a_slow_rank, 2, tmp_path)
+    run_ranks(with_a_slow_rank, 2, tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3
     for line in lines:
@@ -204,7 +204,7 @@ def failing_load(folder: Path, first: int) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("first", [0, 6])
 def test_a_sample_that_one_rank_cannot_load_is_told_to_all(first: int, tmp_path: Path) -> None:
-    other, own = run_fresh_ranks(failing_load, 2, tmp_path, first)
+    other, own = run_ranks(failing_load, 2, tmp_path, first)
     assert "ConfigError" in own[0] and "6.png has changed its size" in own[1]
     assert "CommError" in other[0] and "rank 1" in other[1]
     for _, text in (other, own):
@@ -217,7 +217,7 @@ def unlike(folder: Path) -> tuple[list[str], str]:
 
 
 def test_ranks_with_unlike_options(tmp_path: Path) -> None:
-    for classes, text in run_fresh_ranks(unlike, 2, tmp_path):
+    for classes, text in run_ranks(unlike, 2, tmp_path):
         assert "CommError" in classes and "disagree on" in text
 
 
@@ -228,7 +228,7 @@ def out_of_reach(folder: Path) -> tuple[list[str], str]:
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for classes, text in run_fresh_ranks(out_of_reach, 2, tmp_path):
+    for classes, text in run_ranks(out_of_reach, 2, tmp_path):
         assert "RemoteConfigError" in classes and "Not a directory" in text
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule import SequenceParallel, TransformerCost
 from bascule.errors import CommError, ConfigError
 from bascule.training import train_step
-from tests.helpers.ranks import raised_by, run_fresh_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 
 WIDTH, NUM_MICROBATCHES = 6, 3
 
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_one_process(wrapper: str, sync: str) -> None:
     alone = make_model()
     every = [alone(rows(rank, micro)).square().mean() for rank in (0, 1) for micro in range(3)]
     (torch.stack(every).sum() / 2).backward()
-    found = run_fresh_ranks(trained, 2, wrapper, sync)
+    found = run_ranks(trained, 2, wrapper, sync)
     for rank, got in enumerate(found):
         torch.testing.assert_close(got["grads"], whole_grads(alone), rtol=1e-12, atol=1e-14)
         own = sum(loss.item() for loss in every[3 * rank :][:3])
@@ -105,7 +105,7 @@ def fails_in_backward() -> tuple[list[str], str]:
 
 
 def test_an_error_in_backward_is_known_to_all() -> None:
-    (names, text), (_, own) = run_fresh_ranks(fails_in_backward, 2)
+    (names, text), (_, own) = run_ranks(fails_in_backward, 2)
     assert "no_such_attribute" in own
     assert CommError.__name__ in names and "no_such_attribute" in text
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bascule import SequenceParallel, TransformerCost
 from bascule.training import train_step
 from tests.helpers.faults import Fault, Striker, write_down
-from tests.helpers.ranks import run_fresh_ranks, run_to_the_end
+from tests.helpers.ranks import run_ranks, run_to_the_end
 
 NODES = ("bascule-a", "bascule-b")
 PER_NODE, NUM_RANKS = 2, 4
@@ -153,7 +153,7 @@ def test_a_link_is_cut_and_training_goes_on_from_the_last_step(
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     for folder in (whole, stopped):
         folder.mkdir()
-    wanted = run_fresh_ranks(trained, NUM_RANKS, str(whole), NO_CUT)
+    wanted = run_ranks(trained, NUM_RANKS, str(whole), NO_CUT)
     ended = run_to_the_end(trained, NUM_RANKS, str(stopped), fault)
     seconds = time.monotonic() - float((stopped / "struck").read_text())
     write_down(fault, seconds)
@@ -168,7 +168,7 @@ def test_a_link_is_cut_and_training_goes_on_from_the_last_step(
     assert torch.load(stopped / "state.pt")["step"] == done
     for node in NODES:
         ip("-n", node, "link", "set", "eth0", "up")
-    again = run_fresh_ranks(trained, NUM_RANKS, str(stopped), NO_CUT)
+    again = run_ranks(trained, NUM_RANKS, str(stopped), NO_CUT)
     for one, other in zip(again, wanted, strict=True):
         for got, want in zip(one, other, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)

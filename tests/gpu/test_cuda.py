@@ -27,7 +27,7 @@ from tests.helpers.cases import (
 )
 from tests.helpers.device_runs import on_device
 from tests.helpers.oracle import packed_attention
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,7 +170,7 @@ def worst_errors(dtype: torch.dtype, kernel: str | None) -> list[float]:
     ],
 )
 def test_world_of_one_over_nccl(dtype: torch.dtype, kernel: str | None, allowed: float) -> None:
-    errors = run_fresh_ranks(worst_errors, 1, dtype, kernel, backend="nccl")[0]
+    errors = run_ranks(worst_errors, 1, dtype, kernel, backend="nccl")[0]
     assert max(errors) < allowed
 
 
@@ -192,4 +192,4 @@ def move_over_nccl() -> None:
 
 
 def test_moving_over_nccl_is_bit_exact() -> None:
-    run_fresh_ranks(move_over_nccl, 1, backend="nccl")
+    run_ranks(move_over_nccl, 1, backend="nccl")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.device_runs import MODELS, split_alone
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 pytest.importorskip("diffusers")
 pytestmark = [
@@ -26,7 +26,5 @@ ALLOWED = {torch.float32: 2e-3, torch.bfloat16: 3e-2}
 def test_models_eager_compiled_and_as_graphs(
     name: str, mode: str | None, dtype: torch.dtype
 ) -> None:
-    (errors,) = run_fresh_ranks(
-        split_alone, 1, "cuda", name, mode, dtype, backend=BOTH, timeout_s=500.0
-    )
+    (errors,) = run_ranks(split_alone, 1, "cuda", name, mode, dtype, backend=BOTH, timeout_s=500.0)
     assert max(errors) < ALLOWED[dtype], errors

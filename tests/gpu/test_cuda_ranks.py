@@ -9,7 +9,7 @@ import torch
 
 from bascule.comm.wire import Wire
 from tests.helpers.device_runs import MODELS, split_together, train_together
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ TOPOLOGIES = ["g1n2", "g2n1", "g1r2n1"]
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_steps_are_those_of_one_process(topology: str) -> None:
-    assert run_fresh_ranks(train_together, 2, "cuda", topology, 8, 1) == [8, 8]
+    assert run_ranks(train_together, 2, "cuda", topology, 8, 1) == [8, 8]
 
 
 @pytest.mark.stress
@@ -30,7 +30,7 @@ def test_steps_are_those_of_one_process(topology: str) -> None:
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_thousand_steps_are_those_of_one_process(topology: str) -> None:
     args = "cuda", topology, 1000, 20
-    assert run_fresh_ranks(train_together, 2, *args, timeout_s=1700.0) == [50, 50]
+    assert run_ranks(train_together, 2, *args, timeout_s=1700.0) == [50, 50]
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,5 +40,5 @@ def test_models_are_those_of_one_process(
     name: str, ulysses: int, ring: int, wire: Wire | None, allowed: float
 ) -> None:
     pytest.importorskip("diffusers")
-    errors = run_fresh_ranks(split_together, 2, "cuda", name, ulysses, ring, wire)
+    errors = run_ranks(split_together, 2, "cuda", name, ulysses, ring, wire)
     assert max(errors) < allowed

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers.device_runs import packed_errors, quiet_steps, routed_on_streams, wire_bytes
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,21 +34,21 @@ def test_the_packed_model_and_its_gradients(
 ) -> None:
     """With the mask on the host, and on the device, where it is read."""
     args = "cuda", dtype, kernel, mask
-    (found,) = run_fresh_ranks(packed_errors, 1, *args, backend=BOTH, timeout_s=300.0)
+    (found,) = run_ranks(packed_errors, 1, *args, backend=BOTH, timeout_s=300.0)
     assert all(max(errors) < allowed for _, *errors in found), found
 
 
 def test_rows_come_back_where_streams_use_their_memory_again() -> None:
-    assert run_fresh_ranks(routed_on_streams, 1, "cuda", 200, backend=BOTH) == [0]
+    assert run_ranks(routed_on_streams, 1, "cuda", 200, backend=BOTH) == [0]
 
 
 def test_a_training_step_never_makes_the_host_wait() -> None:
-    (losses,) = run_fresh_ranks(quiet_steps, 1, "cuda", backend=BOTH)
+    (losses,) = run_ranks(quiet_steps, 1, "cuda", backend=BOTH)
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(("fmt", "allowed"), [("int8", 1 / 254), ("e4m3", 1 / 16)])
 def test_the_wire_has_the_bytes_of_the_host(fmt: str, allowed: float) -> None:
     """Where two codes are as near, devices may choose unlike ones."""
-    ((alike, error),) = run_fresh_ranks(wire_bytes, 1, "cuda", fmt, backend=BOTH)
+    ((alike, error),) = run_ranks(wire_bytes, 1, "cuda", fmt, backend=BOTH)
     assert alike > 0.999 and error < 1.01 * allowed

@@ -9,7 +9,7 @@ import torch
 
 from bascule.training.run.train_options import TrainOptions
 from bascule.training.run.training_run import TrainingRun
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,9 +32,9 @@ def train(folder: Path, num_steps: int, resume: bool) -> list[dict[str, Any]]:
 
 
 def test_a_run_on_cuda(tmp_path: Path) -> None:
-    (whole,) = run_fresh_ranks(train, 1, tmp_path / "whole", 4, False, backend="cpu:gloo,cuda:nccl")
-    run_fresh_ranks(train, 1, tmp_path / "cut", 2, False, backend="cpu:gloo,cuda:nccl")
-    (rest,) = run_fresh_ranks(train, 1, tmp_path / "cut", 4, True, backend="cpu:gloo,cuda:nccl")
+    (whole,) = run_ranks(train, 1, tmp_path / "whole", 4, False, backend="cpu:gloo,cuda:nccl")
+    run_ranks(train, 1, tmp_path / "cut", 2, False, backend="cpu:gloo,cuda:nccl")
+    (rest,) = run_ranks(train, 1, tmp_path / "cut", 4, True, backend="cpu:gloo,cuda:nccl")
     assert [one["loss"] for one in rest] == pytest.approx(
         [one["loss"] for one in whole[2:]], rel=1e-3
     )

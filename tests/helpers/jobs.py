@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 2
 _STORES: list[TCPStore] = []  # they serve as long as the process lives
@@ -28,7 +28,7 @@ def in_a_job(
         *arguments: As they stand on a command line.
         timeout_s: Longest time.
     """
-    of_rank = run_fresh_ranks(_as_rank, NUM_RANKS, program, arguments, timeout_s=timeout_s)
+    of_rank = run_ranks(_as_rank, NUM_RANKS, program, arguments, timeout_s=timeout_s)
     codes, outs, errors = zip(*of_rank, strict=True)
     return subprocess.CompletedProcess([], max(codes), outs[0], "".join(errors))
 

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 COLLECTIVE_TIMEOUT_S = 15.0
-"""Of worlds in which a test waits for it."""
+"""Of worlds in which ranks die."""
 
 _LONG_TIMEOUT_S = 100.0  # of other worlds: a test ends sooner, and no machine is that busy
 _WAIT_S = 0.5  # waits are counted, not clocked: a virtual machine that was paused lost no time
@@ -69,26 +69,21 @@ class Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: object, timeout_s: float = 500.0
-) -> list[Any]:
-    """Call `fn(*args)` on every rank of a world; return the results in rank order.
-
-    Raises:
-        AssertionError: A rank raised, died or did not end; holds the tracebacks in that order.
-    """
-    return _values(*_Run(fn, args, world_size, timeout_s, _LONG_TIMEOUT_S).outcomes())
-
-
-def run_fresh_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: object,
     timeout_s: float = 500.0,
     backend: str = "gloo",
 ) -> list[Any]:
-    """As `run_ranks`, but collectives end after `COLLECTIVE_TIMEOUT_S`."""
-    run = _Run(fn, args, world_size, timeout_s, COLLECTIVE_TIMEOUT_S, backend)
-    return _values(*run.outcomes())
+    """Call `fn(*args)` on every rank of a world; return the results in rank order.
+
+    Raises:
+        AssertionError: A rank raised, died or did not end; holds the tracebacks in that order.
+    """
+    return _values(*_Run(fn, args, world_size, timeout_s, _LONG_TIMEOUT_S, backend).outcomes())
+
+
+run_fresh_ranks = run_ranks
 
 
 def run_to_the_end(
@@ -98,9 +93,10 @@ def run_to_the_end(
     timeout_s: float = 500.0,
     stopped: Collection[int] = (),
 ) -> list[Outcome]:
-    """As `run_fresh_ranks`, but ranks may die: how each of them ended, in rank order.
+    """As `run_ranks`, but ranks may die: how each of them ended, in rank order.
 
-    Those that were stopped are not waited for, and killed when all others have ended.
+    Collectives end after `COLLECTIVE_TIMEOUT_S`. Those that were stopped are not waited for, and
+    killed when all others have ended.
     """
     run = _Run(fn, args, world_size, timeout_s, COLLECTIVE_TIMEOUT_S, stopped=stopped)
     return run.outcomes()[0]
