@@ -45,14 +45,14 @@ def embed() -> object:
 SWAPPED = "asks for 5 text and 3 image tokens", "has 3 text"
 CASES = [
     ("num_heads", sizes(num_heads=5), ("num_heads 5 does not divide d_model 24",)),
-    ("no heads", sizes(num_heads=0), ("num_heads must be at least 1, got 0",)),
+    ("no heads", sizes(num_heads=0), ("MMDiTConfig(num_heads=0)", "at least 1")),
     ("num_kv_heads", sizes(num_kv_heads=3), ("num_kv_heads 3 does not divide num_heads 2",)),
-    ("no kv heads", sizes(num_kv_heads=0), ("kv_heads must be at least 1, got 0",)),
-    ("axes_dim, sum", sizes(axes_dim=(4, 4)), ("adds up to 8", "the head width is 12")),
-    ("axes_dim, odd", sizes(axes_dim=(3, 5, 4)), ("must be even and positive",)),
-    ("num_single", sizes(num_single=-1), ("num_single must be at least 0, got -1",)),
-    ("mlp_ratio", sizes(mlp_ratio=0.0), ("mlp_ratio 0.0 leaves the MLP without a unit",)),
-    ("theta", sizes(theta=0.0), ("theta must be positive",)),
+    ("no kv heads", sizes(num_kv_heads=0), ("MMDiTConfig(num_kv_heads=0)", "at least 1")),
+    ("axes_dim, sum", sizes(axes_dim=(4, 4)), ("add up to the head width, 12", "not to 8")),
+    ("axes_dim, odd", sizes(axes_dim=(3, 5, 4)), ("must be even",)),
+    ("num_single", sizes(num_single=-1), ("MMDiTConfig(num_single=-1)", "at least 0")),
+    ("mlp_ratio", sizes(mlp_ratio=0.0), ("MMDiTConfig(mlp_ratio=0.0)", "at least 0.0416")),
+    ("theta", sizes(theta=0.0), ("MMDiTConfig(theta=0.0)", "at least")),
     ("swapped modalities", forward(is_image=torch.arange(8) < 3), SWAPPED),
     ("swapped modalities, embed", embed, SWAPPED),
     (

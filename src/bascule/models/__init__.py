@@ -10,16 +10,3 @@ from bascule.models.mmdit import PackedBatch as PackedBatch
 from bascule.models.protocol import Attend as Attend
 from bascule.models.protocol import Exchange as Exchange
 from bascule.models.protocol import LocalExchange as LocalExchange
-
-__all__ = [
-    "Attend",
-    "Exchange",
-    "LocalExchange",
-    "MMDiT",
-    "MMDiTConfig",
-    "PackedBatch",
-    "TokenLayout",
-    "config_from_diffusers",
-    "weights_from_diffusers",
-    "weights_to_diffusers",
-]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from bascule.errors import ConfigError
+from bascule.plan.checks import each, fields, number, rate, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,26 +39,20 @@ class MMDiTConfig:
     guidance: bool = False
 
     def __post_init__(self) -> None:
-        least = {"in_channels": 1, "text_dim": 1, "vec_dim": 1, "d_model": 1, "num_heads": 1}
-        for name, low in {**least, "kv_heads": 1, "num_double": 0, "num_single": 0}.items():
-            if getattr(self, name) < low:
-                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
-        if self.mlp_dim < 1:
-            raise ConfigError(f"mlp_ratio {self.mlp_ratio} leaves the MLP without a unit")
-        if self.theta <= 0:
-            raise ConfigError(f"theta must be positive, got {self.theta}")
+        one = (whole, 1)
+        fields(self, in_channels=one, text_dim=one, vec_dim=one, d_model=one, num_heads=one)
+        fields(self, num_kv_heads=one, num_double=whole, num_single=whole, theta=rate)
+        fields(self, mlp_ratio=(number, 1 / self.d_model), axes_dim=(each, whole, 2))
         if self.d_model % self.num_heads:
             raise ConfigError(f"num_heads {self.num_heads} does not divide d_model {self.d_model}")
         if self.num_heads % self.kv_heads:
             raise ConfigError(
                 f"num_kv_heads {self.kv_heads} does not divide num_heads {self.num_heads}"
             )
-        if any(dim < 2 or dim % 2 for dim in self.axes_dim):
-            raise ConfigError(f"every entry of axes_dim must be even and positive: {self.axes_dim}")
-        if sum(self.axes_dim) != self.head_dim:
+        if sum(self.axes_dim) != self.head_dim or any(dim % 2 for dim in self.axes_dim):
             raise ConfigError(
-                f"axes_dim {self.axes_dim} adds up to {sum(self.axes_dim)}, "
-                f"the head width is {self.head_dim}"
+                f"axes_dim {self.axes_dim} must be even and add up to the head width, "
+                f"{self.head_dim}, not to {sum(self.axes_dim)}"
             )
 
     @classmethod

@@ -56,15 +56,11 @@ _NORMS = ("q_norm", "k_norm")  # without a bias
 
 
 def config_from_diffusers(config: Mapping[str, Any]) -> MMDiTConfig:
-    """Read the sizes of a `FluxTransformer2DModel` from its `config`.
-
-    Raises:
-        ConfigError: A size is missing, or the model has an output of other width than its input.
-    """
+    """Read the sizes of a `FluxTransformer2DModel` from its `config`."""
     try:
         heads, width = int(config["num_attention_heads"]), int(config["attention_head_dim"])
         channels, out = int(config["in_channels"]), config.get("out_channels")
-        found = MMDiTConfig(
+        sizes = MMDiTConfig(
             in_channels=channels,
             text_dim=int(config["joint_attention_dim"]),
             vec_dim=int(config["pooled_projection_dim"]),
@@ -82,16 +78,12 @@ def config_from_diffusers(config: Mapping[str, Any]) -> MMDiTConfig:
             f"in_channels={channels}, out_channels={out}, patch_size={config.get('patch_size', 1)}:"
             " the packed model gives a token the width that it had, and takes patches of 1"
         )
-    return found
+    return sizes
 
 
 def weights_from_diffusers(theirs: Mapping[str, Tensor], config: MMDiTConfig) -> dict[str, Tensor]:
-    """Make a state dict of `MMDiT` from one of a `FluxTransformer2DModel` of these sizes.
-
-    Raises:
-        ConfigError: Tensors are missing, or there are others.
-    """
-    found: dict[str, Tensor] = {}
+    """Make a state dict of `MMDiT` from one of a `FluxTransformer2DModel` of these sizes."""
+    made: dict[str, Tensor] = {}
     left = dict(theirs)
     missing: list[str] = []
     for ours, sources in _tensors(config):
@@ -99,39 +91,27 @@ def weights_from_diffusers(theirs: Mapping[str, Tensor], config: MMDiTConfig) ->
         missing += [name for name, part in zip(sources, parts, strict=True) if part is None]
         joined = [part for part in parts if part is not None]
         if joined:
-            found[ours] = joined[0] if len(joined) == 1 else torch.cat(joined)
+            made[ours] = joined[0] if len(joined) == 1 else torch.cat(joined)
     _refuse(missing, list(left), "a FluxTransformer2DModel", config)
-    return _with_swapped_final(found)
+    return _with_swapped_final(made)
 
 
 def weights_to_diffusers(ours: Mapping[str, Tensor], config: MMDiTConfig) -> dict[str, Tensor]:
-    """Invert `weights_from_diffusers`.
-
-    Raises:
-        ConfigError: Tensors are missing, or there are others; or there are fewer key-value heads
-            than query heads, which diffusers' model has not.
-    """
+    """Invert `weights_from_diffusers`; diffusers' model has as many key-value as query heads."""
     if config.kv_heads != config.num_heads:
         raise ConfigError(
             f"{config.kv_heads} key-value heads for {config.num_heads}: a FluxTransformer2DModel "
             "has as many of both"
         )
     names = dict(_tensors(config))
-    _refuse(
-        [name for name in names if name not in ours],
-        [name for name in ours if name not in names],
-        "an MMDiT",
-        config,
-    )
-    found: dict[str, Tensor] = {}
+    missing, unknown = [n for n in names if n not in ours], [n for n in ours if n not in names]
+    _refuse(missing, unknown, "an MMDiT", config)
+    made: dict[str, Tensor] = {}
     for name, whole in _with_swapped_final(ours).items():
-        targets, sizes = names[name], [config.d_model] * 3
-        if len(targets) == 1:
-            found[targets[0]] = whole
-        else:
-            parts = whole.split([*sizes, config.mlp_dim][: len(targets)])
-            found |= dict(zip(targets, parts, strict=True))
-    return found
+        targets, sizes = names[name], [*[config.d_model] * 3, config.mlp_dim]
+        parts = [whole] if len(targets) == 1 else whole.split(sizes[: len(targets)])
+        made |= dict(zip(targets, parts, strict=True))
+    return made
 
 
 def _tensors(config: MMDiTConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -153,11 +133,11 @@ def _tensors(config: MMDiTConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _with_swapped_final(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Swap the halves of the last modulation: theirs alone has the scale first."""
-    found = dict(weights)
+    swapped = dict(weights)
     for part in ("weight", "bias"):
         name = f"final.modulation.linear.{part}"
-        found[name] = torch.cat(found[name].chunk(2)[::-1])
-    return found
+        swapped[name] = torch.cat(swapped[name].chunk(2)[::-1])
+    return swapped
 
 
 def _refuse(missing: list[str], left: list[str], what: str, config: MMDiTConfig) -> None:

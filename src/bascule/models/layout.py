@@ -11,7 +11,7 @@ from bascule.models.rows import permute_rows
 
 
 class Interleaving:
-    """Which rows of a packed tensor are text and which are image tokens.
+    """The rows of a packed tensor that are text, and those that are image tokens.
 
     Attributes:
         num_text: Number of text rows.

@@ -111,10 +111,7 @@ class MMDiT(nn.Module):
     def embed(self, image_tokens: Tensor, text_tokens: Tensor, is_image: Tensor) -> Tensor:
         """Project both modalities to the model width and interleave them: (T, C) in packed order.
 
-        Args:
-            image_tokens: (i, in_channels).
-            text_tokens: (t, text_dim).
-            is_image: bool (T,), which packed rows are image tokens; on a device it is read once.
+        `is_image` (T,) says which packed rows are image tokens; on a device it is read once.
         """
         _check_text(count_text(is_image), is_image, text_tokens)
         is_image = is_image.to(text_tokens.device, non_blocking=True)
@@ -132,12 +129,10 @@ class MMDiT(nn.Module):
         return Interleaving(is_image, num_text).pack(text_tC, image_iC)
 
     def condition(self, timestep: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
-        """Return one vector a sample, (N, C), from its timestep and its pooled text.
+        """Return one vector a sample, (N, C), from its timestep and its pooled text (N, vec_dim).
 
-        Args:
-            timestep: (N,), in [0, 1]; float32 or float64, since bf16 cannot tell 0.999 from 1.
-            pooled: (N, vec_dim).
-            guidance: (N,), if and only if the model was configured with guidance.
+        Timesteps are in [0, 1], in float32 or float64, since bf16 cannot tell 0.999 from 1. There
+        is a guidance scale (N,) if and only if the model was configured with guidance.
         """
         if (guidance is not None) != self.config.guidance:
             has, got = ("has", "no") if self.config.guidance else ("has no", "a")
@@ -150,14 +145,9 @@ class MMDiT(nn.Module):
     def layout(
         self, is_image: Tensor, pos: Tensor, slot: Tensor, num_text: int | None = None
     ) -> TokenLayout:
-        """Index a step's tokens once, for all blocks.
+        """Index a step's tokens once, for all blocks; `slot` (T,) is the row of a token's vector.
 
-        Args:
-            is_image: bool (T,).
-            pos: (T, number of axes).
-            slot: int64 (T,), the row of each token's vector.
-            num_text: How many of the tokens are text. None reads it from the mask, and waits for
-                its device.
+        Without `num_text` the text tokens are counted in the mask, for which the host waits.
         """
         num_axes = len(self.config.axes_dim)
         if pos.shape != (is_image.shape[0], num_axes):
@@ -196,20 +186,14 @@ class MMDiT(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                for parameter, std in (
-                    (module.weight, module.in_features**-0.5),
-                    (module.bias, 0.02),
-                ):
+                stds = ((module.weight, module.in_features**-0.5), (module.bias, 0.02))
+                for parameter, std in stds:
                     draw = torch.randn(parameter.shape, generator=generator)
                     parameter.copy_(draw * std)
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-        if adaln_zero:
-            self._zero_modulations()
-
-    def _zero_modulations(self) -> None:
         linears = [m.linear for m in self.modules() if isinstance(m, Modulation)]
-        for linear in [*linears, self.final.linear]:
+        for linear in [*linears, self.final.linear] if adaln_zero else []:
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 
@@ -218,8 +202,8 @@ def _routed_text(batch: PackedBatch, routed: Tensor, exchange: Exchange) -> int:
     """Return how many routed tokens are text, from the device only where the host cannot know."""
     if batch.is_image.is_cpu and not routed.is_cpu:
         return exchange.count_routed(~batch.is_image)
-    given, num_text = torch.stack([(~batch.is_image).sum(), (~routed).sum()]).tolist()
-    _check_text(given, batch.is_image, batch.text_tokens)
+    num_own, num_text = torch.stack([(~batch.is_image).sum(), (~routed).sum()]).tolist()
+    _check_text(num_own, batch.is_image, batch.text_tokens)
     return num_text
 
 

@@ -42,14 +42,14 @@ class Exchange(Protocol):
         ...
 
     def count_routed(self, is_marked: Tensor, /) -> int:
-        """How many of the rows that `route` brings here are marked: bool (T before), on the host.
+        """Count the marked rows that `route` brings here; marks are bool (T before), on the host.
 
         Called where the mask of a batch is on the host, and its tokens are on a device.
         """
         ...
 
     def gather_samples(self, vec: Tensor, /) -> Tensor:
-        """Every rank's per-sample rows, (N here, d) to (N everywhere, d), by global id."""
+        """Gather every rank's per-sample rows, (N here, d) to (N everywhere, d), by global id."""
         ...
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
@@ -80,10 +80,10 @@ class LocalExchange:
         attend: Attend | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Describe the packed sequences.
+        """Take the tokens of each sequence in packed order; zeros and an empty list are legal.
 
         Args:
-            seq_lens: Tokens of each sequence, in packed order; zeros and an empty list are legal.
+            seq_lens: Tokens of each sequence.
             attend: Attention to use instead of the reference.
             device: Where the model's tensors are.
         """

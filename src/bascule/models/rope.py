@@ -25,13 +25,8 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of every token's angles, (T, D/2) each.
 
-    Angles are formed in float64: at position 4096 a float32 angle is off by 2e-4.
-
-    Args:
-        pos_TA: Coordinates, any dtype that holds them exactly.
-        axes_dim: Head width of each axis.
-        theta: Base of the frequencies.
-        dtype: Activations' dtype; the tables are float64 for float64, else float32.
+    Angles are formed in float64: at position 4096 a float32 angle is off by 2e-4. The tables are
+    float64 for activations (`dtype`) in float64, else float32.
     """
     axis_P, frequency_P = rotary_frequencies(axes_dim, theta, pos_TA.device)
     angle_TP = pos_TA.double().index_select(1, axis_P) * frequency_P

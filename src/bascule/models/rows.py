@@ -19,7 +19,7 @@ def sum_rows(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
 
 
 def sum_rows_by_matmul(values_TC: Tensor, slot_T: Tensor, num_rows: int) -> Tensor:
-    """The same sum as a product with a one-hot matrix.
+    """Return the same sum as a product with a one-hot matrix.
 
     On an accelerator thousands of tokens share a row: `index_add` there means contended atomics in
     no fixed order, which in bf16 also round after every addition. A matmul has neither flaw.
@@ -77,7 +77,7 @@ class _Permute(Function):
 
 
 def look_up(table_NC: Tensor, slot_T: Tensor) -> Tensor:
-    """The row of each token's sample: (N, C) to (T, C)."""
+    """Return the row of each token's sample: (N, C) to (T, C)."""
     return _LookUp.apply(table_NC, slot_T)
 
 
@@ -91,5 +91,5 @@ def scale_rows(x_TC: Tensor, table_NC: Tensor, slot_T: Tensor) -> Tensor:
 
 
 def permute_rows(x: Tensor, order_T: Tensor, inverse_T: Tensor) -> Tensor:
-    """`x[order]` for a permutation whose inverse is known: the backward is a gather as well."""
+    """Return `x[order]` for a permutation with a known inverse: the backward is a gather too."""
     return _Permute.apply(x, order_T, inverse_T)
