@@ -7,7 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from bascule import LoaderOptions, Pack, PolynomialCost
+from bascule import (
+    BalancedSampler,
+    LoaderOptions,
+    Pack,
+    PolynomialCost,
+    ResumableSampler,
+    SamplerOptions,
+)
 from bascule.data.loader import (
     _check_deals,  # pyright: ignore[reportPrivateUsage]
     _set_up,  # pyright: ignore[reportPrivateUsage]
@@ -33,6 +40,17 @@ def loader(**change: Any) -> Callable[[], object]:
 def deals(*rows: list[int]) -> Callable[[], object]:
     """Of ranks 0 and 2: a rank's share, the shares, and (num_samples, shuffle, seed)."""
     return lambda: _check_deals(np.array([0, 2]), np.array(rows))
+
+
+def sampler(lengths: Any = (1, 2, 3, 4), cost: Any = COST, **change: Any) -> Callable[[], object]:
+    names = SamplerOptions.__dataclass_fields__.keys() & change.keys()
+    options = {name: change.pop(name) for name in names}
+    given = {"batch_size": 1, "num_ranks": 2, "rank": 0, **change}
+    return lambda: BalancedSampler(lengths, cost, **{"options": SamplerOptions(**options), **given})
+
+
+def share(rank: int, num_ranks: int, num_samples: int = 9) -> Callable[[], object]:
+    return partial(ResumableSampler, num_samples, rank=rank, num_ranks=num_ranks)
 
 
 STATE = Progress(2, 5, ((1, 2), (3, 4)), (6, 7), {"loader": "x", "offset": 8})
@@ -93,6 +111,35 @@ CASES = [
     ("half a count", state(counts=(1, 0.5)), ("a count of the state gave 0.5",)),
     ("saved without an offset", state(saved={"loader": "x"}), NO_STATE),
     ("saved offset", state(saved={"loader": "x", "offset": -1}), ("it gave -1",)),
+    ("a share beyond the last", share(2, 2), ("rank=2", "at most 1")),
+    ("no shares", share(0, 0), ("num_ranks=0", "at least 1")),
+    ("samples below 0", share(0, 1, -1), ("num_samples=-1",)),
+    ("epoch below 0", lambda: share(0, 1)().set_epoch(-1), ("epoch is -1",)),  # pyright: ignore
+    ("cost of nan", sampler(cost=lambda n: n * math.nan), ("costs of the samples[0] is nan",)),
+    ("cost below 0", sampler(cost=lambda n: n * -1.0), ("costs of the samples[0] is -1",)),
+    ("one cost", sampler(cost=lambda n: 1.0), ("costs for",)),
+    ("no cost", sampler(cost=7), ("the cost model",)),
+    ("a length below 0", sampler([1, -2, 3, 4]), ("lengths has -2",)),
+    ("lengths of floats", sampler([1.0, 2.0]), ("lengths of dtype float64",)),
+    ("a giant length", sampler([1, 2**41]), ("lengths has 2199023255552",)),
+    ("lengths of two dims", sampler([[1, 2], [3, 4]]), ("lengths of shape (2, 2)",)),
+    ("lengths of text", sampler("1234"), ("lengths of shape",)),
+    ("too few lengths", sampler([5]), ("1 lengths for 2 ranks with accumulate=1", "at least 2")),
+    ("no samples a batch", sampler(batch_size=0), ("BalancedSampler(batch_size=0)",)),
+    ("half a step", sampler(accumulate=1.5), ("BalancedSampler(accumulate=1.5)",)),
+    ("no ranks", sampler(num_ranks=0), ("num_ranks=0",)),
+    ("no such rank", sampler(rank=2), ("rank=2", "at most 1")),
+    ("ranks alone", sampler(rank=None), ("give both, or neither",)),
+    ("seed below 0", sampler(seed=-1), ("BalancedSampler(seed=-1)",)),
+    ("no options", sampler(options={}), ("options={}", "SamplerOptions(..)")),
+    ("sync of a sampler", sampler(sync="never"), ("sync='never'", '"microbatch" or "step"')),
+    ("shuffle", sampler(shuffle=1), ("shuffle=1", "True or False")),
+    ("limits of a sampler", sampler(limits=5), ("limits=5", "Limits(tokens=..)")),
+    ("tolerance", sampler(tolerance=-1), ("tolerance=-1", "at least 0")),
+    ("too few weights", sampler(weights=[1, 2]), ("2 weights for 4 lengths",)),
+    ("weight of nan", sampler(weights=[1, 2, 3, math.nan]), ("weights)[3] is nan",)),
+    ("too few shards", sampler(shards=[0, 1, 2]), ("shards", "4")),
+    ("shard below 0", sampler(shards=[0, 1, 2, -1]), ("has -1",)),
     ("no state", lambda: Progress.from_state({}, ()), NO_STATE),
     *(
         (f"length {value!r}", number(value), (f"length_fn gave {value!r}", "0 to 2^40"))

@@ -456,83 +456,9 @@ def test_limits_that_cannot_be_kept() -> None:
 # --- hostile input
 
 
-def nan_cost(lens: Any) -> np.ndarray:
-    return np.where(np.asarray(lens) == 3, np.nan, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "cost", "told"),
-    [
-        ([1, 2, 3, 4], nan_cost, r"costs of the samples\[2\] is nan"),
-        ([1, 2, 3, 4], lambda lens: -np.asarray(lens, float), r"costs of the samples\[0\] is -1"),
-        ([1, 2, 3, 4], lambda lens: 1.0, "gave .* costs for"),
-        ([1, 2, 3, 4], 7, "the cost model"),
-        ([1, -2, 3, 4], COST, "lengths has -2"),
-        ([1.0, 2.0, 3.0, 4.0], COST, "lengths of dtype float64"),
-        ([1, 2**41, 3, 4], COST, "lengths has 2199023255552"),
-        ((n for n in (1, 2, 3, 4)), COST, r"lengths of shape \(\)"),
-        ([[1, 2], [3, 4]], COST, r"lengths of shape \(2, 2\)"),
-        (torch.tensor([1.0, 2.0, 3.0]).bfloat16(), COST, "lengths of type Tensor"),
-        ("1234", COST, "lengths of shape"),
-        ([], COST, "0 lengths for 2 ranks"),
-        ([5], COST, "1 lengths for 2 ranks with accumulate=1: .* at least 2"),
-    ],
-)
-def test_lengths_and_costs_that_are_refused(lengths: Any, cost: Any, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        BalancedSampler(lengths, cost, batch_size=2, num_ranks=2, rank=0)
-
-
 @pytest.mark.parametrize("lengths", [torch.arange(1, 9), np.arange(1, 9, dtype=np.uint8)])
 def test_lengths_of_other_types(lengths: Any) -> None:
     assert steps_of(ranks_of(lengths, 2)) == steps_of(ranks_of(list(range(1, 9)), 2))
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"batch_size": 0}, r"BalancedSampler\(batch_size=0\)"),
-        ({"batch_size": True}, r"BalancedSampler\(batch_size=True\)"),
-        ({"accumulate": 1.5}, r"BalancedSampler\(accumulate=1.5\)"),
-        ({"num_ranks": 0}, r"BalancedSampler\(num_ranks=0\)"),
-        ({"rank": 2}, "rank 2"),
-        ({"rank": None}, "give both, or neither"),
-        ({"seed": -1}, r"BalancedSampler\(seed=-1\)"),
-        ({"options": {}}, r"options is \{\}: give SamplerOptions"),
-    ],
-)
-def test_settings_that_are_refused(given: dict[str, Any], told: str) -> None:
-    good: dict[str, Any] = {"batch_size": 1, "num_ranks": 2, "rank": 0}
-    with pytest.raises(ConfigError, match=told):
-        BalancedSampler([1, 2, 3, 4], COST, **(good | given))
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"sync": "never"}, "sync 'never'"),
-        ({"shuffle": 1}, r"SamplerOptions\(shuffle\) is 1"),
-        ({"limits": 5}, r"SamplerOptions\(limits\) is 5"),
-        ({"tolerance": -1}, r"SamplerOptions\(tolerance=-1\)"),
-    ],
-)
-def test_options_that_are_refused(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        SamplerOptions(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"weights": [1, 2]}, "2 weights for 4 lengths"),
-        ({"weights": [1, 2, 3, float("nan")]}, r"weights\)\[3\] is nan"),
-        ({"shards": [0, 1, 2]}, "shards"),
-        ({"shards": [0, 1, 2, -1]}, "has -1"),
-    ],
-)
-def test_what_does_not_fit_the_lengths(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        BalancedSampler([1, 2, 3, 4], COST, batch_size=1, options=SamplerOptions(**given))
 
 
 def test_without_ranks_it_is_alone() -> None:

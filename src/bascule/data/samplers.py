@@ -5,22 +5,22 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Ints
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.checks import amounts, check_rank, ints, listed, number, of_type, shown, whole
+from bascule.plan.checks import amounts, choice, fields, ints, number, of_type, shown, whole
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.epoch.deal import Deal, DealRules, deal_step
 from bascule.plan.epoch.order import StepShape, epoch_order
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.sequences import MAX_LENGTH
-from bascule.plan.step import Sync, check_sync
+from bascule.plan.step import Sync
 
 History = Sequence[Sequence[int]]
 """Samples that each source rank had delivered when a run stopped; one entry a run of an epoch."""
@@ -59,20 +59,15 @@ class ResumableSampler(Sampler[int]):
         return self._rank, self._num_ranks, self._num_samples, self._shuffle, self._seed
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order is dealt next.
-
-        Raises:
-            ConfigError: It is no whole number from 0.
-        """
-        self._epoch = whole("epoch", epoch, 0)
+        """Choose the epoch whose order is dealt next."""
+        self._epoch = whole("epoch", epoch)
 
     def resume(self, history: History) -> None:
         """Deal only what is left after these runs of the epoch.
 
         Raises:
-            ConfigError: They delivered more than there is, or this is no history.
+            ConfigError: They delivered more than there is.
         """
-        history = _checked(history)
         delivered = sum(map(sum, history))
         if delivered > self._num_samples:
             raise too_many(delivered, self._num_samples)
@@ -95,14 +90,8 @@ class ResumableSampler(Sampler[int]):
         return order
 
 
-def _checked(history: object) -> History:
-    """A history as plain numbers."""
-    runs = listed("what the runs of an epoch delivered", history)
-    return [ints("what each source rank delivered", run).tolist() for run in runs]
-
-
 def too_many(num_delivered: int, num_samples: int) -> ConfigError:
-    """The error of a state of more samples than there are."""
+    """Refuse a state of more samples than there are."""
     return ConfigError(
         f"{num_delivered} samples were delivered when the state was saved, and there are "
         f"{num_samples}: resume with the samples that the state was saved with"
@@ -149,12 +138,16 @@ class SamplerOptions:
     tolerance: float = 0.01
 
     def __post_init__(self) -> None:
-        check_sync(self.sync)
-        for name in ("shuffle", "even_counts", "padded"):
-            of_type(f"SamplerOptions({name})", getattr(self, name), bool, "True or False")
-        if self.limits is not None:
-            of_type("SamplerOptions(limits)", self.limits, Limits, "Limits(tokens=..), or None")
-        number("SamplerOptions(tolerance", self.tolerance, 0.0, 1.0)
+        truth = (of_type, bool, "True or False")
+        fields(
+            self,
+            shuffle=truth,
+            sync=(choice, *get_args(Sync)),
+            limits=(of_type, Limits, "Limits(tokens=..), or None"),
+            even_counts=truth,
+            padded=truth,
+            tolerance=(number, 0.0, 1.0),
+        )
 
 
 DEFAULT_SAMPLING = SamplerOptions()
@@ -162,11 +155,9 @@ DEFAULT_SAMPLING = SamplerOptions()
 
 @dataclass(slots=True)
 class _Run:
-    """One pass over what was left of an epoch.
+    """One pass over what was left of an epoch, after `start` samples.
 
-    Attributes:
-        start: Samples that were delivered before it.
-        scales: `loss_scale` of each batch that was handed out.
+    `scales` has the `loss_scale` of each batch that was handed out.
     """
 
     start: int
@@ -223,15 +214,19 @@ class BalancedSampler(Sampler[list[int]]):
         accumulate: int = 1,
         options: SamplerOptions = DEFAULT_SAMPLING,
     ) -> None:
-        of_type("options", options, SamplerOptions, "SamplerOptions(..)")
+        of_type("BalancedSampler(options", options, SamplerOptions, "SamplerOptions(..)")
         num_ranks, rank = _place(num_ranks, rank)
         self._shape = StepShape(batch_size, num_ranks, accumulate)
-        self._rank = check_rank(rank, self._shape.num_ranks)
+        self._rank = whole("BalancedSampler(rank", rank, 0, self._shape.num_ranks - 1)
         self._seed = whole("BalancedSampler(seed", seed)
         self._lengths = ints("lengths", lengths, most=MAX_LENGTH)
         num = self._lengths.size
         if num < self._shape.num_cells:
-            raise _too_few(num, self._shape)
+            raise ConfigError(
+                f"{num} lengths for {num_ranks} ranks with accumulate={accumulate}: every batch of "
+                f"a step needs a sample, so there must be at least {self._shape.num_cells}; use "
+                "fewer ranks, less accumulation, or more data"
+            )
         self._costs = amounts("costs of the samples", evaluate(cost, self._lengths))
         limits = in_tokens(options.limits, cost, None)
         _check_limits(limits, self._lengths, self._shape, options)
@@ -244,8 +239,15 @@ class BalancedSampler(Sampler[list[int]]):
             padded=options.padded,
             tolerance=options.tolerance,
         )
-        self._weights = _weights(options, num)
-        self._home = _homes(options, num, self._shape.num_ranks)
+        self._weights, self._home = None, None
+        if options.weights is not None:
+            self._weights = amounts("SamplerOptions(weights)", options.weights)
+            if self._weights.size != num:
+                raise ConfigError(
+                    f"{self._weights.size} weights for {num} lengths: give one a sample"
+                )
+        if options.shards is not None:
+            self._home = ints("SamplerOptions(shards)", options.shards, num) % num_ranks
         self._epoch, self._start = 0, 0
         self._run: _Run | None = None
 
@@ -428,7 +430,7 @@ class BalancedSampler(Sampler[list[int]]):
 
 
 def _place(num_ranks: int | None, rank: int | None) -> tuple[int, int]:
-    """How many ranks there are, and which this is."""
+    """Return how many ranks there are, and which this is."""
     if (num_ranks is None) != (rank is None):
         raise ConfigError(
             f"BalancedSampler(num_ranks={shown(num_ranks)}, rank={shown(rank)}): give both, or "
@@ -439,14 +441,6 @@ def _place(num_ranks: int | None, rank: int | None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return 1, 0
-
-
-def _too_few(num_samples: int, shape: StepShape) -> ConfigError:
-    return ConfigError(
-        f"{num_samples} lengths for {shape.num_ranks} ranks with accumulate={shape.accumulate}: "
-        f"every batch of a step needs a sample, so there must be at least {shape.num_cells}; use "
-        "fewer ranks, less accumulation, or more data"
-    )
 
 
 def _check_limits(
@@ -468,19 +462,3 @@ def _check_limits(
             f"batch_size={shape.batch_size} and {lengths.size} samples; raise the limit, or make "
             "batch_size smaller"
         )
-
-
-def _weights(options: SamplerOptions, num_samples: int) -> Floats | None:
-    if options.weights is None:
-        return None
-    found = amounts("SamplerOptions(weights)", options.weights)
-    if found.size != num_samples:
-        raise ConfigError(f"{found.size} weights for {num_samples} lengths: give one a sample")
-    return cast(Floats, found)
-
-
-def _homes(options: SamplerOptions, num_samples: int, num_ranks: int) -> Ints | None:
-    """(n,) rank at which each sample is at home."""
-    if options.shards is None:
-        return None
-    return ints("SamplerOptions(shards)", options.shards, num_samples) % num_ranks
