@@ -100,6 +100,16 @@ CASES = [
     ("too many shares", deals([0, 3, 9, 1, 5], [1, 3, 9, 1, 5]), ("num_ranks=3",)),
     ("other samples", deals([0, 2, 9, 1, 5], [1, 2, 8, 1, 5]), ("(9, 1, 5) and (8, 1, 5)",)),
     ("one sampler", deals([0, 2, 9, 1, 5], [0] * 5), ("(9, 1, 5) and (0, 0, 0)",)),
+    ("no tokens of a pack", partial(Pack, 0), ("Pack(tokens=0)", "at least 1")),
+    ("a pack beyond int32", partial(Pack, 2**31), ("at most 2147483647",)),
+    ("half a token of a pack", partial(Pack, 2.5), ("tokens=2.5", "an integer")),  # pyright: ignore
+    ("fixed", partial(Pack, 4, fixed=1), ("fixed=1", "True or False")),  # pyright: ignore
+    ("pad_id", partial(Pack, 4, pad_id=-1), ("pad_id=-1", "at least 0")),
+    ("no ignore_index", partial(Pack, 4, ignore_index=None), ("ignore_index=None",)),  # pyright: ignore
+    ("fields of text", partial(Pack, 4, token_fields="input_ids"), ("must be a list",)),  # pyright: ignore
+    ("no fields", partial(Pack, 4, token_fields=()), ("one or more different names",)),
+    ("a field twice", partial(Pack, 4, token_fields=("a", "a")), ("different names",)),
+    ("a made field", partial(Pack, 4, token_fields=("positions",)), ("what make_pack makes",)),
     ("version of a state", state(version=2), ("version 2",)),
     ("state of other samples", state(deal=(9, 1, 4)), ("(9, 1, 4)", "(9, 1, 5)")),
     ("state without a deal", state(deal=None), NO_STATE),

@@ -89,27 +89,6 @@ def test_token_fields_that_a_sample_lacks_are_neutral_and_leave_no_trace() -> No
     assert [sample.keys() for sample in unpack(pack)] == [sample.keys() for sample in samples]
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ({"tokens": 0}, "tokens must be at least 1, got 0"),
-        ({"tokens": 2**31}, "tokens must be at most 2147483647"),
-        ({"tokens": 2.5}, r"tokens must be an integer, got 2\.5"),
-        ({"tokens": True}, "tokens must be an integer"),
-        ({"tokens": 4, "fixed": 1}, "fixed must be True or False, got 1"),
-        ({"tokens": 4, "pad_id": -1}, "pad_id must be at least 0"),
-        ({"tokens": 4, "ignore_index": None}, "ignore_index must be an integer"),
-        ({"tokens": 4, "token_fields": "input_ids"}, "must be a tuple of names"),
-        ({"tokens": 4, "token_fields": ()}, "one or more different names"),
-        ({"tokens": 4, "token_fields": ("a", "a")}, "one or more different names"),
-        ({"tokens": 4, "token_fields": ("positions",)}, "positions is what make_pack makes"),
-    ],
-)
-def test_illegal_packs_are_refused(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        Pack(**values)
-
-
 def test_packs_at_the_bounds_of_their_values() -> None:
     for tokens in (1, 2**31 - 1):
         Pack(tokens, ignore_index=0)
@@ -318,8 +297,8 @@ def test_a_batch_of_text_has_no_visual_fields() -> None:
 @pytest.mark.parametrize(
     ("sample", "options", "says"),
     [
-        ({"input_ids": ids(1)}, {"multiple_of": 0}, "multiple_of must be at least 1"),
-        ({"input_ids": ids(1)}, {"pad_id": -1}, "pad_id must be at least 0"),
+        ({"input_ids": ids(1)}, {"multiple_of": 0}, "multiple_of is 0; .* at least 1"),
+        ({"input_ids": ids(1)}, {"pad_id": -1}, "pad_id is -1; .* at least 0"),
         ({"input_ids": ids(1), "second_per_grid_ts": [1.0]}, {}, "second_per_grid_ts must be a te"),
         ({"labels": ids(1)}, {}, "sample 1 lacks input_ids"),
     ],

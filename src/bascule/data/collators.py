@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import listed
+from bascule.plan.checks import MAX_WHOLE, listed, whole
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """Fields with one row a token."""
@@ -52,9 +52,9 @@ def collate_padded(
             shape or kind differs between samples, some lack one that has no neutral value, or a
             visual field is not a tensor.
     """
-    check_int("pad_id", pad_id, 0)
-    check_int("ignore_index", ignore_index)
-    check_int("multiple_of", multiple_of, 1)
+    whole("pad_id", pad_id)
+    whole("ignore_index", ignore_index, -MAX_WHOLE)
+    whole("multiple_of", multiple_of, 1)
     samples = mappings(samples)
     if not samples:
         nothing = torch.empty(0, 0, dtype=torch.int64)
@@ -87,7 +87,7 @@ def collate_padded(
 
 
 def mappings(samples: Iterable[object]) -> list[Sample]:
-    """The samples, or packs, as a list; ConfigError if one has no fields by name."""
+    """Return samples, or packs, as a list; refuse what has no fields by name."""
     every = listed("samples", samples)
     for i, sample in enumerate(every):
         if not isinstance(sample, Mapping):
@@ -95,27 +95,13 @@ def mappings(samples: Iterable[object]) -> list[Sample]:
     return every
 
 
-def check_int(name: str, value: int, least: int | None = None, most: int | None = None) -> None:
-    """Refuse what is not an integer within the limits (ConfigError)."""
-    if isinstance(value, bool) or not isinstance(value, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"{name} must be an integer, got {value!r}")
-    if least is not None and value < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value}")
-    if most is not None and value > most:
-        raise ConfigError(f"{name} must be at most {most}, got {value}")
-
-
 def field_names(samples: Sequence[Sample]) -> list[str]:
-    """Names of all fields, in the order in which they first appear."""
+    """Return the names of all fields, in the order in which they first appear."""
     return list(dict.fromkeys(name for sample in samples for name in sample))
 
 
 def token_lengths(samples: Sequence[Sample], token_fields: Sequence[str]) -> list[int]:
-    """Tokens of each sample: rows of the first of `token_fields` that it has.
-
-    Raises:
-        ConfigError: A sample has none of them, or one with another length; names both.
-    """
+    """Return the tokens of each sample: rows of the first of `token_fields` that it has."""
     lens: list[int] = []
     for i, sample in enumerate(samples):
         rows = {
@@ -139,7 +125,7 @@ def token_lengths(samples: Sequence[Sample], token_fields: Sequence[str]) -> lis
 def token_rows(
     name: str, samples: Sequence[Sample], lens: Sequence[int], ignore_index: int
 ) -> list[Tensor]:
-    """A token field of each sample, (L, ...); neutral values where a sample lacks it."""
+    """Return a token field of each sample, (L, ...); neutral values where a sample lacks it."""
     held = _tensors(name, samples)
     like = next(iter(held.values()), torch.empty(0, dtype=torch.int64))
     neutral = {"labels": ignore_index, "attention_mask": 1, "token_type_ids": 0}
@@ -154,19 +140,15 @@ def token_rows(
 
 
 def padding(name: str, like: Tensor, num_rows: int, pad_id: int, ignore_index: int) -> Tensor:
-    """Rows of a token field that stand for no token, with dtype and trailing shape of `like`."""
+    """Return rows of a token field for no token, with dtype and trailing shape of `like`."""
     values = {"input_ids": pad_id, "labels": ignore_index}
     return _filled(name, like, num_rows, values.get(name, 0))
 
 
 def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
-    """One value for a field that has no row a token, and the rows of each sample.
+    """Return one value for a field that has no row a token, and the rows of each sample.
 
-    Returns:
-        Tensors with a dim concatenated, with counts; 0-dim ones stacked, or a list, without.
-
-    Raises:
-        ConfigError: Dtype, shape or kind differs between samples, or a sample lacks a 0-dim tensor.
+    Tensors with a dim are concatenated, with counts; 0-dim ones stacked, or a list, without.
     """
     if not any(isinstance(sample.get(name), Tensor) for sample in samples):
         return [sample.get(name) for sample in samples], None
@@ -182,7 +164,7 @@ def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
 
 
 def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """Tensors of a field by sample, those that have it; one dtype and one shape behind dim 0.
+    """Return the tensors of a field by sample; of one dtype and one shape behind dim 0.
 
     torch.cat would promote dtypes and drop empty tensors of any shape without a word.
     """

@@ -16,7 +16,6 @@ from torch import Tensor
 from bascule.data.collators import (
     TOKEN_FIELDS,
     Sample,
-    check_int,
     field_names,
     join,
     mappings,
@@ -25,6 +24,7 @@ from bascule.data.collators import (
     token_rows,
 )
 from bascule.errors import ConfigError
+from bascule.plan.checks import MAX_WHOLE, each, fields, of_type, whole
 
 _MARK = "gaps"  # every pack of `make_pack` has it, and nobody else's
 MADE = (
@@ -51,8 +51,8 @@ class Pack:
 
     Attributes:
         tokens: Most tokens of a pack.
-        fixed: Whether every pack is padded to exactly `tokens`. The padding is a last segment of
-            its own, so that no attention reaches it.
+        fixed: True pads every pack to exactly `tokens`. The padding is a last segment of its own,
+            so that no attention reaches it.
         pad_id: Token in the padding.
         ignore_index: Label that adds nothing to the loss.
         token_fields: Fields with one row a token. The first that a sample has is its length.
@@ -68,14 +68,15 @@ class Pack:
     token_fields: tuple[str, ...] = TOKEN_FIELDS
 
     def __post_init__(self) -> None:
-        check_int("tokens", self.tokens, 1, _MAX_TOKENS)
-        check_int("pad_id", self.pad_id, 0)
-        check_int("ignore_index", self.ignore_index)
-        if not isinstance(self.fixed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"fixed must be True or False, got {self.fixed!r}")
+        fields(
+            self,
+            tokens=(whole, 1, _MAX_TOKENS),
+            fixed=(of_type, bool, "True or False"),
+            pad_id=whole,
+            ignore_index=(whole, -MAX_WHOLE),
+            token_fields=(each, of_type, str, "names of fields"),
+        )
         names = self.token_fields
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"token_fields must be a tuple of names, got {names!r}")
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"token_fields must be one or more different names, got {names!r}")
         _refuse_made(names)
@@ -152,7 +153,7 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
 def _joined(
     samples: list[Any], names: Sequence[str], lens: list[int], num_padding: int, pack: Pack
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """By name, the values of all samples, and the bounds of each sample among them."""
+    """Return, by name, the values of all samples, and the bounds of each sample among them."""
     cu_samples = _cumulative(lens)
     made: dict[str, Any] = {}
     cu_items: dict[str, Tensor] = {}
@@ -199,7 +200,7 @@ def unpack(
         ConfigError: No valid ``cu_seqlens``, a field whose rows cannot be attributed to samples, or
             image tokens that do not match the grids; names the field.
     """
-    check_int("merge_size", merge_size, 1)
+    whole("merge_size", merge_size, 1)
     (pack,) = mappings([pack])
     is_ours = _MARK in pack
     bounds = _checked("cu_seqlens", pack.get("cu_seqlens"))
@@ -246,7 +247,7 @@ def _no_samples(num_padding: int, pack: Pack) -> dict[str, Any]:
 
 
 def _separate(labels: Tensor, cu_samples: Tensor, ignore_index: int) -> dict[str, Tensor]:
-    """Labels with the first of each sample ignored, these first ones, and shifted labels."""
+    """Return labels with the first of each sample ignored, these first ones, and shifted labels."""
     starts = cu_samples[:-1][cu_samples.diff() > 0]
     ignored = padding("labels", labels[:0], max(len(starts), min(len(labels), 1)), 0, ignore_index)
     first_labels = labels[starts]
@@ -268,7 +269,7 @@ def _cumulative(counts: Sequence[int]) -> Tensor:
 
 
 def _gap(name: str, samples: Sequence[Sample]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Samples without a field, and those that have None there."""
+    """Return the samples without a field, and those that have None there."""
     lacking = tuple(i for i, sample in enumerate(samples) if name not in sample)
     nones = tuple(i for i, sample in enumerate(samples) if sample.get(name, 0) is None)
     return lacking, nones
@@ -281,7 +282,7 @@ def _refuse_made(names: Sequence[str]) -> None:
 
 
 def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
-    """Cumulative counts as a list; ConfigError if they are none."""
+    """Check cumulative counts, and return them as a list."""
     if numbers is None:
         raise ConfigError(f"the pack has no {what}, which says where its samples begin and end")
     try:
@@ -297,7 +298,7 @@ def _checked(what: str, numbers: Sequence[int] | Tensor | None) -> list[int]:
 
 
 def _attribute(name: str, value: Any, bounds: list[int], is_token_field: bool) -> Sequence[Any]:
-    """Parts of a field by its number of rows, in a pack that others made."""
+    """Split a field by its number of rows, in a pack that others made."""
     num_rows, num_samples, num_tokens = _rows(name, value), len(bounds) - 1, bounds[-1]
     if is_token_field:
         return _split(name, value, bounds)
@@ -346,7 +347,7 @@ def _rows(name: str, value: Any) -> int:
 def _grid_items(
     fields: Mapping[str, Any], kind: str, bounds: list[int], token_id: int, merge_size: int
 ) -> dict[str, Tensor]:
-    """Cumulative counts of grids and of patches, from the tokens that stand for merged patches."""
+    """Count grids and patches up to each sample, from tokens that stand for merged patches."""
     grid_name, pixels, others = _GRID_FIELDS[kind]
     if grid_name not in fields:
         return {}
