@@ -38,3 +38,12 @@ def frozen(array: Ints) -> Ints:
     """The same array, read-only from here on."""
     array.flags.writeable = False
     return array
+
+
+def num_before(keys: Ints) -> Ints:
+    """Return (n,) how many equal keys come before each."""
+    by_key = np.argsort(keys, kind="stable")
+    ordered = keys[by_key]
+    num = np.empty_like(by_key)
+    num[by_key] = np.arange(keys.size) - np.searchsorted(ordered, ordered)
+    return num

@@ -76,21 +76,13 @@ class SampleShape:
 
 @dataclass(frozen=True, slots=True)
 class DataCode:
-    """One stream of a data mix, ``g{G}b{B}i{R}f{F}s{S}``; ``str()`` gives the code back.
+    """One stream of a data mix, ``g{G}b{B}i{R}f{F}s{S}``; ``str()`` gives the code back."""
 
-    Attributes:
-        num_ranks: Ranks that read this stream (G).
-        batch_size: Samples a rank and step (B); 0 makes ranks that only compute.
-        resolution: Pixels along each side of a frame (R).
-        num_frames: Frames before compression (F).
-        compressed: Whether time is compressed, by 3.4 (S).
-    """
-
-    num_ranks: int
-    batch_size: int
-    resolution: int
-    num_frames: int
-    compressed: bool
+    num_ranks: int  # ranks that read this stream (G)
+    batch_size: int  # samples a rank and step (B); 0 makes ranks that only compute
+    resolution: int  # pixels along each side of a frame (R)
+    num_frames: int  # frames before compression (F)
+    compressed: bool  # in time, by 3.4 (S)
 
     def __post_init__(self) -> None:
         fields(self, num_ranks=(whole, 1, MAX_RANKS), batch_size=whole, num_frames=(whole, 1))

@@ -51,31 +51,22 @@ class _Photo:
 
 @dataclass(frozen=True, slots=True)
 class PhotoOptions:
-    """Options of the tokens of photos and captions, where the defaults do not fit.
+    """Options of the tokens of photos and captions, where the defaults do not fit."""
 
-    Attributes:
-        patch: Side P of a patch in pixels.
-        max_tokens: Most image tokens of a photo or clip.
-        max_text_tokens: Most text tokens; the rest of a caption is cut off.
-        text_dim: Width of a text embedding, and of the pooled vector, which is their mean.
-        strict: Refuse a folder with a photo that cannot be decoded.
-        cache_bytes: Room for decoded photos in memory, filled by name while they fit.
-        clip_frames: Most frames of a clip; 0 takes photos alone.
-        frame_group: Frames of a clip, after its first, that become one latent frame; what is left
-            of a multiple is not taken.
-        token_channels: Channels of an image token where it is not the pixels of a patch.
-        tokenize: The text tokens of a caption, and whether it was cut; None takes its bytes.
-    """
-
-    patch: int = 16
-    max_tokens: int = 4096
-    max_text_tokens: int = 512
-    text_dim: int = 64
-    strict: bool = False
+    patch: int = 16  # side P of a patch in pixels
+    max_tokens: int = 4096  # most image tokens of a photo or clip
+    max_text_tokens: int = 512  # most text tokens; the rest of a caption is cut off
+    text_dim: int = 64  # width of a text embedding, and of the pooled vector, which is their mean
+    strict: bool = False  # refuse a folder with a photo that cannot be decoded
+    # room for decoded photos in memory, filled by name while they fit
     cache_bytes: int = 256 * 2**20
-    clip_frames: int = 0
+    clip_frames: int = 0  # most frames of a clip; 0 takes photos alone
+    # frames of a clip, after its first, that become one latent frame; what is left of a multiple is
+    # not taken
     frame_group: int = 1
+    # channels of an image token where it is not the pixels of a patch
     token_channels: int | None = None
+    # the text tokens of a caption, and whether it was cut; None takes its bytes
     tokenize: Callable[[str], tuple[Sequence[int], bool]] | None = None
 
     def __post_init__(self) -> None:

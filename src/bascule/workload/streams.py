@@ -38,27 +38,16 @@ _MAX_SAMPLES = 2**16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleBatch:
-    """The samples of one rank and step, packed without padding. Zero samples are legal.
+    """The samples of one rank and step, packed without padding. Zero samples are legal."""
 
-    Attributes:
-        image: (Ti, C) float32 at least, clean image tokens (x0), samples one after the other.
-        text: (Tt, text_dim) float32 at least, text embeddings, samples one after the other.
-        is_image: (T,) bool, which packed token is an image token.
-        pos: (T, 3) float32, (frame, row, column) of an image token; zeros for text.
-        pooled: (N, vec_dim) float32 at least, one text vector per sample.
-        sample_ids: (N,) int64, unique over ranks and steps of a run.
-        seq_lens: Text and image tokens of each sample.
-        image_lens: Image tokens of each sample.
-    """
-
-    image: Tensor
-    text: Tensor
-    is_image: Tensor
-    pos: Tensor
-    pooled: Tensor
-    sample_ids: Tensor
-    seq_lens: list[int]
-    image_lens: list[int]
+    image: Tensor  # (Ti, C) float32 at least, clean image tokens (x0), samples one after the other
+    text: Tensor  # (Tt, text_dim) float32 at least, text embeddings, samples one after the other
+    is_image: Tensor  # (T,) bool, which packed token is an image token
+    pos: Tensor  # (T, 3) float32, (frame, row, column) of an image token; zeros for text
+    pooled: Tensor  # (N, vec_dim) float32 at least, one text vector per sample
+    sample_ids: Tensor  # (N,) int64, unique over ranks and steps of a run
+    seq_lens: list[int]  # text and image tokens of each sample
+    image_lens: list[int]  # image tokens of each sample
 
     def to(self, device: torch.device | str) -> "SampleBatch":
         """Return the same batch with its tensors on a device."""
@@ -69,18 +58,12 @@ class SampleBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawBatch:
-    """The samples of one rank and step as pixels and captions, which encoders turn into tokens.
+    """The samples of one rank and step as pixels and captions, which encoders turn into tokens."""
 
-    Attributes:
-        shapes: Of each sample, once it is encoded.
-        ids: Of each sample, unique over ranks and steps of a run.
-        pixels: Of each, (3, frames, height, width) uint8.
-        texts: Of each, (text tokens,) int64 to be encoded; or (text tokens, text_dim) embeddings.
-    """
-
-    shapes: list[SampleShape]
-    ids: list[int]
-    pixels: list[Tensor]
+    shapes: list[SampleShape]  # of each sample, once it is encoded
+    ids: list[int]  # of each sample, unique over ranks and steps of a run
+    pixels: list[Tensor]  # of each, (3, frames, height, width) uint8
+    # of each, (text tokens,) int64 to be encoded; or (text tokens, text_dim) embeddings
     texts: list[Tensor]
 
 

@@ -121,19 +121,12 @@ def partition_blocks(
 
 @dataclass(slots=True)
 class _Side:
-    """Query blocks, or key blocks with everything transposed.
+    """Query blocks, or key blocks with everything transposed."""
 
-    Attributes:
-        matrix: (n, m) work of each block on each of the other kind.
-        profiles: (n, R) work of each block on those of each rank.
-        tiles: (R, R) work between ranks; a view, shared by both sides.
-        rank_of: (n,) where each block is.
-    """
-
-    matrix: Floats
-    profiles: Floats
-    tiles: Floats
-    rank_of: Ints
+    matrix: Floats  # (n, m) work of each block on each of the other kind
+    profiles: Floats  # (n, R) work of each block on those of each rank
+    tiles: Floats  # (R, R) work between ranks; a view, shared by both sides
+    rank_of: Ints  # (n,) where each block is
 
 
 def _moved(

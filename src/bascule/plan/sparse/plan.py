@@ -35,19 +35,12 @@ class PackedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Travel:
-    """Destinations of the blocks of some heads of a tensor. A head may have several.
+    """Destinations of the blocks of some heads of a tensor. A head may have several."""
 
-    Attributes:
-        layout: The blocks at home.
-        num_heads: Heads of the tensor.
-        heads: (X,) head of each row of the table.
-        rank_of: (X, n) rank to which each block of it goes.
-    """
-
-    layout: BlockLayout
-    num_heads: int
-    heads: Ints
-    rank_of: Ints
+    layout: BlockLayout  # the blocks at home
+    num_heads: int  # heads of the tensor
+    heads: Ints  # (X,) head of each row of the table
+    rank_of: Ints  # (X, n) rank to which each block of it goes
 
     def runs(self) -> tuple[Ints, Ints, Ranks, Ranks]:
         """Return (S,) lengths of runs of tokens; (X, S) which run, who has it, who gets it."""

@@ -10,7 +10,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Floats, Ints, num_before
 from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, number, of_type, whole
 from bascule.plan.sparse.baselines import REWARD, greedy, in_order, paper_blocks
@@ -33,22 +33,16 @@ PLANNERS = (*METHODS, "paper", "in_order")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """Work (H, Q, C) by query block and column: key blocks, or the keys of each ring rank.
-
-    Attributes:
-        lens: (C,) tokens that a count of one stands for.
-        home: (C,) ring rank of each column at home.
-        are_blocks: Columns are key blocks, which may be moved.
-    """
+    """Work (H, Q, C) by query block and column: key blocks, or the keys of each ring rank."""
 
     work: Work
-    lens: Ints
-    home: Ints
+    lens: Ints  # (C,) tokens that a count of one stands for
+    home: Ints  # (C,) ring rank of each column at home
     q: BlockLayout
     kv: BlockLayout
     ulysses_degree: int
     ring_degree: int
-    are_blocks: bool
+    are_blocks: bool  # columns are key blocks, which may be moved
 
     @classmethod
     def of(
@@ -250,7 +244,7 @@ class SparsePlanner:
             rings_H = greedy(per_block.sum(axis=1), self.ulysses_degree)
             return np.repeat(rings_H[:, None], per_block.shape[1], axis=1)
         # In turns from the ring ranks, so that every rank of a ring gets its share of a cut head.
-        order = _dealt(columns.q_home)
+        order = np.lexsort((columns.q_home, num_before(columns.q_home)))
         heads = partition_heads(per_block[:, order], self.ulysses_degree, cut_above=self.cut_above)
         ring_of = np.empty_like(heads.rank_of)
         ring_of[:, order] = heads.rank_of
@@ -280,12 +274,3 @@ class SparsePlanner:
         shared = paper_blocks(matrices.sum(axis=0), ring, homes, reward=self.reward)
         placed = shared.q_of, shared.kv_of
         return [replace(shared, tiles=tile_work(matrix, *placed, ring)) for matrix in matrices]
-
-
-def _dealt(ranks: Ints) -> Ints:
-    """Return (n,) items in turns from their ranks: the first of each, the second of each, .."""
-    by_rank = np.argsort(ranks, kind="stable")
-    first = np.searchsorted(ranks[by_rank], ranks[by_rank])
-    place = np.empty_like(by_rank)
-    place[by_rank] = np.arange(ranks.size) - first
-    return np.lexsort((ranks, place))

@@ -49,35 +49,21 @@ Event = tuple[Any, float, float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankTrace:
-    """The steps of one rank. Times are seconds of its own clock.
-
-    Attributes:
-        rank: Which one.
-        world_size: Ranks of the run, if the trace says so.
-        num_left_out: Events without a usable time.
-        numbered_by: What shows where steps begin and end.
-        on_device: Whether compute and collectives are those of a device.
-        numbers: (S,) of the steps, ascending.
-        host: (S, 2) when each began and ended on the host.
-        windows: (S, 2) the same where compute and collectives are: on the device or the host.
-        compute: (n, 2) union of what it computed.
-        calls: (c, 2) its collectives, by their start.
-        call_keys: (c,) what each is: those of other ranks with the same key are the same calls.
-        marks: Lengths, and when they were said, on the host.
-    """
+    """The steps of one rank. Times are seconds of its own clock."""
 
     rank: int
-    world_size: int | None
-    num_left_out: int
-    numbered_by: NumberedBy
-    on_device: bool
-    numbers: Ints
-    host: Spans
-    windows: Spans
-    compute: Spans
-    calls: Spans
+    world_size: int | None  # ranks of the run, if the trace says so
+    num_left_out: int  # events without a usable time
+    numbered_by: NumberedBy  # what shows where steps begin and end
+    on_device: bool  # compute and collectives are those of a device
+    numbers: Ints  # (S,) of the steps, ascending
+    host: Spans  # (S, 2) when each began and ended on the host
+    windows: Spans  # (S, 2) the same where compute and collectives are: on the device or the host
+    compute: Spans  # (n, 2) union of what it computed
+    calls: Spans  # (c, 2) its collectives, by their start
+    # (c,) what each is: those of other ranks with the same key are the same calls
     call_keys: tuple[str, ...]
-    marks: tuple[tuple[float, LengthMark], ...]
+    marks: tuple[tuple[float, LengthMark], ...]  # lengths, and when they were said, on the host
 
 
 def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...]]:

@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Floats, Ints, num_before
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import shown
@@ -59,35 +59,20 @@ class RankSpans:
 
 @dataclass(frozen=True, eq=False)
 class StepParts:
-    """The parts of all steps that all ranks have.
+    """The parts of all steps that all ranks have."""
 
-    Attributes:
-        ranks: (R,) their numbers.
-        steps: (S,) their numbers.
-        seconds: (S, R) how long each step took.
-        compute: (S, R) seconds of it.
-        communication: (S, R) seconds in collectives that no compute hides, without waiting.
-        waiting: (S, R) seconds in which the rank waited for others.
-        hidden: (S, R) seconds in collectives behind compute; within `compute`.
-        spans: (R,) where these parts are.
-        on_device: Whether they are those of a device.
-        numbered_by: What shows the steps.
-        notes: Sentences on what could not be used.
-        num_missing: Ranks of the run that have no trace.
-    """
-
-    ranks: Ints
-    steps: Ints
-    seconds: Floats
-    compute: Floats
-    communication: Floats
-    waiting: Floats
-    hidden: Floats
-    spans: tuple[RankSpans, ...]
-    on_device: bool
-    numbered_by: str
-    notes: tuple[str, ...]
-    num_missing: int = 0
+    ranks: Ints  # (R,) their numbers
+    steps: Ints  # (S,) their numbers
+    seconds: Floats  # (S, R) how long each step took
+    compute: Floats  # (S, R) seconds of it
+    communication: Floats  # (S, R) seconds in collectives that no compute hides, without waiting
+    waiting: Floats  # (S, R) seconds in which the rank waited for others
+    hidden: Floats  # (S, R) seconds in collectives behind compute; within `compute`
+    spans: tuple[RankSpans, ...]  # (R,) where these parts are
+    on_device: bool  # they are those of a device
+    numbered_by: str  # what shows the steps
+    notes: tuple[str, ...]  # sentences on what could not be used
+    num_missing: int = 0  # ranks of the run that have no trace
 
     @property
     def rest(self) -> Floats:
@@ -242,7 +227,7 @@ def _matched(traces: Sequence[RankTrace], places: Sequence[Ints]) -> tuple[_Call
         kind = np.array([number[key] for key in trace.call_keys], np.int64)
         inside = (step >= 0) & (trace.calls[:, 0] < windows[step, 1])
         step, kind = step[inside], kind[inside]
-        row = np.stack([np.full_like(step, rank), step, kind, _order(step * len(names) + kind)])
+        row = np.stack([np.full_like(step, rank), step, kind, num_before(step * len(names) + kind)])
         parts.append(row)
         times.append(trace.calls[inside])
     rank, step, kind, order = np.concatenate(parts, axis=1)
@@ -265,16 +250,6 @@ def _matched(traces: Sequence[RankTrace], places: Sequence[Ints]) -> tuple[_Call
     _, together = np.unique(np.stack([call[keep], order[keep]]), axis=1, return_inverse=True)
     spans = np.concatenate(times)[keep]
     return _Calls(rank[keep], together.reshape(-1), spans, ends_at_once[keep]), notes
-
-
-def _order(keys: Ints) -> Ints:
-    """Return (n,) how many equal keys come before each."""
-    by_key = np.argsort(keys, kind="stable")
-    ordered = keys[by_key]
-    first = np.searchsorted(ordered, ordered, "left")
-    order = np.empty_like(keys)
-    order[by_key] = np.arange(keys.size) - first
-    return order
 
 
 def _is_of_two(name: str) -> bool:

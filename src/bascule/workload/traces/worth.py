@@ -50,33 +50,20 @@ class RunLengths:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What a plan would make of the steps whose lengths are known.
+    """What a plan would make of the steps whose lengths are known."""
 
-    Attributes:
-        cost: Seconds of a sequence on a rank; its `fit` says how well the steps agree.
-        topology: The bags that were planned for.
-        num_steps: S, of which lengths are known.
-        measured_s: Mean seconds of a step, as measured.
-        model_s: The same by the cost model.
-        as_loaded_s: By the model, if every rank had computed what it loaded.
-        balanced_s: By the model, with the plan.
-        imbalance: Max over mean of the model's loads, as run; mean over the steps.
-        balanced_imbalance: The same with the plan.
-        moved_share: Share of the tokens that the plan moves.
-        speedup_range: 95 % of what the speed-up may be, by what noise and few steps leave open of
-            the cost model, and the fit's assumptions with them; not by what the model leaves out.
-    """
-
-    cost: PolynomialCost
-    topology: str
-    num_steps: int
-    measured_s: float
-    model_s: float
-    as_loaded_s: float
-    balanced_s: float
-    imbalance: float
-    balanced_imbalance: float
-    moved_share: float
+    cost: PolynomialCost  # seconds of a sequence on a rank; its `fit` says how well the steps agree
+    topology: str  # the bags that were planned for
+    num_steps: int  # S, of which lengths are known
+    measured_s: float  # mean seconds of a step, as measured
+    model_s: float  # the same by the cost model
+    as_loaded_s: float  # by the model, if every rank had computed what it loaded
+    balanced_s: float  # by the model, with the plan
+    imbalance: float  # max over mean of the model's loads, as run; mean over the steps
+    balanced_imbalance: float  # the same with the plan
+    moved_share: float  # share of the tokens that the plan moves
+    # 95 % of what the speed-up may be, by what noise and few steps leave open of the cost model,
+    # and the fit's assumptions with them; not by what the model leaves out
     speedup_range: tuple[float, float]
 
     @property
