@@ -8,6 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.kernels.skipping import CpuLoopKernel
+from bascule.attention.mask import AttentionMask, BlockRows
+from bascule.attention.sparse.rules import (
+    keep_density,
+    keep_mass,
+    keep_top_k,
+    pooled,
+    spatial_mask,
+    temporal_mask,
+)
 from bascule.plan.machine import AttentionLatency
 from bascule.plan.sparse import (
     BlockLayout,
@@ -59,7 +70,97 @@ def moves_keys() -> object:
     return plan_under(moving.plan(MASKS, HOME, RUNS), COUNTS)
 
 
+def rows(q: list[int], k: list[int], bounds: list[int], columns: list[int]) -> BlockRows:
+    return BlockRows(*(np.array(x, dtype=np.int64) for x in (q, k, bounds, columns)))
+
+
+def kernel(name: str | None, device: str, block: int | None, **form: Any) -> Callable[[], object]:
+    form = {"dtype": torch.bfloat16, "head_dim": 64, **form}
+    return lambda: select_kernel(name, device, block=block, **form)
+
+
+def forward(*q_shape: int, mask: AttentionMask | None = None) -> Callable[[], object]:
+    """Blocks of 2 queries and 3 keys, of which there are 4."""
+    q, k = torch.zeros(q_shape), torch.zeros(1, 1, 4, 16)
+    mask = AttentionMask(blocks=rows([0, 2], [0, 3], [0, 1], [0])) if mask is None else mask
+    return lambda: CpuLoopKernel().forward(q, k, k, mask, 1.0)
+
+
+SCORES = torch.zeros(1, 4, 10, 3)
+ROWS_AND_KERNELS = [
+    ("rows, bounds", lambda: rows([1, 2], [0, 2], [0, 1], [0]), ("bounds [1, 2] of query blocks",)),
+    (
+        "rows, counts",
+        lambda: rows([0, 2], [0, 2], [0, 1, 1], [0]),
+        ("3 row bounds up to 1 for 1 query blocks", "give 2"),
+    ),
+    ("rows, columns", lambda: rows([0, 2], [0, 2], [0, 1], [1]), ("key blocks 1 to 1 are seen",)),
+    (
+        "rows, order",
+        lambda: rows([0, 1, 2], [0, 2, 4], [0, 2, 3], [1, 0, 0]),
+        ("must be ascending",),
+    ),
+    ("rows, keys", forward(1, 1, 2, 16), ("keys (1, 1, 4, 16) for blocks of 2", "3 keys")),
+    ("rows, queries", forward(1, 2, 1, 16), ("queries (1, 2, 1, 16)",)),
+    ("rows, none", forward(1, 1, 4, 16, mask=AttentionMask()), ("needs blocks",)),
+    (
+        "rows and causal",
+        lambda: AttentionMask(causal=True, blocks=rows([0, 2], [0, 3], [0, 1], [0])),
+        ("give the blocks alone",),
+    ),
+    (
+        "rows and bias",
+        lambda: AttentionMask(
+            bias=torch.zeros(1, 1, 2, 3), blocks=rows([0, 2], [0, 3], [0, 1], [0])
+        ),
+        ("give the blocks alone",),
+    ),
+    ("plain", kernel("plain", "cpu", 128), ("'plain' computes all scores", "use one of cpu_loop")),
+    (
+        "cpu_loop",
+        kernel("cpu_loop", "cpu", None),
+        ("computes the scores of given blocks", "use one of cpu_flash"),
+    ),
+    ("cudnn", kernel("cudnn", "cuda", 128), ("computes all scores",)),
+    ("flex", kernel("flex", "cuda", 64), ("pads blocks to 128 tokens", "not 64")),
+    (
+        "triton, width",
+        kernel("triton", "cuda", 128, head_dim=96),
+        ("head widths 16, 32, 64 and 128, not 96",),
+    ),
+    (
+        "triton, dtype",
+        kernel("triton", "cuda", 128, dtype=torch.float64),
+        ("not torch.float64",),
+    ),
+    (
+        "triton, device",
+        kernel("triton", "cpu", 128),
+        ("runs on CUDA devices, not on cpu", "use one of cpu_loop"),
+    ),
+    (
+        "no kernel",
+        kernel(None, "cuda", 128, dtype=torch.float64),
+        ("no kernel fits", "triton takes bfloat16"),
+    ),
+    ("pooled", lambda: pooled(SCORES, [4, 5]), ("2 blocks have 9 tokens, and there are 10",)),
+    ("pooled, empty", lambda: pooled(SCORES, [10, 0]), ("integers of at least 1",)),
+    ("pooled, floats", lambda: pooled(SCORES, [5.0, 5.0]), ("integers of at least 1",)),  # pyright: ignore[reportArgumentType]
+    ("num_keep", lambda: keep_top_k(SCORES, -1), ("num_keep is -1",)),
+    ("mass", lambda: keep_mass(SCORES, 1.1, [1, 1, 1]), ("mass is 1.1",)),
+    ("mass, lens", lambda: keep_mass(SCORES, 0.5, [1, 1]), ("2 lengths", "scores of 3")),
+    ("density", lambda: keep_density(SCORES, math.nan), ("density is",)),
+    ("frames", lambda: spatial_mask((3, 2, 2), [4, 4, 4], frames=-1), ("frames is -1",)),
+    ("radius", lambda: temporal_mask((3, 2, 2), [4, 4, 4], radius=-1), ("radius is -1",)),
+    (
+        "grid of a rule",
+        lambda: spatial_mask((3, 2, 2), [2, 5, 5], num_text=1),
+        ("blocks have 10 tokens, and there are 12",),
+    ),
+]
+
 CASES = [
+    *ROWS_AND_KERNELS,
     ("heads", lambda: partition_heads([[-1, 2]], 2), ("block_counts[0, 0] is -1.0",)),
     ("heads, nan", lambda: partition_heads([math.nan], 2), ("block_counts[0] is nan", "finite")),
     ("heads, text", lambda: partition_heads("ab", 2), ("block_counts", "real numbers")),

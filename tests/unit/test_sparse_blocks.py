@@ -2,6 +2,7 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bascule.attention.kernels.flex import SPARSE_BLOCK, flex
-from bascule.attention.kernels.protocol import Attended
+from bascule.attention.kernels.protocol import Attended, KernelQuery
+from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import RingPlan, Tile
@@ -205,3 +207,53 @@ def test_flex_attends_to_padded_blocks(name: str) -> None:
     want, want_lse, _, _ = reference(case, [q, k, v])
     out, lse = flex(eager, q, k, v, AttentionMask(blocks=case.rows), SCALE)
     torch.testing.assert_close((out.double(), lse.double()), (want, want_lse), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_by_key_and_runs() -> None:
+    case = make_case("grouped heads", 8)
+    rows = case.rows
+    turned = Case(case.k_lens, case.q_lens, case.mask.T)
+    for name in ("q_bounds", "k_bounds", "row_bounds", "columns"):
+        np.testing.assert_array_equal(getattr(rows.transposed, name), getattr(turned.rows, name))
+    assert rows.block == max(case.q_lens.max(), case.k_lens.max())
+    same = make_case("clustered", 4).rows
+    assert [(at.start, at.stop, columns.tolist()) for at, columns in same.runs] == [
+        *((0, 8, [0, 1]), (8, 12, [0, 1, 2]), (12, 20, [3, 4]), (20, 24, [3, 4, 5])),
+        *((24, 32, [6, 7]), (32, 36, [6, 7, 8])),
+    ]
+
+
+SPARSE = ("cpu_loop", "triton", "flex")
+
+
+def test_which_kernels_take_blocks() -> None:
+    for name, kernel in KERNELS.items():
+        forms = [
+            KernelQuery(device, dtype, 64, block=128)
+            for device in ("cpu", "cuda")
+            for dtype in (torch.bfloat16, torch.float32)
+        ]
+        fits = [kernel.unfit(form) is None for form in forms]
+        assert any(fits) == (name in SPARSE) or name == "triton", name
+    for name in ("cpu_loop", "triton"):
+        kernel = KERNELS[name]
+        device = "cpu" if name == "cpu_loop" else "cuda"
+        form = KernelQuery(device, torch.bfloat16, 64)
+        assert kernel.unfit(form) == "computes the scores of given blocks, not all"
+    assert select_kernel(None, "cpu", block=128) is KERNELS["cpu_loop"]
+
+
+def test_what_triton_kernels_take_where_there_is_triton() -> None:
+    kernel = KERNELS["triton"]
+
+    def fits(device: str, dtype: torch.dtype, dim: int, block: int | None) -> bool:
+        return kernel.unfit(KernelQuery(device, dtype, dim, False, block, False)) is None
+
+    with mock.patch("bascule.attention.kernels.skipping.no_module", lambda _: None):
+        dtypes = (torch.bfloat16, torch.float16, torch.float32)
+        assert all(fits("cuda", dtype, dim, 1) for dtype in dtypes for dim in (16, 32, 64, 128))
+        assert not any(fits("cuda", torch.float32, dim, 1) for dim in (1, 15, 17, 33, 65, 96, 256))
+        assert not fits("cpu", torch.float32, 64, 1) and not fits("cuda", torch.float64, 64, 1)
+        assert not fits("cuda", torch.float32, 64, None)
+    with mock.patch("bascule.attention.kernels.skipping.no_module", lambda _: "none"):
+        assert not fits("cuda", torch.float32, 64, 1)
