@@ -102,7 +102,8 @@ def check_packed_model(of_ranks: list[list[Any]], topologies: list[str]) -> None
         assert all(one[2:] == [[str(CUDA)], True, 2] for one in found), found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_packed_model_reads_nothing_on_the_host(dtype: str) -> None:
     topologies = ["g1n2", "g2n1", "g1r2n1"]
     check_packed_model(run_ranks(packed_model, 2, topologies, dtype, False), topologies)

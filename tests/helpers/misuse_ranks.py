@@ -70,18 +70,6 @@ def one_input(name: str) -> Callable[[], Tensor]:
     return lambda: toy_inputs(seed=5)[name]
 
 
-def cached_alone() -> object:
-    from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
-
-    model = flux()
-    with torch.no_grad(), parallelize(model, **SPLIT):
-        if other():
-            model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-        with model.cache_context("x"):
-            for _ in range(3):
-                model(**make_inputs(FLUX))
-
-
 def scaled_alone() -> object:
     model = flux()
     with torch.no_grad(), parallelize(model, **SPLIT):
@@ -113,6 +101,5 @@ RANKS: dict[str, Wrong] = {
     "ring": (differently_over(ring_degree=2), "values of"),
     "guidance": (differently_over(guidance_degree=2), "values of"),
     "compiled": (differently_compiled, "values of"),
-    "cache": (cached_alone, "cache"),
     "adapter scale": (scaled_alone, "disagree on"),
 }
