@@ -203,7 +203,7 @@ def samples_of(step: Step) -> Ints:
 
 def bound(case: Case, samples: Ints) -> float:
     """No step with these samples, each whole on one rank, takes less."""
-    return lower_bound(build_problem(case.costs[np.sort(samples)], case.num_ranks))
+    return lower_bound(build_problem(case.costs[np.sort(samples)], np.ones(case.num_ranks)))
 
 
 def shared_bound(case: Case, samples: Ints) -> float:

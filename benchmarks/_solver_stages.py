@@ -13,6 +13,8 @@ from rich.table import Table
 from bascule.errors import PlanError
 from bascule.plan import locality
 from bascule.plan.costs import TransformerCost
+from bascule.plan.epoch import deal
+from bascule.plan.epoch.order import StepShape
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import plan_batch
@@ -48,7 +50,7 @@ class Stage:
 
 def _drop(start: str) -> Callable[[Any], Any]:
     """The starts of several kinds without one."""
-    return lambda found: lambda *args: [x for x in found(*args) if x.name != start]
+    return lambda found: lambda *args: [x for x in found(*args) if x.found_by != start]
 
 
 def _nothing(_: Any) -> Any:
@@ -68,29 +70,46 @@ def _no_twos(exchange: Any) -> Any:
 
 
 def _no_pairs(exchange: Any) -> Any:
-    return lambda *args, in_twos: exchange(*args, in_twos=True) if in_twos else None
+    return lambda score, held, pairing, **options: (
+        exchange(score, held, pairing, **options) if pairing.late.size == 1 else None
+    )
+
+
+def _no_worst(exchange: Any) -> Any:
+    return lambda score, held, pairing, *, in_twos: (
+        exchange(score, held, pairing, in_twos=in_twos)
+        if in_twos or pairing.late.size > 1
+        else None
+    )
+
+
+def _no_way(_: Any) -> Any:
+    def refuse(table: Any) -> Any:
+        raise PlanError("left out")
+
+    return refuse
 
 
 STAGES = {
     "knapsack": Stage("free", portfolio, "by_speed", _longest_first),
-    "refine": Stage("free", portfolio, "refine", _as_given),
-    "refine, by improve": Stage("free", portfolio, "refine", lambda _: search.improve),
-    "counted": Stage("capped", portfolio, "_counted", _nothing),
     "room first": Stage("capped", portfolio, "place_longest", _longest_first),
     "relaxations": Stage("capped", portfolio, "place_relaxed", _nothing),
     "exact": Stage("tight", portfolio, "place_exactly", _nothing),
+    "improve, free": Stage("free", portfolio, "improve", _as_given),
     "improve": Stage("capped", portfolio, "improve", _as_given),
     "improve: many pairs": Stage("capped", search, "_exchange", _no_pairs),
-    "improve: the worst bin": Stage("capped", search, "_unload", _nothing),
+    "improve: the worst bin": Stage("capped", search, "_exchange", _no_worst),
     "improve: groups of two": Stage("capped", search, "_exchange", _no_twos),
-    "least costs": Stage("kinds", portfolio, "_of_kinds", _drop("least costs")),
     "kinds apart": Stage("kinds", portfolio, "_of_kinds", _drop("kinds apart")),
     "guess 2 of kinds": Stage("kinds", portfolio, "_of_kinds", _drop("guess 2 of kinds")),
     "improve at true costs": Stage("kinds", portfolio, "improve", _as_given),
     "groups of two, kinds": Stage("kinds", search, "_exchange", _no_twos),
     "relabel": Stage("home", portfolio, "relabel", _as_given),
     "repair and bring home": Stage("home", portfolio, "improve", _as_given),
-    "bring home": Stage("home", search, "_bring_home", lambda _: lambda score, bin_of: bin_of),
+    "bring home": Stage("home", search, "_bring_home", lambda _: lambda score, held: held),
+    "epoch: all alike": Stage("epoch", deal, "_all_alike", _no_way),
+    "epoch: giants together": Stage("epoch", deal, "_by_room", _no_way),
+    "epoch: by rank": Stage("epoch", deal, "_by_rank", _no_way),
     "keep a part": Stage("many at home", locality, "_keep_part", _nothing),
 }
 
@@ -181,6 +200,7 @@ def cases(batches: Mapping[str, Sequence[Batch]]) -> dict[str, list[Case]]:
         _planned(batch, spec, home_tolerance=0.01) for batch in many for spec in ("g1n32", "g8n4")
     ]
     families["tight"] = [_tight(seed) for seed in range(40)]
+    families["epoch"] = list(_epoch())
     return families
 
 
@@ -205,6 +225,28 @@ def _planned(batch: Batch, spec: str, **options: Any) -> Case:
         return plan.gap, plan.moved_tokens / float(plan.seq_lens.sum())
 
     return run
+
+
+def _epoch() -> Iterator[Case]:
+    """Steps of a sampler: shapes, spreads of lengths, when ranks meet, and what limits a cell."""
+    rng = np.random.default_rng(1)
+    for spread in (0.4, 0.9, 1.4):
+        for shape in (StepShape(4, 8, 1), StepShape(8, 8, 4), StepShape(1, 32, 8)):
+            lens = rng.lognormal(np.log(1024), spread, shape.full).clip(32, 65_536).astype(np.int64)
+            most = max(int(1.3 * lens.sum() / shape.num_cells), int(lens.max())) + 1
+            for sync in ("microbatch", "step"):
+                for even, padded, limit in (
+                    (True, False, None),
+                    (False, False, None),
+                    (False, True, None),
+                    (True, False, Limits(tokens=most)),
+                ):
+                    rules = deal.DealRules(shape, sync, limit, even, padded)
+                    yield _dealt(lens, rules)
+
+
+def _dealt(lens: Any, rules: deal.DealRules) -> Case:
+    return lambda: (deal.deal_step(COST(lens), lens, rules).gap, 0.0)
 
 
 def _tight(seed: int) -> Case:

@@ -29,12 +29,11 @@ class Case:
 
     def problem(self):
         return build_problem(
-            self.costs,
-            None,
-            speeds=self.speeds,
+            np.array(self.costs, np.float64),
+            np.array(self.speeds, np.float64),
+            carried=np.array(self.carried, np.float64),
             limits=self.limits,
-            sizes=self.sizes,
-            carried_loads=self.carried,
+            sizes={"": np.array(self.sizes, np.float64)},
         )
 
     def assign(self, **extra: object):

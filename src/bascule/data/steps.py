@@ -458,7 +458,8 @@ class Redistributor:
         loads = items.sums(items.owner, costs) / (1.0 if speeds is None else np.array(speeds))
         most = loads.max(axis=1).sum() if rules.sync == "microbatch" else loads.sum(axis=0).max()
         before = float(most) + overhead
-        is_legal = _keeps(limits, items.sums(items.owner, items.lens), items.counts)
+        tokens = items.sums(items.owner, items.lens)
+        is_legal = limits is None or limits.keeps(tokens=tokens, items=items.counts)
         try:
             plans = plan_step(
                 [items.lens_by_rank(micro) for micro in range(rules.accumulate)],
@@ -587,15 +588,6 @@ def check_received(transfer: Transfer, most: int | None) -> None:
         )
 
 
-def _keeps(limits: Limits | None, tokens: Floats, counts: Ints) -> bool:
-    """True if ranks with these tokens and samples keep the limits."""
-    if limits is None:
-        return True
-    return (limits.tokens is None or tokens.max() <= limits.tokens) and (
-        limits.items is None or counts.max() <= limits.items
-    )
-
-
 def _without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
     """Give each rank a sample that counts if there are enough: a mean over none is no number.
 
@@ -617,7 +609,8 @@ def _without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits
         held_by[richest] -= 1
         held_by[rank] += 1
     tokens = np.bincount(bag_of, plan.seq_lens, num_ranks)
-    if not _keeps(limits, tokens, np.bincount(bag_of, minlength=num_ranks)):
+    counts = np.bincount(bag_of, minlength=num_ranks)
+    if limits is not None and not limits.keeps(tokens=tokens, items=counts):
         return plan
     loads = np.bincount(bag_of, costs, num_ranks) / (1.0 if plan.speeds is None else plan.speeds)
     return dataclasses.replace(plan, bag_of=bag_of, loads=loads)

@@ -12,7 +12,6 @@ from bascule.plan.items import Items
 from bascule.plan.limits import Limits
 from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
 from bascule.plan.metrics import imbalance
-from bascule.plan.solver.problem import build_problem
 from bascule.plan.solver.solve import assign
 
 
@@ -205,10 +204,7 @@ def plan_items(
     owner = np.full_like(items.lens, -1) if is_shared else items.owner
     before = np.bincount(np.maximum(owner, 0), costs, num_ranks).astype(np.float64)
     sizes = {"tokens": items.lens, "bytes": items.num_bytes}
-    may_stay = not is_shared and (
-        limits is None
-        or not build_problem(costs, num_ranks, limits=limits, sizes=sizes).excess(owner)
-    )
+    may_stay = not is_shared and (limits is None or _keeps(limits, items, num_ranks))
     rank_of, least = owner, max(before.mean(), costs.max())
     if not may_stay or before.max() > least * (1.0 + home_tolerance):  # else nothing is better
         result = assign(
@@ -230,6 +226,15 @@ def plan_items(
     num_moved = int((plan.rank_of != owner).sum()) if num_ranks > 1 else 0
     loads = tuple(before.tolist()), tuple(after.tolist())
     return plan, Encoding(items.lens.size, num_moved, *loads, gain_s, exchange_s, exchange_bytes)
+
+
+def _keeps(limits: Limits, items: Items, num_ranks: int) -> bool:
+    """True if every rank can encode the items that it has."""
+    tokens, num_bytes = (
+        np.bincount(items.owner, values, num_ranks) for values in (items.lens, items.num_bytes)
+    )
+    counts = np.bincount(items.owner, minlength=num_ranks)
+    return limits.keeps(tokens=tokens, items=counts, num_bytes=num_bytes)
 
 
 def _costs(items: Items, cost: Cost, cluster: Cluster | None) -> Floats:

@@ -54,7 +54,7 @@ def fields(owner: Any, **rules: Callable[..., object] | tuple[Any, ...]) -> None
         value = getattr(owner, name)
         if value is None and owner.__dataclass_fields__[name].default is None:
             continue
-        check, *details = rule if isinstance(rule, tuple) else (rule,)
+        check, *details = cast(tuple[Any, ...], rule if isinstance(rule, tuple) else (rule,))
         object.__setattr__(owner, name, check(f"{type(owner).__name__}({name}", value, *details))
 
 
@@ -72,7 +72,8 @@ def each(
     """Check each entry of a list by a check of this module; return them as a tuple."""
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise ConfigError(f"{_told(name, values)} must be a list")
-    return tuple(check(f"{name}[{i}]", one, *details) for i, one in enumerate(values))
+    listed = enumerate(cast(Iterable[object], values))
+    return tuple(check(f"{name}[{i}]", one, *details) for i, one in listed)
 
 
 def integer(name: str, value: object) -> int:

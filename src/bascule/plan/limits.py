@@ -1,6 +1,9 @@
 """Hard limits per rank."""
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_WHOLE, fields, of_type, whole
@@ -28,6 +31,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         fields(self, tokens=(whole, 1), items=(whole, 1), num_bytes=(whole, 1))
+
+    def keeps(self, **sums: npt.NDArray[Any]) -> bool:
+        """True if no rank has more; `sums` are those of each rank, by the names of the limits."""
+        limits = ((getattr(self, name), amounts) for name, amounts in sums.items())
+        return all(most is None or amounts.max() <= most for most, amounts in limits)
 
 
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:

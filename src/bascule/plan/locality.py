@@ -138,7 +138,7 @@ def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
         if not may_end_by(rest, homes.ceiling):
             continue
         bag_of = home.copy()
-        bag_of[~kept] = solve(rest, enough=homes.ceiling, num_improved=1).bin_of
+        bag_of[~kept] = solve(rest, enough=homes.ceiling, quick=True).bin_of
         if problem.makespan(bag_of) <= homes.ceiling:
             return bag_of
     return None

@@ -19,7 +19,7 @@ from bascule.plan.costs import Cost, TransformerCost, evaluate
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Bag, Cluster, Work
 from bascule.plan.sequences import Batch, source_of
-from bascule.plan.solver.portfolio import MOST_IMPROVED, solve
+from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.solver.solve import knapsack
 from bascule.plan.topology import Topology
@@ -111,12 +111,11 @@ class Prices:
         """The sequences as items and the bags as bins, within limits on tokens and items."""
         return build_problem(
             self.work,
-            None,
-            speeds=self.speeds,
-            limits=limits,
-            sizes=self.lens,
-            carried_loads=self.carried,
+            self.speeds,
+            carried=self.carried,
             kind_of=self.kinds,
+            limits=limits,
+            sizes={"": self.lens.astype(np.float64)},
         )
 
 
@@ -211,13 +210,12 @@ def decide(
     """
     if choice("planner", planner, "lpt", "knapsack") == "lpt":
         problem = prices.problem(limits)
-        result = solve(problem, num_improved=1 if quickly else MOST_IMPROVED)
+        result = solve(problem, quick=quickly)
         return Decision.of(problem, result.bin_of, result.bound)
     if limits is not None and limits != Limits():
         raise ConfigError(f'planner "knapsack" cannot keep {limits}: use "lpt"')
     # The paper's greedy knows one cost a sequence: the least that it can have.
-    least = prices.work.min(axis=0)
-    result = knapsack(least, speeds=prices.speeds, carried_loads=prices.carried)
+    result = knapsack(prices.work.min(axis=0), prices.speeds, prices.carried)
     return Decision.of(prices.problem(None), result.bin_of, result.lower_bound)
 
 

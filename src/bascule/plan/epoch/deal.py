@@ -379,10 +379,12 @@ def _solved(
     costs, tokens, tolerance = table.costs[chosen], table.tokens[chosen], table.rules.tolerance
     if home is None:
         free = None if limits is None or limits.items is None else Limits(items=limits.items)
-        found = solve(build_problem(costs, num_bins, limits=free), tolerance, quick=True)
+        problem = build_problem(costs, np.ones(num_bins), limits=free)
+        found = solve(problem, tolerance, quick=True)
         held = np.bincount(found.bin_of, tokens, num_bins).max()
         if limits is not None and limits.tokens is not None and held > limits.tokens:
-            problem = build_problem(costs, num_bins, limits=limits, sizes=tokens)
+            sizes = {"": tokens.astype(np.float64)}
+            problem = build_problem(costs, np.ones(num_bins), limits=limits, sizes=sizes)
             found = solve(problem, tolerance)
         bin_of, bound = found.bin_of, found.bound
     else:

@@ -242,3 +242,25 @@ def _cheapest(costs: Floats, sizes: Floats, size: float) -> float:
         before = filled[whole - 1] if whole else 0.0
         cost += float(costs[order[whole]] * (size - before) / sizes[order[whole]])
     return cost
+
+
+def price_bound(problem: Problem, weights: Floats, makespan: float) -> float:
+    """Linear programming duality: any weights of the kinds' time give a bound. O(kinds n).
+
+    With the work of kind k at most S_k T - R_k (speeds S, carried work R), and weights w with
+    sum w S = 1: T >= sum_k w_k R_k + sum_i min_k w_k cost_ki, the minimum over the kinds on which
+    item i alone ends by `makespan`: that of an answer at hand, in the caller's units.
+    """
+    earliest = np.full(problem.kind_costs.shape, np.inf)
+    first = np.zeros(problem.num_kinds)
+    for kind in range(problem.num_kinds):
+        bins = problem.kind_of == kind
+        speeds, carried = problem.speeds[bins], problem.carried[bins]
+        first[kind] = (speeds * carried).sum()
+        earliest[kind] = carried.min() + problem.kind_costs[kind] / speeds.max()
+    priced = np.where(
+        earliest <= makespan * (1 + 1e-12), weights[:, None] * problem.kind_costs, np.inf
+    )
+    alone = float(earliest.min(axis=0).max(initial=0.0))
+    slack = 1.0 - 1e-12  # sums are rounded
+    return max(alone, float(((weights * first).sum() + priced.min(axis=0).sum()) * slack))

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from bascule.arrays import Ints
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, number
+from bascule.plan.checks import MAX_NUMBER, amounts, array, number, of_type, whole
 from bascule.plan.limits import Limits
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.homes import Homes
 from bascule.plan.solver.portfolio import Solution, by_speed, near_home, solve
-from bascule.plan.solver.problem import Problem, build_problem, item_sizes
+from bascule.plan.solver.problem import Problem, build_problem
+
+_MAX_BINS = 2**20
+"""Most bins of a problem: their tables and heaps stay small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +64,20 @@ def assign(
     """Assign items to bins so that the last bin completes as early as possible.
 
     Deterministic on every machine: ties go to the lowest index, there is no clock, and work is
-    compared as integers (see ``problem``). O((n + m) log n) a round, a bounded number of rounds.
+    compared as integers (see `problem`). O((n + m) log n) a round, a bounded number of rounds.
 
     Args:
         costs: Cost per item, in time on a bin of speed 1; finite and >= 0.
-        num_bins: Number of bins; may be left out if ``speeds`` is given.
+        num_bins: Number of bins; may be left out if `speeds` is given.
         speeds: Speed per bin, > 0; a bag of G ranks has speed G. Default: 1.
         limits: What a rank can hold. Tokens or bytes of a bin are limited to the limit times the
-            bin's ranks; items of a bin to ``limits.items``, as all ranks of a bag share each item.
-        sizes: Tokens or bytes per item, whichever ``limits`` restricts; for both a mapping with
+            bin's ranks; items of a bin to `limits.items`, as all ranks of a bag share each item.
+        sizes: Tokens or bytes per item, whichever `limits` restricts; for both a mapping with
             the keys "tokens" and "bytes".
         ranks_per_bin: Ranks per bin, for limits. Default: the speeds.
         home: Preferred bin per item; -1 for none.
         home_tolerance: By how much the makespan may pass the best one found so that fewer sizes
-            (of a mapping the first; without ``sizes``: items) are away from home; 0.01 is 1 %.
+            (of a mapping the first; without `sizes`: items) are away from home; 0.01 is 1 %.
         carried_loads: Completion time per bin before any item. Default: 0.
         tolerance: Gap at which the search stops. Default: 1e-4; 5e-4 where speeds differ.
 
@@ -90,64 +93,101 @@ def assign(
         >>> plan.bin_of.tolist(), plan.makespan, plan.gap
         ([0, 1, 1, 0, 1], 10.0, 0.0)
     """
+    speed, cost = _speeds(num_bins, speeds), amounts("costs", costs)
+    carried = None if carried_loads is None else _vector("carried_loads", carried_loads, speed.size)
+    ranks = None if ranks_per_bin is None else _vector("ranks_per_bin", ranks_per_bin, speed.size)
+    if ranks is not None and ranks.min() == 0.0:
+        raise ConfigError(f"ranks_per_bin[{int(ranks.argmin())}] is 0; a bin has at least 1 rank")
+    size = _sizes(sizes, cost.size, limits)
     home_tolerance = number("home_tolerance", home_tolerance)
-    problem = build_problem(
-        costs,
-        num_bins,
-        speeds=speeds,
-        limits=limits,
-        sizes=sizes,
-        ranks_per_bin=ranks_per_bin,
-        carried_loads=carried_loads,
-    )
-    if tolerance is not None:
-        tolerance = number("tolerance", tolerance)
-    bins = None if home is None else _home_bins(home, problem)
+    tolerance = None if tolerance is None else number("tolerance", tolerance)
+    bins = None if home is None else _home_bins(home, cost.size, speed.size)
+    problem = build_problem(cost, speed, carried=carried, limits=limits, sizes=size, ranks=ranks)
     found = solve(problem, tolerance)
     if bins is not None and problem.num_items:
-        counted = [*item_sizes(sizes, problem.num_items).values(), np.ones(problem.num_items)]
+        weights = next(iter(size.values()), np.ones(problem.num_items))
         ceiling = (problem.makespan(found.bin_of) or np.inf) * (1.0 + home_tolerance)
-        homes = Homes(bins, np.where(bins >= 0, counted[0], 0.0), ceiling)
+        homes = Homes(bins, np.where(bins >= 0, weights, 0.0), ceiling)
         bin_of, name = near_home(problem, found.bin_of, homes)
         found = replace(found, bin_of=bin_of, found_by=name or found.found_by)
     return _certified(problem, found)
 
 
-def knapsack(
-    costs: ArrayLike, *, speeds: ArrayLike, carried_loads: ArrayLike | None = None
-) -> Assignment:
+def knapsack(costs: Floats, speeds: Floats, carried: Floats) -> Assignment:
     """The greedy of KnapFormer (section 3.3), a baseline for `assign`: no search, no limits.
 
     Longest first, each item to the least occupied bin whose remaining capacity suffices; where none
     does (the paper has no rule), to the bin that completes it first.
-
-    Args:
-        costs: As for `assign`.
-        speeds: As for `assign`.
-        carried_loads: As for `assign`.
-
-    Raises:
-        ConfigError: An argument is wrong.
     """
-    problem = build_problem(costs, None, speeds=speeds, carried_loads=carried_loads)
+    problem = build_problem(costs, speeds, carried=carried)
     bin_of = by_speed(problem, fill_first=True)
-    return _certified(problem, Solution(bin_of, "knapsack", lower_bound(problem)))
+    found = Solution.of(problem, "knapsack", bin_of)
+    return _certified(problem, replace(found, bound=lower_bound(problem)))
 
 
-def _home_bins(home: ArrayLike, problem: Problem) -> Ints:
+def _vector(name: str, values: ArrayLike, size: int) -> Floats:
+    vector = amounts(name, values)
+    if vector.size != size:
+        raise ConfigError(f"{name} has {vector.size} entries; {size} are needed, one each")
+    return vector
+
+
+def _speeds(num_bins: int | None, speeds: ArrayLike | None) -> Floats:
+    if speeds is None:
+        if num_bins is None:
+            raise ConfigError("num_bins and speeds are both missing; give one of them")
+        return np.ones(whole("num_bins", num_bins, 1, _MAX_BINS))
+    speed = amounts("speeds", speeds)
+    if num_bins is not None and whole("num_bins", num_bins, 1, _MAX_BINS) != speed.size:
+        raise ConfigError(f"num_bins is {num_bins}, but speeds has {speed.size} entries; drop one")
+    if speed.size == 0:
+        raise ConfigError("speeds is empty; at least one bin is needed")
+    if not 1.0 / MAX_NUMBER <= speed.min() <= speed.max() <= MAX_NUMBER:
+        raise ConfigError(
+            f"speeds from {speed.min():g} to {speed.max():g}: leave out bins that do no work, and "
+            f"use a unit in which speeds are at least {1.0 / MAX_NUMBER:g}, at most {MAX_NUMBER:g}"
+        )
+    return speed
+
+
+def _sizes(
+    sizes: ArrayLike | Mapping[str, ArrayLike] | None, num_items: int, limits: Limits | None
+) -> dict[str, Floats]:
+    """(items,) sizes by what they count; one array counts whatever is limited: its key is ""."""
+    named = sizes if isinstance(sizes, Mapping) else {} if sizes is None else {"": sizes}
+    checked = {
+        name: _vector(f"sizes[{name!r}]" if name else "sizes", values, num_items)
+        for name, values in named.items()
+    }
+    if limits is not None:
+        of_type("limits", limits, Limits, "Limits(tokens=..), or None")
+        given = {"tokens": limits.tokens, "bytes": limits.num_bytes}
+        limited = [name for name, most in given.items() if most is not None]
+        if len(limited) == 2 and "" in checked:
+            raise ConfigError(
+                f"{limits} restricts tokens and bytes, but sizes can count only one of them; keep "
+                'the tighter limit, or give sizes as {"tokens": .., "bytes": ..}'
+            )
+        for name in limited:
+            if name not in checked and "" not in checked:
+                raise ConfigError(f"limits restricts {name}, but sizes is missing; pass {name}")
+    return checked
+
+
+def _home_bins(home: ArrayLike, num_items: int, num_bins: int) -> Ints:
     bins = array("home", home)
     if bins.size == 0:
         bins = bins.astype(np.int64)
-    if bins.shape != (problem.num_items,) or bins.dtype.kind not in "iu":
+    if bins.shape != (num_items,) or bins.dtype.kind not in "iu":
         raise ConfigError(
-            f"home must be {problem.num_items} integers, one per item; got shape {bins.shape} of "
+            f"home must be {num_items} integers, one per item; got shape {bins.shape} of "
             f"{bins.dtype}"
         )
-    wrong = np.flatnonzero((bins < -1) | (bins >= problem.num_bins))
+    wrong = np.flatnonzero((bins < -1) | (bins >= num_bins))
     if wrong.size:
         raise ConfigError(
-            f"home[{wrong[0]}] is {bins[wrong[0]]}; it must be a bin, 0 to "
-            f"{problem.num_bins - 1}, or -1 for none"
+            f"home[{wrong[0]}] is {bins[wrong[0]]}; it must be a bin, 0 to {num_bins - 1}, or -1 "
+            "for none"
         )
     return bins.astype(np.int64)
 
