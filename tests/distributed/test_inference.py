@@ -214,7 +214,20 @@ def refusals() -> list[str]:
         with sequence_parallel(mesh, layout):
             attend(q[0, :, :, :], q[0], q[0])
 
+    def own_products(**among: Any) -> Callable[[], None]:
+        def act() -> None:
+            with sequence_parallel(mesh, **among) as mode:
+                with mode.local():
+                    torch.einsum("bhqd,bhkd->bhqk", q, q).softmax(-1)
+                q.softmax(-1)
+                scores = torch.einsum("bhqd,bhkd->bhqk", q, q)
+                sdpa(nn.functional.softmax(scores, dim=-1) @ q, q, q)
+
+        return act
+
     return [
+        refused(own_products(layout=layout)),
+        refused(own_products()),
         call(q, q, q, dropout_p=0.1),
         call(q, keys, keys),
         call(q, q, q, attn_mask=part),
@@ -230,6 +243,7 @@ def refusals() -> list[str]:
 
 def test_what_cannot_be_split_is_refused_on_every_rank() -> None:
     texts = (
+        *["a layer computes attention without F.scaled_dot_product_attention"] * 2,
         "dropout_p is 0.1",
         "to 7 keys: a rank's own tokens",
         "for 9 tokens: give the mask of the whole sequence",

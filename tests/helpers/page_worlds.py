@@ -254,6 +254,12 @@ def _check_split(left: Names) -> None:
     assert difference(own, attend(attend(x, x, x, attn_mask=mask), text, text)) <= 1e-6
     assert difference(left["output"], left["model"](**left["inputs"]).sample) <= 1e-6
     assert "agrees with one process" in str(left["verdict"])
+    layer = left["trained"].module
+    gradient = layer.weight.grad.clone()
+    layer.zero_grad()
+    y = layer(x)
+    attend(y, y, y).square().mean().backward()
+    assert difference(gradient, layer.weight.grad) <= 1e-6
 
 
 # --- docs/sparse_attention.md

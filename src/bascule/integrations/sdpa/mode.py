@@ -27,7 +27,12 @@ _HIDING = (
     torch._transformer_encoder_layer_fwd,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-_REPLACED = (functional.scaled_dot_product_attention, Tensor.unflatten, *RESHAPES, *_HIDING)
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+"""What attention that a layer computes by itself calls."""
+
+_REPLACED = (
+    *(functional.scaled_dot_product_attention, Tensor.unflatten, *RESHAPES, *_HIDING, *_SOFTMAX),
+)
 """All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it."""
 
 _DEFAULT = AttentionOptions()
@@ -48,6 +53,8 @@ class SequenceParallelMode(CallMode):
         layout: SequenceLayout | None = None,
         replicated: Collection[int] = (),
         options: AttentionOptions = _DEFAULT,
+        *,
+        watches: bool = False,
     ) -> None:
         super().__init__()
         self.mesh = mesh
@@ -56,6 +63,9 @@ class SequenceParallelMode(CallMode):
         self._layout = layout
         self._replicated = frozenset(replicated)
         self._num_local = 0
+        self._watches = watches  # for attention that is not torch's
+        own = () if layout is None else (layout.num_tokens(*mesh.place),)
+        self._own_tokens, self._softmax_sizes = set(own), set[int]()
 
     def __torch_function__(
         self,
@@ -74,6 +84,10 @@ class SequenceParallelMode(CallMode):
             x = args[0] if args else kwargs["input"]
             if x.numel() == 0 and self.is_running():
                 return reshape_empty(func, x, args[1:], kwargs)
+            return func(*args, **kwargs)
+        if func in _SOFTMAX:
+            if self._watches and self.is_running() and not self.attends_locally():
+                self._see_softmax(args[0] if args else kwargs["input"])
             return func(*args, **kwargs)
         attends = func is functional.scaled_dot_product_attention
         if (not attends and func not in _HIDING) or not self.is_running():
@@ -179,8 +193,26 @@ class SequenceParallelMode(CallMode):
         if mask is not None:
             _check_mask(mask, layout)
         self.has_attended = True
+        if self._watches and not torch.compiler.is_compiling():
+            self._own_tokens.add(query.shape[2])
+            self._refuse_own_attention()
         with _without_autocast(device):
             return self.attend(query, key, value, layout, mask, is_causal, scale)
+
+    def _see_softmax(self, scores: Tensor) -> None:
+        """Remember the sizes of square tables of scores, and refuse those of this rank's tokens."""
+        if scores.dim() > 2 and scores.shape[-1] == scores.shape[-2] > 1:
+            self._softmax_sizes.add(scores.shape[-1])
+            self._refuse_own_attention()
+
+    def _refuse_own_attention(self) -> None:
+        for size in sorted(self._softmax_sizes & self._own_tokens):
+            raise ConfigError(
+                f"sequence_parallel: a softmax over {size} keys of {size} queries, as many as this "
+                "rank has tokens: a layer computes attention without "
+                "F.scaled_dot_product_attention, among the tokens of one rank only. Choose torch's "
+                "back end for it, or compute it within .local() if every rank has all its tokens"
+            )
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
         """Whether the keys are those of another sequence, which every rank has whole."""
@@ -223,8 +255,9 @@ def sequence_parallel(
     this rank's part of a mask is refused. Causal attention, `scale` and `enable_gqa` mean what they
     mean in torch; dropout is refused. Collectives: those of `attention.api.attention`.
 
-    Only calls of torch's function are replaced. A model that calls flash-attn, xformers or flex
-    attention directly keeps its local attention. So does a model that leaves out a mask because its
+    Only calls of torch's function are replaced. A layer that computes attention by products and a
+    softmax of torch is refused. A model that calls flash-attn, xformers or flex attention directly
+    keeps its local attention. So does a model that leaves out a mask because its
     own tokens need none: sliding windows longer than this rank's part, and packed documents that
     end where it ends, arrive as plain causal attention. Give such a model its mask of the whole
     sequence.
@@ -254,7 +287,7 @@ def sequence_parallel(
         for both in {layout.num_tokens(*one) for one in places}.intersection(replicated):
             raise ConfigError(_AMBIGUOUS.format(both))
     options = AttentionOptions(None, kernel, wire, overlap, double_buffer)
-    mode = SequenceParallelMode(place, layout, replicated, options)
+    mode = SequenceParallelMode(place, layout, replicated, options, watches=True)
     mode.enter()
     try:
         yield mode
