@@ -64,8 +64,10 @@ class SequenceParallelMode(CallMode):
         self._replicated = frozenset(replicated)
         self._num_local = 0
         self._watches = watches  # for attention that is not torch's
-        own = () if layout is None else (layout.num_tokens(*mesh.place),)
-        self._own_tokens, self._softmax_sizes = set(own), set[int]()
+        self._own_tokens: set[int] = set()
+        self._softmax_sizes: set[int] = set()
+        if watches and layout is not None:
+            self._own_tokens.add(layout.num_tokens(*mesh.place))
 
     def __torch_function__(
         self,
@@ -86,7 +88,8 @@ class SequenceParallelMode(CallMode):
                 return reshape_empty(func, x, args[1:], kwargs)
             return func(*args, **kwargs)
         if func in _SOFTMAX:
-            if self._watches and self.is_running() and not self.attends_locally():
+            watches = self._watches and not torch.compiler.is_compiling()
+            if watches and self.is_running() and not self.attends_locally():
                 self._see_softmax(args[0] if args else kwargs["input"])
             return func(*args, **kwargs)
         attends = func is functional.scaled_dot_product_attention
