@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from bascule.comm import items
-from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
@@ -30,6 +29,7 @@ from tests.helpers.loader_cases import (
     check_mean,
     check_restore,
     heard_by,
+    loader_of,
     loader_with,
     note,
     run_many,
@@ -120,12 +120,7 @@ def skewed(delays: list[float]) -> list[tuple[Any, list[int]]]:
             ids = [PER_RANK * rank + 100 * step + k for k in range(len(lens))]
             yield [sample_of(i, n) for i, n in zip(ids, lens, strict=True)]
 
-    loader = BalancedLoader(
-        load(),
-        cost=COST,
-        options=LoaderOptions(prefetch=8, collate_fn=list, bytes_per_s=FAST, timeout_s=TIMEOUT_S),
-    )
-    seen = []
+    loader, seen = loader_of(load(), prefetch=8, min_gain=0.02), []
     for batch in loader:
         time.sleep(delays[1 - rank] if rank < 2 else 0.0)
         seen.append(((batch.epoch, batch.step, batch.microbatch), note(batch).ids))
@@ -159,19 +154,7 @@ def peers() -> dict[str, Any]:
                 num_loaded += len(ids)
                 yield [sample_of(i, 20 + i % 7) for i in ids]
 
-        loader = BalancedLoader(
-            load(),
-            cost=COST,
-            mesh_or_group=this,
-            options=LoaderOptions(
-                axis="dp",
-                ends="finish",
-                min_gain=0.0,
-                bytes_per_s=FAST,
-                collate_fn=list,
-                timeout_s=TIMEOUT_S,
-            ),
-        )
+        loader = loader_of(load(), mesh_or_group=this, axis="dp", ends="finish")
         records = []
         for batch in loader:
             records.append(note(batch))
@@ -230,12 +213,7 @@ def with_workers() -> list[list[Record]]:
         inner: DataLoader[Any] = DataLoader(
             data, 3, shuffle=True, num_workers=num_workers, collate_fn=list, drop_last=rank == 0
         )
-        loader = BalancedLoader(
-            inner,
-            cost=COST,
-            accumulate=2,
-            options=LoaderOptions(ends="finish", min_gain=0.0, bytes_per_s=FAST),
-        )
+        loader = loader_of(inner, accumulate=2, ends="finish", collate_fn=None)
         assert len(inner) == (4, 6)[rank] and len(loader) == 6
         torch.manual_seed(rank)
         runs.append([note(batch) for batch in loader])
@@ -260,12 +238,7 @@ def collated() -> list[Any]:
     ]
     lens = {k: 1 + 40 * (k % 2) * (1 - rank) for k in range(6)}
     inner: DataLoader[Any] = DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
-    loader = BalancedLoader(
-        inner,
-        cost=COST,
-        length_fn=lambda sample: lens[sample[1][0]],
-        options=LoaderOptions(min_gain=0.0, bytes_per_s=FAST, timeout_s=TIMEOUT_S),
-    )
+    loader = loader_of(inner, length_fn=lambda sample: lens[sample[1][0]], collate_fn=None)
     seen = []
     for batch in loader:
         array, (number, letter), (value, accent) = batch.data
@@ -287,12 +260,7 @@ def gradients_come_home() -> None:
     """What restore brings back is differentiable: gradients go to where a sample was computed."""
     rank = dist.get_rank()
     groups = [[(PER_RANK * rank + k, n) for k, n in enumerate([30, 40, 2, 9][: 4 - 2 * rank])]]
-    loader = BalancedLoader(
-        [[sample_of(*one) for one in group] for group in groups],
-        cost=COST,
-        options=LoaderOptions(min_gain=0.0, bytes_per_s=FAST, collate_fn=list, timeout_s=TIMEOUT_S),
-    )
-    for batch in loader:
+    for batch in loader_of([[sample_of(*one) for one in group] for group in groups]):
         assert batch.verdict.applied
         ids = torch.tensor([float(s["id"]) for s in batch.data], dtype=torch.float64)
         values = (ids[:, None] + torch.tensor([0.25, 0.5])).requires_grad_()
@@ -374,13 +342,7 @@ def measured() -> float:
     ticks = itertools.count()
     clock = SimpleNamespace(perf_counter=lambda: next(ticks) * tick)
     with mock.patch.object(items, "time", clock):
-        return items.measure_exchange(loader_of_none().ranks.group).byte_s
-
-
-def loader_of_none() -> BalancedLoader:
-    return BalancedLoader(
-        None, cost=COST, options=LoaderOptions(bytes_per_s=FAST, timeout_s=TIMEOUT_S)
-    )
+        return items.measure_exchange(loader_of(None).ranks.group).byte_s
 
 
 def test_the_slowest_rank_says_how_fast_an_exchange_is() -> None:
@@ -398,54 +360,49 @@ def test_what_was_loaded_within_the_limits_is_never_refused() -> None:
         assert reason in ("even", "gain", "limits", "balanced") and ids
 
 
+def _tokens(sample: Any) -> int:
+    return len(sample["input_ids"])
+
+
+def _all_tokens(sample: Any) -> int:
+    return len(sample["input_ids"]) + 1
+
+
+UNLIKE: list[tuple[str, tuple[Any, Any], tuple[str, ...]]] = [
+    ("cost", (COST, TransformerCost(65)), ("ranks [0]: ", "ranks [1]: ", "d_model=65")),
+    ("accumulate", (1, 2), ("ranks [1]: 2",)),
+    ("ends", ("finish", "drop_last"), ("ranks [0]: finish",)),
+    ("min_gain", (0.0, 0.1), ("0.1",)),
+    ("limits", (None, Limits(tokens=5)), ("tokens=5",)),
+    ("sync", ("step", "microbatch"), ("ranks [1]: microbatch",)),
+    ("bytes_per_s", (10.0, FAST), ("10.0",)),
+    ("length_fn", (_tokens, _all_tokens), ("_all_tokens",)),
+    ("weight_fn", (_tokens, _all_tokens), ("_all_tokens",)),
+]
+
+
 def unlike_settings() -> list[tuple[list[str], str]]:
     rank = dist.get_rank()
-    cases: list[dict[str, Any]] = [
-        {"cost": TransformerCost(64 + rank)},
-        {"cost": COST, "accumulate": 1 + rank},
-        {"cost": COST, "ends": ("finish", "drop_last", "finish")[rank]},
-        {"cost": COST, "min_gain": 0.1 * rank},
-        {"cost": COST, "limits": Limits(tokens=5) if rank else None},
-        {"cost": COST, "sync": ("step", "microbatch", "step")[rank]},
-        {"cost": COST, "length_fn": 5 if rank == 1 else len},
-        {"cost": COST, "batch_size": 2, "pack": 8} if rank == 2 else {"cost": COST},
-    ]
-    return [
-        heard_by(loader_with, [], bytes_per_s=FAST, timeout_s=TIMEOUT_S, **case) for case in cases
-    ]
+    return [heard_by(loader_of, [], **{name: values[rank]}) for name, values, _ in UNLIKE]
 
 
-def test_unlike_or_wrong_settings_are_refused_on_all_ranks_alike() -> None:
-    of_rank = run_ranks(unlike_settings, 3)
-    texts = [text for _, text in of_rank[0]]
-    assert all(heard == of_rank[0] for heard in of_rank)
-    for text, word in zip(
-        texts,
-        ("cost", "accumulate", "ends", "min_gain", "limits", "sync", "length_fn=5", "batch_size=2"),
-        strict=True,
-    ):
-        assert word in text, text
-    assert "ranks [0]: " in texts[0] and "ranks [1]: " in texts[0] and "d_model=65" in texts[0]
-    assert "rank 1" in texts[6] and "ConfigError" in of_rank[0][6][0]
+def test_unlike_settings_are_refused_on_all_ranks_alike() -> None:
+    one, other = run_ranks(unlike_settings, 2)
+    assert one == other
+    for (classes, text), (name, _, words) in zip(one, UNLIKE, strict=True):
+        assert "CommError" in classes and f"disagree on {name}: " in text, text
+        assert all(word in text for word in words), text
 
 
 def new_costs(alike: bool) -> Any:
     """`set_cost` in the middle of an epoch."""
     rank = dist.get_rank()
     lens = [40, 30, 30, 20] if rank == 0 else [10, 9]
-    loader = BalancedLoader(
-        [[sample_of(PER_RANK * rank + 10 * step + k, n) for k, n in enumerate(lens)]
-         for step in range(12)],
-        cost=PolynomialCost(0.0, 0.0, 1.0),
-        options=LoaderOptions(
-            ends="finish",
-            min_gain=0.0,
-            bytes_per_s=FAST,
-            collate_fn=list,
-            timeout_s=3.0,
-            prefetch=1,
-        ),
-    )  # fmt: skip
+    lists = [
+        [sample_of(PER_RANK * rank + 10 * step + k, n) for k, n in enumerate(lens)]
+        for step in range(12)
+    ]
+    loader = loader_of(lists, cost=PolynomialCost(0.0, 0.0, 1.0), ends="finish", prefetch=1)
     seen = []
     for batch in loader:
         seen.append(([len(sample["input_ids"]) for sample in batch.data], batch.verdict))
@@ -475,56 +432,13 @@ def test_unlike_new_costs_are_refused_on_all_ranks_alike() -> None:
     assert one == other and "cost" in one[1] and "disagree" in one[1]
 
 
-def unlike_rates() -> tuple[list[str], str]:
-    rank = dist.get_rank()
-    return heard_by(
-        verdicts, ((10, 90), (5,)), cost=SECONDS, bytes_per_s=(10.0, FAST)[rank], timeout_s=3.0
-    )
-
-
-def test_unlike_rates_are_refused_on_all_ranks_alike() -> None:
-    one, other = run_ranks(unlike_rates, 2, timeout_s=20.0)
-    assert one == other and "bytes_per_s" in one[1]
-
-
-def unlike_functions() -> list[tuple[list[str], str]]:
-    own = _tokens if dist.get_rank() else _all_tokens
-    settings: list[dict[str, Any]] = [{"length_fn": own}, {"weight_fn": own}]
-    return [heard_by(loader_with, [], cost=COST, bytes_per_s=FAST, **one) for one in settings]
-
-
-def _tokens(sample: Any) -> int:
-    return len(sample["input_ids"])
-
-
-def _all_tokens(sample: Any) -> int:
-    return len(sample["input_ids"]) + 1
-
-
-def test_unlike_functions_are_refused_on_all_ranks_alike() -> None:
-    one, other = run_ranks(unlike_functions, 2)
-    assert one == other
-    for (classes, text), name in zip(one, ("length_fn", "weight_fn"), strict=True):
-        assert "CommError" in classes and name in text and "_all_tokens" in text
-
-
 def weightless(ends: str, lens: tuple[Any, ...]) -> list[tuple[list[int], float, bool]]:
     """Samples of an even id count nothing; ids of a rank begin at an even number."""
     rank = dist.get_rank()
-    loader = BalancedLoader(
-        [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]],
-        cost=SECONDS,
-        options=LoaderOptions(
-            weight_fn=lambda sample: int(sample["id"]) % 2,
-            ends=ends,  # pyright: ignore[reportArgumentType]
-            min_gain=0.0,
-            bytes_per_s=FAST,
-            collate_fn=list,
-            timeout_s=TIMEOUT_S,
-        ),
-    )
+    lists = [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]]
+    weight_fn = lambda sample: int(sample["id"]) % 2  # noqa: E731
     found = []
-    for batch in loader:
+    for batch in loader_of(lists, cost=SECONDS, weight_fn=weight_fn, ends=ends):
         ids = [int(sample["id"]) for sample in batch.data]
         found.append((ids, batch.loss_scale, batch.is_padding))
     return found

@@ -214,7 +214,6 @@ def wrong_calls() -> list[tuple[list[str], str]]:
         told(TiledVAE, model, options=EncoderOptions(**options))
 
     told(TiledVAE, nn.Linear(2, 2) if is_last else vae)
-    made(lambda: None, features_for="none")
     made(lambda: None, table=EncoderTable())
     made(lambda: setattr(other, "tile_sample_stride_width", 24), other)
     other.tile_sample_stride_width = 12
@@ -251,7 +250,6 @@ def test_wrong_uses_are_one_sentence_on_all_ranks() -> None:
     assert said[0] == said[1] == said[2]
     texts = [
         "a Linear has no tiles (no use_tiling, encoder and decoder): give a VAE of diffusers",
-        "features_for='none': choose one of ['owner', 'all', 'first']",
         "the items of a TiledVAE are its tiles: leave out options.table",
         "tile_sample_stride_width of the AutoencoderKLWan is 24, more than its tiles of 16",
         "tile_sample_min_height of the AutoencoderKLWan is 0: a tile needs a number above 0",

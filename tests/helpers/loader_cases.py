@@ -196,6 +196,12 @@ def loader_with(samples: Any, **settings: Any) -> BalancedLoader:
     return BalancedLoader(samples, **{"options": options, **settings})
 
 
+def loader_of(samples: Any, **settings: Any) -> BalancedLoader:
+    """A loader that moves whatever helps, and gives lists of samples."""
+    given: dict[str, Any] = {"cost": COST, "min_gain": 0.0, "bytes_per_s": FAST}
+    return loader_with(samples, **{**given, "collate_fn": list, **settings})
+
+
 def run_schedule(schedule: Schedule, delays: int, **settings: Any) -> list[Record]:
     """On every rank: iterate, check each sample's bits and `restore`; what was delivered."""
     rank = dist.get_rank()

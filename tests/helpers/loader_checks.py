@@ -17,7 +17,6 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils.data import DataLoader, Dataset
 
-from bascule.comm.guard.failures import ROLL_CALL_S
 from bascule.data.loader import BalancedLoader, Batch
 from bascule.data.samplers import ResumableSampler
 from tests.helpers.loader_cases import (
@@ -26,31 +25,24 @@ from tests.helpers.loader_cases import (
     TIMEOUT_S,
     endless,
     heard_by,
+    loader_of,
     loader_with,
 )
 from tests.helpers.ranks import run_ranks, run_to_the_end
 
-SHORT_TIMEOUT_S = 6.0
-
 Heard = tuple[list[str], str]
-
-
-def loader_of(samples: Any, **settings: Any) -> BalancedLoader:
-    given: dict[str, Any] = {"timeout_s": SHORT_TIMEOUT_S, "bytes_per_s": FAST, "collate_fn": list}
-    return loader_with(samples, cost=COST, min_gain=0.0, **{**given, **settings})
 
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def dying(place: str, seed: int) -> tuple[Heard, float]:
+def dying(place: str, seed: int) -> Heard:
     rank, world = dist.get_rank(), dist.get_world_size()
     victim = seed % world
     draw = random.Random(seed)
     when = draw.randrange(1, 6)
     moment = draw.uniform(0.0, 0.2)
-    start = [time.monotonic()]
 
     def load() -> Iterator[list[dict[str, Any]]]:
         for k, group in enumerate(endless(rank)):
@@ -65,10 +57,8 @@ def dying(place: str, seed: int) -> tuple[Heard, float]:
                 threading.Timer(moment, die).start()
             if rank == victim and place == "between steps" and batch.step == when:
                 die()
-            start[0] = time.monotonic()
 
-    heard = heard_by(run)
-    return heard, time.monotonic() - start[0]
+    return heard_by(run)
 
 
 PLACES = ("loading", "between steps", "any moment")
@@ -82,13 +72,12 @@ def check_deaths(place: str, seed: int, num_ranks: int) -> None:
         if rank == victim:
             continue
         assert outcome.error is None, outcome.error
-        (classes, text), seconds = outcome.value
+        classes, text = outcome.value
         assert "CommError" in classes, text
         assert "group 'loader'" in text and text.startswith("step "), text
         # A rank that only times out later than the others may be missing for them, too.
         missing = re.search(r"no report from ranks \[([\d, ]+)\]", text)
         assert missing and str(victim) in missing[1].split(", "), text
-        assert seconds < 3.0 + ROLL_CALL_S + 3.0, seconds
 
 
 def tell(key: str) -> None:

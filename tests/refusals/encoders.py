@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bascule.encoders.encoder import EncoderOptions
 from bascule.encoders.items import TABLES, EncoderTable, called_with
 from bascule.encoders.tiled_vae import TileCalls, noted, settings_of
 from tests.helpers.tile_cases import tiny_vae
@@ -46,7 +47,19 @@ def no_number() -> object:
 
 
 UNLIKE = ("do not hold as many items each",)
+
+
+def option(**wrong: Any) -> Callable[[], object]:
+    return lambda: EncoderOptions(**wrong)
+
+
 CASES = [
+    ("features_for", option(features_for="none"), ("features_for='none'", '"owner"')),
+    ("home_tolerance", option(home_tolerance=-0.1), ("home_tolerance=-0.1", "at least 0")),
+    ("limits", option(limits=5), ("limits=5", "Limits(tokens=..)")),
+    ("cluster", option(cluster=2), ("cluster=2", "a Cluster(")),
+    ("table", option(table={}), ("table={}", "an EncoderTable")),
+    ("timeout_s", option(timeout_s=0), ("timeout_s=0", "at least 0.001")),
     ("unlike rows", cut(ROWS, x=torch.eye(3), mask=torch.ones(2, 2)), UNLIKE),
     ("no dims", cut(ROWS, x=torch.tensor(1.0)), ("without dims",)),
     ("too few patches", cut(QWEN, hidden_states=PATCHES[:-1], grid_thw=GRIDS), UNLIKE),

@@ -22,14 +22,15 @@ takes them beside the parcels.
 """
 
 import dataclasses
+import itertools
 import json
 import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,7 +51,7 @@ def _is_tensor(nest: object) -> bool:
 def mapped(
     nest: Any, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] = _is_tensor
 ) -> Any:
-    """The same nest with every tensor, or whatever else is a leaf, changed; all else as it is.
+    """Return the nest with every tensor, or whatever else is a leaf, changed; all else as it is.
 
     Dicts, lists, tuples, named tuples, dataclasses (the outputs of transformers and diffusers among
     them), and distributions of diffusers, which are made from their `parameters`.
@@ -74,24 +75,19 @@ def mapped(
 
 
 def leaves_of(nest: Any) -> list[Tensor]:
-    """The tensors of a nest, in the order of `mapped`."""
+    """Return the tensors of a nest, in the order of `mapped`."""
     leaves: list[Tensor] = []
-
-    def keep(leaf: Tensor) -> Tensor:
-        leaves.append(leaf)
-        return leaf
-
-    mapped(nest, keep)
+    mapped(nest, lambda leaf: leaves.append(leaf) or leaf)
     return leaves
 
 
 def rebuilt(nest: Any, leaves: Iterator[Tensor]) -> Any:
-    """The same nest around the next of these tensors."""
+    """Return the nest around the next of these tensors."""
     return mapped(nest, lambda _: next(leaves))
 
 
 def joined(nests: Sequence[Any]) -> Any:
-    """One nest whose tensors are those of all, one after another along their first dim."""
+    """Return one nest whose tensors are those of all, joined along their first dim."""
     columns = zip(*map(leaves_of, nests), strict=True)
     return rebuilt(nests[0], iter([torch.cat(column) for column in columns]))
 
@@ -115,11 +111,9 @@ _MAPPINGS: dict[str, type[dict[str, Any]]] = {"d": dict, "o": OrderedDict}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """A sample ready to be written.
+    """An item ready to be written: header and arrays as flat bytes, in this order.
 
-    Attributes:
-        parts: Header and arrays as flat bytes, in the order in which they travel.
-        num_bytes: Their size with padding; a multiple of `ALIGNMENT`.
+    `num_bytes` is their size with padding, a multiple of `ALIGNMENT`.
     """
 
     parts: tuple[Tensor, ...]
@@ -134,11 +128,9 @@ class Parcel:
 
 
 def parcel(sample: object, device: torch.device = HOST) -> Parcel:
-    """What a sample looks like on the wire. Copies nothing but arrays that are not contiguous.
+    """Return a sample as it travels. Copies nothing but arrays that are not contiguous.
 
-    Args:
-        sample: What travels.
-        device: Where its tensors may be besides the host.
+    Its tensors may be on the device, or on the host.
 
     Raises:
         ConfigError: A value would not arrive as what it is; names its place in the sample.
@@ -154,11 +146,10 @@ def parcel(sample: object, device: torch.device = HOST) -> Parcel:
 
 
 def read(buffer: Tensor) -> Any:
-    """The sample that `Parcel.write` wrote. Its tensors are views of the buffer.
+    """Return the sample that `Parcel.write` wrote. Its tensors are views of the uint8 buffer.
 
-    Args:
-        buffer: uint8, at a multiple of `ALIGNMENT` of its storage; what is no tensor of torch is
-            copied from there to the host.
+    This lies at a multiple of `ALIGNMENT` of its storage. All but tensors of torch is copied to the
+    host.
     """
     (length,) = _LENGTH.unpack(buffer[: _LENGTH.size].numpy(force=True).tobytes())
     text = buffer[_LENGTH.size : _LENGTH.size + length].numpy(force=True).tobytes()
@@ -173,7 +164,7 @@ def _padded(num_bytes: int) -> int:
 def _describe(
     value: object, place: str, arrays: list[Tensor], device: torch.device, depth: int = 0
 ) -> list[Any]:
-    """One letter that says what a value is, and what is needed to build it again."""
+    """Return a letter for the type of a value, and what is needed to build it again."""
     kind = type(value)
     if isinstance(value, Tensor):
         return _describe_tensor(value, place, arrays, device)
@@ -293,33 +284,26 @@ def _check_dtype(dtype: np.dtype[Any], place: str) -> None:
         )
 
 
+_ADVICE = (
+    (torch.nn.Parameter, "give detach() of it"),
+    (Tensor, "give as_subclass(torch.Tensor) of it"),
+    (np.ma.MaskedArray, "give data and mask apart"),
+    (np.ndarray, "give numpy.asarray of it"),
+    (np.generic, "give item() of it"),
+    (Mapping, "give dict(..) of it"),
+    (Enum, "give its name or value"),
+    (tuple, "give tuple(..) of it, or a dict"),
+    *((kind, f"give {kind.__name__}(..) of it") for kind in (int, float, str, bytes, list)),
+    (object, "give tensors, arrays, strings, numbers, booleans or None, in dicts, lists or tuples"),
+)
+
+
 def _refusal(value: object, place: str) -> ConfigError:
-    """Why a value cannot travel, and what to give in its place."""
-    name = type(value).__name__
-    return ConfigError(f"{place} is a {name}, which would not arrive as one: {_advice(value)}")
-
-
-def _advice(value: object) -> str:
-    plain = next((k for k in (bool, int, float, str, bytes, list) if isinstance(value, k)), None)
-    if isinstance(value, torch.nn.Parameter):
-        return "give detach() of it"
-    if isinstance(value, Tensor):
-        return "give as_subclass(torch.Tensor) of it"
-    if isinstance(value, np.ma.MaskedArray):
-        return "give data and mask apart"
-    if isinstance(value, np.ndarray):
-        return "give numpy.asarray of it"
-    if isinstance(value, np.generic):
-        return "give item() of it"
-    if isinstance(value, Mapping):
-        return "give dict(..) of it"
-    if isinstance(value, Enum):
-        return "give its name or value"
-    if isinstance(value, tuple):
-        return "give tuple(..) of it, or a dict"
-    if plain is not None:
-        return f"give {plain.__name__}(..) of it"
-    return "give tensors, arrays, strings, numbers, booleans or None, in dicts, lists or tuples"
+    """Say why a value cannot travel, and what to give in its place."""
+    advice = next(text for kind, text in _ADVICE if isinstance(value, kind))
+    return ConfigError(
+        f"{place} is a {type(value).__name__}, which would not arrive as one: {advice}"
+    )
 
 
 class _Reader:
@@ -373,15 +357,9 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemMove:
-    """Which items go where. All ranks list them alike; an item for several ranks comes repeatedly.
+    """The rank that has each item (n,), and the one that gets it; step and name are for errors.
 
-    Attributes:
-        source: (n,) rank that has each item.
-        dest: (n,) rank that gets it.
-        group: The ranks.
-        device: Where the tensors are.
-        step: Step number in errors.
-        name: Its name in errors.
+    All ranks list them alike; an item for several ranks comes repeatedly.
     """
 
     source: Ranks
@@ -394,19 +372,15 @@ class ItemMove:
     @property
     def back(self) -> "ItemMove":
         """Every item back to the rank that had it."""
-        args = self.group, self.device, self.step, f"{self.name} back"
-        return ItemMove(self.dest, self.source, *args)
+        name = f"{self.name} back"
+        return replace(self, source=self.dest, dest=self.source, name=name)
 
 
 def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Tensor]:
     """Return the bytes of the items that arrive, as listed; one all-to-all.
 
-    Each parcel is written once, at its place among those for the same receiver.
-
-    Args:
-        move: Which items go where.
-        parcels: Those that this rank sends, as listed.
-        num_bytes: (n,) size of each item; at least of those that this rank sends or gets.
+    Each parcel is written once, at its place among those for the same receiver. `parcels` are those
+    that this rank sends; (n,) `num_bytes` are right at least for what it sends or gets.
     """
     rank, size, device = move.group.rank, move.group.size, move.device
     sends, gets = move.source == rank, move.dest == rank
@@ -424,7 +398,7 @@ def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> 
 
 
 def _lay_out(ranks: Ranks, num_bytes: Ints, num_ranks: int) -> tuple[list[int], list[int]]:
-    """First byte of each item among all, ordered by rank; and the bytes of each rank."""
+    """Return the first byte of each item, ordered by rank; and the bytes of each rank."""
     order = np.argsort(ranks, kind="stable")
     ends = np.empty_like(num_bytes)
     ends[order] = np.cumsum(num_bytes[order])
@@ -446,15 +420,8 @@ def move_items_with_gradients(
     gradient on it, or any of what arrived: also one that sends and gets nothing. Both sides know
     the sizes of the gradients, so no header travels with them.
 
-    Args:
-        move: Which items go where.
-        items: Those that this rank sends.
-        parcels: The same, ready to be written.
-        num_bytes: (n,) size of each item; at least of those that this rank sends or gets.
-        token: () What must come after this in the backward pass; requires a gradient.
-
-    Returns:
-        The items that arrive, and a token () for what comes before it in the backward pass.
+    `items` and `parcels` are what this rank sends. The token () requires a gradient; what made it
+    comes after this in the backward pass, and what uses the returned one before.
     """
     leaves = [leaf for item in items for leaf in leaves_of(item)]
     refuse_transforms(move.name, token, *leaves)
@@ -494,7 +461,7 @@ class _Moved(torch.autograd.Function):
         move: ItemMove = ctx.move.back
         counts = [len(own) for own in ctx.received]
         parcels = [
-            _as_parcel([x for x, form in zip(own, forms, strict=True) if form.is_wanted])
+            _as_parcel(own, forms)
             for own, forms in zip(_runs(grads[1:], counts), ctx.received, strict=True)
         ]
         rank = move.group.rank
@@ -507,9 +474,8 @@ class _Moved(torch.autograd.Function):
         return None, None, None, None, None, torch.zeros_like(token), *back
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """The form of a tensor's gradient."""
+class _Form(NamedTuple):
+    """The form of a tensor's gradient, if one is wanted."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -521,59 +487,45 @@ class _Form:
 
     @property
     def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+        return self.shape.numel() * self.dtype.itemsize * self.is_wanted
 
 
 def _num_bytes_of(forms: Sequence[_Form]) -> int:
-    return sum(_padded(form.num_bytes) for form in forms if form.is_wanted)
+    return sum(_padded(form.num_bytes) for form in forms)
 
 
-def _as_parcel(grads: Sequence[Tensor]) -> Parcel:
-    parts = tuple(grad.contiguous().view(-1).view(torch.uint8) for grad in grads)
-    return Parcel(parts, sum(_padded(part.numel()) for part in parts))
+def _as_parcel(grads: Sequence[Tensor], forms: Sequence[_Form]) -> Parcel:
+    pairs = zip(grads, forms, strict=True)
+    parts = (x.contiguous().view(-1).view(torch.uint8) for x, form in pairs if form.is_wanted)
+    return Parcel(tuple(parts), _num_bytes_of(forms))
 
 
 def _gradients(buffer: Tensor, forms: Sequence[_Form]) -> list[Tensor | None]:
-    """The gradient of each tensor of an item, from bytes that `_as_parcel` wrote."""
+    """Return the gradient of each tensor of an item, from bytes that `_as_parcel` gave."""
     gradients: list[Tensor | None] = []
     at = 0
     for form in forms:
-        gradients.append(None)
-        if form.is_wanted:
-            part = buffer[at : at + form.num_bytes]
-            gradients[-1] = part.view(form.dtype).view(form.shape)
-            at += _padded(form.num_bytes)
+        part = buffer[at : at + form.num_bytes]
+        gradients.append(part.view(form.dtype).view(form.shape) if form.is_wanted else None)
+        at += _padded(form.num_bytes)
     return gradients
 
 
-def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Consecutive values, so many at a time."""
-    runs, at = list[Sequence[Tensor]](), 0
-    for count in counts:
-        runs.append(values[at : at + count])
-        at += count
-    return runs
+def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    """Return consecutive values, so many at a time."""
+    left = iter(values)
+    return [list(itertools.islice(left, count)) for count in counts]
 
 
 def tied(token: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """The token, after which the backward passes of these tensors come, with gradients of 0."""
-    return _Tied.apply(token, *tensors) if tensors else token
-
-
-class _Tied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(token, *tensors)
-        return token.new_zeros(())
-
-    @staticmethod
-    @only_first
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors)
+    """Return the token, after which the backward passes of these come, with gradients of 0."""
+    for x in tensors:
+        token = token + x.reshape(-1)[:0].sum().to(token.dtype)
+    return token
 
 
 def attached(tensor: Tensor, token: Tensor) -> Tensor:
-    """The same tensor; its backward pass lets what made the token take part."""
+    """Return the same tensor; its backward pass lets what made the token take part."""
     return _Attached.apply(tensor, token)
 
 
@@ -594,14 +546,8 @@ _PROBE_BYTES = 1 << 20
 _NUM_PROBES = 4
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangeSpeed:
-    """What an all-to-all takes; the same on all ranks.
-
-    Attributes:
-        launch_s: Seconds of one of next to no bytes.
-        byte_s: Seconds more of a byte which a rank sends.
-    """
+class ExchangeSpeed(NamedTuple):
+    """Seconds of an all-to-all of next to no bytes, and of each byte that a rank sends besides."""
 
     launch_s: float
     byte_s: float
@@ -619,22 +565,17 @@ def measure_exchange(group: RankGroup, device: torch.device = HOST) -> ExchangeS
 
 
 def _slowest(group: RankGroup, device: torch.device, num_bytes: int) -> float:
-    """Seconds until the slowest rank has sent so many bytes for each; best of a few."""
+    """Return seconds until the slowest rank has sent so many bytes for each; best of a few."""
     sent = torch.zeros(group.size * num_bytes, dtype=torch.uint8, device=device)
     best = torch.full((1,), np.inf, dtype=torch.float64, device=device)
     for _ in range(_NUM_PROBES):
         float(all_gather(group, "all_gather (measuring)", best).max())  # to begin together
         start = time.perf_counter()
-        int(_move_bytes(group, sent)[0])  # has arrived, on a device too
+        received, splits = torch.empty_like(sent), [num_bytes] * group.size
+        all_to_all(group, "all_to_all (measuring)", received, sent, splits, splits)
+        int(received[0])  # has arrived, on a device too
         best[0] = min(float(best), time.perf_counter() - start)
     return float(all_gather(group, "all_gather (measured)", best).max())
-
-
-def _move_bytes(group: RankGroup, sent: Tensor) -> Tensor:
-    """As many to each rank."""
-    splits, received = [sent.numel() // group.size] * group.size, torch.empty_like(sent)
-    all_to_all(group, "all_to_all (measuring)", received, sent, splits, splits)
-    return received
 
 
 def _power_of_two(value: float) -> float:

@@ -116,14 +116,7 @@ class InPlace:
     """Gives some methods of a pipeline's module another meaning, until `undo`.
 
     Neither is edited: another object of the module's class, and of the same state, is in its place.
-
-    Args:
-        pipeline: Has the module as an attribute.
-        module: Stays as it is.
-        methods: What is called instead, by name, without `self`.
-
-    Raises:
-        ConfigError: The pipeline does not have the module.
+    `methods` are called instead, by name, without `self`.
     """
 
     def __init__(

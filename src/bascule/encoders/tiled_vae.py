@@ -73,7 +73,7 @@ class TiledVAE:
 
     @property
     def last(self) -> Encoding | None:
-        """What the last call moved."""
+        """The items that the last call moved."""
         return self._tiles.last
 
     @told("a call of a TiledVAE")
@@ -103,16 +103,10 @@ class TiledVAE:
         return self._run("decode", z, args, kwargs)
 
     def install(self, pipeline: Any) -> InPlace:
-        """Let a pipeline, or whatever else has the VAE as an attribute, use this one from now on.
+        """Let a pipeline, or whatever else has the VAE as an attribute, use this until `undo()`.
 
         Neither is edited: another object of the VAE's class is in its place, with the same modules
         and settings, whose `encode` and `decode` are these.
-
-        Returns:
-            Its `undo()` puts the VAE back.
-
-        Raises:
-            ConfigError: The pipeline does not have the VAE.
         """
         return InPlace(pipeline, self.vae, {"encode": self.encode, "decode": self.decode})
 
@@ -152,24 +146,17 @@ _HANDED = "conv_cache"
 
 
 class TileCalls(nn.Module):
-    """Computes a tile: the calls that the VAE makes of its encoder, or decoder, for it.
-
-    Attributes:
-        vae: The model, unedited.
-    """
+    """Computes a tile: the calls that the VAE makes of its encoder, or decoder, for it."""
 
     def __init__(self, vae: nn.Module) -> None:
         super().__init__()
         self.vae = vae
 
     def forward(self, part: str, calls: Sequence[Item], **tensors: Tensor) -> Tensor:
-        """Make these calls one after another, and join their outputs along time: (1, C, .., h, w).
+        """Call the "encoder" or "decoder" several times; join outputs along time: (1, C, .., h, w).
 
-        Args:
-            part: "encoder" or "decoder".
-            calls: Plain arguments of each call; what the first one has of a cache is for all.
-            tensors: The others, under "NUMBER.NAME": of which call, and which argument; the first
-                argument of a call has no name.
+        Tensors of a call come as "NUMBER.NAME", its first argument without a name; what else it
+        takes is in `calls`. The cache of the first one is for all.
         """
         module, own = getattr(self.vae, part), copy.deepcopy(list(calls))
         for name, x in tensors.items():
@@ -186,11 +173,7 @@ class TileCalls(nn.Module):
 
 
 def settings_of(calls: nn.Module) -> str:
-    """Describe what ranks' VAEs must have in common besides their weights.
-
-    Raises:
-        ConfigError: The model does not know tiles, or its tiles are none.
-    """
+    """Describe what ranks' VAEs must have in common besides their weights."""
     vae: Any = calls.vae
     name = type(vae).__name__
     parts = getattr(vae, "_modules", {})
@@ -236,9 +219,6 @@ def noted(vae: nn.Module, way: str, x: Tensor, *args: Any, **kwargs: Any) -> tup
     """Return the tiles that the model makes of samples (B, C, .., H, W), and its output of none.
 
     `way` is "encode" or "decode".
-
-    Raises:
-        ConfigError: The model cannot cut them, or a tile is empty.
     """
     tiles: list[Item] = []
     output = None
@@ -282,12 +262,8 @@ def _as_item(part: str, calls: Sequence[Item]) -> Item:
 class _InPlace(nn.Module):
     """Stands in for a VAE's encoder, or decoder, within a copy of the VAE around it.
 
-    The copy has the model's modules and settings, and its own state: the model is left alone.
-
-    Attributes:
-        part: "encoder" or "decoder".
-        real: What it stands for; models count its layers.
-        model: The copy; it tiles.
+    The copy, `model`, tiles. It has the model's modules and settings, and its own state: the model
+    is left alone. Models count the layers of `real`, the part that it stands for.
     """
 
     def __init__(self, vae: nn.Module, way: str) -> None:
