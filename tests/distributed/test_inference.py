@@ -1,6 +1,5 @@
 """sequence_parallel for any model: exact, and refused where it cannot be."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,23 +15,11 @@ from bascule.attention.api import AttentionMesh, SequenceLayout, attention, gath
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import sequence_parallel
 from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import run_ranks
 
 MESHES = [(1, 2), (2, 1), (2, 2), (1, 4), (4, 1)]  # ring, Ulysses
 sdpa: Callable[..., Tensor] = functional.scaled_dot_product_attention
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Softmax by hand."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    scores = q @ k.mT * options.get("scale", q.shape[-1] ** -0.5)
-    mask = options.get("attn_mask")
-    if options.get("is_causal"):
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.softmax(-1) @ v
 
 
 def options_of(kind: str, batch: int, tokens: int) -> dict[str, Any]:
@@ -65,7 +52,9 @@ def compare(ring: int, ulysses: int, kind: str) -> list[float]:
     k2, v2, weights = draw(heads, 50), draw(heads, 50), draw(heads, 23)
     options = options_of(kind, 2, 23)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    wanted = reference(reference(q, k, v, **options), k2, v2)
+    mask, scale = options.get("attn_mask"), options.get("scale")
+    first, _ = dense_attention(q, k, v, mask, causal="is_causal" in options, scale=scale)
+    wanted, _ = dense_attention(first, k2, v2)
     grads = torch.autograd.grad(wanted, leaves, weights)
     local = [split(x.detach(), mesh, layout, 2).requires_grad_() for x in leaves]
     with sequence_parallel(mesh, layout, replicated=[50]):
@@ -98,10 +87,10 @@ def without_layout() -> list[float]:
         with mode.local():
             same = sdpa(alike, alike, alike)
     after = sdpa(alike, alike, alike)
-    wanted = reference(q, k, k)[:, :, mine]
+    wanted = dense_attention(q, k, k)[0][:, :, mine]
     return [
         difference(found, wanted),
-        difference(same, reference(alike, alike, alike)),
+        difference(same, dense_attention(alike, alike, alike)[0]),
         difference(after, same),
     ]
 

@@ -13,7 +13,9 @@ from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
-from tests.helpers.blocks import SCALE, dense
+from tests.helpers.oracle import dense_attention
+
+SCALE = 0.4
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,7 +80,7 @@ def test_two_blocks_are_the_whole(
     bias = make_bias(kind, shape[2], shape[3], dtype)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     wide_bias = None if bias is None else bias.double()
-    want, want_lse = dense(exact[0], exact[1], exact[2], AttentionMask(bias=wide_bias), SCALE)
+    want, want_lse = dense_attention(exact[0], exact[1], exact[2], wide_bias, scale=SCALE)
     grad = torch.linspace(-1, 1, want.numel(), device="cuda").view(want.shape).to(dtype)
     wanted = torch.autograd.grad(want, exact, grad.double())
     tiles = [
@@ -117,7 +119,7 @@ def test_a_causal_block(name: str, dtype: torch.dtype) -> None:
     hidden = place[:, None] < place[None, :]
     bias = torch.zeros(1, 1, 133, 133, dtype=torch.float64, device="cuda")
     bias = bias.masked_fill(hidden, -math.inf)
-    want, _ = dense(exact[0], exact[1], exact[2], AttentionMask(bias=bias), SCALE)
+    want, _ = dense_attention(exact[0], exact[1], exact[2], bias, scale=SCALE)
     grad = torch.linspace(-1, 1, want.numel(), device="cuda").view(want.shape).to(dtype)
     wanted = torch.autograd.grad(want, exact, grad.double())
     with torch.no_grad():

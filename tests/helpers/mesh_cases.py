@@ -1,6 +1,5 @@
 """Cases of attention over a mesh, and the same in one process."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout
+from tests.helpers.oracle import dense_attention
 
 Three = tuple[Tensor, Tensor, Tensor]
 
@@ -53,20 +53,8 @@ def make_mask(kind: str, batch: int, heads: int, length: int, dtype: torch.dtype
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Plain softmax over the whole sequence; rows that see nothing give 0."""
-    repeat = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    elif mask is not None:
-        scores = scores + mask
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    empty = torch.isneginf(scores).all(dim=-1, keepdim=True)
-    weights = scores.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
-    return weights @ v
+    """Attention of one process over the whole sequence."""
+    return dense_attention(q, k, v, mask, causal=causal)[0]
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Attention written out, to compare with: float64, a sequence and a head at a time."""
+"""Attention written out, to compare with."""
 
 import math
 from collections.abc import Sequence
@@ -7,6 +7,34 @@ import torch
 from torch import Tensor
 
 from bascule import Span
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Out (B, H, L, D) and LSE (B, H, L) in the dtype of the values; differentiable.
+
+    The mask is bool, or added to the scores. A query that sees nothing gets 0, and -inf as LSE.
+    """
+    repeat = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    scores = scores.to(v.dtype)
+    is_empty = scores.isneginf().all(dim=-1, keepdim=True)
+    scores = scores.masked_fill(is_empty, 0.0)
+    out = scores.softmax(dim=-1).masked_fill(is_empty, 0.0) @ v
+    return out, scores.logsumexp(dim=-1).masked_fill(is_empty[..., 0], -math.inf)
 
 
 def packed_attention(
@@ -21,25 +49,14 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Out (T, H, D) and LSE (T, H) within each packed sequence, in float64; differentiable."""
     q, k, v = (x.double() for x in (q_THD, k_TKD, v_TKD))
-    group = q.shape[1] // k.shape[1]
-    factor = q.shape[2] ** -0.5 if scale is None else scale
     outs, log_sums = [0 * (q[:0] + k[:0].sum() + v[:0].sum())], [q[:0, :, 0]]
-    kept = [mask for mask, length in zip(masks, seq_lens, strict=True) if length] if masks else None
-    parts = torch.arange(sum(seq_lens)).split([length for length in seq_lens if length])
-    for number, rows in enumerate(parts):
-        heads, sums = list[Tensor](), list[Tensor]()
-        for head in range(q.shape[1]):
-            scores = factor * q[rows, head] @ k[rows, head // group].T
-            if causal:
-                future = torch.ones_like(scores).triu(1) > 0
-                scores = scores.masked_fill(future, -math.inf)
-            if kept is not None:
-                scores = scores.masked_fill(~seen_by(kept[number]), -math.inf)
-            top = scores.amax(1, keepdim=True)
-            sums.append((scores - top).exp().sum(1).log() + top[:, 0])
-            heads.append(scores.softmax(1) @ v[rows, head // group])
-        outs.append(torch.stack(heads, dim=1))
-        log_sums.append(torch.stack(sums, dim=1))
+    for number, rows in enumerate(torch.arange(sum(seq_lens)).split(list(seq_lens))):
+        if rows.numel():
+            mask = seen_by(masks[number]) if masks else None
+            parts = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
+            out, lse = dense_attention(*parts, mask, causal=causal, scale=scale)
+            outs.append(out[0].transpose(0, 1))
+            log_sums.append(lse[0].T)
     return torch.cat(outs), torch.cat(log_sums)
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge
 from bascule.attention.mask import AttentionMask, BlockRows
-from tests.helpers.blocks import SCALE, dense
+from tests.helpers.oracle import dense_attention
+
+SCALE = 0.4
 
 DIM = 16
 
@@ -103,7 +105,7 @@ NAMES = (
 def reference(case: Case, tensors: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Dense masked attention in float64: out, LSE, gradients of q, k and v, and that of out."""
     q, k, v = (x.detach().double().cpu().requires_grad_() for x in tensors)
-    out, lse = dense(q, k, v, AttentionMask(bias=case.bias), SCALE)
+    out, lse = dense_attention(q, k, v, case.bias, scale=SCALE)
     grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
     grad = grad.to(tensors[0].dtype)
     grads = torch.autograd.grad(out, (q, k, v), grad.double())

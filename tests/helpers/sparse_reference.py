@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.helpers.oracle import dense_attention
+
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 _attend = functional.scaled_dot_product_attention
 
@@ -65,13 +67,6 @@ def by_rule(
     return with_text(masks, num_text)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, masks: Tensor) -> Tensor:
-    """Tokens that see nothing get 0."""
-    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~masks, -torch.inf)
-    weights = scores.softmax(dim=-1).masked_fill(~masks, 0.0)
-    return weights @ v
-
-
 @contextmanager
 def one_process(
     segments: tuple[int, ...],
@@ -92,16 +87,17 @@ def one_process(
         if key.shape[2] != size:
             return _attend(query, key, value, *args, **kwargs)
         q, group = query, query.shape[1] // key.shape[1]
-        k, v = (x.repeat_interleave(group, dim=1) for x in (key, value))
         if len(used) in dense_layers:
             found = torch.ones(1, q.shape[1], len(lens), len(lens), dtype=torch.bool)
         elif masks is not None:
             of_layer = masks[len(used) if len(masks) > 1 else 0]
             found = torch.from_numpy(with_text(of_layer, num_text))[None]
         else:
-            found = by_rule(q, k, segments, block, rule or {})
+            keys = key.repeat_interleave(group, dim=1)
+            found = by_rule(q, keys, segments, block, rule or {})
         used.append(found)
-        return masked(q, k, v, found.repeat_interleave(lens, 2).repeat_interleave(lens, 3))
+        mask = found.repeat_interleave(lens, 2).repeat_interleave(lens, 3)
+        return dense_attention(q, key, value, mask)[0]
 
     with mock.patch.object(functional, "scaled_dot_product_attention", attend):
         yield used

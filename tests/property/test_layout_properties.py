@@ -24,6 +24,7 @@ from bascule.attention.ring import Merged
 from bascule.attention.tiles import tiles_of, without_lost_scores
 from bascule.attention.ulysses import TokenOrder
 from bascule.errors import ConfigError
+from tests.helpers.oracle import dense_attention
 
 few = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 many = settings(few, max_examples=150)
@@ -192,27 +193,13 @@ def random_mask(kind: str, batch: int, heads: int, length: int, seed: int) -> Te
     return mask if kind == "one number" else mask.masked_fill(hidden, -math.inf)
 
 
-def in_one_process(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Scores and what is added to them in float32, the rest in float64."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(later, -math.inf)
-    is_empty = torch.isneginf(scores).all(dim=-1, keepdim=True)
-    weights = scores.double().masked_fill(is_empty, 0.0).softmax(-1).masked_fill(is_empty, 0.0)
-    return weights @ v.double()
-
-
 def check_tiles(layout: SequenceLayout, kind: str, causal: bool, kernel: str, seed: int) -> None:
     """Output and gradients, each ring rank's tiles by themselves, against one process."""
     draw, length = torch.Generator().manual_seed(seed), layout.seq_len
     q = torch.randn(2, 4, length, 8, generator=draw, requires_grad=True)
     k, v = (torch.randn(2, 2, length, 8, generator=draw, requires_grad=True) for _ in range(2))
     mask = random_mask(kind, 2, 4, length, seed)
-    wanted = in_one_process(q, k, v, mask, causal)
+    wanted, _ = dense_attention(q, k, v.double(), mask, causal=causal)
     grad = torch.randn(wanted.shape, generator=draw)
     wanted_grads = torch.autograd.grad(wanted, (q, k, v), grad.double())
     rows = [positions_on(layout, ring, CPU) for ring in range(layout.ring_degree)]

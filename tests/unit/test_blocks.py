@@ -26,7 +26,9 @@ from bascule.attention.kernels.protocol import (
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
-from tests.helpers.blocks import SCALE, dense
+from tests.helpers.oracle import dense_attention
+
+SCALE = 0.4
 
 ON_CPU = ["plain", "cpu_flash"]
 
@@ -63,7 +65,7 @@ CASES = [(bias, causal) for causal in (False, True) for bias in BIASES]
 def test_out_lse_and_gradients(name: str, kind: str, causal: bool) -> None:
     q, k, v = inputs(rows=7) if causal else inputs()
     mask = AttentionMask(causal, make_bias(kind, q.shape[2], k.shape[2]))
-    want, want_lse = dense(q, k, v, mask, SCALE)
+    want, want_lse = dense_attention(q, k, v, mask.bias, causal=mask.causal, scale=SCALE)
     with torch.no_grad():
         out, lse = KERNELS[name].forward(q, k, v, mask, SCALE)
     torch.testing.assert_close((out, lse), (want, want_lse), rtol=1e-10, atol=1e-12)
@@ -121,7 +123,7 @@ def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
     """Forward and backward of keys in two blocks, with the LSE of all."""
     q, k, v = inputs()
     kernel, bias = KERNELS[name], make_bias(kind, 5, 7)
-    want, want_lse = dense(q, k, v, AttentionMask(bias=bias), SCALE)
+    want, want_lse = dense_attention(q, k, v, bias, scale=SCALE)
     grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     blocks = [(slice(0, 3), bias), (slice(3, 7), bias)]
@@ -150,13 +152,13 @@ def test_blocks_merge_to_the_whole(name: str, kind: str) -> None:
 def test_gradients_by_recomputation_are_those_of_the_whole(kind: str) -> None:
     q, k, v = inputs()
     bias = make_bias(kind, 5, 7)
-    want, lse = dense(q, k, v, AttentionMask(bias=bias), SCALE)
+    want, lse = dense_attention(q, k, v, bias, scale=SCALE)
     grad = torch.linspace(-1, 1, want.numel(), dtype=want.dtype).view(want.shape)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for at in (slice(0, 3), slice(3, 7)):
-        part = AttentionMask(bias=None if bias is None else bias[..., at])
-        attend = partial(dense, mask=part, scale=SCALE)
+        part = None if bias is None else bias[..., at]
+        attend = partial(dense_attention, mask=part, scale=SCALE)
         whole = want.detach(), lse.detach()
         more = gradients_by_recomputation(attend, grad, q, k[:, :, at], v[:, :, at], *whole)
         dq += more[0]
@@ -174,7 +176,12 @@ def test_flex_forward(kind: str, causal: bool) -> None:
     bias = make_bias(kind, q.shape[2], k.shape[2])
     mask = AttentionMask(causal, None if bias is None else bias.float())
     out, lse = flex(flex_attention, q, k, v, mask, SCALE)
-    torch.testing.assert_close((out, lse), dense(q, k, v, mask, SCALE), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        (out, lse),
+        dense_attention(q, k, v, mask.bias, causal=mask.causal, scale=SCALE),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 FAKE: list[tuple[AttentionKernel, torch.dtype, bool]] = [

@@ -14,6 +14,7 @@ from bascule.comm import wire as wires
 from bascule.comm.groups import member_of, resolve
 from bascule.comm.wire import Deviation, Format, Wire, measure_error
 from bascule.errors import ConfigError
+from tests.helpers.oracle import dense_attention
 from tests.helpers.ranks import run_ranks
 from tests.helpers.rows import FORMATS, normal, there_and_back, with_offsets
 
@@ -45,10 +46,9 @@ def nearest(x: Tensor, fmt: Format) -> np.ndarray:
     return (ladder[best] * peaks).reshape(x.shape)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.to(torch.float64) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    return (q @ k.mT / math.sqrt(q.shape[-1])).softmax(dim=-1) @ v
+def attended(*qkv: Tensor) -> Tensor:
+    q, k, v = (x.double() for x in qkv)
+    return dense_attention(q, k, v)[0]
 
 
 def relative(x: Tensor, reference: Tensor) -> float:

@@ -16,10 +16,10 @@ from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.ring import RingPlan, Tile
 from bascule.attention.usp import usp_attention
-from tests.helpers.blocks import SCALE
 from tests.helpers.sparse_blocks import (
     DIM,
     NAMES,
+    SCALE,
     Case,
     attend,
     attend_in_halves,
