@@ -34,7 +34,7 @@ from bascule.attention.kernels.protocol import OutLse
 from bascule.attention.mask import AttentionMask
 from bascule.attention.packed import Bag, Contexts
 from bascule.attention.tiles import Pieces
-from bascule.attention.usp import usp_attention
+from bascule.attention.usp import attend as attend_shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh
 from bascule.plan.costs import TransformerCost
@@ -121,7 +121,7 @@ def bag_of(mesh: AttentionMesh, lens: Ints) -> Bag:
     """A bag without a ring."""
     pieces = Pieces(lens.sum(axis=0)[None], 1, None, torch.device("cpu"))
     no_contexts = Contexts(np.zeros_like(lens[0]), np.arange(lens.shape[1]))
-    return Bag(mesh, lens, pieces, None, no_contexts, 0)
+    return Bag(mesh, lens, pieces, None, no_contexts)
 
 
 def build_tables(plan: Plan) -> None:
@@ -150,12 +150,12 @@ def measure_attention() -> dict[str, Any]:
         "target": ATTENTION_TARGET,
     }
     for label, few_tokens in (("same_tensors", 32), ("one_token_a_chunk", 1)):
-        few = attention_calls(group, num_seqs=8, chunk_len=few_tokens)
-        many = attention_calls(group, num_seqs=256, chunk_len=1)
-        calls = {"few": few[0], "few_bare": few[1], "many": many[0], "many_bare": many[1]}
         with mock.patch.object(packed, "select_kernel", lambda *_, **__: NoKernel()):
-            times = time_interleaved(calls, rounds=100, calls=50)
-            num_ops = {"64_chunks": count_ops(few[0]), "2048_chunks": count_ops(many[0])}
+            few = attention_calls(group, num_seqs=8, chunk_len=few_tokens)
+            many = attention_calls(group, num_seqs=256, chunk_len=1)
+        calls = {"few": few[0], "few_bare": few[1], "many": many[0], "many_bare": many[1]}
+        times = time_interleaved(calls, rounds=100, calls=50)
+        num_ops = {"64_chunks": count_ops(few[0]), "2048_chunks": count_ops(many[0])}
         results[label] = {
             "64_chunks_over_bare": ratio(times["few"], times["few_bare"]),
             "2048_chunks_over_bare": ratio(times["many"], times["many_bare"]),
@@ -198,8 +198,10 @@ def attention_calls(
         dist.all_to_all_single(qkv_out, qkv_in, qkv_splits, qkv_splits, group=process_group)
         dist.all_to_all_single(out_out, out_in, out_splits, out_splits, group=process_group)
 
+    call = bag.call("all", None, q, k, 1.0)
+
     def attend() -> Tensor:
-        return usp_attention(q, k, v, *bag.prepared(None, q, k, v, causal=False, scale=1.0))
+        return attend_shared(q, k, v, call)
 
     return attend, bare
 

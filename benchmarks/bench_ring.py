@@ -38,10 +38,11 @@ from _links import Link, on, sleep_until
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
+from bascule.attention.call import AttentionCall, Tile
 from bascule.attention.kernels.protocol import Attended, Grads, OutLse
 from bascule.attention.kernels.registry import CpuFlashKernel
 from bascule.attention.mask import EVERYTHING, AttentionMask
-from bascule.attention.ring import RingPlan, Tile, ring_backward, ring_forward
+from bascule.attention.ring import ring_backward, ring_forward
 from bascule.comm.groups import member_of, resolve
 
 LINK_S = 0.020
@@ -151,15 +152,16 @@ def ring_calls(
         return x.narrow(2, rank * tokens, tokens).contiguous()
 
     everything = slice(None)
-    plan = RingPlan(
-        group=member_of(resolve(None), "ring"),
+    tiles = [[Tile(everything, everything)]] * num_ranks
+    call = AttentionCall(
+        ring=member_of(resolve(None), "ring"),
         kv_lens=[tokens] * num_ranks,
-        tiles=[[Tile(everything, everything)]] * num_ranks,
+        tiles=lambda _: tiles,
         kernel=kernel,
         scale=scale,
     )
     q, k, v, grad = (own(x) for x in (q, k, v, grad))
-    own_out, own_lse = own(out), own(lse)
+    saved = q, k, v, own(out), own(lse)
 
     def checked(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> Sequence[Tensor]:
         for x, whole in zip(found, wanted, strict=True):
@@ -168,8 +170,8 @@ def ring_calls(
         return found
 
     return {
-        "forward": lambda: checked(ring_forward(q, k, v, plan), (out, lse)),
-        "backward": lambda: checked(ring_backward(grad, q, k, v, own_out, own_lse, plan), grads),
+        "forward": lambda: checked(ring_forward(q, k, v, tiles, call), (out, lse)),
+        "backward": lambda: checked(ring_backward(grad, saved, tiles, call), grads),
     }
 
 

@@ -5,9 +5,9 @@ samples as loaded on this rank, N samples of all ranks.
 """
 
 from collections.abc import Hashable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,21 +15,18 @@ from torch import Tensor
 
 from bascule import step_ops
 from bascule.arrays import Ints, cumulative, ranges
-from bascule.attention import packed
-from bascule.attention.call_spec import (
+from bascule.attention import packed, usp
+from bascule.attention.call import AttentionCall
+from bascule.attention.inputs import (
     check_settings,
     check_tensors,
-    naming,
     positive_scale,
     with_positive_scale,
 )
-from bascule.attention.usp import Forward, by_head, usp_attention, usp_backward, usp_forward
 from bascule.comm import mean
 from bascule.comm.agree import Statement, agree
 from bascule.comm.exchange import (
     BoundRoute,
-    exchange,
-    gather_samples,
     misfit,
     move_back,
     move_rows,
@@ -41,7 +38,7 @@ from bascule.comm.guard.failures import tell, telling
 from bascule.comm.guard.ranges import mark_lengths
 from bascule.comm.mean import MeanOver
 from bascule.comm.staging import table_on
-from bascule.comm.transforms import is_recorded, refuse_transforms
+from bascule.comm.transforms import refuse_transforms
 from bascule.comm.world import this_world
 from bascule.errors import ConfigError
 from bascule.plan.costs import Cost
@@ -51,21 +48,19 @@ from bascule.planning import Planned
 if TYPE_CHECKING:
     from bascule.parallel import SequenceParallel
 
-Qkv = tuple[Tensor, Tensor, Tensor]
-
 _NUM_CALLS = 64
 
 
-class _Call(NamedTuple):
-    """An attention of a step, as it was when it was first made.
+class _Done:
+    """Forward passes of a step so far: attentions, and bytes that this rank sent."""
 
-    Attributes:
-        prepared: What `usp_attention` takes with the tensors.
-        traffic: What this rank sends to others in it.
-    """
+    def __init__(self) -> None:
+        self.num_attended, self.traffic = 0, Traffic()
 
-    prepared: packed.Prepared
-    traffic: Traffic
+    def attend(self, traffic: Traffic) -> None:
+        """Count an attention."""
+        self.num_attended += 1
+        self.traffic += traffic
 
 
 class Step:
@@ -82,8 +77,6 @@ class Step:
         local: What this rank computes on, as numpy arrays.
         local_seq_ids: Global ids of the sequences of this rank's chunks; see `LocalLayout`.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
-        num_attended: Attentions that this rank computed so far, forward passes only.
-        traffic: What this rank sent to other ranks so far, forward passes only.
     """
 
     def __init__(
@@ -92,28 +85,34 @@ class Step:
         plan = planned.plan
         self._parallel, self.number = parallel, number
         self.plan, self.sources = plan, planned.sources
-        self.num_attended, self.traffic = 0, Traffic()
+        self._done = _Done()
         self._cost = cost  # that it was planned with
         self._is_marked = False
-        self._calls: dict[Hashable, _Call] = {}
+        self._calls: dict[Hashable, AttentionCall] = {}
         self.local = plan.local(parallel.rank)
         self.local_seq_ids = table_on(self.local.seq_ids, parallel.device)
         self.token_slot = table_on(self.local.slots, parallel.device)
         # For compilers, which take whole numbers, and cannot look into arrays.
-        lens, counts, place = (
-            plan.seq_lens,
-            plan.source_counts,
-            packed.place_of(plan, parallel.rank),
-        )
+        lens, place = plan.seq_lens, packed.place_of(plan, parallel.rank)
         self._key = this_world().steps.add(self)
-        self._num_samples = int(counts.sum())
         self._num_rows = {
             "route": self.local.positions.size,
             "restore": int(lens[plan.source_ranks == parallel.rank].sum()),
             "route_contexts": place.num_contexts,
+            "gather_samples": int(plan.source_counts.sum()),
         }
         self._num_together, self._sharing = place.num_together, place.degree
         self._place = place.ulysses
+
+    @property
+    def num_attended(self) -> int:
+        """Attentions that this rank computed so far, forward passes only."""
+        return self._done.num_attended
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes that this rank sent to other ranks so far, forward passes only."""
+        return self._done.traffic
 
     def __enter__(self) -> "Step":
         """Begin a block in which an error of the user's code ends the others."""
@@ -186,15 +185,7 @@ class Step:
         Raises:
             ConfigError: An argument is wrong.
         """
-        refuse_transforms("attend_contexts", q_CHD, k_EKD, v_EKD)
-        if is_recorded():
-            return self._attend_recorded(q_CHD, k_EKD, v_EKD, "contexts", scale)
-        with telling(f"step {self.number}: attend_contexts"):
-            check_settings("attend_contexts", False, scale)
-            check_tensors("attend_contexts", q_CHD, k_EKD, v_EKD)
-            q_CHD, factor = with_positive_scale(q_CHD, scale)
-            plan, _ = self._prepared((q_CHD, k_EKD, v_EKD), "contexts", factor)
-            return usp_attention(q_CHD, k_EKD, v_EKD, plan)
+        return self._attend(q_CHD, k_EKD, v_EKD, "contexts", False, scale)
 
     def attend(
         self,
@@ -222,20 +213,7 @@ class Step:
         Raises:
             ConfigError: An argument is wrong. CommError: an exchange failed.
         """
-        if is_recorded():
-            refuse_transforms("attend", q_CHD, k_CKD, v_CKD)
-            kind = "causal" if causal else "all"
-            return self._attend_recorded(q_CHD, k_CKD, v_CKD, kind, scale)
-        qkv = q_CHD, k_CKD, v_CKD
-        with telling(f"step {self.number}: attend"):
-            call = self._call_of(qkv, list(map(needs_gradient, qkv)), causal, scale)
-            if scale is not None:
-                q_CHD, _ = with_positive_scale(q_CHD, scale)
-            with naming("attend", qkv):
-                out = usp_attention(q_CHD, k_CKD, v_CKD, *call.prepared)
-            self.num_attended += 1
-            self.traffic += call.traffic
-            return out
+        return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale)
 
     def count_routed(self, is_marked: Tensor) -> int:
         """How many of the rows that `route` brings here are marked; one gather, on the host.
@@ -243,24 +221,14 @@ class Step:
         Args:
             is_marked: bool (T,) on the host, in the order of this rank's sequences.
         """
-        if is_recorded():
-            return int(step_ops.count_routed(is_marked, self._key))
-        with telling(f"step {self.number}: count_routed"):
-            return count_marked(self._route, is_marked)
+        return int(step_ops.count_routed(is_marked, self._key))
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
         """Give every rank the per-sample rows of all: (n, ...) to (N, ...), by global sequence id.
 
         Differentiable; one all-gather forward, one reduce-scatter backward.
         """
-        refuse_transforms("gather_samples", tensor)
-        needs_grad = needs_gradient(tensor)
-        if is_recorded():
-            args = self._key, self._num_samples, needs_grad
-            return step_ops.gather_samples(tensor, *args)
-        with telling(f"step {self.number}: gather_samples"):
-            self._agree_on_samples(tensor, needs_grad)
-            return gather_samples(tensor, *self._samples)
+        return self._exchange("gather_samples", {"tensor": tensor})[0]
 
     def mean(self, per_token: Tensor, *, weights: Tensor | None = None) -> Tensor:
         """Mean over the tokens of all ranks, right where gradients are averaged (or summed).
@@ -275,12 +243,11 @@ class Step:
             The global mean, the same on every rank.
         """
         refuse_transforms("mean", per_token)
-        if is_recorded():
-            mean.check_gradient(weights)  # within an operator nothing has one
-            return step_ops.mean(per_token, weights, self._key)[0]
-        with telling(f"step {self.number}: mean"):
+        given = [per_token] if weights is None else [per_token, weights]
+        if not torch.compiler.is_compiling() and not all(map(_is_plain, given)):
             self._agree_on_mean(per_token, weights)
-            return mean.global_mean(per_token, weights, self._mean_over)
+        mean.check_gradient(weights)  # within an operator nothing has one
+        return step_ops.mean(per_token, weights, self._key)[0]
 
     def metrics(self) -> dict[str, Any]:
         """Predicted loads before and after balancing, and what moved so far, as plain values."""
@@ -304,7 +271,7 @@ class Step:
     @cached_property
     def _bag(self) -> packed.Bag:
         parallel = self._parallel
-        return packed.Bag.of(self.plan, parallel.group, parallel.device, self.number)
+        return packed.Bag.of(self.plan, parallel.group, parallel.device)
 
     @cached_property
     def _samples(self) -> tuple[int, Tensor, RankGroup, int]:
@@ -313,159 +280,161 @@ class Step:
         rows = ranges(np.arange(counts.size) * most, counts)
         return most, table_on(rows, parallel.device), parallel.group, self.number
 
-    def _exchange(self, what: str, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        refuse_transforms(what, *tensors.values())
-        needs_grad = list(map(needs_gradient, tensors.values()))
-        if is_recorded():
-            args = self._key, what, ",".join(tensors), needs_grad, self._num_rows[what]
-            return tuple(step_ops.exchange(list(tensors.values()), *args))
-        with telling(f"step {self.number}: {what}"):
-            route = self._agreed_route(what, tensors, needs_grad)
-            return exchange(route, list(tensors.values()))
+    # Where plain code enters. Compilers take the name and the sizes of an operator as constants.
 
-    def _attend_recorded(
-        self, q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float | None
+    def _exchange(self, way: str, tensors: dict[str, Tensor]) -> list[Tensor]:
+        refuse_transforms(way, *tensors.values())
+        xs = list(tensors.values())
+        has_grad = torch.is_grad_enabled()
+        needs = [has_grad and isinstance(x, Tensor) and x.requires_grad for x in xs]
+        if not torch.compiler.is_compiling() and not (xs and all(map(_is_plain, xs))):
+            with telling(f"step {self.number}: {way}"):
+                self._agree_on_rows(way, tensors, needs)
+        names, num_rows = ",".join(tensors), self._num_rows[way]
+        if not names.isascii():  # which operators do not take
+            names = ",".join(map(ascii, tensors))
+        return step_ops.exchange(xs, self._key, way, names, needs, num_rows)
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, kind: str, causal: bool, scale: float | None
     ) -> Tensor:
-        self._check_settings(kind == "causal", scale)
-        q, _ = with_positive_scale(q, scale)
-        sizes: list[int] = []
-        if self._sharing > 1 and kind != "contexts":
-            own = k.shape[1] // self._sharing + (self._place < k.shape[1] % self._sharing)
-            sizes = [self._num_together, q.shape[1] // k.shape[1] * own, own]
-        needs_grad = [needs_gradient(x) for x in (q, k, v)]
-        return step_ops.attend(q, k, v, self._key, sizes, needs_grad, kind, scale)[0]
-
-    # What operators do, with the same checks and agreements; autograd does not record it.
-
-    def attend_now(
-        self,
-        qkv: Qkv,
-        needs_grad: Sequence[bool],
-        kind: str,
-        scale: float | None,
-    ) -> Forward:
-        """The forward of `attend` or `attend_contexts`."""
-        with telling(f"step {self.number}: attend"), naming("attend", qkv):
-            if kind == "contexts":
-                check_tensors("attend_contexts", *qkv)
-                factor = positive_scale(qkv[0].shape[2], scale)
-                return usp_forward(*qkv, *self._prepared(qkv, kind, factor))
-            call = self._call_of(qkv, needs_grad, kind == "causal", scale)
-            self.num_attended += 1
-            self.traffic += call.traffic
-            return usp_forward(*qkv, *call.prepared)
-
-    def attend_back(
-        self,
-        grad: Tensor,
-        saved: Sequence[Tensor],
-        shapes: tuple[tuple[int, int], tuple[int, int]],
-        kind: str,
-        scale: float | None,
-    ) -> tuple[Tensor, ...]:
-        """Gradients of q, k and v, of so many rows and heads, from what the forward gave."""
-        like = grad.new_empty(())  # without memory for what has only a shape
-        q, k = (like.expand(*shape, grad.shape[2]) for shape in shapes)
-        plan, heads = self._prepared((q, k, k), kind, positive_scale(grad.shape[2], scale))
-        if heads is None:
-            *rows, out, lse = saved
-            saved = *map(by_head, (*rows, out)), lse
-        else:
-            whole, out, lse = saved
-            saved = *heads.parts(whole), out.transpose(1, 2), lse
-        with telling(f"step {self.number}: attend, backward"):
-            return usp_backward(grad, saved, plan, heads)
-
-    def exchange_now(
-        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
-    ) -> tuple[Tensor, ...]:
-        """The forward of `route` or `restore`."""
+        what = "attend_contexts" if kind == "contexts" else "attend"
+        refuse_transforms(what, q, k, v)
+        has_grad = torch.is_grad_enabled()
+        needs = [has_grad and isinstance(x, Tensor) and x.requires_grad for x in (q, k, v)]
+        if torch.compiler.is_compiling():
+            self._check_settings(what, causal, scale)
+            q, _ = with_positive_scale(q, scale)
+            name, sizes = self._name_of(kind, causal, scale, needs), self._sizes_of(q, k, kind)
+            return usp.attend_op(q, k, v, None, None, sizes, name)[0]
         with telling(f"step {self.number}: {what}"):
-            route = self._agreed_route(what, tensors, needs_grad)
-            return move_rows(route, list(tensors.values()))
+            call = self._call(kind, causal, scale, needs, q, k, v)
+            if scale is not None:
+                q, _ = with_positive_scale(q, scale)
+            return usp.attend(q, k, v, call)
 
-    def exchange_back(self, what: str, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The gradients of a call's rows, where these came from."""
-        with telling(f"step {self.number}: {what}, backward"):
-            return move_back(self._route_of(what), grads)
+    def _name_of(self, kind: str, causal: bool, scale: float | None, needs: Sequence[bool]) -> str:
+        flags = "".join("1" if one else "0" for one in needs)
+        return f"step\n{kind}\n{causal}\n{scale}\n{flags}"
 
-    def gather_now(self, tensor: Tensor, needs_grad: bool) -> Tensor:
-        """The forward of `gather_samples`."""
-        with telling(f"step {self.number}: gather_samples"):
-            self._agree_on_samples(tensor, needs_grad)
-            return samples_of_all(tensor, *self._samples)
+    def _sizes_of(self, q: Tensor, k: Tensor, kind: str) -> list[int]:
+        if self._sharing == 1 or kind == "contexts":
+            return [0, 0, 0, self._key]
+        base, more = k.shape[1] // self._sharing, k.shape[1] % self._sharing
+        own = base + (self._place < more)
+        return [self._num_together, q.shape[1] // k.shape[1] * own, own, self._key]
 
-    def gather_back(self, grad: Tensor) -> Tensor:
-        """The gradient of this rank's samples."""
-        own = int(self.plan.source_counts[self._parallel.rank])
-        with telling(f"step {self.number}: gather_samples, backward"):
-            return sample_gradients(grad, own, *self._samples)
+    def find_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        """Return the call that a recorded program names, see `usp.find_call`."""
+        _, kind, causal, scale, flags = name.split("\n")
+        factor, needs = None if scale == "None" else float(scale), [one == "1" for one in flags]
+        with telling(f"step {self.number}: attend"):
+            return self._call(kind, causal == "True", factor, needs, q, k, v)
 
-    def mean_now(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The forward of `mean`, and what its gradient is multiplied by."""
-        with telling(f"step {self.number}: mean"):
-            self._agree_on_mean(values, weights)
-            return mean.mean_and_scale(values, weights, self._mean_over)
-
-    @property
-    def _mean_over(self) -> MeanOver:
-        group = self._parallel.data_group
-        divisor = group.size if self._parallel.options.gradients == "mean" else 1
-        return MeanOver(group, divisor, self.number)
-
-    def _call_of(
-        self, qkv: Qkv, needs_grad: Sequence[bool], causal: bool, scale: float | None
-    ) -> "_Call":
-        """The call of this form: checked, agreed on and made when it is first used."""
-        refuse_transforms("attend", *qkv)
+    def _call(
+        self,
+        kind: str,
+        causal: bool,
+        scale: float | None,
+        needs: Sequence[bool],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+    ) -> AttentionCall:
+        """Return the call of this form: checked, agreed on and made when it is first used."""
         try:
-            forms = [(x.shape, x.dtype, x.device) for x in qkv]
-            key = (*forms, *needs_grad, causal, scale)
+            forms = [(x.shape, x.dtype, x.device) for x in (q, k, v)]
+            key = (*forms, kind, causal, scale, *needs)
             call = self._calls.get(key)
         except (AttributeError, TypeError):  # no tensors, or a scale that is a list: said below
             key = call = None
         if call is None:
-            self._agree_on_attention(qkv, needs_grad, causal, scale)
-            q, k, _ = qkv
-            prepared = self._prepared(
-                qkv, "causal" if causal else "all", positive_scale(q.shape[2], scale)
-            )
-            call = _Call(prepared, packed.traffic(self._bag, q, k))
+            call = self._made(kind, causal, scale, needs, (q, k, v))
             if len(self._calls) >= _NUM_CALLS:  # scales may change from call to call
                 self._calls.clear()
             self._calls[key] = call
         return call
+
+    def _made(
+        self,
+        kind: str,
+        causal: bool,
+        scale: float | None,
+        needs: Sequence[bool],
+        qkv: tuple[Tensor, Tensor, Tensor],
+    ) -> AttentionCall:
+        (q, k, v), names = qkv, dict[str, Any]()
+        if kind == "contexts":
+            self._check_settings("attend_contexts", causal, scale)
+            check_tensors("attend_contexts", q, k, v)
+            num_keys = int(self._bag.contexts.lens.sum())
+            packed.check_shapes(self._bag, q, k, v, num_keys=num_keys)
+        else:
+            self._agree_on_attention(qkv, needs, causal, scale)
+            names["count"] = partial(self._done.attend, packed.traffic(self._bag, q, k))
+        names |= {
+            "where": f"step {self.number}: attend",
+            "name": self._name_of(kind, causal, scale, needs),
+            "sizes": self._sizes_of(q, k, kind),
+        }
+        if kind == "attend":
+            kind = "causal" if causal else "all"
+        kernel, factor = self._parallel.options.kernel, positive_scale(q.shape[2], scale)
+        return self._bag.call(kind, kernel, q, k, factor, **names)
+
+    # How operators come back, with the agreements that the first of a form takes; autograd does not
+    # record it.
+
+    def move(
+        self, way: str, xs: Sequence[Tensor], names: Sequence[str], needs: Sequence[bool]
+    ) -> Sequence[Tensor]:
+        """Move rows one way, see `step_ops`; into memory of their own, as operators must."""
+        is_forward = bool(names)
+        what = way if is_forward else f"{step_ops.ADJOINT[way]}, backward"
+        with telling(f"step {self.number}: {what}"):
+            if is_forward:
+                self._agree_on_rows(way, dict(zip(names, xs, strict=True)), needs)
+            if way == "gather_samples":
+                return [samples_of_all(xs[0], *self._samples)]
+            if way == "samples back":
+                own = int(self.plan.source_counts[self._parallel.rank])
+                return [sample_gradients(xs[0], own, *self._samples).clone()]
+            if way == "contexts back":
+                return move_back(self._context_route, xs)
+            route = self._route_of(way)
+            if is_forward:
+                rows = sum(x.shape[1:].numel() * x.element_size() for x in xs)
+                self._done.traffic += Traffic(routed=rows * route.num_moved)
+            return move_rows(route, xs)
+
+    def num_marked(self, is_marked: Tensor) -> int:
+        """Do what `count_routed` does."""
+        with telling(f"step {self.number}: count_routed"):
+            return count_marked(self._route, is_marked)
+
+    def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the mean, and what its gradient is multiplied by."""
+        group, is_mean = self._parallel.data_group, self._parallel.options.gradients == "mean"
+        with telling(f"step {self.number}: mean"):
+            self._agree_on_mean(values, weights)
+            over = MeanOver(group, group.size if is_mean else 1, self.number)
+            return mean.mean_and_scale(values, weights, over)
+
+    def _route_of(self, way: str) -> BoundRoute:
+        if way == "route_contexts":
+            return self._context_route
+        return self._route if way == "route" else self._route.inverse
 
     @cached_property
     def _most_sharing(self) -> int:
         """The most ranks that share heads; of "auto", others every step."""
         return int(self.plan.topology.ulysses_groups.bag_sizes.max())
 
-    def _prepared(self, qkv: Qkv, kind: str, scale: float) -> packed.Prepared:
-        kernel = self._parallel.options.kernel
-        if kind == "contexts":
-            return self._bag.context_plan(kernel, *qkv, scale=scale), None
-        return self._bag.prepared(kernel, *qkv, causal=kind == "causal", scale=scale)
-
-    def _route_of(self, what: str) -> BoundRoute:
-        if what == "route_contexts":
-            return self._context_route
-        return self._route if what == "route" else self._route.inverse
-
-    def _agreed_route(
-        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool]
-    ) -> BoundRoute:
-        route = self._route_of(what)
-        self._agree_on_rows(what, tensors, needs_grad, route.num_at_source)
-        rows = sum(x.shape[1:].numel() * x.element_size() for x in tensors.values())
-        self.traffic += Traffic(routed=rows * route.num_moved)
-        return route
-
     # What all ranks must mean alike, agreed on when it is first used: each of these returns where
     # they do, and raises on all of them where one gave what is wrong, or they differ.
 
-    def _check_settings(self, causal: bool, scale: float | None) -> None:
-        check_settings("attend", causal, scale)
+    def _check_settings(self, what: str, causal: bool, scale: float | None) -> None:
+        check_settings(what, causal, scale)
         if causal and self.plan.masks is not None:
             raise ConfigError(
                 "attend: causal=True, and the sequences were planned with masks, which hold for "
@@ -473,51 +442,42 @@ class Step:
             )
 
     def _agree_on_attention(
-        self, qkv: Qkv, needs_grad: Sequence[bool], causal: bool, scale: float | None
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        needs: Sequence[bool],
+        causal: bool,
+        scale: float | None,
     ) -> None:
         """Heads, dtype and gradients decide the exchanges."""
-        parallel, (q, k, v) = self._parallel, qkv
-        self._check_settings(causal, scale)
+        parallel, error = self._parallel, None
+        self._check_settings("attend", causal, scale)
         try:
             check_tensors("attend", *qkv)
-        except ConfigError as error:
-            parallel.agree_once("attend", f"attend: {error}", error, self.number)
-        factor = None if scale is None else float(scale)
-        alike = q.dtype, k.dtype, v.dtype, tuple(needs_grad), causal, factor
-        form = (self._most_sharing, q.shape[1:], k.shape[1:], v.shape[1:], *alike)
-        if not parallel.group.calls.has_agreed(("attend", form)):
-            error = None
-            try:
-                packed.check(self.plan.topology, self._bag, parallel.options.kernel, q, k, v)
-            except ConfigError as met:
-                error = met
-            parallel.agree_once("attend", form, error, self.number)
+            packed.check(self.plan.topology, self._bag, parallel.options.kernel, *qkv)
+            factor = None if scale is None else float(scale)
+            shapes = [x.shape[1:] for x in qkv]
+            form = (self._most_sharing, *shapes, qkv[0].dtype, *needs, causal, factor)
+        except ConfigError as met:
+            form = error = met
+        parallel.agree_once("attend", form, error, self.number)
 
-    def _agree_on_rows(
-        self, what: str, tensors: dict[str, Tensor], needs_grad: Sequence[bool], num_rows: int
-    ) -> None:
+    def _agree_on_rows(self, way: str, tensors: dict[str, Tensor], needs: Sequence[bool]) -> None:
         """Names, dtypes, widths and gradients decide the sizes.
 
         The first route says in a running profile which lengths the step is for.
         """
-        if what == "route" and not self._is_marked:
+        if way == "route" and not self._is_marked:
             self._is_marked = True
             mark_lengths("step", self.plan, self._parallel.rank)
-        error = None if tensors else ConfigError(f"{what}: give at least one tensor")
+        if way == "gather_samples":
+            num_rows = int(self.plan.source_counts[self._parallel.rank])
+        else:
+            num_rows = self._route_of(way).num_at_source
+        error = None if tensors else ConfigError(f"{way}: give at least one tensor")
         for name, x in tensors.items():
-            error = error or misfit(what, name, x, num_rows, self._parallel.device)
-        if error is not None:
-            self._parallel.agree_once(what, f"{what}: {error}", error, self.number)
-        form = ", ".join(
-            f"{name} {str(x.dtype).removeprefix('torch.')}{list(x.shape[1:])}"
-            f"{' with gradient' if needed else ''}"
-            for (name, x), needed in zip(tensors.items(), needs_grad, strict=True)
-        )
-        self._parallel.agree_once(what, f"{what}({form})", error, self.number)
-
-    def _agree_on_samples(self, tensor: Tensor, needs_grad: bool) -> None:
-        own = int(self.plan.source_counts[self._parallel.rank])
-        self._agree_on_rows("gather_samples", {"tensor": tensor}, [needs_grad], own)
+            error = error or misfit(way, name, x, num_rows, self._parallel.device)
+        form = str(error) if error is not None else _form_of(tensors, needs)
+        self._parallel.agree_once(way, f"{way}({form})", error, self.number)
 
     def _agree_on_mean(self, values: Tensor, weights: Tensor | None) -> None:
         error, form = None, None
@@ -529,9 +489,19 @@ class Step:
         self._parallel.agree_once("mean", form, error, self.number)
 
 
-def needs_gradient(x: object) -> bool:
-    """Whether a call with this tensor takes part in a backward."""
-    return torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
+def _is_plain(x: object) -> bool:
+    """Return whether operators take it for what it is; `misfit` says what is wrong otherwise."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or hasattr(x, "placements"):
+        return False
+    return not (x.is_nested or x.is_quantized or x.is_meta)
+
+
+def _form_of(tensors: dict[str, Tensor], needs: Sequence[bool]) -> str:
+    return ", ".join(
+        f"{name} {str(x.dtype).removeprefix('torch.')}{list(x.shape[1:])}"
+        f"{' with gradient' if is_needed else ''}"
+        for (name, x), is_needed in zip(tensors.items(), needs, strict=True)
+    )
 
 
 def count_marked(route: BoundRoute, is_marked: Tensor) -> int:

@@ -11,11 +11,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.attention import ops
+from bascule.attention import api, usp
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention, split
-from bascule.attention.call_spec import CallSpec
-from bascule.attention.overlap import overlapped_attention
-from bascule.attention.ulysses import TokenOrder, heads_to_tokens, tokens_to_heads
+from bascule.attention.mesh_calls import take_centres
+from bascule.attention.tokens import form_of, gather_tokens, reduce_tokens
+from bascule.comm.mesh import place_in
 from bascule.comm.wire import Wire
 from tests.helpers.mesh_cases import Three, difference, make_mask, make_mesh, three
 from tests.helpers.ranks import raised_by, run_ranks
@@ -151,7 +151,7 @@ def nodes_of_a_ring() -> list[str]:
 def test_of_a_ring_the_compiler_sees_one_node_each_way() -> None:
     # So nothing of the ring's merge can meet Inductor's tiling analysis, whose assertion
     # (pytorch/pytorch#197077) is about fused reductions.
-    operators = ("bascule.ring_attention", "bascule.ring_attention_backward")
+    operators = ("bascule.attend", "bascule.attend_backward")
     for seen in run_ranks(nodes_of_a_ring, 2):
         views = ("aten.alias", "aten.detach", "<built-in function getitem>")
         named = [name.removesuffix(".default") for name in seen if not name.startswith(views)]
@@ -249,41 +249,30 @@ def test_a_wire_compiles_to_one_graph_for_all_lengths(ring: int, ulysses: int) -
 
 def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> int:
     """Torch's own checks: schemas, aliasing, and that fake results are like real ones."""
-    zigzag = ring > 1 < ulysses
-    mesh, layout = make_mesh(ring, ulysses), SequenceLayout((5, 18), ring, ulysses, zigzag)
-    q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors(CASES[1], mesh, layout))
-    segments, spec = [5, 18], CallSpec(mesh.name, 7, 7, zigzag=zigzag, scale=0.5).text
+    mesh, calls = make_mesh(ring, ulysses), list[tuple[Any, tuple[Any, ...]]]()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    calls: list[tuple[Any, tuple[Any, ...]]] = []
-    if ulysses > 1:
-        plain = CallSpec(mesh.name, 7, 7, scale=0.5).text
-        settings = None, None, None, segments, plain
-        own = SequenceLayout((5, 18), ring, ulysses)
-        calls.append((overlapped_attention, (*tensors(CASES[1], mesh, own), *settings)))
-        xs = [x.detach().transpose(1, 2) for x in (q, k, v)]
-        order = TokenOrder.of(layout, mesh.place[0], q.device)
-        lens, whole, back, _ = order.given
-        into = xs, whole, lens, segments, spec
-        calls.append((tokens_to_heads, into))
-        rows = tokens_to_heads(*into)
-        parts = [x.clone() for x in rows.tensor_split(3, dim=2)]
-        calls.append((heads_to_tokens, (parts, back, lens, spec)))
-        calls.append((heads_to_tokens, (parts[:1], back, lens, spec)))
-        q, k, v = (x.transpose(1, 2) for x in parts)
-    settings = None, None, None, segments, spec
-    out, lse = ops.ring_attention(q, k, v, *settings)
-    calls.append((ops.ring_attention, (q, k, v, *settings)))
-    calls.append((ops.ring_attention_backward, (out, [q, k, v, out, lse], *settings)))
-    if ulysses == 1:
-        spec = CallSpec(mesh.name, 7, 7, scale=0.5, wire="int8").text
-        centres = k.detach(), v.detach(), segments, spec
-        calls.append((ops.take_centres, centres))
-        settings = None, *ops.take_centres(*centres).unbind(0), segments, spec
-        calls.append((ops.ring_attention, (q, k, v, *settings)))
-        calls.append((ops.ring_attention_backward, (out, [q, k, v, out, lse], *settings)))
-    rows = torch.randn(layout.num_tokens(*mesh.place), 3)
-    calls.append((ops.gather_tokens, (rows, segments, spec, True)))
-    calls.append((ops.reduce_tokens, (torch.randn(23, 3), segments, spec)))
+    layouts = [(zigzag, False) for zigzag in (False, True)]
+    layouts += [(False, True)] * (ulysses > 1)
+    for zigzag, overlap in layouts:
+        layout = SequenceLayout((5, 18), ring, ulysses, zigzag)
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors(CASES[1], mesh, layout))
+        for wire in (None, Wire("int8"), Wire("int8", takes_centres=True)):
+            options = AttentionOptions(layout, wire=wire, overlap=overlap)
+            form = api._form(q, k, v, mesh, None, False, 0.5, options)
+            settings = None, None, form.sizes, form.name
+            if wire is not None and wire.takes_centres:
+                taking = q.detach(), k.detach(), v.detach(), None, *settings[2:]
+                calls.append((take_centres, taking))
+                settings = None, take_centres(*taking), *settings[2:]
+            calls.append((usp.attend_op, (q, k, v, *settings)))
+            out, *kept = usp.attend_op(*(x.detach() for x in (q, k, v)), *settings)
+            if ulysses == 1:
+                kept = [q.detach(), k.detach(), v.detach(), out, kept[-1]]
+            calls.append((torch.ops.bascule.attend_backward.default, (out, kept, *settings)))
+    layout = SequenceLayout((5, 18), ring, ulysses)
+    rows, name = torch.randn(layout.num_tokens(*mesh.place), 3), form_of(place_in(mesh), layout)
+    calls.append((gather_tokens, (rows, [5, 18], name, True)))
+    calls.append((reduce_tokens, (torch.randn(23, 3), [5, 18], name)))
     for operator, arguments in calls:
         found = torch.library.opcheck(operator, arguments, test_utils=checks)
         assert set(found.values()) == {"SUCCESS"}, found
@@ -314,10 +303,10 @@ def test_a_device_mesh_is_a_constant_of_the_graph() -> None:
 def second_derivative() -> str:
     mesh = make_mesh(2, 1)
     q = torch.randn(1, 2, 3, 4, requires_grad=True)
-    (grad,) = torch.autograd.grad(attention(q, q, q, mesh).sum(), q, create_graph=True)
-    return raised_by(torch.autograd.grad, grad.sum(), q)[1]
+    out = attention(q, q, q, mesh).sum()
+    return raised_by(lambda: torch.autograd.grad(out, q, create_graph=True))[1]
 
 
 def test_second_derivatives_are_refused() -> None:
     for text in run_ranks(second_derivative, 2):
-        assert "ring_attention_backward" in text
+        assert "no second derivative" in text

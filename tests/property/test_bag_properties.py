@@ -46,7 +46,6 @@ def bag_of(lens: Lens, rank: int = 0, pieces: Pieces | None = None) -> Bag:
         pieces,
         None,
         np.zeros_like(chunks[0]),
-        0,
     )
 
 
@@ -64,11 +63,11 @@ def labels(lens: Lens) -> list[tuple[int, int, int]]:
 @given(shares())
 def test_chunks_of_sequences_are_joined_in_the_order_of_ranks_and_parted_again(lens: Lens) -> None:
     bag, brought = bag_of(lens), labels(lens)
-    order = bag.order
-    assert order.lens == bag.tokens == [sum(of_rank) for of_rank in lens]
-    joined = brought if order.whole is None else [brought[i] for i in order.whole.tolist()]
+    order, back = bag.order
+    assert bag.tokens == [sum(of_rank) for of_rank in lens]
+    joined = brought if order is None else [brought[i] for i in order.tolist()]
     assert joined == sorted(brought)
-    parted = joined if order.back is None else [joined[i] for i in order.back.tolist()]
+    parted = joined if back is None else [joined[i] for i in back.tolist()]
     assert parted == brought
     whole = [sum(column) for column in zip(*lens, strict=True)]
     assert bag.pieces.seq_lens.tolist() == whole

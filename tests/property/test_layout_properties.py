@@ -22,7 +22,6 @@ from bascule.attention.layout import (
 )
 from bascule.attention.ring import Merged
 from bascule.attention.tiles import tiles_of, without_lost_scores
-from bascule.attention.ulysses import TokenOrder
 from bascule.errors import ConfigError
 from tests.helpers.oracle import dense_attention
 
@@ -110,17 +109,17 @@ def test_tokens_of_ulysses_ranks_come_into_the_order_of_the_ring_and_back(
     layout: SequenceLayout,
 ) -> None:
     for ring in range(layout.ring_degree):
-        order = TokenOrder.of(layout, ring, CPU)
+        lens, order, back = layout.exchanged(ring)
         ranks = range(layout.ulysses_degree)
         arriving = torch.tensor(
             [token for u in ranks for token in tokens_of(layout.own_runs(ring, u))],
             dtype=torch.int64,
         )
-        here = arriving if order.whole is None else arriving[order.whole]
+        here = arriving if order is None else torch.cat([arriving[part] for part in order])
         assert torch.equal(here, positions_on(layout, ring, CPU))
-        assert torch.equal(here if order.back is None else here[order.back], arriving)
-        assert order.lens == [num_tokens(layout.own_runs(ring, u)) for u in ranks]
-        assert order.segments == list(layout.segments)
+        again = here if back is None else torch.cat([here[part] for part in back])
+        assert torch.equal(again, arriving)
+        assert lens == [num_tokens(layout.own_runs(ring, u)) for u in ranks]
         if layout.zigzag:  # kernels take the early piece, then the late one, of each segment
             assert here.tolist() == tokens_of(layout.pieces(ring))
 

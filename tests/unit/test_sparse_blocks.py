@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from bascule.attention import usp
+from bascule.attention.call import AttentionCall, Tile
 from bascule.attention.kernels.flex import SPARSE_BLOCK, flex
 from bascule.attention.kernels.protocol import Attended, KernelQuery
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.kernels.skipping import CpuLoopKernel
 from bascule.attention.mask import AttentionMask, BlockRows
-from bascule.attention.ring import RingPlan, Tile
-from bascule.attention.usp import usp_attention
 from tests.helpers.sparse_blocks import (
     DIM,
     NAMES,
@@ -161,9 +161,9 @@ def test_a_tile_of_a_ring_may_have_blocks() -> None:
     want, _, wanted, grad = reference(case, [q, k, v])
     everything = slice(None)
     tiles = [[Tile(everything, everything, AttentionMask(blocks=case.rows))]]
-    plan = RingPlan(None, [k.shape[2]], tiles, CpuLoopKernel(), SCALE)
+    call = AttentionCall(CpuLoopKernel(), SCALE, lambda _: tiles, [k.shape[2]])
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (q, k, v))
-    out = usp_attention(q_THD, k_THD, v_THD, plan).transpose(0, 1)[None]
+    out = usp.attend(q_THD, k_THD, v_THD, call).transpose(0, 1)[None]
     torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-12)
     found = torch.autograd.grad(out, (q, k, v), grad)
     torch.testing.assert_close(list(found), wanted, rtol=1e-10, atol=1e-12)

@@ -9,34 +9,24 @@ rank, D head width; R ring ranks, U Ulysses ranks.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.attention import ops
-from bascule.attention.call_marks import rows_of_call
-from bascule.attention.call_spec import (
-    CallSpec,
-    check_settings,
-    check_tensors,
-    with_positive_scale,
-)
+from bascule.attention import usp
+from bascule.attention.inputs import check_settings, check_tensors, positive_scale
 from bascule.attention.kernels.registry import check_name
-from bascule.attention.layout import (
-    Run,
-    SequenceLayout,
-    num_tokens,
-    own_tokens,
-    take_runs,
-    with_replicated,
+from bascule.attention.layout import SequenceLayout, num_tokens, own_tokens, take_runs
+from bascule.attention.mesh_calls import call_of, keep, look, take_centres
+from bascule.attention.tiles import (
+    without_lost_scores,
 )
-from bascule.attention.overlap import overlapped_attention
-from bascule.attention.tiles import without_lost_scores
-from bascule.attention.ulysses import TokenOrder, own_run, to_heads, to_tokens
+from bascule.attention.tokens import form_of, gather_tokens, replicated
 from bascule.comm.guard.failures import told
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
-from bascule.comm.mesh import Place, place_in
+from bascule.comm.mesh import Place, as_attention_mesh, mesh_named, place_in
 from bascule.comm.transforms import refuse_derivatives
 from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
@@ -97,9 +87,8 @@ def gather(
     if mesh.whole is None:
         return x
     rows = own_tokens(x, layout, mesh.place, dim).movedim(dim, 0)
-    spec = CallSpec(mesh.name, zigzag=layout.zigzag, stripe=layout.stripe)
-    whole = ops.gather_tokens(rows, list(layout.segments), spec.text, sums_gradients)
-    return whole.movedim(0, dim)
+    form = form_of(place_in(mesh), layout)
+    return gather_tokens(rows, list(layout.segments), form, sums_gradients).movedim(0, dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,137 +169,117 @@ def attention(
         ConfigError: The shapes do not fit each other, the layout, the mesh or the wire.
         CommError: The ranks disagree, or a rank did not come in time.
     """
-    ranks, layout = place_in(mesh), options.layout
-    if not torch.compiler.is_compiling():
-        check_settings("attention", is_causal, scale, options.kernel)
-    check_tensors("attention", q, k, v, attn_mask)
     refuse_derivatives("attention", q, k, v, attn_mask)
+    given = mesh, attn_mask, is_causal, scale, options
+    if torch.compiler.is_compiling():
+        form = _form(q, k, v, *given)
+        q, k, v, centres = _operands(q, k, v, form, attn_mask, is_causal, options.wire)
+        out = usp.attend_op(q, k, v, attn_mask, centres, form.sizes, form.name)[0]
+    else:
+        key = (*map(look, (q, k, v, attn_mask)), is_causal, scale, options)
+        kept = _known(mesh).kept
+        form, call = kept.get(key) or (_form(q, k, v, *given), None)
+        q, k, v, centres = _operands(q, k, v, form, attn_mask, is_causal, options.wire)
+        if call is None:
+            call = call_of(form.name, form.sizes, q, k, attn_mask)
+            keep(kept, key, (form, call))
+        out = usp.attend(q, k, v, call, attn_mask, centres)
+    return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
+
+
+class _Form(NamedTuple):
+    """What is fixed of calls with tensors of some shapes; compilers make it while they trace.
+
+    Attributes:
+        ranks: This rank's place.
+        layout: Which tokens each rank has.
+        multiplier: Of the queries, where the scale is not above 0; else None.
+        num_kv_heads: Of keys and values, repeated where ranks are more.
+        name: The call's; see `mesh_calls`.
+        sizes: Likewise.
+    """
+
+    ranks: Place
+    layout: SequenceLayout
+    multiplier: float | None
+    num_kv_heads: int
+    name: str
+    sizes: list[int]
+
+
+def _known(mesh: AttentionMesh | DeviceMesh | Place) -> AttentionMesh:
+    if isinstance(mesh, AttentionMesh):
+        return mesh
+    return mesh_named(mesh.name) if isinstance(mesh, Place) else as_attention_mesh(mesh)
+
+
+def _form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: AttentionMesh | DeviceMesh | Place,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    options: AttentionOptions,
+) -> _Form:
+    """Check a call, and name it."""
+    ranks, layout, wire = place_in(mesh), options.layout, options.wire
+    check_settings("attention", causal, scale)
+    check_tensors("attention", q, k, v, mask)
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
-    _check(q, k, v, ranks, layout, attn_mask)
-    wire = _checked_wire(options.wire, k, ranks)
-    rows = f"{rows_of_call(q, wire, attn_mask, layout.replicated)}, given scale {scale}"
-    q, factor = with_positive_scale(q, scale)
-    spec = CallSpec(
-        mesh=ranks.name,
-        num_heads=q.shape[1],
-        num_kv_heads=_enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]),
-        zigzag=layout.zigzag,
-        stripe=layout.stripe,
-        causal=is_causal,
-        scale=factor,
-        kernel=options.kernel or "",
-        wire="" if wire is None else wire.format,
-        rows=rows,
-        is_blocking=not options.double_buffer,
-    )
-    overlap = _overlaps(options.overlap, q, ranks, layout, wire)
-    given = AttentionOptions(layout, options.kernel, wire, overlap)
-    return _attend(q, k, v, attn_mask, ranks, spec, given)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    ranks: Place,
-    spec: CallSpec,
-    options: AttentionOptions,
-) -> Tensor:
-    """`attention` of what was checked, by options that leave nothing open."""
-    layout, wire = options.layout, options.wire
-    assert layout is not None
-    segments = list(layout.segments)
-    q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
-    q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), mask, spec.causal)
-    wire = None if wire is None else _with_centres(wire, k, v, segments, spec)
-    k, v = (_repeated(x, spec.num_kv_heads) for x in (k, v))
-    if options.overlap:
-        centres = (None, None) if wire is None else (wire.k_centre, wire.v_centre)
-        out, *_ = overlapped_attention(q, k, v, mask, *centres, segments, spec.text)
-    else:
-        out = _in_turn(q, k, v, mask, ranks, layout, wire, spec)
-    return _replicated(out, ranks, layout, spec) if layout.replicated else out
-
-
-def _in_turn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    ranks: Place,
-    layout: SequenceLayout,
-    wire: Wire | None,
-    spec: CallSpec,
-) -> Tensor:
-    """Tokens to heads, around the ring, and back."""
-    own = own_run(spec.num_kv_heads, ranks)
-    mine = None if wire is None else wire.of_heads(*own)
-    centres = (None, None) if mine is None else (mine.k_centre, mine.v_centre)
-    settings = mask, *centres, list(layout.segments), spec.text
-    if ranks.degrees[1] == 1:
-        return ops.ring_attention(q, k, v, *settings)[0]
-    order = TokenOrder.of(layout, ranks.place[0], q.device)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    q, k, v = (x.transpose(1, 2) for x in to_heads(q, k, v, order, spec, wire, own))
-    out, _ = ops.ring_attention(q, k, v, *settings)
-    return to_tokens(out.transpose(1, 2), order, spec, wire, own).transpose(1, 2)
-
-
-def _overlaps(
-    wanted: bool | None,
-    q: Tensor,
-    ranks: Place,
-    layout: SequenceLayout,
-    wire: Wire | None,
-) -> bool:
-    """Whether Ulysses exchanges while it computes, as was asked for or where it measures faster.
-
-    Raises:
-        ConfigError: It is to, and cannot.
-    """
-    ring, ulysses = ranks.degrees
-    if ulysses == 1:
-        return False
-    if wanted and layout.zigzag:
-        raise ConfigError(
-            "attention: overlap=True with a zigzag layout, whose tokens are put in order between "
-            "exchange and attention: leave out overlap, or zigzag"
-        )
-    if wanted is not None:
-        return wanted
-    return q.device.type == "cpu" and ring == 1 and wire is None and not layout.zigzag
-
-
-def _replicated(own: Tensor, ranks: Place, layout: SequenceLayout, spec: CallSpec) -> Tensor:
-    """Every rank's tokens, of replicated segments all of them, from those it answers for."""
+    _check(q, k, v, ranks, layout, mask)
+    _check_wire(wire, k)
     if ranks.degrees == (1, 1):
-        return own
-    runs: list[Run] = []
-    at = 0
-    for segment, spans in enumerate(layout.own(*ranks.place)):
-        length = num_tokens(spans)
-        if segment in layout.replicated:
-            runs.append((at, at + length))
-        at += length
-    segments = [layout.segments[segment] for segment in sorted(layout.replicated)]
-    rows = take_runs(own, runs, 2).movedim(2, 0)
-    whole = ops.gather_tokens(rows, segments, spec.text, True)
-    return with_replicated(own, whole.movedim(0, 2), layout, ranks.place, 2)
-
-
-def _with_centres(wire: Wire, k: Tensor, v: Tensor, segments: list[int], spec: CallSpec) -> Wire:
-    """The wire with the centres of this call, if any, repeated as keys are."""
-    k_centre, v_centre = wire.k_centre, wire.v_centre
-    if wire.takes_centres:
-        centres = ops.take_centres(k.detach(), v.detach(), segments, spec.text)
-        k_centre, v_centre = centres.unbind(0)
-    k_centre, v_centre = (
-        None if centre is None else _repeated(centre, spec.num_kv_heads)
-        for centre in (k_centre, v_centre)
+        wire = None
+    num_heads, together = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
+    if ranks.degrees[1] > 1:
+        own = num_heads // ranks.degrees[1] + (ranks.place[1] < num_heads % ranks.degrees[1])
+        together = [layout.ring_len(ranks.place[0]), q.shape[1] // num_heads * own, own]
+    factor = positive_scale(q.shape[-1], scale)
+    overlap = _overlaps(options.overlap, q, ranks, layout, wire)
+    settings = (
+        f"{layout.replicated}, {causal}, {scale}, {factor}, {options.kernel!r}, "
+        f"{None if wire is None else wire.format!r}, {_centres(wire)!r}, {overlap}, "
+        f"{options.double_buffer}"
     )
-    return Wire(wire.format, k_centre, v_centre)
+    name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
+    multiplier = None if scale is None or scale > 0 else scale
+    return _Form(ranks, layout, multiplier, num_heads, name, [*together, *layout.segments])
+
+
+def _operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    form: _Form,
+    mask: Tensor | None,
+    causal: bool,
+    wire: Wire | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return q, k and v as they are attended, and the centres of keys and values."""
+    ranks, layout = form.ranks, form.layout
+    if form.multiplier is not None:
+        q = q * form.multiplier
+    if layout.replicated:
+        q, k, v = (own_tokens(x, layout, ranks.place, 2) for x in (q, k, v))
+    if mask is not None:
+        q = without_lost_scores(q, layout, layout.own_runs(*ranks.place), mask, causal)
+    if form.num_kv_heads != k.shape[1]:
+        times = form.num_kv_heads // k.shape[1]
+        k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
+    if wire is None or ranks.degrees == (1, 1):
+        return q, k, v, None
+    if wire.takes_centres:
+        args = q.detach(), k.detach(), v.detach(), mask, form.sizes, form.name
+        return q, k, v, take_centres(*args)
+    given = wire.k_centre, wire.v_centre
+    some = next((one for one in given if one is not None), None)
+    if some is None:
+        return q, k, v, None
+    both = torch.stack([torch.zeros_like(some) if one is None else one for one in given])
+    return q, k, v, both.repeat_interleave(form.num_kv_heads // both.shape[2], dim=2)
 
 
 def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
@@ -322,12 +291,6 @@ def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
     return num_kv_heads
 
 
-def _repeated(x: Tensor, num_heads: int) -> Tensor:
-    """(B, heads, ...) with each head repeated, `num_heads` of them."""
-    times = num_heads // x.shape[1]
-    return x if times == 1 else x.repeat_interleave(times, dim=1)
-
-
 def _check(
     q: Tensor,
     k: Tensor,
@@ -336,11 +299,7 @@ def _check(
     layout: SequenceLayout,
     mask: Tensor | None,
 ) -> None:
-    """Refuse what cannot be attended.
-
-    Raises:
-        ConfigError: Names the shapes.
-    """
+    """Refuse what cannot be attended."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     alike = q.dim() == k.dim() == 4 and k.shape == v.shape
     if not alike or q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:]:
@@ -379,12 +338,37 @@ def _check(
             )
 
 
-def _checked_wire(wire: Wire | None, k: Tensor, ranks: Place) -> Wire | None:
-    """The wire, where there is one between ranks.
+def _overlaps(
+    wanted: bool | None,
+    q: Tensor,
+    ranks: Place,
+    layout: SequenceLayout,
+    wire: Wire | None,
+) -> bool:
+    """Return whether Ulysses exchanges while it computes: as asked, or where it measures faster."""
+    ring, ulysses = ranks.degrees
+    if ulysses == 1:
+        return False
+    if wanted and layout.zigzag:
+        raise ConfigError(
+            "attention: overlap=True with a zigzag layout, whose tokens are put in order between "
+            "exchange and attention: leave out overlap, or zigzag"
+        )
+    if wanted is not None:
+        return wanted
+    return q.device.type == "cpu" and ring == 1 and wire is None and not layout.zigzag
 
-    Raises:
-        ConfigError: It is not a Wire, or its centres do not fit these keys.
-    """
+
+def _centres(wire: Wire | None) -> str:
+    """Return which centres a wire has, for errors."""
+    if wire is None or wire.takes_centres:
+        return "" if wire is None else ", takes_centres"
+    text = "" if wire.k_centre is None else ", with k_centre"
+    return text if wire.v_centre is None else f"{text}, with v_centre"
+
+
+def _check_wire(wire: Wire | None, k: Tensor) -> None:
+    """Refuse what is no Wire, and centres that do not fit these keys."""
     is_wire = torch.compiler.is_compiling() or isinstance(wire, Wire | None)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not is_wire:
         raise ConfigError(f"attention: wire={wire!r}: give a Wire, as Wire('int8'), or None")
@@ -395,4 +379,3 @@ def _checked_wire(wire: Wire | None, k: Tensor, ranks: Place) -> Wire | None:
                 f"attention: a centre of shape {tuple(centre.shape)} for k {tuple(k.shape)}: it "
                 f"must be {wanted}; take it with Wire.centred, or make Wire(takes_centres=True)"
             )
-    return None if ranks.degrees == (1, 1) else wire

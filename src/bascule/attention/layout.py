@@ -5,6 +5,7 @@ is shared over U Ulysses ranks; a replicated segment is whole on every rank. All
 and floor divisions, so that they stay symbolic where lengths are.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -131,16 +132,18 @@ class SequenceLayout:
         """T of a rank, with all replicated tokens."""
         return num_tokens(self.shares(ring, ulysses))
 
-    def exchanged_lens(self, ring: int) -> tuple[tuple[int, ...], ...]:
-        """(U, n) tokens that each Ulysses rank brings to an exchange, in n parts.
+    def exchanged(self, ring: int) -> tuple[list[int], list[slice] | None, list[slice] | None]:
+        """Return (U,) tokens that each Ulysses rank brings, their order together, and the inverse.
 
-        A ring rank then has the first parts of all its Ulysses ranks, then the second ones. With
-        `zigzag` each piece is a part, since kernels need it in order; else all tokens are one.
+        With `zigzag` a ring rank has the first pieces of all its Ulysses ranks, then the second
+        ones, since kernels need each piece in order; else tokens stay as they come (None).
         """
         by_rank = [self.own_runs(ring, rank) for rank in range(self.ulysses_degree)]
-        if self.zigzag:
-            return tuple(tuple(stop - start for start, stop in runs) for runs in by_rank)
-        return tuple((num_tokens(runs),) for runs in by_rank)
+        lens = [num_tokens(runs) for runs in by_rank]
+        if not self.zigzag or not self.segments:
+            return lens, None, None
+        by_piece = list(zip(*by_rank, strict=True))
+        return lens, _transposed(by_rank), _transposed(by_piece)
 
     def lying(self, ring: int) -> list[Run]:
         """The runs in the sequence of the tokens that a ring rank works on, as it has them."""
@@ -234,6 +237,18 @@ def with_replicated(
             parts.append(own.narrow(dim, own_at, num_tokens(runs)))
         own_at += num_tokens(runs)
     return torch.cat(parts, dim)
+
+
+def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:
+    """Return where the runs of some rows lie, one row after the other, by columns."""
+    places: list[list[slice]] = []
+    first = 0
+    for row in runs:
+        places.append([])
+        for start, stop in row:
+            places[-1].append(slice(first, first + stop - start))
+            first += stop - start
+    return [place for column in zip(*places, strict=True) for place in column]
 
 
 def num_tokens(runs: list[Run]) -> int:

@@ -8,28 +8,23 @@ Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-val
 width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bascule.arrays import Ints, cumulative, ranges, sums_by
-from bascule.attention.call_spec import (
-    check_settings,
-    check_tensors,
-    with_positive_scale,
-)
+from bascule.attention import usp
+from bascule.attention.call import AttentionCall, Tile, Tiles
+from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
-from bascule.attention.ring import RingPlan, Tile
 from bascule.attention.tiles import Pieces
-from bascule.attention.ulysses import TokenOrder
-from bascule.attention.usp import SharedHeads, usp_attention
 from bascule.comm.groups import RankGroup
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh
@@ -39,12 +34,6 @@ from bascule.plan.plan import Plan
 from bascule.plan.sequences import Masks
 from bascule.plan.topology import Topology
 from bascule.plan.traffic import HeadShares, Traffic
-
-_NUM_PREPARED = 64
-
-
-Prepared = tuple[RingPlan, SharedHeads | None]
-"""What `usp_attention` takes with the tensors."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,7 +96,6 @@ class Bag:
         pieces: What each of the groups around its ring has together.
         masks: What the tokens of its sequences see of them; None: everything.
         contexts: Those of its sequences, which each rank has whole.
-        step: Step number in errors.
     """
 
     mesh: AttentionMesh
@@ -115,21 +103,10 @@ class Bag:
     pieces: Pieces
     masks: Masks | None
     contexts: Contexts
-    step: int
-    _prepared: dict[Hashable, Prepared] = field(
-        default_factory=dict[Hashable, Prepared], repr=False, compare=False
-    )
 
     @classmethod
-    def of(cls, plan: Plan, group: RankGroup, device: torch.device, step: int) -> "Bag":
-        """The bag of this rank in a plan for the ranks of a group, of which its groups are parts.
-
-        Args:
-            plan: The plan.
-            group: All ranks of the plan.
-            device: Of the tensors.
-            step: The step number in errors.
-        """
+    def of(cls, plan: Plan, group: RankGroup, device: torch.device) -> "Bag":
+        """Return the bag of this rank in a plan for a group, of which its groups are parts."""
         rank = group.rank
         topology, lens = plan.topology, plan.bag_lens(rank)
         bag, place, _, degree, _, _ = place_of(plan, rank)
@@ -147,7 +124,7 @@ class Bag:
         contexts = np.zeros_like(seqs) if plan.context_lens is None else plan.context_lens[seqs]
         num_runs = plan.chunks.num_on_a_rank(bag)
         pieces = Pieces(by_group.sum(axis=1), num_runs, around, device)
-        return cls(mesh, by_group[place], pieces, masks, Contexts(contexts, places), step)
+        return cls(mesh, by_group[place], pieces, masks, Contexts(contexts, places))
 
     @property
     def degree(self) -> int:
@@ -175,12 +152,12 @@ class Bag:
         return self.chunk_lens.sum(axis=1).tolist()
 
     @cached_property
-    def order(self) -> TokenOrder:
-        """From rank order, in which tokens arrive, into sequence order, and back."""
+    def order(self) -> tuple[Tensor | None, Tensor | None]:
+        """Indices from the order of ranks to that of sequences, and back; None: the same order."""
         if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
-            return TokenOrder(self.tokens)
+            return None, None
         whole, back = _rows_of(self.chunk_lens.T), _rows_of(self.chunk_lens)
-        return TokenOrder(self.tokens, table_on(whole, self.device), table_on(back, self.device))
+        return table_on(whole, self.device), table_on(back, self.device)
 
     @cached_property
     def context_tiles(self) -> list[Tile]:
@@ -197,68 +174,38 @@ class Bag:
             first += int(lens.sum())
         return tiles
 
-    def context_plan(
-        self, kernel: str | None, q: Tensor, k: Tensor, v: Tensor, *, scale: float
-    ) -> RingPlan:
-        """Attention of this rank's tokens to their contexts; a ring of one rank.
+    def call(
+        self, kind: str, kernel: str | None, q: Tensor, k: Tensor, scale: float, **names: Any
+    ) -> AttentionCall:
+        """Return the attention of this rank's tokens to all tokens, or to their contexts.
 
-        Raises:
-            ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
+        `kind` is "all", "causal" or "contexts"; `names` are the last fields of an `AttentionCall`.
         """
-        check_shapes(self, q, k, v, num_keys=int(self.contexts.lens.sum()))
-        found = packed_kernel(kernel, q)
-        return RingPlan(None, [k.shape[0]], [self.context_tiles], found, scale, step=self.step)
-
-    def plan(self, kernel: str | None, q: Tensor, *, causal: bool, scale: float) -> RingPlan:
-        """What this rank attends to, in each round of the ring."""
-        return RingPlan(
-            group=self.pieces.group,
-            kv_lens=self.pieces.kv_lens,
-            tiles=self.causal_tiles if causal else self.tiles,
-            kernel=packed_kernel(kernel, q),
+        chosen, group = packed_kernel(kernel, q), self.mesh.ulysses
+        if kind == "contexts":
+            tiles = [self.context_tiles]
+            return AttentionCall(chosen, scale, _always(tiles), [k.shape[0]], **names)
+        heads = None
+        if group is not None:
+            shares = HeadShares.split(k.shape[1], self.degree)
+            heads = HeadExchange(group, shares, self.tokens, *self.order)
+        return AttentionCall(
+            kernel=chosen,
             scale=scale,
-            step=self.step,
+            tiles=_always(self.causal_tiles if kind == "causal" else self.tiles),
+            kv_lens=self.pieces.kv_lens,
+            ring=self.pieces.group,
+            heads=heads,
+            **names,
         )
 
-    def shared_heads(self, num_heads: int, num_kv_heads: int) -> SharedHeads | None:
-        """Return how its ranks share some heads; None where one rank has all."""
-        group = self.mesh.ulysses
-        if group is None:
-            return None
-        shares = HeadShares.split(num_kv_heads, self.degree)
-        exchange = HeadExchange(group, shares, self.order.lens, has_batch=False)
-        own = shares.of(group.rank)
-        return SharedHeads(
-            exchange,
-            self.order,
-            (num_heads // num_kv_heads * own, own),
-            f"step {self.step}: all_to_all (tokens to heads)",
-            f"step {self.step}: all_to_all (heads to tokens)",
-        )
 
-    def prepared(
-        self, kernel: str | None, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-    ) -> Prepared:
-        """What calls with tensors of these shapes do, checked and built at the first of them.
-
-        Raises:
-            ConfigError: The shapes do not fit the bag or each other, or there is no such kernel.
-        """
-        like = q.shape, k.shape, v.shape, q.dtype, q.device, k.device, v.device
-        key = (kernel, causal, scale, *like)
-        found = self._prepared.get(key)
-        if found is None:
-            check_shapes(self, q, k, v)
-            heads = self.shared_heads(q.shape[1], k.shape[1])
-            found = self.plan(kernel, q, causal=causal, scale=scale), heads
-            if len(self._prepared) >= _NUM_PREPARED:  # scales may change from call to call
-                self._prepared.clear()
-            self._prepared[key] = found
-        return found
+def _always(tiles: Tiles) -> Callable[[Tensor | None], Tiles]:
+    return lambda _: tiles
 
 
 def _rows_of(wanted_lens: Ints) -> Ints:
-    """Row of each token, chunks in the order wanted, where they lie in the transposed order."""
+    """Return the row of each token, chunks in this order, where they lie in the transposed one."""
     lying_lens = wanted_lens.T
     first = cumulative(lying_lens.ravel())[:-1].reshape(lying_lens.shape)
     return ranges(first.T.ravel(), wanted_lens.ravel())
@@ -288,28 +235,17 @@ def attend_packed(
     Raises:
         ConfigError: An argument is wrong, or there is no such kernel.
     """
-    check_settings("attend_packed", causal, scale, kernel)
+    check_settings("attend_packed", causal, scale)
     check_tensors("attend_packed", q_THD, k_TKD, v_TKD)
     q_THD, factor = with_positive_scale(q_THD, scale)
-    plan = _alone(seqs, packed_kernel(kernel, q_THD), causal=causal, scale=factor)
-    return usp_attention(q_THD, k_TKD, v_TKD, plan)
-
-
-def _alone(
-    seqs: PackedSequences, kernel: AttentionKernel, *, causal: bool, scale: float
-) -> RingPlan:
-    """A ring of one rank, which has the whole sequences."""
     tile = Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))
-    tokens = sum(seqs.seq_lens)
-    return RingPlan(group=None, kv_lens=[tokens], tiles=[[tile]], kernel=kernel, scale=scale)
+    chosen = packed_kernel(kernel, q_THD)
+    call = AttentionCall(chosen, factor, _always([[tile]]), [sum(seqs.kv_lens)])
+    return usp.attend(q_THD, k_TKD, v_TKD, call)
 
 
 def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:
-    """The kernel of that name, or (None) the fastest, for packed sequences.
-
-    Raises:
-        ConfigError: There is no such kernel, or it cannot compute that.
-    """
+    """Return the kernel of that name, or (None) the fastest, for packed sequences."""
     device, width = q.device.type, q.shape[-1]
     return select_kernel(name, device, dtype=q.dtype, head_dim=width, is_packed=True)
 
@@ -317,12 +253,7 @@ def packed_kernel(name: str | None, q: Tensor) -> AttentionKernel:
 def check(
     topology: Topology, bag: Bag, kernel: str | None, q: Tensor, k: Tensor, v: Tensor
 ) -> None:
-    """Refuse what `attend` cannot do here or in another bag: its ranks would wait for the others.
-
-    Raises:
-        ConfigError: There is no such kernel, or none for a ring although there is one; the shapes
-            do not fit the bag or each other; or the heads are too few for a bag.
-    """
+    """Refuse what `attend` cannot do here or in another bag, whose ranks would wait for others."""
     packed_kernel(kernel, q)
     check_shapes(bag, q, k, v)
     degree, num_kv_heads = int(topology.ulysses_groups.bag_sizes.max()), k.shape[1]
@@ -335,11 +266,7 @@ def check(
 
 
 def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | None = None) -> None:
-    """Refuse what `attend` cannot do; the keys are those of the tokens, or so many of contexts.
-
-    Raises:
-        ConfigError: The shapes do not fit the plan or each other.
-    """
+    """Refuse shapes that do not fit; keys are those of the tokens, or so many of contexts."""
     tokens = bag.tokens[bag.mesh.place[1]]
     what = "attend" if num_keys is None else "attend_contexts"
     for x in (q, k, v):

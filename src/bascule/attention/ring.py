@@ -8,121 +8,71 @@ Shapes: as in `registry`; R ranks of the ring. Round t works on the keys of ring
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bascule.attention.kernels.protocol import Attended, AttentionKernel, merge, wide_dtype
-from bascule.attention.mask import EVERYTHING, AttentionMask
+from bascule.attention.call import AttentionCall, Tiles
+from bascule.attention.kernels.protocol import Attended, merge, wide_dtype
 from bascule.comm.collectives import Transfers
-from bascule.comm.groups import RankGroup
 from bascule.comm.wire import Wire
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Tile:
-    """Queries of this rank that attend to keys of one shard.
-
-    Attributes:
-        q: Which queries of this rank; numbers of rows are int64, each of them once.
-        k: Which keys of the shard; numbers of rows may repeat.
-        mask: What those see of these.
-    """
-
-    q: "slice | Tensor"
-    k: "slice | Tensor"
-    mask: AttentionMask = EVERYTHING
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RingPlan:
-    """What a rank does in each round.
-
-    Attributes:
-        group: The ring; None for one rank.
-        kv_lens: (R,) keys that each ring rank has at home.
-        tiles: (R,) by ring rank, what this rank's queries see of its keys.
-        kernel: Computes a tile.
-        scale: Factor of the scores.
-        wire: How keys and values of other ranks come, with centres of these heads; None: as they
-            are. Gradients always travel as they are.
-        step: Step number in errors; 0 where there are none.
-        is_blocking: Whether a round waits for what the next one needs before it attends.
-    """
-
-    group: RankGroup | None
-    kv_lens: Sequence[int]
-    tiles: Sequence[Sequence[Tile]]
-    kernel: AttentionKernel
-    scale: float
-    wire: Wire | None = None
-    step: int = 0
-    is_blocking: bool = False
-
-    @property
-    def size(self) -> int:
-        """R."""
-        return len(self.kv_lens)
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in the ring."""
-        return 0 if self.group is None else self.group.rank
-
-    def owner(self, turn: int) -> int:
-        """Ring rank whose keys are at hand in a round."""
-        return (self.rank - turn) % self.size
-
-
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, wire: Wire | None = None
+) -> tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries to the keys of the whole ring, and its LSE.
 
-    R - 1 exchanges with the neighbours. Autograd does not record it; see `usp`.
+    R - 1 exchanges with the neighbours. Autograd does not record it; see `usp`. Keys and values of
+    other ranks come by `wire`, with centres of these heads.
 
     Returns:
         Out (B, H, Sq, D), in memory of its own, and LSE (B, H, Sq).
     """
-    if _is_one_tile(plan) and q.numel() and k.numel():
-        out, lse = plan.kernel.forward(q, k, v, plan.tiles[0][0].mask, plan.scale)
+    if _is_one_tile(tiles) and q.numel() and k.numel():
+        out, lse = call.kernel.forward(q, k, v, tiles[0][0].mask, call.scale)
         return out.to(q.dtype), lse
     merged = Merged(q)
 
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
-        for tile in plan.tiles[plan.owner(turn)]:
+        for tile in tiles[call.owner(turn)]:
             qkv = _rows(q, tile.q), _rows(keys, tile.k), _rows(values, tile.k)
             if qkv[0].numel() and qkv[1].numel():
-                merged.add(tile.q, *plan.kernel.forward(*qkv, tile.mask, plan.scale))
+                merged.add(tile.q, *call.kernel.forward(*qkv, tile.mask, call.scale))
 
-    rotate(plan, k, v, attend)
+    rotate(call, wire, k, v, attend)
     return merged.result()
 
 
 def ring_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: RingPlan
+    grad: Tensor,
+    saved: Sequence[Tensor],
+    tiles: Tiles,
+    call: AttentionCall,
+    wire: Wire | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of `ring_forward`, from that of its output.
 
-    2 R - 1 exchanges with the neighbours.
+    2 R - 1 exchanges with the neighbours; `saved` are q, k, v, the output and its LSE.
     """
+    q, k, v, out, lse = saved
     grad = grad.contiguous()
-
-    if _is_one_tile(plan) and q.numel() and k.numel():
-        done = Attended(q, k, v, out, lse, plan.tiles[0][0].mask, plan.scale)
-        dq, dk, dv = plan.kernel.backward(grad, done)
+    if _is_one_tile(tiles) and q.numel() and k.numel():
+        done = Attended(q, k, v, out, lse, tiles[0][0].mask, call.scale)
+        dq, dk, dv = call.kernel.backward(grad, done)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
     wide = wide_dtype(q)
     dq = torch.zeros(q.shape, dtype=wide, device=q.device)
-    travelling = _Travelling(plan, k, wide)
+    travelling = _Travelling(call, k)
 
     def attend(turn: int, keys: Tensor, values: Tensor) -> None:
         dkv = torch.zeros(2, *keys.shape, dtype=wide, device=q.device)
-        for tile in plan.tiles[plan.owner(turn)]:
+        for tile in tiles[call.owner(turn)]:
             qkv = _rows(q, tile.q), _rows(keys, tile.k), _rows(values, tile.k)
             if qkv[0].numel() and qkv[1].numel():
-                found, found_lse, given = (_rows(x, tile.q) for x in (out, lse, grad))
-                done = Attended(*qkv, found, found_lse, tile.mask, plan.scale)
-                grads = plan.kernel.backward(given, done)
+                own_out, own_lse, own_grad = (_rows(x, tile.q) for x in (out, lse, grad))
+                done = Attended(*qkv, own_out, own_lse, tile.mask, call.scale)
+                grads = call.kernel.backward(own_grad, done)
                 for total, at, part in zip(
                     (dq, *dkv), (tile.q, tile.k, tile.k), grads, strict=True
                 ):
@@ -130,19 +80,19 @@ def ring_backward(
         travelling.add(turn, dkv)
 
     try:
-        rotate(plan, k, v, attend)
+        rotate(call, wire, k, v, attend)
     finally:
         arrived = travelling.home()
     dk, dv = arrived.unbind(0)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _is_one_tile(plan: RingPlan) -> bool:
-    """Whether one call of the kernel does it all."""
-    if plan.size != 1 or len(plan.tiles[0]) != 1:
+def _is_one_tile(tiles: Tiles) -> bool:
+    """Return whether one call of the kernel does it all."""
+    if len(tiles) != 1 or len(tiles[0]) != 1:
         return False
-    (tile,), everything = plan.tiles[0], slice(None)
-    return all(isinstance(rows, slice) and rows == everything for rows in (tile.q, tile.k))
+    q, k = tiles[0][0].q, tiles[0][0].k
+    return isinstance(q, slice) and isinstance(k, slice) and q == k == slice(None)
 
 
 def _rows(x: Tensor, rows: slice | Tensor) -> Tensor:
@@ -195,22 +145,22 @@ class Merged:
 
 
 def rotate(
-    plan: RingPlan,
+    call: AttentionCall,
+    wire: Wire | None,
     k: Tensor,
     v: Tensor,
     attend: Callable[[int, Tensor, Tensor], None],
 ) -> None:
-    """Call `attend` with the keys and values of every ring rank, own ones first."""
-    at_hand = k if plan.size == 1 else _packed(k, v, plan)
-    for turn in range(plan.size):
+    """Call `attend` with the number of each round, and its keys and values; own ones first."""
+    size = len(call.kv_lens)
+    at_hand = k if size == 1 else _packed(k, v, call, wire)
+    for turn in range(size):
         shift = None
-        if turn < plan.size - 1:
-            shape = (*at_hand.shape[:-2], plan.kv_lens[plan.owner(turn + 1)], at_hand.shape[-1])
-            coming = _staged(plan, turn + 1, shape, at_hand)
-            name = f"keys and values, round {turn + 1}"
-            shift = _Shift(plan, at_hand, coming, name)
-        arrived = shift.wait() if shift is not None and plan.is_blocking else None
-        keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, plan.wire)
+        if turn < size - 1:
+            coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand), at_hand)
+            shift = _Shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
+        arrived = shift.wait() if shift is not None and not call.double_buffer else None
+        keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, wire)
         try:
             attend(turn, keys, values)
         finally:  # also after an error: memory that is written to must not be left
@@ -218,20 +168,25 @@ def rotate(
                 at_hand = shift.wait() if arrived is None else arrived
 
 
-def _packed(k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:
-    """(2, B, K, Sk, ...) what travels: packed once, and passed on as it came."""
-    if plan.wire is not None:
-        k, v = plan.wire.pack(k, plan.wire.k_centre), plan.wire.pack(v, plan.wire.v_centre)
-    packed = _staged(plan, 0, (2, *k.shape), k)
+def _shape_in(call: AttentionCall, turn: int, like: Tensor) -> tuple[int, ...]:
+    """(2, B, K, Sk, ...) of the keys and values of a round."""
+    return (*like.shape[:-2], call.kv_lens[call.owner(turn)], like.shape[-1])
+
+
+def _packed(k: Tensor, v: Tensor, call: AttentionCall, wire: Wire | None) -> Tensor:
+    """(2, B, K, Sk, ...) keys and values as they travel: packed once, passed on as they came."""
+    if wire is not None:
+        k, v = wire.pack(k, wire.k_centre), wire.pack(v, wire.v_centre)
+    packed = _staged(call, 0, (2, *k.shape), k)
     packed[0], packed[1] = k, v
     return packed
 
 
-def _staged(plan: RingPlan, turn: int, shape: Sequence[int], like: Tensor) -> Tensor:
+def _staged(call: AttentionCall, turn: int, shape: Sequence[int], like: Tensor) -> Tensor:
     """Memory for the keys and values of a round; the next one's is another, the one's after not."""
-    assert plan.group is not None
+    assert call.ring is not None
     role = f"keys and values, {'even' if turn % 2 == 0 else 'odd'} rounds"
-    return plan.group.staging.take(role, math.prod(shape), like).view(*shape)
+    return call.ring.staging.take(role, math.prod(shape), like).view(*shape)
 
 
 def _unpacked(rows: Tensor, dtype: torch.dtype, wire: Wire | None) -> tuple[Tensor, Tensor]:
@@ -248,28 +203,24 @@ class _Travelling:
     after R rounds they are where the keys came from.
     """
 
-    def __init__(self, plan: RingPlan, k: Tensor, wide: torch.dtype) -> None:
-        self._plan = plan
-        self._shape = (2, *k.shape)
-        self._wide = wide
+    def __init__(self, call: AttentionCall, k: Tensor) -> None:
+        self._call, self._k = call, k
         self._shift: _Shift | None = None
         self._sum: Tensor | None = None
 
     def add(self, turn: int, dkv: Tensor) -> None:
         """Add a round's part to what arrived, and pass it on."""
-        plan = self._plan
+        call = self._call
         self._sum = dkv if self._shift is None else dkv.add_(self._shift.wait())
-        if plan.size == 1:
-            return
-        shape = (*self._shape[:-2], plan.kv_lens[plan.owner(turn + 1)], self._shape[-1])
-        coming = self._sum.new_empty(shape)
-        self._shift = _Shift(plan, self._sum, coming, f"gradients, round {turn + 1}")
+        if call.ring is not None:
+            coming = dkv.new_empty(_shape_in(call, turn + 1, dkv))
+            self._shift = _Shift(call, self._sum, coming, f"gradients, round {turn + 1}")
 
     def home(self) -> Tensor:
         """(2, B, K, Sk, D) gradients of this rank's own keys and values."""
         if self._shift is not None:
             return self._shift.wait()
-        return torch.empty(self._shape) if self._sum is None else self._sum
+        return self._k.new_empty(2, *self._k.shape) if self._sum is None else self._sum
 
 
 class _Shift:
@@ -278,14 +229,14 @@ class _Shift:
     The one place where the ring puts tensors on the wire; posted when it is made.
     """
 
-    def __init__(self, plan: RingPlan, sent: Tensor, received: Tensor, name: str) -> None:
-        assert plan.group is not None
-        self._received = received
-        after, before = (plan.rank + 1) % plan.size, (plan.rank - 1) % plan.size
-        to, come = {after: sent.contiguous()}, {before: self._received}
-        self._transfers = Transfers(plan.group, f"step {plan.step}: ring ({name})", to, come)
+    def __init__(self, call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> None:
+        assert call.ring is not None
+        ring, self._received = call.ring, received
+        after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+        to, come = {after: sent.contiguous()}, {before: received}
+        self._transfers = Transfers(ring, f"{call.where}: ring ({name})", to, come)
 
     def wait(self) -> Tensor:
-        """What arrived."""
+        """Return what arrived."""
         self._transfers.wait()
         return self._received

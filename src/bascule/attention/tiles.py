@@ -10,6 +10,7 @@ Shapes: as in `api`; of packed sequences R ring ranks, n chunks of sequences on 
 """
 
 import math
+import zlib
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +23,10 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils.weak import WeakIdKeyDictionary
 
 from bascule.arrays import Ints, cumulative, ranges
+from bascule.attention.call import Tile
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import Run, SequenceLayout, positions_on
 from bascule.attention.mask import AttentionMask, PackedSequences
-from bascule.attention.ring import Tile
 from bascule.comm.groups import RankGroup
 from bascule.comm.staging import table_on
 from bascule.plan.sequences import Masks, Pairs, Stretch
@@ -34,6 +35,7 @@ Made = TypeVar("Made")
 
 _NUM_KEPT = 16  # layouts, heads and dtypes of one mask
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
+_MOST_READ = 1 << 18  # values of a mask that its digest reads one by one
 _LOST_AT = 8.0  # spacing of the numbers at a row's highest, of which scores of less than half go
 
 
@@ -60,19 +62,36 @@ def kept_of(mask: Tensor | None, key: Hashable, make: Callable[[], Made]) -> Mad
     return kept[key]
 
 
+def digest_of(mask: Tensor) -> str:
+    """Return what tells masks with other values apart; of large ones their sum and samples.
+
+    On other devices than the host only the shape, as the device would have to be waited for.
+    """
+    if not mask.is_cpu:
+        return str(tuple(mask.shape))
+    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mask.element_size()]
+    values = mask.detach().view(carrier)
+    step = (
+        1 if values.numel() <= _MOST_READ else values.numel() // _MOST_READ | 1
+    )  # odd: all columns
+    total, samples = int(values.sum(dtype=torch.int64)), values.flatten()[::step]
+    return f"{tuple(mask.shape)} {total} {zlib.crc32(samples.numpy().tobytes())}"
+
+
+def is_biased(layout: SequenceLayout, causal: bool) -> bool:
+    """Return whether tiles add something to the scores, where there is no mask."""
+    return causal and (layout.stripe > 0 or len(layout.segments) != 1)
+
+
 def tiles_of(
     layout: SequenceLayout, ring: int, mask: Tensor | None, causal: bool, q: Tensor
 ) -> list[list[Tile]]:
-    """By ring rank, what the queries of ring rank `ring` see of its keys.
+    """Return, by ring rank, what the queries of ring rank `ring` see of its keys.
 
-    Args:
-        layout: Which tokens each rank has.
-        ring: The rank that attends.
-        mask: (B or 1, H or 1, S or 1, S or 1) of the whole sequence: bool, or added to the scores.
-        causal: Whether a token sees only itself and those before it.
-        q: Queries, for their dtype and device.
+    `mask` is (B or 1, H or 1, S or 1, S or 1) of the whole sequence: bool, or added to the scores;
+    `q` has the dtype and device of the queries.
     """
-    if mask is not None or (causal and (layout.stripe or len(layout.segments) != 1)):
+    if mask is not None or is_biased(layout, causal):
         return [[tile] for tile in _masked(layout, ring, mask, causal, q)]
     everything = slice(None)
     tiles: list[list[Tile]] = []

@@ -1,153 +1,322 @@
-"""Attention of tokens that are shared over ranks, as one differentiable function.
+"""Attention of tokens that are shared over ranks: one forward, one backward, recorded once.
 
 Ulysses brings all tokens of some heads to a rank, the ring passes keys and values on, and Ulysses
-takes the output back. It is one function of autograd, not three: each costs the host as much as an
-exchange does.
+takes the output back. Autograd records all of it as one function; compilers, and checkpoints that
+choose what to keep, as one operator over the same two functions. An operator costs the host three
+times as much, which is why there are both.
 
-Source: USP (arXiv:2405.07719), here for packed sequences and for blocks of a sparse mask.
+Source: USP (arXiv:2405.07719), here also for packed sequences and for blocks of a sparse mask.
 
-Shapes: T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head width.
+Shapes: B batch, T tokens of this rank, S of its Ulysses ranks, H heads, K key-value heads, D head
+width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bascule.attention.ring import RingPlan, ring_backward, ring_forward
-from bascule.attention.ulysses import TokenOrder
-from bascule.comm.heads import HeadExchange
-from bascule.comm.transforms import refuse_second
+from bascule.attention import overlap
+from bascule.attention.call import AttentionCall
+from bascule.attention.mesh_calls import call_of
+from bascule.attention.ring import ring_backward, ring_forward
+from bascule.comm.guard.failures import telling
+from bascule.comm.transforms import NO_SECOND, is_recorded, refuse_second
+from bascule.comm.world import this_world
+from bascule.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedHeads:
-    """How Ulysses ranks bring all tokens of some heads together, and take them back.
-
-    Attributes:
-        exchange: Who has which tokens and heads; without B.
-        order: How the tokens lie where they are together.
-        num_heads: This rank's queries' and keys'.
-        to_heads: The call that brings tokens together.
-        to_tokens: The call that takes them back.
-    """
-
-    exchange: HeadExchange
-    order: TokenOrder
-    num_heads: tuple[int, int]
-    to_heads: str
-    to_tokens: str
-
-    def bring(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(1, S, this rank's heads of all three, D) of (T, heads, D) each. One all-to-all."""
-        return self.exchange.start_to_heads((q, k, v), self.to_heads, self.order.whole)()
-
-    def parts(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """(1, share of the heads, S, D) each, of what was brought together."""
-        num_q, num_kv = self.num_heads
-        return whole.transpose(1, 2).split_with_sizes((num_q, num_kv, num_kv), 1)
-
-    def bring_one(self, x: Tensor) -> Tensor:
-        """(1, share of the heads, S, D) of what has the heads of queries. One all-to-all."""
-        whole = self.exchange.start_to_heads((x,), self.to_heads, self.order.whole)()
-        return whole.transpose(1, 2)
-
-    def take_back(self, *xs: Tensor) -> list[Tensor]:
-        """From (1, share of the heads, S, D) each to (T, heads, D) each. One all-to-all."""
-        rows = (xs[0] if len(xs) == 1 else torch.cat(xs, 1)).transpose(1, 2)
-        heads = [x.shape[1] for x in xs]
-        return self.exchange.start_to_tokens(rows, heads, self.to_tokens, self.order.back)()
-
-
-def usp_attention(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, plan: RingPlan, heads: SharedHeads | None = None
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: AttentionCall,
+    mask: Tensor | None = None,
+    centres: Tensor | None = None,
 ) -> Tensor:
-    """Exact attention of this rank's tokens, (T, H, D) as q. Differentiable.
+    """Exact attention of this rank's tokens, as q. Differentiable.
 
     Two all-to-alls where heads are shared, and R - 1 exchanges with the neighbours of the ring;
     backward two and 2 R - 1.
 
     Args:
-        q_THD: Queries.
-        k_TKD: Keys; H is a multiple of K.
-        v_TKD: Values.
-        plan: What this rank does in each round of the ring.
-        heads: How Ulysses ranks share heads; None: this rank's tokens are all of its ring place.
+        q: Queries at home.
+        k: Keys; H is a multiple of K.
+        v: Values.
+        call: All else that is fixed.
+        mask: As `call.tiles` takes it.
+        centres: (2, B, K, 1, D) of keys and values, from which rows on the wire are differences.
     """
-    return _Attention.apply(q_THD, k_TKD, v_TKD, plan, heads)
+    if call.name and is_recorded():
+        return attend_op(q, k, v, mask, centres, call.sizes, call.name)[0]
+    return _Attention.apply(q, k, v, mask, centres, call)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, heads: SharedHeads | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        centres: Tensor | None,
+        call: AttentionCall,
     ) -> Tensor:
-        done = usp_forward(q, k, v, plan, heads)
-        ctx.plan, ctx.heads = plan, heads
-        ctx.save_for_backward(*done.rows, done.out, done.lse)
-        return done.own
+        own, *brought = forward(q, k, v, mask, centres, call)
+        kept = brought if call.heads is not None else (q, k, v, own, brought[-1])
+        ctx.save_for_backward(mask, centres, *kept)
+        ctx.call = call
+        return own
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second(grads[0])
-        saved = ctx.saved_tensors  # first: checkpointing may compute them, with calls of its own
-        return *usp_backward(grads[0], saved, ctx.plan, ctx.heads), None, None
+        mask, centres, *kept = ctx.saved_tensors
+        return *backward(grads[0], kept, mask, centres, ctx.call), None, None, None
 
 
-class Forward(NamedTuple):
-    """What the forward computed.
+class Done(NamedTuple):
+    """Results of the forward.
 
     Attributes:
-        own: (T, H, D) the output of this rank's tokens.
-        whole: (1, S, heads of all three, D) what was brought together; None without shared heads.
-        rows: (1, heads, S, D) each, what was attended: q, k and v.
-        out: (1, heads, S, D) the output.
-        lse: (1, heads, S) its LSE.
+        own: The output at home.
+        whole: (B, S, this rank's heads of q, k and v, D); None where no heads are shared.
+        out: (B, S, heads of q, D) the output of the same; None likewise.
+        lse: (B, heads of q, S) its LSE.
     """
 
     own: Tensor
     whole: Tensor | None
-    rows: tuple[Tensor, ...]
-    out: Tensor
+    out: Tensor | None
     lse: Tensor
 
 
-def usp_forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: RingPlan, heads: SharedHeads | None
-) -> Forward:
-    """The forward of `usp_attention`, which autograd does not record."""
-    whole = None
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    centres: Tensor | None,
+    call: AttentionCall,
+) -> Done:
+    """Compute what `attend` does; autograd does not record it."""
+    tiles, heads = call.tiles(mask), call.heads
+    rows = None if call.wire is None else call.rows(centres, q.dtype)
+    wire = None if rows is None else rows.mine
     if heads is None:
-        q, k, v = rows = by_head(q), by_head(k), by_head(v)
+        out, lse = ring_forward(_by_head(q), _by_head(k), _by_head(v), tiles, call, wire)
+        # In place: a view could not be written to by who gets it.
+        done = Done(out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse)
+        call.count()
+        return done
+    xs = [x[None] if x.dim() == 3 else x.transpose(1, 2) for x in (q, k, v)]
+    if call.overlap:
+        own, whole, out, lse = overlap.forward(xs, tiles, call, rows)
     else:
-        whole = heads.bring(q, k, v)
-        q, k, v = rows = heads.parts(whole)
-    out, lse = ring_forward(q, k, v, plan)
-    if heads is None:
-        kept = out.detach()
-        own = out.transpose_(1, 2).squeeze_(0)  # in place: a view could not be written to
-        return Forward(own, None, rows, kept, lse)
-    (own,) = heads.take_back(out)
-    return Forward(own, whole, rows, out, lse)
+        sent = xs if rows is None else rows.packed(xs)
+        whole = heads.start_to_heads(sent, call.where)()
+        if rows is not None:
+            num = heads.own_kv_heads
+            parts = whole.split([whole.shape[2] - 2 * num, num, num], 2)
+            whole = torch.cat(list(rows.unpacked(parts)), 2)
+        out, lse = ring_forward(*_parts(whole, heads.own_kv_heads), tiles, call, wire)
+        out = out.transpose(1, 2)
+        sent_out = out if rows is None else rows.packed_out(out)
+        (own,) = heads.start_to_tokens(sent_out, [out.shape[2]], call.where)()
+        if rows is not None:
+            own = rows.unpacked_out(own, rows.wire)
+    if rows is not None:
+        own = own.clone()
+    call.count()
+    return Done(own.transpose_(1, 2) if q.dim() == 4 else own.squeeze_(0), whole, out, lse)
 
 
-def usp_backward(
+def backward(
     grad: Tensor,
-    saved: Sequence[Tensor],
-    plan: RingPlan,
-    heads: SharedHeads | None,
+    kept: Sequence[Tensor],
+    mask: Tensor | None,
+    centres: Tensor | None,
+    call: AttentionCall,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k and v at home; `saved` are the rows, the output and the LSE."""
-    grad = by_head(grad) if heads is None else heads.bring_one(grad)
-    q, k, v, out, lse = saved
-    found = ring_backward(grad, q, k, v, out, lse, plan)
-    if heads is None:
-        return tuple(x.transpose(1, 2)[0] for x in found)
-    return tuple(heads.take_back(*found))
+    """Return gradients of q, k and v at home.
+
+    `kept` are `whole`, `out` and `lse` of the forward; where no heads are shared q, k, v, the
+    output at home and its LSE.
+    """
+    tiles, heads = call.tiles(mask), call.heads
+    rows = None if call.wire is None else call.rows(centres, grad.dtype)
+    wire = None if rows is None else rows.mine
+    with telling(f"{call.where}, backward"):
+        if heads is None:
+            *tensors, lse = kept
+            saved = [*map(_by_head, tensors), lse]
+            grads = ring_backward(_by_head(grad), saved, tiles, call, wire)
+            return tuple(grads) if grad.dim() == 4 else tuple(x[0].transpose(0, 1) for x in grads)
+        whole, out, lse = kept
+        saved = *_parts(whole, heads.own_kv_heads), out.transpose(1, 2), lse
+        home = grad[None] if grad.dim() == 3 else grad.transpose(1, 2)
+        grad_here = heads.start_to_heads([home], call.where)().transpose(1, 2)
+        grads = ring_backward(grad_here, saved, tiles, call, wire)
+        together = torch.cat(grads, 1).transpose(1, 2)
+        own = heads.start_to_tokens(together, [x.shape[1] for x in grads], call.where)()
+    return tuple(x.transpose(1, 2) if grad.dim() == 4 else x[0] for x in own)
 
 
-def by_head(x: Tensor) -> Tensor:
-    """(1, heads, T, D) of (T, heads, D)."""
-    return x.transpose(0, 1)[None]
+def _by_head(x: Tensor) -> Tensor:
+    """(B, heads, T, D) of a tensor at home."""
+    return x if x.dim() == 4 else x.transpose(0, 1)[None]
+
+
+def _parts(whole: Tensor, own: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, heads, S, D) queries, keys and values, of which the last two have `own` heads."""
+    q, k, v = whole.transpose(1, 2).split([whole.shape[2] - 2 * own, own, own], 1)
+    return q, k, v
+
+
+# --- the same as operators of torch ---------------------------------------------------------------
+
+
+def find_call(
+    name: str, sizes: Sequence[int], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> AttentionCall:
+    """Return the call of a name: of a mesh, or of a step, which goes by its number."""
+    if name.startswith("mesh"):
+        return call_of(name, sizes, q, k, mask)
+    return this_world().steps.find(sizes[3]).find_call(name, q, k, v)
+
+
+# Defined by their schemas: `custom_op` costs 25 microseconds more a call. No output is a part of
+# another tensor. Where no heads are shared, `whole` and `out` are empty.
+torch.library.define(
+    "bascule::attend",
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? centres, SymInt[] sizes, str call)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+torch.library.define(
+    "bascule::attend_backward",
+    "(Tensor grad, Tensor[] kept, Tensor? mask, Tensor? centres, SymInt[] sizes, str call)"
+    " -> Tensor[]",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+attend_op = torch.ops.bascule.attend.default
+_backward_op = torch.ops.bascule.attend_backward.default
+
+
+@torch.library.impl("bascule::attend", "CompositeExplicitAutograd")
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    centres: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    call = find_call(name, sizes, q, k, v, mask)
+    with telling(call.where):
+        own, whole, out, lse = forward(q, k, v, mask, centres, call)
+    own = own_memory(own) if q.dim() == 3 else own_memory(own.transpose(1, 2)).transpose(1, 2)
+    nothing = q.new_empty(0) if whole is None else whole
+    return own, nothing, q.new_empty(0) if out is None else own_memory(out), own_memory(lse)
+
+
+@torch.library.register_fake("bascule::attend")
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    centres: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    together, num_q, num_kv = sizes[:3]
+    batch, wide = q.shape[0] if q.dim() == 4 else 1, torch.promote_types(q.dtype, torch.float32)
+    own = _empty_at_home(q, q)
+    if not num_q:
+        return own, q.new_empty(0), q.new_empty(0), q.new_empty(_by_head(q).shape[:3], dtype=wide)
+    whole = q.new_empty(batch, together, num_q + 2 * num_kv, q.shape[-1])
+    out = q.new_empty(batch, together, num_q, q.shape[-1])
+    return own, whole, out, q.new_empty(batch, num_q, together, dtype=wide)
+
+
+@torch.library.impl("bascule::attend_backward", "CompositeExplicitAutograd")
+def _attend_backward(
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    mask: Tensor | None,
+    centres: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
+) -> list[Tensor]:
+    k = _keys_like(grad, kept, sizes)
+    call = find_call(name, sizes, grad, k, k, mask)
+    grads = backward(grad, kept, mask, centres, call)
+    if grad.dim() == 4:
+        return [own_memory(x.transpose(1, 2)).transpose(1, 2) for x in grads]
+    return list(map(own_memory, grads))
+
+
+@torch.library.register_fake("bascule::attend_backward")
+def _(
+    grad: Tensor,
+    kept: Sequence[Tensor],
+    mask: Tensor | None,
+    centres: Tensor | None,
+    sizes: Sequence[int],
+    name: str,
+) -> list[Tensor]:
+    k = _keys_like(grad, kept, sizes)
+    return [_empty_at_home(x, grad) for x in (grad, k, k)]
+
+
+def _keys_like(grad: Tensor, kept: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return a tensor of the keys' shape and dtype, whose values mean nothing."""
+    if not sizes[1]:
+        return kept[1]
+    shape = list(grad.shape)
+    dim = 1  # of heads
+    shape[dim] = grad.shape[dim] // (sizes[1] // sizes[2])
+    return grad.new_empty(()).expand(shape)
+
+
+def _empty_at_home(x: Tensor, like: Tensor) -> Tensor:
+    """Return memory of the shape of `x`, contiguous as (B, T, H, D) or (T, H, D)."""
+    if x.dim() == 3:
+        return like.new_empty(x.shape)
+    return like.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+
+
+def own_memory(x: Tensor) -> Tensor:
+    """Return a contiguous tensor with its own storage: no operator may return part of another."""
+    is_part = x.untyped_storage().nbytes() != x.numel() * x.element_size() or not x.numel()
+    return x.clone(memory_format=torch.contiguous_format) if is_part else x.contiguous()
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, mask, centres, sizes, name = inputs
+    own, *brought = output
+    kept = brought if sizes[1] else (q, k, v, own, brought[-1])
+    ctx.save_for_backward(mask, centres, *kept)
+    ctx.mark_non_differentiable(*brought)
+    ctx.set_materialize_grads(False)  # of those: they are large
+    ctx.settings = sizes, name
+
+
+def _gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
+    refuse_second(grad)
+    mask, centres, *kept = ctx.saved_tensors
+    return *_backward_op(grad, kept, mask, centres, *ctx.settings), *(None,) * 4
+
+
+def _no_second(ctx: Any, *grads: Any) -> Any:
+    raise ConfigError(NO_SECOND)
+
+
+torch.library.register_autograd("bascule::attend", _gradients, setup_context=_keep)
+torch.library.register_autograd("bascule::attend_backward", _no_second)

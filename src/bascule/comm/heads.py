@@ -48,7 +48,7 @@ class _Run:
         """(B, T, ranks, share, D) of each tensor with the heads of all ranks."""
         if self.heads is not None:
             pairs = zip(xs, self.heads, strict=True)
-            xs = [x.narrow(-2, first, num_heads) for x, (first, num_heads) in pairs]
+            xs = [x.narrow(2, first, num_heads) for x, (first, num_heads) in pairs]
         return [x.view(shape) for x, shape in zip(xs, self.views, strict=True)]
 
 
@@ -79,14 +79,25 @@ class HeadExchange:
         group: The Ulysses ranks.
         shares: Key-value heads of each; query heads, and packed rows, go with theirs.
         lens: (U,) tokens that each rank brings.
-        has_batch: Whether tensors at home have B; otherwise they are (T, heads, D), and B is 1.
+        order: Which of the tokens, as they come, is at each place where all are together: (S,)
+            numbers, or slices one after the other; None: as they come.
+        back: The inverse.
+        first_kv_head: Of this rank.
+        own_kv_heads: How many this rank has.
     """
 
     group: RankGroup
     shares: HeadShares
     lens: Sequence[int]
-    has_batch: bool = True
+    order: "Tensor | Sequence[slice] | None" = None
+    back: "Tensor | Sequence[slice] | None" = None
+    first_kv_head: int = field(init=False)
+    own_kv_heads: int = field(init=False)
     _forms: dict[Hashable, _Form] = field(default_factory=dict[Hashable, _Form], repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "first_kv_head", self.shares.first(self.group.rank))
+        object.__setattr__(self, "own_kv_heads", self.shares.of(self.group.rank))
 
     @property
     def own_tokens(self) -> slice:
@@ -96,22 +107,15 @@ class HeadExchange:
 
     def own_heads(self, x: Tensor) -> Tensor:
         """(B, T, share of the heads, D) this rank's heads of its own tokens."""
-        each, rank = x.shape[2] // self.shares.num_kv_heads, self.group.rank
-        return x.narrow(2, self.shares.first(rank) * each, self.shares.of(rank) * each)
+        each = x.shape[2] // self.shares.num_kv_heads
+        return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
 
-    def start_to_heads(
-        self, xs: Sequence[Tensor], where: str, order: Tensor | None = None
-    ) -> Callable[[], Tensor]:
+    def start_to_heads(self, xs: Sequence[Tensor], where: str) -> Callable[[], Tensor]:
         """Send tensors at home; what is returned waits for (B, S, share of all heads, D).
 
         The result has memory of its own, and this rank's heads of all tensors side by side.
-
-        Args:
-            xs: Tensors at home.
-            where: The call, as errors name it.
-            order: (S,) which of the tokens, as they come, is at each place; None: as they come.
         """
-        form = self._form_at_home(xs)
+        form, order = self._form_at_home(xs), self.order
         sent = self.group.staging.take("sent", sum(form.by_heads), xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
@@ -122,6 +126,7 @@ class HeadExchange:
         else:
             received = self.group.staging.take("received", sum(form.by_tokens), xs[0])
             rows = received.view(form.whole)
+        where = f"{where}: all_to_all (tokens to heads)"
         moving = AllToAll(self.group, where, received, sent, form.by_tokens, form.by_heads)
 
         def finish() -> Tensor:
@@ -130,28 +135,25 @@ class HeadExchange:
             if batch > 1:
                 come = [part.view(batch, -1) for part in received.split(form.by_tokens)]
                 whole = torch.cat(come, dim=1).view(form.whole)
-            return whole if order is None else whole.index_select(1, order)
+            return whole if order is None else _ordered(whole, order)
 
         return finish
 
     def start_to_tokens(
-        self, rows: Tensor, heads: Sequence[int], where: str, order: Tensor | None = None
+        self, rows: Tensor, heads: Sequence[int], where: str
     ) -> Callable[[], list[Tensor]]:
-        """The inverse: send (B, S, share of all heads, D), wait for tensors at home.
+        """Send (B, S, share of all heads, D) back; what is returned waits for tensors at home.
 
-        Args:
-            rows: This rank's heads of all tensors side by side.
-            heads: How many of each.
-            where: The call, as errors name it.
-            order: (S,) as for `start_to_heads`, the inverse.
+        `rows` are this rank's heads of all tensors side by side, so many of each.
         """
         form = self._form_of_heads(rows, heads)
-        if order is not None:
-            rows = rows.index_select(1, order)
+        if self.back is not None:
+            rows = _ordered(rows, self.back)
         if form.whole[0] > 1:
             rows = torch.cat([part.reshape(-1) for part in rows.split(list(self.lens), dim=1)])
         sent = rows.contiguous().view(-1)
         received = self.group.staging.take("received", sum(form.by_heads), rows)
+        where = f"{where}: all_to_all (heads to tokens)"
         moving = AllToAll(self.group, where, received, sent, form.by_heads, form.by_tokens)
 
         def finish() -> list[Tensor]:
@@ -170,17 +172,16 @@ class HeadExchange:
         key = (xs[0].dtype, *[x.shape for x in xs])
         form = self._forms.get(key)
         if form is None:
-            batch = xs[0].shape[0] if self.has_batch else 1
-            factors = [x.shape[-2] // self.shares.num_kv_heads for x in xs]
-            form = self._keep(key, self._made(xs[0], batch, factors))
+            factors = [x.shape[2] // self.shares.num_kv_heads for x in xs]
+            form = self._keep(key, self._made(xs[0], factors))
         return form
 
     def _form_of_heads(self, rows: Tensor, heads: Sequence[int]) -> _Form:
         key = (rows.dtype, rows.shape, *heads)
         form = self._forms.get(key)
         if form is None:
-            factors = [num // self.shares.of(self.group.rank) for num in heads]
-            form = self._keep(key, self._made(rows, rows.shape[0], factors))
+            factors = [num // self.own_kv_heads for num in heads]
+            form = self._keep(key, self._made(rows, factors))
         return form
 
     def _keep(self, key: Hashable, form: _Form) -> _Form:
@@ -189,16 +190,15 @@ class HeadExchange:
         self._forms[key] = form
         return form
 
-    def _made(self, x: Tensor, batch: int, factors: list[int]) -> _Form:
-        """For tensors with so many heads for each key-value head."""
-        shares, rank, width = self.shares, self.group.rank, x.shape[-1]
+    def _made(self, x: Tensor, factors: list[int]) -> _Form:
+        """Return that of tensors with so many heads for each key-value head."""
+        shares, rank, batch, width = self.shares, self.group.rank, x.shape[0], x.shape[-1]
         tokens, own, each = self.lens[rank], shares.of(rank), sum(factors)
-        home = (batch, tokens) if self.has_batch else (tokens,)
         return _Form(
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
             by_tokens=[batch * num * each * width * own for num in self.lens],
             whole=(batch, sum(self.lens), each * own, width),
-            homes=[(*home, factor * shares.num_kv_heads, width) for factor in factors],
+            homes=[(batch, tokens, num * shares.num_kv_heads, width) for num in factors],
             runs=self._runs(batch, tokens, factors, width),
         )
 
@@ -225,3 +225,10 @@ class HeadExchange:
             )
             first, start = first + of_run, start + num_ranks * batch * tokens * row
         return runs
+
+
+def _ordered(rows: Tensor, order: Tensor | Sequence[slice]) -> Tensor:
+    """(B, S, ...) tokens in another order."""
+    if isinstance(order, Tensor):
+        return rows.index_select(1, order)
+    return torch.cat([rows[:, part] for part in order], dim=1)

@@ -1,10 +1,11 @@
 """This rank's place among the ranks that attend together."""
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +35,14 @@ class AttentionMesh:
         ulysses: The ranks that share heads; None if U is 1.
         whole: All ranks, by ring rank, then by Ulysses rank; None for one rank.
         name: The process groups and the order of their ranks, by which operators find them.
+        kept: What calls of attention on this mesh need again, by their form.
     """
 
     ring: RankGroup | None
     ulysses: RankGroup | None
     whole: RankGroup | None
     name: str = field(init=False)
+    kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", _SEPARATOR.join(map(_name_of, self.groups)))

@@ -68,9 +68,10 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
         raise ConfigError(f"{what} under torch.vmap: give the batch as a dim of the tensors")
     if kind == TransformType.Grad:
         raise ConfigError(f"{what} within torch.func.grad or vjp: use torch.autograd.grad")
-    has_tangent = kind == TransformType.Jvp or any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    )
+    has_tangent = kind == TransformType.Jvp
+    for x in tensors:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            has_tangent = True
     if has_tangent:
         raise ConfigError(
             f"{what} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
@@ -79,11 +80,13 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
 
 
 def is_recorded() -> bool:
-    """Whether torch notes operators: a compiler, or checkpointing that chooses what to keep."""
-    if torch.compiler.is_compiling():
+    """Return whether torch notes operators: a compiler, make_fx, a checkpoint that chooses."""
+    if torch.compiler.is_compiling() or _get_tracing_state() is not None:
         return True
     if not _len_torch_dispatch_stack():
         return False
+    if _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
+        return True
     choosing = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     return any(isinstance(mode, choosing) for mode in _get_current_dispatch_mode_stack())
 

@@ -5,7 +5,7 @@ Shapes: as in `registry`.
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -103,42 +103,40 @@ def forward_each(
     mask: AttentionMask,
     scale: float,
 ) -> OutLse:
-    """Out and LSE of packed sequences, by a `forward` that takes one at a time."""
+    """Return out and LSE of packed sequences, by a `forward` that takes one at a time."""
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:3], -math.inf, dtype=wide_dtype(q), device=q.device)
-    for alone, of_queries, of_keys in _each_sequence(mask, (q, out, lse), (k, v)):
-        part = attend(of_queries[0], of_keys[0], of_keys[1], alone, scale)
-        for whole, found in zip(of_queries[1:], part, strict=True):
-            whole.copy_(found)
+    alone = AttentionMask(causal=mask.causal)
+    for q_, out_, lse_, k_, v_ in _by_sequence(mask, [q, out, lse], [k, v]):
+        if q_.shape[2] and k_.shape[2]:
+            part, part_lse = attend(q_, k_, v_, alone, scale)
+            out_.copy_(part)
+            lse_.copy_(part_lse)
     return out, lse
 
 
 def backward_each(kernel: AttentionKernel, grad: Tensor, done: Attended) -> Grads:
-    """Gradients of `forward_each`."""
+    """Return the gradients of `forward_each`."""
     q, k, v, out, lse, mask, scale = done
     dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
-    for alone, of_queries, of_keys in _each_sequence(mask, (dq, grad, q, out, lse), (dk, dv, k, v)):
-        (to_q, grad_, q_, out_, lse_), (to_k, to_v, k_, v_) = of_queries, of_keys
-        parts = kernel.backward(grad_, Attended(q_, k_, v_, out_, lse_, alone, scale))
-        for whole, found in zip((to_q, to_k, to_v), parts, strict=True):
-            whole.copy_(found)
+    alone = AttentionMask(causal=mask.causal)
+    of_queries, of_keys = [dq, grad, q, out, lse], [dk, dv, k, v]
+    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _by_sequence(mask, of_queries, of_keys):
+        if q_.shape[2] and k_.shape[2]:
+            parts = kernel.backward(grad_, Attended(q_, k_, v_, out_, lse_, alone, scale))
+            for total, part in zip((dq_, dk_, dv_), parts, strict=True):
+                total.copy_(part)
     return dq, dk, dv
 
 
-def _each_sequence(
+def _by_sequence(
     mask: AttentionMask, of_queries: Sequence[Tensor], of_keys: Sequence[Tensor]
-) -> Iterator[tuple[AttentionMask, list[Tensor], list[Tensor]]]:
-    """The parts of (1, H, S, ...) tensors that belong to a sequence with queries and keys."""
+) -> Iterable[tuple[Tensor, ...]]:
+    """Return, by sequence, its parts of (1, H, S, ...) tensors: those of queries, then of keys."""
     assert mask.packed is not None
     q_lens, k_lens = mask.packed.seq_lens, mask.packed.kv_lens
-    queries, keys = (
-        zip(*(x.split(lens, dim=2) for x in xs), strict=True)
-        for xs, lens in ((of_queries, q_lens), (of_keys, k_lens))
-    )
-    alone = AttentionMask(causal=mask.causal)
-    for q, k in zip(queries, keys, strict=True):
-        if q[0].shape[2] and k[0].shape[2]:
-            yield alone, list(q), list(k)
+    queries, keys = [x.split(q_lens, 2) for x in of_queries], [x.split(k_lens, 2) for x in of_keys]
+    return zip(*queries, *keys, strict=True)
 
 
 def no_module(name: str) -> str | None:

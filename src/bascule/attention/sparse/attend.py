@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
 from bascule.arrays import Bools, Ints
-from bascule.attention.call_spec import check_settings, check_tensors, naming, with_positive_scale
+from bascule.attention import usp
+from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
 from bascule.attention.sparse.rules import pooled
 from bascule.attention.sparse.tables import SparseTables, rank_of, tables_of
-from bascule.attention.usp import usp_attention
 from bascule.comm.agree import agree_once
 from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
@@ -128,7 +128,7 @@ def attend_sparse(
     kernel: str | None = None,
 ) -> tuple[Tensor, Bools]:
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
-    check_settings("sparse_attention", False, scale, kernel)
+    check_settings("sparse_attention", False, scale)
     check_tensors("sparse_attention", q, k, v)
     of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
     if isinstance(seen, WholeMasks):
@@ -150,20 +150,19 @@ def attend_sparse(
     _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form, digest)
     tables = tables_of(plan, ranks, q.shape[0], q.device)
     q, factor = with_positive_scale(q, scale)
-    with naming("sparse_attention", (q, k, v)):
-        with record_function(EXCHANGE_SPAN):
-            here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
-        with record_function(MASKS_SPAN):
-            if isinstance(seen, PooledRule):
-                masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
-            else:
-                masks = seen(tables.rows)
-            masks = _checked(tables, masks)
-            ring = tables.ring(q, masks, factor, kernel)
-        q_X1D, k_X1D, v_X1D = (x[0, 0][:, None] for x in (here_q, here_k, here_v))
-        out = usp_attention(q_X1D, k_X1D, v_X1D, ring)
-        with record_function(EXCHANGE_SPAN):
-            rows = tables.take_home(out[:, 0])
+    with record_function(EXCHANGE_SPAN):
+        here_q, here_k, here_v = tables.bring([x.reshape(-1, x.shape[3]) for x in (q, k, v)])
+    with record_function(MASKS_SPAN):
+        if isinstance(seen, PooledRule):
+            masks = _kept(seen, tables, here_q.detach(), here_k.detach(), factor)
+        else:
+            masks = seen(tables.rows)
+        masks = _checked(tables, masks)
+        call = tables.call(q, masks, factor, kernel)
+    q_X1D, k_X1D, v_X1D = (x[0, 0][:, None] for x in (here_q, here_k, here_v))
+    out = usp.attend(q_X1D, k_X1D, v_X1D, call)
+    with record_function(EXCHANGE_SPAN):
+        rows = tables.take_home(out[:, 0])
     return rows.view(q.shape[0], q.shape[1], -1, q.shape[3]), masks
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Bools, Ints, cumulative
+from bascule.attention.call import AttentionCall, Tile
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
-from bascule.attention.ring import RingPlan, Tile
 from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.staging import table_on
@@ -106,16 +106,17 @@ class SparseTables:
             for owner in range(self.rank % degree, self.plan.num_ranks, degree)
         ]
 
-    def ring(self, q: Tensor, masks: Bools, scale: float, kernel: str | None) -> RingPlan:
-        """What this rank does in each round: tiles of blocks."""
+    def call(self, q: Tensor, masks: Bools, scale: float, kernel: str | None) -> AttentionCall:
+        """Return the attention of the rows of this rank to the blocks that they see."""
         plan, everything = self.plan, slice(None)
-        return RingPlan(
-            group=self.ranks.ring,
+        tiles = [
+            [Tile(everything, everything, AttentionMask(blocks=self._blocks(there, masks)))]
+            for there in self.kv_rows
+        ]
+        return AttentionCall(
+            ring=self.ranks.ring,
             kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
-            tiles=[
-                [Tile(everything, everything, AttentionMask(blocks=self._blocks(there, masks)))]
-                for there in self.kv_rows
-            ],
+            tiles=lambda _: tiles,
             kernel=select_kernel(
                 kernel,
                 q.device.type,
@@ -124,6 +125,7 @@ class SparseTables:
                 block=int(max(plan.q.lens.max(initial=1), plan.kv.lens.max(initial=1))),
             ),
             scale=scale,
+            where="sparse attention",
         )
 
     def _blocks(self, keys: PackedRows, masks: Bools) -> BlockRows:

@@ -1,8 +1,8 @@
 """torch.compile of a split model in place, as one graph, and the modes that its ranks can run.
 
 Inductor's `reorder_for_compute_comm_overlap` is not offered: it moves torch's own collectives, and
-those of a split model are within operators of `attention.ops`, which overlap them themselves; the
-code that it generates is the same, to the letter.
+those of a split model are within the operators of `attention.usp`, which overlap them themselves;
+the code that it generates is the same, to the letter.
 """
 
 from collections.abc import Callable

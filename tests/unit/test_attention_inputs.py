@@ -1,62 +1,13 @@
-"""The fixed part of a call of attention: text, digests, settings, and the tensors it takes."""
+"""Tensors, settings and masks that are given to attention."""
 
-import itertools
-from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
-from bascule.attention.call_marks import digest_of, rows_of_call
-from bascule.attention.call_spec import (
-    CallSpec,
-    check_settings,
-    check_tensors,
-    spec_of,
-    with_positive_scale,
-)
-from bascule.comm.wire import Wire
+from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
+from bascule.attention.tiles import digest_of
 from bascule.errors import ConfigError
-
-SPEC = CallSpec("mesh:", 8, 4, True, 3, True, 0.125, "plain", "int8", "rows")
-OTHER: dict[str, Any] = {
-    "mesh": "other:",
-    "num_heads": 12,
-    "num_kv_heads": 2,
-    "zigzag": False,
-    "stripe": 0,
-    "causal": False,
-    "scale": 0.1 + 0.2,
-    "kernel": "",
-    "wire": "",
-    "rows": "others",
-    "is_blocking": True,
-}
-
-
-def test_a_call_is_what_its_text_says() -> None:
-    assert set(OTHER) == {field.name for field in fields(CallSpec)}
-    texts = {SPEC.text}
-    for name, value in OTHER.items():
-        changed = replace(SPEC, **{name: value})
-        assert spec_of(changed.text) == changed != SPEC
-        texts.add(changed.text)
-    assert spec_of(SPEC.text) == SPEC and len(texts) == 1 + len(OTHER)
-    assert spec_of(CallSpec("").text) == CallSpec("")
-
-
-def test_rows_of_a_call_tell_all_that_changes_them() -> None:
-    q, mask = torch.zeros(1, 2, 3, 8), torch.zeros(3, 3)
-    centre = torch.zeros(1, 2, 1, 8)
-    tensors = (q, q.double(), q[..., :4])
-    masks = (None, mask, mask[None], mask.bool())
-    wires = (
-        *(None, Wire("int8"), Wire("e4m3"), Wire("int8", takes_centres=True)),
-        *(Wire("int8", centre), Wire("int8", None, centre), Wire("int8", centre, centre)),
-    )
-    cases = list(itertools.product(tensors, wires, masks, ((), (0,), (1,))))
-    assert len({rows_of_call(*case) for case in cases}) == len(cases)
-    assert rows_of_call(q + 1, None, mask + 1, ()) == rows_of_call(q, None, mask, ())
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64])
@@ -80,7 +31,7 @@ def test_a_mask_with_other_values_has_another_digest(dtype: torch.dtype, size: i
         inside[0, 0] = not inside[0, 0]
         assert digest_of(inside) != before
     assert digest_of(mask[:0]) != digest_of(mask[:, :0])
-    assert digest_of(None) == "none" != digest_of(mask.to("meta")) == str((size, size))
+    assert digest_of(mask.to("meta")) == str((size, size))
 
 
 def test_scores_are_the_same_under_a_positive_scale() -> None:
@@ -102,13 +53,12 @@ def test_scores_are_the_same_under_a_positive_scale() -> None:
         {"scale": True},
         {"scale": float("inf")},
         {"scale": float("nan")},
-        {"kernel": 1},
     ],
 )
 def test_settings_that_attention_does_not_have_are_refused(given_: dict[str, Any]) -> None:
     right: dict[str, Any] = {"causal": False, "scale": None}
     for scale in (None, 1, -0.5, 0.0):
-        check_settings("attention", **{**right, "scale": scale, "kernel": "plain"})
+        check_settings("attention", **{**right, "scale": scale})
     with pytest.raises(ConfigError):
         check_settings("attention", **{**right, **given_})
 

@@ -1,0 +1,181 @@
+"""Calls of attention over a mesh, found by their names and made when they are first used.
+
+A name is text, so that compilers take it for a constant: the mesh, how tokens lie, and settings.
+The sizes beside it are numbers, which may be symbols: S and this rank's heads of queries and of
+keys (0 each where no heads are shared), then the segments of the layout.
+"""
+
+from ast import literal_eval
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bascule.attention.call import AttentionCall, Tiles
+from bascule.attention.kernels.registry import select_kernel
+from bascule.attention.layout import SequenceLayout, num_tokens
+from bascule.attention.tiles import digest_of, is_biased, kept_of, tiles_of
+from bascule.attention.tokens import layout_on
+from bascule.comm import wire as wires
+from bascule.comm.agree import agree_once
+from bascule.comm.heads import HeadExchange
+from bascule.comm.mesh import AttentionMesh, mesh_named
+from bascule.comm.wire import Format
+from bascule.errors import ConfigError
+from bascule.plan.traffic import HeadShares
+
+_NUM_KEPT = 256  # forms of calls on a mesh
+
+
+def look(x: Tensor | None) -> object:
+    """What tells forms of tensors apart."""
+    if not isinstance(x, Tensor) or x.is_nested:
+        return type(x)
+    return x.shape, x.dtype, x.device, x.layout, x.requires_grad
+
+
+class Settings(NamedTuple):
+    """What a name says besides the mesh and the layout; see `attention` and `AttentionOptions`."""
+
+    replicated: tuple[int, ...]
+    causal: bool
+    scale: float | None
+    factor: float
+    kernel: str | None
+    wire: Format | None
+    centres: str
+    overlap: bool
+    double_buffer: bool
+
+
+def _read(name: str, sizes: Sequence[int]) -> tuple[AttentionMesh, SequenceLayout, Settings]:
+    """Return what the name and sizes of a call say."""
+    form, _, settings = name.partition("\n")[2].rpartition("\n")
+    return *layout_on(form, sizes[3:]), Settings(*literal_eval(settings))
+
+
+def call_of(
+    name: str, sizes: Sequence[int], q: Tensor, k: Tensor, mask: Tensor | None
+) -> AttentionCall:
+    """Return the call of a name; made, and agreed on by all ranks, when it is first used."""
+    kept = mesh_named(name.split("\n")[1]).kept
+    key = name, tuple(sizes), q.shape, k.shape, q.dtype, q.device, look(mask)
+    call = kept.get(key)
+    if call is None:
+        mesh, layout, settings = _read(name, sizes)
+        _agree(mesh, layout, settings, q, k, mask)
+        call = _made(mesh, layout, settings, q, k, mask is not None)
+        call = replace(call, name=name, sizes=tuple(sizes))
+        keep(kept, key, call)
+    return call
+
+
+def keep(kept: dict[Hashable, Any], key: Hashable, one: object) -> None:
+    """Keep something of a mesh under a key."""
+    if len(kept) >= _NUM_KEPT:
+        kept.clear()
+    kept[key] = one
+
+
+def _agree(
+    mesh: AttentionMesh,
+    layout: SequenceLayout,
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+) -> None:
+    """Make sure that all ranks mean the same, and have the tokens of the layout; one all-gather."""
+    heads = f"batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim {q.shape[3]}"
+    rows = f"{heads}, {q.dtype}"
+    if settings.wire is not None:
+        rows = f"{rows} as {settings.wire}{settings.centres}"
+    if mask is not None:
+        rows = f"{rows}, mask of {mask.dim()} dims, {mask.dtype}"
+    text = (
+        f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, stripe={layout.stripe}, "
+        f"replicated segments {settings.replicated}, {rows}, causal={settings.causal}, "
+        f"scale={settings.scale}, kernel {settings.kernel}"
+    )
+    alike = {"the call": text, "the mask": "none" if mask is None else digest_of(mask)}
+
+    def say() -> tuple[dict[str, str], ConfigError | None]:
+        wanted, error = num_tokens(layout.own_runs(*mesh.place)), None
+        if q.shape[2] != wanted:
+            error = ConfigError(
+                f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
+                f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
+            )
+        return alike, error
+
+    form = q.shape[2], *alike.values()
+    agree_once(mesh.whole, form, say, what="attention")
+
+
+def _made(
+    mesh: AttentionMesh,
+    layout: SequenceLayout,
+    settings: Settings,
+    q: Tensor,
+    k: Tensor,
+    is_masked: bool,
+) -> AttentionCall:
+    """Return the call of a form of tensors, without its name."""
+    (ring, ulysses), causal, like = mesh.place, settings.causal, q.new_empty(0)
+    has_bias = is_masked or is_biased(layout, causal)
+    each, heads, own = q.shape[1] // k.shape[1], None, slice(None)
+    if mesh.ulysses is not None:
+        shares = HeadShares.split(k.shape[1], mesh.ulysses.size)
+        heads = HeadExchange(mesh.ulysses, shares, *layout.exchanged(ring))
+        first = shares.first(ulysses)
+        own = slice(first * each, (first + shares.of(ulysses)) * each)
+    fixed = None if has_bias else tiles_of(layout, ring, None, causal, like)
+    form = "tiles", layout, ring, causal, own.start, own.stop, q.dtype, q.device
+
+    def cut(mask: Tensor | None) -> Tiles:
+        part = mask
+        if mask is not None:
+            part = mask[(None,) * (4 - mask.dim())]
+            part = part if part.shape[1] == 1 else part[:, own]
+        return tiles_of(layout, ring, part, causal, like)
+
+    def tiles(mask: Tensor | None) -> Tiles:
+        return kept_of(mask, form, partial(cut, mask)) if fixed is None else fixed
+
+    return AttentionCall(
+        kernel=select_kernel(
+            settings.kernel,
+            q.device.type,
+            dtype=q.dtype,
+            head_dim=q.shape[-1],
+            has_bias=has_bias,
+        ),
+        scale=settings.factor,
+        tiles=tiles,
+        kv_lens=layout.ring_lens,
+        ring=mesh.ring,
+        heads=heads,
+        wire=settings.wire,
+        overlap=settings.overlap,
+        double_buffer=settings.double_buffer,
+    )
+
+
+@torch.library.custom_op("bascule::take_centres", mutates_args=())
+def take_centres(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
+) -> Tensor:
+    """`wires.take_centres` over all ranks of the mesh. One all-reduce."""
+    call_of(name, sizes, q, k, mask)  # ranks agree on it first
+    mesh, _, _ = _read(name, sizes)
+    return wires.take_centres(k, v, mesh.whole).clone()
+
+
+@take_centres.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
+) -> Tensor:
+    return k.new_empty(2, *k.shape[:2], 1, k.shape[3], dtype=torch.float32)
