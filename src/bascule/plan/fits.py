@@ -323,12 +323,9 @@ def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> N
 TERMS = ("quadratic", "linear", "constant", "overhead")
 
 MIN_OBSERVATIONS = 3
-
-MAX_LOO_ERROR = 0.1
-"""A fit that predicts worse than this is refused, if nothing else is said."""
-
-WORST_PART = 10
-"""One measurement in so many, rounded up, does not count in the leave-one-out error."""
+MAX_LOO_ERROR = 0.1  # a fit that predicts worse than this is refused, if nothing else is said
+WORST_PART = 10  # one measurement in so many, rounded up, does not count in that error
+MAX_ROUNDS = 60
 
 TYPICAL_CROSSOVER_TOKENS = 24576
 """Assumed length at which the quadratic term reaches the linear one, up to `CROSSOVER_LOG_SD`: by
@@ -353,8 +350,6 @@ MIN_NOISE = 1e-6
 MIN_SCALE = 0.1
 """Residuals are relative to the measured time, but at least to this share of the median time: an
 idle rank may have taken no time at all."""
-
-MAX_ROUNDS = 60
 
 STARTS_K = (
     (0.3, 0.5, 0.0, 0.2),
@@ -386,33 +381,24 @@ class _Solution:
     noise: float  # relative, one standard deviation
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """Least squares over shares >= 0, given the slowest ranks."""
+def _shares(
+    design: Floats, target: Floats, weights: Floats, assumed: tuple[Floats, Floats], noise: float
+) -> tuple[Floats, Floats, Floats]:
+    """Solve for shares (K,) >= 0; return them, residuals (O,), and 1 - leverage (O,).
 
-    design: Floats  # (O, K)
-    target: Floats  # (O,)
-    weights: Floats  # (O,)
-    assumed_rows: Floats  # (A, K)
-    assumed: Floats  # (A,)
-
-    def solve(self, noise: float) -> tuple[Floats, Floats, Floats]:
-        """Shares (K,), residuals (O,), and 1 - leverage (O,) of each observation.
-
-        The leverage is how much of an observation's prediction is the observation itself; without
-        it, the residual would be residual / (1 - leverage).
-        """
-        root = np.sqrt(self.weights)
-        rows, assumed = root[:, None] * self.design, noise * self.assumed_rows
-        shares, _ = nnls(
-            np.vstack([rows, assumed]), np.concatenate([root * self.target, noise * self.assumed])
-        )
-        free = shares > 0
-        rows, assumed = rows[:, free], assumed[:, free]
-        # The last part is for a term that no slowest rank has: nothing else holds it.
-        normal = rows.T @ rows + assumed.T @ assumed + 1e-15 * np.eye(rows.shape[1])
-        leverage = np.einsum("ok,ko->o", rows, np.linalg.solve(normal, rows.T))
-        return shares, self.design @ shares - self.target, np.maximum(1.0 - leverage, 1e-9)
+    The leverage is how much of an observation's prediction is the observation itself; without it,
+    the residual would be residual / (1 - leverage). Rows and values that are assumed weigh as much
+    as the noise allows.
+    """
+    root = np.sqrt(weights)
+    rows, extra = root[:, None] * design, noise * assumed[0]
+    shares, _ = nnls(np.vstack([rows, extra]), np.concatenate([root * target, noise * assumed[1]]))
+    free = shares > 0
+    rows, extra = rows[:, free], extra[:, free]
+    # The last part is for a term that no slowest rank has: nothing else holds it.
+    normal = rows.T @ rows + extra.T @ extra + 1e-15 * np.eye(rows.shape[1])
+    leverage = np.einsum("ok,ko->o", rows, np.linalg.solve(normal, rows.T))
+    return shares, design @ shares - target, np.maximum(1.0 - leverage, 1e-9)
 
 
 def fit_iterations(
@@ -509,11 +495,11 @@ def _solve(observed: _Observed, slowest_O: Ints, weights_O: Floats, noise: float
     unit_O = np.maximum(observed.seconds, MIN_SCALE * median_s)
     rows_OK = observed.work[np.arange(slowest_O.size), slowest_O] / unit_O[:, None]
     design_OK, scale_K = _in_units(rows_OK)
-    problem = _Problem(design_OK, observed.seconds / unit_O, weights_O, *_assumptions(scale_K))
-    shares_K, residual_O, left_O = problem.solve(max(noise, MIN_NOISE))
+    problem = design_OK, observed.seconds / unit_O, weights_O, _assumptions(scale_K)
+    shares_K, residual_O, left_O = _shares(*problem, max(noise, MIN_NOISE))
     # Noise and outliers are found without the assumptions: where these are wrong, their residuals
     # would look like noise, which would make them weigh more still.
-    _, free_residual_O, free_left_O = problem.solve(MIN_NOISE)
+    _, free_residual_O, free_left_O = _shares(*problem, MIN_NOISE)
     # The standard deviation by the median: the same for a normal distribution.
     noise = 1.4826 * float(np.median(np.abs(free_residual_O / free_left_O)))
     ratio_O = free_residual_O**2 / (free_left_O * max(noise, MIN_NOISE) ** 2)

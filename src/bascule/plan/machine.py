@@ -303,28 +303,14 @@ NUM_ALL_TO_ALLS = 2
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """What a call of block-sparse attention asks of the slowest of U x R ranks.
-
-    Args:
-        ulysses_degree: U.
-        ring_degree: R.
-        work: What the slowest rank computes in all R periods: the imbalance times the mean over the
-            ranks, in query-key pairs or in blocks; in one unit for a fit and its predictions.
-        all_to_all_bytes: What it sends to other ranks in both all-to-alls; 0 if there are none.
-        p2p_bytes: Keys and values that it passes on in a period.
-        copied_bytes: Queries, keys, values and outputs of a rank, which it lays out for exchange
-            and compute; 0 where all rows are used by the rank that has them.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
+    """What a call of block-sparse attention asks of the slowest of U x R ranks."""
 
     ulysses_degree: int
     ring_degree: int
-    work: float
-    all_to_all_bytes: float
-    p2p_bytes: float
-    copied_bytes: float = 0.0
+    work: float  # of the slowest rank in all rounds, in pairs or blocks: imbalance times the mean
+    all_to_all_bytes: float  # that it sends to others in both all-to-alls; 0 if there are none
+    p2p_bytes: float  # keys and values that it passes on in a round
+    copied_bytes: float = 0.0  # q, k, v and outputs that it lays out; 0 where all rows stay
 
     def __post_init__(self) -> None:
         fields(self, ulysses_degree=(whole, 1), ring_degree=(whole, 1))
@@ -332,12 +318,9 @@ class AttentionLoad:
 
     @classmethod
     def of_plan(cls, plan: "SparsePlan", batch: int, row_bytes: int) -> "AttentionLoad":
-        """The load of a plan, in query-key pairs; of bytes other than p2p the mean over the ranks.
+        """Load of a plan in query-key pairs; of bytes other than p2p the mean over the ranks.
 
-        Args:
-            plan: Its tiles are the work.
-            batch: Sequences that are attended alike.
-            row_bytes: Of one token of one head of one of them.
+        `batch` sequences are attended alike; `row_bytes` are of one token of one head of one.
         """
         mean_work = float(plan.tiles.sum()) / plan.num_ranks
         used = plan.kv_rank_of >= 0
@@ -490,10 +473,6 @@ LIMITS: dict[str, tuple[float, float]] = {
 """Fields that hold a number, and between what: far beyond any machine, so that what is computed of
 them stays finite and no error names something that the user did not write."""
 
-_MOST_GAMMA = 1e24
-
-_NAME = re.compile(r"[\w-]{1,80}")
-
 _SAME = 1e-6
 """Share by which a rate may differ from the curve that it is read from: rounding, in a file."""
 
@@ -554,7 +533,7 @@ class HardwareProfile:
         if self.calibration is not None:
             self._check_rates(self.calibration)
         name = "HardwareProfile: seconds of a FLOP of attention over those of others,"
-        number(name, self.gamma, most=_MOST_GAMMA)
+        number(name, self.gamma, most=1e24)
 
     def _check_rates(self, made: Calibration) -> None:
         """Refuse rates that were edited: costs follow from the curves, which say something else."""
@@ -580,11 +559,11 @@ class HardwareProfile:
             ("launch_s", 1e-6, "us a launch"),
         )
         made = self.calibration
+        known = [(name, unit, text) for name, unit, text in units if name in self.numbers]
         parts = [
-            f"{getattr(self, field) / unit:.4g} {name}"
-            + ("" if made is None or field in made.measured else " (not measured)")
-            for field, unit, name in units
-            if field in self.numbers
+            f"{getattr(self, name) / unit:.4g} {text}"
+            + ("" if made is None or name in made.measured else " (not measured)")
+            for name, unit, text in known
         ]
         if self.attention is not None:
             error = self.attention.fit_error
@@ -614,10 +593,7 @@ class HardwareProfile:
 
     @property
     def gamma(self) -> float:
-        """Seconds of a FLOP of attention over those of a FLOP of the linear layers; 1 if unknown.
-
-        As `TransformerCost` takes it.
-        """
+        """Seconds of a FLOP of attention over those of one of the linear layers; 1 if unknown."""
         if self.calibration is not None and (gamma := self.calibration.gamma) is not None:
             return gamma
         if self.matmul_flops_per_s is None or self.attention_flops_per_s is None:
@@ -639,12 +615,10 @@ class HardwareProfile:
         Raises:
             ConfigError: The profile lacks a number that it takes, or there are too many ranks.
         """
-        compute, memory, near, far, launch_s = self.numbers_of(
-            *("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s"),
-            "launch_s",
-        )
-        given = num_nodes, ranks_per_node, compute, memory, near, far, launch_s
-        return Cluster(*given, self.pack_bytes_per_s, self.piece_s or 0.0)
+        rates = ("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s")
+        compute, memory, near, far, launch_s = self.numbers_of(*rates, "launch_s")
+        numbers = num_nodes, ranks_per_node, compute, memory, near, far, launch_s
+        return Cluster(*numbers, self.pack_bytes_per_s, self.piece_s or 0.0)
 
     def forward_seconds(
         self, ranks: Sequence[Work], bag: Bag, *, hides_ring: bool = True
@@ -664,14 +638,7 @@ class HardwareProfile:
         return replace(slowest, waiting_s=slowest.total - mean)
 
     def attention_latency(self, head_dim: int) -> AttentionLatency:
-        """What predicts a call: the fit if there is one, or else rates and launches.
-
-        Args:
-            head_dim: Values of a head.
-
-        Raises:
-            ConfigError: There is no fit, and the profile lacks a rate.
-        """
+        """Predict calls of attention by the fit if there is one, or else by rates and launches."""
         if self.attention is not None:
             return self.attention
         compute, wire, launch_s = self.numbers_of(
@@ -689,11 +656,7 @@ class HardwareProfile:
         return _FORMAT | asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file.
-
-        Raises:
-            ConfigError: The file cannot be written; says why.
-        """
+        """Write a JSON file, or a ConfigError says why it cannot be written."""
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         try:
             to_path(path).write_text(text, encoding="utf-8")
@@ -706,24 +669,17 @@ class HardwareProfile:
 
         Args:
             path: Of the file; or a name of `KNOWN_PROFILES`, such as "h100-datasheet".
-
-        Raises:
-            ConfigError: The file cannot be read, or holds something else; says what.
         """
         if isinstance(path, str) and path in KNOWN_PROFILES:
             return cls(**KNOWN_PROFILES[path])
-        if isinstance(path, str) and _NAME.fullmatch(path) and not Path(path).exists():
+        if isinstance(path, str) and re.fullmatch(r"[\w-]{1,80}", path) and not Path(path).exists():
             known = ", ".join(KNOWN_PROFILES)
             raise ConfigError(f"there is no profile {shown(path)}: give a file, or one of {known}")
         return cls.of_dict(parse_json("".join(read_lines(path)), str(path)), str(path))
 
     @classmethod
     def of_dict(cls, values: object, name: str) -> Self:
-        """From what `to_dict` gave, or JSON of it; `name` says from where, for messages.
-
-        Raises:
-            ConfigError: They are no profile; says why.
-        """
+        """From what `to_dict` gave, or JSON of it; `name` says from where, for messages."""
         values = cast(dict[str, Any], values) if isinstance(values, dict) else {}
         if {key: values.get(key) for key in _FORMAT} != _FORMAT:
             raise ConfigError(
