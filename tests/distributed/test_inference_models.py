@@ -25,7 +25,7 @@ from tests.helpers.ranks import run_ranks
 pytest.importorskip("diffusers")
 pytestmark = pytest.mark.slow
 
-NUM_PARTS = 6  # of the cases: a world of all would not end in time
+NUM_PARTS = 12  # of the cases: a world of all would not end in time
 MESHES = [(1, 2), (2, 1), (1, 3), (3, 1), (2, 2), (1, 4), (4, 1)]  # ring, Ulysses
 Found = dict[tuple[str, int, int, torch.dtype], dict[str, Any]]
 

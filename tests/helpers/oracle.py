@@ -54,7 +54,7 @@ def packed_attention(
         if rows.numel():
             mask = seen_by(masks[number]) if masks else None
             parts = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
-            out, lse = dense_attention(*parts, mask, causal=causal, scale=scale)
+            out, lse = dense_attention(*parts, mask=mask, causal=causal, scale=scale)
             outs.append(out[0].transpose(0, 1))
             log_sums.append(lse[0].T)
     return torch.cat(outs), torch.cat(log_sums)
