@@ -11,8 +11,8 @@ GPU := $(shell nvidia-smi >/dev/null 2>&1 && echo yes)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 # Files of tests that start ranks run three at a time: ranks wait for each other for much of their time.
-TESTS := tests/unit tests/property tests/peers
-RANKS := tests/distributed
+TESTS := tests/unit tests/property
+RANKS := tests/distributed tests/peers
 ifeq ($(GPU),yes)
   RANKS += tests/gpu
   SELECT := -m "not stress"
