@@ -24,6 +24,7 @@ LAYOUTS: dict[int, Layouts] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.some(1)
 @pytest.mark.parametrize("world_size", [2, 3, 4, pytest.param(8, marks=pytest.mark.stress)])
 def test_loss_and_gradients_equal_one_process(world_size: int) -> None:

@@ -360,6 +360,7 @@ def of_ranks() -> list[dict[str, Error]]:
     return run_ranks(refused, 2, list(ROWS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_the_same_error_on_all_ranks(name: str, of_ranks: list[dict[str, Error]]) -> None:
     *_, kind, words = ROWS[name]
