@@ -27,7 +27,7 @@ from bascule.comm.wire import Format
 from bascule.errors import ConfigError
 from bascule.plan.traffic import HeadShares
 
-_NUM_KEPT = 256  # forms of calls on a mesh
+_NUM_KEPT = 64  # forms of calls on a mesh, and plans
 
 
 def look(x: Tensor | None) -> object:

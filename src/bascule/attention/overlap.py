@@ -46,7 +46,8 @@ def forward(
         parts = rows.unpacked(parts)
         whole = torch.cat(list(parts), 2)
     q, k, v = [x.transpose(1, 2) for x in parts]
-    others = slice(0, own.start), slice(own.stop, q.shape[2])
+    bounds = (0, own.start), (own.stop, q.shape[2])
+    others = [slice(first, end) for first, end in bounds if first < end]
     theirs = [Merged(q[:, :, part]) for part in others]
     out = q.new_empty(parts[0].shape)
     lse = q.new_empty(q.shape[:3], dtype=wide_dtype(q))
@@ -113,7 +114,8 @@ def _parts(mask: AttentionMask, rows: slice, columns: slice) -> list[tuple[slice
             parts.append((rows, mask))
         return [part for part in parts if part[0].start < part[0].stop]
     bias = mask.bias
-    if bias is not None:
-        bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
-        bias = bias[:, :, :, columns] if bias.shape[3] > 1 else bias
+    if bias is None:
+        return [(columns, mask)]
+    bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
+    bias = bias[:, :, :, columns] if bias.shape[3] > 1 else bias
     return [(columns, AttentionMask(bias=bias))]

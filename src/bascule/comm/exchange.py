@@ -280,48 +280,14 @@ def _select(rows: Tensor, index: Tensor | None, out: Tensor) -> None:
         torch.index_select(rows, 0, index, out=out)
 
 
-def gather_samples(
-    tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
-) -> Tensor:
-    """Give every rank the per-sample rows of all ranks, in the order of ranks.
-
-    Differentiable; one all-gather forward and one reduce-scatter backward (in float32 at least,
-    since up to all ranks add to a row).
-
-    Args:
-        tensor: (n, ...) this rank's samples.
-        padded: Most samples of a rank.
-        valid: (N,) rows of the padded gather that hold samples.
-        group: The ranks.
-        step: Step number in errors.
-
-    Returns:
-        (N, ...) the samples of all ranks.
-    """
-    return _GatherSamples.apply(tensor, padded, valid, group, step)
-
-
-class _GatherSamples(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
-    ) -> Tensor:
-        ctx.settings = tensor.shape[0], padded, valid, group, step
-        samples = samples_of_all(tensor, padded, valid, group, step)
-        if not has_gradient(samples):
-            ctx.mark_non_differentiable(samples)
-        return samples
-
-    @staticmethod
-    @only_first
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return sample_gradients(grad_outputs[0], *ctx.settings), None, None, None, None
-
-
 def samples_of_all(
     tensor: Tensor, padded: int, valid: Tensor, group: RankGroup, step: int
 ) -> Tensor:
-    """The forward of `gather_samples`, which autograd does not record; `padded` rows a rank."""
+    """Return the per-sample rows of all ranks, in the order of ranks; one all-gather.
+
+    `padded` is the most samples of a rank; `valid` (N,) are the rows of the padded gather that hold
+    samples. Autograd does not record it.
+    """
     rows = tensor.new_zeros(padded, *tensor.shape[1:])
     rows[: tensor.shape[0]] = tensor
     gathered = all_gather(group, f"step {step}: all_gather (samples)", rows)
@@ -331,7 +297,10 @@ def samples_of_all(
 def sample_gradients(
     grad: Tensor, num_samples: int, padded: int, valid: Tensor, group: RankGroup, step: int
 ) -> Tensor:
-    """(n, ...) the gradient of this rank's samples from that of all."""
+    """(n, ...) the gradient of this rank's samples from that of all; one reduce-scatter.
+
+    In float32 at least, since up to all ranks add to a row.
+    """
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = grad.new_zeros(group.size * padded, *grad.shape[1:], dtype=wide)
     rows.index_copy_(0, valid, grad.to(wide))

@@ -183,7 +183,8 @@ def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Ten
     Source: FastUSP, the online softmax of ring attention, in the form that adds no large numbers.
     """
     apart = more_lse - lse  # nan if neither has a key
-    left, added = (torch.sigmoid(x).nan_to_num_(nan=0.0)[..., None] for x in (-apart, apart))
+    left = torch.sigmoid(-apart).nan_to_num_(nan=0.0)[..., None]
+    added = torch.sigmoid(apart).nan_to_num_(nan=0.0)[..., None]
     # A sum of products, as one process forms it: a difference would make nan of an inf in a value.
     return (out * left).addcmul_(more.to(out.dtype), added), torch.logaddexp(lse, more_lse)
 

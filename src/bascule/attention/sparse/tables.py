@@ -5,7 +5,7 @@ Shapes: as in `sparse`.
 
 import itertools
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from bascule.arrays import Bools, Ints, cumulative
 from bascule.attention.call import AttentionCall, Tile
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
+from bascule.attention.mesh_calls import keep
 from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.staging import table_on
@@ -145,12 +146,14 @@ class SparseTables:
         )
 
 
-@lru_cache(maxsize=64)
 def tables_of(
     plan: SparsePlan, ranks: AttentionMesh, batch: int, device: torch.device
 ) -> SparseTables:
-    """The same for the same plan."""
-    return SparseTables(plan, ranks, batch, device)
+    """Return the tables of a plan, which the mesh keeps."""
+    key = plan, batch, device
+    if key not in ranks.kept:
+        keep(ranks.kept, key, SparseTables(plan, ranks, batch, device))
+    return ranks.kept[key]
 
 
 def _bounds(lens: Ints, batch: int) -> Ints:

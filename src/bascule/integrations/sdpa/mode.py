@@ -5,7 +5,7 @@ Shapes: as in `attention.api`; T tokens of this rank, S of the whole sequence.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ class SequenceParallelMode(CallMode):
         self._layout = layout
         self._replicated = frozenset(replicated)
         self._num_local = 0
+        self._kept: dict[int | SequenceLayout, Any] = {}  # of the host: compilers keep graphs
         self._watches = watches  # for attention that is not torch's
         self._own_tokens: set[int] = set()
         self._softmax_sizes: set[int] = set()
@@ -128,7 +129,11 @@ class SequenceParallelMode(CallMode):
         """Which tokens each rank has, where this one has `num_tokens`."""
         if self._layout is not None:
             return self._layout
-        return SequenceLayout((num_tokens * math.prod(self.mesh.degrees),), *self.mesh.degrees)
+        if torch.compiler.is_compiling():
+            return _even(num_tokens, self.mesh)
+        if num_tokens not in self._kept:
+            self._kept[num_tokens] = _even(num_tokens, self.mesh)
+        return self._kept[num_tokens]
 
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
         """The mask of the whole sequence, from what the model gives."""
@@ -149,7 +154,12 @@ class SequenceParallelMode(CallMode):
         scale: float | None,
     ) -> Tensor:
         """Attention over the mesh."""
-        of = self.options
+        if torch.compiler.is_compiling():
+            options = _with_layout(self.options, layout)
+        elif layout in self._kept:
+            options = self._kept[layout]
+        else:
+            options = self._kept[layout] = _with_layout(self.options, layout)
         return attention(
             query,
             key,
@@ -158,7 +168,7 @@ class SequenceParallelMode(CallMode):
             attn_mask=mask,
             is_causal=is_causal,
             scale=scale,
-            options=AttentionOptions(layout, of.kernel, of.wire, of.overlap, of.double_buffer),
+            options=options,
         )
 
     def _attend(
@@ -189,7 +199,10 @@ class SequenceParallelMode(CallMode):
                 enable_gqa=enable_gqa,
             )
         device = query.device.type
-        query, key, value, attn_mask = _autocast(device, query, key, value, attn_mask)
+        is_cast = torch.is_autocast_enabled(device)
+        if is_cast:
+            dtype = torch.get_autocast_dtype(device)
+            query, key, value, attn_mask = [_cast(x, dtype) for x in (query, key, value, attn_mask)]
         _check_dtypes(query, key, value)
         layout = self.layout_of(query.shape[2])
         mask = self.mask_of(query, attn_mask)
@@ -199,7 +212,9 @@ class SequenceParallelMode(CallMode):
         if self._watches and not torch.compiler.is_compiling():
             self._own_tokens.add(query.shape[2])
             self._refuse_own_attention()
-        with _without_autocast(device):
+        if not is_cast:
+            return self.attend(query, key, value, layout, mask, is_causal, scale)
+        with torch.autocast(device, enabled=False):  # of what attention is made of
             return self.attend(query, key, value, layout, mask, is_causal, scale)
 
     def _see_softmax(self, scores: Tensor) -> None:
@@ -309,25 +324,20 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _autocast(device: str, *tensors: Any) -> tuple[Any, ...]:
-    """As torch casts the arguments of scaled_dot_product_attention: what is not float64."""
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple([_cast(x, dtype) for x in tensors])
+def _even(num_tokens: int, mesh: AttentionMesh) -> SequenceLayout:
+    """Return one segment, of which every rank has so many tokens."""
+    return SequenceLayout((num_tokens * math.prod(mesh.degrees),), *mesh.degrees)
 
 
-def _cast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _with_layout(of: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:
+    return AttentionOptions(layout, of.kernel, of.wire, of.overlap, of.double_buffer)
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """Cast an argument as torch casts those of scaled_dot_product_attention: all but float64."""
     if x is None or x.dtype == torch.float64 or not x.is_floating_point():
         return x
     return x.to(dtype)
-
-
-def _without_autocast(device: str) -> AbstractContextManager[object]:
-    """Of what attention is made of, torch casts nothing either."""
-    if not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def _check(query: Tensor, key: Tensor, dropout_p: float, enable_gqa: bool) -> None:
