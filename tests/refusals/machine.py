@@ -14,11 +14,17 @@ from bascule import (
     AttentionLatency,
     HardwareProfile,
     PolynomialCost,
+    Sequences,
+    SimulationOptions,
     TransformerCost,
     plan_batch,
+    simulate,
 )
+from bascule.plan.calibration import Calibration, Overhead
 from bascule.plan.machine import TRAINING, AttentionLoad, Bag, Passes, Work, in_passes, passes_of
 from bascule.plan.mesh_choice import DenoisingStep, choose_mesh
+from bascule.sim.seconds import EncoderStage, Sharding
+from tests.helpers.calibrations import calibrated
 
 H100 = HardwareProfile.load("h100-datasheet")
 NEW = HardwareProfile(device="new")
@@ -27,6 +33,20 @@ CLUSTER = H100.cluster(1, 4)
 LATENCY = AttentionLatency(1e-5, 1e-11, 1e-5, 1e-11, 1e-12, 1e-5)
 LOAD = AttentionLoad(2, 2, 1.0, 1.0, 1.0)
 STEP = DenoisingStep(99, 8, 64, 2)
+
+MADE = calibrated()
+assert MADE.calibration is not None
+CALIBRATION, CURVE = MADE.calibration, MADE.calibration.fits[0]
+MANY = [1.0] * 1001
+
+
+def simulating(**changes: Any) -> Callable[[], object]:
+    """A call of simulate with one wrong argument."""
+    right = {"data": [[[1]]], "profile": H100, "model": TransformerCost(8), "topologies": ["none"]}
+    return partial(simulate, **right | changes)
+
+
+RUN = simulate([[[1]]], profile=H100, model=TransformerCost(8), topologies=["none"]).runs[0]
 
 Case = tuple[str, Callable[[], object], tuple[str, ...]]
 
@@ -125,5 +145,98 @@ CASES: list[Case] = [
         "passes of a polynomial",
         partial(in_passes, PolynomialCost(1, 1, 1), CLUSTER, TRAINING),
         ("a TransformerCost",),
+    ),
+    changed(CURVE, "what", 5, "a text"),
+    ("a long text", partial(replace, CURVE, what="x" * 2001), ("2001 letters", "at most 2000")),
+    changed(CURVE, "unit", "words", '"tokens" or "bytes"'),
+    ("no sizes", partial(replace, CURVE, sizes=5), ("Fit(sizes=5)", "a list")),
+    ("too many sizes", partial(replace, CURVE, sizes=MANY), ("1001 entries", "at most 1000")),
+    ("a size of nothing", partial(replace, CURVE, sizes=[0.0] * 9), ("sizes[0]=0.0", "at least")),
+    ("nan seconds", partial(replace, CURVE, seconds=[math.nan] * 9), ("seconds[0]=nan", "finite")),
+    ("an error of text", partial(replace, CURVE, errors=["x"] * 3), ("errors[0]='x'", "finite")),
+    (
+        "held out of numbers",
+        partial(replace, CURVE, held_out=[1] * 9),
+        ("held_out[0]=1", "true or false"),
+    ),
+    ("a coefficient less", partial(replace, CURVE, coefficients=(1.0, 2.0)), ("2 coefficients",)),
+    ("a size less", partial(replace, CURVE, sizes=CURVE.sizes[:-1]), ("8 sizes",)),
+    ("nothing fitted", partial(replace, CURVE, held_out=(True,) * 9), ("fit some of them",)),
+    ("an overhead below 0", partial(Overhead, what="x", seconds=-1.0, error=0.0), ("seconds=-1",)),
+    changed(CALIBRATION, "num_ranks", 0, "at least 1"),
+    changed(CALIBRATION, "d_model", 1.5, "an integer"),
+    changed(CALIBRATION, "name", None, "a text"),
+    ("fits of numbers", partial(replace, CALIBRATION, fits=[1]), ("fits[0]=1", "a Fit")),
+    ("no calibration", partial(Calibration.of_dict, []), ("Calibration holds no fields",)),
+    (
+        "measured what it has not",
+        partial(replace, MADE, calibration=replace(CALIBRATION, measured=("host_s",))),
+        ("'host_s'", "no number of the profile"),
+    ),
+    (
+        "a rate that was edited",
+        partial(replace, MADE, matmul_flops_per_s=1e15),
+        ('take "calibration" out and say source="given"',),
+    ),
+    changed(EncoderStage("T5"), "name", 5, "a text"),
+    changed(EncoderStage("T5"), "sample_s", -1.0, "at least 0"),
+    changed(EncoderStage("T5"), "is_balanced", 1, "True or False"),
+    changed(Sharding(), "num_params", 0, "at least 1"),
+    changed(Sharding(), "shard_ranks", 1.5, "an integer"),
+    (
+        "shards of no multiple",
+        partial(Sharding(1, 3).seconds, TransformerCost(8), CLUSTER),
+        ("4 ranks are no multiple",),
+    ),
+    changed(SimulationOptions(), "num_steps", 0, "at least 1"),
+    changed(SimulationOptions(), "accumulate", 0.5, "an integer"),
+    changed(SimulationOptions(), "num_ranks", -1, "at least 1"),
+    changed(SimulationOptions(), "ranks_per_node", 0, "at least 1"),
+    changed(SimulationOptions(), "train_steps", 0, "at least 1"),
+    changed(SimulationOptions(), "gpu_hour_price", -1.0, "at least 0"),
+    changed(SimulationOptions(), "sharding", 8, "a Sharding"),
+    changed(SimulationOptions(), "passes", "step", "a Passes"),
+    changed(SimulationOptions(), "loader_bytes_per_s", 0, "at least"),
+    changed(SimulationOptions(), "sample_bytes_per_token", math.nan, "finite"),
+    changed(SimulationOptions(), "routed_bytes_per_token", 0.0, "at least"),
+    (
+        "too many microbatches",
+        partial(SimulationOptions, num_steps=10**5, accumulate=2),
+        ("more than 100000",),
+    ),
+    ("a stage of text", partial(SimulationOptions, stages=["T5"]), ("stages[0]='T5'",)),
+    *(
+        (f"stages {names}", partial(SimulationOptions, stages=names), ("must differ",))
+        for names in ((EncoderStage("vae"),) * 2, (EncoderStage("compute"),))
+    ),
+    *(
+        (f"simulate {words[0]}", simulating(**changes), words)
+        for changes, words in (
+            ({"data": []}, ("no batches",)),
+            ({"data": [[]]}, ("no batches, or no ranks",)),
+            ({"data": [[[]]]}, ("no tokens",)),
+            ({"data": [[[1]], [[1], [2]]]}, ("2 lists",)),
+            ({"data": [[[-1]]]}, ("-1",)),
+            ({"data": 5}, ("data are 5",)),
+            ({"data": "g1"}, ("'g1'",)),
+            ({"topologies": []}, ("no topologies",)),
+            ({"topologies": "none"}, ("topologies are 'none'",)),
+            ({"topologies": ["lpt g1n1"]}, ("'lpt g1n1'",)),
+            ({"topologies": ["g2n1"]}, ("g2n1", "2 ranks")),
+            ({"topologies": [None]}, ("topologies: each is None",)),
+            ({"model": PolynomialCost(1, 1, 1)}, ("model is", "a TransformerCost")),
+            ({"profile": NEW}, ("new has no matmul_flops_per_s",)),
+            ({"profile": "none such"}, ("none such",)),
+            ({"options": 5}, ("options is 5",)),
+            ({"options": SimulationOptions(accumulate=2)}, ("1 batches are no whole steps",)),
+            ({"options": SimulationOptions(num_ranks=3)}, ("num_ranks=3", "are of 1 ranks")),
+            ({"data": [[Sequences([5], "causal")]]}, ("batch 0 has masks",)),
+            ({"data": [[Sequences([5], None, [3])]]}, ("masks or contexts",)),
+        )
+    ),
+    (
+        "no such kind",
+        lambda: RUN.spent_on("nope"),
+        ("kind is 'nope'", '"encoders"'),
     ),
 ]

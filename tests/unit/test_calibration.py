@@ -19,8 +19,6 @@ from bascule.errors import ConfigError
 from bascule.plan.calibration import (
     BYTES,
     TOKENS,
-    Calibration,
-    Overhead,
     is_held_out,
     least_points,
 )
@@ -37,7 +35,6 @@ from bascule.report.page import render
 from tests.helpers.browser import opened
 from tests.helpers.calibrations import CURVES, LENS, SIZES, calibrated, fitted
 from tests.helpers.cli import run
-from tests.helpers.refusals import NO_NUMBERS, refusal, refused, title
 
 NUM_MUTATIONS = 600
 
@@ -153,12 +150,6 @@ def test_a_bad_fit_is_refused_with_its_numbers() -> None:
     assert "do not grow" in told
     (told,) = refused_of(coefficients=(1e-4, 2e-7, 0.0), seconds=1e-4 + 2e-7 * np.array(LENS))
     assert "attention is lost in the noise" in told
-
-
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    profile = calibrated()
-    profile.save(tmp_path / "mine.json")
-    assert HardwareProfile.load(tmp_path / "mine.json") == profile
 
 
 def test_it_says_which_numbers_nobody_measured() -> None:
@@ -307,58 +298,6 @@ def test_mutated_files_give_a_profile_or_one_sentence(
         assert code == 0 or len(lines) == 1, err
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=title)
-def test_values_that_are_no_numbers(value: Any) -> None:
-    made = calibrated().calibration
-    assert made is not None
-    fit = made.fits[0]
-    refused(
-        lambda: replace(fit, sizes=value),
-        lambda: replace(fit, seconds=[value] * len(LENS)),
-        lambda: replace(fit, coefficients=[value] * 3),
-        lambda: Overhead(what="x", seconds=value, error=0.0),
-        lambda: Overhead(what="x", seconds=0.0, error=value),
-        lambda: replace(made, num_ranks=value),
-        lambda: replace(made, d_model=value),
-        lambda: replace(made, fits=value),
-    )
-    if not isinstance(value, str):
-        refused(lambda: replace(made, name=value), lambda: replace(fit, what=value))
-
-
-def test_fields_that_do_not_fit_each_other() -> None:
-    made = calibrated().calibration
-    assert made is not None
-    fit = made.fits[0]
-    assert "2 coefficients and 3 errors" in refusal(lambda: replace(fit, coefficients=(1.0, 2.0)))
-    assert "8 sizes" in refusal(lambda: replace(fit, sizes=LENS[:-1]))
-    assert 'must be "tokens" or "bytes"' in refusal(lambda: replace(fit, unit="words"))
-    everything = (True,) * len(LENS)
-    assert "fit some of them" in refusal(lambda: replace(fit, held_out=everything))
-    assert "no number of the profile" in refusal(
-        lambda: replace(calibrated(), calibration=replace(made, measured=("host_s",)))
-    )
-    assert "Calibration holds no fields" in refusal(lambda: Calibration.of_dict([]))
-    assert "at most 1000" in refusal(lambda: replace(fit, sizes=[1.0] * 1001))
-
-
-def test_old_files_have_no_calibration(tmp_path: Path) -> None:
-    path = tmp_path / "old.json"
-    HardwareProfile(device="x").save(path)
-    values = json.loads(path.read_text())
-    del values["calibration"]
-    path.write_text(json.dumps(values))
-    assert HardwareProfile.load(path).calibration is None
-
-
 def test_sizes_of_the_helpers_are_those_of_a_calibration() -> None:
     assert len(LENS) == len(SIZES) == 9
     assert fit_curve("x", BYTES, SIZES, np.array(SIZES) * 1e-9, np.zeros(9)).coefficients[1] > 0
-
-
-def test_rates_that_were_edited_are_refused() -> None:
-    profile = calibrated()
-    with pytest.raises(ConfigError, match='take "calibration" out and say source="given"'):
-        replace(profile, matmul_flops_per_s=1e15)
-    given = replace(profile, matmul_flops_per_s=1e15, source="given", calibration=None)
-    assert given.matmul_flops_per_s == 1e15

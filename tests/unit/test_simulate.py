@@ -14,7 +14,7 @@ import pytest
 
 import bascule
 from bascule.errors import ConfigError
-from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import TRAINING, HardwareProfile, Passes, in_passes
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
@@ -54,11 +54,6 @@ def simulated(
     chosen = SimulationOptions(**{"passes": PASSES, "num_steps": 3} | options)
     found = simulate(data, profile=profile, model=MODEL, topologies=[name], options=chosen)
     return found.runs[0]
-
-
-def test_they_are_public_names() -> None:
-    assert bascule.simulate is simulate
-    assert bascule.SimulationOptions is SimulationOptions
 
 
 def forward_flops(tokens: int) -> tuple[float, float]:
@@ -132,8 +127,6 @@ def test_routing_moves_the_bytes_that_are_given_and_is_launched_where_a_token_mo
         found = simulated([[[1000], [1000]]], name, launched, routed_bytes_per_token=3072.0)
         rows[name] = float(found.spent_on("routing").max())
     assert rows == {"none": 0.0, "g1n2": 0.0, "g2n1": pytest.approx(3072 * 500 / 2e9 + 4e-3)}
-    with pytest.raises(ConfigError, match="routed_bytes_per_token"):
-        SimulationOptions(routed_bytes_per_token=0.0)
 
 
 def test_what_ranks_send_and_receive_is_what_routes_say() -> None:
@@ -172,8 +165,6 @@ def test_parameters_of_a_node_and_replicas_between_nodes() -> None:
     assert reduce == pytest.approx(2 * gather)
     gather, _ = Sharding().seconds(MODEL, cluster)
     assert gather == pytest.approx(2 * 12 * 256**2 * 3 / 2 / 2e9)
-    with pytest.raises(ConfigError, match="4 ranks are no multiple"):
-        Sharding(1, 3).seconds(MODEL, cluster)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -323,62 +314,6 @@ def test_the_command_compares_encoders_on_their_owners_and_in_balance(
     assert (tmp_path / "traces" / "none_+_encoders").is_dir()
     code, _, err = run(capsys, "simulate", "--lengths", "5/6", "--vae-us", "1")
     assert code == 2 and "lengths do not tell texts from images" in err
-
-
-@pytest.mark.parametrize("names", [("vae", "vae"), ("compute",)])
-def test_stages_have_names_of_their_own(names: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"stages: names .* must differ from each other"):
-        SimulationOptions(stages=tuple(map(EncoderStage, names)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ({"data": []}, "no batches"),
-        ({"data": [[]]}, "no batches, or no ranks"),
-        ({"data": [[[]]]}, "no tokens"),
-        ({"data": [[[1]], [[1], [2]]]}, "2"),
-        ({"data": [[[-1]]]}, "-1"),
-        ({"data": 5}, "data"),
-        ({"data": "g1"}, "g1"),
-        ({"topologies": []}, "no topologies"),
-        ({"topologies": "none"}, "topologies"),
-        ({"topologies": ["lpt g1n1"]}, "lpt g1n1"),
-        ({"topologies": ["g2n1"]}, "g2n1"),
-        ({"topologies": [None]}, "topologies"),
-        ({"model": PolynomialCost(1, 1, 1)}, "model"),
-        ({"profile": HardwareProfile(device="new")}, "new has no matmul_flops_per_s"),
-        ({"profile": "none such"}, "none such"),
-        ({"options": 5}, "options"),
-        ({"options": SimulationOptions(accumulate=2)}, "1 batches are no whole steps"),
-        ({"data": [[bascule.Sequences([5], "causal")]]}, "masks or contexts"),
-        ({"data": [[bascule.Sequences([5], None, [3])]]}, "masks or contexts"),
-    ],
-)
-def test_what_is_refused(arguments: dict[str, Any], told: str) -> None:
-    given = {"data": [[[1]]], "profile": MACHINE, "model": MODEL, "topologies": ["none"]}
-    with pytest.raises(ConfigError, match=told):
-        simulate(**given | arguments)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_steps": 0},
-        {"num_steps": 10**5, "accumulate": 2},
-        {"accumulate": 0.5},
-        {"num_ranks": -1},
-        {"ranks_per_node": 0},
-        {"sharding": 8},
-        {"stages": ["T5"]},
-        {"passes": "step"},
-        {"loader_bytes_per_s": 0},
-        {"sample_bytes_per_token": float("nan")},
-    ],
-)
-def test_options_that_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        SimulationOptions(**options)
 
 
 def test_results_are_told(tmp_path: Path) -> None:
@@ -553,14 +488,6 @@ def test_simulated_steps_read_as_measured_ones(tmp_path: Path) -> None:
 def test_what_would_be_ignored_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"num_ranks=3.*the batches are of 2 ranks"):
-        simulate(
-            [[[4], [5]]],
-            profile=FREE,
-            model=MODEL,
-            topologies=["none"],
-            options=SimulationOptions(num_ranks=3),
-        )
     given = ("simulate", "--lengths", "4/5", "--topologies", "none")
     for option, said in (("--step", "lengths are as given"), ("--seed", "lengths are as given")):
         code, _, err = run(capsys, *given, option, "7")
@@ -568,6 +495,3 @@ def test_what_would_be_ignored_is_refused(
     (tmp_path / "file").write_text("")
     code, out, err = run(capsys, *given, "--traces", str(tmp_path / "file"))
     assert code == 2 and "give a folder" in err and out == ""
-    found = simulate([[[4], [5]]], profile=FREE, model=MODEL, topologies=["none"])
-    with pytest.raises(ConfigError, match='kind is \'nope\'; it must be "encoders" or "compute"'):
-        found.runs[0].spent_on("nope")
