@@ -65,7 +65,7 @@ def test_what_the_fit_assumes_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     code, out, _ = run(capsys, "trace", str(folder))
     out = " ".join(out.split())
     assert code == 0 and "(95% confidence)" in out
-    assert "the steps do not tell how much of the time is quadratic, linear" in out
+    assert "the steps do not show how much of the time is quadratic, linear" in out
     assert "attention to outweigh the rest from 24,576 tokens on" in out
     report = tmp_path / "a.html"
     code, out, _ = run(capsys, "trace", str(folder), "--json", "-", "--report", str(report))

@@ -47,7 +47,7 @@ class VectorMLP(nn.Module):
         self.linear_out = nn.Linear(d_model, d_model)
 
     def forward(self, x_NF: Tensor) -> Tensor:
-        """(N, in_dim) to (N, C), in the weights' dtype."""
+        """Map (N, in_dim) to (N, C), in the weights' dtype."""
         return self.linear_out(
             functional.silu(self.linear_in(x_NF.to(self.linear_in.weight.dtype)))
         )
@@ -62,7 +62,7 @@ class Modulation(nn.Module):
         self.linear = nn.Linear(d_model, num_tables * d_model)
 
     def forward(self, vec_NC: Tensor) -> tuple[Tensor, ...]:
-        """(N, C) to `num_tables` tables (N, C)."""
+        """Map (N, C) to `num_tables` tables (N, C)."""
         return self.linear(functional.silu(vec_NC)).chunk(self.num_tables, dim=-1)
 
 
@@ -83,7 +83,7 @@ class HeadSplit(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=NORM_EPS)
 
     def forward(self, qkv_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(T, F) to q (T, H, D), k and v (T, kv heads, D)."""
+        """Split (T, F) into q (T, H, D), k and v (T, kv heads, D)."""
         q, k, v = qkv_TF.unflatten(-1, (-1, self.head_dim)).split(self.num_qkv_heads, dim=1)
         return self.q_norm(q), self.k_norm(k), v
 
@@ -175,6 +175,6 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(config.d_model, config.in_channels)
 
     def forward(self, x_TC: Tensor, vec_NC: Tensor, slot_T: Tensor) -> Tensor:
-        """(T, C) to (T, in_channels)."""
+        """Map (T, C) to (T, in_channels)."""
         shift, scale = self.modulation(vec_NC)
         return self.linear(modulated_norm(x_TC, shift, scale, slot_T))

@@ -12,11 +12,7 @@ MAX_LINE = 2**24
 
 
 def to_path(path: str | Path) -> Path:
-    """The path, if it is one.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Return a text or path as a path."""
     return Path(of_type("path", path, (str, Path), "the name of a file"))
 
 

@@ -41,13 +41,13 @@ NOISE = 0.5
 NUM_WAVES = 32
 
 MAX_CELLS = 2**29
-"""Of masks that are drawn: half a gigabyte, and minutes."""
+"""Most cells of masks that are drawn: half a gigabyte, and minutes."""
 
 _RAREST = 1e-9
 """Least share of blocks that are computed, or not, of synthetic masks."""
 
 MAX_SPREAD = 8.0
-"""Of the logits of the densities: then most heads are empty or full."""
+"""Largest spread of the logits of the densities: then most heads are empty or full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,14 +239,14 @@ class PhotoStream:
         return photos
 
     def _pixels(self, photo: _Photo) -> Tensor:
-        """(3, frames, h * P, w * P) uint8."""
+        """Return (3, frames, h * P, w * P) uint8."""
         frames, rows, columns, patch = photo.frames, photo.rows, photo.columns, self._options.patch
         tokens = self._tokens(photo).reshape(frames, rows, columns, 3, patch, patch)
         pixels = tokens.transpose(3, 0, 1, 4, 2, 5)
         return torch.from_numpy(pixels.reshape(3, frames, rows * patch, columns * patch))
 
     def _tokens(self, photo: _Photo) -> NDArray[np.uint8]:
-        """(frames * h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
+        """Return (frames * h * w, 3 * P**2) uint8 tokens, from memory or from the file."""
         if photo.path in self._cache:
             return self._cache[photo.path]
         tokens, grid = _decode(photo.path, self._options)

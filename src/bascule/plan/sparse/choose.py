@@ -96,9 +96,9 @@ class StrategyChoice:
 class Strategies:
     """Choose the mesh of each layer in each step: the fastest, but no switch for nothing.
 
-    A gain that is at most `min_gain` of the current prediction is less than the model can tell, and
-    does not count. Those that count are summed as long as the layer stays where it is; once the sum
-    pays for a switch, it switches to what is fastest then.
+    A gain that is at most `min_gain` of the current prediction is less than the error of the model,
+    and does not count. Those that count are summed as long as the layer stays where it is; once the
+    sum pays for a switch, it switches to the mesh that is fastest then.
 
     Args:
         latency: Seconds of a call, the same on every rank: `measure_attention_latency` fits it.

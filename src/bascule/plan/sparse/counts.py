@@ -98,13 +98,13 @@ def tile_work(matrix: Floats, q_of: Ints, kv_of: Ints, ring_degree: int) -> Floa
 
 def check_masks(masks: npt.ArrayLike) -> Bools:
     """Return the masks as an array, if they are bool with three dims."""
-    given = array("masks", masks)
-    if given.dtype != np.bool_ or given.ndim != 3:
+    table = array("masks", masks)
+    if table.dtype != np.bool_ or table.ndim != 3:
         raise ConfigError(
-            f"masks of shape {given.shape} and dtype {given.dtype}: give bool (heads, q_blocks, "
+            f"masks of shape {table.shape} and dtype {table.dtype}: give bool (heads, q_blocks, "
             "kv_blocks), True where a block is computed"
         )
-    return given
+    return table
 
 
 def check_work(work: npt.ArrayLike, q_blocks: int, kv_blocks: int, ring_degree: int) -> Work:

@@ -29,7 +29,7 @@ TARGET = 1.005
 """Imbalance at which moves end, if no other is given."""
 
 _LEAST_FALL = 1e-4
-"""Of the mean work of a rank: a move that lowers the end by less is not made, so moves end."""
+"""Share of the mean work of a rank by which a move must lower the end, so that moves end."""
 
 Placement = tuple[Ints, Ints]
 """Ring rank of each query block and of each key block."""

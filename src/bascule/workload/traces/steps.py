@@ -1,4 +1,4 @@
-"""Where the time of each step went on each rank: compute, communication, waiting, the rest.
+"""Divide each step of each rank into compute, communication, waiting and the rest.
 
 **Compute** is time in kernels that are no collectives (on a host: in operators). Of the time in
 collectives only that counts which no compute hides. A rank that begins a collective early

@@ -1,4 +1,4 @@
-"""What balancing would be worth in a run: its steps' times and lengths, a cost model, a plan.
+"""The worth of balancing in a run: its steps' times and lengths, a cost model, a plan.
 
 Legend: S steps, R ranks.
 """
@@ -28,14 +28,14 @@ Lengths = Mapping[tuple[int, int], Sequence[int]]
 """Tokens of each sequence, by the numbers of step and rank."""
 
 MAX_ERROR = 0.3
-"""Error with which steps may predict each other; it is told with the result. A profile has few
+"""Error with which steps may predict each other; it is shown with the result. A profile has few
 steps, and single ones are noisy where machines are shared; their mean is less so."""
 
 MAX_MODEL_ERROR = 0.15
 """Share by which the model may miss the mean step as it was run."""
 
 CONFIDENCE = 0.95
-"""Of the interval of a predicted speed-up."""
+"""Probability that the interval of a predicted speed-up holds it."""
 
 _DRAWS = 200
 
@@ -50,7 +50,7 @@ class RunLengths:
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What a plan would make of the steps whose lengths are known."""
+    """The steps whose lengths are known, as measured, by the model, and with a plan."""
 
     cost: PolynomialCost  # seconds of a sequence on a rank; its `fit` says how well the steps agree
     topology: str  # the bags that were planned for
@@ -74,12 +74,12 @@ class Worth:
 
     @property
     def assumed_in_words(self) -> str | None:
-        """A sentence on them; None if the steps tell all."""
+        """A sentence on them; None if the steps show all."""
         if not self.assumed:
             return None
         crossover = f", attention to outweigh the rest from {TYPICAL_CROSSOVER_TOKENS:,} tokens on"
         return (
-            f"the steps do not tell how much of the time is {', '.join(self.assumed)}: the fit "
+            f"the steps do not show how much of the time is {', '.join(self.assumed)}: the fit "
             f"assumes it{crossover if {'quadratic', 'linear'} & set(self.assumed) else ''}; the "
             "interval counts what that may be off by, and more unlike lengths narrow it"
         )
