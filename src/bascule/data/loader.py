@@ -46,7 +46,6 @@ from bascule.data.steps import (
     collate_and_pin,
     named,
     num_input_ids,
-    one,
 )
 from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, function, number, of_type, whole
@@ -299,12 +298,11 @@ def _set_up(
         limits = Limits(tokens=pack.tokens) if limits is None else limits
     collate = source.collate_fn if collate is None else collate
     collate = collate_and_pin(collate, takes_none=pack is not None, pin=options.pin_memory)
-    weight_fn = one if options.weight_fn is None else options.weight_fn
     ends, min_gain, max_bytes = options.ends, options.min_gain, options.max_bytes_in_flight
     rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes)
     settings = {name: str(getattr(rules, name)) for name in Rules.__dataclass_fields__}
     settings |= {name: str(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
-    functions = {"length_fn": length_fn, "weight_fn": weight_fn, "unpack": unpack}
+    functions = {"length_fn": length_fn, "weight_fn": options.weight_fn, "unpack": unpack}
     for name, called in functions.items():
         settings[name] = getattr(called, "__qualname__", type(called).__qualname__)
     settings["cost"] = describe_cost(cost)
@@ -313,7 +311,9 @@ def _set_up(
     except (TypeError, NotImplementedError):
         length = -1
     words = np.array([source.is_empty, length, *source.deal], dtype=np.int64)
-    return _Setup(rules, source, Handlers(length_fn, weight_fn, unpack, collate), settings, words)
+    return _Setup(
+        rules, source, Handlers(length_fn, options.weight_fn, unpack, collate), settings, words
+    )
 
 
 def _join(

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -60,34 +61,32 @@ class Rules:
     max_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class DataRanks:
     """The ranks of a group, by what they load. Peers (tensor, pipeline) get the same batch.
 
-    Attributes:
-        group: All ranks, peers included.
-        place: (group size,) data-parallel index of each.
+    `place` (group size,) is the data-parallel index of each, peers included.
     """
 
     group: RankGroup
     place: Ints
 
-    @property
+    @cached_property
     def index(self) -> int:
         """Data-parallel index of this rank."""
         return int(self.place[self.group.rank])
 
-    @property
+    @cached_property
     def num(self) -> int:
         """D, the data-parallel ranks."""
         return int(self.place.max()) + 1
 
-    @property
+    @cached_property
     def leaders(self) -> Ints:
         """(D,) of each data-parallel rank, the first rank of the group: the one that loads."""
         return np.unique(self.place, return_index=True)[1]
 
-    @property
+    @cached_property
     def is_leader(self) -> bool:
         """True if this rank loads samples, rather than one of its peers."""
         return int(self.leaders[self.index]) == self.group.rank
@@ -97,12 +96,12 @@ class DataRanks:
 class Handlers:
     """The functions that the user, or the loader for them, applies to samples.
 
-    `weight_fn` gives what a sample counts in the global mean, `unpack` the samples of an item of
-    the loader, `collate` a microbatch; it is called with no samples for an empty one.
+    `weight_fn` gives what a sample counts in the global mean (None: 1), `unpack` the samples of an
+    item of the loader, `collate` a microbatch; it is called with no samples for an empty one.
     """
 
     length_fn: Callable[[Sample], int]
-    weight_fn: Callable[[Sample], int]
+    weight_fn: Callable[[Sample], int] | None
     unpack: Callable[[Any], list[Sample]] | None
     collate: Callable[[list[Sample]], Any]
 
@@ -115,12 +114,6 @@ def num_input_ids(sample: Sample) -> int:
         raise ConfigError(
             f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
         ) from error
-
-
-def one(sample: Sample) -> int:
-    """The default weight."""
-    del sample
-    return 1
 
 
 def collate_and_pin(
@@ -200,12 +193,13 @@ def load(
             for number, sample in enumerate(samples[-1]):
                 place = f"microbatch {micro}, sample {number}"
                 lens.append(whole_number(handlers.length_fn(sample), "length_fn"))
-                weights.append(whole_number(handlers.weight_fn(sample), "weight_fn"))
+                if handlers.weight_fn is not None:
+                    weights.append(whole_number(handlers.weight_fn(sample), "weight_fn"))
                 parcels.append(parcel(sample))
     except BaseException as error:
         return Load(error=named(error, place)), saved
     counts = [*map(len, samples), *[0] * (accumulate - len(samples))]
-    described = Items.own(counts, lens, [one.num_bytes for one in parcels], weights=weights)
+    described = Items.own(counts, lens, [one.num_bytes for one in parcels], weights=weights or None)
     is_short = loads and len(items) < accumulate
     numbers = [len(taken) for taken in items]
     return Load(samples, described, parcels, numbers, is_short, False, cost_version), saved
@@ -475,7 +469,9 @@ class Redistributor:
             return self._as_loaded(items, loads, Verdict(False, "limits", before, before))
         bounds = np.cumsum(items.counts.sum(axis=1))[:-1]
         parts = zip(plans, np.split(items.weights, bounds), np.split(costs, bounds), strict=True)
-        plans = tuple(_without_idle_ranks(plan, *own, limits) for plan, *own in parts)
+        plans = tuple(
+            _without_idle_ranks(plan, weights, own, limits) for plan, weights, own in parts
+        )
         after = step_makespan(plans, sync=rules.sync) + overhead
         decision = self._delivered(items, plans, Verdict(True, "balanced", before, after))
         reason = self._why_not(decision) if is_legal else None

@@ -98,8 +98,7 @@ class Items:
     @cached_property
     def owner(self) -> Ints:
         """(n,) rank that has each item."""
-        num_micro, num_ranks = self.counts.shape
-        return np.repeat(np.tile(np.arange(num_ranks), num_micro), self.counts.ravel())
+        return np.repeat(np.arange(self.counts.size) % self.counts.shape[1], self.counts.ravel())
 
     @cached_property
     def micro(self) -> Ints:
