@@ -81,11 +81,10 @@ def idle(setting: Setting, make: Made, way: str) -> list[Row]:
                 step()
                 profiler.step()
         ((trace,), _) = read_traces(path)
-    events = trace.events
-    busy = union(np.concatenate([events.compute, events.calls]))
+    busy = union(np.concatenate([trace.compute, trace.calls]))
     lasting = float(busy[-1, 1] - busy[0, 0])
     share = 1.0 - float((busy[:, 1] - busy[:, 0]).sum()) / lasting
-    is_device = events.on_device
+    is_device = trace.on_device
     return [
         Row(
             f"idle in {STEPS} low-res steps, {way}{'' if is_device else ', of the host'}",
