@@ -34,29 +34,17 @@ _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and o
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a rank brings to a plan, as it was when it asked.
+    """What a rank brings to a plan, as it was when it asked."""
 
-    Attributes:
-        number: Of the first step planned.
-        batches: Its sequences, for each microbatch.
-        sync: As for `plan_step`.
-        mixes: Whether sequences may change microbatch.
-        settings: All that must be the same on all ranks, as text.
-        topology: As for `plan_batch`.
-        cost: As for `plan_batch`.
-        others: What else `plan_batch` takes.
-        error: What is wrong with it.
-    """
-
-    number: int
-    batches: Sequence[Batch]
-    sync: Sync
-    mixes: bool
-    settings: Mapping[str, str]
-    topology: Topology | str
-    cost: Cost
-    others: Mapping[str, Any]
-    error: Exception | None
+    number: int  # of the first step planned
+    batches: Sequence[Batch]  # its sequences, for each microbatch
+    sync: Sync  # as for `plan_step`
+    mixes: bool  # whether sequences may change microbatch
+    settings: Mapping[str, str]  # all that must be the same on all ranks, as text
+    topology: Topology | str  # as for `plan_batch`
+    cost: Cost  # as for `plan_batch`
+    others: Mapping[str, Any]  # what else `plan_batch` takes
+    error: Exception | None  # what is wrong with it
 
     @property
     def where(self) -> str:
@@ -66,15 +54,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """A plan, and which sequences of this rank it is for.
+    """A plan, and which sequences of this rank it is for."""
 
-    Attributes:
-        plan: The plan.
-        sources: (n, 2) by sequence of this rank, the microbatch in which it was loaded, and its
-            place there.
-    """
-
-    plan: Plan
+    plan: Plan  # the plan
+    # (n, 2) by sequence of this rank, the microbatch in which it was loaded, and its place there
     sources: Ints
 
 
@@ -86,13 +69,7 @@ class Planning:
         self._capacity = _FIRST_CAPACITY
 
     def now(self, asked: Asked) -> tuple[Planned, ...]:
-        """One plan a microbatch, from one gather of a fixed size.
-
-        Raises:
-            RemoteConfigError: A rank gave an illegal length (on all ranks).
-            CommError: Ranks disagree about anything that a plan depends on, or one is gone.
-            PlanError: The limits cannot be met (on all ranks).
-        """
+        """One plan a microbatch, from one gather of a fixed size."""
         try:
             loaded = self._gather(asked)
         finally:  # who waits for the next plan waits for the thread that asks for it
@@ -186,12 +163,7 @@ def _as_loaded(number: int, batch: Batch) -> Ints:
 
 
 def checked(microbatches: Iterable[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:
-    """The sequences of this rank.
-
-    Raises:
-        ConfigError: There is no microbatch, a length or a mask is illegal, or there is no such
-            `sync`. An agreement says which rank.
-    """
+    """The sequences of this rank."""
     check_sync(sync)
     found: list[Batch] = []
     given = listed("microbatches", microbatches)

@@ -510,9 +510,6 @@ def count_marked(route: BoundRoute, is_marked: Tensor) -> int:
     Args:
         route: That of tokens.
         is_marked: bool (T,), on the host.
-
-    Raises:
-        RemoteConfigError: On some rank it is something else.
     """
     sent, error = np.zeros(route.group.size, np.int64), None
     try:

@@ -188,23 +188,14 @@ def attention(
 
 
 class _Form(NamedTuple):
-    """What is fixed of calls with tensors of some shapes; compilers make it while they trace.
+    """What is fixed of calls with tensors of some shapes; compilers make it while they trace."""
 
-    Attributes:
-        ranks: This rank's place.
-        layout: Which tokens each rank has.
-        multiplier: Of the queries, where the scale is not above 0; else None.
-        num_kv_heads: Of keys and values, repeated where ranks are more.
-        name: The call's; see `mesh_calls`.
-        sizes: Likewise.
-    """
-
-    ranks: Place
-    layout: SequenceLayout
-    multiplier: float | None
-    num_kv_heads: int
-    name: str
-    sizes: list[int]
+    ranks: Place  # this rank's place
+    layout: SequenceLayout  # which tokens each rank has
+    multiplier: float | None  # of the queries, where the scale is not above 0; else None
+    num_kv_heads: int  # of keys and values, repeated where ranks are more
+    name: str  # the call's; see `mesh_calls`
+    sizes: list[int]  # likewise
 
 
 def _known(mesh: AttentionMesh | DeviceMesh | Place) -> AttentionMesh:

@@ -18,17 +18,11 @@ from bascule.comm.wire import Format, Wire
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """Queries of this rank that attend to keys of one shard.
+    """Queries of this rank that attend to keys of one shard."""
 
-    Attributes:
-        q: Which queries of this rank; numbers of rows are int64, each of them once.
-        k: Which keys of the shard; numbers of rows may repeat.
-        mask: What those see of these.
-    """
-
-    q: "slice | Tensor"
-    k: "slice | Tensor"
-    mask: AttentionMask = EVERYTHING
+    q: "slice | Tensor"  # which queries of this rank; numbers of rows are int64, each of them once
+    k: "slice | Tensor"  # which keys of the shard; numbers of rows may repeat
+    mask: AttentionMask = EVERYTHING  # what those see of these
 
 
 Tiles = Sequence[Sequence[Tile]]
@@ -41,38 +35,26 @@ def _count_nothing() -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What is fixed of an attention; made by a step, a mesh or a sparse plan.
+    """What is fixed of an attention; made by a step, a mesh or a sparse plan."""
 
-    Attributes:
-        kernel: Computes a tile.
-        scale: Factor of the scores, above 0.
-        tiles: From a mask (None if there is none) to what queries here see.
-        kv_lens: (R,) keys that each ring rank has at home.
-        ring: The ranks that pass keys and values on; None for one.
-        heads: How ranks share heads; None: this rank's tokens are all of its ring place.
-        wire: Format of rows on the wire; None: they travel as they are. Gradients always do.
-        overlap: Whether rows travel while the rank attends to its own tokens.
-        double_buffer: Whether a ring attends while keys and values travel.
-        where: For errors and profiles.
-        name: With `sizes`, by which a recorded program finds this; see `usp.find_call`.
-        sizes: S, this rank's heads of queries and of keys (0 each where no heads are shared), then
-            the segments of a layout, or the number of a step.
-        count: Called after each forward.
-    """
-
-    kernel: AttentionKernel
-    scale: float
+    kernel: AttentionKernel  # computes a tile
+    scale: float  # factor of the scores, above 0
+    # from a mask (None if there is none) to what queries here see
     tiles: Callable[[Tensor | None], Tiles]
-    kv_lens: Sequence[int]
-    ring: RankGroup | None = None
+    kv_lens: Sequence[int]  # (R,) keys that each ring rank has at home
+    ring: RankGroup | None = None  # the ranks that pass keys and values on; None for one
+    # how ranks share heads; None: this rank's tokens are all of its ring place
     heads: HeadExchange | None = None
+    # format of rows on the wire; None: they travel as they are. Gradients always do.
     wire: Format | None = None
-    overlap: bool = False
-    double_buffer: bool = True
-    where: str = "attention"
-    name: str = ""
+    overlap: bool = False  # whether rows travel while the rank attends to its own tokens
+    double_buffer: bool = True  # whether a ring attends while keys and values travel
+    where: str = "attention"  # for errors and profiles
+    name: str = ""  # with `sizes`, by which a recorded program finds this; see `usp.find_call`
+    # S, this rank's heads of queries and of keys (0 each where no heads are shared), then the
+    # segments of a layout, or the number of a step
     sizes: Sequence[int] = ()
-    count: Callable[[], object] = _count_nothing
+    count: Callable[[], object] = _count_nothing  # called after each forward
 
     def owner(self, turn: int) -> int:
         """Ring rank whose keys are at hand in a round."""
@@ -91,17 +73,11 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """How rows (B, tokens, heads, D) travel by a wire.
+    """How rows (B, tokens, heads, D) travel by a wire."""
 
-    Attributes:
-        wire: With centres of all heads.
-        mine: With those of this rank's heads.
-        dtype: Of the rows.
-    """
-
-    wire: Wire
-    mine: Wire
-    dtype: torch.dtype
+    wire: Wire  # with centres of all heads
+    mine: Wire  # with those of this rank's heads
+    dtype: torch.dtype  # of the rows
 
     def packed(self, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return queries, keys and values of all heads as they travel."""

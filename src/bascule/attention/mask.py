@@ -103,21 +103,12 @@ class BlockRows:
 
     Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads, one after
     the other: which of them belong together is only in `columns`. Blocks have one token or more.
-
-    Attributes:
-        q_bounds: (Q + 1,) bounds of the query blocks among the queries.
-        k_bounds: (K + 1,) bounds of the key blocks among the keys.
-        row_bounds: (Q + 1,) bounds of the rows of query blocks in `columns`.
-        columns: (N,) key blocks that a query block sees, ascending in each row.
-
-    Raises:
-        ConfigError: The arrays do not fit together.
     """
 
-    q_bounds: Ints
-    k_bounds: Ints
-    row_bounds: Ints
-    columns: Ints
+    q_bounds: Ints  # (Q + 1,) bounds of the query blocks among the queries
+    k_bounds: Ints  # (K + 1,) bounds of the key blocks among the keys
+    row_bounds: Ints  # (Q + 1,) bounds of the rows of query blocks in `columns`
+    columns: Ints  # (N,) key blocks that a query block sees, ascending in each row
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -38,35 +38,22 @@ from bascule.plan.traffic import HeadShares, Traffic
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contexts:
-    """The contexts of a bag's sequences.
+    """The contexts of a bag's sequences."""
 
-    Attributes:
-        lens: (number of sequences,) tokens of each.
-        places: (n,) by sequence, or document, that is cut into chunks: which of these is its own.
-    """
-
-    lens: Ints
+    lens: Ints  # (number of sequences,) tokens of each
+    # (n,) by sequence, or document, that is cut into chunks: which of these is its own
     places: Ints
 
 
 class BagPlace(NamedTuple):
-    """This rank's place in its bag, in numbers.
+    """This rank's place in its bag, in numbers."""
 
-    Attributes:
-        bag: Its number in the topology.
-        ring: Ring rank.
-        ulysses: Ulysses rank.
-        degree: G.
-        num_together: S.
-        num_contexts: Tokens of the contexts of the bag's sequences.
-    """
-
-    bag: int
-    ring: int
-    ulysses: int
-    degree: int
-    num_together: int
-    num_contexts: int
+    bag: int  # its number in the topology
+    ring: int  # ring rank
+    ulysses: int  # ulysses rank
+    degree: int  # G
+    num_together: int  # S
+    num_contexts: int  # tokens of the contexts of the bag's sequences
 
 
 def place_of(plan: Plan, rank: int) -> BagPlace:
@@ -88,21 +75,13 @@ def place_of(plan: Plan, rank: int) -> BagPlace:
 
 @dataclass(frozen=True)
 class Bag:
-    """What a rank needs to know of its bag.
+    """What a rank needs to know of its bag."""
 
-    Attributes:
-        mesh: The ranks that it shares heads with, and those around its ring.
-        chunk_lens: (G, n) tokens of each chunk on each rank that it shares heads with.
-        pieces: What each of the groups around its ring has together.
-        masks: What the tokens of its sequences see of them; None: everything.
-        contexts: Those of its sequences, which each rank has whole.
-    """
-
-    mesh: AttentionMesh
-    chunk_lens: Ints
-    pieces: Pieces
-    masks: Masks | None
-    contexts: Contexts
+    mesh: AttentionMesh  # the ranks that it shares heads with, and those around its ring
+    chunk_lens: Ints  # (G, n) tokens of each chunk on each rank that it shares heads with
+    pieces: Pieces  # what each of the groups around its ring has together
+    masks: Masks | None  # what the tokens of its sequences see of them; None: everything
+    contexts: Contexts  # those of its sequences, which each rank has whole
 
     @classmethod
     def of(cls, plan: Plan, group: RankGroup, device: torch.device) -> "Bag":

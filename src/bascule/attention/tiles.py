@@ -115,18 +115,12 @@ class Pieces:
 
     A rank has a run of each sequence, and the runs follow each other in ring order; or an early run
     and a late one, of which the late ones follow each other in reverse (see `plan.chunks`).
-
-    Attributes:
-        lens: (R, n) tokens of each run on each ring rank: the early runs, then the late ones.
-        num_runs: Of a sequence on a rank, 1 or 2.
-        group: The ring; None for one rank.
-        device: Of the tensors.
     """
 
-    lens: Ints
-    num_runs: int
-    group: RankGroup | None
-    device: torch.device
+    lens: Ints  # (R, n) tokens of each run on each ring rank: the early runs, then the late ones
+    num_runs: int  # of a sequence on a rank, 1 or 2
+    group: RankGroup | None  # the ring; None for one rank
+    device: torch.device  # of the tensors
 
     @property
     def rank(self) -> int:

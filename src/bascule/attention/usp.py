@@ -78,19 +78,13 @@ class _Attention(torch.autograd.Function):
 
 
 class Done(NamedTuple):
-    """Results of the forward.
+    """Results of the forward."""
 
-    Attributes:
-        own: The output at home.
-        whole: (B, S, this rank's heads of q, k and v, D); None where no heads are shared.
-        out: (B, S, heads of q, D) the output of the same; None likewise.
-        lse: (B, heads of q, S) its LSE.
-    """
-
-    own: Tensor
+    own: Tensor  # the output at home
+    # (B, S, this rank's heads of q, k and v, D); None where no heads are shared
     whole: Tensor | None
-    out: Tensor | None
-    lse: Tensor
+    out: Tensor | None  # (B, S, heads of q, D) the output of the same; None likewise
+    lse: Tensor  # (B, heads of q, S) its LSE
 
 
 def forward(

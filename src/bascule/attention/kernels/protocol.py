@@ -23,45 +23,27 @@ OutLse = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class KernelQuery:
-    """What a call asks of a kernel.
+    """What a call asks of a kernel."""
 
-    Attributes:
-        device_type: Where the tensors are.
-        dtype: Of q, k and v; None where the caller does not say.
-        head_dim: D; None where the caller does not say.
-        has_bias: Whether something is added to the scores.
-        block: Tokens of the longest block where queries see only some blocks of keys, else None.
-        is_packed: Whether queries and keys are sequences packed one after another.
-    """
-
-    device_type: str
-    dtype: torch.dtype | None = None
-    head_dim: int | None = None
-    has_bias: bool = False
+    device_type: str  # where the tensors are
+    dtype: torch.dtype | None = None  # of q, k and v; None where the caller does not say
+    head_dim: int | None = None  # D; None where the caller does not say
+    has_bias: bool = False  # whether something is added to the scores
+    # tokens of the longest block where queries see only some blocks of keys, else None
     block: int | None = None
-    is_packed: bool = False
+    is_packed: bool = False  # whether queries and keys are sequences packed one after another
 
 
 class Attended(NamedTuple):
-    """What a forward was given, and what it found.
+    """What a forward was given, and what it found."""
 
-    Attributes:
-        q: (B, H, Sq, D) queries.
-        k: (B, K, Sk, D) keys.
-        v: (B, K, Sk, D) values.
-        out: (B, H, Sq, D) the output over all keys, of other blocks, too.
-        lse: (B, H, Sq) that over all keys.
-        mask: What these queries see of these keys.
-        scale: Factor of the scores.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor
-    mask: AttentionMask
-    scale: float
+    q: Tensor  # (B, H, Sq, D) queries
+    k: Tensor  # (B, K, Sk, D) keys
+    v: Tensor  # (B, K, Sk, D) values
+    out: Tensor  # (B, H, Sq, D) the output over all keys, of other blocks, too
+    lse: Tensor  # (B, H, Sq) that over all keys
+    mask: AttentionMask  # what these queries see of these keys
+    scale: float  # factor of the scores
 
 
 class AttentionKernel(Protocol):
@@ -147,11 +129,7 @@ def no_module(name: str) -> str | None:
 
 
 def blocks_of(mask: AttentionMask, q: Tensor, k: Tensor) -> BlockRows:
-    """The blocks that are seen, where they fit the queries and keys.
-
-    Raises:
-        ConfigError: There are none, or they do not.
-    """
+    """The blocks that are seen, where they fit the queries and keys."""
     rows = mask.blocks
     if rows is None:
         raise ConfigError(

@@ -133,11 +133,7 @@ _FEW_KEYS = 16  # than a vector register holds: of fewer, torch (2.13) takes nan
 
 
 def check_name(name: object) -> None:
-    """Refuse what is neither a key of `KERNELS` nor None.
-
-    Raises:
-        ConfigError: There is no such kernel, or it cannot merge parts of attention.
-    """
+    """Refuse what is neither a key of `KERNELS` nor None."""
     if isinstance(name, str) and name in _WITHOUT_LSE:
         raise ConfigError(
             f"kernel {name!r} gives no log-sum-exp, without which parts of attention cannot be "
@@ -168,9 +164,6 @@ def select_kernel(
         has_bias: Whether something is added to the scores.
         block: Tokens of the longest block where queries see only some blocks of keys, else None.
         is_packed: Whether queries and keys are sequences packed one after another.
-
-    Raises:
-        ConfigError: There is no such kernel, or it cannot compute that.
     """
     form = KernelQuery(device_type, dtype, head_dim, has_bias, block, is_packed)
     fitting = [other for other, kernel in KERNELS.items() if kernel.unfit(form) is None]

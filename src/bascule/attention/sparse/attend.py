@@ -58,15 +58,10 @@ class PooledRule:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeMasks:
-    """Masks (H, Q, C) that every rank has; called, it gives the rows asked for.
+    """Masks (H, Q, C) that every rank has; called, it gives the rows asked for."""
 
-    Attributes:
-        array: The masks.
-        digest: Tells others apart.
-    """
-
-    array: Bools
-    digest: int
+    array: Bools  # the masks
+    digest: int  # tells others apart
 
     def __call__(self, rows: PackedRows) -> Bools:
         """(X, C)."""
@@ -228,11 +223,7 @@ def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: f
 
 
 def _checked(tables: SparseTables, masks: Bools) -> Bools:
-    """(B or 1, X, C).
-
-    Raises:
-        ConfigError: They are of another shape or dtype.
-    """
+    """(B or 1, X, C)."""
     wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
     shapes = (wanted, (1, *wanted), (tables.batch, *wanted))
     if not isinstance(masks, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -256,12 +247,7 @@ def _agree_on(
     form: str,
     masks: str,
 ) -> None:
-    """Before the first exchange with a plan, make sure that all ranks have it, and its tokens.
-
-    Raises:
-        CommError: They do not.
-        ConfigError: The shapes do not fit the plan; on all ranks alike.
-    """
+    """Before the first exchange with a plan, make sure that all ranks have it, and its tokens."""
     group = ranks.whole
     key = None if group is None else (group.ranks, plan.digest, q, k, v, form)
 
