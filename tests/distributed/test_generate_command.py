@@ -234,7 +234,7 @@ def slow(folder: Path, kind: str) -> list[str]:
         prompt=("a", "b"), out=folder, replicas=2, width=64, height=64, steps=1
     )
     run = Generation(options, torch.device("cpu"))
-    set_timeout(member_of(resolve(None), "world"), 1.0)
+    set_timeout(member_of(resolve(None), "world"), 2.0)
 
     def on_step(_: int) -> None:
         if run.rank == 1:
