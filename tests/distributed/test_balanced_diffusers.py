@@ -27,8 +27,8 @@ from bascule.plan.limits import Limits
 from bascule.training import train_step
 from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import Case, Inputs, make_inputs, make_model
+from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import raised_by, run_ranks
-from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("diffusers")
 
@@ -326,7 +326,7 @@ def in_accelerate() -> tuple[str, float, float]:
     from accelerate import Accelerator
 
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    join_world()
+    join_trainer_world()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     plain, samples = make_model(cases_of("flux")[0]), samples_of("flux")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

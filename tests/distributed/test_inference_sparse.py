@@ -17,7 +17,7 @@ from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers import Cut, SparseConfig, SplitTable, parallelize
 from bascule.workload import save_masks
-from tests.helpers.inference_bytes import counted
+from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import Case, difference, make_inputs, make_mesh, make_model
 from tests.helpers.inference_toy import (
     CHANNELS,
@@ -223,10 +223,10 @@ def options(ring: int, ulysses: int) -> dict[str, Any]:
                 expected = make_toy(num_blocks=LAYERS)(**other)
             with torch.no_grad():
                 found[f"resolution {number}"] = difference(model(**other), expected)
-        with counted() as sent, torch.no_grad():
+        with calls_made() as sent, torch.no_grad():
             model(**inputs[0])
         cost = handle.explain().chosen
-        found["bytes"] = float(sent[0] - cost.traffic[dist.get_rank()].total)
+        found["bytes"] = float(sent.moved_bytes - cost.traffic[dist.get_rank()].total)
         found["tokens"] = float(sum(cost.tokens) - 24)
     return found
 

@@ -15,7 +15,7 @@ from bascule.comm.wire import Wire
 from bascule.errors import CommError, ConfigError
 from bascule.integrations.diffusers import Parallelized, parallelize
 from bascule.plan.machine import HardwareProfile
-from tests.helpers.inference_bytes import counted
+from tests.helpers.calls_made import calls_made
 from tests.helpers.inference_cases import make_mesh
 from tests.helpers.inference_toy import TABLE, Toy, make_toy, toy_inputs
 from tests.helpers.ranks import raised_by, run_ranks
@@ -188,10 +188,10 @@ def explained(ring: int, ulysses: int) -> dict[str, Any]:
     for kv_heads, wire in ((6, None), (2, None), (2, Wire("int8"))):
         model = make_toy(heads=6, kv_heads=kv_heads)
         with parallelize(model, mesh=mesh, table=TABLE, wire=wire) as handle:
-            with counted() as sent, torch.no_grad():
+            with calls_made() as sent, torch.no_grad():
                 model(**toy_inputs(text=5, image=12))
             cost = handle.explain().chosen
-            found["counted"].append((sent[0], cost.traffic[place].total))
+            found["counted"].append((sent.moved_bytes, cost.traffic[place].total))
             found["tokens"].append(cost.tokens)
             found["said"].append(str(handle.explain()))
     return found

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from bascule import BalancedSampler, SamplerOptions, TransformerCost
 from bascule.data import collate_padded
+from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import run_ranks
-from tests.helpers.trainer_world import join_world
 
 WIDTH, NUM_SAMPLES, EPOCHS = 4, 29, 2
 COST = TransformerCost(16)
@@ -107,7 +107,7 @@ def with_accelerate(is_shard: bool, folder: str) -> tuple[list[Tensor], int]:
     from accelerate import Accelerator
     from accelerate.data_loader import DataLoaderShard
 
-    join_world()
+    join_trainer_world()
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     bare = make_model()
     model, optimizer = accelerator.prepare(
@@ -229,7 +229,7 @@ def parameters_of(trainer: Any) -> list[Tensor]:
 
 
 def the_trainer(folder: str) -> dict[str, Any]:
-    join_world()
+    join_trainer_world()
     in_order = {"train_sampling_strategy": "sequential", "max_steps": 3}
     plain = make_trainer(folder, False, **in_order)
     balanced = make_trainer(folder, True, **in_order)

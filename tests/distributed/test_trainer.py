@@ -25,15 +25,15 @@ from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.data.samplers import ResumableSampler
 from bascule.errors import ConfigError
 from bascule.plan.limits import Limits
+from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 from tests.helpers.trainer_runs import BATCH_SIZE, COST, Texts, make_model, make_trainer, train
-from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("transformers")
 
 
 def both_runs(kind: str, accumulate: int) -> dict[str, Any]:
-    join_world()
+    join_trainer_world()
     with tempfile.TemporaryDirectory() as folder:
         given = {"gradient_accumulation_steps": accumulate}
         plain = train(make_trainer(folder, kind, balanced=False, **given))
@@ -59,7 +59,7 @@ def test_trains_like_the_trainer(kind: str, accumulate: int) -> None:
 
 def resumed(kind: str, stops: list[int], given: dict[str, Any]) -> dict[str, Any]:
     """A whole run, and one that is stopped after these steps and goes on from checkpoints."""
-    join_world()
+    join_trainer_world()
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     given = {
@@ -119,7 +119,7 @@ def known_seconds(unit: Any) -> float:
 @mock.patch.object(cost_tracker._Unit, "seconds", known_seconds)  # pyright: ignore[reportPrivateUsage]
 def learned() -> dict[str, Any]:
     """Costs learned in a run, in steps of two microbatches; and again from its checkpoint."""
-    join_world()
+    join_trainer_world()
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     given = {
@@ -160,7 +160,7 @@ def test_costs_are_learned_on_the_job_and_saved() -> None:
 
 def uneven_ends() -> dict[str, Any]:
     """43 samples: the last step holds 7 of 12, one process reads 4 and the other 3 of them."""
-    join_world()
+    join_trainer_world()
     with tempfile.TemporaryDirectory() as folder:
         given = {"gradient_accumulation_steps": 2, "num_samples": 43, "num_train_epochs": 1}
         trainer = make_trainer(folder, "qwen2", balanced=True, **given)
@@ -193,7 +193,7 @@ def refusals() -> dict[str, Any]:
     from torch.utils.data import IterableDataset
     from transformers import Trainer
 
-    join_world()
+    join_trainer_world()
 
     class OwnLoss(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -243,7 +243,7 @@ def test_what_does_not_go_with_balancing_is_refused() -> None:
 
 
 def fails_alone() -> None:
-    join_world()
+    join_trainer_world()
     from transformers import Trainer
 
     class Failing(Trainer):
@@ -266,7 +266,7 @@ def test_other_processes_learn_why_one_fails() -> None:
 
 
 def trains_more_epochs_than_others() -> None:
-    join_world()
+    join_trainer_world()
     with tempfile.TemporaryDirectory() as folder:
         epochs = 1 + dist.get_rank()
         options = {"num_train_epochs": epochs, "ddp_timeout": 4}
@@ -342,7 +342,7 @@ def with_accelerate(accumulate: int) -> dict[str, Any]:
     """The recipe of docs/data_loader.md; stops in the middle, and goes on from a checkpoint."""
     from accelerate import Accelerator
 
-    join_world()
+    join_trainer_world()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     model = make_model("qwen2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

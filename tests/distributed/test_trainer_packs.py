@@ -20,9 +20,9 @@ from torch.utils.data import Dataset
 
 from bascule.data.loader import LoaderOptions
 from bascule.data.packs import Pack, make_pack, unpack
+from tests.helpers.jobs import join_trainer_world
 from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.trainer_runs import COST, VOCAB, make_model, make_trainer, train
-from tests.helpers.trainer_world import join_world
 
 pytest.importorskip("transformers")
 BUDGET, NUM_SAMPLES = 100, 19
@@ -164,7 +164,7 @@ def trained(kind: str, folder: str, *, owns_loss: bool = False, **given: Any) ->
 
 
 def packs_with(case: str) -> dict[str, Any]:
-    join_world()
+    join_trainer_world()
     cases: dict[str, tuple[Any, ...]] = {
         "finish": ("qwen2", {"pack": BUDGET, "options": LoaderOptions(ends="finish")}),
         "own loss": (
@@ -209,7 +209,7 @@ def test_packs_train_like_one_process(case: str) -> None:
 
 def resumed_packs(ends: str) -> dict[Any, Any]:
     """A whole run; then one that goes on in an epoch, where one ended, and one without packs."""
-    join_world()
+    join_trainer_world()
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     given: dict[str, Any] = {
@@ -274,7 +274,7 @@ def test_packs_go_on_in_an_epoch_and_where_one_ended(ends: str) -> None:
 
 
 def packs_of_one_process() -> dict[str, Any]:
-    join_world()
+    join_trainer_world()
     balance = {"cost": COST, "pack": BUDGET}
     with tempfile.TemporaryDirectory() as folder:
         given: dict[str, Any] = {"max_steps": 3, "dataset": Uneven(), "balance": balance}

@@ -22,6 +22,11 @@ class CallsMade:
     counts: Counter[str] = field(default_factory=Counter[str])
     sent_bytes: Counter[str] = field(default_factory=Counter[str])
 
+    @property
+    def moved_bytes(self) -> int:
+        """Without all-gathers, of which agreements and counts are made."""
+        return self.sent_bytes.total() - self.sent_bytes[ALL_GATHER]
+
 
 @contextmanager
 def calls_made() -> Iterator[CallsMade]:

@@ -69,6 +69,12 @@ def set_variables() -> None:
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
 
 
+def join_trainer_world() -> None:
+    """The same for a Trainer: accelerate reads it."""
+    set_variables()
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
 def _as_rank(program: Callable[..., object], arguments: tuple[str, ...]) -> tuple[int, str, str]:
     """Exit code, standard output and standard error of one rank."""
     set_variables()

@@ -17,10 +17,10 @@ from bascule import TransformerCost
 from bascule.plan.sparse import BlockLayout, block_lens
 from tests.helpers.encoder_cases import batch_of, image_encoder, text_encoder
 from tests.helpers.inference_cases import difference, make_mesh
+from tests.helpers.jobs import join_trainer_world
 from tests.helpers.pages import ROOT, run_python
 from tests.helpers.pipeline_cases import prompt_of
 from tests.helpers.tile_cases import flux_pipeline, own_tiled
-from tests.helpers.trainer_world import join_world
 from tests.helpers.vlm_models import make_model
 
 Names = dict[str, Any]
@@ -134,7 +134,7 @@ def _loader(folder: str) -> Names:
     from torch.nn.parallel import DistributedDataParallel
     from transformers import TrainingArguments
 
-    join_world()
+    join_trainer_world()
     model = _language_model()
     args = TrainingArguments(
         folder,
