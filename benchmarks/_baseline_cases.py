@@ -184,8 +184,9 @@ def shared_makespan(case: Case, step: Step) -> float:
             lens = case.lens[samples[chosen]]
             seconds[chosen] = case.cluster.bag_seconds(case.cost, lens, size)
             bag = Bag.aligned(size, 1, case.cluster.ranks_per_node)
-            launched = case.cluster.seconds(Work.of_launches(case.cost, bag), bag)
-            np.maximum.at(launches, owners[chosen], launched.launch_s)
+            work = Work.of_sequences(case.cost, bag, lens, np.zeros(lens.size))
+            launch_s = case.cluster.seconds(work, bag).launch_s
+            np.maximum.at(launches, owners[chosen], launch_s)
         total += float((launches + np.bincount(owners, seconds, len(ranks))).max())
     return total
 

@@ -110,32 +110,25 @@ class Work:
     def of_sequences(
         cls, cost: Cost, bag: Bag, lens: Ints, compute_s: Floats, attention_s: Amount = 0.0
     ) -> "Work":
-        """Work of a forward pass over (n,) sequences, but for the launches, which they share.
+        """Work of a forward pass over (n,) sequences, of all ranks of their bag together.
 
-        All ranks of the bag together: each holds a P-th of a sequence's tokens, and sends of it in
-        each layer 4 values of width d to U ranks, of which it is one, and 2 around the ring.
+        Each rank holds a P-th of a sequence's tokens, and sends of it in each layer 4 values of
+        width d to U ranks, of which it is one, and 2 around the ring. What it launches is shared by
+        all sequences: once a pass, whatever its bag holds.
         """
         if bag.size == 1:
             return cls(compute_s=compute_s)
         width, num_layers = _shape(cost)
         tensor = lens.astype(np.float64) * (BYTES_PER_VALUE * width * num_layers)  # bytes
         heads = HEADS_VALUES * tensor / bag.ulysses
+        shares_heads = bag.ulysses > 1
         return cls(
             compute_s=compute_s,
             attention_s=attention_s,
             heads_bytes=heads * (bag.ulysses - 1),
-            packed_bytes=heads * bag.ulysses if bag.ulysses > 1 else 0.0,
+            packed_bytes=heads * bag.ulysses if shares_heads else 0.0,
             ring_bytes=RING_VALUES * tensor * (bag.ring - 1),
-        )
-
-    @classmethod
-    def of_launches(cls, cost: Cost, bag: Bag) -> "Work":
-        """What a rank launches in a forward pass, whatever its bag holds."""
-        if bag.size == 1:
-            return cls()
-        num_layers = _shape(cost)[1]
-        return cls(
-            num_exchanges=EXCHANGES_PER_LAYER * num_layers if bag.ulysses > 1 else 0,
+            num_exchanges=EXCHANGES_PER_LAYER * num_layers if shares_heads else 0,
             num_rounds=(bag.ring - 1) * num_layers,
         )
 
@@ -267,19 +260,18 @@ class Cluster:
         passed = work.ring_bytes / max(bag.ring - 1, 1)  # in a round
         round_s = self.wire_seconds(*((passed, 0.0) if bag.is_in_node else (0.0, passed)))
         hiding_s = work.attention_s if hides_ring else 0.0
-        late_s = np.maximum(self.latency_s * work.num_kernels - work.compute_s, 0.0)
-        return Seconds(
-            compute_s=work.compute_s,
-            heads_s=heads_s,
-            ring_s=exposed_ring(round_s, hiding_s, bag.ring),
-            launch_s=self.latency_s * (work.num_exchanges + work.num_rounds) + late_s,
-        )
+        launch_s: Amount = self.latency_s * (work.num_exchanges + work.num_rounds)
+        if work.num_kernels:
+            launch_s += np.maximum(self.latency_s * work.num_kernels - work.compute_s, 0.0)
+        ring_s = exposed_ring(round_s, hiding_s, bag.ring)
+        return Seconds(work.compute_s, heads_s, ring_s, launch_s)
 
     def bag_seconds(self, cost: Cost, lens: Ints, size: int) -> Floats:
         """(n,) seconds of sequences on each rank of an aligned bag without a ring; no launches."""
         bag = Bag.aligned(size, 1, self.ranks_per_node)
         work = Work.of_sequences(cost, bag, lens, self.compute_seconds(cost, lens))
-        return np.asarray(self.seconds(work, bag).total) / size
+        seconds = self.seconds(work, bag)
+        return np.asarray(seconds.compute_s + seconds.heads_s) / size
 
     def host_seconds(self, cost: Cost, bag: Bag) -> float:
         """Seconds that the host of a rank spends on the pieces of a sequence in its bag."""

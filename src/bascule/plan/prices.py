@@ -160,7 +160,6 @@ def price(
     each = [
         cluster.seconds(Work.of_sequences(cost, bag, lens, compute, attention), bag) for bag in bags
     ]
-    launches = [cluster.seconds(Work.of_launches(cost, bag), bag).launch_s for bag in bags]
     return Prices(
         lens,
         sizes,
@@ -169,7 +168,7 @@ def price(
         compute,
         np.stack([np.broadcast_to(one.heads_s, lens.shape) for one in each]),
         np.stack([np.broadcast_to(one.ring_s, lens.shape) for one in each]),
-        carried + np.array(launches)[kind_of],
+        carried + np.array([one.launch_s for one in each])[kind_of],
         np.array([cluster.host_seconds(cost, bag) for bag in bags]),
     )
 

@@ -257,10 +257,9 @@ def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: fl
     order = np.argsort(-batch.lens if batch.num_pairs is None else -seconds, kind="stable")
     ordered, compute = batch.lens[order], checked(seconds, batch.lens, batch.counts)[order]
     kinds = [Bag.aligned(size, 1, cluster.ranks_per_node) for size in sizes.tolist()]
-    works = [Work.of_sequences(cost, bag, ordered, compute) for bag in kinds]
-    work = np.stack([cluster.seconds(*one).total for one in zip(works, kinds, strict=True)])
-    launches = [cluster.seconds(Work.of_launches(cost, bag), bag).launch_s for bag in kinds]
-    before = carried + np.array(launches)
+    each = [cluster.seconds(Work.of_sequences(cost, bag, ordered, compute), bag) for bag in kinds]
+    work = np.stack([compute + one.heads_s for one in each])
+    before = carried + np.array([one.launch_s for one in each])
     sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
     bags = units * num_units
     low: Floats = np.where(bags > 0, before, 0.0).max(axis=1)
