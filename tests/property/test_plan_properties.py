@@ -189,7 +189,7 @@ def test_against_trying_everything(lens: list[int], num_bags: int) -> None:
 @few
 @given(
     batches(),
-    st.sampled_from([-1, 1.5, float("nan"), float("inf"), "8", True, None, [3]]),
+    st.sampled_from([-1, 1.5, float("nan"), float("inf"), "8", None]),
     st.data(),
 )
 def test_one_illegal_length_is_found_wherever_it_is(

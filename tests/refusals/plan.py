@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bascule import Limits, PolynomialCost, TransformerCost, assign, plan_batch
+from bascule import Limits, PolynomialCost, Span, TransformerCost, assign, plan_batch, plan_step
 
 COST = TransformerCost(64)
 
@@ -31,5 +31,20 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("another world", planned([1], "g3n1"), ("3", "2")),
     ("no topology", planned([1], ""), ("''",)),
     ("no planner", planned([1], planner="magic"), ("'magic'", "knapsack")),
+    ("lengths that are no list", planned({1: 2}), ("rank 0", "flat list")),
+    ("ragged lengths", planned([7, [8]]), ("rank 0", "list of integers")),
+    ("a batch that is no list", partial(plan_batch, 5, "g1n2", COST), ("one list a source rank",)),  # pyright: ignore[reportArgumentType]
+    ("no cluster", planned([1], cluster=5), ("cluster=5", "a Cluster(")),
+    ("no limits", planned([1], limits=5), ("limits is 5", "Limits(")),
+    ("tolerance below 0", planned([1], home_tolerance=-1.0), ("home_tolerance=-1.0", "at least 0")),
+    ("bags without a cluster", planned([1], "auto"), ("auto", "needs a cluster")),
+    ("no meeting", partial(plan_step, [[[1]]], "g1n1", COST, sync="never"), ("'never'", "step")),  # pyright: ignore[reportArgumentType]
+    (
+        "a bin without speed",
+        partial(assign, [1.0], speeds=[1.0, 0.0]),
+        ("speeds from 0", "no work"),
+    ),
+    ("no span", partial(Span, 0), ("num_tokens=0", "at least 1")),
+    ("causal of text", partial(Span, 1, "yes"), ("causal='yes'", "True or False")),  # pyright: ignore[reportArgumentType]
     ("above its limit", planned([50], limits=Limits(tokens=20)), ("rank 0", "50 tokens", "20")),
 ]

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bascule.arrays import Ints, cumulative, frozen, ranges
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
-from bascule.plan.checks import amounts, by_rank, check_rank, ints, number, of_type, shown
+from bascule.plan.checks import amounts, fields, ints, number, of_type, shown
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.locality import Source, bring_home
@@ -43,15 +43,9 @@ _EVEN = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """A sequence that alone keeps the slowest bag busy while other ranks wait.
+    """A sequence, by its place in source order, that alone keeps the slowest bag busy.
 
-    Attributes:
-        seq_id: Its place in source order.
-        num_tokens: Its length.
-        bag: The bag that computes it.
-        bag_size: Ranks of that bag.
-        enough_ranks: Ranks of a bag in which it would take no longer than the mean load, wires
-            aside.
+    In a bag of `enough_ranks` it would take no longer than the mean load, wires aside.
     """
 
     seq_id: int
@@ -211,39 +205,26 @@ class Plan:
         return int(self.seq_lens.sum()) - self.chunks.num_at(self.source_ranks)
 
     def local(self, rank: int) -> LocalLayout:
-        """What `rank` computes on. O(num_seqs + tokens of the rank).
-
-        Raises:
-            ConfigError: There is no such rank.
-            PlanError: It holds more tokens than the int32 of `cu_seqlens` can count.
-        """
-        rank = check_rank(rank, self.num_ranks)
-        _check_countable(rank, int(self.tokens[rank]))
+        """What `rank` computes on. O(num_seqs + tokens of the rank)."""
         return self.chunks.local(rank)
 
     def bag_lens(self, rank: int) -> Ints:
         """(bag size, m) tokens of each chunk of `local(rank)` on each rank of `rank`'s bag."""
-        return self.chunks.bag_lens(check_rank(rank, self.num_ranks))
+        return self.chunks.bag_lens(rank)
 
     def route(self, rank: int) -> Route:
         """The part of `rank` in the exchange from source to compute layout; `.inverse()` restores.
 
         O(num_seqs + chunks and tokens of the rank).
-
-        Raises:
-            ConfigError: There is no such rank.
         """
-        return self.chunks.route(check_rank(rank, self.num_ranks), self.source_ranks)
+        return self.chunks.route(rank, self.source_ranks)
 
     def context_route(self, rank: int) -> Route:
         """The part of `rank` in bringing each context to all ranks of its sequence's bag.
 
         O(num_seqs + contexts of the rank). Contexts of no tokens where it was planned without any.
-
-        Raises:
-            ConfigError: There is no such rank.
         """
-        rank, source, bags = check_rank(rank, self.num_ranks), self.source_ranks, self.bag_of
+        source, bags = self.source_ranks, self.bag_of
         lens = np.zeros_like(self.seq_lens) if self.context_lens is None else self.context_lens
         first = cumulative(lens)[:-1]
         starts = first - cumulative(lens)[cumulative(self.source_counts)[source]]
@@ -292,11 +273,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote.
-
-        Raises:
-            ConfigError: The text is not such a plan, or its version is another.
-        """
+        """Read what `to_json` wrote; a ConfigError says that the text is no such plan."""
         try:
             data: dict[str, Any] = json.loads(text)
             version = data["version"]
@@ -392,53 +369,74 @@ def plan_batch(
         PlanError: The limits cannot be kept, or a rank would hold more than 2^31 - 1 tokens; says
             what misses by how much.
     """
-    tolerance = _tolerance(home_tolerance, cluster)
-    limits = in_tokens(limits, cost, cluster)
-    seq_lens = by_rank("sequence lengths", seq_lens)
-    if isinstance(topology, str) and topology == "auto":
-        state = RankState.of(len(seq_lens), carried_loads, speeds)
-        topology = _choose(seq_lens, cost, cluster, limits, state)
-    topology = Topology.parse(topology, world_size=len(seq_lens))
-    batch = batch_of(seq_lens, topology.num_ranks)
-    check_sizes(batch.lens, batch.counts, topology, limits)
-    state = RankState.of(topology.num_ranks, carried_loads, speeds)
-    found = decide(planner, price(batch, topology, cost, cluster, state), limits)
-    if planner != "knapsack":
-        found = bring_home(found, Source(batch.ranks, batch.lens, topology, cluster), tolerance)
-    decided = found.bag_of, found.loads[topology.bag_of_rank], found.lower_bound, planner
-    more = batch.masks, batch.context_lens, None if (state.speeds == 1.0).all() else state.speeds
-    plan = Plan(topology, batch.counts, batch.lens, *decided, *more)
-    fullest = int(plan.tokens.argmax())
-    _check_countable(fullest, int(plan.tokens[fullest]))
-    return plan
+    setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, home_tolerance)
+    return setup.plan(seq_lens, carried_loads)
 
 
-def _check_countable(rank: int, num_tokens: int) -> None:
-    """Refuse a rank with more tokens than the int32 of `cu_seqlens` can count."""
-    if num_tokens > MAX_TOKENS:
-        raise PlanError(
-            f"rank {rank} would hold {num_tokens} tokens, but cu_seqlens counts at most "
-            f"{MAX_TOKENS}: use larger bags, or shorter sequences"
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanSetup:
+    """Make plans of one batch after the other; fields as the arguments of `plan_batch`."""
+
+    topology: Topology | str
+    cost: Cost
+    planner: str = "lpt"
+    limits: Limits | None = None
+    speeds: npt.ArrayLike | None = None
+    cluster: Cluster | None = None
+    home_tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        cluster = Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None"
+        fields(self, cluster=(of_type, *cluster), home_tolerance=number)
+
+    def plan(
+        self,
+        seq_lens: Sequence[npt.ArrayLike | Sequences],
+        carried_loads: npt.ArrayLike | None = None,
+    ) -> Plan:
+        """Plan a batch, on top of what each rank has already."""
+        limits = in_tokens(self.limits, self.cost, self.cluster)
+        batch = batch_of(seq_lens)
+        state = RankState.of(batch.counts.size, carried_loads, self.speeds)
+        topology = self._bags(batch, limits, state)
+        check_sizes(batch.lens, batch.counts, topology, limits)
+        decision = decide(
+            self.planner, price(batch, topology, self.cost, self.cluster, state), limits
         )
+        if self.planner != "knapsack":
+            source = Source(batch.ranks, batch.lens, topology, self.cluster)
+            decision = bring_home(decision, source, self._tolerance)
+        plan = Plan(
+            topology,
+            batch.counts,
+            batch.lens,
+            decision.bag_of,
+            decision.loads[topology.bag_of_rank],
+            decision.lower_bound,
+            self.planner,
+            batch.masks,
+            batch.context_lens,
+            None if (state.speeds == 1.0).all() else state.speeds,
+        )
+        fullest = int(plan.tokens.argmax())
+        if plan.tokens[fullest] > MAX_TOKENS:
+            raise PlanError(
+                f"rank {fullest} would hold {plan.tokens[fullest]} tokens, but cu_seqlens counts "
+                f"at most {MAX_TOKENS}: use larger bags, or shorter sequences"
+            )
+        return plan
 
+    def _bags(self, batch: Batch, limits: Limits | None, state: RankState) -> Topology:
+        if self.topology != "auto":
+            return Topology.parse(self.topology, world_size=batch.counts.size)
+        if self.cluster is None:
+            raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+        self.cluster.check_world(batch.counts.size)
+        return choose_topology(batch, self.cost, self.cluster, limits, state)
 
-def _choose(
-    seq_lens: Sequence[npt.ArrayLike | Sequences],
-    cost: Cost,
-    cluster: Cluster | None,
-    limits: Limits | None,
-    state: RankState,
-) -> Topology:
-    if cluster is None:
-        raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
-    cluster.check_world(len(seq_lens))
-    batch = batch_of(seq_lens, cluster.num_ranks)
-    return choose_topology(batch, cost, cluster, limits, state)
-
-
-def _tolerance(given: float | None, cluster: Cluster | None) -> float | None:
-    if cluster is not None:
-        of_type("cluster", cluster, Cluster, "a Cluster(num_nodes, ranks_per_node, ..), or None")
-    if given is None:
-        return _NODE_TOLERANCE if cluster is not None and cluster.num_nodes > 1 else None
-    return number("home_tolerance", given)
+    @property
+    def _tolerance(self) -> float | None:
+        is_near = self.cluster is None or self.cluster.num_nodes == 1
+        return (
+            self.home_tolerance if self.home_tolerance is not None or is_near else _NODE_TOLERANCE
+        )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints, cumulative, ranges
 from bascule.errors import ConfigError
-from bascule.plan.checks import array, by_rank, put, real, shown, whole
+from bascule.plan.checks import fields, of_type, shown, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,6 @@ class Span:
         num_tokens: How many.
         causal: Whether each sees up to itself; else up to the end of the span.
         new_document: Whether none of them, or of what follows, sees what is before.
-
-    Raises:
-        ConfigError: There is not one token at least, or a flag is no bool.
     """
 
     num_tokens: int
@@ -37,21 +34,13 @@ class Span:
     new_document: bool = False
 
     def __post_init__(self) -> None:
-        put(self, "num_tokens", whole("Span(num_tokens", self.num_tokens, 1))
-        for name in ("causal", "new_document"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ConfigError(f"Span({name}={shown(value)}) must be True or False")
+        flag = of_type, bool, "True or False"
+        fields(self, num_tokens=(whole, 1), causal=flag, new_document=flag)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """A part of each sequence, and where it lies.
-
-    Attributes:
-        starts: (n,) its first position in the sequence.
-        lens: (n,) its tokens; may be 0.
-        rows: (n,) the row of its first token.
-    """
+    """A part of each sequence: its first position there, its tokens, the row of its first token."""
 
     starts: Ints
     lens: Ints
@@ -60,13 +49,9 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairs:
-    """Runs of queries, and the run of keys that each of them sees.
+    """Runs of queries, and the run of keys that each of them sees: first rows, and lengths.
 
-    Attributes:
-        q_rows: (m,) first row of each run of queries, ascending; no row is in two runs.
-        q_lens: (m,) its rows; may be 0.
-        k_rows: (m,) first row of the keys.
-        k_lens: (m,) their rows; may be 0.
+    Runs of queries ascend, and no row is in two of them.
     """
 
     q_rows: Ints
@@ -208,14 +193,7 @@ class Masks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Documents:
-    """The documents of some sequences, each as a sequence of its own.
-
-    Attributes:
-        masks: Of the documents.
-        seqs: (d,) the sequence of each.
-        starts: (d,) its first position in it.
-        lens: (d,) its tokens.
-    """
+    """(d,) documents of some sequences, each as a sequence of its own, and where it starts."""
 
     masks: Masks
     seqs: Ints
@@ -314,17 +292,12 @@ class Batch:
         return Sequences(lens, masks, contexts if num_contexts else None)
 
 
-def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int) -> Batch:
-    """The sequences of all ranks, given as lengths or `Sequences`, one a rank.
-
-    Raises:
-        ConfigError: There is not one a rank; a length is not a non-negative integer; spans do not
-            add up to their sequence. Rank, place and value are named.
-    """
-    given = by_rank("sequence lengths", loaded)
-    if not any(isinstance(one, Sequences) for one in given):
-        return Batch(*check_lengths(given, num_ranks))
-    each = [one if isinstance(one, Sequences) else Sequences(one) for one in given]
+def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int | None = None) -> Batch:
+    """Check the sequences of all ranks, given as lengths or `Sequences`, one a rank."""
+    is_list = isinstance(loaded, list | tuple)
+    if not is_list or not any(isinstance(one, Sequences) for one in loaded):
+        return Batch(*check_lengths(cast(Sequence[npt.ArrayLike], loaded), num_ranks))
+    each = [one if isinstance(one, Sequences) else Sequences(one) for one in loaded]
     counts, lens = check_lengths([one.seq_lens for one in each], num_ranks)
     parts = np.split(lens, np.cumsum(counts)[:-1])
     numbered = list(enumerate(zip(each, parts, strict=True)))
@@ -354,7 +327,7 @@ def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> 
     if context_lens is None:
         return None
     try:
-        (count,), lens = check_lengths([context_lens], 1)
+        (count,), lens = check_lengths([context_lens])
     except ConfigError as error:
         raise ConfigError(f"context_lens: {str(error).replace('rank 0', f'rank {rank}')}") from None
     if count != seq_lens.size:
@@ -427,59 +400,50 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 MAX_LENGTH = 2**40
 
 
-def check_lengths(seq_lens: Sequence[npt.ArrayLike], num_ranks: int) -> tuple[Ints, Ints]:
+def check_lengths(
+    seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
+) -> tuple[Ints, Ints]:
     """(num_ranks,) counts and (num_seqs,) lengths of a batch given as one list a source rank.
 
-    Raises:
-        ConfigError: The number of lists is not the number of ranks, or a length is not a
-            non-negative integer; rank, place and value are named.
+    A ConfigError names rank, place and value of the first length that is no whole number.
     """
-    lists = by_rank("sequence lengths", seq_lens)
-    if len(lists) != num_ranks:
+    if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
+        raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
+    if num_ranks is not None and len(seq_lens) != num_ranks:
         raise ConfigError(
-            f"{len(lists)} lists of sequence lengths for {num_ranks} ranks: give one list a "
+            f"{len(seq_lens)} lists of sequence lengths for {num_ranks} ranks: give one list a "
             "source rank, empty where a rank has no data"
         )
-    each = [_as_numbers(rank, lens) for rank, lens in enumerate(lists)]
+    each = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
     counts = np.array([lens.size for lens in each], dtype=np.int64)
-    given = np.concatenate([*each, np.zeros(0, np.int64)])
-    bad = _find_bad_length(given)
-    if bad is not None:
-        rank, place = source_of(bad, counts)
+    lens = np.concatenate([*each, np.zeros(0, np.int64)])
+    with np.errstate(invalid="ignore"):
+        legal = (lens >= 0) & (lens <= MAX_LENGTH) & (lens == np.floor(lens))
+    if not legal.all():
+        rank, place = source_of(int(np.argmin(legal)), counts)
         raise ConfigError(_bad_length(rank, place, each[rank][place]))
-    return counts, given.astype(np.int64)
+    return counts, lens.astype(np.int64)
 
 
-def _as_numbers(rank: int, lens: Any) -> npt.NDArray[Any]:
+def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
     """The lengths of one rank, all of them numbers, but perhaps not whole or not positive."""
-    listed: Sequence[object] | None = None
-    if isinstance(lens, list | tuple):
-        listed = cast(Sequence[object], lens)
     try:
-        given = array(f"rank {rank}: lengths", cast(object, lens))
-    except ConfigError:
-        _check_each(rank, listed or ())  # says which one it is
-        raise
-    if given.ndim != 1:
+        lens = np.asarray(values)
+    except Exception as error:  # what numpy cannot read raises what it likes
         raise ConfigError(
-            f"rank {rank}: lengths must be a flat list of integers, not {shown(cast(object, lens))}"
+            f"rank {rank}: lengths {shown(values)} cannot be read as an array: give a list of "
+            "integers or a numpy array; a tensor has .tolist()"
+        ) from error
+    if lens.ndim != 1:
+        raise ConfigError(
+            f"rank {rank}: lengths must be a flat list of integers, not {shown(values)}"
         )
-    # numpy would take True for 1 and "8" for a text.
-    has_bools = listed is not None and bool({bool, np.bool_} & set(map(type, listed)))
-    if given.dtype.kind in "iuf" and not has_bools:
-        return given
-    return _check_each(rank, given if listed is None else listed)
-
-
-def _check_each(rank: int, values: Iterable[object]) -> npt.NDArray[np.float64]:
-    """The values as float64, if each is a real number."""
-    numbers: list[float] = []
-    for place, value in enumerate(values):
-        number = real(value)
-        if number is None:
-            raise ConfigError(_bad_length(rank, place, value))
-        numbers.append(number)
-    return np.array(numbers, dtype=np.float64)
+    if lens.size and lens.dtype.kind not in "iuf":
+        listed = list(cast(Iterable[Any], values))
+        legal: list[bool] = [isinstance(x, int | float) and 0 <= x <= MAX_LENGTH for x in listed]
+        place = legal.index(False) if False in legal else 0
+        raise ConfigError(_bad_length(rank, place, listed[place]))
+    return lens
 
 
 def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
@@ -488,14 +452,7 @@ def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
     return rank, seq_id - int(counts[:rank].sum())
 
 
-def _find_bad_length(given: npt.NDArray[Any]) -> int | None:
-    """Place of the first length that is not a whole number from 0 to 2^40, or None."""
-    with np.errstate(invalid="ignore"):
-        legal = (given >= 0) & (given <= MAX_LENGTH) & (given == np.floor(given))
-    return None if legal.all() else int(np.argmin(legal))
-
-
 def _bad_length(rank: int, place: int, value: object) -> str:
-    """The one sentence for an illegal length, the same wherever it is found."""
-    told = shown(value)
-    return f"rank {rank}, sequence {place}: length {told} is not a whole number from 0 to 2^40"
+    return (
+        f"rank {rank}, sequence {place}: length {shown(value)} is not a whole number from 0 to 2^40"
+    )

@@ -7,8 +7,8 @@ meet once a step, a rank may be slow in one microbatch if it is fast in another:
 largest sum of its loads.
 """
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from bascule.arrays import Floats, Ints, cumulative
 from bascule.errors import ConfigError, PlanError
-from bascule.plan.checks import by_rank, listed, of_type, shown
+from bascule.plan.checks import choice
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
-from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.prices import RankState, price
 from bascule.plan.sequences import Sequences, batch_of
 from bascule.plan.topology import Topology
@@ -65,22 +65,17 @@ def plan_step(
         ConfigError: An argument is wrong; an illegal length names its microbatch.
         PlanError: The limits cannot be kept; names the microbatch.
     """
-    check_sync(sync)
+    setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, home_tolerance)
+    return _plan(microbatches, setup, check_sync(sync))
+
+
+def _plan(
+    microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]], setup: PlanSetup, sync: Sync
+) -> tuple[Plan, ...]:
     alone: list[Plan] = []
-    for number, seq_lens in enumerate(listed("microbatches", microbatches)):
+    for number, seq_lens in enumerate(microbatches):
         try:
-            alone.append(
-                plan_batch(
-                    seq_lens,
-                    topology,
-                    cost,
-                    planner=planner,
-                    limits=limits,
-                    speeds=speeds,
-                    cluster=cluster,
-                    home_tolerance=home_tolerance,
-                )
-            )
+            alone.append(setup.plan(seq_lens))
         except (ConfigError, PlanError) as error:
             raise type(error)(f"microbatch {number}: {error}") from None
     worlds = {plan.num_ranks for plan in alone}
@@ -88,18 +83,15 @@ def plan_step(
         raise ConfigError(f"microbatches for {sorted(worlds)} ranks: all need the same world")
     if sync == "microbatch" or len(alone) < 2:
         return tuple(alone)
-    again = _Again(cost, planner, limits, speeds, cluster, home_tolerance)
-    return min((tuple(alone), again.jointly(alone)), key=lambda plans: _largest_sum(plans))
+    return min((tuple(alone), _jointly(alone, setup)), key=_largest_sum)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Mixed:
     """Microbatches whose sequences were dealt anew.
 
-    Attributes:
-        microbatches: Of each, what each source rank brings to it.
-        sources: Of each, by source rank, (n, 2) the microbatch in which a sequence was loaded, and
-            its place there.
+    Of each, what each source rank brings to it; and by source rank, (n, 2) the microbatch in which
+    a sequence was loaded, and its place there.
     """
 
     microbatches: list[list[Sequences]]
@@ -123,55 +115,34 @@ def mix_microbatches(
     Where ranks meet in every microbatch, one that holds a giant makes all wait while the rank that
     has it works. Dealt together, giants of several microbatches are computed side by side. All are
     planned as one, on as many bags as they have together, wires aside; then bags that are alike go
-    to the microbatches by their loads, so that the sum of the makespans is small.
+    to the microbatches by their loads, so that the sum of the makespans is small. If `plan_step`
+    would be no faster for what was dealt, all stay where they are.
 
-    Args:
-        microbatches: As for `plan_step`.
-        topology: The bags of a microbatch.
-        cost: As for `plan_step`, as all that follows.
-        sync: If `plan_step` would be no faster for what was dealt, all stay where they are.
-        planner: See there.
-        limits: What a rank can hold in one microbatch.
-        speeds: See there.
-        cluster: See there.
-        home_tolerance: See there.
-
-    Raises:
-        As `plan_step`; ConfigError: the topology is "auto".
+    Arguments are those of `plan_step`, but that the topology cannot be "auto".
     """
     if topology == "auto":
         raise ConfigError('mixes=True with topology "auto": give the bags of a microbatch')
-    given = listed("microbatches", microbatches)
-    num_ranks = len(by_rank("sequence lengths", given[0])) if given else 0
-    batches = [batch_of(one, num_ranks) for one in given]
+    num_ranks = len(microbatches[0]) if microbatches else 0
+    batches = [batch_of(one, num_ranks) for one in microbatches]
     joined = [batch for one in batches for batch in one.by_rank()]
     unit = Topology.parse(topology, world_size=num_ranks)
-    whole = dataclasses.replace(unit, num_replicas=unit.num_replicas * len(batches))
+    setup = PlanSetup(unit, cost, planner, limits, speeds, cluster, home_tolerance)
+    whole = replace(unit, num_replicas=unit.num_replicas * len(batches))
     fast = None if speeds is None else np.tile(np.asarray(speeds), len(batches))
-    plan = plan_batch(joined, whole, cost, limits=limits, speeds=fast)
+    plan = PlanSetup(whole, cost, limits=limits, speeds=fast).plan(joined)
     bag_speeds = RankState.of(whole.num_ranks, speeds=fast).bag_speeds(whole)
     kinds = np.stack([whole.bag_sizes, whole.ring_degrees, bag_speeds], axis=1, dtype=np.float64)
     dealt = _by_load(kinds, plan, len(batches))[plan.bag_of]
-    found = [_dealt(plan, micro, num_ranks) for micro in (plan.source_ranks // num_ranks, dealt)]
+    options = [_dealt(plan, micro, num_ranks) for micro in (plan.source_ranks // num_ranks, dealt)]
 
     def makespan(mixed: Mixed) -> float:
         try:
-            plans = plan_step(
-                mixed.microbatches,
-                unit,
-                cost,
-                sync=sync,
-                planner=planner,
-                limits=limits,
-                speeds=speeds,
-                cluster=cluster,
-                home_tolerance=home_tolerance,
-            )
+            plans = _plan(mixed.microbatches, setup, sync)
         except PlanError:  # as loaded, a microbatch may be too large
             return float("inf")
         return step_makespan(plans, sync=sync)
 
-    return min(found, key=makespan)
+    return min(options, key=makespan)
 
 
 def _dealt(plan: Plan, micro_of: Ints, num_ranks: int) -> Mixed:
@@ -199,81 +170,48 @@ def _by_load(kinds: Floats, plan: Plan, num_micro: int) -> Ints:
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
-    """The cost of a step: the sum of the makespans, or the largest sum of a rank's loads.
-
-    Raises:
-        ConfigError: `sync` is neither.
-    """
-    check_sync(sync)
-    for plan in listed("plans", plans):
-        of_type("a plan", plan, Plan, "the plans of plan_step")
-    if sync == "microbatch":
+    """The cost of a step: the sum of the makespans, or the largest sum of a rank's loads."""
+    if check_sync(sync) == "microbatch":
         return sum(plan.makespan for plan in plans)
     return _largest_sum(plans)
 
 
-def check_sync(sync: str) -> None:
-    """Refuse what says nothing of when ranks wait for each other.
-
-    Raises:
-        ConfigError: It is not "microbatch" or "step".
-    """
-    if of_type("sync", sync, str, '"microbatch" or "step"') not in ("microbatch", "step"):
-        raise ConfigError(f'sync {shown(sync)}: choose "microbatch" or "step"')
+def check_sync(sync: str) -> Sync:
+    """Refuse what says nothing of when ranks wait for each other."""
+    return "step" if choice("sync", sync, "microbatch", "step") == "step" else "microbatch"
 
 
 def _largest_sum(plans: Sequence[Plan]) -> float:
     return float(np.sum([plan.loads for plan in plans], axis=0).max()) if plans else 0.0
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Again:
-    """Plans a microbatch on top of what the others make the ranks do."""
-
-    cost: Cost
-    planner: str
-    limits: Limits | None
-    speeds: npt.ArrayLike | None
-    cluster: Cluster | None
-    home_tolerance: float | None
-
-    def jointly(self, alone: Sequence[Plan]) -> tuple[Plan, ...]:
-        """Longest microbatch first, each on top of those before; then each on top of all others."""
-        plans = list(alone)
-        order = sorted(range(len(plans)), key=lambda k: (-alone[k].makespan, k))
-        total = np.zeros(alone[0].num_ranks)
+def _jointly(alone: Sequence[Plan], setup: PlanSetup) -> tuple[Plan, ...]:
+    """Longest microbatch first, each on top of those before; then each on top of all others."""
+    plans = list(alone)
+    order = sorted(range(len(plans)), key=lambda k: (-alone[k].makespan, k))
+    total = np.zeros(alone[0].num_ranks)
+    for k in order:
+        plans[k] = _replan(alone[k], total, setup)
+        total = total + plans[k].loads
+    for _ in range(_MAX_ROUNDS):
+        before = _largest_sum(plans)
+        if before <= float(total.mean()) * _CLOSE:
+            break
         for k in order:
-            plans[k] = self._replan(alone[k], total)
-            total = total + plans[k].loads
-        for _ in range(_MAX_ROUNDS):
-            before = _largest_sum(plans)
-            if before <= float(total.mean()) * _CLOSE:
-                break
-            for k in order:
-                trial = list(plans)
-                others = np.sum([plan.loads for plan in plans if plan is not plans[k]], axis=0)
-                trial[k] = self._replan(plans[k], others)
-                plans = min(plans, trial, key=_largest_sum)
-            if _largest_sum(plans) * _CLOSE >= before:
-                break
-        return tuple(plans)
+            trial = list(plans)
+            others = np.sum([plan.loads for plan in plans if plan is not plans[k]], axis=0)
+            trial[k] = _replan(plans[k], others, setup)
+            plans = min(plans, trial, key=_largest_sum)
+        if _largest_sum(plans) * _CLOSE >= before:
+            break
+    return tuple(plans)
 
-    def _replan(self, plan: Plan, carried: Floats) -> Plan:
-        """The microbatch on the same bags, with loads and bound of its own."""
-        found = plan_batch(
-            plan.loaded.by_rank(),
-            plan.topology,
-            self.cost,
-            planner=self.planner,
-            limits=self.limits,
-            carried_loads=carried,
-            speeds=self.speeds,
-            cluster=self.cluster,
-            home_tolerance=self.home_tolerance,
-        )
-        topology = plan.topology
-        idle = RankState.of(topology.num_ranks, speeds=self.speeds)
-        prices = price(plan.loaded, topology, self.cost, self.cluster, idle)
-        loads = prices.loads(found.bag_of)[topology.bag_of_rank]
-        bound = min(plan.lower_bound, float(loads.max()))
-        return dataclasses.replace(found, loads=loads, lower_bound=bound)
+
+def _replan(plan: Plan, carried: Floats, setup: PlanSetup) -> Plan:
+    """Plan a microbatch on top of carried loads, on its bags; with loads and bound of its own."""
+    topology = plan.topology
+    result = replace(setup, topology=topology).plan(plan.loaded.by_rank(), carried)
+    idle = RankState.of(topology.num_ranks, speeds=setup.speeds)
+    prices = price(plan.loaded, topology, setup.cost, setup.cluster, idle)
+    loads = prices.loads(result.bag_of)[topology.bag_of_rank]
+    return replace(result, loads=loads, lower_bound=min(plan.lower_bound, float(loads.max())))
