@@ -177,7 +177,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class LoaderOptions:
-    """How a BalancedLoader loads, moves and collates, where the defaults do not fit.
+    """Options of a BalancedLoader, where the defaults do not fit.
 
     Attributes:
         axis: Name of the data-parallel axis, in a mesh with several. Ranks that differ in other
@@ -354,11 +354,11 @@ class _Sources(NamedTuple):
 
 
 def _agree(ranks: DataRanks, setup: _Setup | None, error: Exception | None) -> _Sources:
-    """Make sure that all ranks were given the same, and find out who loads.
+    """Compare the settings of all ranks, and return who loads.
 
     Raises:
         RemoteConfigError: A rank was given a wrong argument.
-        CommError: They were not given the same.
+        CommError: Ranks have unlike settings.
         ConfigError: Samplers do not deal the same, or for other ranks than those that load (on all
             ranks alike).
     """
@@ -366,9 +366,9 @@ def _agree(ranks: DataRanks, setup: _Setup | None, error: Exception | None) -> _
     if setup is not None:
         settings, words = setup.settings, setup.words
     statement = Statement(settings, words, error)
-    said = agree(ranks.group, statement, what="construction", step=0, capacity=words.size)
+    gathered = agree(ranks.group, statement, what="construction", step=0, capacity=words.size)
     assert setup is not None
-    of_rank = np.stack(said)[ranks.leaders]
+    of_rank = np.stack(gathered)[ranks.leaders]
     places = np.flatnonzero(of_rank[:, 0] == 0)
     numbers, deals = of_rank[places, 1], of_rank[places, 2:]
     _check_deals(places, deals)
@@ -615,7 +615,7 @@ class BalancedLoader:
 
     @property
     def rules(self) -> Rules:
-        """How steps are made."""
+        """The rules by which steps are made."""
         return self._redistributor.rules
 
     @property

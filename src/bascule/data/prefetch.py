@@ -4,17 +4,17 @@
 threads in one group of gloo get each other's bytes. Torch keeps every group, with its threads and
 connections, until all are destroyed. So an iteration borrows a group, and gives it back when its
 thread is done. All ranks must borrow the same one, but they give back at unlike moments. So as an
-iteration begins, each rank says in one small gather which groups are free with it, and all take the
+iteration begins, one small gather tells all ranks which groups are free on each, and all take the
 first that is free with everyone, or make another one. The pools of all ranks hold the same groups
 in the same places, because groups are made only as the outcome of this gather. It runs on a group
 of its own, on which loaders are also constructed; both are done by all ranks, in the same order, by
 the thread that trains. There are never more groups than iterations that went on at once, and one.
 
-**Leaving.** The thread of a rank that leaves takes part in one more gather, and says so there. But
+**Leaving.** The thread of a rank that leaves takes part in one more gather, with a flag. But
 threads that have made enough steps ahead wait for their training, not in the gather, and the
 training may wait for the rank that left. So who leaves also writes a note into the store, which
 these threads look for, once a second and only while they wait; then they come to the gather as
-well. The note says after which microbatch the rank left, and with which error. Up to there the
+well. The note holds after which microbatch the rank left, and with which error. Up to there the
 others may go on, because ranks may leave alike, one later than the other. Who has read it hands out
 nothing of what was made beyond.
 """
@@ -57,7 +57,7 @@ from bascule.errors import CommError, ConfigError, PlanError
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""How long a rank that has an error of its own waits for the loaders of the others."""
+"""Seconds that a rank with an error of its own waits for the loaders of the others."""
 
 _LOOK_S = 1.0  # between looks for ranks that left, while there is nothing to do
 _CAPACITY = 8  # groups a rank that the first gather has room for
@@ -117,14 +117,14 @@ class Pool:
         """
         set_timeout(self.control, timeout_s)
         free = np.array([lease.is_free for lease in self._leases], dtype=np.int64)
-        said = agree(
+        gathered = agree(
             self.control,
             Statement(settings, free, error),
             what="beginning an iteration",
             step=0,
             capacity=max(_CAPACITY, free.size),
         )
-        free_everywhere = np.flatnonzero(np.stack(said).all(axis=0)).tolist()
+        free_everywhere = np.flatnonzero(np.stack(gathered).all(axis=0)).tolist()
         if not free_everywhere:
             group = new_group(self.control.ranks, "loader", timeout_s, backend="gloo")
             self._leases.append(Lease(group))

@@ -1,4 +1,4 @@
-"""How much of an epoch was delivered, and the saved state of it."""
+"""The part of an epoch that was delivered, and its saved state."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -104,7 +104,7 @@ _VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class SamplerOptions:
-    """How a BalancedSampler deals, where the defaults do not fit.
+    """Options of a BalancedSampler, where the defaults do not fit.
 
     Attributes:
         shuffle: Whether the order of an epoch is random.
@@ -291,7 +291,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self._batches(self._run)
 
     def deal(self, step: int) -> Deal:
-        """How a step of the next iteration is dealt to all ranks, with its makespan and bound.
+        """Return the deal of a step of the next iteration to all ranks, with makespan and bound.
 
         The same on all ranks. O(samples of the epoch), which is shuffled for it.
 
@@ -319,13 +319,13 @@ class BalancedSampler(Sampler[list[int]]):
             ConfigError: That batch was not handed out yet.
         """
         scales = array("d") if self._run is None else self._run.scales
-        found = whole("number of the batch", number)
-        if found >= len(scales):
+        place = whole("number of the batch", number)
+        if place >= len(scales):
             raise ConfigError(
-                f"loss_scale({found}): {len(scales)} batches were handed out since this iteration "
+                f"loss_scale({place}): {len(scales)} batches were handed out since this iteration "
                 "began; count them from 0, as enumerate(loader) does"
             )
-        return scales[found]
+        return scales[place]
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
         """Where training is, as counts; the same on all ranks.
@@ -383,7 +383,7 @@ class BalancedSampler(Sampler[list[int]]):
         self._epoch, self._start, self._run = epoch, delivered, None
 
     def _identity(self) -> dict[str, Any]:
-        """What decides the order of an epoch."""
+        """Return everything that decides the order of an epoch."""
         return {
             "version": _VERSION,
             "num_samples": self._lengths.size,

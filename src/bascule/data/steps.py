@@ -230,11 +230,11 @@ class Loaded:
     items: Items
 
     @classmethod
-    def of(cls, said: Sequence[Ints], ranks: DataRanks, accumulate: int) -> "Loaded":
-        """Join what the ranks of the group said."""
-        own = [said[leader] for leader in ranks.leaders.tolist()]
+    def of(cls, gathered: Sequence[Ints], ranks: DataRanks, accumulate: int) -> "Loaded":
+        """Join the words of all ranks of the group."""
+        own = [gathered[leader] for leader in ranks.leaders.tolist()]
         heads = np.stack([words[: 2 + accumulate] for words in own], axis=1)
-        version = min(int(words[1]) for words in said)
+        version = min(int(words[1]) for words in gathered)
         items = Items.from_words([words[2 + accumulate :] for words in own])
         return cls(heads[0], version, heads[2:], items)
 
@@ -485,9 +485,9 @@ class Redistributor:
         if self._version != self._agreed_version:
             try:
                 settings = {"cost": describe_cost(cost), "speeds": str(speeds)}
-            except ConfigError as met:  # where one rank fails, all are told
+            except ConfigError as met:  # all ranks raise it
                 error = error or met
-        said = agree(
+        gathered = agree(
             self.ranks.group,
             Statement(settings, own.words(self.rules.accumulate), error),
             what=f"epoch {key.epoch}, loading",
@@ -495,15 +495,15 @@ class Redistributor:
             capacity=self._capacity,
         )
         self._agreed_version = self._version
-        self._capacity = max(self._capacity, *(words.size for words in said))
-        closing = [str(rank) for rank, words in enumerate(said) if words[0] & _CLOSING]
+        self._capacity = max(self._capacity, *(words.size for words in gathered))
+        closing = [str(rank) for rank, words in enumerate(gathered) if words[0] & _CLOSING]
         if closing:
             raise ClosedError(
                 key.step,
                 f"ranks {', '.join(closing)} of group {self.ranks.group.name!r} closed the loader: "
                 "all ranks must leave an iteration at the same step",
             )
-        return Loaded.of(said, self.ranks, self.rules.accumulate)
+        return Loaded.of(gathered, self.ranks, self.rules.accumulate)
 
     def _warn_of_nothing(self, key: StepKey, loaded: Loaded) -> None:
         """Say once why an epoch has no step although there are samples."""

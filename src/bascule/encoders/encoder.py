@@ -69,7 +69,7 @@ _CALL_SETTINGS = "call", "settings", "gradients", "items"
 
 @dataclass(frozen=True, slots=True)
 class EncoderOptions:
-    """How a BalancedEncoder works, where the defaults do not fit.
+    """Options of a BalancedEncoder, where the defaults do not fit.
 
     Attributes:
         table: What the items of a call are. Default: the one for the module's class.
@@ -347,25 +347,25 @@ class BalancedEncoder:
                     )
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        said = agree(
+        gathered = agree(
             self._host,
             Statement(compared, np.array([flags, at_once, *own.items.to_words()]), error),
             what="items",
             step=self._step,
             capacity=self._capacity,
         )
-        self._capacity = max(self._capacity, *(words.size for words in said))
-        getting = {"owner": 0, "all": len(said), "first": 1}[self.options.features_for]
+        self._capacity = max(self._capacity, *(words.size for words in gathered))
+        getting = {"owner": 0, "all": len(gathered), "first": 1}[self.options.features_for]
         settings = CallSettings(
-            num_ranks=len(said),
+            num_ranks=len(gathered),
             num_getting=getting,
-            items_need_gradient=any(words[0] & 1 for words in said),
-            needs_gradient=any(words[0] for words in said),
-            at_once=min((int(words[1]) for words in said if words[1]), default=None),
+            items_need_gradient=any(words[0] & 1 for words in gathered),
+            needs_gradient=any(words[0] for words in gathered),
+            at_once=min((int(words[1]) for words in gathered if words[1]), default=None),
             is_aligned=self._is_sharded,
         )
-        gave = said[:1] if is_shared else said
-        return Items.from_words([words[2:] for words in gave]), settings, own
+        words = gathered[:1] if is_shared else gathered
+        return Items.from_words([one[2:] for one in words]), settings, own
 
     @property
     def _most_pieces(self) -> int:

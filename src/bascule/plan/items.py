@@ -29,7 +29,7 @@ class Items:
         num_bytes: (n,) bytes on the wire.
         weights: (n,) what each counts in the mean over all.
         forms: (n,) items of the same form fit into one call.
-        pairs: (n,) pairs of a query and a key that attention computes; -1 where nobody said.
+        pairs: (n,) pairs of a query and a key that attention computes; -1 where it is unknown.
     """
 
     counts: Ints
@@ -77,15 +77,15 @@ class Items:
         return np.concatenate([head, *columns])
 
     @classmethod
-    def from_words(cls, said: Sequence[Ints]) -> "Items":
-        """Join what R ranks described, in their order."""
-        num_micro = int(said[0][0])
-        counts = np.stack([words[2 : 2 + num_micro] for words in said], axis=1)
+    def from_words(cls, gathered: Sequence[Ints]) -> "Items":
+        """Join the words of R ranks, in their order."""
+        num_micro = int(gathered[0][0])
+        counts = np.stack([words[2 : 2 + num_micro] for words in gathered], axis=1)
         sizes = counts.sum(axis=0).tolist()
         table = np.empty((2 + len(_DEFAULTS), sum(sizes)), np.int64)
         table[2:] = np.array([*_DEFAULTS.values()])[:, None]
         first = 0
-        for words, size in zip(said, sizes, strict=True):
+        for words, size in zip(gathered, sizes, strict=True):
             rows = [0, 1, *(2 + place for place in range(len(_DEFAULTS)) if words[1] >> place & 1)]
             table[rows, first : first + size] = words[2 + num_micro :].reshape(len(rows), size)
             first += size
