@@ -12,7 +12,7 @@ from bascule.comm.collectives import Transfers
 
 Post = Callable[[Transfers], None]
 
-_post, _wait = Transfers._post_tagged, Transfers.wait
+_post, _wait = Transfers._post, Transfers.wait
 
 
 class Link:
@@ -56,11 +56,11 @@ class Link:
             num_bytes = sum(x.nbytes for x in sent.values())
             self._free_at = max(self._free_at, now) + num_bytes / self.bytes_per_s
             now = self._free_at
-        own, mark = torch.tensor([now], dtype=torch.float64), transfers._ongoing.begun.mark
+        own, tag = torch.tensor([now], dtype=torch.float64), transfers._tag
         stamps = {place: torch.zeros_like(own) for place in received}
         works, through = transfers._works, group.process_group
-        works.extend(through.recv([x], group.places[place], mark) for place, x in stamps.items())
-        works.extend(through.send([own], group.places[place], mark) for place in sent)
+        works.extend(through.recv([x], group.places[place], tag) for place, x in stamps.items())
+        works.extend(through.send([own], group.places[place], tag) for place in sent)
         self._stamps[id(transfers)] = [own, *stamps.values()]
 
     def _sleep(self, transfers: Transfers) -> None:
@@ -87,7 +87,7 @@ def sleep_until(moment: float) -> None:
 def on(link: Link) -> Iterator[None]:
     """Everything that ranks send each other goes over that link."""
     with (
-        mock.patch.object(Transfers, "_post_tagged", lambda transfers: link.post(transfers)),
+        mock.patch.object(Transfers, "_post", lambda transfers: link.post(transfers)),
         mock.patch.object(Transfers, "wait", lambda transfers: link.wait(transfers)),
     ):
         yield

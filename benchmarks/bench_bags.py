@@ -20,9 +20,7 @@ from _common import ratio, summary, verdict, write_results
 from torch.multiprocessing.spawn import spawn
 
 from bascule.comm.collectives import all_to_all
-from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Call
-from bascule.comm.new_groups import new_group
+from bascule.comm.groups import RankGroup, new_group
 
 NUM_RANKS, WIDTH, ROUNDS, SET_UPS = 4, 256, 200, 10
 ROWS = {"few rows": 16, "many rows": 4096}
@@ -76,7 +74,7 @@ def of_group(ranks: list[int]) -> RankGroup:
 def exchange_in(group: RankGroup, rows: torch.Tensor) -> Callable[[], object]:
     """Half of the rows to each rank."""
     received, splits = torch.empty_like(rows), [len(rows) // 2] * 2
-    return lambda: all_to_all(group, Call("all_to_all"), received, rows, splits, splits)
+    return lambda: all_to_all(group, "all_to_all", received, rows, splits, splits)
 
 
 def alternate(

@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from bascule import Plan, TransformerCost, plan_batch
 from bascule.attention import PackedSequences
-from bascule.comm.staging import table_on
+from bascule.comm.collectives import table_on
 from bascule.models import MMDiT
 from bascule.parallel import SequenceParallel
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens

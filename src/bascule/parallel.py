@@ -11,10 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention.kernels.registry import check_name
 from bascule.comm import groups
-from bascule.comm.agree import agree_on, agree_once
-from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import tell, told
-from bascule.comm.new_groups import new_group
+from bascule.comm.agree import agree_on, first_use
+from bascule.comm.failures import leave, shared
+from bascule.comm.groups import RankGroup, new_group
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs import Cost, describe_cost
@@ -77,7 +76,7 @@ class SequenceParallel:
         CommError: Ranks disagree, or one is gone.
     """
 
-    @told("construction of a SequenceParallel")
+    @shared("construction of a SequenceParallel")
     def __init__(
         self,
         mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
@@ -276,7 +275,7 @@ class SequenceParallel:
         except Exception as met:  # whatever it is, the others must not wait
             error = error or met
         except BaseException as met:  # as that of a user who interrupts
-            tell(met, f"step {number}: plan")
+            leave(met, f"step {number}: plan")
             raise
         self._num_plans += max(1, len(loaded) if isinstance(loaded, Sized) else 1)
         microbatch = f"{len(batches)}, sync={sync}, mixes={mixes}"
@@ -297,10 +296,7 @@ class SequenceParallel:
         if error is not None and what in self._used:
             raise error
 
-        def say() -> tuple[dict[str, str], Exception | None]:
-            return {f"the form of {what}": str(form)}, error
-
-        agree_once(self.group, (what, form), say, what=what, step=step)
+        first_use(self.group, (what, form), lambda: (str(form), error), what=what, step=step)
         self._used.add(what)
 
     def agree_on_error(self, what: str, error: Exception | None, step: int) -> None:

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import telling
 from bascule.errors import ConfigError
 from bascule.plan.checks import listed
 from bascule.plan.costs import Cost
@@ -74,7 +74,7 @@ class Planning:
             loaded = self._gather(asked)
         finally:  # who waits for the next plan waits for the thread that asks for it
             self.group.calls.thread = threading.main_thread().ident
-        with telling(asked.where):
+        with shared(asked.where):
             rank = self.group.rank
             sources = [_as_loaded(*one) for one in enumerate(asked.batches)]
             if asked.mixes:
@@ -141,7 +141,7 @@ class PlannedLater:
         if not self.is_ready:
             self._done.wait()
         if self._error is not None:
-            with telling(self._where):  # by this thread, which others wait for
+            with shared(self._where):  # by this thread, which others wait for
                 raise self._error
         if self._steps is None:
             self._steps = self._bind(self._plans)

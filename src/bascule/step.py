@@ -25,6 +25,7 @@ from bascule.attention.inputs import (
 )
 from bascule.comm import mean
 from bascule.comm.agree import Statement, agree
+from bascule.comm.collectives import table_on
 from bascule.comm.exchange import (
     BoundRoute,
     misfit,
@@ -33,13 +34,11 @@ from bascule.comm.exchange import (
     sample_gradients,
     samples_of_all,
 )
-from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import tell, telling
-from bascule.comm.guard.ranges import mark_lengths
+from bascule.comm.failures import leave, shared
+from bascule.comm.groups import RankGroup, this_world
 from bascule.comm.mean import MeanOver
-from bascule.comm.staging import table_on
+from bascule.comm.profiles import mark_lengths
 from bascule.comm.transforms import refuse_transforms
-from bascule.comm.world import this_world
 from bascule.errors import ConfigError
 from bascule.plan.costs import Cost
 from bascule.plan.traffic import Traffic
@@ -125,7 +124,7 @@ class Step:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            tell(error, f"step {self.number}: the code of this rank", leaves=True)
+            leave(error, f"step {self.number}: the code of this rank", ends_all=True)
 
     def route(self, **tensors: Tensor) -> dict[str, Tensor]:
         """Bring tokens from where they were loaded to where they are computed.
@@ -288,7 +287,7 @@ class Step:
         has_grad = torch.is_grad_enabled()
         needs = [has_grad and isinstance(x, Tensor) and x.requires_grad for x in xs]
         if not torch.compiler.is_compiling() and not (xs and all(map(_is_plain, xs))):
-            with telling(f"step {self.number}: {way}"):
+            with shared(f"step {self.number}: {way}"):
                 self._agree_on_rows(way, tensors, needs)
         names, num_rows = ",".join(tensors), self._num_rows[way]
         if not names.isascii():  # which operators do not take
@@ -307,7 +306,7 @@ class Step:
             q, _ = with_positive_scale(q, scale)
             name, sizes = self._name_of(kind, causal, scale, needs), self._sizes_of(q, k, kind)
             return usp.attend_op(q, k, v, None, None, sizes, name)[0]
-        with telling(f"step {self.number}: {what}"):
+        with shared(f"step {self.number}: {what}"):
             call = self._call(kind, causal, scale, needs, q, k, v)
             if scale is not None:
                 q, _ = with_positive_scale(q, scale)
@@ -328,7 +327,7 @@ class Step:
         """Return the call that a recorded program names, see `usp.find_call`."""
         _, kind, causal, scale, flags = name.split("\n")
         factor, needs = None if scale == "None" else float(scale), [one == "1" for one in flags]
-        with telling(f"step {self.number}: attend"):
+        with shared(f"step {self.number}: attend"):
             return self._call(kind, causal == "True", factor, needs, q, k, v)
 
     def _call(
@@ -391,7 +390,7 @@ class Step:
         """Move rows one way, see `step_ops`; into memory of their own, as operators must."""
         is_forward = bool(names)
         what = way if is_forward else f"{step_ops.ADJOINT[way]}, backward"
-        with telling(f"step {self.number}: {what}"):
+        with shared(f"step {self.number}: {what}"):
             if is_forward:
                 self._agree_on_rows(way, dict(zip(names, xs, strict=True)), needs)
             if way == "gather_samples":
@@ -409,13 +408,13 @@ class Step:
 
     def num_marked(self, is_marked: Tensor) -> int:
         """Do what `count_routed` does."""
-        with telling(f"step {self.number}: count_routed"):
+        with shared(f"step {self.number}: count_routed"):
             return count_marked(self._route, is_marked)
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean, and what its gradient is multiplied by."""
         group, is_mean = self._parallel.data_group, self._parallel.options.gradients == "mean"
-        with telling(f"step {self.number}: mean"):
+        with shared(f"step {self.number}: mean"):
             self._agree_on_mean(values, weights)
             over = MeanOver(group, group.size if is_mean else 1, self.number)
             return mean.mean_and_scale(values, weights, over)

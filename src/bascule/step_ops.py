@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bascule.comm.groups import this_world
 from bascule.comm.mean import mean_gradient
 from bascule.comm.transforms import refuse_second
-from bascule.comm.world import this_world
 
 if TYPE_CHECKING:
     from bascule.step import Step

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
 
 from bascule.attention.api import (
     AttentionMesh,
@@ -19,10 +21,12 @@ from bascule.attention.api import (
     gather,
     split,
 )
+from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
-from bascule.comm.groups import RankGroup
-from bascule.comm.guard.calls import Calls
-from bascule.parallel import SequenceParallel
+from bascule.comm.groups import Part, RankGroup
+from bascule.integrations.sdpa import sequence_parallel
+from bascule.parallel import ParallelOptions, SequenceParallel
+from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 from tests.helpers.cases import COST
 from tests.helpers.mesh_cases import as_given
 from tests.helpers.ranks import raised_by, run_ranks
@@ -157,7 +161,7 @@ def collectives_in_any_order(order: list[list[int]]) -> None:
     own = flat.index(dist.get_rank())
     assert mesh.whole.ranks == tuple(flat) and mesh.whole.rank == own
     # As it is, and as on devices, where the back end's own collectives have another order.
-    for group in (mesh.whole, replace(mesh.whole, calls=Calls())):
+    for group in (mesh.whole, replace(mesh.whole, calls=Part())):
         collectives_by_place(group, own)
     q = torch.randn(2, 3, 22, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     layout = SequenceLayout((5, 17), *mesh.degrees)
@@ -222,3 +226,131 @@ def one_after_the_other() -> list[float]:
 def test_a_thread_takes_over_from_one_that_ended() -> None:
     for errors in run_ranks(one_after_the_other, 2):
         assert len(errors) == 3 and max(errors) < 1e-6
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+
+OF_A_STEP: list[dict[str, Any]] = [{"causal": True}, {"scale": 0.5}]
+
+
+def other_settings_in_bags_of_one(settings: dict[str, Any]) -> Heard:
+    parallel = SequenceParallel(None, "g1n2", COST, timeout_s=60)
+    for first in (True, False):
+        step = parallel.plan([6])
+        q = torch.randn(step.local.positions.size, 4, 2)
+        if first:
+            step.attend(q, q, q)
+    given = settings if dist.get_rank() else {}
+    return heard(lambda: step.restore(step.attend(q, q, q, **given)[:, 0]))
+
+
+@pytest.mark.parametrize("settings", OF_A_STEP, ids=str)
+def test_bags_of_one_compare_what_they_attend_with(settings: dict[str, Any]) -> None:
+    for classes, text, seconds in run_ranks(other_settings_in_bags_of_one, 2, settings):
+        assert "CommError" in classes and "attend" in text, text
+        assert seconds < KNOWN_WITHIN_S
+
+
+def unlike_constructions() -> list[tuple[list[str], str]]:
+    heard: list[tuple[list[str], str]] = []
+    unlike: list[dict[str, Any]] = [
+        {"options": ParallelOptions(kernel="plain")},
+        {"timeout_s": 30.0},
+        {"options": ParallelOptions(kernel="nope")},
+    ]
+    for one in unlike:
+        options: dict[str, Any] = {"timeout_s": 60.0} | (one if dist.get_rank() else {})
+        heard.append(
+            raised_by(lambda options=options: SequenceParallel(None, "g1n2", COST, **options))
+        )
+    return heard
+
+
+def test_settings_of_the_constructor_are_compared() -> None:
+    for heard in run_ranks(unlike_constructions, 2):
+        for (classes, text), name in zip(heard, ("kernel", "timeout_s", "nope"), strict=True):
+            assert "CommError" in classes and name in text, text
+
+
+def refused_by_the_mode(ring: int, ulysses: int) -> Heard:
+    mesh = mesh_of(ring, ulysses)
+    layout = SequenceLayout((8,), ring, ulysses)
+    own = split(torch.randn(1, 4, 8, 4), mesh, layout, 2)
+
+    def attend() -> None:
+        with sequence_parallel(mesh, layout):
+            functional.scaled_dot_product_attention(own, own, own)
+            dropout = 0.1 if dist.get_rank() else 0.0
+            functional.scaled_dot_product_attention(own, own, own, dropout_p=dropout)
+
+    return heard(attend)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2)])
+def test_what_the_mode_refuses_on_one_rank(ring: int, ulysses: int) -> None:
+    for _, text, seconds in run_ranks(refused_by_the_mode, 2, ring, ulysses):
+        assert "dropout" in text, text
+        assert seconds < KNOWN_WITHIN_S
+
+
+def bad_lengths() -> list[tuple[list[str], str]]:
+    parallel = SequenceParallel(None, "g1n1", COST, timeout_s=60)
+    bad: list[Any] = [
+        torch.tensor([3.0], dtype=torch.bfloat16),
+        torch.tensor([3], device="meta"),
+        torch.tensor([3.0], requires_grad=True),
+        [10**400],
+        [2**70],
+        None,
+        object(),
+        {"a": 1},
+        [[3], [4, 5]],
+    ]
+    return [raised_by(parallel.plan, one if dist.get_rank() else [3]) for one in bad]
+
+
+def test_lengths_of_any_kind_are_refused_on_all_ranks() -> None:
+    for first, second in zip(*run_ranks(bad_lengths, 2), strict=True):
+        assert first == second and "CommError" in first[0] and "rank 1" in first[1], first
+
+
+def bad_topologies() -> list[tuple[list[str], str]]:
+    odd = dist.get_rank() == 1
+    bad: list[Any] = [None, [1, 2], b"g1n1", 3]
+    return [
+        raised_by(SequenceParallel, None, one if odd else "g1n1", COST, timeout_s=60) for one in bad
+    ]
+
+
+def test_topologies_of_any_kind_are_refused_on_all_ranks() -> None:
+    for first, second in zip(*run_ranks(bad_topologies, 2), strict=True):
+        assert first == second and "CommError" in first[0] and "rank 1" in first[1], first
+
+
+# --- block-sparse attention -----------------------------------------------------------------------
+
+SPARSE = ("plan", "masks", "scale", "kernel")
+
+
+def unlike_sparse(what: str) -> Heard:
+    """Rank 1 differs from the other in one thing, with a plan that both have not used before."""
+    mesh, is_odd = mesh_of(1, 2), dist.get_rank() == 1
+    lens = block_lens((32,), 8)
+    layout = BlockLayout.striped(lens, 2, 1)
+    masks = np.tril(np.ones((2, lens.size, lens.size), bool))
+    others = np.ones_like(masks)
+    planned = others if is_odd and what == "plan" else masks
+    plan = SparsePlanner(2, 1).plan(planned, layout, layout, num_kv_heads=2)
+    seen = rows_of(others if is_odd and what in ("plan", "masks") else masks)
+    given: dict[str, Any] = {}
+    if is_odd and what in ("scale", "kernel"):
+        given = {"scale": 0.5} if what == "scale" else {"kernel": "plain"}
+    q = torch.randn(1, 2, int(lens[plan.q.home == dist.get_rank()].sum()), 4)
+    return heard(lambda: sparse_attention(q, q, q, mesh, plan, seen, **given))
+
+
+@pytest.mark.parametrize("what", SPARSE)
+def test_ranks_that_differ_in_sparse_attention_end_at_its_first_use(what: str) -> None:
+    for classes, text, _ in run_ranks(unlike_sparse, 2, what):
+        assert "CommError" in classes and "sparse attention" in text and "disagree" in text, text

@@ -235,12 +235,12 @@ def refused() -> list[tuple[list[str], str]]:
 
 def test_what_is_refused_alike_on_all_ranks() -> None:
     parts = [
-        "disagree on the plan",
+        "disagree on the form",
         "the plan has",
         "a plan for 1 x 2 ranks (Ulysses x ring) on a mesh of 2 x 1",
         "rows of a mask",
         "kernel 'cpu_flash'",
-        "disagree on the plan",
+        "disagree on the form",
     ]
     for outcomes in run_ranks(refused, 2):
         for part, (classes, text) in zip(parts, outcomes, strict=True):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm import stage_cuda, staging
+from bascule.comm import collectives, stage_cuda
 from bascule.comm.collectives import (
     Transfers,
     all_gather,
@@ -19,8 +19,7 @@ from bascule.comm.collectives import (
     broadcast,
     reduce_scatter,
 )
-from bascule.comm.groups import RankGroup
-from bascule.comm.new_groups import new_group
+from bascule.comm.groups import RankGroup, new_group
 from bascule.models import PackedBatch
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import (
@@ -52,7 +51,7 @@ def on_device(x: Tensor) -> Tensor:
 def count_waits() -> list[Tensor]:
     """No stream is there to wait for: what would have been waited for."""
     waited = list[Tensor]()
-    changed: Any = staging
+    changed: Any = collectives
     changed._wait_for_stream = waited.append
     return waited
 

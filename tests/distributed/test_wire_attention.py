@@ -343,7 +343,7 @@ def test_ranks_that_disagree_on_the_wire_all_say_so(ring: int, ulysses: int) -> 
     for said in run_ranks(disagreements, ring * ulysses, ring, ulysses):
         for (_, _, text), (names, sentence) in zip(DISAGREEING, said, strict=True):
             assert "CommError" in names and text in sentence, (text, sentence)
-            assert "disagree on the call" in sentence
+            assert "disagree on the form" in sentence
 
 
 def test_one_rank_needs_no_wire() -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 
 from torch import Tensor
 
+from bascule.comm.calls import Calls
 from bascule.comm.collectives import Transfers
 
 ALL_TO_ALL, ALL_GATHER, RING = "all_to_all", "all_gather", "ring"
@@ -31,7 +32,7 @@ class CallsMade:
 @contextmanager
 def calls_made() -> Iterator[CallsMade]:
     """Count the calls that this rank makes within."""
-    made, begin = CallsMade(), Transfers.__init__
+    made, post, begin = CallsMade(), Transfers.__init__, Calls.begin
 
     def count(
         self: Transfers,
@@ -41,9 +42,15 @@ def calls_made() -> Iterator[CallsMade]:
         received: Mapping[int, Tensor],
     ) -> None:
         kind = where.rpartition(": ")[2].split(" (")[0]
-        made.counts[kind] += 1
         made.sent_bytes[kind] += sum(x.nbytes for x in sent.values())
-        begin(self, group, where, sent, received)
+        post(self, group, where, sent, received)
 
-    with mock.patch.object(Transfers, "__init__", count):
+    def count_call(self: Calls, where: str) -> int:
+        made.counts[where.rpartition(": ")[2].split(" (")[0]] += 1
+        return begin(self, where)
+
+    with (
+        mock.patch.object(Transfers, "__init__", count),
+        mock.patch.object(Calls, "begin", count_call),
+    ):
         yield made

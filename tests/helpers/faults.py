@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +17,12 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from bascule.comm.collectives import Transfers
+from bascule.comm.calls import Calls
+from bascule.comm.failures import LOOK_S, waiting
 from tests.helpers.ranks import Outcome, run_to_the_end
 
-Kind = Literal["kill", "stop", "raise", "full", "cut"]
-"""Killed; stopped and never continued; an error in the user's code; a full disk; a link cut."""
+Kind = Literal["kill", "stop", "raise", "full", "cut", "late"]
+"""Killed; stopped for good; an error in the user's code; a full disk; a link cut; slow once."""
 
 PATIENCE_S = 30.0
 """How long a rank that failed lives on, so that no closed connection tells the others."""
@@ -101,21 +102,32 @@ class Striker:
 
     def in_calls(self) -> AbstractContextManager[Any]:
         """Within, every call of bascule is a place, before and after its messages are posted."""
-        begin = Transfers.__init__
+        begin, wait = Calls.begin, waiting.__enter__
 
-        def begin_and_strike(transfers: Transfers, group: Any, where: str, *args: Any) -> None:
+        def strike(where: str, suffix: str = "") -> None:
             step, _, what = where.rpartition(": ")
-            number = int(step.removeprefix("step ") or 0)
-            self.at(what, number)
-            begin(transfers, group, where, *args)
-            self.at(f"{what} posted", number)
+            self.at(f"{what}{suffix}", int(step.removeprefix("step ") or 0))
 
-        return mock.patch.object(Transfers, "__init__", begin_and_strike)
+        def begin_and_strike(calls: Calls, where: str) -> int:
+            strike(where)
+            return begin(calls, where)
+
+        def wait_and_strike(one: waiting) -> None:
+            strike(one.where, " posted")
+            wait(one)
+
+        stack = ExitStack()
+        stack.enter_context(mock.patch.object(Calls, "begin", begin_and_strike))
+        stack.enter_context(mock.patch.object(waiting, "__enter__", wait_and_strike))
+        return stack
 
 
 def strike(fault: Fault, folder: Path) -> None:
     """Do to this rank what the kind says, and write down when."""
     (folder / "struck").write_text(str(time.monotonic()))
+    if fault.kind == "late":
+        time.sleep(5 * LOOK_S)
+        return
     if fault.kind == "raise":
         raise OwnError(f"the fault of rank {fault.victim}")
     if fault.kind == "full":

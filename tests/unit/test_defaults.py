@@ -10,8 +10,8 @@ import torch
 
 from bascule.attention import api, layout, mask, packed
 from bascule.attention.sparse import attend, rules, timing
+from bascule.comm import calls, failures
 from bascule.comm import wire as wires
-from bascule.comm.guard import calls, failures, notes
 from bascule.data import collators, cost_tracker, loader, packs, samplers
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -35,10 +35,8 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     timing.CallShape: {"block": 64, "dtype": torch.bfloat16, "batch": 1},
     timing.measure_attention_latency: {"rounds": 5},
     wires.Wire: {"takes_centres": False},
-    calls.Calls: {"part": "", "has_tags": False, "has_cuda": True},
-    calls.Calls.finish: {"is_done": True},
-    failures.tell: {"leaves": False, "goes_on": False},
-    notes.arrive: {"num": 1},
+    calls.Calls: {"key": "", "ranks": (), "name": ""},
+    failures.leave: {"ends_all": False},
     collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {
         "warmup": 10,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bascule.comm.exchange import _as_integers, _pack, _part, _row_format
-from bascule.comm.staging import Staging
+from bascule.comm.groups import Staging
 
 DTYPES = (
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64),

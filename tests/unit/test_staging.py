@@ -4,7 +4,7 @@ import threading
 
 import torch
 
-from bascule.comm.staging import Staging
+from bascule.comm.groups import Staging
 
 
 def test_memory_is_used_again_and_grows() -> None:

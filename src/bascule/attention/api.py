@@ -24,7 +24,7 @@ from bascule.attention.tiles import (
     without_lost_scores,
 )
 from bascule.attention.tokens import form_of, gather_tokens, replicated
-from bascule.comm.guard.failures import told
+from bascule.comm.failures import shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
 from bascule.comm.mesh import Place, as_attention_mesh, mesh_named, place_in
 from bascule.comm.transforms import refuse_derivatives
@@ -63,7 +63,7 @@ def _check_tokens(
         )
 
 
-@told("gather over a mesh")
+@shared("gather over a mesh")
 def gather(
     x: Tensor,
     mesh: AttentionMesh,
@@ -132,7 +132,7 @@ class AttentionOptions:
 _DEFAULT = AttentionOptions()
 
 
-@told("attention over a mesh")
+@shared("attention over a mesh")
 def attention(
     q: Tensor,
     k: Tensor,

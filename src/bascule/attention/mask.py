@@ -15,7 +15,7 @@ from scipy import sparse
 from torch import Tensor
 
 from bascule.arrays import Ints
-from bascule.comm.staging import table_on
+from bascule.comm.collectives import table_on
 from bascule.errors import ConfigError
 
 Made = TypeVar("Made")

@@ -20,7 +20,7 @@ from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.attention.tiles import digest_of, is_biased, kept_of, tiles_of
 from bascule.attention.tokens import layout_on
 from bascule.comm import wire as wires
-from bascule.comm.agree import agree_once
+from bascule.comm.agree import first_use
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import AttentionMesh, mesh_named
 from bascule.comm.wire import Format
@@ -100,19 +100,18 @@ def _agree(
         f"replicated segments {settings.replicated}, {rows}, causal={settings.causal}, "
         f"scale={settings.scale}, kernel {settings.kernel}"
     )
-    alike = {"the call": text, "the mask": "none" if mask is None else digest_of(mask)}
+    text = f"{text}, mask {'none' if mask is None else digest_of(mask)}"
 
-    def say() -> tuple[dict[str, str], ConfigError | None]:
+    def say() -> tuple[str, ConfigError | None]:
         wanted, error = num_tokens(layout.own_runs(*mesh.place)), None
         if q.shape[2] != wanted:
             error = ConfigError(
                 f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
                 f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
             )
-        return alike, error
+        return text, error
 
-    form = q.shape[2], *alike.values()
-    agree_once(mesh.whole, form, say, what="attention")
+    first_use(mesh.whole, (q.shape[2], text), say, what="attention")
 
 
 def _made(

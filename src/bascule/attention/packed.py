@@ -25,10 +25,10 @@ from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.attention.tiles import Pieces
+from bascule.comm.collectives import table_on
 from bascule.comm.groups import RankGroup
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, AttentionMesh
-from bascule.comm.staging import table_on
 from bascule.errors import ConfigError
 from bascule.plan.plan import Plan
 from bascule.plan.sequences import Masks

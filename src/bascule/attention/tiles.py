@@ -27,8 +27,8 @@ from bascule.attention.call import Tile
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.layout import Run, SequenceLayout, positions_on
 from bascule.attention.mask import AttentionMask, PackedSequences
+from bascule.comm.collectives import table_on
 from bascule.comm.groups import RankGroup
-from bascule.comm.staging import table_on
 from bascule.plan.sequences import Masks, Pairs, Stretch
 
 Made = TypeVar("Made")

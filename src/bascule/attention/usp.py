@@ -21,9 +21,9 @@ from bascule.attention import overlap
 from bascule.attention.call import AttentionCall
 from bascule.attention.mesh_calls import call_of
 from bascule.attention.ring import ring_backward, ring_forward
-from bascule.comm.guard.failures import telling
+from bascule.comm.failures import shared
+from bascule.comm.groups import this_world
 from bascule.comm.transforms import NO_SECOND, is_recorded, refuse_second
-from bascule.comm.world import this_world
 from bascule.errors import ConfigError
 
 
@@ -142,7 +142,7 @@ def backward(
     tiles, heads = call.tiles(mask), call.heads
     rows = None if call.wire is None else call.rows(centres, grad.dtype)
     wire = None if rows is None else rows.mine
-    with telling(f"{call.where}, backward"):
+    with shared(f"{call.where}, backward"):
         if heads is None:
             *tensors, lse = kept
             saved = [*map(_by_head, tensors), lse]
@@ -210,7 +210,7 @@ def _attend(
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = find_call(name, sizes, q, k, v, mask)
-    with telling(call.where):
+    with shared(call.where):
         own, whole, out, lse = forward(q, k, v, mask, centres, call)
     own = own_memory(own) if q.dim() == 3 else own_memory(own.transpose(1, 2)).transpose(1, 2)
     nothing = q.new_empty(0) if whole is None else whole

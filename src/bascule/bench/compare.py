@@ -16,8 +16,7 @@ from bascule.bench.arms import Arm, MakeExchange, StepResult, balanced, unbalanc
 from bascule.bench.options import BenchOptions
 from bascule.comm.agree import agree_on
 from bascule.comm.collectives import all_gather, all_reduce
-from bascule.comm.groups import RankGroup, device_of, member_of, resolve
-from bascule.comm.new_groups import new_group
+from bascule.comm.groups import RankGroup, device_of, member_of, new_group, resolve
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
 from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost

@@ -36,8 +36,8 @@ from bascule.calibrate.timed import (
 )
 from bascule.comm.agree import agree_on
 from bascule.comm.collectives import all_gather
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.guard.failures import telling
 from bascule.comm.mesh import RING_AXIS, ULYSSES_AXIS, mesh_of_all
 from bascule.errors import ConfigError
 from bascule.models import MMDiTConfig
@@ -88,7 +88,7 @@ def measure(
     except Exception as met:  # whatever it is, the others must not wait
         error = met
     agree_on(group, options.settings, error, what="bascule calibrate")
-    with telling("bascule calibrate"):
+    with shared("bascule calibrate"):
         hosts = _hosts(group)
         probes += [*_messages(group, hosts, options, device), *_attention(group, options, device)]
         time_round(group, device, probes)  # makes connections, memory and kernels ready

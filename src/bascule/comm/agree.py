@@ -16,7 +16,6 @@ import torch
 from bascule.arrays import Ints
 from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.failures import tell
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 _TEXT_WORDS = 48  # 384 bytes: one sentence
@@ -65,8 +64,6 @@ def agree(
     """
     settings = {_CALL: f"{what}, step {step}", **statement.settings}
     statement = replace(statement, settings=settings)
-    if statement.error is not None:  # in case the others do not come
-        tell(statement.error, f"step {step}: {what}", goes_on=True)
     try:
         table = _gather(group, _message(statement, capacity), what, step)
     except CommError as lost:
@@ -97,28 +94,31 @@ def agree_on(
     )
 
 
-def agree_once(
+def first_use(
     group: RankGroup | None,
     form: Hashable,
-    say: Callable[[], tuple[Mapping[str, str], Exception | None]],
+    say: Callable[[], tuple[str, Exception | None]],
     *,
     what: str,
     step: int = 0,
 ) -> None:
-    """`agree_on`, the first time that a group makes a call of a form; later nothing.
+    """Make sure that all ranks mean the same, the first time that a group makes a call of a form.
+
+    One gather of a fixed size; none later. Gloo aborts a process that gets a message of another
+    size than it waits for, so the text that `say` gives must hold all that decides sizes.
 
     Args:
         group: Whose call. None: this rank alone, which raises its own error.
         form: What tells the forms of calls apart.
-        say: What this rank means, and what is wrong with it.
+        say: Gives what this rank means, as text, and what is wrong with it.
         what: Name of the call in errors.
         step: Step number in errors.
     """
     if group is not None and group.calls.has_agreed(form):
         return
-    settings, error = say()
+    text, error = say()
     if group is not None:
-        agree_on(group.control or group, settings, error, what=what, step=step)
+        agree_on(group.control or group, {f"the form of {what}": text}, error, what=what, step=step)
         group.calls.agree(form)
     elif error is not None:
         raise error

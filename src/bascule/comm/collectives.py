@@ -1,26 +1,24 @@
 """Every collective of bascule: rows and numbers between the ranks of a group.
 
-On the host each is a set of messages from rank to rank, tagged with the number of its call
-(`calls`), so that two calls in flight are never mixed. On other devices they are the
-collectives of the back end, or its point-to-point, whose messages have no tags. Groups of gloo take
-tensors of CUDA only where the user chose it (`groups.stage_cuda`): as messages between hosts.
+A whole group in its own order makes the collectives of torch. A part of a group, a mesh in another
+order, and an all-to-all over gloo, whose messages move while the host computes, send messages,
+tagged with the number of the call (`calls`). Groups of gloo take tensors of CUDA only where the
+user chose it (`groups.stage_cuda`): as copies on the host.
 
 All take the places of `RankGroup.ranks`, whatever order the process group itself has.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.groups import RankGroup, timeout_of
-from bascule.comm.guard.failures import begin, call, failure
-from bascule.comm.staging import HostCopies, table_on
-from bascule.comm.world import this_world
+from bascule.comm.failures import failure, waiting
+from bascule.comm.groups import RankGroup, this_world, timeout_of
 from bascule.errors import ConfigError
 
 # torch 2.13 renamed these two; both names exist in some versions.
@@ -28,21 +26,18 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _HOST = torch.device("cpu")
-_SMALL = 4096  # elements that an all-reduce on the host gathers whole
 
 
 class Transfers:
     """Tensors on their way to and from other ranks; posted when this is made.
 
-    Gloo moves them while the host computes. With NCCL an all-to-all is the same group of sends and
-    receives.
+    Gloo moves them while the host computes.
 
     Args:
         group: The ranks.
         where: The call, as errors name it; ranks that neither send nor receive make it, too.
         sent: By place in the group, what that rank gets: contiguous, and alive until the wait.
         received: By place in the group, what is written with what that rank sent.
-        collective: Moves them instead of messages, where the back end has one.
 
     Raises:
         CommError: The group failed.
@@ -55,68 +50,48 @@ class Transfers:
         where: str,
         sent: Mapping[int, Tensor],
         received: Mapping[int, Tensor],
-        collective: Callable[[], dist.Work | None] | None = None,
     ) -> None:
-        self._group = group
-        self._copies: HostCopies | None = None
+        self._group, self._where = group, where
+        self._wanted: Mapping[int, Tensor] = {}
         if any(is_staged(group, x) for xs in (sent, received) for x in xs.values()):
-            self._copies = HostCopies(sent, received)
-            sent, received = self._copies.sent, self._copies.received
+            for x in received.values():  # nothing may read any more what is written later
+                _wait_for_stream(x)
+            copies = {id(x): _host_copy(x) for x in sent.values()}  # one may go to many
+            self._wanted, sent = received, {to: copies[id(x)] for to, x in sent.items()}
+            received = {of: _on_host(x) for of, x in received.items()}
         self._kept = sent, received  # what is written to must live until the wait
-        self._is_tagged = (
-            collective is None
-            and group.calls.has_tags
-            and all(x.is_cpu for xs in self._kept for x in xs.values())
-        )
-        self._ongoing = begin(group, where)
         self._works: list[dist.Work] = []
+        self._tag = group.begin(where)
         try:
-            if collective is not None:
-                work = collective()
-                self._works += [] if work is None else [work]
-            elif self._is_tagged:
-                self._post_tagged()
-            else:
-                self._post()
+            self._post()
         except RuntimeError as error:
-            group.calls.finish(is_done=False)
-            raise failure(group, where, error) from error
-
-    def _post_tagged(self) -> None:
-        """Messages of no bytes, too: ranks always meet. What `dist.isend` checks is known here."""
-        process_group, tag = self._group.process_group, self._ongoing.begun.tag
-        sent, received = self._kept
-        for place, x in received.items():
-            self._works.append(process_group.recv([x], self._group.places[place], tag))
-        for place, x in sent.items():
-            self._works.append(process_group.send([x], self._group.places[place], tag))
-        self._group.calls.num_messages += len(received) + len(sent)
+            group.calls.finish()
+            raise failure(group.calls, where, error) from error
 
     def _post(self) -> None:
-        """All in one group of sends and receives."""
         sent, received = self._kept
+        process_group, ranks = self._group.process_group, self._group.ranks
         operations = [
-            dist.P2POp(operation, x, self._group.ranks[place], group=self._group.process_group)
+            dist.P2POp(operation, x, ranks[place], process_group, self._tag)
             for operation, xs in ((dist.irecv, received), (dist.isend, sent))
             for place, x in xs.items()
-            if x.numel()
+            if x.numel() or self._group.calls.is_gloo  # there, ranks always meet
         ]
-        self._works.extend(dist.batch_isend_irecv(operations) if operations else [])
+        if self._group.calls.is_gloo:
+            self._group.calls.num_messages += len(operations)
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Until everything arrived, and was sent; on a device, its stream waits. Call it once.
+        """Wait until everything arrived, and was sent; on a device, its stream waits.
 
         Raises:
             CommError: A rank did not come in time.
         """
         try:
-            if self._works:
-                timeout = timeout_of(self._group, _HOST) if self._is_tagged else None
-                with self._ongoing:
-                    for work in self._works:
-                        work.wait() if timeout is None else work.wait(timeout)
-            if self._copies is not None:
-                self._copies.arrive()
+            with waiting(self._group.calls, self._where):
+                _wait_for(self._group, self._works)
+            for place, x in self._wanted.items():
+                x.copy_(self._kept[1][place])
         finally:
             self._group.calls.finish()
 
@@ -154,107 +129,96 @@ class AllToAll:
         recv_splits: Sequence[int],
         send_splits: Sequence[int],
     ) -> None:
-        self._own: tuple[Tensor, Tensor] | None = None
-        if not _goes_by_messages(group, sent):
-            splits = list(recv_splits), list(send_splits)
-            collective = partial(_all_to_all_of_backend, group, received, sent, *splits)
-            self._transfers = Transfers(group, where, {0: sent}, {0: received}, collective)
+        self._group, self._where = group, where
+        self._transfers: Transfers | None = None
+        if not _is_whole(group) or group.calls.is_gloo:
+            come = dict(enumerate(received.split_with_sizes(recv_splits)))
+            to = dict(enumerate(sent.split_with_sizes(send_splits)))
+            own = come.pop(group.rank), to.pop(group.rank)
+            self._transfers = Transfers(group, where, to, come)
+            own[0].copy_(own[1])
             return
-        come = dict(enumerate(received.split_with_sizes(recv_splits)))
-        to = dict(enumerate(sent.split_with_sizes(send_splits)))
-        self._own = come.pop(group.rank), to.pop(group.rank)
-        self._transfers = Transfers(group, where, to, come)
-
-    def wait(self) -> None:
-        """As that of `Transfers`."""
-        if self._own is not None:
-            self._own[0].copy_(self._own[1])
-        self._transfers.wait()
-
-
-def _all_to_all_of_backend(
-    group: RankGroup,
-    received: Tensor,
-    sent: Tensor,
-    recv_splits: list[int],
-    send_splits: list[int],
-) -> dist.Work | None:
-    process_group = group.process_group
-    if group.is_in_order:
+        self._kept = sent, received
         options = dist.AllToAllOptions()  # torch's Python function takes as long as a small one
         options.asyncOp = True
-        return process_group.alltoall_base(received, sent, recv_splits, send_splits, options)
-    in_order = sorted(range(group.size), key=group.places.__getitem__)
-    parts = received.split(recv_splits), sent.split(send_splits)
-    come, to = ([part[place] for place in in_order] for part in parts)
-    return dist.all_to_all(come, to, group=process_group, async_op=True)
+        group.begin(where)
+        try:
+            splits = list(recv_splits), list(send_splits)
+            self._work = group.process_group.alltoall_base(received, sent, *splits, options)
+        except RuntimeError as error:
+            group.calls.finish()
+            raise failure(group.calls, where, error) from error
+
+    def wait(self) -> None:
+        """Wait as `Transfers.wait` does."""
+        if self._transfers is not None:
+            return self._transfers.wait()
+        try:
+            with waiting(self._group.calls, self._where):
+                self._work.wait()
+        finally:
+            self._group.calls.finish()
 
 
 def all_gather(group: RankGroup, where: str, own: Tensor) -> Tensor:
-    """(N, ...) what each rank gives, in the order of places.
+    """Return (N, ...) what each rank gives, in the order of places.
 
     Args:
         group: N ranks.
         where: The call, as errors name it.
         own: Of the same shape and dtype on all ranks; any dtype.
     """
+    if is_staged(group, own):
+        return _like(own, all_gather(group, where, _host_copy(own)))
     own = own.contiguous()
     gathered = own.new_empty(group.size, *own.shape)
-    into, given = as_bytes(gathered), as_bytes(own)
-    if not _goes_by_messages(group, own):
-        with call(group, where):
-            all_gather_single(into, given, group=group.process_group)
-        return gathered if group.is_in_order else gathered[table_on(_places_of(group), own.device)]
-    parts = into.view(group.size, -1).unbind(0)
-    come = {place: parts[place] for place in group.others}
-    transfers = Transfers(group, where, dict.fromkeys(group.others, given), come)
+    if _is_whole(group):
+        with _call(group, where):
+            into = as_bytes(gathered), as_bytes(own)
+            all_gather_single(*into, group=group.process_group)
+        return gathered
+    parts = as_bytes(gathered).view(group.size, -1).unbind(0)
     gathered[group.rank] = own
-    transfers.wait()
+    to = dict.fromkeys(group.others, as_bytes(own))
+    Transfers(group, where, to, {place: parts[place] for place in group.others}).wait()
     return gathered
 
 
 def reduce_scatter(group: RankGroup, where: str, parts: Tensor) -> Tensor:
-    """The sum over the ranks of their part for this one: (N, ...) to (...).
-
-    In the dtype of `parts`, and on the host in the order of places.
-    """
-    if not _goes_by_messages(group, parts):
-        if not group.is_in_order:
-            parts = parts[table_on(_places_of(group).argsort(), parts.device)]
-        own = parts.new_empty(parts.shape[1:])
-        with call(group, where):
-            into, given = own.view(-1), parts.contiguous().view(-1)
-            reduce_scatter_single(into, given, group=group.process_group)
-        return own
+    """Return the sum over the ranks of their part for this one: (N, ...) to (...), in its dtype."""
+    if is_staged(group, parts):
+        return _like(parts, reduce_scatter(group, where, _host_copy(parts)))
     parts = parts.contiguous()
+    if _is_whole(group):
+        own = parts.new_empty(parts.shape[1:])
+        with _call(group, where):
+            into = own.view(-1), parts.view(-1)
+            reduce_scatter_single(*into, group=group.process_group)
+        return own
     received = torch.empty_like(parts)
     all_to_all(group, where, received, parts, [1] * group.size, [1] * group.size)
     return received.sum(dim=0)
 
 
 def all_reduce(group: RankGroup, where: str, x: Tensor) -> Tensor:
-    """The sum of a tensor over the ranks, the same on all of them.
-
-    On the host every rank adds up what all gave, in the order of places; of a large tensor each
-    adds up a part, and gives it to the others.
-    """
-    if _goes_by_messages(group, x):
-        if x.numel() <= _SMALL:
-            return all_gather(group, where, x).sum(dim=0)
-        padded = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % group.size))
-        own = reduce_scatter(group, where, padded.view(group.size, -1))
-        return all_gather(group, where, own).flatten()[: x.numel()].view(x.shape)
-    total = x.clone()
-    with call(group, where):
-        dist.all_reduce(total, group=group.process_group)
-    return total
+    """Return the sum of a tensor over the ranks, the same on all of them."""
+    if is_staged(group, x):
+        return _like(x, all_reduce(group, where, _host_copy(x)))
+    if not group.is_part:
+        total = x.clone(memory_format=torch.contiguous_format)
+        with _call(group, where):
+            dist.all_reduce(total, group=group.process_group)
+        return total
+    return all_gather(group, where, x).sum(dim=0)
 
 
 def broadcast(group: RankGroup, where: str, x: Tensor) -> Tensor:
-    """The tensor of the first rank, on every rank."""
+    """Return the tensor of the first rank, on every rank."""
+    if is_staged(group, x):
+        return _like(x, broadcast(group, where, _host_copy(x)))
     x = x.clone(memory_format=torch.contiguous_format)
-    if not _goes_by_messages(group, x):
-        with call(group, where):
+    if not group.is_part:
+        with _call(group, where):
             dist.broadcast(x, group.ranks[0], group=group.process_group)
         return x
     is_first = group.rank == 0
@@ -263,13 +227,51 @@ def broadcast(group: RankGroup, where: str, x: Tensor) -> Tensor:
     return x
 
 
-def _goes_by_messages(group: RankGroup, x: Tensor) -> bool:
-    """Where these carry tags, or where the collectives of the back end need other ranks, too."""
-    return (group.calls.has_tags and (x.is_cpu or is_staged(group, x))) or group.is_part
+@contextmanager
+def _call(group: RankGroup, where: str) -> Iterator[None]:
+    group.begin(where)
+    try:
+        with waiting(group.calls, where):
+            yield
+    finally:
+        group.calls.finish()
+
+
+def _is_whole(group: RankGroup) -> bool:
+    """Whether it is a process group in its own order, which makes torch's collectives."""
+    return group.is_in_order and not group.is_part
+
+
+def _wait_for(group: RankGroup, works: Sequence[dist.Work]) -> None:
+    """Gloo's messages know only the timeout that the group was made with."""
+    timeout = timeout_of(group, _HOST) if group.calls.is_gloo else None
+    for work in works:
+        work.wait() if timeout is None else work.wait(timeout)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+def _host_copy(x: Tensor) -> Tensor:
+    copy = _on_host(x)
+    copy.copy_(x)
+    return copy
+
+
+def _like(x: Tensor, copy: Tensor) -> Tensor:
+    on_device = x.new_empty(copy.shape)
+    on_device.copy_(copy)
+    return on_device
+
+
+def _wait_for_stream(x: Tensor) -> None:
+    if x.is_cuda:
+        torch.cuda.current_stream(x.device).synchronize()
 
 
 def is_staged(group: RankGroup, x: Tensor) -> bool:
-    """Whether a tensor travels as a copy on the host.
+    """Return whether a tensor travels as a copy on the host.
 
     Raises:
         ConfigError: It cannot travel otherwise, and the user did not choose it.
@@ -285,14 +287,15 @@ def is_staged(group: RankGroup, x: Tensor) -> bool:
     return True
 
 
-def _places_of(group: RankGroup) -> npt.NDArray[np.int64]:
-    """Of each member, its place in the process group's own order."""
-    return np.array(group.places, np.int64)
-
-
 def as_bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, flat.
+    """Return the memory of a contiguous tensor, flat.
 
     A tensor of one element counts as contiguous with any strides, and cannot be viewed with most.
     """
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+def table_on(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Return a table of a plan on a device; one made in inference mode may be used in training."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(array).to(device, non_blocking=True)

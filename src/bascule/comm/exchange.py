@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints
-from bascule.comm.collectives import all_gather, all_to_all, as_bytes, reduce_scatter
-from bascule.comm.groups import RankGroup
-from bascule.comm.staging import Staging, table_on
+from bascule.comm.collectives import all_gather, all_to_all, as_bytes, reduce_scatter, table_on
+from bascule.comm.groups import RankGroup, Staging
 from bascule.comm.transforms import only_first, refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.routes import Route

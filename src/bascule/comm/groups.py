@@ -1,24 +1,180 @@
-"""Process groups as the rest sees them: members in order, and the calls that they make together.
+"""Process groups: members in order, parts of them, new ones, and what a process keeps of them.
 
 The differences between versions of torch, and the few names of it that are not public, live here.
 """
 
+import hashlib
+import secrets
+import threading
+import time
 import weakref
-import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world  # pyright: ignore[reportPrivateUsage]
 
-from bascule.comm.guard.calls import Calls
-from bascule.comm.staging import Staging
-from bascule.comm.world import this_world
+from bascule.comm.calls import Calls
+from bascule.comm.failures import ask, read, waiting, watch_of_world
 from bascule.errors import CommError, ConfigError
+from bascule.plan.checks import real
+
+T = TypeVar("T")
+
+_NUM_AGREED, _NUM_BUFFERS, _NUM_STEPS = 4096, 256, 32
+_LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
+_SLICE_S = 1.0  # of a wait, between looks whether it can end
+
+
+class Staging(threading.local):
+    """What a group's exchanges send from and receive into, one buffer for each role and thread.
+
+    On the host a fresh buffer costs page faults, more than the transport itself: measured, an
+    all-to-all of 1.8 MB a rank takes 3.3 ms with fresh buffers and 1.1 ms with used ones. The
+    allocators of other devices keep their memory, and know which stream still reads it.
+
+    The next buffer taken for the same role overwrites this one: copy what must stay.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._taken: dict[tuple[str, int, torch.dtype], Tensor] = {}
+
+    def take(self, role: str, numel: int, like: Tensor) -> Tensor:
+        """(numel,) without values, of the dtype and device of `like`; others are given the same."""
+        if not like.is_cpu:
+            return like.new_empty(numel)
+        key = (role, numel, like.dtype)
+        taken = self._taken.get(key)
+        if taken is None:
+            # Plain tensors also where they are made in inference mode, to be written later outside.
+            with torch.inference_mode(False):
+                taken = self._keep(key, like.element_size())
+        return taken
+
+    def _keep(self, key: tuple[str, int, torch.dtype], element_size: int) -> Tensor:
+        role, numel, dtype = key
+        buffer = self._buffers.get(role)
+        if buffer is None or buffer.numel() < numel * element_size:
+            buffer = self._buffers[role] = torch.empty(numel * element_size, dtype=torch.uint8)
+            self._taken.clear()  # they may lie in the buffer before
+        if len(self._taken) >= _NUM_BUFFERS:
+            self._taken.clear()
+        taken = self._taken[key] = buffer[: numel * element_size].view(dtype)
+        return taken
+
+
+class Part(Calls):
+    """The calls of a group or a part of it, the forms agreed on, and memory that is used again."""
+
+    def __init__(
+        self,
+        key: str = "",
+        ranks: Sequence[int] = (),
+        name: str = "",
+        *,
+        is_gloo: bool = False,
+        has_cuda: bool = True,
+    ) -> None:
+        super().__init__(key, ranks, name)
+        self.is_gloo, self.has_cuda = is_gloo, has_cuda  # on the host; takes tensors of CUDA
+        self.staging = Staging()
+        self._agreed: dict[Hashable, None] = {}
+
+    def has_agreed(self, form: Hashable) -> bool:
+        """Return whether all ranks have agreed on a form of call, of the last few thousand."""
+        return form in self._agreed
+
+    def agree(self, form: Hashable) -> None:
+        """Note that all ranks have agreed on a form of call."""
+        self._agreed[form] = None
+        if len(self._agreed) > _NUM_AGREED:  # the oldest, which is the same on all ranks
+            del self._agreed[next(iter(self._agreed))]
+
+
+class Numbered:
+    """Objects that operators of torch find by a number, while somebody holds them or after."""
+
+    def __init__(self) -> None:
+        self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._kept: dict[int, Any] = {}
+        self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
+
+    def add(self, one: object) -> int:
+        """Its number from here on."""
+        self._last += 1
+        self._alive[self._last] = one
+        return self._last
+
+    def find(self, number: int) -> Any:
+        """The object, if it is alive; of those found, so many of the last stay so.
+
+        A graph that torch recorded holds numbers, and its backward may run when nobody else holds
+        the object.
+
+        Raises:
+            CommError: It is not.
+        """
+        one = self._alive.get(number)
+        if one is None:
+            raise CommError(
+                f"number {number} is gone: a compiled backward came more than {_NUM_STEPS} steps "
+                "after its forward, or after destroy_process_group; hold the step until then"
+            )
+        self._kept.pop(number, None)
+        self._kept[number] = one
+        if len(self._kept) > _NUM_STEPS:
+            del self._kept[next(iter(self._kept))]
+        return one
+
+
+class World:
+    """What this process keeps of the ranks of one default process group, for as long as it lives.
+
+    Operators of torch find meshes and steps here.
+
+    Attributes:
+        meshes: The meshes that somebody holds, by name.
+        steps: The steps of training.
+        meetings: How often ranks met to make a group, by the name of it.
+        stages_cuda: Whether groups of gloo take tensors of CUDA, as copies on the host.
+    """
+
+    def __init__(self) -> None:
+        self.meshes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.steps = Numbered()
+        self.meetings: Counter[str] = Counter()
+        self.stages_cuda = False
+        self._kept: dict[Hashable, Any] = {}
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What is kept under a key; made where there is nothing yet."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def forget(self, key: Hashable) -> None:
+        """Keep it no longer."""
+        self._kept.pop(key, None)
+
+
+def this_world() -> World:
+    """Return that of the default process group.
+
+    Raises:
+        ConfigError: torch.distributed is not initialised.
+    """
+    kept = watch_of_world().kept
+    if World not in kept:
+        kept[World] = World()
+    return kept[World]
 
 
 @dataclass(frozen=True)
@@ -48,7 +204,7 @@ class RankGroup:
     places: tuple[int, ...]
     name: str
     key: str = ""
-    calls: Calls = field(default_factory=Calls, compare=False, repr=False)
+    calls: Part = field(default_factory=Part, compare=False, repr=False)
     control: "RankGroup | None" = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> str:
@@ -97,6 +253,24 @@ class RankGroup:
         """The places of all members but this one."""
         return [place for place in range(self.size) if place != self.rank]
 
+    def begin(self, where: str) -> int:
+        """Number the next call and return its tag, see `Calls.begin`; CommError if destroyed."""
+        _ = self.process_group
+        return self.calls.begin(where)
+
+    @property
+    def staging(self) -> Staging:
+        """Memory for its exchanges."""
+        return self.calls.staging
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether a failure ended the group on any rank; one request to the store."""
+        if self.calls.ended is None:
+            key = f"ended/{self.process_group.group_name}"
+            self.calls.ended = ask(lambda store: read(store, key))
+        return self.calls.ended is not None
+
     def part(self, places: Sequence[int], name: str) -> "RankGroup":
         """Some of these ranks, this one included; the same group for the same ranks. No collective.
 
@@ -109,11 +283,6 @@ class RankGroup:
         ranks = tuple(self.ranks[place] for place in places)
         backend_places = tuple(self.places[place] for place in places)
         return _view(self.process_group, name, ranks, backend_places)
-
-    @property
-    def staging(self) -> Staging:
-        """Memory for its exchanges."""
-        return self.calls.staging
 
 
 def stage_cuda() -> None:
@@ -177,67 +346,23 @@ def _view(
     group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], places: tuple[int, ...]
 ) -> RankGroup:
     part = f" {name} {ranks}" if len(ranks) < group.size() else ""
+    parts = cast(dict[str, Part], watch_of_world().groups.setdefault(group, {}))
+    key = group.group_name + part
+    if part not in parts:
+        carries = dist.get_backend_config(group)
+        has_cuda = "cuda:" in carries and "cuda:gloo" not in carries
+        is_gloo = "cpu:gloo" in carries
+        made = parts[part] = Part(key, ranks, name, is_gloo=is_gloo, has_cuda=has_cuda)
+        made.ended = next((one.ended for one in parts.values() if one.ended), None)
     return RankGroup(
         reference=weakref.ref(group),
         rank=places.index(group.rank()),
         ranks=ranks,
         places=places,
         name=name,
-        key=group.group_name + part,
-        calls=_calls_of(group, part),
+        key=key,
+        calls=parts[part],
     )
-
-
-def _calls_of(group: dist.ProcessGroup, part: str) -> Calls:
-    """The calls of a process group, or of a part of it; what ended the group ended all parts."""
-    parts = this_world().calls.setdefault(group, {})
-    if part not in parts:
-        carries = dist.get_backend_config(group)
-        has_cuda = "cuda:" in carries and "cuda:gloo" not in carries
-        made = parts[part] = Calls(part, has_tags="cpu:gloo" in carries, has_cuda=has_cuda)
-        made.ended = next((calls.ended for calls in parts.values() if calls.ended), None)
-    return parts[part]
-
-
-def calls_in_use() -> dict[str, Calls]:
-    """By key, the calls of every group that this rank has used."""
-    return {
-        group.group_name + part: calls
-        for group, parts in list(this_world().calls.items())
-        for part, calls in list(parts.items())
-    }
-
-
-def process_groups_in_use() -> list[dist.ProcessGroup]:
-    """Every process group that this rank has made calls on."""
-    return list(this_world().calls)
-
-
-@dataclass(frozen=True, slots=True)
-class OtherCalls:
-    """What other code does in a process group between hosts: DDP, FSDP, the user.
-
-    Attributes:
-        group: The group.
-        key: Tells it from all others, and is the same on all members.
-        num_begun: Collectives and messages that this rank has begun.
-    """
-
-    group: dist.ProcessGroup
-    key: str
-    num_begun: int
-
-
-def other_calls() -> list[OtherCalls]:
-    """Those of every group of gloo that this rank is in."""
-    found: list[OtherCalls] = []
-    for group in [one for one in list(_world.pg_map) if dist.get_backend(one) == "gloo"]:
-        ranks = str(dist.get_process_group_ranks(group))  # names alone may differ between ranks
-        key = f"{group.group_name} {zlib.crc32(ranks.encode())}"
-        own = sum(calls.num_messages for calls in this_world().calls.get(group, {}).values())
-        begun = group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
-        found.append(OtherCalls(group, key, begun - own))
-    return found
 
 
 def device_of(group: RankGroup) -> torch.device:
@@ -287,3 +412,118 @@ def set_timeout(group: RankGroup, timeout_s: float) -> None:
     backend = group.process_group._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timeout)
     backend.options._timeout = timeout
+
+
+def new_group(
+    ranks: Sequence[int], name: str, timeout_s: float, *, backend: str | None = None
+) -> RankGroup:
+    """Create a group; only its members need to call, all of them in the same order.
+
+    Args:
+        ranks: Global ranks.
+        name: How errors call it.
+        timeout_s: Longest wait of a collective on it, in seconds.
+        backend: None takes the default group's.
+
+    Raises:
+        ConfigError: The timeout is not a positive number of seconds.
+        CommError: A member did not come in time, or never can.
+    """
+    check_timeout(timeout_s)
+    in_order, watch, meetings = sorted(ranks), watch_of_world(), this_world().meetings
+    meeting = f"{name} of ranks {in_order}"
+    calls = Calls(f"{meeting}/{meetings[meeting]}", in_order, name)
+    parts = watch.groups.setdefault(resolve(None), {})
+    parts[calls.key], watch.reason = calls, None
+    calls.begin("new_group")
+    try:
+        with waiting(calls, "new_group"):
+            _meet(calls, timeout_s)
+            meetings[meeting] += 1
+            group = _connect(in_order, calls.key, f"bascule {name}", timeout_s, backend)
+    finally:
+        del parts[calls.key]
+    watch.forget()  # what ended before does not concern this one
+    return member_of(group, name)
+
+
+def is_timeout(timeout_s: object) -> bool:
+    """Whether it is a number of seconds that ranks can wait."""
+    return 0.0 < (real(timeout_s) or 0.0) < _LONGEST_S
+
+
+def check_timeout(timeout_s: object) -> None:
+    """Refuse what is no time to wait.
+
+    Raises:
+        ConfigError: Names the value and the range.
+    """
+    if not is_timeout(timeout_s):
+        raise ConfigError(
+            f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
+        )
+
+
+def _meet(calls: Calls, timeout_s: float) -> None:
+    """Wait until all have come.
+
+    Who goes away takes its coming back, so that the next try is the same meeting for all.
+
+    Raises:
+        RuntimeError: They did not come in time, or never can, or the store is gone.
+    """
+    counted, met = f"bascule/meeting/{calls.key}", f"bascule/met/{calls.key}"
+    size, deadline = len(calls.ranks), time.monotonic() + timeout_s
+    num = ask(lambda store: store.add(counted, 1))
+    if num == size:  # the last one calls all together
+        ask(lambda store: store.set(met, ""))
+    while num < size and calls.ended is None and time.monotonic() < deadline:
+        num = size if _is_there(met, deadline - time.monotonic()) else num
+    if num < size and ask(lambda store: store.add(counted, -1)) < size - 1:
+        raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {timeout_s:g} s")
+    if num < size:
+        ask(lambda store: store.add(counted, 1))  # the last one came just now
+
+
+def _is_there(key: str, within_s: float) -> bool:
+    """Return whether the store has a key, or gets it within so many seconds, one at most."""
+
+    def wait(store: Any) -> bool:
+        try:
+            store.wait([key], timedelta(seconds=min(_SLICE_S, max(within_s, 0.001))))
+        except RuntimeError as error:  # each kind of store has its own text
+            if "timeout" not in str(error).lower():
+                raise
+            return False
+        return True
+
+    return ask(wait)
+
+
+def _connect(
+    ranks: list[int], meeting: str, description: str, timeout_s: float, backend: str | None
+) -> dist.ProcessGroup:
+    """Make the group of ranks that met, under a name that comes from where they met.
+
+    `dist.new_group` names a group after how many groups a rank has. Ranks that have unlike numbers,
+    as after a group of some ranks, would look for each other under unlike names (torch 2.13).
+    """
+    world = resolve(None)
+    default_backend, store = c10d._world.pg_map[world]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend or default_backend),
+        store,
+        cast(Any, hashlib.sha256(meeting.encode()).hexdigest()),
+        timeout=timedelta(seconds=timeout_s),
+        device_id=world.bound_device_id,
+        group_desc=description,
+    )
+    assert isinstance(group, dist.ProcessGroup), f"rank outside its own group {ranks}"
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    if "cuda:nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
+        # NCCL connects in the first call, which all members must make; parts of it come later.
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return group

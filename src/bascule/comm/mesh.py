@@ -15,10 +15,16 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout,
 )
 
-from bascule.comm.groups import RankGroup, device_of, member_of, resolve, timeout_of
-from bascule.comm.guard.failures import is_ended
-from bascule.comm.new_groups import check_timeout, new_group
-from bascule.comm.world import this_world
+from bascule.comm.groups import (
+    RankGroup,
+    check_timeout,
+    device_of,
+    member_of,
+    new_group,
+    resolve,
+    this_world,
+    timeout_of,
+)
 from bascule.errors import CommError, ConfigError
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
@@ -172,7 +178,7 @@ def group_of(ranks: Sequence[int]) -> RankGroup:
     """
     key = group_of, tuple(ranks)
     whole = this_world().kept(key, lambda: _new_group_of(ranks))
-    if is_ended(whole):  # by a failure
+    if whole.is_ended:  # by a failure
         this_world().forget(key)
         whole = this_world().kept(key, lambda: _new_group_of(ranks))
     return whole

@@ -17,10 +17,10 @@ from bascule.arrays import Ints
 from bascule.comm import groups
 from bascule.comm.agree import Statement, agree
 from bascule.comm.exchange import BoundRoute, exchange
+from bascule.comm.failures import leave, shared, watch_of_world
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import tell, told
-from bascule.comm.guard.ranges import mark_lengths
 from bascule.comm.items import measure_exchange
+from bascule.comm.profiles import mark_lengths
 from bascule.data.packs import Pack, make_pack
 from bascule.data.prefetch import (
     PATIENCE_S,
@@ -86,7 +86,7 @@ class Batch:
     verdict: Verdict
     _group: RankGroup
 
-    @told("restore of a batch")
+    @shared("restore of a batch")
     def restore(self, values: Tensor) -> Tensor:
         """Bring per-sample results back to the ranks that loaded the samples.
 
@@ -456,7 +456,7 @@ class BalancedLoader:
         ...     loss.backward()
     """
 
-    @told("BalancedLoader")
+    @shared("BalancedLoader")
     def __init__(
         self,
         loader: Iterable[Any] | None,
@@ -560,7 +560,7 @@ class BalancedLoader:
         if prefetcher is None:
             return
         prefetcher.leave(text_of(error))
-        tell(error, "the loop over a BalancedLoader", leaves=True)
+        leave(error, "the loop over a BalancedLoader", ends_all=True)
         self._end(prefetcher, PATIENCE_S)
         first = prefetcher.left_by_another
         if first is not None and first is not error:
@@ -571,13 +571,15 @@ class BalancedLoader:
         if self._prefetcher is not None:
             self._prefetcher.leave()
             self._end(self._prefetcher)
+        if dist.is_initialized():
+            watch_of_world().close()
 
     def _end(self, prefetcher: Prefetcher, patience_s: float | None = None) -> None:
         if prefetcher.join(patience_s) and self._prefetcher is prefetcher:
             self._metrics.dropped_samples += prefetcher.num_dropped
             self._prefetcher = None
 
-    @told("set_epoch")
+    @shared("set_epoch")
     def set_epoch(self, epoch: int) -> None:
         """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it.
 
@@ -590,7 +592,7 @@ class BalancedLoader:
             if self._prefetcher is None:
                 self._progress = self._first
 
-    @told("set_cost")
+    @shared("set_cost")
     def set_cost(self, cost: Cost, *, speeds: npt.ArrayLike | None = None) -> None:
         """Plan with another cost model, as soon as all ranks have been given it.
 
@@ -635,7 +637,7 @@ class BalancedLoader:
         """
         return self._progress.to_state(self._sources.deal)
 
-    @told("load_state_dict")
+    @shared("load_state_dict")
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the samples that were not delivered; all ranks load the same state.
 

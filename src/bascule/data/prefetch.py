@@ -35,11 +35,8 @@ from typing import Any
 import numpy as np
 
 from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup, set_timeout
-from bascule.comm.guard import notes
-from bascule.comm.guard.failures import is_ended, tell
-from bascule.comm.new_groups import new_group
-from bascule.comm.world import this_world
+from bascule.comm.failures import ask, leave, read
+from bascule.comm.groups import RankGroup, new_group, set_timeout, this_world
 from bascule.data.source import Reading
 from bascule.data.steps import (
     ClosedError,
@@ -142,7 +139,7 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     """
     world, key = this_world(), (Pool, tuple(members))
     pool = world.kept(key, lambda: Pool(members, timeout_s))
-    if is_ended(pool.control):
+    if pool.control.is_ended:
         world.forget(key)
         pool = world.kept(key, lambda: Pool(members, timeout_s))
     set_timeout(pool.control, timeout_s)
@@ -167,9 +164,9 @@ class Departure:
 
 def announce(lease: Lease, reason: str, after: Position) -> None:
     """Leave a note that this rank leaves; of several ranks the first one counts."""
-    text = json.dumps([lease.group.rank, after, reason])
+    key, text = f"bascule/{_name(lease)}", json.dumps([lease.group.rank, after, reason])
     try:
-        notes.replace(notes.LEFT, _name(lease), "", text)
+        ask(lambda store: store.compare_set(key, "", text))
     except (RuntimeError, ValueError):  # the store is gone, and so are connections to its host
         return
 
@@ -177,7 +174,7 @@ def announce(lease: Lease, reason: str, after: Position) -> None:
 def departure(lease: Lease) -> Departure | None:
     """Return who left first, if somebody did."""
     try:
-        text = notes.read(notes.LEFT, _name(lease))
+        text = ask(lambda store: read(store, _name(lease)))
     except (RuntimeError, ValueError):
         return None
     if text is None:
@@ -187,7 +184,7 @@ def departure(lease: Lease) -> Departure | None:
 
 
 def _name(lease: Lease) -> str:
-    return f"{lease.group.process_group.group_name} {lease.use}"
+    return f"left/{lease.group.process_group.group_name} {lease.use}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -339,7 +336,7 @@ class Prefetcher:
             # The others wait in a call that it never makes. So nobody uses the group again.
             is_alike = False
             self._end = error
-            tell(error, "the thread of the loader")
+            leave(error, "the thread of the loader")
         if is_alike:
             self._lease.give_back()
         _forget_locals(self._end)

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.groups import device_for, resolve
-from bascule.comm.guard.failures import IS_ENOUGH, explained, told
+from bascule.comm.failures import STOPS_RECOMPUTING, shared
+from bascule.comm.groups import device_for, new_group, resolve
 from bascule.comm.items import (
     ItemMove,
     Parcel,
@@ -28,7 +28,6 @@ from bascule.comm.items import (
     rebuilt,
     tied,
 )
-from bascule.comm.new_groups import new_group
 from bascule.encoders.items import (
     EncoderTable,
     Features,
@@ -157,7 +156,7 @@ class BalancedEncoder:
         CommError: Ranks disagree, or one is gone.
     """
 
-    @told("construction of a BalancedEncoder")
+    @shared("construction of a BalancedEncoder")
     def __init__(
         self,
         module: nn.Module,
@@ -191,7 +190,7 @@ class BalancedEncoder:
             made = new_group(ranks, "features", options.timeout_s, backend=backend)
             self._group = replace(made, control=self._host)
 
-    @told("items of a balanced encoder")
+    @shared("items of a balanced encoder")
     def __call__(self, items: Sequence[Item]) -> Features:
         """Encode items, each on the rank that has time.
 
@@ -211,7 +210,7 @@ class BalancedEncoder:
         """
         return self.encode(items)
 
-    @told("a call of a balanced encoder")
+    @shared("a call of a balanced encoder")
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module gives for these arguments, each item by the rank that has time.
 
@@ -404,7 +403,7 @@ class BalancedEncoder:
         try:
             for of in plan.passes[rank]:
                 inputs = [items[one] for one in of.ids.tolist()]
-                with explained(f"step {self._step}: encoding") if meets else nullcontext():
+                with shared(f"step {self._step}: encoding") if meets else nullcontext():
                     template = self._call_module(self.table.join(inputs))
                 outputs = self.table.parts(template, inputs)
                 if of.is_dummy:
@@ -414,7 +413,7 @@ class BalancedEncoder:
             ids, _ = plan.sent
             leaving = np.unique(ids[plan.rank_of[ids] == rank]).tolist()
             parcels = [parcel([x.detach() for x in parts[one]], self._device) for one in leaving]
-        except IS_ENOUGH as met:  # a recomputation, of which the others may need more
+        except STOPS_RECOMPUTING as met:  # a recomputation, of which the others may need more
             ended = met
         except Exception as met:  # whatever it is, the others must not wait
             if meets:  # they may wait within the module, which being told of it ends

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from bascule.comm.guard.failures import told
+from bascule.comm.failures import shared
 from bascule.encoders.items import Features, attach
 from bascule.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Installed:
         for hook in self._hooks:
             hook.remove()
 
-    @told("a forward pass with a balanced encoder")
+    @shared("a forward pass with a balanced encoder")
     def _begin(self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = inspect.signature(parent.forward).parameters
         given = dict(zip(parameters, args, strict=False)) | kwargs
@@ -53,7 +53,7 @@ class Installed:
         parent._modules[self._name] = self._stand_in
         self._take_part()
 
-    @told("the end of a forward pass with a balanced encoder")
+    @shared("the end of a forward pass with a balanced encoder")
     def _end(
         self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -82,7 +82,7 @@ class Installed:
     def _token(self) -> Tensor | None:
         return self._tokens[-1] if self._tokens else None
 
-    @told("a call of a balanced encoder")
+    @shared("a call of a balanced encoder")
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what the model gets when it calls its encoder."""
         if not self._left:

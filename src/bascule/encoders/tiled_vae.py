@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.comm.guard.failures import told
+from bascule.comm.failures import shared
 from bascule.comm.items import joined, mapped
 from bascule.encoders.encoder import BalancedEncoder, EncoderOptions
 from bascule.encoders.installed import InPlace
@@ -53,7 +53,7 @@ class TiledVAE:
         CommError: Ranks disagree, or one is gone.
     """
 
-    @told("construction of a TiledVAE")
+    @shared("construction of a TiledVAE")
     def __init__(
         self,
         vae: Any,
@@ -76,7 +76,7 @@ class TiledVAE:
         """The items that the last call moved."""
         return self._tiles.last
 
-    @told("a call of a TiledVAE")
+    @shared("a call of a TiledVAE")
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.encode` gives with its tiles.
 
@@ -97,7 +97,7 @@ class TiledVAE:
         """
         return self._run("encode", x, args, kwargs)
 
-    @told("a call of a TiledVAE")
+    @shared("a call of a TiledVAE")
     def decode(self, z: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` gives with its tiles; as `encode`, of latents."""
         return self._run("decode", z, args, kwargs)

@@ -14,9 +14,8 @@ from PIL import Image
 
 from bascule.arrays import Ints
 from bascule.comm.agree import Statement, agree
-from bascule.comm.groups import RankGroup, member_of, resolve, set_timeout
-from bascule.comm.guard.failures import telling, told
-from bascule.comm.new_groups import new_group
+from bascule.comm.failures import shared
+from bascule.comm.groups import RankGroup, member_of, new_group, resolve, set_timeout
 from bascule.errors import CommError, ConfigError, PlanError
 from bascule.generation.generate_options import GenerateOptions
 from bascule.generation.media import IMAGE, VIDEO, check_can_write, write_media, write_record
@@ -49,7 +48,7 @@ class Generation:
         CommError: Ranks were given different things, or one is gone.
     """
 
-    @told("the start of bascule generate")
+    @shared("the start of bascule generate")
     def __init__(self, options: GenerateOptions, device: torch.device) -> None:
         self._options, self._device = options, device
         self.prompts = read_prompts(options)
@@ -107,7 +106,7 @@ class Generation:
             CommError: A rank failed.
         """
         for place in self.left:
-            with telling(f"making {self.names[place]}"):
+            with shared(f"making {self.names[place]}"):
                 self._make(place, on_step)
         self._agree(self._replicas, "the end", np.zeros(0, np.int64))
         return [self._record(place) for place in self._all_left]

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.comm import groups
 from bascule.comm.collectives import all_gather
-from bascule.comm.guard.failures import told
+from bascule.comm.failures import shared
 
 _RUNS = 5
 _ALIKE = 0.03
@@ -18,7 +18,7 @@ _WIDTHS = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
 """Rows of the matrices that are multiplied, some milliseconds of work, by type of device."""
 
 
-@told("measure_speeds")
+@shared("measure_speeds")
 def measure_speeds(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None" = None,
     *,

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from bascule.comm.guard.failures import telling
+from bascule.comm.failures import shared
 from bascule.errors import ConfigError
 from bascule.plan.step import Sync, check_sync
 
@@ -39,7 +39,7 @@ def train_step(
     if not microbatches:
         raise ConfigError("train_step: no microbatch: give one function at least")
     losses: list[Tensor] = []
-    with telling("a training step"):
+    with shared("a training step"):
         for number, loss_of in enumerate(microbatches, 1):
             with _averaging(model, sync == "microbatch" or number == len(microbatches)):
                 loss = loss_of(model)

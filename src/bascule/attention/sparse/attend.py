@@ -26,10 +26,10 @@ from bascule.attention import usp
 from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
 from bascule.attention.sparse.rules import pooled
 from bascule.attention.sparse.tables import SparseTables, rank_of, tables_of
-from bascule.comm.agree import agree_once
+from bascule.comm.agree import first_use
 from bascule.comm.collectives import all_gather
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.failures import told
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh
 from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
@@ -110,7 +110,7 @@ def sparse_attention(
     return attend_sparse(q, k, v, mesh, plan, seen, scale=scale, kernel=kernel)[0]
 
 
-@told("sparse attention")
+@shared("sparse attention")
 def attend_sparse(
     q: Tensor,
     k: Tensor,
@@ -251,13 +251,13 @@ def _agree_on(
     group = ranks.whole
     key = None if group is None else (group.ranks, plan.digest, q, k, v, form)
 
-    def say() -> tuple[dict[str, str], ConfigError | None]:
+    def say() -> tuple[str, ConfigError | None]:
         heads, blocks = plan.ring_of.shape
         tokens = int(plan.q.lens.sum())
         said = f"{heads} heads x {blocks} blocks of {tokens} tokens, {form}, digest {plan.digest}"
-        return {"the plan": said, "the masks": masks}, _misfit(ranks, plan, q, k, v)
+        return f"{said}, masks {masks}", _misfit(ranks, plan, q, k, v)
 
-    agree_once(group, key, say, what="sparse attention")
+    first_use(group, key, say, what="sparse attention")
 
 
 def _misfit(

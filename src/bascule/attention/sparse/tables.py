@@ -16,9 +16,9 @@ from bascule.attention.call import AttentionCall, Tile
 from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.mesh_calls import keep
+from bascule.comm.collectives import table_on
 from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.mesh import AttentionMesh
-from bascule.comm.staging import table_on
 from bascule.plan.routes import Route
 from bascule.plan.sparse import PackedRows, SparsePlan
 

@@ -13,8 +13,8 @@ from bascule.bench.health.measured import LinkTiming, Measured, RankFacts, Timin
 from bascule.bench.health.probes import LINK, STORE, WORK, make_probes
 from bascule.bench.health.rank_facts import gather_facts, own_facts
 from bascule.calibrate.timed import COLLECTIVE, Probe, time_round
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, resolve
-from bascule.comm.guard.failures import telling
 from bascule.errors import CommError
 from bascule.plan.machine import HardwareProfile
 
@@ -76,7 +76,7 @@ def check_up(
     group = member_of(resolve(None), "doctor")
     facts, profile = _meet(group, options, device)
     try:
-        with telling("bascule doctor"):
+        with shared("bascule doctor"):
             measured = _measure(group, device, facts, options, advance)
     except CommError as error:
         if not (found := differences(facts)):

@@ -9,8 +9,8 @@ from torch import Tensor
 from bascule.attention import PackedSequences, attend_packed
 from bascule.calibrate.timed import MOST_IN_A_ROW, Probe, collectives, in_a_row
 from bascule.comm.collectives import Transfers
+from bascule.comm.failures import ask, read
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard import notes
 from bascule.plan.machine import FLOPS_PER_VALUE
 
 STORE, WORK, LINK = "store", "work", "link"
@@ -53,7 +53,7 @@ def make_probes(group: RankGroup, device: torch.device, largest: int) -> tuple[P
         device: Of this rank.
         largest: Bytes of the largest message.
     """
-    request = partial(notes.read, "doctor", group.rank)  # of a note that nobody leaves
+    request = partial(ask, lambda store: read(store, "doctor"))  # of a note that nobody leaves
     probes = [Probe(STORE, "store", "cpu", 0, 0, request, _STORE_REQUESTS), *_work(device)]
     if group.size == 1:
         return tuple(probes)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from bascule.comm.guard.failures import tell, told
+from bascule.comm.failures import leave, shared
 from bascule.comm.mesh import AttentionMesh
 from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
@@ -53,7 +53,7 @@ from bascule.plan.mesh_choice import MeshChoice
 _DEFAULT = InferenceOptions()
 
 
-@told("parallelize")
+@shared("parallelize")
 def parallelize(
     model_or_pipeline: Any,
     mesh: DeviceMesh | AutoMesh | Literal["auto"] | None = None,
@@ -191,7 +191,7 @@ class Parallelized:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:  # the user's, which nothing else tells to ranks that wait
-            tell(error, f"a call of {type(self.model).__name__}")
+            leave(error, f"a call of {type(self.model).__name__}")
         self.undo()
 
     @property
@@ -356,7 +356,7 @@ class Parallelized:
             function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), resumed())
         )
 
-    @told("average_gradients")
+    @shared("average_gradients")
     def average_gradients(self) -> None:
         """Average gradients over the mesh; not needed under DDP or FSDP, which do it themselves.
 

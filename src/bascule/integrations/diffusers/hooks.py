@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bascule.attention.api import AttentionMesh, AttentionOptions
-from bascule.comm.guard.failures import tell
+from bascule.comm.failures import leave
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import (
     SameInputs,
@@ -269,7 +269,7 @@ class SplitModel:
     def _tell(self, error: BaseException | None, where: str) -> None:
         """Let ranks that wait for this one know that it does not come."""
         if error is not None:
-            tell(error, f"{where} of {type(self.model).__name__}")
+            leave(error, f"{where} of {type(self.model).__name__}")
 
     def _begin_block(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:

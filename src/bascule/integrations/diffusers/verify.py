@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bascule.arrays import Bools
 from bascule.attention.api import AttentionMesh, split
 from bascule.comm.collectives import all_reduce, broadcast
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.failures import told
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
 from bascule.integrations.diffusers.forward import layout_of
@@ -76,7 +76,7 @@ def _check_names(part: SplitModel, inputs: Mapping[str, Any]) -> None:
         )
 
 
-@told("verify")
+@shared("verify")
 def verify(part: SplitModel, inputs: Mapping[str, Any], group: RankGroup | None) -> Verification:
     """As `Parallelized.verify`, on each of the meshes that a group of ranks is made of."""
     mesh = part.mesh

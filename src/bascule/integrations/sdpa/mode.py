@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
-from bascule.comm.guard.failures import telling
+from bascule.comm.failures import shared
 from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.sdpa.call_mode import CallMode
@@ -101,7 +101,7 @@ class SequenceParallelMode(CallMode):
         if attends and torch.compiler.is_compiling():
             return self._attend(*args, **kwargs)
         if attends:
-            with telling("scaled_dot_product_attention over a mesh"):
+            with shared("scaled_dot_product_attention over a mesh"):
                 return self._attend(*args, **kwargs)
         raise ConfigError(
             f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "

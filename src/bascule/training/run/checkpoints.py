@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from bascule.comm.agree import agree_on
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import explained
 from bascule.errors import CommError, ConfigError
 from bascule.training.run.train_options import Schedule
 
@@ -126,7 +126,7 @@ class Checkpoints:
         part = whole.with_suffix(".tmp")
         self._by_first_rank("begin to save", step, lambda: self._prepare(part))
         try:
-            with explained(f"step {step}: save"):
+            with shared(f"step {step}: save"):
                 weights, states = get_state_dict(model, optimizer)
                 state = {"model": weights, "optimizer": states}
                 state_dict_saver.save(state, storage_writer=_Writer(part))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.guard.failures import explained, telling, told
-from bascule.comm.new_groups import new_group
+from bascule.comm.failures import shared
+from bascule.comm.groups import new_group
 from bascule.encoders import EncoderOptions
 from bascule.errors import ConfigError
 from bascule.parallel import ParallelOptions, SequenceParallel, Step
@@ -75,7 +75,7 @@ class TrainingRun:
         checkpoint: The last one that was loaded or saved.
     """
 
-    @told("construction of a training run")
+    @shared("construction of a training run")
     def __init__(
         self, options: TrainOptions, device: torch.device, is_stopping: Callable[[], bool]
     ) -> None:
@@ -122,7 +122,7 @@ class TrainingRun:
             CommError: A rank failed, is gone, or could not save.
             ConfigError: This rank could not load its samples, or write what is told.
         """
-        with telling("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
+        with shared("bascule train"), ThreadPoolExecutor(1, "bascule data") as pool:
             if self.rank > 0:
                 self._run(pool, lambda record: None)
                 return
@@ -153,18 +153,18 @@ class TrainingRun:
     def _train(self, ahead: _Ahead, pool: ThreadPoolExecutor) -> _Trained:
         """Forward, backward and optimiser of a step, while the next one is loaded and planned."""
         start, watch = time.perf_counter(), self._watch
-        with telling(f"step {self.done + 1}: plan"):
+        with shared(f"step {self.done + 1}: plan"):
             steps = ahead.plans.get()
         seconds: dict[str, Any] = {"plan": time.perf_counter() - start}
         is_last = self.done + 1 == self.num_steps
         following = None if is_last else self._begin(self.done + 1, pool)
         give_samples = ahead.samples.result()
-        with explained(f"step {self.done + 1}: encode"):
+        with shared(f"step {self.done + 1}: encode"):
             encoded = give_samples()
         parts = zip(encoded.flows, steps, ahead.shares, strict=True)
         losses = [partial(self._loss_of, number, *part) for number, part in enumerate(parts)]
         begun = watch.now()
-        with explained(f"step {self.done + 1}: train"):
+        with shared(f"step {self.done + 1}: train"):
             loss = train_step(self._model, losses)
         trained = watch.lap("train", begun)
         self._optimizer.step()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bascule.comm.guard.failures import telling
+from bascule.comm.failures import shared
 from bascule.training.flow import FlowBatch
 from bascule.training.run.stopwatch import Lap, Stopwatch
 
@@ -49,7 +49,7 @@ class EncodeAhead:
         Raises:
             As `encode`. What this rank alone meets ends the others, too.
         """
-        with telling("encoding ahead"), torch.cuda.stream(self._stream):  # nothing without a stream
+        with shared("encoding ahead"), torch.cuda.stream(self._stream):  # nothing without a stream
             encoded = encode()
             if self._stream is not None:
                 self._stream.synchronize()

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from bascule.comm.guard.failures import telling
+from bascule.comm.failures import shared
 from bascule.comm.items import rebuilt
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import SameInputs, parameters_of
@@ -90,7 +90,7 @@ class GuidedModel:
         args, kwargs = fetched(args), fetched(kwargs)
         if self._is_paused:
             return own(*args, **kwargs)
-        with telling(f"a guidance branch of {type(self.model).__name__}"):
+        with shared(f"a guidance branch of {type(self.model).__name__}"):
             return self._share(own, args, kwargs)
 
     def _share(

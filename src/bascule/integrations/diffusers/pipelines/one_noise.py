@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from bascule.comm.agree import agree_on
 from bascule.comm.collectives import broadcast
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.guard.failures import telling
 from bascule.comm.items import leaves_of
 from bascule.encoders.items import contents_of
 from bascule.integrations.diffusers.pipelines.phases import (
@@ -144,7 +144,7 @@ class OneNoise:
 
     def _sample(self, sample: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_begun:
-            with telling("drawing the noise of a pipeline"):
+            with shared("drawing the noise of a pipeline"):
                 self._before_drawing({"": args, **kwargs})
         return sample(*args, **kwargs)
 
@@ -168,7 +168,7 @@ class _InPlaceOf:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the pipeline calls."""
-        with telling(f"{self._name} of a pipeline"):
+        with shared(f"{self._name} of a pipeline"):
             self._before(inspect.signature(self._method).bind(*args, **kwargs).arguments)
             return self._method(*args, **kwargs)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bascule.comm.agree import Statement, agree
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import told
 from bascule.comm.items import ItemMove, Parcel, leaves_of, move_items, parcel
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.pipelines.batch_shares import Form
@@ -130,7 +130,7 @@ class Branches:
         """Exchange it together with the others."""
         self._waiting.append(branch)
 
-    @told("an exchange of guidance branches")
+    @shared("an exchange of guidance branches")
     def exchange(self) -> None:
         """Give each group what the others computed; all ranks come here at the same point.
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
-from bascule.comm.guard.failures import told
 from bascule.comm.items import leaves_of, mapped
 from bascule.errors import ConfigError
 from bascule.integrations.diffusers.arguments import NumbersOf, compare_inputs, parameters_of
@@ -82,7 +82,7 @@ class _Run:
         kept += [leaf.detach().clone() for leaf in leaves_of(output)]
 
 
-@told("verify")
+@shared("verify")
 def verify_pipeline(ways: TwoWays, arguments: Mapping[str, Any]) -> Verification:
     """As `Parallelized.verify`, of a pipeline.
 

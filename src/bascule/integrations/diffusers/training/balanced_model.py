@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints, ranges
 from bascule.comm.agree import Statement, agree, agree_on
-from bascule.comm.guard.failures import told
+from bascule.comm.failures import shared
 from bascule.comm.items import ItemMove, Parcel, move_items, parcel
 from bascule.comm.mesh import AttentionMesh, meshes_over
 from bascule.errors import ConfigError
@@ -137,7 +137,7 @@ class BalancedModel:
             self._parallel.fail(error)
             raise
 
-    @told("samples of a training step")
+    @shared("samples of a training step")
     def microbatches(
         self, samples: Sequence[Sample], loss_fn: Loss
     ) -> list[Callable[[nn.Module], Tensor]]:

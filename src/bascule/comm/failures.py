@@ -1,0 +1,461 @@
+"""A rank that fails ends the waits of all others, within seconds and with its reason.
+
+An error that leaves `shared` becomes one note in the store of the job. Each rank has one thread,
+the watch, that reads the last note once a second. If the rank that left it has not begun a call
+that this rank has begun, and gets no further, this rank waits in vain: the watch closes the
+connections of gloo, torch raises, and the wait raises CommError with the note. Slow ranks are
+waited for as long as the group's timeout says.
+
+A rank that dies leaves no note: its connections close, or the time runs out. Then the ranks that
+are left sign in the store, and the error says who gives no sign. While all goes well, nothing is
+written.
+"""
+
+import atexit
+import functools
+import json
+import logging
+import queue
+import re
+import threading
+import time
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch.distributed import distributed_c10d as c10d
+
+from bascule.comm.calls import Calls
+from bascule.comm.profiles import begin_range
+from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks at the store; shorter waits are not looked after
+ROLL_CALL_S = 2.0  # that ranks wait for each other's sign of life
+ANSWER_S = 10.0  # that the store may take to answer
+_LOOKS_A_S = 4000  # of all ranks together
+_ALL = 2**62  # calls
+_CLOSING_TAG = 0x7FFFFFFF
+_BROKEN_OFF = re.compile(
+    "gloo.*(Connection (closed|reset) by peer|Timed out waiting)|Application timeout caused"
+)
+STOPS_RECOMPUTING: Any = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+"""By which checkpointing ends a recomputation early: no error."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The note of a rank that failed.
+
+    Attributes:
+        rank: The rank.
+        text: Who failed, where and why; "" if it only noticed that others are gone.
+        is_input: Whether that was bad input.
+        at: By key of a group, the calls that it had begun when it failed.
+        now: The same, with those begun since.
+    """
+
+    rank: int
+    text: str = ""
+    is_input: bool = False
+    at: dict[str, int] = field(default_factory=dict[str, int])
+    now: dict[str, int] = field(default_factory=dict[str, int])
+
+    def error(self, message: str) -> CommError:
+        """Return the error of a rank that waited for this one."""
+        return RemoteConfigError(message) if self.is_input else CommError(message)
+
+
+class shared:  # noqa: N801 - called as a function, and a decorator
+    """A block or function that all ranks run: an error that leaves it ends the others' waits.
+
+    A collective of torch that is broken off within raises CommError with the reason. While torch's
+    profiler runs, it is a range of that name.
+    """
+
+    __slots__ = ("_range", "_where")
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __call__(self, function: F) -> F:
+        """Return the function within such a block, but where it is compiled."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            with shared(self._where):
+                return function(*args, **kwargs)
+
+        return cast(F, call)
+
+    def __enter__(self) -> None:
+        self._range = begin_range(self._where)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        failed = None if error is None else leave(error, self._where)
+        if failed is not None:
+            raise failed.error(f"{self._where}: {failed.text}") from error
+
+
+class waiting:  # noqa: N801 - called as a function
+    """A wait of this thread for the others in a call; CommError if it is broken off."""
+
+    __slots__ = ("_range", "_watch", "calls", "number", "since", "where")
+
+    def __init__(self, calls: Calls, where: str) -> None:
+        self.calls, self.number, self.where = calls, calls.number, where
+
+    def __enter__(self) -> None:
+        self._range, self._watch = begin_range(self.where), watch_of_world()
+        self.since = time.monotonic()
+        self._watch.begin(self)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._watch.end(self, is_done=error is None)
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
+            raise failure(self.calls, self.where, error) from error
+
+
+def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failure | None:
+    """Leave a note of an error: ranks that wait for this one end with it.
+
+    An error that all ranks have, as CommError, needs none, but where others may go on without this
+    rank (`ends_all`). If a collective of torch was broken off, the error gets a note with the
+    reason, which is returned.
+    """
+    if isinstance(error, STOPS_RECOMPUTING) or not dist.is_initialized():
+        return None
+    watch = watch_of_world()
+    if _is_broken_off(error):
+        failed = watch.broken_off(where, range(dist.get_world_size()))
+        if failed.text not in getattr(error, "__notes__", ()):
+            error.add_note(failed.text)
+        return failed
+    if isinstance(error, CommError) and (watch.is_over or not ends_all):
+        return None
+    is_input = isinstance(error, ConfigError | PlanError)
+    cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"
+    with suppress(RuntimeError):  # the store is gone with its host, and so are the others
+        watch.fail(f"rank {dist.get_rank()} failed in {where}: {cause}", is_input)
+    return None
+
+
+def failure(calls: Calls, where: str, error: BaseException) -> CommError:
+    """Return the error of a call that was broken off: why, or else who is missing; logged."""
+    watch = watch_of_world()
+    end = "" if watch.reason is not None else f": {_first_line(error)}"
+    failed = watch.broken_off(where, calls.ranks)
+    on = f"failed on group {calls.name!r} of ranks {list(calls.ranks)}"
+    calls.ended = f"{where} {on} ({failed.text}){end}"
+    logger.error("%s", calls.ended)
+    return failed.error(calls.ended)
+
+
+def ask(request: Callable[[Any], T]) -> T:
+    """Return what a request to the store of the job gives; RuntimeError if it is silent."""
+    return watch_of_world().ask(request)
+
+
+def read(store: Any, key: str) -> str | None:
+    """Return what the store has under a key, or None; one request, which never waits."""
+    text = store.compare_set(f"bascule/{key}", "-", "-").decode()
+    return None if text == "-" else text
+
+
+def write(store: Any, key: str, text: str) -> None:
+    """Keep a text under a key: names of files in it may hold bytes that no store takes."""
+    store.set(f"bascule/{key}", text.encode(errors="backslashreplace").decode())
+
+
+class Watch:
+    """Looks after the waits of this rank, and asks the store for it, in one thread.
+
+    The thread begins when it is first needed. `close` joins it, as does the end of the interpreter;
+    it ends with the process groups of the world, too.
+    """
+
+    def __init__(self, world: dist.ProcessGroup) -> None:
+        self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]
+        self.groups = weakref.WeakKeyDictionary()  # calls by part of the group
+        self._world, self._rank = weakref.ref(world), dist.get_rank()
+        self._look_s = max(LOOK_S, dist.get_world_size() / _LOOKS_A_S)
+        self.kept: dict[Any, Any] = {}  # of others, that lives as long
+        self._waits: dict[int, waiting] = {}
+        self._failed: tuple[Failure, int | None] | None = None  # and its thread, until it goes on
+        self._failed_at: dict[str, int] = {}
+        self.reason: Failure | None = None  # why the calls of this rank were ended
+        self._suspects: Counter[tuple[int, str]] = Counter()
+        self._requests: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
+        self._requests = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @functools.cached_property
+    def _store(self) -> Any:
+        """A connection of the watch's own: other code may wait in the store on the job's."""
+        return c10d._get_default_store().clone()
+
+    @property
+    def _calls(self) -> list[Calls]:
+        return [calls for parts in list(self.groups.values()) for calls in list(parts.values())]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a failure ended the calls of this rank."""
+        return any(calls.ended for calls in self._calls)
+
+    def begin(self, wait: waiting) -> None:
+        """Look after a wait until `end`."""
+        if self._thread is None:
+            with self._lock:
+                self._start()
+        self._waits[id(wait)] = wait
+
+    def end(self, wait: waiting, *, is_done: bool) -> None:
+        """Leave a wait. If the others came, a thread that failed before went on: no note stays."""
+        del self._waits[id(wait)]
+        if is_done and self._failed is not None and self._failed[1] == threading.get_ident():
+            with suppress(RuntimeError):
+                self.forget()
+
+    def forget(self) -> None:
+        """Erase the note of this rank."""
+        self._failed, self._failed_at, self.reason = None, {}, None
+        self.ask(lambda store: store.delete_key(f"bascule/failed/{self._rank}"))
+
+    def fail(
+        self, text: str, is_input: bool = False, *, of_all: bool = False, is_new: bool = True
+    ) -> Failure:
+        """Leave the note of this thread, or of all; it is new if no other rank caused it."""
+        thread = None if of_all else threading.get_ident()
+        counts = self._begun(thread)
+        failed = Failure(self._rank, text, is_input, counts, counts)
+        self._failed, self._failed_at = (failed, thread), counts
+        self.ask(lambda store: self._note(store, failed))
+        if is_new:
+            self.ask(lambda store: write(store, "failed/last", str(self._rank)))
+        return failed
+
+    def broken_off(self, where: str, ranks: Sequence[int]) -> Failure:
+        """End all calls of this rank after one was broken off; return why, or who is missing."""
+        if self.reason is not None:
+            return self.reason
+        self.end_all(f"{where} was broken off", _gloo_groups())
+        try:
+            if self._failed is None:
+                self.fail("", of_all=True, is_new=False)
+            cause, is_input, is_new = self._cause(ranks)
+            self.reason = self.fail(cause, is_input, of_all=True, is_new=is_new)
+        except (RuntimeError, ValueError) as error:
+            text = f"no roll call, the store is gone with its host: {type(error).__name__}"
+            self.reason = Failure(self._rank, text)
+        return self.reason
+
+    def end_all(self, reason: str, groups: Sequence[dist.ProcessGroup] = ()) -> None:
+        """End all calls of this rank; close its connections of gloo, in more groups, too."""
+        ended = [calls for calls in self._calls if calls.ended is None]
+        for calls in ended:
+            calls.ended = reason
+        for group in list(self.groups) if ended else ():
+            key = f"ended/{group.group_name}"
+            with suppress(RuntimeError, ValueError):  # the store is gone
+                self.ask(functools.partial(write, key=key, text=reason))
+        for group in {*(self.groups if ended else ()), *groups}:
+            _close(group)
+
+    def ask(self, request: Callable[[Any], T]) -> T:
+        """Return what a request gives; RuntimeError if the store does not answer in time."""
+        if threading.current_thread() is self._thread:
+            return request(self._store)
+        answer: Future[T] = Future()
+        with self._lock:
+            self._start()
+            self._requests.put((request, answer))
+        try:
+            return answer.result(ANSWER_S)
+        except TimeoutError:
+            raise RuntimeError(f"the store of the job is silent for {ANSWER_S:g} s") from None
+
+    def close(self) -> None:
+        """End the thread, and join it; but not while somebody waits, or this rank has failed."""
+        with self._lock:
+            thread = self._thread
+            if thread is None or self._waits or self._failed is not None:
+                return
+            self._thread = None
+            self._requests.put(None)
+        thread.join(ANSWER_S)
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="bascule watch", daemon=True)
+            self._thread.start()
+            atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._waits, self._failed = {}, None
+        self.close()
+
+    def _run(self) -> None:
+        next_look = 0.0
+        while self._world() is dist.group.WORLD is not None:
+            with suppress(queue.Empty):
+                asked = self._requests.get(timeout=max(next_look - time.monotonic(), 0.01))
+                if asked is None:
+                    break
+                _answer(*asked, self)
+            if time.monotonic() >= next_look:
+                with suppress(RuntimeError, ValueError):  # the store is gone: calls fail, too
+                    self._look()
+                next_look = time.monotonic() + self._look_s
+        atexit.unregister(self._end)
+
+    def _look(self) -> None:
+        """Write how far this rank came, if it failed, and end what waits for one that did."""
+        if (own := self._failed) is not None:
+            self._note(self._store, replace(own[0], now=self._begun(own[1])))
+        failed, now = self._last(self._store), time.monotonic()
+        late = [wait for wait in list(self._waits.values()) if now - wait.since > LOOK_S]
+        behind = [] if failed is None else self._behind(failed, late)
+        self._suspects = Counter({one: self._suspects[one] + 1 for one in behind})
+        if failed is None or max(self._suspects.values(), default=0) < 3:
+            return
+        self.reason = failed
+        logger.error("ended what waits in vain: %s", failed.text)
+        self.end_all(failed.text, _gloo_groups())
+
+    def _behind(self, failed: Failure, late: Sequence[waiting]) -> list[tuple[str, int]]:
+        """Keys of groups, and calls begun on them, which a rank that failed has not begun."""
+        begun = [(one.calls.key, one.number, 0) for one in late if failed.rank in one.calls.ranks]
+        begun += [(key, number, _ALL) for key, number in _begun_in_torch(self._calls).items()]
+        return [
+            (key, number)
+            for key, number, unknown in begun
+            if number > failed.now.get(key, unknown)
+            # Where both had begun as many when they failed, they met what all did.
+            and not (self._failed_at and self._failed_at.get(key, 0) == failed.at.get(key, 0))
+        ]
+
+    def _begun(self, thread: int | None) -> dict[str, int]:
+        """Calls begun by group; of what another living thread makes any number. None: all."""
+        others = {one.ident for one in threading.enumerate() if thread} - {thread}
+        begun = {one.key: _ALL if one.thread in others else one.number for one in self._calls}
+        if thread in (None, threading.main_thread().ident):
+            begun |= _begun_in_torch(self._calls)
+        return begun
+
+    def _note(self, store: Any, failed: Failure) -> None:
+        write(store, f"failed/{self._rank}", json.dumps(asdict(failed)))
+
+    def _last(self, store: Any) -> Failure | None:
+        """The note of the rank that failed last; None if that is this one, or it went on."""
+        last = read(store, "failed/last")
+        text = None if last in (None, str(self._rank)) else read(store, f"failed/{last}")
+        failed = None if text is None else Failure(**json.loads(text))
+        return failed if failed is not None and failed.text else None
+
+    def _cause(self, ranks: Sequence[int]) -> tuple[str, bool, bool]:
+        """Why a rank failed, or who of these gives no sign; whether by bad input, and is new."""
+        start, missing = time.monotonic(), list(ranks)
+        while time.monotonic() - start < (ROLL_CALL_S if missing else ROLL_CALL_S / 4):
+            if (failed := self.ask(self._last)) is not None:
+                return failed.text, failed.is_input, False
+            missing = self.ask(functools.partial(_without_note, ranks=missing))
+            time.sleep(0.05)
+        if not missing:
+            return "every rank reported the failure", False, False
+        text = f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s; if they are only"
+        return f"{text} slow, raise timeout_s, or the timeout of init_process_group", False, True
+
+
+_watches: "weakref.WeakKeyDictionary[dist.ProcessGroup, Watch]" = weakref.WeakKeyDictionary()
+
+
+def watch_of_world() -> Watch:
+    """Return the watch of this process, which has all its threads and groups."""
+    world = dist.group.WORLD
+    if world is None:
+        raise ConfigError("torch.distributed is not initialised: call init_process_group first")
+    watch = _watches.get(world)
+    if watch is None:
+        watch = _watches[world] = Watch(world)
+    return watch
+
+
+def _answer(request: Callable[[Any], Any], answer: "Future[Any]", watch: Watch) -> None:
+    try:
+        answer.set_result(watch.ask(request))
+    except BaseException as error:
+        answer.set_exception(error)
+
+
+def _is_broken_off(error: BaseException) -> bool:
+    """Return whether a collective of torch was broken off, or ran out of time."""
+    is_plain = type(error) is RuntimeError and _BROKEN_OFF.search(_first_line(error)) is not None
+    return is_plain or isinstance(error, dist.DistError)
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        return next(iter(str(error).strip().splitlines()), "")
+    except Exception:
+        return "its text cannot be had"
+
+
+def _gloo_groups() -> list[dist.ProcessGroup]:
+    return [one for one in list(c10d._world.pg_map) if "gloo" in dist.get_backend(one)]
+
+
+def _begun_in_torch(own: Sequence[Calls]) -> dict[str, int]:
+    """Collectives begun by group of gloo, of any code; without the messages of parts."""
+    messages: Counter[str] = Counter()
+    for calls in own:
+        messages[calls.key.partition(" ")[0]] += calls.num_messages
+    begun: dict[str, int] = {}
+    for group in _gloo_groups():
+        ranks = zlib.crc32(str(dist.get_process_group_ranks(group)).encode())
+        number = cast(Any, group)._get_sequence_number_for_group()
+        begun[f"{group.group_name} in torch {ranks}"] = number - messages[group.group_name]
+    return begun
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Close all connections of a group of gloo, by a wait in it that runs out of time."""
+    for rank in dist.get_process_group_ranks(group) if "gloo" in dist.get_backend(group) else ():
+        if rank == dist.get_rank():
+            continue
+        try:
+            nothing = dist.irecv(torch.empty(1), rank, group=group, tag=_CLOSING_TAG)
+            if nothing is not None:
+                nothing.wait(timedelta(milliseconds=1))
+        except (RuntimeError, ValueError) as error:
+            if "Timed out" in str(error):  # and not a connection that was closed before
+                return
+
+
+def _without_note(store: Any, ranks: list[int]) -> list[int]:
+    """Those of the ranks that left no note; few requests where all did."""
+    if not ranks or store.check([f"bascule/failed/{rank}" for rank in ranks]):
+        return []
+    half = len(ranks) // 2
+    if half == 0:
+        return ranks
+    return _without_note(store, ranks[:half]) + _without_note(store, ranks[half:])

@@ -1,1 +1,0 @@
-"""Keeps ranks together: calls are numbered, failures known to all, endless waits ended."""
