@@ -209,24 +209,6 @@ def test_timed_are_the_slowest_ranks_with_as_many_tokens_on_every_mesh(num_heads
         assert sorted((load.degrees, load.work) for load in loads) == sorted(wanted)
 
 
-def compiled() -> float:
-    """By torch.compile around it, steps with different plans."""
-    masks, model = make_masks(), make_toy(num_blocks=LAYERS)
-    config = SparseConfig(masks=masks, block=BLOCK, tolerance=0.0, target=1.005)
-    steps = [toy_inputs(text=SEGMENTS[0], image=SEGMENTS[1], seed=s) for s in range(len(masks))]
-    with parallelize(model, mesh=make_mesh(2, 1), table=TABLE, sparse=config) as handle:
-        with torch.no_grad():
-            wanted = [model(**inputs) for inputs in steps]
-            handle.restart()
-            call = torch.compile(model, backend="eager")
-            return max(difference(call(**x), y) for x, y in zip(steps, wanted, strict=True))
-
-
-@pytest.mark.stress
-def test_compiled_by_the_user_it_computes_the_same() -> None:
-    assert max(run_ranks(compiled, 2)) < 1e-10
-
-
 def refused() -> list[tuple[list[str], str]]:
     mesh, latency = make_mesh(2, 1), latency_for(2)
     one = AttentionLatency(float(dist.get_rank()), 0.0, 1.0, 0.0, 1.0, 0.0)
