@@ -140,7 +140,7 @@ def find(name: str) -> Make:
         target: object = importlib.import_module(module_name)
     except Exception as error:  # what a module raises when it is imported is its own affair
         raise ConfigError(
-            f"--module {name}: {module_name} cannot be imported: {_told(error)}; it must be on the "
+            f"--module {name}: {module_name} cannot be imported: {_text(error)}; it must be on the "
             "path of Python, as with PYTHONPATH=."
         ) from error
     for part in path.split("."):
@@ -164,7 +164,7 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
         with device:
             made = make(length)
     except Exception as error:
-        raise ConfigError(f"{at}: raised {_told(error)}") from error
+        raise ConfigError(f"{at}: raised {_text(error)}") from error
     if not (isinstance(made, tuple) and len(cast(tuple[object, ...], made)) == 2):
         raise ConfigError(
             f"{at}: gave {shown(cast(object, made))}; it must return two things, a function or "
@@ -181,7 +181,7 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
         if has_gradient:
             call.backward()()
     except Exception as error:
-        raise ConfigError(f"{at}: what it returned raised {_told(error)}") from error
+        raise ConfigError(f"{at}: what it returned raised {_text(error)}") from error
     if not has_gradient:
         raise ConfigError(
             f"{at}: what it returned gave no tensor with a gradient; backward cannot be timed"
@@ -189,6 +189,6 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
     return [call]
 
 
-def _told(error: Exception) -> str:
+def _text(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"

@@ -57,7 +57,7 @@ _LEAST_S = 0.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measured:
-    """What all ranks measured; the same on all of them, but for the device."""
+    """Times of all ranks; the same on all of them, but for the device."""
 
     probes: tuple[Probe, ...]
     seconds: Floats  # (rounds, N, P)
@@ -115,7 +115,7 @@ def measure(
 
 
 def width_of(options: CalibrateOptions, device: torch.device) -> int:
-    """Of the block that is timed."""
+    """Width of the block that is timed."""
     return int(str(options.or_default("d_model", device.type)))
 
 

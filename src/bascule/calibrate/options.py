@@ -26,7 +26,7 @@ BY_DEVICE = {
     "cpu": {"lengths": "64:4096", "d_model": 256, "num_heads": 4, "dtype": "float32"},
     "cuda": {"lengths": "256:32768", "d_model": 3072, "num_heads": 24, "dtype": "bfloat16"},
 }
-"""What is timed if not given, by type of device."""
+"""Defaults by type of device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ class CalibrateOptions:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What must be the same on all ranks, so that they make the same calls."""
+        """Options that must be the same on all ranks, so that they make the same calls."""
         own = ("out", "name", "report", "json", "base", "limit", "ranks", "timeout_s")
         names = [name for name in self.__dataclass_fields__ if name not in own]
         return {f"--{name.replace('_', '-')}": str(getattr(self, name)) for name in names}

@@ -102,7 +102,7 @@ def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]
 
 
 def in_a_row(size: int) -> int:
-    """How often a message of so many bytes is sent in one measurement."""
+    """Count the messages of so many bytes in one measurement."""
     return max(2, min(MOST_IN_A_ROW, 2**20 // size))
 
 

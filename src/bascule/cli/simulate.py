@@ -158,7 +158,7 @@ def simulation(options: SimulateOptions) -> None:
         found = _simulated(batches, profile, cost, options.topologies, chosen)
     console = Console(stderr=options.json == STDOUT)
     console.print(*found.tables(), sep="\n")
-    for line in found.told:
+    for line in found.notes:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     write_json(console, options.json, found.to_dict())
     if options.report is not None:

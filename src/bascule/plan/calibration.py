@@ -16,7 +16,7 @@ from bascule.plan.checks import MAX_RANKS, choice, each, fields, number, of_type
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 PASSES = (FORWARD, RECOMPUTE, BACKWARD)
-"""Of a block: without anything kept, with what backward needs kept, and backward."""
+"""Passes of a block: keeping nothing, keeping what backward needs, and backward."""
 
 ALL_TO_ALL, POINT_TO_POINT = "all-to-all", "to the next rank"
 TOKENS, BYTES = "tokens", "bytes"
@@ -126,7 +126,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """How the numbers of a profile were measured."""
+    """The measurements behind the numbers of a profile."""
 
     name: str
     date: str  # as 2026-11-23
@@ -152,7 +152,7 @@ class Calibration:
 
     @classmethod
     def of_dict(cls, values: object) -> Self:
-        """From what JSON holds."""
+        """Read what JSON holds."""
         if not isinstance(values, dict):
             return built(cls, values)
         rest = dict(cast(dict[str, Any], values))

@@ -1,4 +1,4 @@
-"""What a sequence costs: FLOPs from its length, and seconds once a device was measured."""
+"""Cost models of a sequence: FLOPs from its length, and seconds once a device was measured."""
 
 from dataclasses import KW_ONLY, dataclass, field, is_dataclass
 from typing import Protocol
@@ -136,7 +136,7 @@ class TransformerCost:
 
 @dataclass(frozen=True, slots=True)
 class IterationFit:
-    """How far the coefficients of a `PolynomialCost` can be trusted.
+    """Diagnostics of a fitted `PolynomialCost`: how well its coefficients are known.
 
     Args:
         standard_errors: Of quadratic, linear, constant and overhead, in their units, from the

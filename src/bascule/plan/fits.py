@@ -27,7 +27,7 @@ from bascule.plan.machine import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoa
 from bascule.plan.sequences import check_lengths
 
 CONFIDENCE = 0.95
-"""Of the intervals that errors are half of."""
+"""Confidence of the intervals that errors are half of."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +199,7 @@ def _is_time(values: Floats) -> Bools:
 _NUM_COEFFICIENTS = 7
 
 MIN_SHARE = 0.1
-"""Of a measured time; a prediction below it counts as this when errors are made relative."""
+"""Share of a measured time; a prediction below it counts as this in relative errors."""
 
 _MOST_TURNS = 50
 NUM_STARTS = 9

@@ -47,16 +47,16 @@ BYTES_PER_VALUE = 2
 """Activations travel as bf16."""
 
 HEADS_VALUES, RING_VALUES = 4, 2
-"""Of the width of the model, sent for a token in a layer: q, k, v, output; keys and values."""
+"""Values of a token in a layer, in widths of the model: q, k, v, output; keys and values."""
 
 EXCHANGES_PER_LAYER = 2
 """All-to-alls of Ulysses attention: one to the heads, one back."""
 
 FLOPS_PER_VALUE = 4
-"""Of a query-key pair, by value of the head: a product with the key, and one with the value."""
+"""FLOPs of a query-key pair, by value of the head: products with the key and the value."""
 
 Amount: TypeAlias = float | Floats
-"""Of a rank; or (n,) of n sequences, of all ranks of their bag together."""
+"""A number of a rank; or (n,) numbers of sequences, of all ranks of their bag together."""
 
 
 def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> Amount:
@@ -77,7 +77,7 @@ class Bag(NamedTuple):
     size: int = 1
     ring: int = 1
     ranks_in_node: int = 1
-    """Of the ranks that share heads, the fewest in one node."""
+    """The fewest ranks in one node of those that share heads."""
     is_in_node: bool = True
     """True if all its ranks are in one node."""
 
@@ -95,7 +95,7 @@ class Bag(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Work:
-    """What a rank of a bag computes, sends and launches."""
+    """Amounts that a rank of a bag computes, sends and launches."""
 
     compute_s: Amount = 0.0
     attention_s: Amount = 0.0  # the part of it that hides what the ring sends
@@ -295,7 +295,7 @@ NUM_ALL_TO_ALLS = 2
 
 @dataclass(frozen=True, slots=True)
 class AttentionLoad:
-    """What a call of block-sparse attention asks of the slowest of U x R ranks."""
+    """The load of the slowest of U x R ranks in a call of block-sparse attention."""
 
     ulysses_degree: int
     ring_degree: int
@@ -386,7 +386,7 @@ class AttentionLatency:
 def _of_datasheet(
     device: str, peak_tflops: float, link_gbs: float, link: str, memory_gb: float
 ) -> dict[str, Any]:
-    """What training is taken to sustain of a data sheet's numbers, by the same shares for all.
+    """Take shares of a data sheet's numbers that training is assumed to sustain, alike for all.
 
     Peaks are in bf16, dense; GB/s those of a rank to others of its node, in one direction.
     """
@@ -440,7 +440,7 @@ _SOURCES = {
 }
 
 _FORMAT = {"bascule": "hardware profile", "version": 1}
-"""What a file of a profile begins with."""
+"""The first keys in a file of a profile."""
 
 _NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibration.of_dict}
 """Fields that hold more than a number, and how they are made of what JSON holds."""
@@ -471,7 +471,7 @@ _SAME = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
-    """What a machine does in a second, and from where that is known. None: not known.
+    """The rates of a machine, and their source. None: not known.
 
     Clusters and predictions of attention take their numbers from here.
 
@@ -570,7 +570,7 @@ class HardwareProfile:
 
     @property
     def provenance(self) -> str:
-        """From where the numbers are, in words, for wherever they appear."""
+        """The source of the numbers, in words, for wherever they appear."""
         made = self.calibration
         if made is None:
             return _SOURCES[self.source]
@@ -578,7 +578,7 @@ class HardwareProfile:
         return f"{made.name}, measured {made.date} on {ranks}"
 
     def provenance_of(self, field: str) -> str:
-        """From where one number is: a calibration leaves some as they were."""
+        """The source of one number: a calibration leaves some as they were."""
         if self.calibration is None or field in self.calibration.measured:
             return self.provenance
         return f"from {self.calibration.base}, not measured"
@@ -644,7 +644,7 @@ class HardwareProfile:
         return AttentionLatency(all_s, all_byte_s, next_s, next_byte_s, work_s, launch_s)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Return plain values, for JSON."""
         return _FORMAT | asdict(self)
 
     def save(self, path: str | Path) -> None:
@@ -671,7 +671,7 @@ class HardwareProfile:
 
     @classmethod
     def of_dict(cls, values: object, name: str) -> Self:
-        """From what `to_dict` gave, or JSON of it; `name` says from where, for messages."""
+        """Read what `to_dict` returned, or JSON of it; messages begin with `name`."""
         values = cast(dict[str, Any], values) if isinstance(values, dict) else {}
         if {key: values.get(key) for key in _FORMAT} != _FORMAT:
             raise ConfigError(
@@ -697,7 +697,7 @@ two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """How much more a step runs than the forward pass that plans are priced by.
+    """Work of a step over that of the forward pass that plans are priced by.
 
     Args:
         linear: Seconds of the linear layers over those of a forward pass.

@@ -32,7 +32,7 @@ _RULE = (
 
 @dataclass(frozen=True, slots=True)
 class DenoisingStep:
-    """What a step of a pipeline computes: tokens L of a sample, heads, layers, passes B."""
+    """The work of a step of a pipeline: tokens L of a sample, heads, layers, passes B."""
 
     num_tokens: int  # of a sample, text included
     num_heads: int

@@ -11,7 +11,7 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
-    """How many heads each Ulysses rank attends with: key-value heads as even as possible.
+    """The heads of each Ulysses rank: key-value heads as even as possible.
 
     The first `num_more` ranks take `base + 1` key-value heads, the others `base`; each takes the
     query heads that belong to its key-value heads.
@@ -33,7 +33,7 @@ class HeadShares:
 
     @property
     def num_kv_heads(self) -> int:
-        """Of all ranks."""
+        """Key-value heads of all ranks."""
         return self.base * self.size + self.num_more
 
     def of(self, rank: int) -> int:
@@ -75,7 +75,7 @@ class Traffic:
         queries: int,
         row_bytes: int,
     ) -> "Traffic":
-        """What a rank sends in the forward of one attention.
+        """Count what a rank sends in the forward of one attention.
 
         Ulysses: the heads of its tokens that are not its own, of q, k and v, and back the tokens
         that are not its own, of its heads. Ring: the keys and values that it passes on.

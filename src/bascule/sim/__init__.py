@@ -1,1 +1,1 @@
-"""What balancing is worth, computed without the machines."""
+"""Simulations of training on a cluster: what balancing is worth, without the machines."""

@@ -18,12 +18,12 @@ from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
 
 NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
-"""What moves between ranks: the loader's samples, or tokens within the step."""
+"""Moves between ranks: the loader's samples, or tokens within the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """What ranks loaded for a microbatch."""
+    """The sequences that ranks loaded for a microbatch."""
 
     num_ranks: int
     source: Ints  # (n,) rank that loaded each sequence, ascending
@@ -131,7 +131,7 @@ def planned(
     cluster: Cluster,
     run: Sequence[Loaded],
 ) -> Iterator[Placement]:
-    """What `plan_batch` decides; it counts wires where bags differ, equal ones cost alike."""
+    """Place by `plan_batch`, which counts wires where bags differ: equal ones cost alike."""
     is_mixed = len(set(topology.terms)) > 1 and planner == "lpt"
     machines = cluster if is_mixed else None
     for one in run:

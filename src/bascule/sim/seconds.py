@@ -21,7 +21,7 @@ KINDS = (
     *("encoders", "compute", "ulysses", "ring", "routing", "all_gather", "reduce_scatter"),
     *("host", "loader", "waiting"),
 )
-"""What a rank spends a microbatch on; their sum is the same on all ranks."""
+"""Kinds of seconds of a rank in a microbatch; their sum is the same on all ranks."""
 
 HIDDEN = ("sharding", "loader")
 """Exchanges that go on meanwhile."""
@@ -33,12 +33,12 @@ NUM_ROUTES = 4
 """Exchanges of all tokens: to where they are computed and back, and the backward of both."""
 
 _PARAMETERS = 12
-"""Of a block, in squares of its width: what 24 L d^2 FLOPs multiply."""
+"""Parameters of a block in squares of its width: those of 24 L d^2 FLOPs."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderStage:
-    """What runs before the model on every sample, as a T5 or a VAE.
+    """An encoder that runs before the model on every sample, as a T5 or a VAE.
 
     Args:
         name: For tables.
@@ -90,7 +90,7 @@ class Sharding:
         return self.num_params or _PARAMETERS * cost.d_model**2 * cost.num_layers
 
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
-        """Of one all-gather of all parameters in bf16, and of reducing all gradients in float32.
+        """Seconds of one all-gather of parameters in bf16, and of reducing gradients in float32.
 
         A ring over nodes uses the links of all ranks of a node at once, so (S - 1) / S of the bytes
         travel at min(intra, inter * ranks per node). Replicas all-reduce an S-th of the gradients,
@@ -113,7 +113,7 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What seconds depend on besides the placement; cost and cluster are of a forward pass."""
+    """Everything but the placement that decides seconds; cost and cluster of a forward pass."""
 
     cost: TransformerCost
     cluster: Cluster
@@ -128,7 +128,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicrobatchSeconds:
-    """What a microbatch takes."""
+    """The seconds of a microbatch."""
 
     spent: Floats  # (len(KINDS), N) seconds of each rank
     hidden: Floats  # (len(HIDDEN), N) seconds of exchanges that nobody waited for
@@ -189,7 +189,7 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
 def _exposed_sharding(
     spent: dict[str, Floats], setup: Setup, gather: float, reduce: float
 ) -> dict[str, Floats]:
-    """What the passes do not hide of a gather before each and the reduction of the gradients.
+    """Seconds that the passes do not hide, of a gather before each and of reducing gradients.
 
     A layer's exchange hides behind the layer before or after it, so the first gather and the last
     reduction have nothing to hide behind.

@@ -143,7 +143,7 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What was simulated, for whoever reads the numbers."""
+    """The model and the data of a simulation, for whoever reads its numbers."""
 
     model: TransformerCost
     num_params: int
@@ -164,7 +164,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
-    """What every policy makes of the same data, in the order that was asked for.
+    """Runs of the same data under each policy, in the order that was asked for.
 
     The first run is what the others are compared with.
     """
@@ -179,7 +179,7 @@ class SimulationResult:
         return run.tokens_per_s / self.runs[0].tokens_per_s
 
     def gpu_hours(self, run: SimulatedRun) -> float:
-        """Of all ranks, for as many tokens as the first run trains on in `train_steps` steps."""
+        """GPU-hours of all ranks, for as many tokens as the first run trains on."""
         seconds = self.setting.train_steps * self.runs[0].fbl_s / self.speedup(run)
         return seconds * self.num_ranks / 3600
 
@@ -188,18 +188,18 @@ class SimulationResult:
         return self.gpu_hours(self.runs[0]) - self.gpu_hours(run)
 
     def saved_money(self, run: SimulatedRun) -> float | None:
-        """What these cost; None if no price is known."""
+        """The price of these hours; None if it is not known."""
         price = self.setting.gpu_hour_price
         return None if price is None else self.saved_gpu_hours(run) * price
 
     def fits(self, run: SimulatedRun) -> bool | None:
-        """Whether activations alone fit into the memory of a rank; None if that is not known."""
+        """True if activations alone fit into the memory of a rank; None if it is not known."""
         memory = self.profile.memory_bytes
         return None if memory is None else run.most_activation_bytes <= memory
 
     @property
     def warnings(self) -> list[str]:
-        """What cannot run as simulated, and what would help; a sentence each."""
+        """Sentences on runs that exceed the memory, and what would help."""
         if not (large := [run for run in self.runs if self.fits(run) is False]):
             return []
         profile = self.profile
@@ -216,7 +216,7 @@ class SimulationResult:
         ]
 
     def worth_rows(self) -> list[tuple[str, ...]]:
-        """What each run is worth against the first one: a heading and a row a run."""
+        """Compare each run with the first one: a heading and a row a run."""
         setting, first = self.setting, self.runs[0]
         price = setting.gpu_hour_price
         hours = f"GPU-hours, {setting.train_steps:,} steps"
@@ -268,13 +268,13 @@ class SimulationResult:
         text = StringIO()
         console = Console(file=text, width=_WIDTH, color_system=None)
         console.print(*self.tables(), sep="\n")
-        for line in self.told:
+        for line in self.notes:
             console.print(line, soft_wrap=True, markup=False, highlight=False)
         return text.getvalue()
 
     @property
-    def told(self) -> list[str]:
-        """What stands below the tables: what was assumed, and what cannot be as simulated."""
+    def notes(self) -> list[str]:
+        """Lines below the tables: assumptions, and warnings."""
         return [
             f"simulated: {self.setting}",
             f"{self.num_ranks} ranks of {self.profile}",
@@ -331,7 +331,7 @@ attention. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationOptions:
-    """What a simulation depends on besides data, model and machine.
+    """Settings of a simulation besides data, model and machine.
 
     Args:
         num_steps: Of data codes; given batches tell theirs.
@@ -348,8 +348,8 @@ class SimulationOptions:
         routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch, to
             where it is computed and back, forward and backward; by default four times its values
             of the width of the model, in bf16.
-        train_steps: Steps of the user's own run or epoch, for which GPU-hours are told.
-        gpu_hour_price: Of one GPU-hour, in any currency; None: no money is told.
+        train_steps: Steps of the user's own run or epoch, for which GPU-hours are computed.
+        gpu_hour_price: Of one GPU-hour, in any currency; None: no money is computed.
 
     Raises:
         ConfigError: A value is out of range.

@@ -28,7 +28,7 @@ def mesh_name(mesh: Mesh) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is planned for."""
+    """Meshes, blocks and settings that are planned for."""
 
     meshes: tuple[Mesh, ...]  # all that are compared
     q_lens: Ints  # (Q,) tokens of each query block
@@ -47,7 +47,7 @@ class Setting:
         return make(self.q_lens, *mesh), make(self.kv_lens, *mesh)
 
     def planner(self, way: str, mesh: Mesh) -> SparsePlanner:
-        """How plans are made."""
+        """Make the planner of a way on a mesh."""
         method = way.replace(" ", "_")
         return SparsePlanner(*mesh, method=method, target=self.target, reward=self.reward)
 
@@ -56,13 +56,13 @@ class Setting:
         return self.planner(way, mesh).plan(masks, *self.layouts(way, mesh))
 
     def load(self, plan: SparsePlan) -> AttentionLoad:
-        """What a plan asks of the slowest rank."""
+        """Compute the load of the slowest rank of a plan."""
         return AttentionLoad.of_plan(plan, 1, self.head_dim * self.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one way of planning makes of a layer on a mesh."""
+    """A layer on a mesh, planned in one way."""
 
     mesh: Mesh
     way: str  # one of `WAYS`
@@ -110,7 +110,7 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What there is to show."""
+    """Everything that a study shows."""
 
     name: str  # where the masks come from
     setting: Setting

@@ -17,13 +17,13 @@ _ORDER: tuple[tuple[str, Kind], ...] = (
     ("ulysses", "communication"),
     ("ring", "communication"),
 )
-"""What a rank does in a microbatch, one after the other: the simulator knows sums, not an order.
+"""Work of a rank in a microbatch, one after the other: the simulator knows sums, not an order.
 Encoders come after the first. Before it all the host is at work, which shows as a gap; at its end
 ranks meet to reduce gradients."""
 
 
 def segments_of(run: SimulatedRun) -> Iterator[Segment]:
-    """What each rank does in each step, on one clock.
+    """Yield the work of each rank in each step, on one clock.
 
     Exchanges within a bag are named by their rank, so that no reader takes ranks of other bags to
     wait for them; all ranks wait for each other in the reduction at the end of a microbatch.
