@@ -23,7 +23,7 @@ from tests.helpers.inference_toy import (
     toy_inputs,
     worst,
 )
-from tests.helpers.ranks import run_fresh_ranks
+from tests.helpers.ranks import run_ranks
 
 GRAPH_MODES = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
 
@@ -116,7 +116,7 @@ def compiled(
     [0, *(pytest.param(one, marks=pytest.mark.stress) for one in range(1, 5))],
 )
 def test_one_graph_gives_what_eager_mode_gives(number: int) -> None:
-    for found in run_fresh_ranks(compiled, 2, *SETTINGS[number]):
+    for found in run_ranks(compiled, 2, *SETTINGS[number]):
         assert found["graphs"] == 1 and found["breaks"] == 0, found
         assert max(found["eager"], found["grads"]) < 1e-12 and found["undone"], found
         if "wire" not in SETTINGS[number][1]:
@@ -153,7 +153,7 @@ def compiled_pipeline() -> list[tuple[float, int]]:
 
 @pytest.mark.stress
 def test_all_models_of_a_pipeline_are_compiled_each_with_its_own_graphs() -> None:
-    for found in run_fresh_ranks(compiled_pipeline, 2):
+    for found in run_ranks(compiled_pipeline, 2):
         assert max(error for error, _ in found) < 1e-12, found
         assert [graphs for _, graphs in found] == [1, 1, 1, 1], found
 
@@ -181,7 +181,7 @@ def taken_back() -> list[bool]:
 
 
 def test_compiling_again_replaces_and_undo_restores_what_the_user_compiled() -> None:
-    for found in run_fresh_ranks(taken_back, 2):
+    for found in run_ranks(taken_back, 2):
         assert all(found), found
 
 
@@ -213,7 +213,7 @@ def refusals() -> dict[str, str]:
 
 
 def test_graph_modes_are_for_collectives_that_can_be_recorded() -> None:
-    for said in run_fresh_ranks(refusals, 2):
+    for said in run_ranks(refusals, 2):
         assert said["fast cpu"] == (
             "compile: mode 'fast' is not one of default, max-autotune-no-cudagraphs, "
             "reduce-overhead, max-autotune"

@@ -29,7 +29,7 @@ from tests.helpers.cases import COST
 from tests.helpers.faults import Fault, Striker, cause_of, ended_by
 from tests.helpers.loader_cases import sample_of
 from tests.helpers.loader_checks import loader_of
-from tests.helpers.ranks import raised_by, run_fresh_ranks, run_ranks, run_to_the_end
+from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 VICTIM, RANKS = 1, 3
 SOON_S = 120.0
@@ -313,6 +313,6 @@ def threads_of_a_loader() -> list[list[str]]:
 
 
 def test_no_thread_stays_after_close() -> None:
-    for during, closed, again, at_last in run_fresh_ranks(threads_of_a_loader, 2):
+    for during, closed, again, at_last in run_ranks(threads_of_a_loader, 2):
         assert "bascule watch" in during and again == ["bascule watch"]
         assert closed == at_last == []

@@ -41,7 +41,7 @@ from tests.helpers.loader_cases import (
     sample_of,
 )
 from tests.helpers.loader_checks import await_word, check_deaths, tell
-from tests.helpers.ranks import run_fresh_ranks, run_ranks, run_to_the_end
+from tests.helpers.ranks import run_ranks, run_to_the_end
 
 BAD_RANK = 1
 Heard = tuple[list[str], str]
@@ -588,7 +588,7 @@ def at_exit() -> str:
 
 
 def test_who_ends_says_so() -> None:
-    for said in run_fresh_ranks(at_exit, 3):
+    for said in run_ranks(at_exit, 3):
         assert SAID in said
 
 

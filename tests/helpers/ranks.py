@@ -83,9 +83,6 @@ def run_ranks(
     return _values(*_Run(fn, args, world_size, timeout_s, _LONG_TIMEOUT_S, backend).outcomes())
 
 
-run_fresh_ranks = run_ranks
-
-
 def run_to_the_end(
     fn: Callable[..., Any],
     world_size: int,
