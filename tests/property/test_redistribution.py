@@ -178,6 +178,33 @@ def test_limits_are_kept_or_refused(lens: Lens, tokens: int, items: int) -> None
 
 
 @settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_items_are_read_as_they_were_described(data: st.DataObject) -> None:
+    """In the order of microbatches, then ranks; columns of default values do not travel."""
+    num_micro, num_ranks = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    whole, rows, words = st.integers(-(2**62), 2**62), list[tuple[int, int, Any]](), []
+    for rank in range(num_ranks):
+        counts = [data.draw(st.integers(0, 3)) for _ in range(num_micro)]
+        draw = {"weights": st.integers(0, 9), "forms": whole, "pairs": st.floats(0, 1e30)}
+        columns = {
+            name: data.draw(st.none() | st.lists(of, min_size=sum(counts), max_size=sum(counts)))
+            for name, of in draw.items()
+        }
+        lens = [data.draw(st.integers(0, 2**40)) for _ in range(sum(counts))]
+        words.append(Items.own(counts, lens, [7] * len(lens), **columns).to_words())
+        defaults = {"weights": 1, "forms": 0, "pairs": -1.0}
+        for place, micro in enumerate(np.repeat(np.arange(num_micro), counts).tolist()):
+            own = [(columns[k] or [defaults[k]] * len(lens))[place] for k in defaults]
+            rows.append((micro, rank, (lens[place], 7, *own)))
+    items = Items.from_words(words)
+    table = zip(items.lens, items.num_bytes, items.weights, items.forms, items.pairs, strict=True)
+    rows.sort(key=lambda row: row[:2])
+    assert [tuple(x.item() for x in row) for row in table] == [row[2] for row in rows]
+    assert items.micro.tolist() == [row[0] for row in rows]
+    assert items.owner.tolist() == [row[1] for row in rows]
+
+
+@settings(deadline=None, max_examples=60)
 @given(batches(2))
 def test_the_same_batch_is_decided_alike(lens: Lens) -> None:
     first, second = (decide(lens, accumulate=2) for _ in range(2))
