@@ -220,6 +220,8 @@ class Step:
         Args:
             is_marked: bool (T,) on the host, in the order of this rank's sequences.
         """
+        if not torch.compiler.is_compiling() and not _is_plain(is_marked):
+            return self.num_marked(is_marked)  # refuses it on all ranks
         return int(step_ops.count_routed(is_marked, self._key))
 
     def gather_samples(self, tensor: Tensor) -> Tensor:
