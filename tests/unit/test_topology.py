@@ -85,7 +85,6 @@ def test_arrays_say_what_bags_say_and_cannot_be_written() -> None:
         ("g8n4", 31, 32),
         ("g8n4", 1, 32),
         ("g8n4", 0, 32),
-        ("g8n4", -8, 32),
         ("g8n4", 33, 32),
         ("g8n4", 63, 64),
         ("g1n1+g2n1", 8, 9),

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.comm.calls import Calls
 from bascule.comm.failures import ask, read, waiting, watch_of_world
 from bascule.errors import CommError, ConfigError
-from bascule.plan.checks import real
 
 T = TypeVar("T")
 
@@ -449,7 +448,7 @@ def new_group(
 
 def is_timeout(timeout_s: object) -> bool:
     """Whether it is a number of seconds that ranks can wait."""
-    return 0.0 < (real(timeout_s) or 0.0) < _LONGEST_S
+    return isinstance(timeout_s, int | float) and 0.0 < timeout_s < _LONGEST_S
 
 
 def check_timeout(timeout_s: object) -> None:

@@ -21,7 +21,7 @@ from scipy.special import ndtri, stdtrit
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.calibration import NUM_COEFFICIENTS, Fit, is_held_out
-from bascule.plan.checks import MAX_NUMBER, by_rank, floats, listed, of_type
+from bascule.plan.checks import MAX_NUMBER, floats, listed, of_type
 from bascule.plan.costs import IterationFit, PolynomialCost, TransformerCost
 from bascule.plan.machine import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
 from bascule.plan.sequences import check_lengths
@@ -612,7 +612,7 @@ def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
             f"fit_iterations: no iterations, at least {MIN_OBSERVATIONS} are needed: give the "
             "lengths of each rank in each iteration"
         )
-    num_ranks = len(by_rank("fit_iterations: iteration 0: sequence lengths", seq_lens[0]))
+    num_ranks = len(listed("fit_iterations: iteration 0: sequence lengths", seq_lens[0]))
     if num_ranks == 0:
         raise ConfigError("fit_iterations: iteration 0 has no ranks: give a list a rank")
     work = np.ones((len(seq_lens), num_ranks, len(TERMS)))

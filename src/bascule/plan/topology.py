@@ -16,7 +16,7 @@ import numpy as np
 
 from bascule.arrays import Ints, frozen
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, integer, of_type, put, shown
+from bascule.plan.checks import MAX_RANKS, of_type, shown, whole
 
 _NUMBER = "([1-9][0-9]{0,8})"
 _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
@@ -40,7 +40,7 @@ class Topology:
         try:
             terms = tuple((_size(size), _size(count)) for size, count in self.terms)
             rings = tuple(_size(ring) for ring in self.rings)
-            put(self, "num_replicas", _size(self.num_replicas))
+            object.__setattr__(self, "num_replicas", _size(self.num_replicas))
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"topology {shown(self.terms)} x {shown(self.num_replicas)}, rings "
@@ -57,8 +57,8 @@ class Topology:
                 f"topology {shown(terms)} with rings {shown(rings)}: needs one ring degree a "
                 "term, a divisor of the ranks of its bags"
             )
-        put(self, "terms", terms)
-        put(self, "rings", rings if max(rings, default=1) > 1 else ())
+        object.__setattr__(self, "terms", terms)
+        object.__setattr__(self, "rings", rings if max(rings, default=1) > 1 else ())
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"topology {self} has {shown(self.num_ranks)} ranks; at most {MAX_RANKS} can be "
@@ -88,7 +88,7 @@ class Topology:
         if world_size is None:
             return unit
         size = unit.unit_size
-        world_size = integer("world_size", world_size)
+        world_size = whole("world_size", world_size)
         if world_size < 1 or world_size % size:
             legal = size * max(1, (2 * world_size + size) // (2 * size))
             raise ConfigError(

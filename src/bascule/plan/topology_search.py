@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
-from bascule.plan.checks import by_rank, listed, of_type
+from bascule.plan.checks import listed, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.machine import Bag, Cluster, Work
@@ -104,7 +104,7 @@ def suggest_topology(
     limits = in_tokens(limits, cost, cluster)
     read: list[Batch] = []
     for batch in listed("batches", batches):
-        cluster.check_world(len(by_rank("sequence lengths", batch)))
+        cluster.check_world(len(listed("sequence lengths", batch)))
         read.append(batch_of(batch, cluster.num_ranks))
     if not read:
         raise ConfigError("no batches to rank topologies for: give at least one")

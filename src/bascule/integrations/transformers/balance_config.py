@@ -7,7 +7,7 @@ from typing import Any
 from bascule.data.loader import DEFAULT_OPTIONS, LoaderOptions
 from bascule.data.packs import Pack
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type, put
+from bascule.plan.checks import of_type
 from bascule.plan.costs import Cost
 from bascule.plan.step import Sync, check_sync
 
@@ -66,7 +66,7 @@ class BalanceConfig:
         if self.sync is not None:
             check_sync(self.sync)
         if not isinstance(self.pack, Pack | None):
-            put(self, "pack", Pack(tokens=self.pack))
+            object.__setattr__(self, "pack", Pack(tokens=self.pack))
         if self.options.ends == "finish" and self.pack is None:
             raise ConfigError(
                 "LoaderOptions(ends='finish') in a BalanceConfig without a pack: a process without "

@@ -8,7 +8,7 @@ import numpy as np
 
 from bascule.arrays import Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, MAX_WHOLE, put, whole
+from bascule.plan.checks import MAX_RANKS, MAX_WHOLE, whole
 
 _MAX_COUNT = 2**31
 
@@ -31,9 +31,6 @@ class StepShape:
         batch_size: Samples of a cell in a full step; where counts vary, their mean.
         num_ranks: Ranks that share a step.
         accumulate: Microbatches of a step.
-
-    Raises:
-        ConfigError: One of them is below 1, or all together are too many.
     """
 
     batch_size: int
@@ -43,7 +40,8 @@ class StepShape:
     def __post_init__(self) -> None:
         most = {"batch_size": _MAX_COUNT, "num_ranks": MAX_RANKS, "accumulate": _MAX_COUNT}
         for name, highest in most.items():
-            put(self, name, whole(f"BalancedSampler({name}", getattr(self, name), 1, highest))
+            count = whole(f"BalancedSampler({name}", getattr(self, name), 1, highest)
+            object.__setattr__(self, name, count)
         if self.full > MAX_WHOLE:
             raise ConfigError(f"{self}: {self.full} samples make a step; give smaller numbers")
 

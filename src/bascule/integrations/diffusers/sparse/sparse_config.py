@@ -19,7 +19,7 @@ from bascule.attention.kernels.registry import check_name
 from bascule.attention.sparse.attend import PooledRule, RowsSeen
 from bascule.attention.sparse.rules import always_computed, keep_mass, keep_top_k
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int, listed, number, of_type, put, real, whole
+from bascule.plan.checks import is_int, listed, number, of_type, whole
 from bascule.plan.sparse import PackedRows
 from bascule.plan.sparse.choose import Strategies
 from bascule.plan.sparse.partition import TARGET
@@ -87,7 +87,7 @@ class SparseConfig:
             )
         for name in ("keep", "mass"):
             share = getattr(self, name)
-            if share is not None and not 0 < (real(share) or 0) <= 1:
+            if share is not None and (not isinstance(share, int | float) or not 0 < share <= 1):
                 raise ConfigError(f"SparseConfig({name}={share!r}): must be between 0 and 1, not 0")
         if self.target is not None:
             number("SparseConfig(target", self.target, 1.0)
@@ -108,7 +108,7 @@ class SparseConfig:
                 f"SparseConfig(stripe={self.stripe!r}): must be a multiple of block, {self.block}"
             )
         if self.masks is not None:
-            put(self, "masks", _loaded(self.masks))
+            object.__setattr__(self, "masks", _loaded(self.masks))
 
     @property
     def array(self) -> Bools | None:
