@@ -9,12 +9,9 @@ from bascule.arrays import Ints
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardPass:
-    """One forward pass of a bag.
+    """One forward pass of a bag, by the global ids of its samples, and their tokens.
 
-    Attributes:
-        ids: Global ids of its samples.
-        num_tokens: Of all its samples.
-        is_dummy: Whether it only lets this rank take part in collectives: it counts nothing.
+    A dummy only lets the rank take part in collectives: it counts nothing.
     """
 
     ids: Ints

@@ -29,14 +29,7 @@ _SAME = 1.0 + 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """Where sequences were loaded.
-
-    Attributes:
-        ranks: (num_seqs,) rank that loaded each sequence.
-        lens: (num_seqs,) tokens.
-        topology: The bags.
-        cluster: Tells which ranks share a node; None if all do.
-    """
+    """(num_seqs,) ranks that loaded the sequences, and their tokens; all on one node by default."""
 
     ranks: Ints
     lens: Ints

@@ -1,11 +1,6 @@
 """Measures of how even the loads of ranks are. Idle ranks count; an idle batch is even."""
 
-from typing import TYPE_CHECKING
-
 from bascule.arrays import Floats
-
-if TYPE_CHECKING:
-    pass
 
 
 def imbalance(loads: Floats) -> float:

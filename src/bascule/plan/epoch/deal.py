@@ -63,13 +63,9 @@ class DealRules:
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """The samples of a step. A cell is numbered microbatch * num_ranks + rank.
+    """(n,) costs, tokens and home ranks of a step's samples.
 
-    Attributes:
-        costs: (n,) cost of each sample.
-        tokens: (n,) tokens of each sample.
-        rules: What is asked for.
-        home: (n,) rank at which each sample is at home; None for no matter.
+    A cell is numbered microbatch * num_ranks + rank.
     """
 
     costs: Floats
@@ -189,17 +185,8 @@ def deal_in_turn(num_samples: int, shape: StepShape) -> Ints:
 def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None = None) -> Deal:
     """Deal the samples of one step so that it ends as early as possible. Deterministic.
 
-    Args:
-        costs: (n,) cost of each sample; n is at least the number of cells.
-        tokens: (n,) tokens of each sample, for limits.
-        rules: Cells, limits, and what is minimised.
-        home: (n,) rank that a sample should be on where that costs nothing; None for no matter.
-
-    Returns:
-        The deal of samples 0 to n - 1.
-
-    Raises:
-        PlanError: The limits cannot be kept; says what misses by how much.
+    There are at least as many samples as cells. `home` is the (n,) rank that each sample should be
+    on where that costs nothing. A PlanError says which limit cannot be kept, and by how much.
     """
     table = StepTable(costs, tokens, rules, home)
     bound = table.lower_bound()

@@ -16,10 +16,8 @@ _MAX_EXACT = 256
 class Regions:
     """Sets of bins (nodes) that items would rather be in.
 
-    Attributes:
-        weights: (items,) what it costs to be wholly outside the item's region.
-        of_items: (items,) region of each item.
-        shares: (bins, regions) share of each bin in each region.
+    (items,) what it costs to be wholly outside the item's region, and that region; (bins, regions)
+    share of each bin in each region.
     """
 
     weights: Floats
@@ -64,13 +62,6 @@ class Homes:
     def total_away(self, bin_of: Ints) -> float:
         """Weight away from home under an assignment."""
         return float(self.away(np.arange(bin_of.size), bin_of).sum())
-
-    def reordered(self, order: Ints) -> "Homes":
-        """The same for items in another order."""
-        regions = self.regions
-        if regions is not None:
-            regions = Regions(regions.weights[order], regions.of_items[order], regions.shares)
-        return Homes(self.bins[order], self.weights[order], self.ceiling, self.kept, regions)
 
 
 def relabel(problem: Problem, bin_of: Ints, homes: Homes) -> Ints:
