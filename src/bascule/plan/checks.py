@@ -46,7 +46,8 @@ def fields(owner: Any, **rules: Callable[..., object] | tuple[Any, ...]) -> None
 
 def whole(name: str, value: object, least: int = 0, most: int = MAX_WHOLE) -> int:
     """Return an integer in a range; a bool or a float is none."""
-    if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
+    is_bool = isinstance(value, bool)
+    if not is_bool and isinstance(value, Integral) and least <= int(value) <= most:
         return int(value)
     raise ConfigError(
         f"{_named(name, value)} must be an integer, at least {least} and at most {_power(most)}"

@@ -200,8 +200,8 @@ def build_problem(
                 continue
             resources.append(resource)
             if resource == "items":
-                use.append(np.ones(num_items))
-                room.append(np.full(num_bins, float(most)))
+                use.append(np.repeat(1.0, num_items))
+                room.append(np.full_like(speeds, most))
             else:
                 use.append(sizes[resource if resource in sizes else ""])
                 room.append(most * (speeds if ranks is None else ranks))

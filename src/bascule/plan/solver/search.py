@@ -124,7 +124,7 @@ class Groups:
     def take(self, index: Ints) -> "Groups":
         """Some of the groups, and no group."""
         columns = np.append(index, -1)
-        parts = self.members.take(columns, axis=1), self.sums.take(columns, axis=1)
+        parts = np.take(self.members, columns, axis=1), np.take(self.sums, columns, axis=1)
         return Groups(self.slot[index], *parts)
 
 
@@ -310,8 +310,7 @@ def _groups(score: Score, slots: Ints, *, in_twos: bool) -> Groups:
     slot, place = np.divmod(keys, num_items)
     members = np.full((2, keys.size + 1), -1)
     members[0, :-1] = score.ascending[place]
-    sums: Floats = score.table.take(members[0], axis=1)
-    singles = Groups(slot, members, sums)
+    singles = Groups(slot, members, np.take(score.table, members[0], axis=1))
     return _in_twos(singles) if in_twos else singles
 
 
