@@ -106,7 +106,7 @@ class Striker:
 
         def strike(where: str, suffix: str = "") -> None:
             step, _, what = where.rpartition(": ")
-            self.at(f"{what}{suffix}", int(step.removeprefix("step ") or 0))
+            self.at(f"{what}{suffix}", int(step.split(":")[0].removeprefix("step ") or 0))
 
         def begin_and_strike(calls: Calls, where: str) -> int:
             strike(where)

@@ -202,16 +202,18 @@ class Watch:
         self._failed: tuple[Failure, int | None] | None = None  # and its thread, until it goes on
         self._failed_at: dict[str, int] = {}
         self.reason: Failure | None = None  # why the calls of this rank were ended
-        self._suspects: Counter[tuple[int, str]] = Counter()
+        self._suspects: Counter[tuple[str, int]] = Counter()
         self._requests: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
         self._requests = queue.SimpleQueue()
+        self._is_silent = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     @functools.cached_property
     def _store(self) -> Any:
         """A connection of the watch's own: other code may wait in the store on the job's."""
-        return c10d._get_default_store().clone()
+        job: Any = c10d._get_default_store()
+        return job.clone()
 
     @property
     def _calls(self) -> list[Calls]:
@@ -289,10 +291,13 @@ class Watch:
         with self._lock:
             self._start()
             self._requests.put((request, answer))
-        try:
-            return answer.result(ANSWER_S)
+        try:  # who waited in vain once does not wait again
+            result = answer.result(0.1 if self._is_silent else ANSWER_S)
         except TimeoutError:
+            self._is_silent = True
             raise RuntimeError(f"the store of the job is silent for {ANSWER_S:g} s") from None
+        self._is_silent = False
+        return result
 
     def close(self) -> None:
         """End the thread, and join it; but not while somebody waits, or this rank has failed."""
@@ -302,7 +307,7 @@ class Watch:
                 return
             self._thread = None
             self._requests.put(None)
-        thread.join(ANSWER_S)
+        thread.join(0.1 if self._is_silent else ANSWER_S)
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
