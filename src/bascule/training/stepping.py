@@ -18,6 +18,7 @@ def train_step(
     microbatches: Sequence[Callable[[nn.Module], Tensor]],
     *,
     sync: Sync | None = None,
+    where: str = "a training step",
 ) -> Tensor:
     """Add the gradients of some microbatches to a model's; the sum of their losses, detached.
 
@@ -30,6 +31,7 @@ def train_step(
         microbatches: Each gives its part of the loss of the step, from the model.
         sync: When ranks average their gradients: after every "microbatch", or once a "step", which
             FSDP2 pays for with unsharded gradients. Default: `sync_of` the model.
+        where: What errors and profiles call it.
 
     Raises:
         ConfigError: There is no microbatch, or no such `sync`.
@@ -39,7 +41,7 @@ def train_step(
     if not microbatches:
         raise ConfigError("train_step: no microbatch: give one function at least")
     losses: list[Tensor] = []
-    with shared("a training step"):
+    with shared(where):
         for number, loss_of in enumerate(microbatches, 1):
             with _averaging(model, sync == "microbatch" or number == len(microbatches)):
                 loss = loss_of(model)

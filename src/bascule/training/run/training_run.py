@@ -164,8 +164,7 @@ class TrainingRun:
         parts = zip(encoded.flows, steps, ahead.shares, strict=True)
         losses = [partial(self._loss_of, number, *part) for number, part in enumerate(parts)]
         begun = watch.now()
-        with shared(f"step {self.done + 1}: train"):
-            loss = train_step(self._model, losses)
+        loss = train_step(self._model, losses, where=f"step {self.done + 1}: train")
         trained = watch.lap("train", begun)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
