@@ -185,6 +185,10 @@ def write(store: Any, key: str, text: str) -> None:
     store.set(f"bascule/{key}", text.encode(errors="backslashreplace").decode())
 
 
+_Requests = queue.SimpleQueue["tuple[Callable[[Any], Any], Future[Any]] | None"]
+"""Requests to the store; None ends the thread that answers them."""
+
+
 class Watch:
     """Looks after the waits of this rank, and asks the store for it, in one thread.
 
@@ -203,8 +207,7 @@ class Watch:
         self._failed_at: dict[str, int] = {}
         self.reason: Failure | None = None  # why the calls of this rank were ended
         self._suspects: Counter[tuple[str, int]] = Counter()
-        self._requests: queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]
-        self._requests = queue.SimpleQueue()
+        self._requests: _Requests = queue.SimpleQueue()  # of this thread, not of the one before
         self._is_silent = False
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -311,7 +314,10 @@ class Watch:
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="bascule watch", daemon=True)
+            self._requests = queue.SimpleQueue()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._requests,), name="bascule watch", daemon=True
+            )
             self._thread.start()
             atexit.register(self._end)
 
@@ -319,11 +325,11 @@ class Watch:
         self._waits, self._failed = {}, None
         self.close()
 
-    def _run(self) -> None:
+    def _run(self, requests: "_Requests") -> None:
         next_look = 0.0
         while self._world() is dist.group.WORLD is not None:
             with suppress(queue.Empty):
-                asked = self._requests.get(timeout=max(next_look - time.monotonic(), 0.01))
+                asked = requests.get(timeout=max(next_look - time.monotonic(), 0.01))
                 if asked is None:
                     break
                 _answer(*asked, self)
@@ -407,7 +413,7 @@ def watch_of_world() -> Watch:
 
 def _answer(request: Callable[[Any], Any], answer: "Future[Any]", watch: Watch) -> None:
     try:
-        answer.set_result(watch.ask(request))
+        answer.set_result(request(watch._store))  # pyright: ignore[reportPrivateUsage]
     except BaseException as error:
         answer.set_exception(error)
 
