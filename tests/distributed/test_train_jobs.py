@@ -44,11 +44,11 @@ def _main_with_sigterm(*arguments: str) -> None:
     """One rank of the job gets SIGTERM in its third step."""
     train_step, num_steps = training_run.train_step, [0]
 
-    def counted(*args: Any) -> Any:
+    def counted(*args: Any, **named: Any) -> Any:
         num_steps[0] += 1
         if num_steps[0] == 3 and os.environ["RANK"] == str(VICTIM):
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*args)
+        return train_step(*args, **named)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, "train_step", counted)

@@ -406,5 +406,5 @@ def test_settings_at_the_end_of_their_range_still_plan() -> None:
     assert plan_batch(wide, "g2n2", COST, limits=Limits(tokens=2**53)).bag_of.tolist() == [0, 1]
     largest = TransformerCost(2**31, gamma=1e30, num_layers=2**31, seconds_per_unit=1e30)
     assert np.isfinite(largest([2**40])).all() and np.isfinite(largest.seconds([2**40])).all()
-    slow = Cluster(1, 2, *[1e-30] * 4, 1e30)
+    slow = Cluster(1, 2, 1e-30, 1e-30, 1e-30, 1e-30, 1e30)
     assert np.isfinite(plan_batch([[2**20], []], "g2n1", COST, cluster=slow).loads).all()
