@@ -198,6 +198,15 @@ ROWS: dict[str, Row] = {
         CommError,
         ("cluster",),
     ),
+    "kernel": (made, one("options", ParallelOptions(kernel="plain")), CommError, ("kernel",)),
+    "timeout": (
+        lambda timeout_s: made(timeout_s=timeout_s),
+        ({"timeout_s": 60.0}, {"timeout_s": 30.0}),
+        CommError,
+        ("timeout_s",),
+    ),
+    "no topology": (made, one("topology", None), ConfigError, ("rank 1",)),
+    "a list of degrees": (made, one("topology", [1, 2]), ConfigError, ("rank 1",)),
     "speeds": (
         with_speeds,
         ({"speeds": [1.0, 1.0]}, {"speeds": [1.0, 0.5]}),
@@ -218,6 +227,10 @@ ROWS: dict[str, Row] = {
     "text": (planned, one("lens", ["x"]), ConfigError, ("rank 1",)),
     "too long": (planned, one("lens", [2**41]), ConfigError, ("rank 1", "2^40")),
     "truth": (planned, one("lens", [True]), ConfigError, ("rank 1",)),
+    "beyond 64 bits": (planned, one("lens", [2**70]), ConfigError, ("rank 1",)),
+    "no lengths": (planned, one("lens", None), ConfigError, ("rank 1",)),
+    "ragged": (planned, one("lens", [[3], [4, 5]]), ConfigError, ("rank 1",)),
+    "on no device": (planned, one("lens", torch.ones(1, device="meta")), ConfigError, ("rank 1",)),
     "over the limits": (
         planned,
         ({"lens": [1], "limits": Limits(tokens=10)}, {"lens": [21], "limits": Limits(tokens=10)}),
