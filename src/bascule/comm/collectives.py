@@ -60,8 +60,8 @@ class Transfers:
             self._wanted, sent = received, {to: copies[id(x)] for to, x in sent.items()}
             received = {of: _on_host(x) for of, x in received.items()}
         self._kept = sent, received  # what is written to must live until the wait
-        every = [*sent.values(), *received.values()]
-        self._by_gloo = group.calls.is_gloo and all(x.is_cpu for x in every)
+        devices = {x.device.type for x in (*sent.values(), *received.values())}
+        self._by_gloo = group.calls.is_gloo and devices <= {"cpu"}
         self._works: list[dist.Work] = []
         self._tag = group.begin(where)
         try:
