@@ -288,14 +288,13 @@ class SequenceParallel:
         """Let all ranks agree on the form of an exchange, the first time that this form is used.
 
         Where exchanges of that name were used before, the others may not come to agree: then an
-        error is raised here, and they are told of it (see `failures.tell`).
+        error is raised here, and the note of it ends their waits (`failures.leave`).
 
         Raises:
             CommError: Ranks use different forms, or (RemoteConfigError) one of them an illegal one.
         """
         if error is not None and what in self._used:
             raise error
-
         first_use(self.group, (what, form), lambda: (str(form), error), what=what, step=step)
         self._used.add(what)
 

@@ -129,7 +129,7 @@ class PlannedLater:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `get` would not wait."""
+        """Return whether `get` would not wait."""
         return self._done.is_set()
 
     def get(self) -> tuple["Step", ...]:

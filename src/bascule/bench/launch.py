@@ -27,7 +27,7 @@ _STOP = "stop"
 
 
 def in_a_job() -> bool:
-    """Whether a launcher started this process as a rank."""
+    """Return whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -101,7 +101,7 @@ def hand_over(report: str) -> bool:
 
 
 def is_waited_for() -> bool:
-    """Whether a launcher tells the report, not this job."""
+    """Return whether a launcher tells the report, not this job."""
     return _REPORT_TO in os.environ
 
 
@@ -162,7 +162,7 @@ def forwarding_stops() -> Iterator[None]:
 
 @contextmanager
 def stop_asked() -> Iterator[Callable[[], bool]]:
-    """Whether this rank shall stop: SIGTERM asks for it, in place of ending the rank.
+    """Return whether this rank shall stop: SIGTERM asks for it, in place of ending the rank.
 
     So does the end of a launcher of ours, which may have been killed: without it nobody would end
     its ranks.

@@ -244,7 +244,7 @@ def _call(group: RankGroup, where: str) -> Iterator[None]:
 
 
 def _is_whole(group: RankGroup) -> bool:
-    """Whether it is a process group in its own order, which makes torch's collectives."""
+    """Return whether it is a process group in its own order, which makes torch's collectives."""
     return group.is_in_order and not group.is_part
 
 

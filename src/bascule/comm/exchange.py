@@ -326,7 +326,7 @@ def misfit(what: str, name: str, x: Any, num_rows: int, device: torch.device) ->
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Whether values of its dtype can have gradients."""
+    """Return whether values of its dtype can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

@@ -224,7 +224,7 @@ class Watch:
 
     @property
     def is_over(self) -> bool:
-        """Whether a failure ended the calls of this rank."""
+        """Return whether a failure ended the calls of this rank."""
         return any(calls.ended for calls in self._calls)
 
     def begin(self, wait: waiting) -> None:

@@ -244,7 +244,7 @@ class RankGroup:
 
     @cached_property
     def is_in_order(self) -> bool:
-        """Whether the process group has its members in the same order."""
+        """Return whether the process group has its members in the same order."""
         return self.places == tuple(range(self.size))
 
     @property
@@ -264,7 +264,7 @@ class RankGroup:
 
     @property
     def is_ended(self) -> bool:
-        """Whether a failure ended the group on any rank; one request to the store."""
+        """Return whether a failure ended the group on any rank; one request to the store."""
         if self.calls.ended is None:
             key = f"ended/{self.process_group.group_name}"
             self.calls.ended = ask(lambda store: read(store, key))
@@ -447,7 +447,7 @@ def new_group(
 
 
 def is_timeout(timeout_s: object) -> bool:
-    """Whether it is a number of seconds that ranks can wait."""
+    """Return whether it is a number of seconds that ranks can wait."""
     return isinstance(timeout_s, int | float) and 0.0 < timeout_s < _LONGEST_S
 
 

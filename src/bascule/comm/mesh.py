@@ -123,7 +123,7 @@ class AttentionMesh:
 
     @property
     def exists(self) -> bool:
-        """Whether none of its process groups was destroyed."""
+        """Return whether none of its process groups was destroyed."""
         return all(group is None or group.reference() for group in self.groups)
 
 

@@ -17,7 +17,7 @@ def begin_range(where: str) -> "torch.profiler.record_function | None":
 
 
 def is_profiled() -> bool:
-    """Whether a profiler runs on this thread."""
+    """Return whether a profiler runs on this thread."""
     return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -75,7 +75,7 @@ class Generation:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes the outputs of its replica."""
+        """Return whether this rank writes the outputs of its replica."""
         return self._handle.replica.whole is None or self._handle.replica.whole.rank == 0
 
     @property
@@ -241,7 +241,7 @@ def _check_size(place: int, prompt: Prompt, frames: Sequence[Image.Image]) -> No
 
 
 def is_guided(prompt: Prompt, takes: Mapping[str, Any]) -> bool:
-    """Whether a pipeline computes two branches for a prompt, by its arguments.
+    """Return whether a pipeline computes two branches for a prompt, by its arguments.
 
     Those that take a negative prompt do so where their scale is above 1; those with
     `true_cfg_scale` only where there is a negative prompt, too. The scale of all others is an input

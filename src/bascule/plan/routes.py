@@ -81,12 +81,6 @@ class Route:
             recv_index=ranges(places, lens[received]),
         )
 
-    @property
-    def lean(self) -> "Route":
-        """The same with None for an index that leaves the order as it is: rows are not copied."""
-        args = _unless_in_order(self.send_index), self.send_splits, self.recv_splits
-        return Route(*args, _unless_in_order(self.recv_index))
-
     def inverse(self) -> "Route":
         """The exchange that brings every row back to where it came from."""
         return Route(
@@ -169,11 +163,6 @@ def sending(first: Ints, lens: Ints, dest: Ranks, num_ranks: int) -> tuple[Ints,
     return ranges(first[order], lens[order]), sums_by(dest, lens, num_ranks)
 
 
-def _unless_in_order(index: Ints | None) -> Ints | None:
-    in_order = index is None or np.array_equal(index, np.arange(index.size))
-    return None if in_order else index
-
-
 def _inverse_permutation(index: Ints | None) -> Ints | None:
     if index is None:
         return None
@@ -217,7 +206,7 @@ class Chunks:
 
     @property
     def is_by_document(self) -> bool:
-        """Whether the parts are documents."""
+        """Return whether the parts are documents."""
         return bool(self.begins.any())
 
     @cached_property

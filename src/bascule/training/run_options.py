@@ -65,7 +65,7 @@ class RunOptions:
 
     @property
     def encodes(self) -> bool:
-        """Whether a frozen encoder stands before the transformer."""
+        """Return whether a frozen encoder stands before the transformer."""
         return self.vae is not None or self.text_encoder is not None
 
     def check_source(self) -> None:

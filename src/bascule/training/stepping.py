@@ -62,7 +62,7 @@ def sync_of(model: nn.Module) -> Sync:
 
 @contextmanager
 def _averaging(model: nn.Module, is_wanted: bool) -> Iterator[None]:
-    """Whether the backward within ends with gradients that are averaged over ranks."""
+    """Return whether the backward within ends with gradients that are averaged over ranks."""
     if is_wanted:
         yield
     elif isinstance(model, DistributedDataParallel):

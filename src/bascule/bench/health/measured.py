@@ -126,7 +126,7 @@ class Measured:
     links: tuple[LinkTiming, ...]
 
     def is_near(self, ends: Sequence[int]) -> bool:
-        """Whether ranks are on one host."""
+        """Return whether ranks are on one host."""
         return len({self.facts[rank].host for rank in ends}) == 1
 
 

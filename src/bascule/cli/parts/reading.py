@@ -122,7 +122,7 @@ class InputOptions:
 
     @property
     def has_steps(self) -> bool:
-        """Whether the source has more than one batch."""
+        """Return whether the source has more than one batch."""
         return self.data is not None or self.batch_size is not None
 
     def epoch_batches(self, num_ranks: int) -> int | None:

@@ -79,7 +79,7 @@ def changed(
 
 
 def holds_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or holds one in containers."""
+    """Return whether a value is a tensor, or holds one in containers."""
     if is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
@@ -96,7 +96,7 @@ class Seldom:
         self._counts = Counter[object]()
 
     def next(self, form: object) -> bool:
-        """Whether it is at this call: at calls 1, 2, 4, 8, and so on of a form."""
+        """Return whether it is at this call: at calls 1, 2, 4, 8, and so on of a form."""
         self._counts[form] += 1
         return self._counts[form].bit_count() == 1
 
@@ -251,7 +251,7 @@ def _described(leaves: Sequence[tuple[str, Any]]) -> str:
 
 
 def _has_values(x: Any) -> bool:
-    """Whether it is a tensor whose values every rank has whole."""
+    """Return whether it is a tensor whose values every rank has whole."""
     return isinstance(x, Tensor) and not (isinstance(x, DTensor) or x.is_meta or not x.numel())
 
 

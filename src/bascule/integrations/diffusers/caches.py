@@ -52,7 +52,7 @@ class Caches:
         self._put_back: list[Callable[[], None]] = []
 
     def are_used(self, blocks: Iterable[nn.Module]) -> bool:
-        """Whether one may leave out blocks in the next forward pass.
+        """Return whether one may leave out blocks in the next forward pass.
 
         Raises:
             ConfigError: It decides by a rank's own tokens.
@@ -72,7 +72,7 @@ class Caches:
 
     @property
     def is_on(self) -> bool:
-        """Whether one was in use at the last `prepare`."""
+        """Return whether one was in use at the last `prepare`."""
         return self._have_attended is not None
 
     def prepare(self, blocks: Sequence[nn.Module], *, is_sparse: bool) -> None:
@@ -176,7 +176,7 @@ class _Leader:
 
 
 def _is_alike(name: str, hook: Any, table: SplitTable) -> bool:
-    """Whether a hook decides alike on all ranks."""
+    """Return whether a hook decides alike on all ranks."""
     if name == _BY_VIDEO:  # by the video that the model is given, if it looks at one
         is_cut = "hidden_states" in table.inputs.get("", {})
         return not is_cut or hook.raw_vision_callback is None

@@ -72,7 +72,7 @@ class Forward(SequenceParallelMode):
         self._joint_masks: dict[tuple[str, ...], Tensor] = {}
 
     def sees_attention(self) -> bool:
-        """Whether it is entered as a mode: attention is replaced, or counted."""
+        """Return whether it is entered as a mode: attention is replaced, or counted."""
         return self._work is not None or not self._is_whole
 
     def enter(self) -> None:
@@ -90,7 +90,7 @@ class Forward(SequenceParallelMode):
         return None if torch.compiler.is_compiling() or self.depth <= 0 else self._work
 
     def is_running(self) -> bool:
-        """Whether the call that began it has not ended, also not by an interrupt."""
+        """Return whether the call that began it has not ended, also not by an interrupt."""
         if torch.compiler.is_compiling() or self.depth == 0:
             return True
         wanted = max(self.depth, 1)
@@ -185,7 +185,7 @@ class Forward(SequenceParallelMode):
         return key, value
 
     def attends_locally(self) -> bool:
-        """Whether attention is left as it is."""
+        """Return whether attention is left as it is."""
         return not self._parts[-1]
 
     def enter_part(self, segments: tuple[str, ...] | Keys) -> None:

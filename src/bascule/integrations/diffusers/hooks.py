@@ -88,22 +88,17 @@ class SplitModel:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward pass runs, in any thread."""
+        """Return whether a forward pass runs, in any thread."""
         return self._running.is_any
 
     @property
     def is_split(self) -> bool:
-        """Whether it has its hooks."""
+        """Return whether it has its hooks."""
         return bool(self._hooks)
 
     @property
-    def is_paused(self) -> bool:
-        """Whether hooks do nothing."""
-        return self._is_paused
-
-    @property
     def has_cache(self) -> bool:
-        """Whether a cache may leave out blocks.
+        """Return whether a cache may leave out blocks.
 
         Raises:
             ConfigError: Ranks might leave out different ones.

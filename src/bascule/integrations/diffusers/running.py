@@ -34,7 +34,7 @@ class Running:
 
     @property
     def is_any(self) -> bool:
-        """Whether one runs in any thread."""
+        """Return whether one runs in any thread."""
         return any(one.is_running() for one in self._passes)
 
     def forget_ended(self) -> None:

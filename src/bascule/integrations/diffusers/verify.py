@@ -41,7 +41,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the outputs and all blocks pass."""
+        """Return whether the outputs and all blocks pass."""
         return self.first_difference is None
 
     @property

@@ -44,7 +44,7 @@ def num_calls(module: nn.Module, thread: int | None = None, most: int | None = N
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether this thread is within a call of a module; a compiler traces only what is."""
+    """Return whether this thread is within a call of a module; a compiler traces only what is."""
     return torch.compiler.is_compiling() or num_calls(module, most=1) > 0
 
 
@@ -70,7 +70,7 @@ class CallMode(TorchFunctionMode):
         skip_code(cls.__torch_function__.__code__)
 
     def is_running(self) -> bool:
-        """Whether what entered it still runs."""
+        """Return whether what entered it still runs."""
         return True
 
     def enter(self) -> None:

@@ -119,7 +119,7 @@ class SequenceParallelMode(CallMode):
             self._num_local -= 1
 
     def attends_locally(self) -> bool:
-        """Whether attention is left as it is.
+        """Return whether attention is left as it is.
 
         No property: compilers do not trace those of a mode that a graph is entered with.
         """
@@ -233,7 +233,7 @@ class SequenceParallelMode(CallMode):
             )
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
-        """Whether the keys are those of another sequence, which every rank has whole."""
+        """Return whether the keys are those of another sequence, which every rank has whole."""
         if any(num_keys == one for one in self._replicated):  # `in` would fix a symbolic number
             if self._layout is None and num_queries == num_keys:
                 raise ConfigError(_AMBIGUOUS.format(num_keys))

@@ -107,7 +107,7 @@ def local_loader(
 
 
 def counts_labels(trainer: Trainer) -> bool:
-    """Whether the Trainer divides the loss by the labels of all processes."""
+    """Return whether the Trainer divides the loss by the labels of all processes."""
     return trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
 
 

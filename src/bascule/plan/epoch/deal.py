@@ -90,7 +90,7 @@ class StepTable:
         return float(loads.max(axis=1).sum())
 
     def keeps_limits(self, cells: Ints) -> bool:
-        """Whether no cell has more tokens or samples than it may."""
+        """Return whether no cell has more tokens or samples than it may."""
         limits, num = self.rules.limits, self.rules.shape.num_cells
         if limits is None:
             return True

@@ -115,7 +115,7 @@ def solve(
 
 
 def may_end_by(problem: Problem, makespan: float) -> bool:
-    """Whether no bound shows that a bin must complete later. O(n log n).
+    """Return whether no bound shows that a bin must complete later. O(n log n).
 
     Args:
         problem: Items and bins.

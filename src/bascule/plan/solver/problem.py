@@ -72,12 +72,12 @@ class Problem:
 
     @property
     def limited(self) -> bool:
-        """Whether any limit applies."""
+        """Return whether any limit applies."""
         return bool(self.resources)
 
     @cached_property
     def identical(self) -> bool:
-        """Whether all bins have the same speed."""
+        """Return whether all bins have the same speed."""
         return bool((self.speeds == self.speeds[0]).all())
 
     @cached_property

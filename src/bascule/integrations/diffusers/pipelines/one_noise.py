@@ -241,7 +241,7 @@ def _shown(value: Any) -> str:
 
 
 def _is_text(value: Any) -> bool:
-    """Whether it is a prompt, or several."""
+    """Return whether it is a prompt, or several."""
     values = value if isinstance(value, list | tuple) else [value]
     return all(isinstance(one, str) for one in values)
 

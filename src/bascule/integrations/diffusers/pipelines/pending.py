@@ -65,7 +65,7 @@ class Branch:
 
     @property
     def is_done(self) -> bool:
-        """Whether the parts of all groups are here, or never will be."""
+        """Return whether the parts of all groups are here, or never will be."""
         return self._whole is not None or self._error is not None
 
     @property

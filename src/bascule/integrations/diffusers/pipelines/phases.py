@@ -189,7 +189,7 @@ class Phase:
 
     @property
     def is_known(self) -> bool:
-        """Whether there is something to tell."""
+        """Return whether there is something to tell."""
         return self.seconds is not None or any(one is not None for one in self.moved)
 
     def __str__(self) -> str:

@@ -307,7 +307,7 @@ class BalancedModel:
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether ranks meet in every forward pass, as those of FSDP do."""
+        """Return whether ranks meet in every forward pass, as those of FSDP do."""
         return any(isinstance(module, FSDPModule) for module in self._part.model.modules())
 
 
