@@ -9,8 +9,6 @@ import numpy as np
 import torch
 
 from bascule.attention.kernels.registry import select_kernel
-from bascule.attention.kernels.skipping import CpuLoopKernel
-from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.sparse.rules import (
     keep_density,
     keep_mass,
@@ -70,51 +68,13 @@ def moves_keys() -> object:
     return plan_under(moving.plan(MASKS, HOME, RUNS), COUNTS)
 
 
-def rows(q: list[int], k: list[int], bounds: list[int], columns: list[int]) -> BlockRows:
-    return BlockRows(*(np.array(x, dtype=np.int64) for x in (q, k, bounds, columns)))
-
-
 def kernel(name: str | None, device: str, block: int | None, **form: Any) -> Callable[[], object]:
     form = {"dtype": torch.bfloat16, "head_dim": 64, **form}
     return lambda: select_kernel(name, device, block=block, **form)
 
 
-def forward(*q_shape: int, mask: AttentionMask | None = None) -> Callable[[], object]:
-    """Blocks of 2 queries and 3 keys, of which there are 4."""
-    q, k = torch.zeros(q_shape), torch.zeros(1, 1, 4, 16)
-    mask = AttentionMask(blocks=rows([0, 2], [0, 3], [0, 1], [0])) if mask is None else mask
-    return lambda: CpuLoopKernel().forward(q, k, k, mask, 1.0)
-
-
 SCORES = torch.zeros(1, 4, 10, 3)
-ROWS_AND_KERNELS = [
-    ("rows, bounds", lambda: rows([1, 2], [0, 2], [0, 1], [0]), ("bounds [1, 2] of query blocks",)),
-    (
-        "rows, counts",
-        lambda: rows([0, 2], [0, 2], [0, 1, 1], [0]),
-        ("3 row bounds up to 1 for 1 query blocks", "give 2"),
-    ),
-    ("rows, columns", lambda: rows([0, 2], [0, 2], [0, 1], [1]), ("key blocks 1 to 1 are seen",)),
-    (
-        "rows, order",
-        lambda: rows([0, 1, 2], [0, 2, 4], [0, 2, 3], [1, 0, 0]),
-        ("must be ascending",),
-    ),
-    ("rows, keys", forward(1, 1, 2, 16), ("keys (1, 1, 4, 16) for blocks of 2", "3 keys")),
-    ("rows, queries", forward(1, 2, 1, 16), ("queries (1, 2, 1, 16)",)),
-    ("rows, none", forward(1, 1, 4, 16, mask=AttentionMask()), ("needs blocks",)),
-    (
-        "rows and causal",
-        lambda: AttentionMask(causal=True, blocks=rows([0, 2], [0, 3], [0, 1], [0])),
-        ("give the blocks alone",),
-    ),
-    (
-        "rows and bias",
-        lambda: AttentionMask(
-            bias=torch.zeros(1, 1, 2, 3), blocks=rows([0, 2], [0, 3], [0, 1], [0])
-        ),
-        ("give the blocks alone",),
-    ),
+KERNELS_AND_RULES = [
     ("plain", kernel("plain", "cpu", 128), ("'plain' computes all scores", "use one of cpu_loop")),
     (
         "cpu_loop",
@@ -160,7 +120,7 @@ ROWS_AND_KERNELS = [
 ]
 
 CASES = [
-    *ROWS_AND_KERNELS,
+    *KERNELS_AND_RULES,
     ("heads", lambda: partition_heads([[-1, 2]], 2), ("block_counts[0, 0] is -1.0",)),
     ("heads, nan", lambda: partition_heads([math.nan], 2), ("block_counts[0] is nan", "finite")),
     ("heads, text", lambda: partition_heads("ab", 2), ("block_counts", "real numbers")),

@@ -186,11 +186,6 @@ def test_packed_sequences() -> None:
     )
 
 
-def test_a_mask_of_packed_sequences_takes_no_bias() -> None:
-    with pytest.raises(ConfigError, match="give one of them"):
-        AttentionMask(bias=torch.zeros(1, 1, 1, 1), packed=PackedSequences.build([1], CPU))
-
-
 PACKED = {"head_dim": 64, "is_packed": True}
 
 

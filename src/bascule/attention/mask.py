@@ -16,7 +16,6 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.comm.collectives import table_on
-from bascule.errors import ConfigError
 
 Made = TypeVar("Made")
 
@@ -111,30 +110,6 @@ class BlockRows:
     columns: Ints  # (N,) key blocks that a query block sees, ascending in each row
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def __post_init__(self) -> None:
-        for name, bounds in (("query", self.q_bounds), ("key", self.k_bounds)):
-            if bounds[0] or (np.diff(bounds) < 1).any():
-                raise ConfigError(
-                    f"bounds {bounds.tolist()} of {name} blocks: give 0, then the end of each "
-                    "block, which has one token or more"
-                )
-        num_q, num_k = self.q_bounds.size - 1, self.k_bounds.size - 1
-        rows, columns = self.row_bounds, self.columns
-        if rows.size != num_q + 1 or rows[0] or rows[-1] != columns.size or (self.counts < 0).any():
-            raise ConfigError(
-                f"{rows.size} row bounds up to {rows[-1]} for {num_q} query blocks that see "
-                f"{columns.size} key blocks: give {num_q + 1}, from 0 up to {columns.size}"
-            )
-        is_first = np.zeros(columns.size + 1, dtype=np.bool_)
-        is_first[rows] = True
-        if columns.size and (columns.min() < 0 or columns.max() >= num_k):
-            raise ConfigError(
-                f"key blocks {columns.min()} to {columns.max()} are seen, and there are {num_k}: "
-                f"give numbers from 0 to {num_k - 1}"
-            )
-        if ((np.diff(columns) < 1) & ~is_first[1:-1]).any():
-            raise ConfigError("a query block's key blocks must be ascending, each of them once")
-
     @property
     def block(self) -> int:
         """Tokens of the longest block; 0 without blocks."""
@@ -190,24 +165,12 @@ class AttentionMask:
             or, for queries of 16 bits, float32. None adds nothing.
         blocks: Which blocks of keys are seen, by blocks of queries; with none of the others.
         packed: The sequences that queries and keys belong to, of a batch of one; without a bias.
-
-    Raises:
-        ConfigError: There are blocks and one of the others, or a bias for packed sequences.
     """
 
     causal: bool = False
     bias: Tensor | None = None
     blocks: BlockRows | None = None
     packed: PackedSequences | None = None
-
-    def __post_init__(self) -> None:
-        others = self.causal or self.bias is not None or self.packed is not None
-        if self.blocks is not None and others:
-            raise ConfigError(
-                "a mask of blocks that is also causal, packed or added to: give the blocks alone"
-            )
-        if self.packed is not None and self.bias is not None:
-            raise ConfigError("a mask of packed sequences with a bias: give one of them")
 
 
 EVERYTHING = AttentionMask()

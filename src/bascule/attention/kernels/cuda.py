@@ -7,6 +7,7 @@ and (B, H, Sq, 1) from cuDNN.
 
 import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -38,11 +39,9 @@ class AtenFlashKernel:
     """Torch's flash attention for CUDA devices: half precision, no bias."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         return _no_flash(form, capability=8, takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
         if mask.packed is not None:
             seqs = mask.packed
             out, lse, *_ = _aten._flash_attention_forward(
@@ -55,7 +54,6 @@ class AtenFlashKernel:
         return out, lse
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, not read
         if mask.packed is not None:
@@ -80,7 +78,6 @@ class AtenEfficientKernel:
     """Torch's memory-efficient attention: half and single precision, with bias."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         if form.device_type != "cuda":
             return f"runs on CUDA devices, not on {form.device_type}"
         if form.dtype not in (*_HALVES, torch.float32):
@@ -89,7 +86,6 @@ class AtenEfficientKernel:
         return not_packed(form) or _no_head_dim(form, alignment, None)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
         k, v, bias = repeated_heads(k, q), repeated_heads(v, q), _aligned(mask.bias, q, k)
         out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, mask.causal, scale=scale
@@ -97,7 +93,6 @@ class AtenEfficientKernel:
         return without_empty_rows(out, lse[..., : q.shape[2]], bias)
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
         wide_k, wide_v = repeated_heads(k, q), repeated_heads(v, q)
         padded = functional.pad(finite(lse), (0, -q.shape[2] % _LSE_ALIGNMENT), value=math.inf)
@@ -114,11 +109,9 @@ class AtenCudnnKernel:
     """CuDNN's attention through torch: half precision, no bias."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         return _no_flash(form, capability=8, largest=128)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
         out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
             *(q, repeated_heads(k, q), repeated_heads(v, q), None, True, 0.0, mask.causal, False),
             scale=scale,
@@ -126,18 +119,11 @@ class AtenCudnnKernel:
         return out, lse.reshape(q.shape[:3])
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
         seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, not read
         dq, dk, dv = _aten._scaled_dot_product_cudnn_attention_backward(
-            *(
-                grad,
-                q,
-                repeated_heads(k, q),
-                repeated_heads(v, q),
-                out,
-                lse[..., None].contiguous(),
-            ),
+            *(grad, q, repeated_heads(k, q), repeated_heads(v, q), out),
+            lse[..., None].contiguous(),
             *(seed, seed, None, None, None, q.shape[2], k.shape[2], 0.0, mask.causal),
             scale=scale,
         )
@@ -151,15 +137,10 @@ class FlashAttn2Kernel:
     """
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         return no_module("flash_attn") or _no_flash(form, capability=8, takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
-        from flash_attn import (  # pyright: ignore[reportMissingImports]
-            flash_attn_interface as package,
-        )
-
+        package = import_module("flash_attn.flash_attn_interface")
         if mask.packed is not None:
             out, lse, *_ = package._wrapped_flash_attn_varlen_forward(
                 *_tokens(q, k, v), *_bounds(mask.packed), 0.0, scale, mask.causal
@@ -171,12 +152,8 @@ class FlashAttn2Kernel:
         return out.transpose(1, 2), lse
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
-        from flash_attn import (  # pyright: ignore[reportMissingImports]
-            flash_attn_interface as package,
-        )
-
+        package = import_module("flash_attn.flash_attn_interface")
         no_window = -1, -1, 0.0, None, False
         if mask.packed is not None:
             grads = [torch.empty_like(x) for x in _tokens(q, k, v)]
@@ -186,13 +163,12 @@ class FlashAttn2Kernel:
                 *(0.0, scale, mask.causal, *no_window),
             )
             return _gradients_of(grads, mask.packed)
-        grads = [torch.empty_like(x) for x in _as_rows(q, k, v)]
+        rows = _as_rows(grad, q, k, v, out)
+        grads = [torch.empty_like(x) for x in rows[1:4]]
         package._wrapped_flash_attn_backward(
-            *_as_rows(grad, q, k, v, out),
-            *(lse.contiguous(), *grads, 0.0, scale, mask.causal, *no_window),
+            *(*rows, lse.contiguous(), *grads, 0.0, scale, mask.causal, *no_window)
         )
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return dq, dk, dv
+        return _by_head(grads)
 
 
 class FlashAttn3Kernel:
@@ -203,30 +179,24 @@ class FlashAttn3Kernel:
     """
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         return no_module("flash_attn_interface") or _no_flash(form, capability=9)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
-        import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
-
+        package = import_module("flash_attn_interface")
         out, lse, *_ = package._flash_attn_forward(
             *_as_rows(q, k, v), softmax_scale=scale, causal=mask.causal
         )
         return out.transpose(1, 2), lse
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
-        import flash_attn_interface as package  # pyright: ignore[reportMissingImports]
-
-        grads = [torch.empty_like(x) for x in _as_rows(q, k, v)]
-        no_lengths = (None,) * 6
+        package = import_module("flash_attn_interface")
+        rows, no_lengths = _as_rows(grad, q, k, v, out), (None,) * 6
+        grads = [torch.empty_like(x) for x in rows[1:4]]
         package._flash_attn_backward(
-            *_as_rows(grad, q, k, v, out), lse.contiguous(), *no_lengths, *grads, scale, mask.causal
+            *(*rows, lse.contiguous(), *no_lengths, *grads, scale, mask.causal)
         )
-        dq, dk, dv = (x.transpose(1, 2) for x in grads)
-        return dq, dk, dv
+        return _by_head(grads)
 
 
 def _no_flash(
@@ -265,6 +235,12 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
 def _as_rows(*tensors: Tensor) -> list[Tensor]:
     """(B, S, H, D) each, contiguous."""
     return [x.transpose(1, 2).contiguous() for x in tensors]
+
+
+def _by_head(rows: Sequence[Tensor]) -> Grads:
+    """(B, H, S, D) of the three that `_as_rows` gave."""
+    dq, dk, dv = (x.transpose(1, 2) for x in rows)
+    return dq, dk, dv
 
 
 def _tokens(*tensors: Tensor) -> list[Tensor]:

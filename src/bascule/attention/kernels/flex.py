@@ -19,7 +19,6 @@ from bascule.attention.kernels.protocol import (
     Grads,
     KernelQuery,
     OutLse,
-    blocks_of,
     repeated_heads,
     without_empty_rows,
 )
@@ -38,7 +37,6 @@ class FlexKernel:
     """
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         if form.device_type != "cuda":
             return f"runs on CUDA devices, not on {form.device_type}: it has no backward there"
         if form.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -53,12 +51,10 @@ class FlexKernel:
         return "takes no packed sequences" if form.is_packed else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
         out, lse = flex(_compiled(), q, k, v, mask, scale)
         return without_empty_rows(out, lse, mask.bias)
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
         attend = partial(flex, _compiled(), mask=mask, scale=scale)
         return gradients_by_recomputation(attend, grad, q, k, v, out, lse)
@@ -76,7 +72,7 @@ def flex(
     from torch.nn.attention.flex_attention import AuxRequest
 
     if mask.blocks is not None:
-        return _flex_rows(flex_attention, q, k, v, blocks_of(mask, q, k), scale)
+        return _flex_rows(flex_attention, q, k, v, mask.blocks, scale)
     bias, causal = mask.bias, mask.causal
     whole = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 

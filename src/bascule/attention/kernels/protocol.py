@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from bascule.attention.mask import AttentionMask, BlockRows
-from bascule.errors import ConfigError
 
 Grads = tuple[Tensor, Tensor, Tensor]
 """Of q, k and v, in their dtype or a wider one."""
@@ -97,15 +96,17 @@ def forward_each(
     return out, lse
 
 
-def backward_each(kernel: AttentionKernel, grad: Tensor, done: Attended) -> Grads:
-    """Return the gradients of `forward_each`."""
+def backward_each(
+    gradients: Callable[[Tensor, Attended], Grads], grad: Tensor, done: Attended
+) -> Grads:
+    """Return the gradients of `forward_each`, by a `backward` that takes one at a time."""
     q, k, v, out, lse, mask, scale = done
     dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
     alone = AttentionMask(causal=mask.causal)
     of_queries, of_keys = [dq, grad, q, out, lse], [dk, dv, k, v]
     for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _by_sequence(mask, of_queries, of_keys):
         if q_.shape[2] and k_.shape[2]:
-            parts = kernel.backward(grad_, Attended(q_, k_, v_, out_, lse_, alone, scale))
+            parts = gradients(grad_, Attended(q_, k_, v_, out_, lse_, alone, scale))
             for total, part in zip((dq_, dk_, dv_), parts, strict=True):
                 total.copy_(part)
     return dq, dk, dv
@@ -128,20 +129,10 @@ def no_module(name: str) -> str | None:
     return None
 
 
-def blocks_of(mask: AttentionMask, q: Tensor, k: Tensor) -> BlockRows:
-    """The blocks that are seen, where they fit the queries and keys."""
-    rows = mask.blocks
-    if rows is None:
-        raise ConfigError(
-            "a kernel for block-sparse attention needs blocks: give AttentionMask(blocks=...)"
-        )
-    num_q, num_k = int(rows.q_bounds[-1]), int(rows.k_bounds[-1])
-    if q.shape[:3] != (1, 1, num_q) or k.shape[:3] != (1, 1, num_k):
-        raise ConfigError(
-            f"queries {tuple(q.shape)} and keys {tuple(k.shape)} for blocks of {num_q} queries and "
-            f"{num_k} keys: give (1, 1, {num_q}, D) and (1, 1, {num_k}, D)"
-        )
-    return rows
+def blocks_of(mask: AttentionMask) -> BlockRows:
+    """The blocks that are seen: of kernels for block-sparse attention, every mask has some."""
+    assert mask.blocks is not None
+    return mask.blocks
 
 
 def nothing_seen(q: Tensor) -> OutLse:

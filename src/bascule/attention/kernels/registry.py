@@ -36,10 +36,7 @@ from bascule.attention.kernels.protocol import AttentionKernel as AttentionKerne
 from bascule.attention.kernels.protocol import KernelQuery as KernelQuery
 from bascule.attention.kernels.protocol import merge as merge
 from bascule.attention.kernels.protocol import wide_dtype as wide_dtype
-from bascule.attention.kernels.skipping import (
-    CpuLoopKernel,
-    TritonKernel,
-)
+from bascule.attention.kernels.skipping import CpuLoopKernel, TritonKernel
 from bascule.attention.mask import AttentionMask
 from bascule.errors import ConfigError
 
@@ -48,11 +45,9 @@ class PlainKernel:
     """Matmul and softmax: any device and dtype, O(Sq Sk) memory."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         return no_blocks(form)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
         if mask.packed is not None:
             return forward_each(self.forward, q, k, v, mask, scale)
         scores = _scores(q, k, mask, scale)
@@ -61,10 +56,9 @@ class PlainKernel:
         return (weights @ repeated_heads(v, q).to(weights.dtype)).to(q.dtype), lse
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
         if mask.packed is not None:
-            return backward_each(self, grad, done)
+            return backward_each(self.backward, grad, done)
         wide = wide_dtype(q)
         grad, out = grad.to(wide), out.to(wide)
         weights = _weights(_scores(q, k, mask, scale), lse)
@@ -79,13 +73,11 @@ class CpuFlashKernel:
     """Torch's flash attention for CPUs: any floating dtype, with bias."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         if form.device_type != "cpu":
             return f"runs on CPUs, not on {form.device_type}"
         return no_blocks(form)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
         q, k, v = map(with_adjacent_values, (q, k, v))
         if mask.packed is not None:
             return forward_each(self._attend, q, k, v, mask, scale)
@@ -102,15 +94,22 @@ class CpuFlashKernel:
         return (out, lse) if mask.bias is None else without_empty_rows(out, lse, mask.bias)
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`, in float32 at least: torch is slow in 16 bits, and rounds parts."""
-        q, k, v, out, lse, mask, scale = done
+        # In float32 at least: torch is slow in 16 bits, and rounds parts.
+        *qkv_out, lse, mask, scale = done
+        wide = wide_dtype(done.q)
+        grad, q, k, v, out = (with_adjacent_values(x.to(wide)) for x in (grad, *qkv_out))
+        done = Attended(q, k, v, out, lse, mask, scale)
         if mask.packed is not None:
-            return backward_each(self, grad, done)
-        wide, bias = wide_dtype(q), mask.bias
-        tensors = (with_adjacent_values(x.to(wide)) for x in (grad, q, k, v, out))
+            return backward_each(self._gradients, grad, done)
+        return self._gradients(grad, done)
+
+    def _gradients(self, grad: Tensor, done: Attended) -> Grads:
+        """Of wide tensors with adjacent values."""
+        q, k, v, out, lse, mask, scale = done
+        bias = mask.bias
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(*tensors, lse if bias is None else finite(lse), 0.0, mask.causal),
-            attn_mask=None if bias is None else bias.to(wide),
+            *(grad, q, k, v, out, lse if bias is None else finite(lse), 0.0, mask.causal),
+            attn_mask=None if bias is None else bias.to(q.dtype),
             scale=scale,
         )
 

@@ -33,14 +33,12 @@ class CpuLoopKernel:
     """
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         if form.device_type != "cpu":
             return f"runs on CPUs, not on {form.device_type}"
         return only_blocks(form)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
-        rows = blocks_of(mask, q, k)
+        rows = blocks_of(mask)
         q, k, v = map(with_adjacent_values, (q, k, v))
         keys, values = _Blocks(rows, k), _Blocks(rows, v)
         out, lse = nothing_seen(q)
@@ -52,9 +50,8 @@ class CpuLoopKernel:
         return out, lse
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
-        rows, wide = blocks_of(mask, q, k), wide_dtype(q)
+        rows, wide = blocks_of(mask), wide_dtype(q)
         grad, q, k, v, out = map(with_adjacent_values, (grad, q, k, v, out))
         keys, values = _Blocks(rows, k), _Blocks(rows, v)
         dq = torch.zeros_like(q)
@@ -110,7 +107,6 @@ class TritonKernel:
     """Triton kernels of `triton_sparse`: half and single precision, blocks of any length."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """As `AttentionKernel`."""
         if form.device_type != "cuda":
             return f"runs on CUDA devices, not on {form.device_type}"
         if form.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -120,14 +116,12 @@ class TritonKernel:
         return only_blocks(form) or no_module("triton")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """As `AttentionKernel`."""
         from bascule.attention.kernels import triton_sparse
 
-        return triton_sparse.attend(q, k, v, blocks_of(mask, q, k), scale)
+        return triton_sparse.attend(q, k, v, blocks_of(mask), scale)
 
     def backward(self, grad: Tensor, done: Attended) -> Grads:
-        """As `AttentionKernel`."""
         q, k, v, out, lse, mask, scale = done
         from bascule.attention.kernels import triton_sparse
 
-        return triton_sparse.gradients(grad, q, k, v, out, lse, blocks_of(mask, q, k), scale)
+        return triton_sparse.gradients(grad, q, k, v, out, lse, blocks_of(mask), scale)
