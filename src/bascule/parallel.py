@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention.kernels.registry import check_name
 from bascule.comm import groups
-from bascule.comm.agree import agree_on, first_use
+from bascule.comm.agree import agree, first_use
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup, new_group
 from bascule.errors import ConfigError
@@ -304,7 +304,7 @@ class SequenceParallel:
         Raises:
             CommError: A rank gave an error (RemoteConfigError if its input was bad), on all ranks.
         """
-        agree_on(self._planning.group, {}, error, what=what, step=step)
+        agree(self._planning.group, {}, error, what=what, step=step)
 
     def _agree_on_settings(
         self, spec: Topology | str, world_size: int, error: Exception | None
@@ -324,7 +324,7 @@ class SequenceParallel:
         except Exception as met:  # whatever it is, the others must not wait
             error = met
             settings = dict.fromkeys(_SETTINGS, "")
-        agree_on(self._planning.group, settings, error, what="construction")
+        agree(self._planning.group, settings, error, what="construction")
         return topology
 
     def _settings(self, topology: Topology | str) -> dict[str, str]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bascule.arrays import Ints
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
@@ -94,9 +94,11 @@ class Planning:
         counts = np.array([part.size for part in words], np.int64)
         said = agree(
             self.group,
-            Statement(asked.settings, np.concatenate([counts, *words]), asked.error),
+            asked.settings,
+            asked.error,
             what="plan",
             step=asked.number,
+            values=np.concatenate([counts, *words]),
             capacity=self._capacity,
         )
         # Derived from what all ranks gathered, hence the same on all of them.

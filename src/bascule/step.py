@@ -24,7 +24,7 @@ from bascule.attention.inputs import (
     with_positive_scale,
 )
 from bascule.comm import mean
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.collectives import table_on
 from bascule.comm.exchange import (
     BoundRoute,
@@ -518,8 +518,8 @@ def count_marked(route: BoundRoute, is_marked: Tensor) -> int:
     except ConfigError as met:  # the others must not wait
         error = met
     control = route.group.control or route.group
-    statement = Statement({}, sent, error)
-    said = agree(control, statement, what="count_routed", step=route.step, capacity=sent.size)
+    where = {"what": "count_routed", "step": route.step}
+    said = agree(control, {}, error, **where, values=sent, capacity=sent.size)
     return sum(int(of_rank[route.group.rank]) for of_rank in said)
 
 

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from bascule.comm.agree import agree_on
+from bascule.comm.agree import agree
 from bascule.comm.groups import member_of, resolve
 from tests.helpers.ranks import raised_by, run_ranks
 
@@ -11,7 +11,7 @@ def with_long_settings() -> str:
     """They differ in the middle, far behind what one gather carries."""
     text = f"{'x' * 3000}alpha={dist.get_rank()}, beta{'y' * 2000 * dist.get_rank()}"
     group = member_of(resolve(None), "all")
-    return raised_by(agree_on, group, {"cost": text}, what="plan")[1]
+    return raised_by(agree, group, {"cost": text}, what="plan")[1]
 
 
 def test_long_settings_that_differ_are_shown_where_they_do() -> None:

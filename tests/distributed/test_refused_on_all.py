@@ -21,7 +21,7 @@ from bascule import (
     SequenceParallel,
     TransformerCost,
 )
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import CommError, ConfigError, PlanError
 from tests.helpers.ranks import raised_by, run_ranks
@@ -123,8 +123,7 @@ def tracked(**settings: Any) -> object:
 
 
 def agreed(error: Exception | None) -> object:
-    said = Statement({}, np.zeros(0, np.int64), error)
-    return agree(member_of(resolve(None), "all"), said, what="test", step=1, capacity=0)
+    return agree(member_of(resolve(None), "all"), {}, error, what="test", step=1)
 
 
 def one(*values: object) -> tuple[dict[str, Any], dict[str, Any]]:

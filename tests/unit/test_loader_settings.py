@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from bascule.comm.agree import Statement
 from bascule.comm.groups import RankGroup
 from bascule.data.loader import LoaderOptions, _agree, _set_up, _Setup, _Sources
 from bascule.data.packs import Pack
@@ -96,8 +95,8 @@ def sources_of(*loaders: Any, **changes: Any) -> _Sources:
     setups = [made(loader=one, **changes) for one in loaders]
     words: list[Any] = []
 
-    def note(_: RankGroup, statement: Statement, **__: Any) -> list[Any]:
-        words.append(statement.values)
+    def note(*_: Any, values: Any, **__: Any) -> list[Any]:
+        words.append(values)
         return words
 
     ranks = DataRanks(RankGroup(lambda: None, 0, (0,), (), "loader"), np.arange(len(loaders)))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from bascule.bench.arms import Arm, MakeExchange, StepResult, balanced, unbalanced
 from bascule.bench.options import BenchOptions
-from bascule.comm.agree import agree_on
+from bascule.comm.agree import agree
 from bascule.comm.collectives import all_gather, all_reduce
 from bascule.comm.groups import RankGroup, device_of, member_of, new_group, resolve
 from bascule.errors import ConfigError
@@ -104,7 +104,7 @@ class Paired:
         except ConfigError as met:
             error = met
         host = new_group(range(world_size), "bench", options.timeout_s, backend="gloo")
-        agree_on(host, {"encoders": str(found.settings)}, error, what="bascule bench")
+        agree(host, {"encoders": str(found.settings)}, error, what="bascule bench")
         return found
 
     @property

@@ -34,7 +34,7 @@ from bascule.calibrate.timed import (
     memory_bytes,
     time_round,
 )
-from bascule.comm.agree import agree_on
+from bascule.comm.agree import agree
 from bascule.comm.collectives import all_gather
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, resolve
@@ -87,7 +87,7 @@ def measure(
         probes = _passes(options, device)
     except Exception as met:  # whatever it is, the others must not wait
         error = met
-    agree_on(group, options.settings, error, what="bascule calibrate")
+    agree(group, options.settings, error, what="bascule calibrate")
     with shared("bascule calibrate"):
         hosts = _hosts(group)
         probes += [*_messages(group, hosts, options, device), *_attention(group, options, device)]

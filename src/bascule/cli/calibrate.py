@@ -54,7 +54,7 @@ def _run_rank(options: CalibrateOptions) -> bool:
     from bascule.bench.launch import hand_over, is_waited_for, joined
     from bascule.calibrate.measuring import measure
     from bascule.calibrate.profiles import profile_of, refusals
-    from bascule.comm.agree import agree_on
+    from bascule.comm.agree import agree
     from bascule.comm.groups import member_of, resolve
 
     is_saved, error = True, None
@@ -73,7 +73,7 @@ def _run_rank(options: CalibrateOptions) -> bool:
             except ConfigError as met:
                 error = met
         # A launcher ends all ranks when the first one ends with 1: not before it has told.
-        agree_on(group, {}, error, what="bascule calibrate, the profile")
+        agree(group, {}, error, what="bascule calibrate, the profile")
     return is_saved or is_waited_for()
 
 

@@ -39,7 +39,7 @@ def _run_rank(options: DoctorOptions) -> bool:
     """Be a rank; where the launcher is ours, the first one hands it the report."""
     from bascule.bench.health.checkup import check_up
     from bascule.bench.launch import hand_over, is_waited_for, joined
-    from bascule.comm.agree import agree_on
+    from bascule.comm.agree import agree
     from bascule.comm.groups import member_of, resolve
 
     with joined(options.timeout_s) as device:
@@ -53,7 +53,7 @@ def _run_rank(options: DoctorOptions) -> bool:
             except ConfigError as met:
                 error = met
         # A launcher ends all ranks when the first one ends with findings: not before it has told.
-        agree_on(group, {}, error, what="bascule doctor, the report")
+        agree(group, {}, error, what="bascule doctor, the report")
     return bool(report.findings) and not is_waited_for()
 
 

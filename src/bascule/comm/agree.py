@@ -1,13 +1,12 @@
 """Agreement before any exchange whose sizes could differ between ranks.
 
-One gather of a fixed size carries, from every rank: whether it met an error (with its sentence),
-the digests of everything that its plan depends on, and its sequence lengths. So all ranks either
-hold the same facts afterwards, or raise the same error.
+One gather of a fixed size carries, from every rank: whether it met an error (with its sentence), a
+digest of everything that must be the same, and its own numbers. So all ranks either have the same
+facts afterwards, or raise the same error.
 """
 
 import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import numpy as np
@@ -18,80 +17,71 @@ from bascule.comm.collectives import all_gather
 from bascule.comm.groups import RankGroup, device_of
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
-_TEXT_WORDS = 48  # 384 bytes: one sentence
 _MOST_WORDS = 2**16  # of a setting, to show where ranks differ
 _SHOWN = 160  # characters of a long one
-_OK, _INPUT_ERROR, _OTHER_ERROR = 0, 1, 2
-_STATUS, _COUNT, _NUM_DIGESTS, _FIXED = 0, 1, 2, 3
-_CALL = "the call"
-
-
-@dataclass(frozen=True, slots=True)
-class Statement:
-    """What one rank says in an agreement.
-
-    Attributes:
-        settings: Everything that must be the same on all ranks, by name, as text.
-        values: This rank's own integers, any number of them.
-        error: What went wrong on this rank, if anything; all ranks then raise it.
-    """
-
-    settings: Mapping[str, str]
-    values: Ints
-    error: Exception | None = None
+_INPUT_ERROR, _OTHER_ERROR = 1, 2
+# A message: status, how many values, digests of the call and of its settings, a sentence, values.
+_STATUS, _COUNT, _CALL, _SETTINGS, _TEXT, _VALUES = 0, 1, 2, 3, 4, 52
+_NO_VALUES = np.zeros(0, np.int64)
 
 
 def agree(
-    group: RankGroup, statement: Statement, *, what: str, step: int, capacity: int
-) -> list[Ints]:
-    """Exchange statements; return every rank's values, or raise the same error on every rank.
-
-    One all-gather of `capacity` integers a rank. A rank with more values makes all of them gather a
-    second time with room for the longest (return lists tell the caller, who may raise `capacity`),
-    and settings that differ are gathered as text for the message.
-
-    Args:
-        group: A group whose collectives take CPU tensors.
-        statement: This rank's part.
-        what: Name of the agreement in errors.
-        step: Step number in errors.
-        capacity: Values a rank that fit into the first gather; the same on all ranks.
-
-    Raises:
-        RemoteConfigError: A rank met bad input.
-        CommError: A rank met another error, the settings differ, or the gather failed.
-        The error of the statement: the gather failed.
-    """
-    settings = {_CALL: f"{what}, step {step}", **statement.settings}
-    statement = replace(statement, settings=settings)
-    try:
-        table = _gather(group, _message(statement, capacity), what, step)
-    except CommError as lost:
-        if statement.error is None:
-            raise
-        raise statement.error from lost
-    _raise_differences(table, group, settings, [_CALL], what, step)
-    _raise_reported(table, group, what, step)
-    _raise_differences(table, group, settings, sorted(settings), what, step)
-    most = int(table[:, _COUNT].max())
-    if most > capacity:
-        table = _gather(group, _message(statement, most), what, step)
-    first = table.shape[1] - max(most, capacity)
-    return [row[first : first + row[_COUNT]] for row in table]
-
-
-def agree_on(
     group: RankGroup,
     settings: Mapping[str, str],
     error: Exception | None = None,
     *,
     what: str,
     step: int = 0,
-) -> None:
-    """Make sure that all ranks mean the same, and that none has met an error; see `agree`."""
-    agree(
-        group, Statement(settings, np.zeros(0, np.int64), error), what=what, step=step, capacity=0
-    )
+    values: Ints = _NO_VALUES,
+    capacity: int = 0,
+) -> list[Ints]:
+    """Make sure that all ranks mean the same, and none has met an error; return all ranks' values.
+
+    One all-gather of `capacity` integers a rank. A rank with more values makes all of them gather a
+    second time with room for the longest, and settings that differ are gathered for the message.
+
+    Args:
+        group: A group whose collectives take CPU tensors.
+        settings: Everything that must be the same on all ranks, by name, as text.
+        error: What went wrong on this rank, if anything; all ranks then raise it.
+        what: Name of the agreement in errors.
+        step: Step number in errors.
+        values: This rank's own integers, any number of them.
+        capacity: Values a rank that fit into the first gather; the same on all ranks.
+
+    Raises:
+        RemoteConfigError: A rank met bad input.
+        CommError: A rank met another error, the settings differ, or the gather failed.
+        The error of this rank: the gather failed.
+    """
+    call = f"{what}, step {step}"
+    message = np.zeros(_VALUES + capacity, np.int64)
+    message[_COUNT], message[_CALL] = values.size, _digest(call)
+    message[_SETTINGS] = _digest(str(sorted(settings.items())))
+    if error is not None:
+        is_input = isinstance(error, ConfigError | PlanError)
+        message[_STATUS] = _INPUT_ERROR if is_input else _OTHER_ERROR
+        text = str(error) if is_input else repr(error)
+        message[_TEXT:_VALUES] = _to_words(text, _VALUES - _TEXT)
+    kept = values[:capacity]
+    message[_VALUES : _VALUES + kept.size] = kept
+    try:
+        table = _gather(group, message, what, step)
+    except CommError as lost:
+        if error is None:
+            raise
+        raise error from lost
+    if (table[:, _CALL] != table[0, _CALL]).any():
+        _raise_difference(group, {"the call": call}, what, step)
+    if table[:, _STATUS].any():
+        _raise_reported(group, table, what, step)
+    if (table[:, _SETTINGS] != table[0, _SETTINGS]).any():
+        _raise_difference(group, settings, what, step)
+    counts = table[:, _COUNT].tolist()
+    gathered = table[:, _VALUES:]
+    if max(counts) > capacity:
+        gathered = _gather(group, np.resize(values, max(counts)), what, step)
+    return [row[:count] for row, count in zip(gathered, counts, strict=True)]
 
 
 def first_use(
@@ -107,6 +97,9 @@ def first_use(
     One gather of a fixed size; none later. Gloo aborts a process that gets a message of another
     size than it waits for, so the text that `say` gives must hold all that decides sizes.
 
+    Once calls of this name were made, the others may not come to agree: then an error is raised
+    here, and its note ends their waits (`failures.shared`).
+
     Args:
         group: Whose call. None: this rank alone, which raises its own error.
         form: What tells the forms of calls apart.
@@ -114,33 +107,15 @@ def first_use(
         what: Name of the call in errors.
         step: Step number in errors.
     """
-    if group is not None and group.calls.has_agreed(form):
+    if group is not None and group.calls.has_agreed((what, form)):
         return
     text, error = say()
-    if group is not None:
-        agree_on(group.control or group, {f"the form of {what}": text}, error, what=what, step=step)
-        group.calls.agree(form)
-    elif error is not None:
+    if error is not None and (group is None or group.calls.has_agreed(what)):
         raise error
-
-
-def _message(statement: Statement, capacity: int) -> Ints:
-    names = sorted(statement.settings)
-    message = np.zeros(_FIXED + len(names) + _TEXT_WORDS + capacity, dtype=np.int64)
-    message[_COUNT] = statement.values.size
-    message[_NUM_DIGESTS] = len(names)
-    for place, name in enumerate(names, start=_FIXED):
-        message[place] = _digest(statement.settings[name])
-    if statement.error is not None:
-        is_input = isinstance(statement.error, ConfigError | PlanError)
-        message[_STATUS] = _INPUT_ERROR if is_input else _OTHER_ERROR
-        text = str(statement.error) if is_input else repr(statement.error)
-        text_at = _FIXED + len(names)
-        message[text_at : text_at + _TEXT_WORDS] = _to_words(text, _TEXT_WORDS)
-    kept = statement.values[:capacity]
-    values_at = message.size - capacity
-    message[values_at : values_at + kept.size] = kept
-    return message
+    if group is not None:
+        agree(group.control or group, {f"the form of {what}": text}, error, what=what, step=step)
+        group.calls.agree(what)
+        group.calls.agree((what, form))
 
 
 def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
@@ -149,39 +124,27 @@ def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
     return all_gather(group, f"step {step}: all_gather ({what})", own).cpu().numpy()
 
 
-def _raise_reported(table: Ints, group: RankGroup, what: str, step: int) -> None:
+def _raise_reported(group: RankGroup, table: Ints, what: str, step: int) -> None:
     failed = np.flatnonzero(table[:, _STATUS])
-    if failed.size == 0:
-        return
-    row = table[failed[0]]
-    text_at = _FIXED + int(row[_NUM_DIGESTS])
-    text = _from_words(row[text_at : text_at + _TEXT_WORDS])
+    first = table[failed[0]]
     others = f" (also on ranks {failed[1:].tolist()})" if failed.size > 1 else ""
-    message = f"step {step}, {what}: rank {failed[0]} of group {group.name!r}{others}: {text}"
-    raise (RemoteConfigError if row[_STATUS] == _INPUT_ERROR else CommError)(message)
+    where = f"step {step}, {what}: rank {failed[0]} of group {group.name!r}{others}"
+    message = f"{where}: {_from_words(first[_TEXT:_VALUES])}"
+    raise (RemoteConfigError if first[_STATUS] == _INPUT_ERROR else CommError)(message)
 
 
-def _raise_differences(
-    table: Ints,
-    group: RankGroup,
-    settings: Mapping[str, str],
-    names: Sequence[str],
-    what: str,
-    step: int,
-) -> None:
-    places = [_FIXED + sorted(settings).index(name) for name in names]
-    digests = table[:, places]
-    differing = np.flatnonzero((digests != digests[0]).any(axis=0))
-    if differing.size == 0:
-        return
-    name = names[int(differing[0])]
-    num_words = -(-len(settings[name].encode(errors="replace")) // 8)
-    most = int(_gather(group, np.array([num_words]), what, step).max())
+def _raise_difference(group: RankGroup, settings: Mapping[str, str], what: str, step: int) -> None:
+    """Compare the settings one by one, and name the first in which ranks differ."""
+    names = sorted(settings)
+    digests = _gather(group, np.array([_digest(settings[name]) for name in names]), what, step)
+    name = names[int((digests != digests[0]).any(axis=0).argmax())]
+    size = -(-len(settings[name].encode(errors="replace")) // 8)
+    most = int(_gather(group, np.array([size]), what, step).max())
     words = _gather(group, _to_words(settings[name], min(most, _MOST_WORDS)), what, step)
-    said: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(_around_difference([_from_words(row) for row in words])):
-        said.setdefault(text, []).append(rank)
-    parts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in said.items())
+        ranks_of.setdefault(text, []).append(rank)
+    parts = "; ".join(f"ranks {ranks}: {text}" for text, ranks in ranks_of.items())
     raise CommError(
         f"step {step}, {what}: ranks of group {group.name!r} disagree on {name}: {parts}. "
         "Give every rank the same"
@@ -189,11 +152,11 @@ def _raise_differences(
 
 
 def _around_difference(texts: Sequence[str]) -> list[str]:
-    """The texts; of long ones the part in which they differ first."""
+    """Return the texts; of long ones the part in which they differ first."""
     if max(map(len, texts)) <= _SHOWN:
         return list(texts)
-    unlike = (at for at, chars in enumerate(zip_longest(*texts)) if len(set(chars)) > 1)
-    first = max(next(unlike, 0) - _SHOWN // 4, 0)
+    is_unlike = [len(set(chars)) > 1 for chars in zip_longest(*texts)]
+    first = max([*is_unlike, True].index(True) - _SHOWN // 4, 0)
     before = ".. " if first else ""
     after = [" .." if len(text) > first + _SHOWN else "" for text in texts]
     parts = [text[first : first + _SHOWN] for text in texts]

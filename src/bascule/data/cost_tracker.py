@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from bascule.arrays import Floats
-from bascule.comm.agree import agree_on
+from bascule.comm.agree import agree
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
@@ -101,7 +101,7 @@ class CostTracker:
             number("CostTracker(timeout_s", timeout_s, 1e-3, 1e7)
         except ConfigError as met:  # all ranks raise it
             error = met
-        agree_on(self._group, {"the tracker": given}, error, what="construction of a tracker")
+        agree(self._group, {"the tracker": given}, error, what="construction of a tracker")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(default if device is None else device)
         self._timeout_s = float(timeout_s)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Ints
 from bascule.comm import groups
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.failures import leave, shared, watch_of_world
 from bascule.comm.groups import RankGroup
@@ -362,11 +362,11 @@ def _agree(ranks: DataRanks, setup: _Setup | None, error: Exception | None) -> _
         ConfigError: Samplers do not deal the same, or for other ranks than those that load (on all
             ranks alike).
     """
-    settings, words = dict.fromkeys(_SETTINGS, ""), np.zeros(7, dtype=np.int64)
+    settings, words = dict[str, str](), np.zeros(7, dtype=np.int64)
     if setup is not None:
         settings, words = setup.settings, setup.words
-    statement = Statement(settings, words, error)
-    gathered = agree(ranks.group, statement, what="construction", step=0, capacity=words.size)
+    sizes = {"values": words, "capacity": words.size}
+    gathered = agree(ranks.group, settings, error, what="construction", **sizes)
     assert setup is not None
     of_rank = np.stack(gathered)[ranks.leaders]
     places = np.flatnonzero(of_rank[:, 0] == 0)
@@ -379,12 +379,6 @@ def _agree(ranks: DataRanks, setup: _Setup | None, error: Exception | None) -> _
     if setup.rules.ends == "drop_last":
         return _Sources(places, int(numbers.min()) // accumulate * accumulate, deal)
     return _Sources(places, -(-int(numbers.max()) // accumulate) * accumulate, deal)
-
-
-_SETTINGS = (
-    *Rules.__dataclass_fields__,
-    *("bytes_per_s", "timeout_s", "length_fn", "weight_fn", "unpack", "cost"),
-)
 
 
 def _check_deals(places: Ints, deals: Ints) -> None:

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.failures import ask, leave, read
 from bascule.comm.groups import RankGroup, new_group, set_timeout, this_world
 from bascule.data.source import Reading
@@ -116,9 +116,10 @@ class Pool:
         free = np.array([lease.is_free for lease in self._leases], dtype=np.int64)
         gathered = agree(
             self.control,
-            Statement(settings, free, error),
+            settings,
+            error,
             what="beginning an iteration",
-            step=0,
+            values=free,
             capacity=max(_CAPACITY, free.size),
         )
         free_everywhere = np.flatnonzero(np.stack(gathered).all(axis=0)).tolist()

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from bascule.arrays import Floats, Ints, ranges
-from bascule.comm.agree import Statement, agree, agree_on
+from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
 from bascule.data.source import Reading, Sample, whole_number
@@ -437,7 +437,7 @@ class Redistributor:
             CommError: A rank failed.
         """
         what = f"epoch {key.epoch}, making batches"
-        agree_on(self.ranks.group, {}, error, what=what, step=key.step)
+        agree(self.ranks.group, {}, error, what=what, step=key.step)
 
     def decide(self, items: Items) -> Decision:
         """Plan all microbatches, where that is worth it. The same on all ranks.
@@ -489,9 +489,11 @@ class Redistributor:
                 error = error or met
         gathered = agree(
             self.ranks.group,
-            Statement(settings, own.words(self.rules.accumulate), error),
+            settings,
+            error,
             what=f"epoch {key.epoch}, loading",
             step=key.step,
+            values=own.words(self.rules.accumulate),
             capacity=self._capacity,
         )
         self._agreed_version = self._version

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints
-from bascule.comm.agree import Statement, agree, agree_on
+from bascule.comm.agree import agree
 from bascule.comm.failures import STOPS_RECOMPUTING, shared
 from bascule.comm.groups import device_for, new_group, resolve
 from bascule.comm.items import (
@@ -185,7 +185,7 @@ class BalancedEncoder:
             settings = self._settings()
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        agree_on(self._host, settings, error, what="construction")
+        agree(self._host, settings, error, what="construction")
         if backend != "gloo":
             made = new_group(ranks, "features", options.timeout_s, backend=backend)
             self._group = replace(made, control=self._host)
@@ -348,9 +348,11 @@ class BalancedEncoder:
             error = met
         gathered = agree(
             self._host,
-            Statement(compared, np.array([flags, at_once, *own.items.to_words()]), error),
+            compared,
+            error,
             what="items",
             step=self._step,
+            values=np.array([flags, at_once, *own.items.to_words()]),
             capacity=self._capacity,
         )
         self._capacity = max(self._capacity, *(words.size for words in gathered))
@@ -420,9 +422,15 @@ class BalancedEncoder:
                 raise
             error = met
         num_bytes = np.array([one.num_bytes for one in parcels], np.int64)
-        statement = Statement({}, num_bytes, error)
-        where = {"what": "encoding", "step": self._step}
-        said = agree(self._host, statement, **where, capacity=self._capacity)
+        said = agree(
+            self._host,
+            {},
+            error,
+            what="encoding",
+            step=self._step,
+            values=num_bytes,
+            capacity=self._capacity,
+        )
         if ended is not None:
             raise ended
         return _Computed(parts, unused, template, parcels, said)

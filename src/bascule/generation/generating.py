@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from bascule.arrays import Ints
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve, set_timeout
 from bascule.errors import CommError, ConfigError, PlanError
@@ -163,8 +163,8 @@ class Generation:
     def _agree(
         self, group: RankGroup, what: str, values: Ints, error: Exception | None = None
     ) -> list[Ints]:
-        statement = Statement({"prompts": str(self.names)}, values, error)
-        return agree(group, statement, what=what, step=0, capacity=_CAPACITY)
+        prompts = {"prompts": str(self.names)}
+        return agree(group, prompts, error, what=what, values=values, capacity=_CAPACITY)
 
     def _make(self, place: int, on_step: Callable[[int], None]) -> None:
         prompt, name = self.prompts[place], self.names[place]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from bascule.bench.health.measured import RankFacts
 from bascule.calibrate.timed import device_name, memory_bytes
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup, timeout_of
 
 _CAPACITY = 128  # 1 KiB of text; the ranks gather a second time where one has more
@@ -61,8 +61,8 @@ def gather_facts(
         CommError: A rank met another error, was told something else, or did not come.
     """
     text = "" if facts is None else json.dumps(asdict(facts))
-    said = Statement(settings, _to_integers(text), error)
-    found = agree(group, said, what="bascule doctor", step=0, capacity=_CAPACITY)
+    facts_of_rank = {"values": _to_integers(text), "capacity": _CAPACITY}
+    found = agree(group, settings, error, what="bascule doctor", **facts_of_rank)
     return tuple(_facts_of(_from_integers(one)) for one in found)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.tensor import DTensor
 
-from bascule.comm.agree import agree_on
+from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
 from bascule.comm.wire import Wire
 from bascule.encoders.items import values_digest
@@ -230,7 +230,7 @@ def _agree(
 ) -> None:
     try:
         if group is not None:
-            agree_on(group, settings, error, what=what)
+            agree(group, settings, error, what=what)
     except CommError:
         if error is None:
             raise

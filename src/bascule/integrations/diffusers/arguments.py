@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.groups import RankGroup
 from bascule.errors import CommError
 
@@ -198,9 +198,9 @@ def compare_inputs(own: NumbersOf, group: RankGroup, what: str) -> None:
     settings = {"names, shapes, dtypes and numbers of inputs": own.described}
     said = agree(
         group.control or group,
-        Statement(settings, own.values.ravel().view(np.int64)),
+        settings,
         what=what,
-        step=0,
+        values=own.values.ravel().view(np.int64),
         capacity=_WIDTH * _NUM_INPUTS,
     )
     table = np.stack(said).view(np.float64).reshape(len(said), -1, _WIDTH)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from bascule.comm.agree import agree_on
+from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.errors import CommError, ConfigError
@@ -111,7 +111,7 @@ class Checkpoints:
         self._by_first_rank("make the folder", 0, self._make_folder)
         sees = folder.is_dir()
         error = None if sees else ConfigError(f"{folder}: give a folder that all ranks can see")
-        agree_on(group, {}, error, what="the folder for checkpoints")
+        agree(group, {}, error, what="the folder for checkpoints")
 
     def save(self, step: int, model: nn.Module, optimizer: Optimizer) -> Path:
         """Save after so many steps, and remove what is too many.
@@ -150,7 +150,7 @@ class Checkpoints:
             check_facts(checkpoint, self._facts)
         except ConfigError as met:
             error = met
-        agree_on(self._group, {"checkpoint": checkpoint.name}, error, what="resume")
+        agree(self._group, {"checkpoint": checkpoint.name}, error, what="resume")
         weights, states = get_state_dict(model, optimizer)
         try:
             state_dict_loader.load(
@@ -168,7 +168,7 @@ class Checkpoints:
                 work()
             except OSError as met:
                 error = ConfigError(f"{met.filename or self.folder}: {met.strerror or met}")
-        agree_on(self._group, {}, error, what=what, step=step)
+        agree(self._group, {}, error, what=what, step=step)
 
     def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

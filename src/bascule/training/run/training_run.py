@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from bascule.comm.agree import Statement, agree, agree_on
+from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import new_group
 from bascule.encoders import EncoderOptions
@@ -237,9 +237,11 @@ class TrainingRun:
         numbers = np.array([*own, *seconds["work"]])
         said = agree(
             self._group,
-            Statement({}, numbers.view(np.int64), error if isinstance(error, Exception) else None),
+            {},
+            error if isinstance(error, Exception) else None,
             what="the end of a step",
             step=self.done + 1,
+            values=numbers.view(np.int64),
             capacity=numbers.size,
         )
         return np.stack([row.view(np.float64) for row in said])
@@ -257,7 +259,7 @@ class TrainingRun:
             "other options": str(self._options),
             "checkpoint": str(found and found.checkpoint),
         }
-        agree_on(
+        agree(
             self._group,
             facts if error is None else dict.fromkeys(facts, ""),
             error,

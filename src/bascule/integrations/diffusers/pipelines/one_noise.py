@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bascule.comm.agree import agree_on
+from bascule.comm.agree import agree
 from bascule.comm.collectives import broadcast
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup, device_of
@@ -99,7 +99,7 @@ class OneNoise:
             "prompts": repr(sorted((name, x) for name, x in given.items() if _is_text(x))),
             "embeddings": contents_of(leaves_of(list(given.values()))),
         }
-        agree_on(self._group, settings, what="a call of a pipeline")
+        agree(self._group, settings, what="a call of a pipeline")
 
     def _before_noise(self, given: Mapping[str, Any]) -> None:
         """As `_before_drawing`; what is drawn later is the same on all ranks."""
@@ -108,7 +108,7 @@ class OneNoise:
         self._is_begun = False
         self._begin_run()
         if not hasattr(self._pipeline, "encode_prompt"):
-            agree_on(self._group, _call_of(self._pipeline), what="a call of a pipeline")
+            agree(self._group, _call_of(self._pipeline), what="a call of a pipeline")
         self._before_drawing(given)
 
     def _before_drawing(self, given: Mapping[str, Any]) -> None:
@@ -122,7 +122,7 @@ class OneNoise:
             "latents": contents_of([latents] if isinstance(latents, Tensor) else []),
             "adapters": _adapters_of(self._pipeline),
         }
-        agree_on(self._group, settings, what="noise")
+        agree(self._group, settings, what="noise")
         states = random_states(device, generators)
         carried = torch.cat(states).to(device_of(self._group))  # NCCL carries nothing of the host
         first = broadcast(self._group, "broadcast (noise)", carried).cpu()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bascule.comm.agree import Statement, agree
+from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import ItemMove, Parcel, leaves_of, move_items, parcel
@@ -190,9 +190,11 @@ class Branches:
         sizes = np.array([one.num_bytes for one in parcels], dtype=np.int64)
         said = agree(
             group.control or group,
-            Statement({"calls": str(items)}, sizes, error),
+            {"calls": str(items)},
+            error,
             what="guidance branches",
             step=self._num_exchanges,
+            values=sizes,
             capacity=self._capacity,
         )
         self._capacity = max(self._capacity, *(own.size for own in said))

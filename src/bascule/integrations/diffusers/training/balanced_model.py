@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from bascule.arrays import Ints, ranges
-from bascule.comm.agree import Statement, agree, agree_on
+from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.items import ItemMove, Parcel, move_items, parcel
 from bascule.comm.mesh import AttentionMesh, meshes_over
@@ -226,15 +226,14 @@ class BalancedModel:
         own = np.array([int.from_bytes(digest, "little", signed=True), *numbers], np.int64)
         settings = {"max_tokens": str(self._max_tokens), "is sharded": str(self._is_sharded)}
         what, number = "samples", step.number
-        said = agree(
-            group, Statement(settings, own), what=what, step=number, capacity=self._capacity
-        )
+        capacity = self._capacity
+        said = agree(group, settings, what=what, step=number, values=own, capacity=capacity)
         self._capacity = max(self._capacity, *(part.size for part in said))
         loaded = [part for part in said if part.size > 1]
         if not loaded:
             raise ConfigError(f"step {number}: no rank has a sample: give one on one rank at least")
         if len({int(part[0]) for part in loaded}) > 1:
-            agree_on(group, {"keywords of samples": ", ".join(keywords)}, what=what, step=number)
+            agree(group, {"keywords of samples": ", ".join(keywords)}, what=what, step=number)
         forms, num_bytes, weights = np.concatenate(
             [part[1:].reshape(-1, _NUM_NUMBERS) for part in loaded]
         ).T
