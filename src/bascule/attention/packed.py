@@ -118,7 +118,7 @@ class Bag:
     @cached_property
     def tiles(self) -> list[list[Tile]]:
         """By ring rank, what the tokens here see of its."""
-        return self.pieces.tiles(self.masks or Masks.alike(self.pieces.seq_lens, causal=False))
+        return self.pieces.tiles(self.masks)
 
     @cached_property
     def causal_tiles(self) -> list[list[Tile]]:
@@ -133,7 +133,7 @@ class Bag:
     @cached_property
     def order(self) -> tuple[Tensor | None, Tensor | None]:
         """Indices from the order of ranks to that of sequences, and back; None: the same order."""
-        if (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
+        if self.degree == 1 or (self.chunk_lens.sum(axis=0) > 0).sum() <= 1:
             return None, None
         whole, back = _rows_of(self.chunk_lens.T), _rows_of(self.chunk_lens)
         return table_on(whole, self.device), table_on(back, self.device)

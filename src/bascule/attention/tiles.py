@@ -156,13 +156,23 @@ class Pieces:
         split = (np.split(part, self.num_runs) for part in parts)
         return [Stretch(*run) for run in zip(*split, strict=True)]
 
-    def tiles(self, masks: Masks) -> list[list[Tile]]:
+    def tiles(self, masks: Masks | None) -> list[list[Tile]]:
         """By ring rank, what this rank's queries see of its keys: six tiles at most.
 
-        Args:
-            masks: Of the sequences, in their order.
+        `masks` are of the sequences, in their order; without them tokens see everything.
         """
+        if masks is None and self.num_runs == 1:
+            return [self._full_tiles(keys) for keys in self.lens]
+        masks = masks or Masks.alike(self.seq_lens, causal=False)
         return [self._tiles_of(other, masks) for other in range(len(self.kv_lens))]
+
+    def _full_tiles(self, keys: Ints) -> list[Tile]:
+        """All queries and all keys of a ring rank, (n,) of each sequence."""
+        queries = self.lens[self.rank]
+        if not (queries * keys).any():
+            return []
+        packed = PackedSequences.build(queries.tolist(), self.device, keys.tolist())
+        return [Tile(slice(None), slice(None), AttentionMask(packed=packed))]
 
     def _tiles_of(self, other: int, masks: Masks) -> list[Tile]:
         here, there = self._runs(self.rank), self._runs(other)

@@ -80,19 +80,25 @@ def bring_home(decision: Decision, source: Source, tolerance: float | None) -> D
         return decision
     good_enough = max(decision.makespan, decision.lower_bound * _SAME)
     home = Decision.of(problem, source.home, decision.lower_bound)
-    is_as_good = tolerance is not None or _is_as_even(home, decision)
-    if home.makespan <= good_enough and is_as_good and not problem.excess(source.home):
+    if (
+        home.makespan <= good_enough
+        and (tolerance is not None or _is_as_even(home, decision))
+        and not problem.excess(home.bag_of)
+    ):
         return home
     ceiling = good_enough * (1.0 + (tolerance or 0.0)) / problem.unit
     homes = source.homes(max(ceiling, problem.makespan(decision.bag_of)))  # both are rounded
-    found = [relabel(problem, decision.bag_of, homes)]
     if tolerance is not None and source.lens.size <= _MAX_SEARCHED:
-        found = [near_home(problem, decision.bag_of, homes)[0]]
-    elif tolerance is not None and not problem.limited:
-        mostly = [_keep_part(problem, homes, rank) for rank in (-problem.work, problem.work)]
-        found += [bag_of for bag_of in mostly if bag_of is not None]
-        found += [relabel(problem, bag_of, homes) for bag_of in found[1:]]
-    bag_of = min(found, key=homes.total_away)
+        bag_of, _ = near_home(problem, decision.bag_of, homes)
+    else:
+        bag_of = relabel(problem, decision.bag_of, homes)
+        if tolerance is not None and not problem.limited:
+            ranks = -problem.work, problem.work
+            mostly = [
+                part for rank in ranks if (part := _keep_part(problem, homes, rank)) is not None
+            ]
+            relabelled = [relabel(problem, part, homes) for part in mostly]
+            bag_of = min([bag_of, *mostly, *relabelled], key=homes.total_away)
     return Decision.of(problem, bag_of, decision.lower_bound)
 
 

@@ -314,6 +314,16 @@ class Plan:
         return plan
 
 
+def _check_tokens(tokens: Ints) -> None:
+    """Refuse more tokens on a rank than cu_seqlens counts."""
+    fullest = int(tokens.argmax())
+    if tokens[fullest] > MAX_TOKENS:
+        raise PlanError(
+            f"rank {fullest} would hold {tokens[fullest]} tokens, but cu_seqlens counts at most "
+            f"{MAX_TOKENS}: use larger bags, or shorter sequences"
+        )
+
+
 def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
     """What ranks loaded, of a plan's JSON."""
     batch = batch_of(data["seq_lens"], num_ranks)
@@ -418,12 +428,8 @@ class PlanSetup:
             batch.context_lens,
             None if (state.speeds == 1.0).all() else state.speeds,
         )
-        fullest = int(plan.tokens.argmax())
-        if plan.tokens[fullest] > MAX_TOKENS:
-            raise PlanError(
-                f"rank {fullest} would hold {plan.tokens[fullest]} tokens, but cu_seqlens counts "
-                f"at most {MAX_TOKENS}: use larger bags, or shorter sequences"
-            )
+        if batch.lens.sum(dtype=np.float64) > MAX_TOKENS:
+            _check_tokens(plan.tokens)
         return plan
 
     def _bags(self, batch: Batch, limits: Limits | None, state: RankState) -> Topology:

@@ -137,6 +137,8 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
     Hence the tokens of the ranks of a bag differ by at most one. O(n log n) in the number of
     sequences.
     """
+    if bag_sizes.max() == 1:
+        return np.zeros_like(seq_lens)
     sizes = bag_sizes[bag_of]
     extra = seq_lens % sizes
     order = np.argsort(bag_of, kind="stable")
@@ -240,12 +242,28 @@ class Chunks:
         degrees = self.topology.bag_sizes[bags] // self.topology.ring_degrees[bags]
         return self.counts[bags] - degrees * (1 + places // degrees) + places % degrees
 
-    def _of_rank(self, rank: int) -> tuple[Ints, list[int]]:
-        """The parts of a rank's bag, and the rank's chunks of each."""
+    @cached_property
+    def _cut_bags(self) -> dict[int, tuple[Ints, Ints]]:
+        return {}
+
+    def _cut(self, bag: int) -> tuple[Ints, Ints]:
+        """The parts of a bag, and (chunks + 1, m) where the chunks of each begin; last, its end."""
+        if bag not in self._cut_bags:
+            parts, count = np.flatnonzero(self.bag_of == bag), self.counts[bag]
+            index = np.arange(count + 1)[:, None]
+            starts = chunk_starts(self.seq_lens[parts], count, self._rotations[parts], index)
+            self._cut_bags[bag] = parts, starts
+        return self._cut_bags[bag]
+
+    def _of_rank(self, rank: int) -> tuple[Ints, Ints, Ints]:
+        """The parts of a rank's bag, and (1 or 2, m) where the rank's chunks of each begin, end."""
         bag = self.topology.bag_of_rank[rank : rank + 1]
         place = rank - self.topology.first_ranks[bag]
-        chunks = [place] if self.num_on_a_rank(bag[0]) == 1 else [place, self._late(bag, place)]
-        return np.flatnonzero(self.bag_of == bag), [int(chunk[0]) for chunk in chunks]
+        parts, starts = self._cut(int(bag[0]))
+        chunks = (
+            place if self.num_on_a_rank(bag[0]) == 1 else np.append(place, self._late(bag, place))
+        )
+        return parts, starts[chunks], starts[chunks + 1]
 
     @cached_property
     def tokens(self) -> Ints:
@@ -275,10 +293,9 @@ class Chunks:
 
     def bag_lens(self, rank: int) -> Ints:
         """(bag size, m) tokens of each chunk that `LocalLayout` lists, on each rank of the bag."""
-        seqs, chunks = self._of_rank(rank)
         bag = int(self.topology.bag_of_rank[rank])
-        lens = np.diff(self._starts(seqs, np.arange(int(self.counts[bag]) + 1)[:, None]), axis=0)
-        if len(chunks) == 1:
+        lens = np.diff(self._cut(bag)[1], axis=0)
+        if self.num_on_a_rank(bag) == 1:
             return lens
         places = np.arange(int(self.topology.bag_sizes[bag]))
         return np.concatenate(
@@ -287,11 +304,9 @@ class Chunks:
 
     def local(self, rank: int) -> LocalLayout:
         """What a rank computes on."""
-        parts, chunks = self._of_rank(rank)
-        starts = np.concatenate([self._starts(parts, chunk) for chunk in chunks])
-        lens = np.concatenate([self._starts(parts, chunk + 1) for chunk in chunks]) - starts
-        at = np.tile(parts, len(chunks))
-        starts = starts + self.begins[at]
+        parts, first, end = self._of_rank(rank)
+        at, lens = np.tile(parts, len(first)), (end - first).ravel()
+        starts = first.ravel() + self.begins[at]
         return LocalLayout(
             seq_ids=self.seqs[at],
             seq_lens=self.whole_lens[at],
@@ -306,13 +321,11 @@ class Chunks:
         """The part of a rank in the exchange from where sequences were loaded."""
         num_ranks, source = self.topology.num_ranks, source_ranks[self.seqs]
         source_counts = np.bincount(source, minlength=num_ranks)
-        seqs, chunks = self._of_rank(rank)
-        lens = np.stack(
-            [self._starts(seqs, chunk + 1) - self._starts(seqs, chunk) for chunk in chunks]
-        )
-        received = sums_by(source[seqs], lens.sum(axis=0), num_ranks)
+        parts, first, end = self._of_rank(rank)
+        lens = end - first
+        received = sums_by(source[parts], lens.sum(axis=0), num_ranks)
         recv_index = None
-        if len(chunks) > 1:  # they arrive by sequence
+        if len(lens) > 1:  # they arrive by sequence
             first = cumulative(lens.T.ravel())[:-1].reshape(lens.T.shape)
             recv_index = ranges(first.T.ravel(), lens.ravel())
         return Route(*self._sent(rank, source_counts), received, recv_index)
@@ -324,8 +337,10 @@ class Chunks:
         counts = self.counts[self.bag_of[own]]
         piece_seq, chunk = np.repeat(own, counts), ranges(np.zeros_like(counts), counts)
         starts = self._starts(piece_seq, chunk)
-        lens = self._starts(piece_seq, chunk + 1) - starts
-        bags = self.bag_of[piece_seq]
+        ends = np.empty_like(starts)
+        ends[:-1] = starts[1:]
+        ends[np.cumsum(counts) - 1] = self.seq_lens[own]
+        lens, bags = ends - starts, self.bag_of[piece_seq]
         dest = self.topology.first_ranks[bags] + self._places(bags, chunk)
         rows = cumulative(self.seq_lens[own])[piece_seq - first] + starts
         return sending(rows, lens, dest, self.topology.num_ranks)

@@ -417,8 +417,9 @@ def check_lengths(
     each = [_as_numbers(rank, lens) for rank, lens in enumerate(seq_lens)]
     counts = np.array([lens.size for lens in each], dtype=np.int64)
     lens = np.concatenate([*each, np.zeros(0, np.int64)])
-    with np.errstate(invalid="ignore"):
-        legal = (lens >= 0) & (lens <= MAX_LENGTH) & (lens == np.floor(lens))
+    legal = (lens >= 0) & (lens <= MAX_LENGTH)
+    if lens.dtype.kind == "f":
+        legal &= lens == np.floor(lens)
     if not legal.all():
         rank, place = source_of(int(np.argmin(legal)), counts)
         raise ConfigError(_bad_length(rank, place, each[rank][place]))

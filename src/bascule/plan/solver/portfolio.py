@@ -16,7 +16,7 @@ import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import PlanError
-from bascule.plan.solver.bounds import lower_bound, price_bound
+from bascule.plan.solver.bounds import lower_bound, mean_bound, price_bound
 from bascule.plan.solver.exact import place_exactly, place_relaxed
 from bascule.plan.solver.homes import Homes, relabel
 from bascule.plan.solver.problem import Problem
@@ -92,15 +92,17 @@ def solve(
     Raises:
         PlanError: No assignment within the limits was found; says what misses by how much.
     """
-    bound = lower_bound(problem)
     if problem.num_items == 0:
-        return Solution(np.empty(0, np.int64), "nothing to do", 0.0, bound)
+        return Solution(np.empty(0, np.int64), "nothing to do", 0.0, mean_bound(problem))
     if tolerance is None:
         is_plain = problem.identical or problem.num_kinds > 1
         tolerance = _TOLERANCE if is_plain else _MIXED_TOLERANCE
+    if problem.num_kinds == 1 and not problem.limited:
+        return _unlimited(problem, tolerance, enough)
+    bound = lower_bound(problem)
     if problem.num_kinds == 1:
         target = max(_target(problem, bound, tolerance), enough)
-        free = (_unlimited(part, target) for part in (problem.unlimited(),))
+        free = (_unlimited(part, tolerance, enough, bound) for part in (problem.unlimited(),))
         found = _best(problem, target, _starts(problem, target, free, quick))
         return replace(found, bound=bound)
     guess, weights = fluid(problem)
@@ -155,13 +157,19 @@ def _starts(
                 yield Solution.of(problem, f"relaxation of items below {share:g}", relaxed)
 
 
-def _unlimited(problem: Problem, target: float) -> Solution:
-    """The best of the starts that know no limits, improved."""
+def _unlimited(
+    problem: Problem, tolerance: float, enough: float = 0.0, bound: float | None = None
+) -> Solution:
+    """The best of the starts that know no limits, improved; with its bound, unless it is given."""
     best = Solution.of(problem, "longest first", longest_first(problem))
+    if bound is None:
+        bound = lower_bound(problem, best.makespan * problem.unit)
+    target = max(_target(problem, bound, tolerance), enough)
     if not problem.identical:  # also the greedy's, so that no answer is worse than it
         greedy = Solution.of(problem, "knapsack", by_speed(problem, fill_first=True))
         best = min(best, greedy, key=lambda start: start.makespan)
-    return best if best.makespan <= target else best.improved(problem, target)
+    found = best if best.makespan <= target else best.improved(problem, target)
+    return replace(found, bound=bound)
 
 
 def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
@@ -174,7 +182,7 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
     def at(costs: Floats, items: Ints, bins: Ints) -> Ints:
         part = problem.at_costs(costs, items, bins)
         tolerance = _TOLERANCE if part.identical else _MIXED_TOLERANCE
-        return _unlimited(part, _target(part, lower_bound(part), tolerance)).bin_of
+        return _unlimited(part, tolerance).bin_of
 
     items, bins = np.arange(problem.num_items), np.arange(problem.num_bins)
     apart = np.zeros_like(guess)

@@ -95,6 +95,11 @@ class Problem:
         """(items,) longest first, by costs and so by work; ties by index."""
         return np.argsort(-self.costs, kind="stable")
 
+    @cached_property
+    def ranked(self) -> Floats:
+        """(items,) costs, longest first."""
+        return self.costs[self.order]
+
     def bin_work(self, bin_of: Ints) -> Floats:
         """(bins,) work under an assignment, carried work included; exact."""
         return self.carried_work + self._sums(self.kind_work, bin_of)
