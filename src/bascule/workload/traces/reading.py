@@ -10,8 +10,9 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -77,25 +78,25 @@ def read_traces(path: str | Path) -> tuple[tuple[RankTrace, ...], tuple[str, ...
     Returns:
         The ranks in their order, and sentences on what was left out.
     """
-    path = Path(path)
-    by_rank: dict[int, tuple[Path, RankTrace]] = {}
-    notes: list[str] = []
-    files = _files(path)
+    files, by_rank, notes = _files(Path(path)), dict[int, list[RankTrace]](), list[str]()
     for file in files:
         data = _load(file)
         if data is None:
             notes.append(f"{shown(file.name)} is no trace, it has no traceEvents: left out")
             continue
-        trace = _rank_trace(file, data, is_alone=len(files) == 1)
-        if trace.rank in by_rank:
-            trace = _joined(*by_rank[trace.rank], file, trace)
-        by_rank[trace.rank] = file, trace
+        named = _RANK_IN_NAME.search(file.name)
+        rank = int(named[1]) if named else 0 if len(files) == 1 else None
+        try:
+            trace = _rank_trace(data, rank)
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {error}") from None
+        by_rank.setdefault(trace.rank, []).append(trace)
     if not by_rank:
         raise ConfigError(
             f"{path}: no trace in it: give the folder into which torch.profiler wrote one "
             ".json or .json.gz file a rank"
         )
-    traces = tuple(by_rank[rank][1] for rank in sorted(by_rank))
+    traces = tuple(_joined(by_rank[rank]) for rank in sorted(by_rank))
     return traces, (*notes, *_missing(traces))
 
 
@@ -118,45 +119,34 @@ def _load(file: Path) -> dict[str, Any] | None:
         raise ConfigError(f"cannot read {file}: {error or 'too large for the memory'}") from error
     if len(content) > MAX_BYTES:
         raise ConfigError(f"{file} has more than {MAX_BYTES} bytes: profile fewer steps")
-    data = parse_json(content.decode("utf-8", "replace"), str(file))
-    if isinstance(data, list):  # the other form of the format: events alone
-        data = {"traceEvents": data}
-    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        return None
-    return cast(dict[str, Any], data)
+    match parse_json(content.decode("utf-8", "replace"), str(file)):
+        case {"traceEvents": list()} as data:
+            return cast(dict[str, Any], data)
+        case list() as events:  # the other form of the format: events alone
+            return {"traceEvents": events}
+        case _:
+            return None
 
 
-def _rank_trace(file: Path, data: dict[str, Any], *, is_alone: bool) -> RankTrace:
+def _rank_trace(data: dict[str, Any], rank: object) -> RankTrace:
+    """Read the content of a file; the rank is for one that does not say its own."""
     info = data.get("distributedInfo")
     info = cast(dict[str, object], info) if isinstance(info, dict) else {}
-    rank, size = info.get("rank"), info.get("world_size")
-    if rank is None:
-        named = _RANK_IN_NAME.search(file.name)
-        rank = int(named[1]) if named else 0 if is_alone else None
+    rank, size = info.get("rank", rank), info.get("world_size")
     if not is_int(rank) or not 0 <= rank < MAX_RANKS:
-        named = "no rank" if rank is None else f"rank {shown(rank)}"
         raise ConfigError(
-            f"{file} names {named}: its distributedInfo needs a rank from 0 to {MAX_RANKS - 1}, or "
-            "its name one, as in rank3.json"
+            f"names {'no rank' if rank is None else f'rank {shown(rank)}'}: its distributedInfo "
+            f"needs a rank from 0 to {MAX_RANKS - 1}, or its name one, as in rank3.json"
         )
     if size is not None and (not is_int(size) or not rank < size <= MAX_RANKS):
-        raise ConfigError(f"{file}: rank {rank} of a world_size of {shown(size)}: damaged")
+        raise ConfigError(f"rank {rank} of a world_size of {shown(size)}: damaged")
     events, threads, num_left_out = _sorted(data["traceEvents"])
-    try:
-        numbered_by, numbers, host = _steps(events)
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    on_device = bool(events["kernel"] or events["device call"])
-    windows = host
+    numbered_by, numbers, host = _steps(events)
+    on_device, windows = bool(events["kernel"] or events["device call"]), host
     if on_device:
         compute, calls = union(_spans(events["kernel"])), events["device call"]
-        device_steps = _device_steps(events["device step"])
-        if numbered_by == "ProfilerStep" and device_steps.keys() >= set(numbers.tolist()):
-            # Of a last step only the last kernel is known; it takes the host as long in all.
-            spans = [device_steps[n] for n in numbers.tolist()]
-            lasting = (host[:, 1] - host[:, 0]).tolist()
-            spans = [(a, max(b, a + s)) for (a, b), s in zip(spans, lasting, strict=True)]
-            windows = _until_the_next(numbers, spans)
+        if numbered_by == "ProfilerStep":
+            windows = _device_windows(events["device step"], numbers, host)
     else:
         # Without operators that only hand work to others, and without those of other threads: a
         # step does not wait for what a loader's or a collective's thread does.
@@ -166,32 +156,34 @@ def _rank_trace(file: Path, data: dict[str, Any], *, is_alone: bool) -> RankTrac
         )
         compute, calls = minus(operators, dispatches), events["host call"]
     calls = sorted(calls, key=lambda call: call[1:])
-    marks = tuple((start, mark) for mark, start, _ in events["mark"])
     return RankTrace(
-        *(rank, size, num_left_out, numbered_by, on_device, numbers, host, windows, compute),
-        *(_spans(calls), tuple(call[0] for call in calls), marks),
+        rank=rank,
+        world_size=size,
+        num_left_out=num_left_out,
+        numbered_by=numbered_by,
+        on_device=on_device,
+        numbers=numbers,
+        host=host,
+        windows=windows,
+        compute=compute,
+        calls=_spans(calls),
+        call_keys=tuple(call[0] for call in calls),
+        marks=tuple((start, mark) for mark, start, _ in events["mark"]),
     )
 
 
-def _sorted(events: Iterable[object]) -> tuple[dict[str, list[Event]], set[object], int]:
+def _sorted(events: Iterable[Any]) -> tuple[dict[str, list[Event]], set[object], int]:
     """Sort events by their kind; return also the threads that train, and how many have no time."""
     kinds: dict[str, list[Event]] = defaultdict(list)
     threads, num_left_out = set[object](), 0
     for event in events:
-        if not isinstance(event, dict):
-            continue
-        event = cast(dict[str, Any], event)
-        category, name, thread = event.get("cat"), event.get("name"), event.get("tid")
-        if event.get("ph") != "X" or not isinstance(category, str) or not isinstance(name, str):
-            continue
-        start, lasting = event.get("ts"), event.get("dur")
-        if not (
-            _is_number(start)
-            and _is_number(lasting)
-            and isinstance(thread, int | str)
-            and -_MOST_US < start < _MOST_US
-            and 0 <= lasting < _MOST_LASTING_US
-        ):
+        match event:
+            case {"ph": "X", "cat": str(category), "name": str(name)}:
+                start, lasting, thread = event.get("ts"), event.get("dur"), event.get("tid")
+            case _:
+                continue
+        is_timed = {type(start), type(lasting)} <= {int, float} and isinstance(thread, int | str)
+        if not (is_timed and abs(start) < _MOST_US and 0 <= lasting < _MOST_LASTING_US):
             num_left_out += 1
             continue
         kind, what = _kind_of(category, name, thread, event.get("args"))
@@ -201,12 +193,9 @@ def _sorted(events: Iterable[object]) -> tuple[dict[str, list[Event]], set[objec
     return kinds, threads, num_left_out
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return type(value) is float or type(value) is int
-
-
 def _kind_of(category: str, name: str, thread: object, args: object) -> tuple[str, Any]:
     """Return the kind of an event, and its name, number, thread or mark."""
+    step = _STEP.fullmatch(name)
     if category in _DEVICE:
         is_call = category == "kernel" and "nccl" in name.lower()
         return ("device call", _key_of(name, args)) if is_call else ("kernel", name)
@@ -216,21 +205,20 @@ def _kind_of(category: str, name: str, thread: object, args: object) -> tuple[st
         if _DISPATCH.match(name):
             return "dispatch", thread
         return "wrapper" if _WRAPPER.match(name) else "operator", thread
-    if category not in ("user_annotation", "gpu_user_annotation"):
-        return "other", name
-    step = _STEP.fullmatch(name)
-    if category == "gpu_user_annotation":
-        return ("device step", int(step[1])) if step else ("other", name)
-    if step:
-        return "step", int(step[1])
-    if name == TRAIN_STEP:
-        return "train step", name
-    if name.startswith("Optimizer.step#"):
-        return "optimizer", name
-    if name.startswith(_COMPILED):
-        return "operator", thread
-    mark = read_mark(name)
-    return ("mark", mark) if mark else ("other", name)
+    if category == "gpu_user_annotation" and step:
+        return "device step", int(step[1])
+    if category == "user_annotation":
+        if step:
+            return "step", int(step[1])
+        if name == TRAIN_STEP:
+            return "train step", name
+        if name.startswith("Optimizer.step#"):
+            return "optimizer", name
+        if name.startswith(_COMPILED):
+            return "operator", thread
+        if mark := read_mark(name):
+            return "mark", mark
+    return "other", name
 
 
 def _key_of(name: str, args: object) -> str:
@@ -246,94 +234,94 @@ def _spans(events: Sequence[Event]) -> Spans:
     return spans_of([event[1] for event in events], [event[2] for event in events])
 
 
-def _device_steps(events: Sequence[Event]) -> dict[int, tuple[float, float]]:
-    steps: dict[int, tuple[float, float]] = {}
-    for number, start, end in events:
-        first, last = steps.get(number, (start, end))
-        steps[number] = min(first, start), max(last, end)
-    return steps
-
-
 def _steps(events: dict[str, list[Event]]) -> tuple[NumberedBy, Ints, Spans]:
     """Return the ranges that show the steps, the numbers of the steps, and their times."""
+    names = {event[0] for event in events["optimizer"]}
     if steps := sorted(events["step"], key=lambda event: event[0]):
         numbers = np.array([event[0] for event in steps], np.int64)
         if (twice := numbers[1:][np.diff(numbers) == 0]).size:
             raise ConfigError(f"step {twice[0]} is in it twice: it is of several runs")
-        return "ProfilerStep", numbers, _until_the_next(numbers, [event[1:] for event in steps])
-    if steps := sorted(events["train step"], key=lambda event: event[1]):
-        numbers = np.arange(len(steps), dtype=np.int64)
-        spans = [event[1:] for event in steps]
-        return "bascule's train_step", numbers, _until_the_next(numbers, spans)
-    steps = events["optimizer"]
-    if len({event[0] for event in steps}) == 1 and len(steps) > 1:
-        ends = np.sort([event[2] for event in steps])
-        numbers = np.arange(ends.size - 1, dtype=np.int64)
-        return "Optimizer.step", numbers, spans_of(ends[:-1], ends[1:])
-    raise ConfigError(
-        "it does not show where steps begin: profile with a schedule, and call profiler.step() "
-        "after each step, so that it has ProfilerStep ranges"
-    )
-
-
-def _until_the_next(numbers: Ints, spans: Sequence[tuple[float, float]]) -> Spans:
-    """Let each step last until the next one begins, if that was recorded too."""
-    windows = np.array(spans, np.float64).reshape(-1, 2)
-    follows = np.diff(numbers) == 1
-    windows[:-1, 1] = np.where(follows, windows[1:, 0], windows[:-1, 1])
-    if (np.diff(windows[:, 0]) < 0).any():
-        raise ConfigError("its steps do not follow each other in the order of their numbers")
-    return windows
-
-
-def _joined(first_file: Path, first: RankTrace, file: Path, second: RankTrace) -> RankTrace:
-    """Join two cycles of a profiler, of one rank, with other steps each."""
-    twice = np.intersect1d(first.numbers, second.numbers)
-    ways = [(trace.numbered_by, trace.on_device) for trace in (first, second)]
-    if twice.size or ways[0] != ways[1]:
-        reason = f"both have step {twice[0]}" if twice.size else "they show steps in unlike ways"
+        return "ProfilerStep", numbers, _until_the_next(numbers, _spans(steps))
+    numbered_by: NumberedBy = "bascule's train_step"
+    spans = _spans(sorted(events["train step"], key=lambda event: event[1]))
+    if not len(spans) and len(names) == 1 and len(events["optimizer"]) > 1:
+        ends = np.sort([event[2] for event in events["optimizer"]])
+        numbered_by, spans = "Optimizer.step", spans_of(ends[:-1], ends[1:])
+    if not len(spans):
         raise ConfigError(
-            f"{first_file} and {file} are of rank {first.rank}, and {reason}: keep the files of "
-            "one run in the folder"
+            "it does not show where steps begin: profile with a schedule, and call profiler.step() "
+            "after each step, so that it has ProfilerStep ranges"
         )
+    numbers = np.arange(len(spans), dtype=np.int64)
+    return numbered_by, numbers, _until_the_next(numbers, spans)
+
+
+def _device_windows(events: Sequence[Event], numbers: Ints, host: Spans) -> Spans:
+    """Return when each step began and ended on the device; on the host if a range is missing."""
+    starts, ends = dict[int, float](), dict[int, float]()
+    for number, start, end in events:
+        starts[number] = min(start, starts.get(number, start))
+        ends[number] = max(end, ends.get(number, end))
+    steps = numbers.tolist()
+    if not starts.keys() >= set(steps):
+        return host
+    windows = spans_of([starts[step] for step in steps], [ends[step] for step in steps])
+    # Of a last step only the last kernel is known; it takes the host as long in all.
+    windows[:, 1] = np.maximum(windows[:, 1], windows[:, 0] + (host[:, 1] - host[:, 0]))
+    return _until_the_next(numbers, windows)
+
+
+def _until_the_next(numbers: Ints, windows: Spans) -> Spans:
+    """Let each step last until the next one begins, if that was recorded too."""
+    starts, ends = windows.T
+    if (np.diff(starts) < 0).any():
+        raise ConfigError("its steps do not follow each other in the order of their numbers")
+    follows = np.append(np.diff(numbers) == 1, False)
+    return spans_of(starts, np.where(follows, np.roll(starts, -1), ends))
+
+
+def _joined(cycles: Sequence[RankTrace]) -> RankTrace:
+    """Join the cycles of a profiler, of one rank, each of later steps than the one before."""
+    cycles = sorted(cycles, key=lambda cycle: cycle.numbers[0])
+    first, ways = cycles[0], {(cycle.numbered_by, cycle.on_device) for cycle in cycles}
     numbers, host, windows, compute, calls = (
-        np.concatenate([getattr(first, name), getattr(second, name)])
+        np.concatenate([getattr(cycle, name) for cycle in cycles])
         for name in ("numbers", "host", "windows", "compute", "calls")
     )
-    order, by_start = (np.argsort(x, kind="stable") for x in (numbers, calls[:, 0]))
-    keys = (*first.call_keys, *second.call_keys)
+    if len(ways) > 1 or (np.diff(numbers) <= 0).any() or (np.diff(host[:, 0]) < 0).any():
+        raise ConfigError(
+            f"the files of rank {first.rank} have the same steps, or show steps in unlike ways: "
+            "keep the files of one run in the folder"
+        )
     return replace(
         first,
-        num_left_out=first.num_left_out + second.num_left_out,
-        numbers=numbers[order],
-        host=host[order],
-        windows=windows[order],
+        num_left_out=sum(cycle.num_left_out for cycle in cycles),
+        numbers=numbers,
+        host=host,
+        windows=windows,
         compute=union(compute),
-        calls=calls[by_start],
-        call_keys=tuple(keys[place] for place in by_start),
-        marks=(*first.marks, *second.marks),
+        calls=calls,
+        call_keys=tuple(chain.from_iterable(cycle.call_keys for cycle in cycles)),
+        marks=tuple(chain.from_iterable(cycle.marks for cycle in cycles)),
     )
 
 
 def _missing(traces: Sequence[RankTrace]) -> Iterator[str]:
-    """Yield sentences on ranks without a trace, and on events without a time."""
+    """Yield sentences on ranks without a trace, and on events that were left out."""
     sizes = {trace.world_size for trace in traces if trace.world_size is not None}
     if len(sizes) > 1:
         raise ConfigError(
             f"the traces are of worlds of {', '.join(map(str, sorted(sizes)))} ranks: keep the "
             "files of one run in the folder"
         )
-    ranks = [trace.rank for trace in traces]
-    missing = sorted(set(range(max(sizes, default=max(ranks) + 1))) - set(ranks))
-    if missing:
+    ranks = {trace.rank for trace in traces}
+    if missing := sorted(set(range(max(sizes, default=max(ranks) + 1))) - ranks):
         named = ", ".join(map(str, missing[:8])) + (" .." if len(missing) > 8 else "")
-        verb = "has" if len(missing) == 1 else "have"
         yield (
-            f"{len(missing)} of {len(missing) + len(ranks)} ranks {verb} no trace ({named}): the "
-            "slowest may be among them"
+            f"{len(missing)} of {len(missing) + len(ranks)} ranks "
+            f"{'has' if len(missing) == 1 else 'have'} no trace ({named}): the slowest may be "
+            "among them"
         )
-    num = sum(trace.num_left_out for trace in traces)
-    if num == 1:
-        yield "1 event has no usable time and was left out"
-    elif num:
-        yield f"{num} events have no usable time and were left out"
+    if num := sum(trace.num_left_out for trace in traces):
+        have, were = ("event has", "was") if num == 1 else ("events have", "were")
+        yield f"{num} {have} no usable time and {were} left out"

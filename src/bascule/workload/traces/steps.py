@@ -15,7 +15,7 @@ Which calls belong together: the k-th of a name and group in a step. gloo's even
 group; those of one name are taken to be of one. Where the counts of a step differ, its calls of
 that name count as communication.
 
-Legend: S steps, R ranks, C calls of all ranks.
+Legend: S steps, R ranks.
 """
 
 import re
@@ -24,15 +24,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
-from bascule.arrays import Floats, Ints, num_before
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import shown
 from bascule.plan.marks import LengthMark
 from bascule.workload.traces.reading import RankTrace
-from bascule.workload.traces.spans import Spans, minus, seconds_within, spans_of, union, within
+from bascule.workload.traces.spans import Spans, minus, seconds_within, union, within
 from bascule.workload.traces.writing import Kind, Segment
 
 _DUST = 1e-9
@@ -42,12 +41,18 @@ _ONE_SIDED = re.compile(r"broadcast|reduce(?!_?scatter)|scatter|gather|send|recv
 _ALL_SIDED = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.I)
 _TWO_RANKS = re.compile(r"(?:gloo:|nccl:)?(?:send|recv)", re.IGNORECASE)
 
+Call = tuple[int, float, float]
+"""The place of a rank, and when it began and ended a collective, on its clock."""
+
+Meeting = tuple[str, tuple[Call, ...]]
+"""The calls of one collective, by rank, behind its key."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSpans:
-    """A `RankTrace` on the clock of all, windows (S, 2) of the common steps.
+    """Times of a rank: its windows (S, 2) of the common steps, compute (n, 2) and calls (c, 2).
 
-    `waiting` is the union of the parts of its collectives before all of their ranks had begun them.
+    `waiting` is the union of the parts of its calls before all of their ranks had begun them.
     """
 
     windows: Spans
@@ -68,7 +73,7 @@ class StepParts:
     communication: Floats  # (S, R) seconds in collectives that no compute hides, without waiting
     waiting: Floats  # (S, R) seconds in which the rank waited for others
     hidden: Floats  # (S, R) seconds in collectives behind compute; within `compute`
-    spans: tuple[RankSpans, ...]  # (R,) where these parts are
+    spans: tuple[RankSpans, ...]  # (R,) where these parts are, on one clock
     on_device: bool  # they are those of a device
     numbered_by: str  # what shows the steps
     notes: tuple[str, ...]  # sentences on what could not be used
@@ -91,7 +96,7 @@ class StepParts:
         """(S, R) seconds that a step takes a rank by itself: without waiting for others."""
         return self.seconds - self.waiting
 
-    @cached_property
+    @property
     def step_seconds(self) -> Floats:
         """(S,) seconds of a step: the mean over its ranks, which meet in every step."""
         return self.seconds.mean(axis=1)
@@ -121,16 +126,6 @@ class StepParts:
         return int(self.ranks[self.own.sum(axis=0).argmax()])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Calls:
-    """The collectives of all ranks in common steps, each on its rank's clock."""
-
-    rank: Ints  # (C,) place of the rank
-    together: Ints  # (C,) the same number: the same collective
-    times: Spans  # (C, 2)
-    is_aligning: npt.NDArray[np.bool_]  # (C,) whether all of its ranks end at once
-
-
 def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepParts:
     """Divide the steps that all ranks have. O(events log events).
 
@@ -139,32 +134,31 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
         notes: Sentences to add to those on what could not be used.
     """
     steps = _common_steps(traces)
-    places = [np.searchsorted(trace.numbers, steps) for trace in traces]
-    calls, unmatched = _matched(traces, places)
-    offsets, last = _aligned(calls, len(traces)), np.zeros(calls.rank.size)
-    times = calls.times - offsets[calls.rank, None]
-    if calls.rank.size:
-        latest = np.full(int(calls.together.max()) + 1, -np.inf)
-        np.maximum.at(latest, calls.together, times[:, 0])
-        last = np.minimum(latest[calls.together], times[:, 1])
+    windows = [trace.windows[np.searchsorted(trace.numbers, steps)] for trace in traces]
+    meetings, unmatched = _meetings(traces, windows)
+    ahead = _clocks(meetings, len(traces))
+    waits: list[list[tuple[float, float]]] = [[] for _ in traces]
+    for _, calls in meetings:
+        last = max(begin - ahead[rank] for rank, begin, _ in calls)
+        for rank, begin, end in calls:
+            waits[rank].append((begin - ahead[rank], min(last, end - ahead[rank])))
     spans = tuple(
         RankSpans(
-            windows=trace.windows[place] - offset,
-            compute=trace.compute - offset,
-            calls=trace.calls - offset,
+            windows=windows[rank] - ahead[rank],
+            compute=trace.compute - ahead[rank],
+            calls=trace.calls - ahead[rank],
             call_keys=trace.call_keys,
-            waiting=union(spans_of(times[calls.rank == rank, 0], last[calls.rank == rank])),
+            waiting=union(np.array(waits[rank]).reshape(-1, 2)),
         )
-        for rank, (trace, place, offset) in enumerate(zip(traces, places, offsets, strict=True))
+        for rank, trace in enumerate(traces)
     )
-    seconds = np.stack([one.windows[:, 1] - one.windows[:, 0] for one in spans], axis=1)
     compute, exposed, waiting, hidden = (
         np.stack(part, axis=1) for part in zip(*map(_divided, spans), strict=True)
     )
     return StepParts(
         ranks=np.array([trace.rank for trace in traces], np.int64),
         steps=steps,
-        seconds=seconds,
+        seconds=np.stack([one.windows[:, 1] - one.windows[:, 0] for one in spans], axis=1),
         compute=compute,
         communication=np.maximum(exposed - waiting, 0.0),
         waiting=waiting,
@@ -179,35 +173,35 @@ def step_parts(traces: Sequence[RankTrace], notes: Sequence[str] = ()) -> StepPa
 
 def _divided(spans: RankSpans) -> tuple[Floats, Floats, Floats, Floats]:
     """Return (S,) seconds of compute, of collectives beside it, of waiting in these, and hidden."""
-    windows, compute = spans.windows, seconds_within(spans.compute, spans.windows)
-    either = seconds_within(union(np.concatenate([spans.compute, spans.calls])), windows)
-    waits = seconds_within(union(np.concatenate([spans.compute, spans.waiting])), windows)
+    compute, called, either, waits = (
+        seconds_within(union(np.concatenate(parts)), spans.windows)
+        for parts in (
+            [spans.compute],
+            [spans.calls],
+            [spans.compute, spans.calls],
+            [spans.compute, spans.waiting],
+        )
+    )
     exposed, waiting = np.maximum(either - compute, 0.0), np.maximum(waits - compute, 0.0)
-    hidden = seconds_within(union(spans.calls), windows) - exposed
-    hidden = np.where(hidden > _DUST * (windows[:, 1] - windows[:, 0]), hidden, 0.0)
+    hidden = called - exposed
+    hidden = np.where(hidden > _DUST * (spans.windows[:, 1] - spans.windows[:, 0]), hidden, 0.0)
     return compute, exposed, waiting, hidden
 
 
 def _common_steps(traces: Sequence[RankTrace]) -> Ints:
     first, steps = traces[0], traces[0].numbers
     for trace in traces[1:]:
-        ways, kinds = (first.numbered_by, trace.numbered_by), (first.on_device, trace.on_device)
+        ways = [f"{one.numbered_by}{_where(one)}" for one in (first, trace)]
         if ways[0] != ways[1]:
             raise ConfigError(
                 f"rank {first.rank} shows steps by {ways[0]}, rank {trace.rank} by {ways[1]}: "
-                "profile all ranks alike"
+                "profile all ranks alike, with the same activities"
             )
-        if ways[0] != "ProfilerStep" and first.numbers.size != trace.numbers.size:
+        if first.numbered_by != "ProfilerStep" and first.numbers.size != trace.numbers.size:
             raise ConfigError(
                 f"rank {first.rank} has {first.numbers.size} steps, rank {trace.rank} "
-                f"{trace.numbers.size}, and {ways[0]} does not number them: call profiler.step() "
-                "after each step"
-            )
-        if kinds[0] != kinds[1]:
-            ranks = (first.rank, trace.rank) if kinds[0] else (trace.rank, first.rank)
-            raise ConfigError(
-                f"rank {ranks[0]} has kernels of a device, rank {ranks[1]} has none: profile all "
-                "ranks with the same activities"
+                f"{trace.numbers.size}, and {first.numbered_by} does not number them: call "
+                "profiler.step() after each step"
             )
         steps = np.intersect1d(steps, trace.numbers)
     if not steps.size:
@@ -215,76 +209,53 @@ def _common_steps(traces: Sequence[RankTrace]) -> Ints:
     return steps
 
 
-def _matched(traces: Sequence[RankTrace], places: Sequence[Ints]) -> tuple[_Calls, list[str]]:
+def _where(trace: RankTrace) -> str:
+    return " with kernels of a device" if trace.on_device else ", without kernels of a device"
+
+
+def _meetings(
+    traces: Sequence[RankTrace], windows: Sequence[Spans]
+) -> tuple[list[Meeting], list[str]]:
     """Return the calls of common steps that all of their ranks made, and sentences on others."""
-    names = sorted({key for trace in traces for key in trace.call_keys})
-    number = {name: place for place, name in enumerate(names)}
-    parts: list[Ints] = []
-    times: list[Spans] = []
-    for rank, (trace, place) in enumerate(zip(traces, places, strict=True)):
-        windows = trace.windows[place]
-        step = np.searchsorted(windows[:, 0], trace.calls[:, 0], "right") - 1
-        kind = np.array([number[key] for key in trace.call_keys], np.int64)
-        inside = (step >= 0) & (trace.calls[:, 0] < windows[step, 1])
-        step, kind = step[inside], kind[inside]
-        row = np.stack([np.full_like(step, rank), step, kind, num_before(step * len(names) + kind)])
-        parts.append(row)
-        times.append(trace.calls[inside])
-    rank, step, kind, order = np.concatenate(parts, axis=1)
-    # Ranks that have a call of this name in the step must have as many of them.
-    call = step * max(len(names), 1) + kind
-    num = np.zeros((len(traces), int(call.max(initial=-1)) + 1), np.int64)
-    np.add.at(num, (rank, call), 1)
-    is_even = ((num == 0) | (num == num.max(axis=0, initial=0))).all(axis=0)[call]
-    of_two, ends_at_once = (
-        np.array([test(name) for name in names], np.bool_)[kind]
-        for test in (_is_of_two, _ends_at_once)
-    )
-    keep = is_even & ~of_two
-    uneven = np.unique(kind[~is_even & ~of_two])[:3].tolist()
-    notes = [
-        f"ranks made unlike numbers of calls of {shown(names[one].partition('|')[0])} in a step: "
-        "waiting in these counts as communication"
-        for one in uneven
+    calls: dict[tuple[int, str], dict[int, list[Call]]] = {}
+    for rank, (trace, own) in enumerate(zip(traces, windows, strict=True)):
+        steps = np.searchsorted(own[:, 0], trace.calls[:, 0], "right") - 1
+        is_inside = (steps >= 0) & (trace.calls[:, 0] < own[steps, 1])
+        rows = zip(trace.call_keys, trace.calls.tolist(), steps.tolist(), is_inside, strict=True)
+        for key, (begin, end), step, inside in rows:
+            if inside and not _TWO_RANKS.match(key):
+                calls.setdefault((step, key), {}).setdefault(rank, []).append((rank, begin, end))
+    meetings, uneven = list[Meeting](), set[str]()
+    for (_, key), of_ranks in calls.items():
+        if len({len(own) for own in of_ranks.values()}) > 1:
+            uneven.add(key)
+        else:
+            meetings += [(key, group) for group in zip(*of_ranks.values(), strict=True)]
+    return meetings, [
+        f"ranks made unlike numbers of calls of {shown(key.partition('|')[0])} in a step: waiting "
+        "in these counts as communication"
+        for key in sorted(uneven)[:3]
     ]
-    _, together = np.unique(np.stack([call[keep], order[keep]]), axis=1, return_inverse=True)
-    spans = np.concatenate(times)[keep]
-    return _Calls(rank[keep], together.reshape(-1), spans, ends_at_once[keep]), notes
 
 
-def _is_of_two(name: str) -> bool:
-    return bool(_TWO_RANKS.match(name))
-
-
-def _ends_at_once(name: str) -> bool:
-    return bool(_ALL_SIDED.search(name)) or not _ONE_SIDED.search(name)
-
-
-def _aligned(calls: _Calls, num_ranks: int) -> Floats:
+def _clocks(meetings: Sequence[Meeting], num_ranks: int) -> list[float]:
     """Return (R,) seconds that each clock is ahead of the first that it shares calls with.
 
     Ranks are aligned in rounds, by the calls that they share with aligned ones.
     """
-    offsets, is_known = np.zeros(num_ranks), np.zeros(num_ranks, np.bool_)
-    use = calls.is_aligning if calls.is_aligning.any() else np.ones_like(calls.is_aligning)
-    rank, together, ends = calls.rank[use], calls.together[use], calls.times[use, 1]
-    if not rank.size:
-        return offsets
-    num = int(together.max()) + 1
-    while not is_known.all():
-        is_known[int(np.flatnonzero(~is_known)[0])] = True  # begins a part of its own
-        while True:
-            known, new = is_known[rank], ~is_known[rank]
-            count = np.bincount(together[known], minlength=num)
-            total = np.bincount(together[known], (ends - offsets[rank])[known], minlength=num)
-            new &= count[together] > 0
-            if not new.any():
-                break
-            ahead = ends[new] - (total[together[new]] / count[together[new]])
-            for one in np.unique(rank[new]):
-                offsets[one] = np.median(ahead[rank[new] == one])
-                is_known[one] = True
-    return offsets
+    sure = [one for one in meetings if _ALL_SIDED.search(one[0]) or not _ONE_SIDED.search(one[0])]
+    ahead: dict[int, float] = {}
+    for first in range(num_ranks):
+        seen = {} if first in ahead else {first: [0.0]}  # begins a part of its own
+        while seen:
+            ahead |= {rank: float(np.median(seconds)) for rank, seconds in seen.items()}
+            seen = dict[int, list[float]]()
+            for _, calls in sure or meetings:
+                ends = [end - ahead[rank] for rank, _, end in calls if rank in ahead]
+                for rank, _, end in calls if ends else ():
+                    if rank not in ahead:
+                        seen.setdefault(rank, []).append(end - sum(ends) / len(ends))
+    return [ahead[rank] for rank in range(num_ranks)]
 
 
 def segments_of(

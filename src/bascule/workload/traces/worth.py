@@ -14,10 +14,10 @@ from bascule.arrays import Floats
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.plan.checks import MAX_RANKS, shown, whole
-from bascule.plan.costs import PolynomialCost, evaluate
+from bascule.plan.costs import PolynomialCost
 from bascule.plan.files import read_json_lines
 from bascule.plan.fits import TYPICAL_CROSSOVER_TOKENS, fit_iterations
-from bascule.plan.marks import Origin, What
+from bascule.plan.marks import What
 from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.sequences import check_lengths
 from bascule.plan.topology import Topology
@@ -107,22 +107,12 @@ def lengths_of(traces: Sequence[RankTrace]) -> RunLengths:
     a user's.
     """
     origins = {mark.origin for trace in traces for _, mark in trace.marks}
-    for origin in cast(tuple[Origin, ...], ("step", "batch", "")):
-        if origin in origins:
-            computed, loaded = (_by_step(traces, origin, what) for what in ("lens", "loaded"))
-            return RunLengths(computed, computed | loaded)
-    return RunLengths({}, {})
-
-
-def _by_step(
-    traces: Sequence[RankTrace], origin: Origin, what: What
-) -> dict[tuple[int, int], list[int]]:
-    lens: dict[tuple[int, int], list[int]] = {}
+    origin = next((one for one in ("step", "batch", "") if one in origins), "")
+    lens: dict[What, dict[tuple[int, int], list[int]]] = {"lens": {}, "loaded": {}}
     for trace in traces:
-        marks = [one for one in trace.marks if (one[1].origin, one[1].what) == (origin, what)]
-        place = np.searchsorted(trace.host[:, 0], [time for time, _ in marks], "right") - 1
-        for (time, mark), step in zip(marks, place.tolist(), strict=True):
-            if step < 0 or time >= trace.host[step, 1]:
+        for time, mark in trace.marks:
+            step = int(np.searchsorted(trace.host[:, 0], time, "right")) - 1
+            if mark.origin != origin or step < 0 or time >= trace.host[step, 1]:
                 continue
             if mark.shared_by > 1:
                 raise ConfigError(
@@ -130,8 +120,9 @@ def _by_step(
                     "a cost model is fitted to ranks that compute alone: trace a run with bags of "
                     "one rank"
                 )
-            lens.setdefault((int(trace.numbers[step]), trace.rank), []).extend(mark.lens)
-    return lens
+            key = int(trace.numbers[step]), trace.rank
+            lens[mark.what].setdefault(key, []).extend(mark.lens)
+    return RunLengths(lens["lens"], lens["lens"] | lens["loaded"])
 
 
 def read_lens(path: str | Path) -> RunLengths:
@@ -141,18 +132,18 @@ def read_lens(path: str | Path) -> RunLengths:
     """
     lens: dict[tuple[int, int], list[int]] = {}
     for where, row in read_json_lines(path):
-        if not isinstance(row, dict) or not {"step", "rank", "lens"} <= row.keys():
-            raise ConfigError(
-                f'{where} is {shown(row)}: give {{"step": 0, "rank": 0, "lens": [..]}}'
-            )
-        row = cast(dict[str, object], row)
-        step = whole(f"{where}: step", row["step"])
-        rank = whole(f"{where}: rank", row["rank"], 0, MAX_RANKS - 1)
+        match row:
+            case {"step": step, "rank": rank, "lens": tokens}:
+                key = whole(f"{where}: step", step), whole(f"{where}: rank", rank, 0, MAX_RANKS - 1)
+            case _:
+                raise ConfigError(
+                    f'{where} is {shown(row)}: give {{"step": 0, "rank": 0, "lens": [..]}}'
+                )
         try:
-            _, tokens = check_lengths([cast(list[int], row["lens"])], 1)
+            _, tokens = check_lengths([cast(list[int], tokens)], 1)
         except ConfigError as error:
             raise ConfigError(f"{where}: {str(error).removeprefix('rank 0, ')}") from None
-        lens.setdefault((step, rank), []).extend(tokens.tolist())
+        lens.setdefault(key, []).extend(tokens.tolist())
     return RunLengths(lens, lens)
 
 
@@ -176,31 +167,31 @@ def balancing_worth(parts: StepParts, lens: RunLengths, topology: str | None = N
         for known in (lens.computed, lens.loaded)
     )
     cost = fit_iterations(computed, parts.own[places], max_loo_error=MAX_ERROR)
+    assert cost.fit is not None
     bags = Topology.parse(topology or f"g1n{len(ranks)}", world_size=len(ranks))
     plans = [plan_batch(each, bags, cost) for each in loaded]
-    as_run = np.array([[evaluate(cost, one).sum() for one in each] for each in computed])
-    as_loaded = np.array([plan.unbalanced_loads(cost) for plan in plans])
-    balanced = np.array([plan.loads for plan in plans])
-    tokens = sum(int(plan.seq_lens.sum()) for plan in plans)
-    mean = [
-        float(loads.max(axis=1).mean()) + cost.overhead for loads in (as_run, as_loaded, balanced)
-    ]
-    if not mean[2] > 0:
+    work = np.array([_work(computed), _work(loaded), [_planned_work(plan) for plan in plans]])
+    coefficients = np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])
+    as_run_s, as_loaded_s, balanced_s = _step_seconds(coefficients, work).tolist()
+    if not balanced_s > 0:
         raise ConfigError("the cost model gives every step 0 s: measure steps that compute")
+    imbalances = [
+        float(np.mean([metrics.imbalance(step) for step in each]))
+        for each in work[[0, 2]] @ coefficients[:3]
+    ]
+    tokens = sum(int(plan.seq_lens.sum()) for plan in plans)
     worth = Worth(
         cost=cost,
         topology=str(bags),
         num_steps=len(places),
         measured_s=float(parts.step_seconds[places].mean()),
-        model_s=mean[0],
-        as_loaded_s=mean[1],
-        balanced_s=mean[2],
-        imbalance=float(np.mean([metrics.imbalance(loads) for loads in as_run])),
-        balanced_imbalance=float(np.mean([metrics.imbalance(loads) for loads in balanced])),
+        model_s=as_run_s,
+        as_loaded_s=as_loaded_s,
+        balanced_s=balanced_s,
+        imbalance=imbalances[0],
+        balanced_imbalance=imbalances[1],
         moved_share=sum(plan.moved_tokens for plan in plans) / tokens if tokens else 0.0,
-        speedup_range=_speedup_range(
-            cost, _work(computed), np.stack([_planned_work(plan) for plan in plans])
-        ),
+        speedup_range=_speedup_range(coefficients, np.array(cost.fit.covariance), work),
     )
     if abs(worth.model_error) > MAX_MODEL_ERROR:
         raise ConfigError(
@@ -215,63 +206,60 @@ def _known_places(parts: StepParts, computed: Lengths) -> list[int]:
     """Return the places of the steps of which the lengths of all ranks are known."""
     ranks, steps = parts.ranks.tolist(), parts.steps.tolist()
     places = [p for p, step in enumerate(steps) if all((step, rank) in computed for rank in ranks)]
-    if not places and computed:
-        rows = sorted(computed)
-        raise ConfigError(
-            "lengths of all ranks are known of none of the steps in the traces: those are "
-            f"{steps[0]} to {steps[-1]} of ranks {ranks[0]} to {ranks[-1]}, and lengths are given "
-            f"of steps {rows[0][0]} to {rows[-1][0]}"
-        )
     if not places:
-        raise ConfigError(
-            "of no step are the lengths of all ranks known: give --lens, or name a range in each "
-            'step, as in record_function("bascule::lens [512,64]")'
+        advice = (
+            "give --lens, or name a range in each step, as in "
+            'record_function("bascule::lens [512,64]")'
         )
+        if computed:
+            advice = (
+                f"the traces have steps {steps[0]} to {steps[-1]} of ranks {ranks[0]} to "
+                f"{ranks[-1]}, and lengths are given of steps {min(computed)[0]} to "
+                f"{max(computed)[0]}"
+            )
+        raise ConfigError(f"of no step are the lengths of all ranks known: {advice}")
     return places
 
 
 def _work(seq_lens: Sequence[Sequence[Sequence[int]]]) -> Floats:
     """Return (S, R, 3) sums of L^2 and of L, and number of the sequences of each rank."""
     return np.array(
-        [[_sums(np.asarray(lens, np.float64)).sum(axis=0) for lens in step] for step in seq_lens]
+        [[_terms(np.asarray(lens, np.float64)).sum(axis=0) for lens in step] for step in seq_lens]
     )
 
 
-def _sums(lens: Floats) -> Floats:
-    """Return (n, 3): what the coefficients of a cost multiply, of each sequence."""
+def _terms(lens: Floats) -> Floats:
+    """Return (n, 3) what the coefficients of a cost multiply, of each sequence."""
     return np.stack([lens**2, lens, np.ones_like(lens)], axis=1)
 
 
 def _planned_work(plan: Plan) -> Floats:
     """Return (R, 3), the same as planned: ranks of a bag have equal parts of its sequences."""
     topology = plan.topology
-    each = _sums(plan.seq_lens.astype(np.float64))
+    each = _terms(plan.seq_lens.astype(np.float64))
     sums = [np.bincount(plan.bag_of, column, topology.num_bags) for column in each.T]
     return (np.stack(sums, axis=1) / topology.bag_sizes[:, None])[topology.bag_of_rank]
 
 
-def _speedup_range(cost: PolynomialCost, run: Floats, planned: Floats) -> tuple[float, float]:
-    """Return the interval of a plan's speed-up, from work (S, R, 3) as run and as planned.
+def _step_seconds(coefficients: Floats, work: Floats) -> Floats:
+    """Return mean seconds of a step by its slowest rank, from work (.., S, R, 3)."""
+    return (work @ coefficients[:3]).max(axis=-1).mean(axis=-1) + coefficients[3]
+
+
+def _speedup_range(mean: Floats, covariance: Floats, work: Floats) -> tuple[float, float]:
+    """Return the interval of a plan's speed-up; work (3, S, R, 3) is as run, loaded and planned.
 
     Coefficients are drawn from the normal distribution of the fit and cut off at 0; the plan stays
     as it is, since it was made for the fitted ones.
     """
-    assert cost.fit is not None
-    mean = np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])
-    covariance = np.array(cost.fit.covariance)
     # Seconds a square token are 1e-9, seconds a step 0.1: only correlations can be decomposed.
     errors = np.sqrt(covariance.diagonal())
     unit = np.where(errors > 0, errors, 1.0)
-    correlation = covariance / np.outer(unit, unit)
-    chance = np.random.default_rng(0)
-    none = np.zeros(mean.size)
-    drawn = chance.multivariate_normal(
-        none, correlation, _DRAWS, check_valid="ignore", method="eigh"
+    drawn = np.random.default_rng(0).multivariate_normal(
+        np.zeros(4), covariance / np.outer(unit, unit), _DRAWS, check_valid="ignore", method="eigh"
     )
     drawn = np.maximum(mean + unit * drawn, 0.0)
-    seconds = np.array(
-        [[(work @ one[:3]).max(axis=1).mean() + one[3] for work in (run, planned)] for one in drawn]
-    )
-    ratios = seconds[:, 0] / np.maximum(seconds[:, 1], np.finfo(float).tiny)
+    as_run, _, planned = np.transpose([_step_seconds(one, work) for one in drawn])
+    ratios = as_run / np.maximum(planned, np.finfo(float).tiny)
     low, high = np.quantile(ratios, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
     return low, high
