@@ -168,8 +168,8 @@ def test_dtypes_under_autocast(ring: int, ulysses: int) -> None:
         assert all(found["dtypes"]) and found["cast within"] == [False] * 5
         assert found["errors"].pop("float64") < 1e-12
         assert all(0 < error < 1e-2 for error in found["errors"].values()), found
-        assert "q is torch.float32, k torch.float32 and v torch.bfloat16" in found["mixed"]
-        assert "q is torch.float64, k torch.bfloat16 and v" in found["mixed under autocast"]
+        assert "q is torch.float32, k torch.float32, v torch.bfloat16" in found["mixed"]
+        assert "q is torch.float64, k torch.bfloat16, v" in found["mixed under autocast"]
 
 
 def refused(act: Callable[[], object]) -> str:

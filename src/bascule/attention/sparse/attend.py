@@ -40,12 +40,14 @@ RowsSeen = Callable[[PackedRows], Bools]
 """From X rows to (X, C), or (B, X, C) where batch items differ: which key blocks each sees."""
 
 EXCHANGE_SPAN, MASKS_SPAN = "bascule: rows exchanged", "bascule: masks to rows"
-"""How profiles call the two exchanges, and the making of masks and their index tables."""
+"""Names in profiles: of the two exchanges, and of the making of masks and their index tables."""
+
+_A_PLAN = "a SparsePlan, as SparsePlanner.plan makes them"
 
 
 @dataclass(frozen=True, slots=True)
 class PooledRule:
-    """Which blocks are seen, from the products of their mean queries and keys.
+    """Blocks are chosen from the products of their mean queries and keys.
 
     They are taken where they are computed: of keys only the means of a ring's own heads travel.
 
@@ -125,24 +127,32 @@ def attend_sparse(
     """`sparse_attention`, and (B or 1, X, C) what the rows of this rank saw."""
     check_settings("sparse_attention", False, scale)
     check_tensors("sparse_attention", q, k, v)
-    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    of_type("plan", plan, SparsePlan, _A_PLAN)
+    refuse_transforms("sparse_attention", q, k, v)
     if isinstance(seen, WholeMasks):
-        wanted = (len(plan.ring_of), plan.q.lens.size, plan.kv.lens.size)
+        wanted = (*plan.ring_of.shape, plan.kv.lens.size)
         if seen.array.shape != wanted:
             raise ConfigError(
                 f"sparse_attention: masks of shape {seen.array.shape} for a plan of {wanted} "
                 "(heads, query blocks, key blocks): give those that the plan was made for"
             )
-    if not isinstance(seen, PooledRule) and not callable(seen):
+    elif not isinstance(seen, PooledRule) and not callable(seen):
         raise ConfigError(
             f"sparse_attention: seen is a {type(seen).__name__}: give rows_of(masks), or a rule"
         )
     ranks = as_attention_mesh(mesh)
-    form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}"
-    refuse_transforms("sparse_attention", q, k, v)
-    digest = str(seen.digest) if isinstance(seen, WholeMasks) else type(seen).__name__
-    form = f"{form}, scale={scale}, kernel={kernel}"
-    _agree_on(ranks, plan, tuple(q.shape), tuple(k.shape), tuple(v.shape), form, digest)
+    form = f"{q.dtype}, head_dim {q.shape[-1]}, batch {q.shape[0]}, scale={scale}, kernel={kernel}"
+    masks_are = seen.digest if isinstance(seen, WholeMasks) else type(seen).__name__
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+
+    def say() -> tuple[str, ConfigError | None]:
+        heads, blocks = plan.ring_of.shape
+        of_plan = f"{heads} heads x {blocks} blocks of {int(plan.q.lens.sum())} tokens"
+        said = f"{of_plan}, {form}, digest {plan.digest}, masks {masks_are}"
+        return said, _misfit(ranks, plan, shapes)
+
+    key = None if ranks.whole is None else (ranks.whole.ranks, plan.digest, *shapes, form)
+    first_use(ranks.whole, key, say, what="sparse attention")
     tables = tables_of(plan, ranks, q.shape[0], q.device)
     q, factor = with_positive_scale(q, scale)
     with record_function(EXCHANGE_SPAN):
@@ -154,11 +164,65 @@ def attend_sparse(
             masks = seen(tables.rows)
         masks = _checked(tables, masks)
         call = tables.call(q, masks, factor, kernel)
-    q_X1D, k_X1D, v_X1D = (x[0, 0][:, None] for x in (here_q, here_k, here_v))
+    q_X1D, k_X1D, v_X1D = (x[:, None] for x in (here_q, here_k, here_v))
     out = usp.attend(q_X1D, k_X1D, v_X1D, call)
     with record_function(EXCHANGE_SPAN):
         rows = tables.take_home(out[:, 0])
-    return rows.view(q.shape[0], q.shape[1], -1, q.shape[3]), masks
+    return rows.view(*q.shape[:2], -1, q.shape[3]), masks
+
+
+def _misfit(
+    ranks: AttentionMesh, plan: SparsePlan, shapes: list[tuple[int, ...]]
+) -> ConfigError | None:
+    """Return why tensors of these shapes cannot be attended by a plan here."""
+    ring, ulysses = ranks.degrees
+    if (plan.ring_degree, plan.ulysses_degree) != (ring, ulysses):
+        return ConfigError(
+            f"sparse_attention: a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks "
+            f"(Ulysses x ring) on a mesh of {ulysses} x {ring}"
+        )
+    q, k, v = shapes
+    num_q, num_kv = (int(x.lens[x.home == rank_of(ranks)].sum()) for x in (plan.q, plan.kv))
+    want_q = (q[0], len(plan.ring_of), num_q, q[-1])
+    want_kv = (q[0], plan.num_kv_heads, num_kv, q[-1])
+    if shapes != [want_q, want_kv, want_kv]:
+        return ConfigError(
+            f"sparse_attention: q {q}, k {k}, v {v}: the plan has {want_q} and {want_kv} here"
+        )
+    return None
+
+
+def _checked(tables: SparseTables, masks: Bools) -> Bools:
+    """(B or 1, X, C) of what a function of the caller gave."""
+    wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
+    whole = (tables.batch, *wanted)
+    dtype, shape = getattr(masks, "dtype", type(masks).__name__), getattr(masks, "shape", "")
+    if dtype != np.bool_ or shape not in (wanted, (1, *wanted), whole):
+        raise ConfigError(
+            f"rows of a mask {shape} of {dtype}: give a bool array {wanted}, for the rows asked "
+            f"for, or {whole} where batch items differ"
+        )
+    return masks if masks.ndim == 3 else masks[None]
+
+
+def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
+    """(B, X, C) what a rule keeps of the rows of this rank."""
+    plan, rows, batch = tables.plan, tables.rows, tables.batch
+    means_q, means_k = (
+        pooled(x[None, None], np.tile(lens, batch))[0, 0].unflatten(0, (batch, lens.size))
+        for x, lens in ((q, rows.lens), (k, plan.kv_rows(tables.rank).lens))
+    )
+    every = _gathered(tables.ranks.ring, means_k.transpose(0, 1).contiguous(), "mean keys")
+    keys = means_k.new_zeros(batch, plan.num_kv_heads, plan.kv.lens.size, q.shape[-1])
+    for there, means in zip(tables.kv_rows, every, strict=True):
+        keys[:, there.heads, there.blocks] = means[: there.heads.size].transpose(0, 1)
+    heads, head_of, counts = np.unique(rows.heads, return_inverse=True, return_counts=True)
+    place = np.arange(rows.heads.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    padded = means_q.new_zeros(batch, heads.size, counts.max(initial=0), q.shape[-1])
+    padded[:, head_of, place] = means_q
+    group = len(plan.ring_of) // plan.num_kv_heads
+    scores = (padded @ keys[:, heads // group].mT)[:, head_of, place] * scale
+    return rule.keep(scores, rows).cpu().numpy()
 
 
 def gather_counts(
@@ -175,15 +239,14 @@ def gather_counts(
         masks: What `attend_sparse` gives; of the first batch item where they differ.
         by_rank: Whether to give (H, Q, U R), by rank, as `LayerPlans.after` takes them.
     """
-    of_type("plan", plan, SparsePlan, "a SparsePlan, as SparsePlanner.plan makes them")
+    of_type("plan", plan, SparsePlan, _A_PLAN)
     of_type("masks", masks, np.ndarray, "what attend_sparse gives")
-    ranks = as_attention_mesh(mesh)
     degree = plan.num_ranks if by_rank else plan.ring_degree
     home = plan.kv.home // (plan.num_ranks // degree)
     own = block_counts(masks[:1], kv_lens=plan.kv.lens, kv_of=home, ring_degree=degree)
-    every = _gathered(ranks.whole, torch.from_numpy(own[0].astype(np.int64)), "counts of blocks")
+    own = torch.from_numpy(own[0].astype(np.int64))
     counts = np.zeros((*plan.ring_of.shape, degree), dtype=np.int64)
-    for rank, found in enumerate(every):
+    for rank, found in enumerate(_gathered(as_attention_mesh(mesh).whole, own, "counts of blocks")):
         rows = plan.q_rows(rank)
         counts[rows.heads, rows.blocks] = found.cpu().numpy()[: rows.heads.size]
     return counts
@@ -199,86 +262,3 @@ def _gathered(group: RankGroup | None, own: Tensor, what: str) -> list[Tensor]:
     padded = own.new_zeros(longest, *own.shape[1:], device=device)
     padded[: own.shape[0]] = own
     return list(all_gather(group, f"all_gather ({what})", padded))
-
-
-def _kept(rule: PooledRule, tables: SparseTables, q: Tensor, k: Tensor, scale: float) -> Bools:
-    """(B, X, C) what a rule keeps of the rows of this rank."""
-    plan, rows, batch = tables.plan, tables.rows, tables.batch
-    means_q, means_k = (
-        pooled(x, np.tile(lens, batch))[0, 0].unflatten(0, (batch, lens.size))
-        for x, lens in ((q, rows.lens), (k, plan.kv_rows(tables.rank).lens))
-    )
-    every = _gathered(tables.ranks.ring, means_k.transpose(0, 1).contiguous(), "mean keys")
-    keys = means_k.new_zeros(batch, plan.num_kv_heads, plan.kv.lens.size, q.shape[-1])
-    for ring, found in enumerate(every):
-        there = tables.kv_rows[ring]
-        keys[:, there.heads, there.blocks] = found[: there.heads.size].transpose(0, 1)
-    heads, head_of, counts = np.unique(rows.heads, return_inverse=True, return_counts=True)
-    place = np.arange(rows.heads.size) - np.repeat(np.cumsum(counts) - counts, counts)
-    padded = means_q.new_zeros(batch, heads.size, counts.max(initial=0), q.shape[-1])
-    padded[:, head_of, place] = means_q
-    group = len(plan.ring_of) // plan.num_kv_heads
-    scores = (padded @ keys[:, heads // group].mT)[:, head_of, place] * scale
-    return rule.keep(scores, rows).cpu().numpy()
-
-
-def _checked(tables: SparseTables, masks: Bools) -> Bools:
-    """(B or 1, X, C)."""
-    wanted = (tables.rows.heads.size, tables.plan.kv.lens.size)
-    shapes = (wanted, (1, *wanted), (tables.batch, *wanted))
-    if not isinstance(masks, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(
-            f"rows of a mask are a {type(masks).__name__}: give a bool array {wanted}"
-        )
-    if masks.dtype != np.bool_ or masks.shape not in shapes:
-        raise ConfigError(
-            f"rows of a mask {masks.shape} of {masks.dtype}: give bool {wanted}, for the rows "
-            f"asked for, or {shapes[2]} where batch items differ"
-        )
-    return masks if masks.ndim == 3 else masks[None]
-
-
-def _agree_on(
-    ranks: AttentionMesh,
-    plan: SparsePlan,
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    v: tuple[int, ...],
-    form: str,
-    masks: str,
-) -> None:
-    """Before the first exchange with a plan, make sure that all ranks have it, and its tokens."""
-    group = ranks.whole
-    key = None if group is None else (group.ranks, plan.digest, q, k, v, form)
-
-    def say() -> tuple[str, ConfigError | None]:
-        heads, blocks = plan.ring_of.shape
-        tokens = int(plan.q.lens.sum())
-        said = f"{heads} heads x {blocks} blocks of {tokens} tokens, {form}, digest {plan.digest}"
-        return f"{said}, masks {masks}", _misfit(ranks, plan, q, k, v)
-
-    first_use(group, key, say, what="sparse attention")
-
-
-def _misfit(
-    ranks: AttentionMesh,
-    plan: SparsePlan,
-    q: tuple[int, ...],
-    k: tuple[int, ...],
-    v: tuple[int, ...],
-) -> ConfigError | None:
-    ring, ulysses = ranks.degrees
-    if (plan.ring_degree, plan.ulysses_degree) != (ring, ulysses):
-        return ConfigError(
-            f"sparse_attention: a plan for {plan.ulysses_degree} x {plan.ring_degree} ranks "
-            f"(Ulysses x ring) on a mesh of {ulysses} x {ring}"
-        )
-    tokens = [int(layout.lens[layout.home == rank_of(ranks)].sum()) for layout in (plan.q, plan.kv)]
-    heads = len(plan.ring_of), plan.num_kv_heads
-    batch, width = q[0], q[-1]
-    wanted = [(batch, h, t, width) for h, t in zip(heads, tokens, strict=True)]
-    if [q, k, v] != [wanted[0], wanted[1], wanted[1]]:
-        return ConfigError(
-            f"sparse_attention: q {q}, k {k}, v {v}: the plan has {wanted[0]} and {wanted[1]} here"
-        )
-    return None

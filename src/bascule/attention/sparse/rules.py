@@ -17,6 +17,7 @@ from torch import Tensor
 
 from bascule.arrays import Ints
 from bascule.errors import ConfigError
+from bascule.plan.checks import number, whole
 
 
 def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:
@@ -67,11 +68,10 @@ def keep_top_k(scores: Tensor, num_keep: int, always: Tensor | None = None) -> T
     Raises:
         ConfigError: `num_keep` is negative.
     """
-    if num_keep < 0:
-        raise ConfigError(f"keep_top_k: num_keep is {num_keep}, and must be at least 0")
+    num_keep = whole("keep_top_k: num_keep", num_keep)
     best = _forced(scores, always).topk(min(num_keep, scores.shape[-1]), dim=-1, sorted=False)
     masks = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best.indices, True)
-    return masks if always is None else masks | always
+    return _with(masks, always)
 
 
 def keep_mass(
@@ -90,8 +90,7 @@ def keep_mass(
     Raises:
         ConfigError: `mass` is out of range, or there are other lengths than key blocks.
     """
-    if not 0.0 <= mass <= 1.0:
-        raise ConfigError(f"keep_mass: mass is {mass}, and must be between 0 and 1")
+    mass = number("keep_mass: mass", mass, 0.0, 1.0)
     tokens = torch.from_numpy(np.asarray(kv_lens, dtype=np.float64)).to(scores)
     if tokens.shape != scores.shape[-1:]:
         raise ConfigError(
@@ -103,7 +102,7 @@ def keep_mass(
     before = highest.cumsum(dim=-1) - highest
     # Not `before < mass`: a row of NaN keeps all, so that attention shows it.
     masks = _keep_first(shares, ~(before >= mass))
-    return masks if always is None else masks | always
+    return _with(masks, always)
 
 
 def keep_density(scores: Tensor, density: float | Tensor, always: Tensor | None = None) -> Tensor:
@@ -125,7 +124,7 @@ def keep_density(scores: Tensor, density: float | Tensor, always: Tensor | None 
     place = torch.arange(num_blocks, device=scores.device)
     kept = _keep_first(_forced(scores, always).flatten(-2), place < counts[..., None])
     masks = kept.unflatten(-1, scores.shape[-2:])
-    return masks if always is None else masks | always
+    return _with(masks, always)
 
 
 def spatial_mask(
@@ -143,8 +142,7 @@ def spatial_mask(
         ConfigError: The blocks do not add up to the grid, or straddle text and video; or the
             distance is negative.
     """
-    if frames < 0:
-        raise ConfigError(f"spatial_mask: frames is {frames}, and must be at least 0")
+    frames = whole("spatial_mask: frames", frames)
     first_N, last_N = _video_spans(grid, lens, num_text)
     size = grid[1] * grid[2]
     first_N, last_N = first_N // size, last_N // size
@@ -167,8 +165,7 @@ def temporal_mask(
         ConfigError: The blocks do not add up to the grid, or straddle text and video; or the
             radius is negative.
     """
-    if radius < 0:
-        raise ConfigError(f"temporal_mask: radius is {radius}, and must be at least 0")
+    radius = whole("temporal_mask: radius", radius)
     first_N, last_N = _video_spans(grid, lens, num_text)
     size = grid[1] * grid[2]
     # Queries and keys of two blocks are least to most tokens apart, and all distances between them
@@ -176,6 +173,10 @@ def temporal_mask(
     least = first_N[:, None] - last_N - radius
     most = last_N[:, None] - first_N + radius
     return _with_text(most // size >= -(-least // size), num_text)
+
+
+def _with(masks: Tensor, always: Tensor | None) -> Tensor:
+    return masks if always is None else masks | always
 
 
 def _forced(scores: Tensor, always: Tensor | None) -> Tensor:

@@ -3,7 +3,6 @@
 Shapes: as in `sparse`.
 """
 
-import itertools
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +20,8 @@ from bascule.comm.exchange import BoundRoute, exchange, spread
 from bascule.comm.mesh import AttentionMesh
 from bascule.plan.routes import Route
 from bascule.plan.sparse import PackedRows, SparsePlan
+
+_ALL = slice(None)
 
 
 def rank_of(ranks: AttentionMesh) -> int:
@@ -43,57 +44,6 @@ class SparseTables:
         return rank_of(self.ranks)
 
     @cached_property
-    def _arriving(self) -> list[int]:
-        """Rows of q, k and v that come here."""
-        num_q, num_kv = (
-            int(rows.lens.sum()) * self.batch for rows in (self.rows, self.plan.kv_rows(self.rank))
-        )
-        return [num_q, num_kv, num_kv]
-
-    @cached_property
-    def _bound(self) -> tuple[BoundRoute, BoundRoute]:
-        assert self.ranks.whole is not None
-        names = ("rows of heads", "rows of heads, home")
-        into, back = (
-            BoundRoute(route, self.ranks.whole, self.device, 0, name)
-            for route, name in zip(self._routes, names, strict=True)
-        )
-        return into, back
-
-    @property
-    def _routes(self) -> tuple[Route, Route]:
-        route, batch = self.plan.route(self.rank, batch=self.batch), self.batch
-        return route, self.plan.output_route(self.rank, batch=batch)
-
-    @cached_property
-    def _local(self) -> list[Tensor | None]:
-        """Where each row of q, k, v and the output is taken from, if none leaves its rank.
-
-        None: all stay where they are.
-        """
-        into, back = map(_composed, self._routes)
-        firsts = np.cumsum([0, *self._arriving])
-        parts = [into[a:b] - a for a, b in itertools.pairwise(firsts.tolist())]
-        return [
-            None if np.array_equal(part, np.arange(part.size)) else table_on(part, self.device)
-            for part in (*parts, back)
-        ]
-
-    def bring(self, parts: list[Tensor]) -> tuple[Tensor, ...]:
-        """Rows of q, k and v from home to where they are used, (1, 1, rows, D) each."""
-        if self.plan.is_local:
-            found = tuple(map(_taken, parts, self._local))
-        else:
-            found = spread(self._bound[0], parts).split(self._arriving)
-        return tuple(rows[None, None] for rows in found)
-
-    def take_home(self, rows: Tensor) -> Tensor:
-        """Home from where they were computed."""
-        if self.plan.is_local:
-            return _taken(rows, self._local[3])
-        return exchange(self._bound[1], [rows])[0]
-
-    @cached_property
     def rows(self) -> PackedRows:
         """(head, query block) rows that this rank computes."""
         return self.plan.q_rows(self.rank)
@@ -102,35 +52,72 @@ class SparseTables:
     def kv_rows(self) -> list[PackedRows]:
         """By ring rank, the keys that start their way there."""
         degree = self.plan.ulysses_degree
+        owners = range(self.rank % degree, self.plan.num_ranks, degree)
+        return [self.plan.kv_rows(owner) for owner in owners]
+
+    @cached_property
+    def _arriving(self) -> list[int]:
+        """Rows of q, k and v that come here."""
+        of_rank = self.rows, self.plan.kv_rows(self.rank)
+        num_q, num_kv = (int(rows.lens.sum()) * self.batch for rows in of_rank)
+        return [num_q, num_kv, num_kv]
+
+    @cached_property
+    def _routes(self) -> tuple[Route, Route]:
+        """To where rows are used, and home."""
+        plan, batch = self.plan, self.batch
+        return plan.route(self.rank, batch=batch), plan.output_route(self.rank, batch=batch)
+
+    @cached_property
+    def _bound(self) -> tuple[BoundRoute, BoundRoute]:
+        assert self.ranks.whole is not None
+        (into, home), args = self._routes, (self.ranks.whole, self.device, 0)
+        return BoundRoute(into, *args, "rows of heads"), BoundRoute(home, *args, "rows, home")
+
+    @cached_property
+    def _local(self) -> list[Tensor | None]:
+        """Where each row of q, k, v and the output is taken from, if none leaves its rank.
+
+        None: all stay where they are.
+        """
+        into, back = map(_composed, self._routes)
+        parts = np.split(into, np.cumsum(self._arriving)[:2])
+        firsts = np.cumsum([0, *self._arriving[:2]])
+        places = [*(part - first for part, first in zip(parts, firsts, strict=True)), back]
         return [
-            self.plan.kv_rows(owner)
-            for owner in range(self.rank % degree, self.plan.num_ranks, degree)
+            None if np.array_equal(x, np.arange(x.size)) else table_on(x, self.device)
+            for x in places
         ]
+
+    def bring(self, parts: list[Tensor]) -> tuple[Tensor, ...]:
+        """Bring rows (n, D) of q, k and v from home to where they are used."""
+        if self.plan.is_local:
+            return tuple(map(_taken, parts, self._local))
+        return spread(self._bound[0], parts).split(self._arriving)
+
+    def take_home(self, rows: Tensor) -> Tensor:
+        """Bring rows of the output home from where they were computed."""
+        if self.plan.is_local:
+            return _taken(rows, self._local[3])
+        return exchange(self._bound[1], [rows])[0]
 
     def call(self, q: Tensor, masks: Bools, scale: float, kernel: str | None) -> AttentionCall:
         """Return the attention of the rows of this rank to the blocks that they see."""
-        plan, everything = self.plan, slice(None)
-        tiles = [
-            [Tile(everything, everything, AttentionMask(blocks=self._blocks(there, masks)))]
-            for there in self.kv_rows
-        ]
+        seen = [AttentionMask(blocks=self._blocks(there, masks)) for there in self.kv_rows]
+        tiles = [[Tile(_ALL, _ALL, mask)] for mask in seen]
+        block = int(max(self.plan.q.lens.max(initial=1), self.plan.kv.lens.max(initial=1)))
+        form = {"dtype": q.dtype, "head_dim": q.shape[-1], "block": block}
         return AttentionCall(
-            ring=self.ranks.ring,
-            kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
-            tiles=lambda _: tiles,
-            kernel=select_kernel(
-                kernel,
-                q.device.type,
-                dtype=q.dtype,
-                head_dim=q.shape[-1],
-                block=int(max(plan.q.lens.max(initial=1), plan.kv.lens.max(initial=1))),
-            ),
+            kernel=select_kernel(kernel, q.device.type, **form),
             scale=scale,
+            tiles=lambda _: tiles,
+            kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
+            ring=self.ranks.ring,
             where="sparse attention",
         )
 
     def _blocks(self, keys: PackedRows, masks: Bools) -> BlockRows:
-        """What the queries of this rank see of keys that lie on one ring rank."""
+        """Return what the queries of this rank see of keys that lie on one ring rank."""
         plan, rows = self.plan, self.rows
         group = len(plan.ring_of) // plan.num_kv_heads
         place = np.full((plan.num_kv_heads, plan.kv.lens.size), -1)

@@ -5,15 +5,20 @@ Legend: U Ulysses degree, R ring degree; O calls.
 
 import time
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from bascule.arrays import Bools
 from bascule.attention.sparse.attend import rows_of, sparse_attention
+from bascule.attention.sparse.tables import rank_of
 from bascule.comm.collectives import all_gather, broadcast
+from bascule.comm.groups import RankGroup
 from bascule.comm.mesh import AttentionMesh, as_attention_mesh, meshes_over
 from bascule.errors import ConfigError
+from bascule.plan.checks import fields, whole
 from bascule.plan.fits import fit_attention_latency
 from bascule.plan.machine import AttentionLatency, AttentionLoad
 from bascule.plan.sparse import BlockLayout, SparsePlan, block_lens, in_order, plan_under
@@ -46,9 +51,8 @@ class CallShape:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_tokens", "num_heads", "head_dim", "block", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"CallShape({name}={getattr(self, name)}): at least 1")
+        sizes = "num_tokens", "num_heads", "head_dim", "block", "batch"
+        fields(self, **dict.fromkeys(sizes, (whole, 1)))
 
 
 def measure_attention_latency(
@@ -105,36 +109,36 @@ def time_sparse_attention(
     two lengths, and of no work, little and much, shared evenly. Collectives: those of
     `sparse_attention`, an all-gather before each call, and one at the end.
     """
-    assert mesh.whole is not None
+    group = mesh.whole
+    assert group is not None
     alone = AttentionMesh(None, None, None)
     over = meshes_over(mesh).items()
     meshes = [alone, *(one for (ulysses, _), one in over if ulysses <= shape.num_heads)]
     # A rank alone gets as many tokens as it would have on a mesh: caches and pages cost alike.
-    shares = [mesh.whole.size if one is alone else 1 for one in meshes]
+    shares = [group.size if one is alone else 1 for one in meshes]
     calls = [
         _call(one, replace(shape, num_tokens=max(shape.num_tokens // part // share, 1)), density)
         for one, share in zip(meshes, shares, strict=True)
         for part in _PARTS
         for density in _DENSITIES
     ]
-    times = torch.zeros(rounds, len(calls), dtype=torch.float64)
     generator = torch.Generator(device).manual_seed(0)
     with torch.inference_mode():
-        for turn in range(-1, rounds):  # the first round warms up
-            for place, call in enumerate(calls):
-                times[max(turn, 0), place] = _seconds(call, mesh, device, generator, kernel)
-    slowest = all_gather(mesh.whole, "all_gather (seconds)", times.to(device)).amax(dim=0)
+        times = [
+            [_seconds(call, group, generator, kernel) for call in calls] for _ in range(1 + rounds)
+        ]
+    of_ranks = torch.tensor(times[1:], dtype=torch.float64, device=device)  # after a warm-up
+    slowest = all_gather(group, "all_gather (seconds)", of_ranks).amax(dim=0)
     return [call.load for call in calls], np.median(slowest.cpu().numpy(), axis=0).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What is timed: a plan on a mesh, its mask (N, N) for every head, and q's shape here."""
+class _Call(NamedTuple):
+    """An attention that is timed."""
 
     mesh: AttentionMesh
     plan: SparsePlan
-    mask: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
-    q: tuple[int, int, int, int]
+    masks: Bools  # (heads, N, N)
+    q: tuple[int, int, int, int]  # the shape of q here
     load: AttentionLoad
     dtype: torch.dtype
 
@@ -146,31 +150,24 @@ def _call(one: AttentionMesh, shape: CallShape, density: float) -> _Call:
     home = BlockLayout.striped(lens, ulysses, ring)
     places = np.arange(lens.size)
     mask = (places - places[:, None]) % lens.size < density * lens.size
-    plan = in_order(shape.num_heads, home, home, ulysses, ring)
     masks = np.broadcast_to(mask, (shape.num_heads, *mask.shape))
-    plan = plan_under(plan, masks)
-    own = 0 if one.whole is None else one.whole.rank
-    tokens = int(lens[home.home == own].sum())
+    plan = plan_under(in_order(shape.num_heads, home, home, ulysses, ring), masks)
+    tokens = int(lens[home.home == rank_of(one)].sum())
     load = AttentionLoad.of_plan(plan, shape.batch, shape.head_dim * shape.dtype.itemsize)
-    q = (shape.batch, shape.num_heads, tokens, shape.head_dim)
-    return _Call(one, plan, mask, q, load, shape.dtype)
+    q = shape.batch, shape.num_heads, tokens, shape.head_dim
+    return _Call(one, plan, masks, q, load, shape.dtype)
 
 
 def _seconds(
-    call: _Call,
-    mesh: AttentionMesh,
-    device: torch.device,
-    generator: torch.Generator,
-    kernel: str | None,
+    call: _Call, group: RankGroup, generator: torch.Generator, kernel: str | None
 ) -> float:
-    """Of one call on this rank, which all ranks begin together."""
-    assert mesh.whole is not None
-    q, k, v = (
-        torch.randn(call.q, generator=generator, device=device).to(call.dtype) for _ in range(3)
-    )
-    seen = rows_of(np.broadcast_to(call.mask, (call.q[1], *call.mask.shape)))
+    """Time one call on this rank, which all ranks begin together."""
+    device = generator.device
+    parts = (torch.randn(call.q, generator=generator, device=device) for _ in range(3))
+    q, k, v = (x.to(call.dtype) for x in parts)
+    seen = rows_of(call.masks)
     _wait_for(device)
-    all_gather(mesh.whole, "barrier (timing)", torch.zeros(1, device=device))
+    all_gather(group, "barrier (timing)", torch.zeros(1, device=device))
     _wait_for(device)
     start = time.perf_counter()
     sparse_attention(q, k, v, call.mesh, call.plan, seen, kernel=kernel)

@@ -25,13 +25,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def num_calls(module: nn.Module, thread: int | None = None, most: int | None = None) -> int:
-    """How many calls of a module are running in a thread, at most as many as are asked for.
-
-    Args:
-        module: What is called.
-        thread: Its number. Default: this one.
-        most: Where to stop counting. Default: nowhere.
-    """
+    """Count the running calls of a module in a thread, by default this one, up to `most`."""
     if thread is None or thread == threading.get_ident():
         frame = sys._getframe()
     else:

@@ -17,7 +17,7 @@ RESHAPES = (torch.reshape, Tensor.reshape, Tensor.view, torch.unflatten)
 def reshape_empty(
     func: Callable[..., Tensor], x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """What one of RESHAPES makes of a tensor without elements; the arguments are those after it."""
+    """Reshape a tensor without elements by one of RESHAPES; the arguments are those after it."""
     kwargs = {name: value for name, value in kwargs.items() if name not in ("input", "self")}
     if func is torch.unflatten:
         dim, sizes = _unflattened(*args, **kwargs)
@@ -38,9 +38,9 @@ def _unflattened(dim: Any, sizes: Sequence[int], *_: Any, **__: Any) -> tuple[An
 
 
 def _inferred(shape: Sequence[int], given: Sequence[int]) -> tuple[int, ...]:
-    """The sizes with the -1 that torch cannot infer: of the dims on its side of the tokens.
+    """Infer the -1 that torch cannot, from the dims on its side of those of size 0, the tokens.
 
-    The tokens are the dims of size 0. What is not told by these dims is left to torch's error.
+    Sizes that do not follow from these dims are left to torch's error.
     """
     given = tuple(given)
     if -1 not in given or 0 not in given:

@@ -28,14 +28,17 @@ _HIDING = (
 )
 
 _SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
-"""What attention that a layer computes by itself calls."""
+"""Functions that a layer calls to compute attention by itself."""
 
 _REPLACED = (
     *(functional.scaled_dot_product_attention, Tensor.unflatten, *RESHAPES, *_HIDING, *_SOFTMAX),
 )
 """All others, hundreds in a forward pass, are called at once. A tuple: compilers trace it."""
 
-_DEFAULT = AttentionOptions()
+_AMBIGUOUS = (
+    "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
+    "one of them within .local(), and do not declare {0}"
+)
 
 
 class SequenceParallelMode(CallMode):
@@ -52,16 +55,14 @@ class SequenceParallelMode(CallMode):
         mesh: AttentionMesh,
         layout: SequenceLayout | None = None,
         replicated: Collection[int] = (),
-        options: AttentionOptions = _DEFAULT,
+        options: AttentionOptions | None = None,
         *,
         watches: bool = False,
     ) -> None:
         super().__init__()
-        self.mesh = mesh
-        self.options = options
+        self.mesh, self.options = mesh, options or AttentionOptions()
         self.has_attended = False
-        self._layout = layout
-        self._replicated = frozenset(replicated)
+        self._layout, self._replicated = layout, frozenset(replicated)
         self._num_local = 0
         self._kept: dict[int | SequenceLayout, Any] = {}  # of the host: compilers keep graphs
         self._watches = watches  # for attention that is not torch's
@@ -77,7 +78,7 @@ class SequenceParallelMode(CallMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """What torch calls instead of each of its functions."""
+        """Stand in for a function of torch."""
         kwargs = kwargs or {}
         if func not in _REPLACED:
             return func(*args, **kwargs)
@@ -88,26 +89,25 @@ class SequenceParallelMode(CallMode):
             if x.numel() == 0 and self.is_running():
                 return reshape_empty(func, x, args[1:], kwargs)
             return func(*args, **kwargs)
-        if func in _SOFTMAX:
-            watches = self._watches and not torch.compiler.is_compiling()
-            if watches and self.is_running() and not self.attends_locally():
-                self._see_softmax(args[0] if args else kwargs["input"])
+        if not self.is_running():
             return func(*args, **kwargs)
-        attends = func is functional.scaled_dot_product_attention
-        if (not attends and func not in _HIDING) or not self.is_running():
+        is_compiled = torch.compiler.is_compiling()
+        if func in _SOFTMAX:
+            if self._watches and not is_compiled and not self.attends_locally():
+                self._see_softmax(args[0] if args else kwargs["input"])
             return func(*args, **kwargs)
         if self.attends_locally():
             return as_it_is(func, *args, **kwargs)
-        if attends and torch.compiler.is_compiling():
+        if func in _HIDING:
+            raise ConfigError(
+                f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "
+                "F.scaled_dot_product_attention, or compute it within .local() if every rank has "
+                "all of its tokens"
+            )
+        if is_compiled:
             return self._attend(*args, **kwargs)
-        if attends:
-            with shared("scaled_dot_product_attention over a mesh"):
-                return self._attend(*args, **kwargs)
-        raise ConfigError(
-            f"{func.__name__} (nn.MultiheadAttention) cannot be split over ranks: call "
-            "F.scaled_dot_product_attention, or compute it within .local() if every rank has all "
-            "of its tokens"
-        )
+        with shared("scaled_dot_product_attention over a mesh"):
+            return self._attend(*args, **kwargs)
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -126,21 +126,19 @@ class SequenceParallelMode(CallMode):
         return self._num_local > 0
 
     def layout_of(self, num_tokens: int) -> SequenceLayout:
-        """Which tokens each rank has, where this one has `num_tokens`."""
+        """Return which tokens each rank has, where this one has `num_tokens`."""
         if self._layout is not None:
             return self._layout
-        if torch.compiler.is_compiling():
-            return _even(num_tokens, self.mesh)
-        if num_tokens not in self._kept:
-            self._kept[num_tokens] = _even(num_tokens, self.mesh)
-        return self._kept[num_tokens]
+        degrees = self.mesh.degrees
+        args = (num_tokens * math.prod(degrees),), *degrees
+        return self._keep(num_tokens, lambda: SequenceLayout(*args))
 
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
-        """The mask of the whole sequence, from what the model gives."""
+        """Return the mask of the whole sequence, from what the model gives."""
         return mask
 
     def other_keys(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """All keys and values of another sequence that is cut; None if they are of this one."""
+        """Return all keys and values of another sequence that is cut; None if they are own ones."""
         return None
 
     def attend(
@@ -153,23 +151,19 @@ class SequenceParallelMode(CallMode):
         is_causal: bool,
         scale: float | None,
     ) -> Tensor:
-        """Attention over the mesh."""
+        """Attend over the mesh."""
+        of = self.options
+        args = layout, of.kernel, of.wire, of.overlap, of.double_buffer
+        options = self._keep(layout, lambda: AttentionOptions(*args))
+        settings = {"is_causal": is_causal, "scale": scale, "options": options}
+        return attention(query, key, value, self.mesh, attn_mask=mask, **settings)
+
+    def _keep(self, key: int | SequenceLayout, make: Callable[[], Any]) -> Any:
         if torch.compiler.is_compiling():
-            options = _with_layout(self.options, layout)
-        elif layout in self._kept:
-            options = self._kept[layout]
-        else:
-            options = self._kept[layout] = _with_layout(self.options, layout)
-        return attention(
-            query,
-            key,
-            value,
-            self.mesh,
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            options=options,
-        )
+            return make()
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
 
     def _attend(
         self,
@@ -182,32 +176,47 @@ class SequenceParallelMode(CallMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        _check(query, key, dropout_p, enable_gqa)
+        """Check a call, and attend over the mesh if the keys are of the queries' own sequence."""
+        if dropout_p > 0.0:
+            raise ConfigError(
+                f"attention over a mesh has no dropout, dropout_p is {dropout_p}: set it to 0"
+            )
+        if query.dim() != 4 or key.dim() != 4:
+            raise ConfigError(
+                f"attention over a mesh: q {tuple(query.shape)}, k {tuple(key.shape)}: give "
+                "(batch, heads, tokens, head_dim) each"
+            )
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            raise ConfigError(
+                f"{query.shape[1]} query heads for {key.shape[1]} key heads: set enable_gqa=True"
+            )
         others = self.other_keys(query, key, value)
         if others is not None:
-            _check_other_keys(attn_mask, is_causal)
             key, value = others
+            if is_causal or (attn_mask is not None and attn_mask.shape[-2:-1] not in ((), (1,))):
+                shape = None if attn_mask is None else tuple(attn_mask.shape)
+                raise ConfigError(
+                    f"attention to the keys of another sequence that is cut, is_causal={is_causal} "
+                    f"and a mask of shape {shape}: give a mask of its keys, (batch, 1, 1, keys), "
+                    "the same on every rank"
+                )
         if others is not None or self._is_cross(query.shape[2], key.shape[2]):
-            return as_it_is(
-                functional.scaled_dot_product_attention,
-                query,
-                key,
-                value,
-                attn_mask,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
+            whole = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+            dense = functional.scaled_dot_product_attention
+            return as_it_is(dense, query, key, value, attn_mask, **whole)
         device = query.device.type
         is_cast = torch.is_autocast_enabled(device)
         if is_cast:
             dtype = torch.get_autocast_dtype(device)
             query, key, value, attn_mask = [_cast(x, dtype) for x in (query, key, value, attn_mask)]
-        _check_dtypes(query, key, value)
         layout = self.layout_of(query.shape[2])
         mask = self.mask_of(query, attn_mask)
-        if mask is not None:
-            _check_mask(mask, layout)
+        if mask is not None and (mask.dim() < 1 or mask.shape[-1] != layout.seq_len):
+            raise ConfigError(
+                f"attention over a mesh: a mask of shape {tuple(mask.shape)} for {layout.seq_len} "
+                "tokens: give the mask of the whole sequence, the same on every rank, not this "
+                "rank's part"
+            )
         self.has_attended = True
         if self._watches and not torch.compiler.is_compiling():
             self._own_tokens.add(query.shape[2])
@@ -218,16 +227,16 @@ class SequenceParallelMode(CallMode):
             return self.attend(query, key, value, layout, mask, is_causal, scale)
 
     def _see_softmax(self, scores: Tensor) -> None:
-        """Remember the sizes of square tables of scores, and refuse those of this rank's tokens."""
+        """Remember the size of a square table of scores, and refuse that of this rank's tokens."""
         if scores.dim() > 2 and scores.shape[-1] == scores.shape[-2] > 1:
             self._softmax_sizes.add(scores.shape[-1])
             self._refuse_own_attention()
 
     def _refuse_own_attention(self) -> None:
-        for size in sorted(self._softmax_sizes & self._own_tokens):
+        if sizes := self._softmax_sizes & self._own_tokens:
             raise ConfigError(
-                f"sequence_parallel: a softmax over {size} keys of {size} queries, as many as this "
-                "rank has tokens: a layer computes attention without "
+                f"sequence_parallel: a softmax over {min(sizes)} keys of as many queries, and this "
+                "rank has as many tokens: a layer computes attention without "
                 "F.scaled_dot_product_attention, among the tokens of one rank only. Choose torch's "
                 "back end for it, or compute it within .local() if every rank has all its tokens"
             )
@@ -247,12 +256,6 @@ class SequenceParallelMode(CallMode):
                 f"sequence_parallel(..., replicated=({num_keys},)) or in the table's `attends`"
             )
         return False
-
-
-_AMBIGUOUS = (
-    "{0} keys can be this rank's own tokens or those of a sequence declared as replicated: compute "
-    "one of them within .local(), and do not declare {0}"
-)
 
 
 @contextmanager
@@ -324,59 +327,8 @@ def as_it_is(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _even(num_tokens: int, mesh: AttentionMesh) -> SequenceLayout:
-    """Return one segment, of which every rank has so many tokens."""
-    return SequenceLayout((num_tokens * math.prod(mesh.degrees),), *mesh.degrees)
-
-
-def _with_layout(of: AttentionOptions, layout: SequenceLayout) -> AttentionOptions:
-    return AttentionOptions(layout, of.kernel, of.wire, of.overlap, of.double_buffer)
-
-
 def _cast(x: Any, dtype: torch.dtype) -> Any:
     """Cast an argument as torch casts those of scaled_dot_product_attention: all but float64."""
     if x is None or x.dtype == torch.float64 or not x.is_floating_point():
         return x
     return x.to(dtype)
-
-
-def _check(query: Tensor, key: Tensor, dropout_p: float, enable_gqa: bool) -> None:
-    if dropout_p > 0.0:
-        raise ConfigError(
-            f"attention over a mesh has no dropout, dropout_p is {dropout_p}: set it to 0"
-        )
-    if query.dim() != 4 or key.dim() != 4:
-        raise ConfigError(
-            f"attention over a mesh: q {tuple(query.shape)}, k {tuple(key.shape)}: give (batch, "
-            "heads, tokens, head_dim) each"
-        )
-    if query.shape[1] != key.shape[1] and not enable_gqa:
-        raise ConfigError(
-            f"{query.shape[1]} query heads for {key.shape[1]} key heads: set enable_gqa=True"
-        )
-
-
-def _check_other_keys(mask: Tensor | None, is_causal: bool) -> None:
-    if is_causal or (mask is not None and mask.dim() > 1 and mask.shape[-2] != 1):
-        said = "is_causal=True" if mask is None else f"a mask of shape {tuple(mask.shape)}"
-        raise ConfigError(
-            f"attention to the keys of another sequence that is cut, and {said}: give a mask of "
-            "its keys, (batch, 1, 1, keys), the same on every rank"
-        )
-
-
-def _check_dtypes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    if not query.dtype == key.dtype == value.dtype:
-        raise ConfigError(
-            f"attention over a mesh: q is {query.dtype}, k {key.dtype} and v {value.dtype}: give "
-            "one dtype, as with q.to(v.dtype), or call the model within torch.autocast"
-        )
-
-
-def _check_mask(mask: Tensor, layout: SequenceLayout) -> None:
-    if mask.dim() < 1 or mask.shape[-1] != layout.seq_len:
-        raise ConfigError(
-            f"attention over a mesh: a mask of shape {tuple(mask.shape)} for {layout.seq_len} "
-            "tokens: give the mask of the whole sequence, the same on every rank, not this rank's "
-            "part"
-        )
