@@ -41,7 +41,7 @@ from bench_solver import bare_heap
 
 from bascule.comm.groups import RankGroup
 from bascule.data.loader import BalancedLoader, LoaderOptions
-from bascule.data.steps import DataRanks, Redistributor, Rules
+from bascule.data.steps import DataRanks, RankCosts, Redistributor, Rules
 from bascule.plan.costs import TransformerCost
 from bascule.plan.items import Items
 from bascule.plan.step import plan_step
@@ -372,7 +372,8 @@ def make_redistributor(num_ranks: int, cost: TransformerCost) -> Redistributor:
     """What rank 0 decides with; no processes are behind its group, which decisions do not use."""
     group = RankGroup(lambda: None, 0, tuple(range(num_ranks)), (), "benchmark")
     rules = Rules(1, "microbatch", None, "drop_last", 0.02, None)
-    return Redistributor(DataRanks(group, np.arange(num_ranks)), rules, cost, 1e-9)
+    ranks = DataRanks(group, np.arange(num_ranks), group)
+    return Redistributor(ranks, rules, RankCosts.of(cost), 1e-9)
 
 
 def print_decision(row: dict[str, Any]) -> None:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from bascule.data.loader import Batch
-from bascule.data.steps import Ends
+from bascule.data.steps import Batch, Ends
 from bascule.errors import ConfigError
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (

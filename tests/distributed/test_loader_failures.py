@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, Dataset
 from bascule.comm.groups import timeout_of
 from bascule.data import loader, prefetch
 from bascule.data.cost_tracker import CostTracker
-from bascule.data.loader import BalancedLoader, Batch
+from bascule.data.loader import BalancedLoader
 from bascule.data.prefetch import Lease, pool_of
-from bascule.data.steps import Redistributor
+from bascule.data.steps import Batch, Redistributor
 from bascule.errors import CommError
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
@@ -815,7 +815,7 @@ def borrow_and_return(seed: int) -> list[str]:
         names.append(name)
         uses.add((name, lease.use))
         for one in own.sample(sorted(leases), own.randint(0, len(leases))):
-            leases.pop(one).give_back()
+            leases.pop(one).is_lent = False
     assert len(uses) == len(names)
     return names
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.data.loader import Batch
+from bascule.data.steps import Batch
 from tests.helpers.loader_cases import COST, FAST, TIMEOUT_S, Schedule, loader_with, sample_of
 from tests.helpers.ranks import run_ranks
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.data.loader import BalancedLoader, Batch, LoaderOptions
-from bascule.data.steps import Ends
+from bascule.data.loader import BalancedLoader, LoaderOptions
+from bascule.data.steps import Batch, Ends
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync

@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.utils.data import DataLoader, Dataset
 
-from bascule.data.loader import BalancedLoader, Batch
+from bascule.data.loader import BalancedLoader
 from bascule.data.samplers import ResumableSampler
+from bascule.data.steps import Batch
 from tests.helpers.loader_cases import (
     COST,
     FAST,

@@ -1,6 +1,7 @@
 """What a step decides, without processes: within limits, at the bound, each sample sent once."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,9 @@ from bascule.data.steps import (
     Ends,
     Load,
     Loaded,
+    RankCosts,
     Redistributor,
     Rules,
-    Transfer,
-    assemble,
-    check_received,
-    deliver,
 )
 from bascule.errors import PlanError
 from bascule.plan.costs import Cost, PolynomialCost, TransformerCost
@@ -31,7 +29,12 @@ from bascule.plan.step import Sync
 
 SECONDS = PolynomialCost(2.1e-10, 7.5e-6, 4e-4)
 RULES = Rules(
-    accumulate=1, sync="microbatch", limits=None, ends="finish", min_gain=0.02, max_bytes=None
+    accumulate=1,
+    sync="microbatch",
+    limits=None,
+    ends="finish",
+    min_gain=0.02,
+    max_bytes_in_flight=None,
 )
 Lens = list[list[list[int]]]
 """By rank, microbatch and sample."""
@@ -39,7 +42,7 @@ Lens = list[list[list[int]]]
 
 def ranks_of(num: int, peers: int = 1) -> DataRanks:
     group = RankGroup(lambda: None, 0, tuple(range(num * peers)), (), "loader")
-    return DataRanks(group, np.arange(num * peers) // peers)
+    return DataRanks(group, np.arange(num * peers) // peers, group)
 
 
 def loaded_of(lens: Lens, accumulate: int) -> Items:
@@ -56,12 +59,17 @@ def loaded_of(lens: Lens, accumulate: int) -> Items:
 def decide(
     lens: Lens, cost: Cost = SECONDS, *, peers: int = 1, per_byte: float = 0.0, **changes: Any
 ) -> tuple[Items, Any, Any, Redistributor]:
-    ranks = ranks_of(len(lens), peers)
-    rules = dataclasses.replace(RULES, **changes)
-    redistributor = Redistributor(ranks, rules, cost, per_byte)
-    items = loaded_of(lens, rules.accumulate)
+    redistributor = redistributor_of(ranks_of(len(lens), peers), cost, per_byte, **changes)
+    items = loaded_of(lens, redistributor.rules.accumulate)
     decision = redistributor.decide(items)
     return items, decision.plans, decision.verdict, redistributor
+
+
+def redistributor_of(
+    ranks: DataRanks, cost: Cost = SECONDS, per_byte: float = 0.0, **changes: Any
+) -> Redistributor:
+    rules = dataclasses.replace(RULES, **changes)
+    return Redistributor(ranks, rules, RankCosts.of(cost), per_byte)
 
 
 def batches(accumulate: int) -> st.SearchStrategy[Lens]:
@@ -95,69 +103,50 @@ def test_every_sample_goes_to_one_rank_of_its_microbatch(data: st.DataObject) ->
         assert plan.loads == pytest.approx(np.bincount(plan.bag_of, SECONDS(here), len(lens)))
     if not flat:
         return
-    ranks = redistributor.ranks
-    dest = np.concatenate([plan.bag_of for plan in plans])
-    deliveries = deliver(loaded, dest, pad=ends != "finish")
-    num_real = len(flat)
-    assert sorted(deliveries.ids[:num_real].tolist()) == list(range(num_real))
-    assert (deliveries.micro[:num_real] == loaded.micro).all()
-    held = np.zeros((accumulate, len(lens)), dtype=int)
-    np.add.at(held, (deliveries.micro, deliveries.dest), 1)
-    if ends != "finish":
-        assert held.min() >= 1
-        padding = deliveries.ids[num_real:]
-        assert (loaded.lens[padding] == loaded.lens.min()).all()
-        real = np.zeros_like(held)
-        np.add.at(real, (deliveries.micro[:num_real], deliveries.dest[:num_real]), 1)
-        assert ((real > 0) | (held == 1)).all()  # only who has nothing gets padding, and once
-    else:
-        assert deliveries.num_padding == 0
-    check_transfer(Transfer.of(loaded, deliveries, ranks), loaded, deliveries, ranks)
-    check_mean(loaded, redistributor.decide(loaded))
+    decision = redistributor.decide(loaded)
+    check_deliveries(decision, loaded, redistributor.ranks, pads=ends != "finish")
+    check_mean(loaded, decision, redistributor.ranks)
 
 
-def check_mean(loaded: Items, decision: Decision) -> None:
+def check_deliveries(decision: Decision, loaded: Items, ranks: DataRanks, *, pads: bool) -> None:
+    """All ranks of a place get its samples, from the first rank of who loaded them."""
+    found, rank_of = decision.deliveries, np.concatenate([p.bag_of for p in decision.plans])
+    rows = list(zip(rank_of.tolist(), loaded.micro.tolist(), range(rank_of.size), strict=True))
+    idle = set(np.ndindex(ranks.num, len(decision.plans))) - {(rank, m) for rank, m, _ in rows}
+    shortest = int(loaded.lens.argmin())
+    rows += [(rank, micro, shortest) for rank, micro in idle if pads]
+    first = [int(np.flatnonzero(ranks.place == owner)[0]) for owner in loaded.owner]
+    expected = sorted(
+        (receiver, micro, sample, first[sample], (rank, micro) in idle)
+        for rank, micro, sample in rows
+        for receiver in np.flatnonzero(ranks.place == rank).tolist()
+    )
+    columns = found.dest, found.micro, found.ids, found.source, found.is_padding
+    assert sorted(zip(*(one.tolist() for one in columns), strict=True)) == expected
+    sent, received = np.zeros_like(found.sent), np.zeros_like(found.received)
+    for receiver, _, sample, sender, _ in expected:
+        if sender != receiver:
+            sent[sender] += loaded.num_bytes[sample]
+            received[receiver] += loaded.num_bytes[sample]
+    assert (sent == found.sent).all() and (received == found.received).all()
+
+
+def check_mean(loaded: Items, decision: Decision, ranks: DataRanks) -> None:
     """Scaled as batches say, the means of all microbatches add up to that of all samples."""
     values = np.cos(np.arange(loaded.lens.size))
     num_micro, num_ranks = loaded.counts.shape
-    deliveries = decision.deliveries
-    total, samples = 0.0, list[int]()
-    for index in range(num_ranks):
-        at = np.flatnonzero(deliveries.dest == index).tolist()
-        # What came, by delivery, and what was here, by sample.
-        came = {k: int(deliveries.ids[k]) for k in at[::2]}
-        here = {int(deliveries.ids[k]): int(deliveries.ids[k]) for k in at[1::2]}
-        for micro, part in enumerate(assemble(decision, came, here, loaded, index)):
-            weights = loaded.weights[part.samples]
-            assert part.plan is decision.plans[micro]
-            assert part.is_padding == (part.loss_scale == 0 and len(part.samples) == 1)
-            assert part.is_padding or (loaded.micro[part.samples] == micro).all()
-            if part.samples:
-                mean = (values[part.samples] * weights).sum() / weights.sum()
-                total += part.loss_scale * mean / (num_micro * num_ranks)
-            else:
-                assert part.loss_scale == 0
-            samples += [] if part.is_padding else part.samples
-    assert sorted(samples) == list(range(values.size))
+    deliveries, total = decision.deliveries, 0.0
+    for leader, micro in itertools.product(ranks.leaders.tolist(), range(num_micro)):
+        rows, is_padding, loss_scale = deliveries.share(loaded, leader, micro)
+        ids = deliveries.ids[rows]
+        assert is_padding == (loss_scale == 0 and ids.size == 1)
+        if ids.size:
+            weights = loaded.weights[ids]
+            mean = (values[ids] * weights).sum() / weights.sum()
+            total += loss_scale * mean / (num_micro * num_ranks)
+        else:
+            assert loss_scale == 0
     assert total == pytest.approx((values * loaded.weights).sum() / loaded.weights.sum())
-
-
-def check_transfer(transfer: Transfer, loaded: Items, deliveries: Any, ranks: DataRanks) -> None:
-    """Each delivery reaches every rank of its place, unless that has the sample already."""
-    expected = []
-    for k, (sample, dest) in enumerate(zip(deliveries.ids, deliveries.dest, strict=True)):
-        sender = int(np.flatnonzero(ranks.place == loaded.owner[sample])[0])
-        for receiver in np.flatnonzero(ranks.place == dest).tolist():
-            if receiver != sender:
-                expected.append((k, sender, receiver, int(sample)))
-    ids = deliveries.ids[transfer.delivery]
-    found = zip(transfer.delivery, transfer.sender, transfer.receiver, ids, strict=True)
-    assert sorted(expected) == sorted(tuple(map(int, one)) for one in found)
-    sent, received = np.zeros_like(transfer.sent), np.zeros_like(transfer.received)
-    for _, sender, receiver, sample in expected:
-        sent[sender] += loaded.num_bytes[sample]
-        received[receiver] += loaded.num_bytes[sample]
-    assert (sent == transfer.sent).all() and (received == transfer.received).all()
 
 
 @settings(deadline=None, max_examples=100)
@@ -292,45 +281,37 @@ def test_a_cost_that_is_zero_moves_nothing() -> None:
 
 def test_a_version_of_the_cost_that_all_ranks_know() -> None:
     said = [
-        Load([[n]], Items.own([1], [n], [16]), num_items=[1], cost_version=version).words(1)
+        Load(items=Items.own([1], [n], [16]), num_items=[1]).words(version)
         for n, version in ((4, 3), (5, 2), (6, 3))
     ]
     loaded = Loaded.of(said, ranks_of(3), 1)
     assert loaded.cost_version == 2 and loaded.items.lens.tolist() == [4, 5, 6]
-    peers = Loaded.of(said[:2], DataRanks(ranks_of(2).group, np.array([0, 0])), 1)
+    group = ranks_of(2).group
+    peers = Loaded.of(said[:2], DataRanks(group, np.array([0, 0]), group), 1)
     assert peers.cost_version == 2 and peers.items.lens.tolist() == [4]
 
 
 def test_another_iteration_begins_with_the_newest_cost() -> None:
     loaded, _, before, redistributor = decide([[[4000, 100]], [[30]]])
     newest = PolynomialCost(0.0, 1.0, 0.0, 7.0)
-    redistributor.costs += [(PolynomialCost(0.0, 3.0, 0.0), None), (newest, None)]
+    redistributor.costs += [RankCosts.of(PolynomialCost(0.0, 3.0, 0.0)), RankCosts.of(newest)]
     assert redistributor.decide(loaded).verdict == before  # in this one ranks agree on it first
-    redistributor.begin(redistributor.ranks.group)
+    redistributor.begin(redistributor.ranks.group, 1)
     assert redistributor.decide(loaded).verdict.before == 4000 + 100 + 7
 
 
 def test_a_rank_without_a_sample_that_counts_gets_the_shortest_of_the_richest() -> None:
-    lens: Lens = [[[800, 400, 200, 250]], [[]]]
-    ranks = ranks_of(2)
-    # The long sample fills a rank and counts nothing in the mean.
-    loaded = dataclasses.replace(loaded_of(lens, 1), weights=np.array([0, 1, 1, 1]))
-    redistributor = Redistributor(ranks, dataclasses.replace(RULES, min_gain=0.0), SECONDS, 0.0)
-    decision = redistributor.decide(loaded)
-    (plan,) = decision.plans
-    assert decision.verdict.applied
-    assert plan.bag_of.tolist() in ([0, 1, 0, 1], [1, 0, 1, 0])
-
-
-def test_ranks_without_a_sample_that_counts_take_theirs_from_unlike_ranks() -> None:
-    ranks = ranks_of(4)
-    loaded = loaded_of([[[400, 400, 200, 200, 200, 200]], [[]], [[]], [[]]], 1)
-    loaded = dataclasses.replace(loaded, weights=np.array([0, 0, 1, 1, 1, 1]))
-    redistributor = Redistributor(ranks, dataclasses.replace(RULES, min_gain=0.0), SECONDS, 0.0)
-    decision = redistributor.decide(loaded)
-    (plan,) = decision.plans
-    assert decision.verdict.applied
-    assert sorted(plan.bag_of[2:].tolist()) == [0, 1, 2, 3]
+    """The long samples fill ranks, and count nothing in the mean."""
+    for lens, weights, wanted in (
+        ([800, 400, 200, 250], [0, 1, 1, 1], ([1, 0, 1], [0, 1, 0])),
+        ([400, 400] + [200] * 4, [0, 0, 1, 1, 1, 1], (*itertools.permutations(range(4)),)),
+    ):
+        num_ranks = len(set(wanted[0]))
+        items = loaded_of([[lens], *[[list[int]()]] * (num_ranks - 1)], 1)
+        items = dataclasses.replace(items, weights=np.array(weights))
+        decision = redistributor_of(ranks_of(num_ranks), min_gain=0.0).decide(items)
+        counted = decision.plans[0].bag_of[np.array(weights) > 0].tolist()
+        assert decision.verdict.applied and counted in map(list, wanted)
 
 
 @settings(deadline=None, max_examples=100)
@@ -338,13 +319,11 @@ def test_ranks_without_a_sample_that_counts_take_theirs_from_unlike_ranks() -> N
 def test_no_rank_is_idle_where_there_are_enough_samples_of_any_weight(data: st.DataObject) -> None:
     """Where as many samples count as there are ranks, each rank gets one of these."""
     lens = data.draw(batches(2))
-    num_ranks, ranks = len(lens), ranks_of(len(lens))
-    loaded = loaded_of(lens, 2)
+    num_ranks, loaded = len(lens), loaded_of(lens, 2)
     size = loaded.lens.size
     weights = data.draw(st.lists(st.sampled_from([0, 0, 0, 1, 5]), min_size=size, max_size=size))
     loaded = dataclasses.replace(loaded, weights=np.array(weights, dtype=np.int64))
-    rules = dataclasses.replace(RULES, accumulate=2, min_gain=0.0)
-    decision = Redistributor(ranks, rules, SECONDS, 0.0).decide(loaded)
+    decision = redistributor_of(ranks_of(num_ranks), accumulate=2, min_gain=0.0).decide(loaded)
     for micro, plan in enumerate(decision.plans if decision.verdict.applied else ()):
         counted = loaded.weights[loaded.micro == micro] > 0
         if counted.size >= num_ranks:
@@ -357,16 +336,14 @@ def test_what_is_received_is_bounded_not_what_is_sent() -> None:
     """One rank sends to all, or all to one: 16 * 11 bytes a sample."""
     ranks, num_bytes = ranks_of(3), 16 * 11
 
-    def transfer_of(lens: Lens, dest: list[int]) -> Transfer:
-        loaded = loaded_of(lens, 1)
-        ids, micro = np.arange(3), np.zeros(3, dtype=np.int64)
-        return Transfer.of(loaded, Deliveries(ids, np.array(dest), micro, 0), ranks)
+    def deliveries_of(lens: Lens, dest: list[int]) -> Deliveries:
+        return Deliveries.of(loaded_of(lens, 1), np.array(dest), ranks, pad=False)
 
-    spread = transfer_of([[[10, 10, 10]], [[]], [[]]], [0, 1, 2])
+    spread = deliveries_of([[[10, 10, 10]], [[]], [[]]], [0, 1, 2])
     assert spread.sent[0] == 2 * num_bytes
-    check_received(spread, num_bytes)
-    gathered = transfer_of([[[10]], [[10]], [[10]]], [2, 2, 2])
-    check_received(gathered, 2 * num_bytes)
-    check_received(gathered, None)
+    spread.check_received(num_bytes)
+    gathered = deliveries_of([[[10]], [[10]], [[10]]], [2, 2, 2])
+    gathered.check_received(2 * num_bytes)
+    gathered.check_received(None)
     with pytest.raises(PlanError, match=r"rank 2 would receive 352 bytes .* by 1:"):
-        check_received(gathered, 2 * num_bytes - 1)
+        gathered.check_received(2 * num_bytes - 1)

@@ -16,11 +16,12 @@ from bascule import (
     SamplerOptions,
 )
 from bascule.data.loader import (
-    _check_deals,  # pyright: ignore[reportPrivateUsage]
     _set_up,  # pyright: ignore[reportPrivateUsage]
+    _Sources,  # pyright: ignore[reportPrivateUsage]
 )
 from bascule.data.progress import Progress
 from bascule.data.source import whole_number
+from bascule.data.steps import Rules
 
 COST = PolynomialCost(0.0, 1.0, 0.0)
 
@@ -38,8 +39,9 @@ def loader(**change: Any) -> Callable[[], object]:
 
 
 def deals(*rows: list[int]) -> Callable[[], object]:
-    """Of ranks 0 and 2: a rank's share, the shares, and (num_samples, shuffle, seed)."""
-    return lambda: _check_deals(np.array([0, 2]), np.array(rows))
+    """Of ranks that load: a rank's share, the shares, and (num_samples, shuffle, seed)."""
+    rules = Rules(1, "microbatch", None, "finish", 0.0, None)
+    return lambda: _Sources.of(np.array([[0, 9, *row] for row in rows]), rules)
 
 
 def sampler(lengths: Any = (1, 2, 3, 4), cost: Any = COST, **change: Any) -> Callable[[], object]:

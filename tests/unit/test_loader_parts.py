@@ -15,11 +15,10 @@ from bascule.data.cost_tracker import CostTracker, _drift
 from bascule.data.loader import LoaderMetrics
 from bascule.data.steps import (
     DataRanks,
-    Delivered,
-    StepData,
+    Deliveries,
+    ReadyStep,
     Verdict,
-    _without_idle_ranks,
-    deliver,
+    without_idle_ranks,
 )
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.items import Items
@@ -36,12 +35,15 @@ def test_the_overhead_of_a_step_is_no_drift() -> None:
     assert _drift(cost, lens, seconds.max(axis=1)) < 1e-9
 
 
+def ranks_of(places: list[int]) -> DataRanks:
+    group = RankGroup(lambda: None, 0, tuple(range(len(places))), (), "loader")
+    return DataRanks(group, np.array(places), group)
+
+
 def tracker_of(places: list[int]) -> Any:
     """A tracker of costs on rank 0 of a group, as it is once all ranks have agreed on it."""
-    ranks = tuple(range(len(places)))
-    group = RankGroup(lambda: None, 0, ranks, (), "loader")
     tracker: Any = CostTracker.__new__(CostTracker)
-    tracker._ranks, tracker._group = DataRanks(group, np.array(places)), group
+    tracker._ranks = ranks_of(places)
     tracker._left_out, tracker._wanted, tracker._units = 0, 99, []
     tracker._num_gathered, tracker._device = 0, torch.device("cpu")
     return tracker
@@ -74,7 +76,7 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
     loads, costs = np.array([16.0, 16.0]), lens.astype(float)
     plan = Plan(Topology(((1, 1),), 2), np.array([2, 1]), lens, bag_of, loads, 0.0, "none")
     for tokens, wanted in ((24, [1, 0, 1]), (16, [0, 0, 1])):
-        found = _without_idle_ranks(plan, np.array([1, 1, 0]), costs, Limits(tokens=tokens))
+        found = without_idle_ranks(plan, np.array([1, 1, 0]), costs, Limits(tokens=tokens))
         assert found.bag_of.tolist() == wanted
         assert found.loads.tolist() == np.bincount(wanted, lens).tolist()
 
@@ -85,23 +87,23 @@ def test_an_idle_rank_gets_a_sample_only_within_limits() -> None:
 def test_what_pads_is_the_shortest_sample_that_counts(weights: list[int], pads: int) -> None:
     own = Items.own([3], [1, 7, 3], [16] * 3, weights=weights), Items.own([0], [], [])
     items = Items.from_words([one.to_words() for one in own])
-    found = deliver(items, np.zeros(3, np.int64), pad=True)
-    assert found.ids.tolist() == [0, 1, 2, pads]
-    assert (found.dest.tolist(), found.num_padding) == ([0, 0, 0, 1], 1)
+    found = Deliveries.of(items, np.zeros(3, np.int64), ranks_of([0, 1]), pad=True)
+    assert found.ids.tolist() == [0, 1, 2, pads] and found.dest.tolist() == [0, 0, 0, 1]
+    assert found.is_padding.tolist() == [False] * 3 + [True]
 
 
 def test_steps_are_counted_with_what_the_training_waited_for() -> None:
-    lens = np.array([4, 6])
-    plan = Plan(Topology(((1, 1),), 2), np.array([1, 1]), lens, lens * 0, lens * 1.0, 0.0, "none")
-    loaded = np.ones((1, 2), np.int64)
-    parts = [Delivered([1], True, 0.0, plan), Delivered([1], False, 1.0, plan)]
+    def step(num_padded: int, verdict: Verdict, *num_bytes: int, start: float, end: float) -> Any:
+        batches = [SimpleNamespace(verdict=verdict, is_padding=k < num_padded) for k in range(2)]
+        return ReadyStep(batches, np.ones((1, 2)), [], *num_bytes, (start, end))  # pyright: ignore
+
     balanced, even = Verdict(True, "balanced", 10.0, 6.0), Verdict(False, "even", 5.0, 3.0)
     metrics = LoaderMetrics()
     # Waited for the middle of an exchange, its end, nothing of it, and until long after it.
     for waited in ((2.0, 3.0), (4.0, 7.0), (5.5, 8.0), (0.0, 9.0)):
-        metrics.count(StepData(parts, loaded, balanced, 16, 48), (1.0, 5.0), waited)
-    metrics.count(StepData(parts[1:], loaded, even, 1, 2), (10.0, 12.0), (2.0, 3.0))
-    metrics.count(StepData(parts[1:], loaded, even, 0, 0), (10.0, 12.0), (9.0, 10.5))
+        metrics.count(step(1, balanced, 16, 48, start=1.0, end=5.0), waited)
+    metrics.count(step(0, even, 1, 2, start=10.0, end=12.0), (2.0, 3.0))
+    metrics.count(step(0, even, 0, 0, start=10.0, end=12.0), (9.0, 10.5))
     assert metrics == LoaderMetrics(
         steps=6,
         applied=4,

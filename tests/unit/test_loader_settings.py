@@ -2,20 +2,17 @@
 
 import dataclasses
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from bascule.comm.groups import RankGroup
-from bascule.data.loader import LoaderOptions, _agree, _set_up, _Setup, _Sources
+from bascule.data.loader import LoaderOptions, _set_up, _Setup, _Sources
 from bascule.data.packs import Pack
 from bascule.data.progress import Progress
 from bascule.data.samplers import ResumableSampler
 from bascule.data.source import Microbatches
-from bascule.data.steps import DataRanks
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
 
@@ -93,18 +90,7 @@ def test_all_settings_but_those_of_a_rank_alone_are_compared() -> None:
 def sources_of(*loaders: Any, **changes: Any) -> _Sources:
     """What is agreed by ranks with these loaders."""
     setups = [made(loader=one, **changes) for one in loaders]
-    words: list[Any] = []
-
-    def note(*_: Any, values: Any, **__: Any) -> list[Any]:
-        words.append(values)
-        return words
-
-    ranks = DataRanks(RankGroup(lambda: None, 0, (0,), (), "loader"), np.arange(len(loaders)))
-    with mock.patch("bascule.data.loader.agree", note):
-        for one in setups[:-1]:
-            alone = DataRanks(ranks.group, np.array([0]))
-            _agree(alone, one, None)
-        return _agree(ranks, setups[-1], None)
+    return _Sources.of(np.stack([one.words for one in setups]), setups[0].rules)
 
 
 def test_who_loads_and_what_is_dealt() -> None:

@@ -17,7 +17,8 @@ import torch
 from bascule.bench.arms import Microbatch, unbalanced
 from bascule.bench.compare import Paired, Setting, StepRecord, summarize
 from bascule.bench.options import BenchOptions
-from bascule.data.loader import BalancedLoader, Batch, LoaderOptions
+from bascule.data.loader import BalancedLoader, LoaderOptions
+from bascule.data.steps import Batch
 from bascule.errors import ConfigError
 from bascule.plan import metrics
 from bascule.workload.streams import SampleBatch, pack_batch

@@ -3,9 +3,9 @@
 from bascule.data.collators import collate_padded as collate_padded
 from bascule.data.cost_tracker import CostTracker as CostTracker
 from bascule.data.loader import BalancedLoader as BalancedLoader
-from bascule.data.loader import Batch as Batch
 from bascule.data.loader import LoaderOptions as LoaderOptions
 from bascule.data.packs import Pack as Pack
 from bascule.data.samplers import BalancedSampler as BalancedSampler
 from bascule.data.samplers import ResumableSampler as ResumableSampler
 from bascule.data.samplers import SamplerOptions as SamplerOptions
+from bascule.data.steps import Batch as Batch

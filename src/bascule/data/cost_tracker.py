@@ -15,7 +15,8 @@ from bascule.comm.agree import agree
 from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
-from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader, Batch
+from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader
+from bascule.data.steps import Batch
 from bascule.errors import ConfigError
 from bascule.plan.checks import number, whole
 from bascule.plan.costs import IterationFit, PolynomialCost
@@ -88,7 +89,7 @@ class CostTracker:
         device: torch.device | str | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        self._loader, self._ranks, self._group = loader, loader.ranks, loader.ranks.group
+        self._loader, self._ranks = loader, loader.ranks
         numbers = {"warmup": warmup, "discard": discard, "window": window, "max_drift": max_drift}
         numbers["timeout_s"] = timeout_s
         given = f"CostTracker({', '.join(f'{name}={one!r}' for name, one in numbers.items())})"
@@ -101,7 +102,7 @@ class CostTracker:
             number("CostTracker(timeout_s", timeout_s, 1e-3, 1e7)
         except ConfigError as met:  # all ranks raise it
             error = met
-        agree(self._group, {"the tracker": given}, error, what="construction of a tracker")
+        agree(self._ranks.group, {"the tracker": given}, error, what="construction of a tracker")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(default if device is None else device)
         self._timeout_s = float(timeout_s)
@@ -188,10 +189,10 @@ class CostTracker:
         An all-gather and a broadcast. All ranks hold the same times, but their processors may round
         a fit differently, or refuse it: the first rank decides, and its whole fit is everybody's.
         """
-        set_timeout(self._group, self._timeout_s)
+        set_timeout(self._ranks.group, self._timeout_s)
         seconds = self._gather()
         answer = np.full(_NUM_WORDS, np.nan)
-        if self._group.rank == 0:
+        if self._ranks.group.rank == 0:
             lens = [unit.seq_lens for unit in self._units]
             if self.cost is not None:
                 answer[0] = _drift(self.cost, lens, seconds)
@@ -201,7 +202,7 @@ class CostTracker:
                 except ConfigError as error:
                     logger.warning("the cost model stays as it is: %s", error)
         where = f"step {self._num_gathered}: broadcast (cost model)"
-        drift, *words = broadcast(self._group, where, torch.from_numpy(answer)).tolist()
+        drift, *words = broadcast(self._ranks.group, where, torch.from_numpy(answer)).tolist()
         self.drift = None if math.isnan(drift) else drift
         if not math.isnan(words[0]):
             self.num_fits += 1
@@ -212,7 +213,7 @@ class CostTracker:
         self._num_gathered += 1
         own = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
         call = f"step {self._num_gathered}: all_gather (seconds)"
-        times = all_gather(self._group, call, own).numpy()
+        times = all_gather(self._ranks.group, call, own).numpy()
         if self._device.type == "cuda":
             return np.nanmax(times, axis=0)
         places = [times[self._ranks.place == place] for place in range(self._ranks.num)]

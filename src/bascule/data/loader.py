@@ -10,115 +10,36 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.arrays import Ints
 from bascule.comm import groups
 from bascule.comm.agree import agree
-from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.failures import leave, shared, watch_of_world
-from bascule.comm.groups import RankGroup
 from bascule.comm.items import measure_exchange
 from bascule.comm.profiles import mark_lengths
 from bascule.data.packs import Pack, make_pack
-from bascule.data.prefetch import (
-    PATIENCE_S,
-    Interval,
-    Pool,
-    Prefetcher,
-    ReadyStep,
-    pool_of,
-    text_of,
-)
+from bascule.data.prefetch import PATIENCE_S, Pool, Prefetcher, pool_of, text_of
 from bascule.data.progress import Progress
 from bascule.data.source import Microbatches, Source
 from bascule.data.steps import (
+    Batch,
     DataRanks,
     Ends,
-    Handlers,
+    RankCosts,
+    ReadyStep,
     Redistributor,
     Rules,
     Sample,
-    StepData,
-    StepKey,
-    Verdict,
-    collate_and_pin,
     named,
     num_input_ids,
 )
 from bascule.errors import ConfigError
 from bascule.plan.checks import choice, fields, function, number, of_type, whole
-from bascule.plan.costs import Cost, describe_cost
+from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits
-from bascule.plan.plan import Plan
 from bascule.plan.prices import RankState
-from bascule.plan.routes import Route
 from bascule.plan.step import Sync
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
-    """A microbatch of one rank.
-
-    Attributes:
-        data: The samples as `collate_fn` put them together.
-        loss_scale: Factor of the mean loss of this microbatch. With it, the usual division by the
-            number of microbatches, and gradients averaged over the ranks, the step's gradient is
-            that of the mean over all ranks and microbatches, whatever moved where. 0 for padding.
-        epoch: From 0.
-        step: Optimiser step of the epoch, from 0.
-        microbatch: Of the step, from 0.
-        num_samples: Samples of this rank, without padding.
-        is_padding: True if all there is, is a sample that another rank has, with weight 0.
-        plan: Who computes what in this microbatch.
-        verdict: Whether samples moved in this step, and why.
-    """
-
-    data: Any
-    loss_scale: float
-    epoch: int
-    step: int
-    microbatch: int
-    num_samples: int
-    is_padding: bool
-    plan: Plan
-    verdict: Verdict
-    _group: RankGroup
-
-    @shared("restore of a batch")
-    def restore(self, values: Tensor) -> Tensor:
-        """Bring per-sample results back to the ranks that loaded the samples.
-
-        All ranks of the balancing group call it. One all-to-all, differentiable; none if no sample
-        of the step moved.
-
-        Args:
-            values: (n, ...) one row for each sample of this microbatch, padding included.
-
-        Returns:
-            (m, ...) one row for each sample that this rank loaded, in the order in which it did.
-
-        Raises:
-            ConfigError: There is not one row a sample.
-        """
-        num_rows = self.num_samples + self.is_padding
-        of_type("values to restore", values, Tensor, "a tensor with one row a sample")
-        if values.shape[:1] != (num_rows,):
-            raise ConfigError(
-                f"restore got values of shape {tuple(values.shape)}: give one row for each of the "
-                f"{num_rows} samples of this microbatch"
-            )
-        values = values[: self.num_samples]
-        if not self.verdict.applied:
-            return values
-        source, dest = self.plan.source_ranks, self.plan.bag_of
-        route = Route.of_items(
-            source, dest, np.ones_like(dest), self._group.rank, self.plan.num_ranks
-        ).inverse()
-        name = f"restore of microbatch {self.microbatch}"
-        bound = BoundRoute(route, self._group, values.device, self.step, name)
-        return exchange(bound, [values])[0]
 
 
 @dataclass(slots=True)
@@ -154,20 +75,20 @@ class LoaderMetrics:
     predicted_before: float = 0.0
     predicted_after: float = 0.0
 
-    def count(self, data: StepData, exchange: Interval, waited: Interval) -> None:
-        """Add a step, the time of its exchange, and the time in which it was waited for."""
-        verdict = data.verdict
+    def count(self, step: ReadyStep, waited: tuple[float, float]) -> None:
+        """Add a step, and the time in which it was waited for."""
+        verdict, (start, end) = step.batches[0].verdict, step.exchange
         self.steps += 1
         self.applied += verdict.applied
         if not verdict.applied:
             self.skipped[verdict.reason] = self.skipped.get(verdict.reason, 0) + 1
-        self.padded += sum(part.is_padding for part in data.microbatches)
-        self.sent_bytes += data.sent_bytes
-        self.received_bytes += data.received_bytes
-        exposed = max(min(exchange[1], waited[1]) - max(exchange[0], waited[0]), 0.0)
-        self.exchange_s += exchange[1] - exchange[0]
+        self.padded += sum(batch.is_padding for batch in step.batches)
+        self.sent_bytes += step.sent_bytes
+        self.received_bytes += step.received_bytes
+        exposed = max(min(end, waited[1]) - max(start, waited[0]), 0.0)
+        self.exchange_s += end - start
         self.exposed_s += exposed
-        self.hidden_s += exchange[1] - exchange[0] - exposed
+        self.hidden_s += end - start - exposed
         self.predicted_before += verdict.before
         self.predicted_after += verdict.after if verdict.applied else verdict.before
 
@@ -244,15 +165,15 @@ DEFAULT_OPTIONS = LoaderOptions()
 
 
 class _Setup(NamedTuple):
-    """The arguments of a `BalancedLoader` on this rank; those in `settings` are alike on all.
+    """The arguments of a `BalancedLoader` on this rank.
 
-    `words` are what is gathered: 1 if this rank only computes, its microbatches of an epoch or -1
-    where it does not know, and the deal of its sampler.
+    The settings are alike on all ranks. Of `words` each rank has its own: 1 if it only computes,
+    its microbatches of an epoch or -1 where it does not know, and the deal of its sampler.
     """
 
     rules: Rules
+    costs: RankCosts
     source: Source
-    handlers: Handlers
     settings: Mapping[str, str]
     words: Ints
 
@@ -266,11 +187,7 @@ def _set_up(
     pack: Pack | int | None,
     options: LoaderOptions,
 ) -> _Setup:
-    """Check the arguments of a `BalancedLoader`.
-
-    Raises:
-        ConfigError: An argument is wrong.
-    """
+    """Check the arguments of a `BalancedLoader`."""
     whole("BalancedLoader(accumulate", accumulate, 1)
     choice("BalancedLoader(sync", sync, *get_args(Sync))
     function("BalancedLoader(cost", cost)
@@ -278,53 +195,73 @@ def _set_up(
     pack = Pack(tokens=pack) if isinstance(pack, int) else pack
     if pack is not None:
         of_type("BalancedLoader(pack", pack, Pack, "Pack(..), its tokens, or None")
-    batch_size, unpack, collate = options.batch_size, options.unpack, options.collate_fn
+    batch_size, unpack, limits = options.batch_size, options.unpack, options.limits
     if batch_size is not None and (pack or unpack):
         raise ConfigError(
             f"LoaderOptions(batch_size={batch_size}): a pack holds samples up to its tokens, and "
             "ready-made packs come in the loader's lists; leave batch_size out"
         )
-    if collate is not None and pack is not None:
+    if options.collate_fn is not None and pack is not None:
         raise ConfigError(
             "LoaderOptions(collate_fn=..): a pack is one sequence of all its samples, and is "
             "collated by nothing else; leave collate_fn out, or pack"
         )
-    grouping, limits = None, options.limits
+    grouping = None
     if unpack is None and (pack is not None or batch_size is not None):
         grouping = Microbatches(batch_size, None if pack is None else pack.tokens, length_fn)
     source = Source(loader, grouping)
+    collate = options.collate_fn or source.collate_fn
     if pack is not None:
         collate = partial(make_pack, pack=pack)
         limits = Limits(tokens=pack.tokens) if limits is None else limits
-    collate = source.collate_fn if collate is None else collate
-    collate = collate_and_pin(collate, takes_none=pack is not None, pin=options.pin_memory)
-    ends, min_gain, max_bytes = options.ends, options.min_gain, options.max_bytes_in_flight
-    rules = Rules(accumulate, sync, limits, ends, min_gain, max_bytes)
-    settings = {name: str(getattr(rules, name)) for name in Rules.__dataclass_fields__}
-    settings |= {name: str(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
-    functions = {"length_fn": length_fn, "weight_fn": options.weight_fn, "unpack": unpack}
-    for name, called in functions.items():
-        settings[name] = getattr(called, "__qualname__", type(called).__qualname__)
-    settings["cost"] = describe_cost(cost)
-    try:
-        length = len(source)
-    except (TypeError, NotImplementedError):
-        length = -1
-    words = np.array([source.is_empty, length, *source.deal], dtype=np.int64)
-    return _Setup(
-        rules, source, Handlers(length_fn, options.weight_fn, unpack, collate), settings, words
+    rules = Rules(
+        accumulate=accumulate,
+        sync=sync,
+        limits=limits,
+        ends=options.ends,
+        min_gain=options.min_gain,
+        max_bytes_in_flight=options.max_bytes_in_flight,
+        length_fn=length_fn,
+        weight_fn=options.weight_fn,
+        unpack=unpack,
+        collate=partial(_collated, collate, pack is not None, options.pin_memory),
     )
+    costs = RankCosts.of(cost)
+    settings = {name: _described(getattr(rules, name)) for name in Rules.__dataclass_fields__}
+    settings |= {name: _described(getattr(options, name)) for name in ("bytes_per_s", "timeout_s")}
+    settings["cost"] = costs.text
+    del settings["collate"]  # ranks may collate as they like
+    words = np.array([source.is_empty, source.num_microbatches, *source.deal], dtype=np.int64)
+    return _Setup(rules, costs, source, settings, words)
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__qualname__
+    return getattr(value, "__qualname__", kind) if callable(value) else str(value)
+
+
+def _collated(
+    collate: Callable[[list[Sample]], Any], takes_none: bool, pins: bool, samples: list[Sample]
+) -> Any:
+    data = collate(samples) if samples or takes_none else None
+    return _pinned(data) if pins else data
+
+
+def _pinned(data: Any) -> Any:
+    """Return the same with its tensors in pinned memory."""
+    if hasattr(data, "pin_memory"):
+        return data.pin_memory()
+    if isinstance(data, Mapping):
+        return {key: _pinned(part) for key, part in data.items()}
+    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
+        return type(data)(_pinned(part) for part in data)
+    return data
 
 
 def _join(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None", axis: str | None, timeout_s: float
-) -> tuple[DataRanks, Pool, RankGroup]:
-    """Return all ranks, the groups that loaders share, and the data-parallel group of this rank.
-
-    Raises:
-        ConfigError: The mesh has no such axis.
-        CommError: A rank did not come.
-    """
+) -> tuple[DataRanks, Pool]:
+    """Return the ranks that load or have peers that do, and the groups that their loaders share."""
     if axis is None:
         along = groups.member_of(groups.resolve(mesh_or_group), "data-parallel")
         by_place = torch.tensor(along.ranks)[:, None]
@@ -336,10 +273,9 @@ def _join(
         along = groups.member_of(mesh.get_group(axis), "data-parallel")
         by_place = mesh.mesh.movedim(names.index(axis), 0).flatten(1)
     order = by_place.flatten().argsort()
-    members = by_place.flatten()[order].tolist()
     places = torch.arange(by_place.shape[0]).repeat_interleave(by_place.shape[1])[order]
-    pool = pool_of(members, timeout_s)
-    return DataRanks(pool.control, places.numpy()), pool, along
+    pool = pool_of(by_place.flatten()[order].tolist(), timeout_s)
+    return DataRanks(pool.control, places.numpy(), along), pool
 
 
 class _Sources(NamedTuple):
@@ -352,55 +288,37 @@ class _Sources(NamedTuple):
     num_microbatches: int | None
     deal: tuple[int, ...]
 
+    @classmethod
+    def of(cls, words: Ints, rules: Rules) -> "_Sources":
+        """Join the words of all data-parallel ranks; refuse samplers that lose or repeat samples.
 
-def _agree(ranks: DataRanks, setup: _Setup | None, error: Exception | None) -> _Sources:
-    """Compare the settings of all ranks, and return who loads.
-
-    Raises:
-        RemoteConfigError: A rank was given a wrong argument.
-        CommError: Ranks have unlike settings.
-        ConfigError: Samplers do not deal the same, or for other ranks than those that load (on all
-            ranks alike).
-    """
-    settings, words = dict[str, str](), np.zeros(7, dtype=np.int64)
-    if setup is not None:
-        settings, words = setup.settings, setup.words
-    sizes = {"values": words, "capacity": words.size}
-    gathered = agree(ranks.group, settings, error, what="construction", **sizes)
-    assert setup is not None
-    of_rank = np.stack(gathered)[ranks.leaders]
-    places = np.flatnonzero(of_rank[:, 0] == 0)
-    numbers, deals = of_rank[places, 1], of_rank[places, 2:]
-    _check_deals(places, deals)
-    deal = tuple(deals[0, 2:].tolist()) if places.size else (0, 0, 0)
-    if not numbers.size or numbers.min() < 0:
-        return _Sources(places, None, deal)
-    accumulate = setup.rules.accumulate
-    if setup.rules.ends == "drop_last":
-        return _Sources(places, int(numbers.min()) // accumulate * accumulate, deal)
-    return _Sources(places, -(-int(numbers.max()) // accumulate) * accumulate, deal)
-
-
-def _check_deals(places: Ints, deals: Ints) -> None:
-    """Refuse samplers that together lose or repeat samples; alike on all ranks.
-
-    Raises:
-        ConfigError: Names the data-parallel rank, what it has, and what it should have.
-    """
-    for index, place in enumerate(places.tolist()):
-        share, num_shares, *dealt = deals[index].tolist()
-        if num_shares and (share, num_shares) != (index, places.size):
-            raise ConfigError(
-                f"the ResumableSampler of data-parallel rank {place} has rank={share} and "
-                f"num_ranks={num_shares}, so samples would be lost or repeated: give it "
-                f"rank={index} and num_ranks={places.size}, of the ranks whose loader is not None"
-            )
-        if dealt != deals[0, 2:].tolist():
-            raise ConfigError(
-                f"the ResumableSamplers of data-parallel ranks {places[0]} and {place} have "
-                f"(num_samples, shuffle, seed) = {tuple(deals[0, 2:].tolist())} and "
-                f"{tuple(dealt)}, so samples would be lost or repeated: give all ranks the same"
-            )
+        All ranks alike.
+        """
+        places = np.flatnonzero(words[:, 0] == 0)
+        if not places.size:
+            return cls(places, None, (0, 0, 0))
+        numbers, deals = words[places, 1], words[places, 2:].tolist()
+        deal = tuple(deals[0][2:])
+        for index, place in enumerate(places.tolist()):
+            share, num_shares, *other = deals[index]
+            if num_shares and (share, num_shares) != (index, places.size):
+                raise ConfigError(
+                    f"the ResumableSampler of data-parallel rank {place} has rank={share} and "
+                    f"num_ranks={num_shares}, so samples would be lost or repeated: give it "
+                    f"rank={index} and num_ranks={places.size}, of the ranks whose loader is not "
+                    "None"
+                )
+            if tuple(other) != deal:
+                raise ConfigError(
+                    f"the ResumableSamplers of data-parallel ranks {places[0]} and {place} have "
+                    f"(num_samples, shuffle, seed) = {deal} and {tuple(other)}, so samples would "
+                    "be lost or repeated: give all ranks the same"
+                )
+        if numbers.min() < 0:
+            return cls(places, None, deal)
+        least, most = numbers.min() // rules.accumulate, -(-numbers.max() // rules.accumulate)
+        num_steps = int(least if rules.ends == "drop_last" else most)
+        return cls(places, num_steps * rules.accumulate, deal)
 
 
 class BalancedLoader:
@@ -440,6 +358,10 @@ class BalancedLoader:
             `LoaderOptions.limits`).
         options: What is seldom changed, and what a sample counts in the loss.
 
+    Attributes:
+        ranks: The ranks that share the samples, with a group for the thread that trains.
+        rules: The rules by which steps are made.
+
     Raises:
         ConfigError: An argument is wrong.
         CommError: The ranks disagree on an argument, or one is missing.
@@ -464,21 +386,26 @@ class BalancedLoader:
         options: LoaderOptions = DEFAULT_OPTIONS,
     ) -> None:
         of_type("BalancedLoader(options", options, LoaderOptions, "LoaderOptions(..)")
-        self._timeout_s = options.timeout_s
-        self._ranks, self._pool, self._group = _join(mesh_or_group, options.axis, self._timeout_s)
-        own = loader if self._ranks.is_leader else None
+        self._timeout_s, self._depth = options.timeout_s, options.prefetch
+        self.ranks, self._pool = _join(mesh_or_group, options.axis, self._timeout_s)
+        own = loader if self.ranks.is_leader else None
         length_fn = num_input_ids if length_fn is None else length_fn
         setup, error = None, None
         try:
             setup = _set_up(own, cost, length_fn, accumulate, sync, pack, options)
         except Exception as met:  # the others must not wait
             error = met
-        self._sources = _agree(self._ranks, setup, error)
+        settings, words = dict[str, str](), np.zeros(7, dtype=np.int64)
+        if setup is not None:
+            settings, words = setup.settings, setup.words
+        group, what = self.ranks.group, "construction"
+        gathered = agree(group, settings, error, what=what, values=words, capacity=words.size)
         assert setup is not None
+        self.rules, self._source = setup.rules, setup.source
+        self._sources = _Sources.of(np.stack(gathered)[self.ranks.leaders], setup.rules)
         rate = options.bytes_per_s
-        per_byte = measure_exchange(self._ranks.group).byte_s if rate is None else 1.0 / rate
-        self._redistributor = Redistributor(self._ranks, setup.rules, cost, per_byte)
-        self._source, self._handlers, self._depth = setup.source, setup.handlers, options.prefetch
+        per_byte = measure_exchange(group).byte_s if rate is None else 1.0 / rate
+        self._redistributor = Redistributor(self.ranks, setup.rules, setup.costs, per_byte)
         self._pool.num_loaders += 1
         self._name = f"number {self._pool.num_loaders} of those made"
         self._first = self._progress = Progress()
@@ -498,28 +425,61 @@ class BalancedLoader:
         """
         self.close()
         begun = self._first
-        prefetcher = self._start()
+        prefetcher = self._prefetcher = self._start(begun)
+        self._progress = begun
         try:
             while True:
                 step, waited = prefetcher.take()
                 if step is None:
                     break
-                self._metrics.count(step.data, step.exchange, waited)
-                yield from self._deliver(step, prefetcher)
-                prefetcher.release(step)
-        except GeneratorExit:  # nothing refers to the iteration: `break`, or an error in the loop
-            if not self._num_entered:  # else the end of the `with` knows the error
-                prefetcher.leave()
-                self._end(prefetcher, PATIENCE_S)
-            raise
+                self._metrics.count(step, waited)
+                for micro, batch in enumerate(step.batches):
+                    prefetcher.hand_out((batch.step, micro))
+                    counts = step.num_items[micro][self._sources.places].tolist()
+                    saved = step.saved[micro]
+                    self._progress = self._progress.after(batch.step, counts, saved)
+                    mark_lengths("batch", batch.plan, self.ranks.index)
+                    yield batch
         except BaseException as error:
-            prefetcher.leave(text_of(error))
-            self._end(prefetcher, PATIENCE_S)
+            # Nothing refers to the iteration any more: `break`, or an error in the loop.
+            is_dropped = isinstance(error, GeneratorExit)
+            if not (is_dropped and self._num_entered):  # else the end of the `with` knows the error
+                prefetcher.leave("" if is_dropped else text_of(error))
+                self._end(prefetcher, PATIENCE_S)
             raise
         self._end(prefetcher)
         if self._first is begun:
             self._first = Progress(epoch=begun.epoch + 1)
         self._progress = self._first
+
+    def _start(self, first: Progress) -> Prefetcher:
+        """Borrow a group with all ranks that begin the same, and start the thread."""
+        places = self._sources.places
+        index = int(np.searchsorted(places, self.ranks.index))
+        reading, error = None, None
+        try:
+            self._source.set_epoch(first.epoch)
+            reading = self._source.begin(first.history, index, places.size, first.saved)
+        except Exception as met:
+            error = named(met, "its loader")
+        begins = f"epoch={first.epoch}, step={first.step}, after {first.history}"
+        settings = {"step": begins, "loader": self._name}
+        try:
+            lease = self._pool.borrow(settings, error, self._timeout_s)
+        except BaseException:
+            if reading is not None:
+                reading.close()
+            raise
+        assert reading is not None
+        self._redistributor.begin(lease.group, first.epoch)
+        return Prefetcher(
+            reading,
+            self._redistributor,
+            lease,
+            first.step,
+            depth=self._depth,
+            loads=not self._source.is_empty,
+        )
 
     def __len__(self) -> int:
         """Microbatches of a whole epoch, the same on all ranks.
@@ -599,25 +559,14 @@ class BalancedLoader:
         Raises:
             ConfigError: It is no function that gives costs of token counts; or a speed is illegal.
         """
-        describe_cost(cost)
-        state = RankState.of(self._ranks.num, speeds=speeds)
-        known = None if speeds is None else tuple(state.speeds.tolist())
-        self._redistributor.costs.append((cost, known))
-
-    @property
-    def ranks(self) -> DataRanks:
-        """The ranks that share the samples, with a group for the thread that trains."""
-        return self._ranks
-
-    @property
-    def rules(self) -> Rules:
-        """The rules by which steps are made."""
-        return self._redistributor.rules
+        if speeds is not None:
+            speeds = RankState.of(self.ranks.num, speeds=speeds).speeds
+        self._redistributor.costs.append(RankCosts.of(cost, speeds))
 
     @property
     def cost(self) -> Cost:
         """The newest cost model."""
-        return self._redistributor.costs[-1][0]
+        return self._redistributor.costs[-1].cost
 
     def metrics(self) -> dict[str, Any]:
         """Return the counts of this loader so far on this rank (see `LoaderMetrics`)."""
@@ -644,62 +593,3 @@ class BalancedLoader:
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: close the loader first")
         self._first = self._progress = Progress.from_state(state, self._sources.deal)
-
-    def _start(self) -> Prefetcher:
-        """Borrow a group with all ranks that begin the same, and start the thread."""
-        first, places = self._first, self._sources.places
-        error: Exception | None = None
-        reading = Source(None, None).begin((), 0, 0, None)
-        try:
-            self._source.set_epoch(first.epoch)
-            index = int(np.searchsorted(places, self._ranks.index))
-            reading = self._source.begin(first.history, index, places.size, first.saved)
-        except Exception as met:
-            error = named(met, "its loader")
-        begins = f"epoch={first.epoch}, step={first.step}, after {first.history}"
-        try:
-            settings = {"step": begins, "loader": self._name}
-            lease = self._pool.borrow(settings, error, self._timeout_s)
-        except BaseException:
-            reading.close()
-            raise
-        self._redistributor.begin(lease.group)
-        self._progress = first
-        self._prefetcher = Prefetcher(
-            reading,
-            self._handlers,
-            self._redistributor,
-            lease,
-            StepKey(first.epoch, first.step),
-            depth=self._depth,
-            loads=not self._source.is_empty,
-        )
-        return self._prefetcher
-
-    def _deliver(self, step: ReadyStep, prefetcher: Prefetcher) -> Iterator[Batch]:
-        """Yield the microbatches of a step; each counts as delivered when it is handed out."""
-        places = self._sources.places
-        done = np.array(self._progress.counts or (0,) * places.size)
-        parts = zip(step.data.microbatches, step.collated, step.saved, strict=True)
-        for micro, (part, collated, saved) in enumerate(parts):
-            prefetcher.hand_out((step.key.step, micro))
-            done = done + step.data.num_items[micro][places]
-            self._progress = dataclasses.replace(
-                self._progress,
-                step=step.key.step + 1,
-                counts=tuple(done.tolist()),
-                saved=saved,
-            )
-            mark_lengths("batch", part.plan, self._ranks.index)
-            yield Batch(
-                data=collated,
-                loss_scale=part.loss_scale,
-                epoch=step.key.epoch,
-                step=step.key.step,
-                microbatch=micro,
-                num_samples=len(part.samples) - part.is_padding,
-                is_padding=part.is_padding,
-                plan=part.plan,
-                verdict=step.data.verdict,
-                _group=self._group,
-            )

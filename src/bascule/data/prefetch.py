@@ -29,8 +29,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,17 +38,7 @@ from bascule.comm.agree import agree
 from bascule.comm.failures import ask, leave, read
 from bascule.comm.groups import RankGroup, new_group, set_timeout, this_world
 from bascule.data.source import Reading
-from bascule.data.steps import (
-    ClosedError,
-    Handlers,
-    Load,
-    Redistributor,
-    Saved,
-    StepData,
-    StepKey,
-    load,
-    named,
-)
+from bascule.data.steps import CLOSING, ClosedError, ReadyStep, Redistributor, load
 from bascule.errors import CommError, ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
@@ -59,32 +49,59 @@ PATIENCE_S = 5.0
 _LOOK_S = 1.0  # between looks for ranks that left, while there is nothing to do
 _CAPACITY = 8  # groups a rank that the first gather has room for
 
-Interval = tuple[float, float]
-"""Start and end, in seconds of `time.perf_counter`."""
-
 Position = tuple[int, int]
 """Step of the epoch and microbatch of the step; (-1, -1) before the first."""
 
 
-@dataclass(slots=True, eq=False)
+class Departure(NamedTuple):
+    """A rank of the group that left, after the last microbatch it was handed; "" without error."""
+
+    rank: int
+    after: Position
+    reason: str
+
+    def __str__(self) -> str:
+        if self.reason:
+            return f"left the iteration with {self.reason}"
+        step, micro = self.after
+        where = f"after microbatch {micro} of step {step}" if step >= 0 else "before the first one"
+        return f"closed the loader {where}: all ranks must leave an iteration at the same step"
+
+
 class Lease:
     """A group of a pool; while it is lent, an iteration of this rank uses it.
 
     `use` counts how often it was lent, alike on all ranks.
     """
 
-    group: RankGroup
-    use: int = 0
-    is_lent: bool = False
+    def __init__(self, group: RankGroup) -> None:
+        self.group, self.use, self.is_lent = group, 0, False
 
     @property
     def is_free(self) -> bool:
-        """True if this rank could use it."""
+        """Return whether this rank could use it."""
         return not self.is_lent and self.group.calls.ended is None
 
-    def give_back(self) -> None:
-        """Make no further calls of it."""
-        self.is_lent = False
+    @property
+    def _note(self) -> str:
+        return f"left/{self.group.process_group.group_name} {self.use}"
+
+    def announce(self, reason: str, after: Position) -> None:
+        """Leave a note that this rank leaves; of several ranks the first one counts."""
+        text = json.dumps([self.group.rank, after, reason])
+        with suppress(RuntimeError, ValueError):  # the store is gone, and so are connections
+            key = f"bascule/{self._note}"
+            ask(lambda store: store.compare_set(key, "", text))
+
+    def departure(self) -> Departure | None:
+        """Return who left first, if somebody did."""
+        text = None
+        with suppress(RuntimeError, ValueError):
+            text = ask(lambda store: read(store, self._note))
+        if text is None:
+            return None
+        rank, (step, micro), reason = json.loads(text)
+        return Departure(rank, (step, micro), reason)
 
 
 class Pool:
@@ -103,14 +120,9 @@ class Pool:
     ) -> Lease:
         """Return a group that is free on all ranks. All call it, in the same order.
 
-        Args:
-            settings: What must be the same on all ranks for them to begin.
-            error: Why this rank cannot begin; all ranks then raise it, and none borrows.
-            timeout_s: Longest wait for a rank, here and in calls of the group.
-
-        Raises:
-            RemoteConfigError: A rank cannot begin because of bad input.
-            CommError: A rank cannot begin, the settings differ, or a rank did not come.
+        `settings` must be the same on all ranks for them to begin. All raise the error of a rank
+        that cannot begin, and none borrows. `timeout_s` is the longest wait for a rank, here and in
+        calls of the group.
         """
         set_timeout(self.control, timeout_s)
         free = np.array([lease.is_free for lease in self._leases], dtype=np.int64)
@@ -133,11 +145,7 @@ class Pool:
 
 
 def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
-    """Return the pool of these global ranks, made where there is none that works. All call it.
-
-    Raises:
-        CommError: A member did not come.
-    """
+    """Return the pool of these global ranks, made where there is none that works. All call it."""
     world, key = this_world(), (Pool, tuple(members))
     pool = world.kept(key, lambda: Pool(members, timeout_s))
     if pool.control.is_ended:
@@ -147,144 +155,87 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     return pool
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """A rank of the group that left, after the last microbatch it was handed; "" without error."""
-
-    rank: int
-    after: Position
-    reason: str
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"left the iteration with {self.reason}"
-        where = f"after microbatch {self.after[1]} of step {self.after[0]}"
-        where = where if self.after > (-1, -1) else "before the first microbatch"
-        return f"closed the loader {where}: all ranks must leave an iteration at the same step"
-
-
-def announce(lease: Lease, reason: str, after: Position) -> None:
-    """Leave a note that this rank leaves; of several ranks the first one counts."""
-    key, text = f"bascule/{_name(lease)}", json.dumps([lease.group.rank, after, reason])
-    try:
-        ask(lambda store: store.compare_set(key, "", text))
-    except (RuntimeError, ValueError):  # the store is gone, and so are connections to its host
-        return
-
-
-def departure(lease: Lease) -> Departure | None:
-    """Return who left first, if somebody did."""
-    try:
-        text = ask(lambda store: read(store, _name(lease)))
-    except (RuntimeError, ValueError):
-        return None
-    if text is None:
-        return None
-    rank, (step, micro), reason = json.loads(text)
-    return Departure(rank, (step, micro), reason)
-
-
-def _name(lease: Lease) -> str:
-    return f"left/{lease.group.process_group.group_name} {lease.use}"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadyStep:
-    """A step as the main thread takes it.
-
-    `collated` are its microbatches as the model takes them, `saved` where a loader with a state
-    would go on after each, `exchange` when the thread agreed, planned and exchanged.
-    """
-
-    key: StepKey
-    data: StepData
-    collated: list[Any]
-    saved: Saved
-    exchange: Interval
-
-
 class Prefetcher:
     """Makes steps in a thread of its own until the data end, an error, or a rank leaves.
 
-    Args:
-        reading: This rank's microbatches.
-        handlers: Functions applied to samples.
-        redistributor: Makes steps of what all ranks loaded, in the group of the lease.
-        lease: The thread's process group; given back when the thread ends.
-        first: The first step.
-        depth: Steps that may be ready before one is taken.
-        loads: True if this rank loads samples; otherwise it only computes.
+    It reads this rank's microbatches, and has the redistributor make steps of what all ranks read,
+    in the group of the lease, which is given back when the thread ends. `depth` steps may be ready
+    before one is taken. `loads` is False on a rank that only computes.
     """
 
     def __init__(
         self,
         reading: Reading,
-        handlers: Handlers,
         redistributor: Redistributor,
         lease: Lease,
-        first: StepKey,
+        first: int,
         *,
         depth: int,
         loads: bool,
     ) -> None:
-        self._reading, self._handlers, self._loads = reading, handlers, loads
-        self._redistributor, self._lease = redistributor, lease
-        self._first, self._depth = first, depth
-        self._changed = threading.Condition()
+        self._reading, self._redistributor, self._lease = reading, redistributor, lease
+        self._first, self._depth, self._loads = first, depth, loads
+        self._changed = threading.Condition()  # of what follows
         self._ready: deque[ReadyStep] = deque()
-        self._bytes = 0
-        self._end: BaseException | None = None
-        self._left: Departure | None = None
-        self._ended = self._closing = False
+        self._taken: ReadyStep | None = None
+        self._bytes = 0  # received in steps that are not used up
         self._handed: Position = (-1, -1)
+        self._is_closing = self._has_ended = False
+        self._error: BaseException | None = None  # that ended the thread
+        self._left: Departure | None = None
         self.num_dropped = 0
         self._thread = threading.Thread(target=self._run, name="bascule loader", daemon=True)
         atexit.register(self._close_at_exit)
         self._thread.start()
 
-    def take(self) -> tuple[ReadyStep | None, Interval]:
-        """Return the next step, None at the end; and when this thread waited for it.
+    # --- the thread that trains -------------------------------------------------------------------
 
-        Raises:
-            ConfigError: The iteration was closed.
-            Whatever ended the thread: the same on all ranks.
+    def take(self) -> tuple[ReadyStep | None, tuple[float, float]]:
+        """Return the next step, None at the end; and from when until when this thread waited.
+
+        The step that was taken before is used up. Raises ConfigError if the iteration was closed,
+        and what ended the thread, which is the same on all ranks.
         """
         start = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._ready or self._ended)
+            if self._taken is not None:
+                self._bytes -= self._taken.received_bytes
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._ready or self._has_ended)
             waited = start, time.perf_counter()
             self._check_open()
-            if self._ready:
-                return self._ready.popleft(), waited
-        if self._end is not None:
-            raise self._end
-        return None, waited
+            self._taken = self._ready.popleft() if self._ready else None
+            if self._taken is None and self._error is not None:
+                raise self._error
+            return self._taken, waited
 
     def hand_out(self, position: Position) -> None:
         """Note that a microbatch of the step that was taken is about to be used.
 
-        Raises:
-            ConfigError: The iteration was closed.
-            CommError: Another rank left before it.
+        Raises as `take`, also if another rank left before this microbatch.
         """
         with self._changed:
             self._check_open()
-            if self._left is not None and position > self._left.after and self._end is not None:
-                raise self._end
+            if self._left is not None and position > self._left.after and self._error is not None:
+                raise self._error
             self._handed = position
 
-    def release(self, step: ReadyStep) -> None:
-        """Make room for another step: this one is used up."""
-        with self._changed:
-            self._bytes -= step.data.received_bytes
-            self._changed.notify_all()
+    def _check_open(self) -> None:
+        """Raise what must not wait for what is ready."""
+        if self._is_closing:
+            raise ConfigError(
+                "this iteration was ended by close(), or by another iteration of the same loader: "
+                "leave the loop first, or make a loader for each"
+            )
+        if self._left is not None and self._left.reason and self._error is not None:
+            raise self._error
 
     def leave(self, reason: str = "") -> None:
         """Want no further step, and let the other ranks know why; waits for nothing."""
-        if not self._ended:
-            announce(self._lease, reason, self._handed)
+        if not self._has_ended:
+            self._lease.announce(reason, self._handed)
         with self._changed:
-            self._closing = True
+            self._is_closing = True
             self._changed.notify_all()
 
     def join(self, patience_s: float | None = None) -> bool:
@@ -295,7 +246,7 @@ class Prefetcher:
         if self._thread is threading.current_thread():  # the garbage of an iteration is found there
             return False
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ended, patience_s):
+            if not self._changed.wait_for(lambda: self._has_ended, patience_s):
                 logger.warning("the loaders of the other ranks did not end within %g s", patience_s)
                 return False
         self._thread.join()  # what is left to do is this rank's own
@@ -305,17 +256,7 @@ class Prefetcher:
     def left_by_another(self) -> BaseException | None:
         """The error of a rank that left first, if that is how the thread ended."""
         is_other = self._left is not None and self._left.rank != self._lease.group.rank
-        return self._end if is_other else None
-
-    def _check_open(self) -> None:
-        """Raise what must not wait for what is ready."""
-        if self._closing:
-            raise ConfigError(
-                "this iteration was ended by close(), or by another iteration of the same loader: "
-                "leave the loop first, or make a loader for each"
-            )
-        if self._left is not None and self._left.reason and self._end is not None:
-            raise self._end
+        return self._error if is_other else None
 
     def _close_at_exit(self) -> None:
         """End an iteration that was left nowhere, when the interpreter ends."""
@@ -323,96 +264,72 @@ class Prefetcher:
         self.leave("" if error is None else text_of(error))
         self.join(PATIENCE_S)
 
+    # --- the thread that makes steps --------------------------------------------------------------
+
     def _run(self) -> None:
         is_alike = True
         try:
-            for step in itertools.count(self._first.step):
-                if not self._make(StepKey(self._first.epoch, step)):
-                    break
+            self._make_all()
         except ClosedError as error:
-            self._end = self._named(error)
+            self._error = self._who_left(error)
         except (CommError, PlanError) as error:
-            self._end = error
+            self._error = error
         except BaseException as error:
             # The others wait in a call that it never makes. So nobody uses the group again.
-            is_alike = False
-            self._end = error
+            is_alike, self._error = False, error
             leave(error, "the thread of the loader")
         if is_alike:
-            self._lease.give_back()
-        _forget_locals(self._end)
+            self._lease.is_lent = False
+        _forget_locals(self._error)
         with self._changed:
-            self._ended = True
+            self._has_ended = True
             self._changed.notify_all()
         # Iterators with workers end here: as garbage they would end in any thread, for seconds.
         self._reading.close()
         atexit.unregister(self._close_at_exit)
 
-    def _named(self, error: ClosedError) -> CommError:
-        """Return the error with who left first, where, and why."""
-        self._left = departure(self._lease)
-        if self._left is None:
-            return error
-        group = self._lease.group
-        who = f"rank {self._left.rank} of group {group.name!r}"
-        named = CommError(f"step {error.step}: {who} {self._left}")
-        if self._left.reason and self._left.rank != group.rank:
-            # The training may end in a collective of its own, which does not say why.
-            logger.error("%s", named)
-        return named
-
-    def _make(self, key: StepKey) -> bool:
-        """Make one step; return whether there was one."""
-        is_left = self._wait_until(lambda: len(self._ready) < self._depth)
-        own, saved = self._load(is_left)
-        start = time.perf_counter()
-        try:
-            data = self._redistributor.step(key, own, self._reserve)
-        except CommError as error:
-            if own.error is not None:
-                raise error from own.error
-            raise
-        if data is None:
-            if self._redistributor.rules.ends == "drop_last" and own.items is not None:
-                self.num_dropped = own.items.lens.size + self._reading.num_unread
-            return False
-        exchange = start, time.perf_counter()
-        collated, failed = list[Any](), None
-        try:
-            collated = [self._handlers.collate(part.samples) for part in data.microbatches]
-        except BaseException as error:
-            failed = named(error, "collate_fn")
-        self._redistributor.confirm(key, failed)
-        with self._changed:
-            self._ready.append(ReadyStep(key, data, collated, saved, exchange))
-            self._changed.notify_all()
-        return True
-
-    def _load(self, is_left: bool) -> tuple[Load, Saved]:
-        version = len(self._redistributor.costs) - 1
-        if is_left:
-            return Load(is_closing=True, cost_version=version), []
-        accumulate = self._redistributor.rules.accumulate
-        return load(
-            self._reading, self._handlers, accumulate, loads=self._loads, cost_version=version
-        )
+    def _make_all(self) -> None:
+        rules = self._redistributor.rules
+        for step in itertools.count(self._first):
+            is_left = self._wait_until(lambda: len(self._ready) < self._depth)
+            own = CLOSING if is_left else load(self._reading, rules, loads=self._loads)
+            made = self._redistributor.step(step, own, self._reserve)
+            if made is None:
+                if rules.ends == "drop_last" and own.items is not None:
+                    self.num_dropped = own.items.lens.size + self._reading.num_unread
+                return
+            with self._changed:
+                self._ready.append(made)
+                self._changed.notify_all()
 
     def _reserve(self, num_bytes: int) -> None:
         """Wait until so many bytes may arrive. The first step always finds room."""
-        limit = self._redistributor.rules.max_bytes
+        limit = self._redistributor.rules.max_bytes_in_flight
         if limit is not None:
             self._wait_until(lambda: self._bytes == 0 or self._bytes + num_bytes <= limit)
         with self._changed:
             self._bytes += num_bytes
 
     def _wait_until(self, is_possible: Callable[[], bool]) -> bool:
-        """Wait for the training to use what is ready; return True if a rank leaves instead."""
+        """Wait for the training to use what is ready; return whether a rank leaves instead."""
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._closing or is_possible(), _LOOK_S):
-                    return self._closing
-            if departure(self._lease) is not None:
+                if self._changed.wait_for(lambda: self._is_closing or is_possible(), _LOOK_S):
+                    return self._is_closing
+            if self._lease.departure() is not None:
                 return True
+
+    def _who_left(self, error: ClosedError) -> CommError:
+        """Return the error with who left first, where, and why."""
+        self._left, group = self._lease.departure(), self._lease.group
+        if self._left is None:
+            return error
+        who = f"rank {self._left.rank} of group {group.name!r}"
+        named = CommError(f"step {error.step}: {who} {self._left}")
+        if self._left.reason and self._left.rank != group.rank:
+            # The training may end in a collective of its own, which does not say why.
+            logger.error("%s", named)
+        return named
 
 
 def _forget_locals(error: BaseException | None) -> None:

@@ -25,6 +25,12 @@ class Progress:
     counts: tuple[int, ...] = ()
     saved: dict[str, Any] | None = None
 
+    def after(self, step: int, counts: Sequence[int], saved: dict[str, Any] | None) -> "Progress":
+        """Return it after a microbatch of a step, with so many items of each source rank."""
+        done = self.counts or (0,) * len(counts)
+        sums = tuple(map(sum, zip(done, counts, strict=True)))
+        return dataclasses.replace(self, step=step + 1, counts=sums, saved=saved)
+
     def to_state(self, deal: Sequence[int]) -> dict[str, Any]:
         """Return plain values; `deal` is that of the `ResumableSampler`s whose samples they are."""
         return {"version": STATE_VERSION, "deal": tuple(deal), **dataclasses.asdict(self)}

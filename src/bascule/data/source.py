@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,13 +92,15 @@ class Source:
         sampler = self._sampler
         return sampler.deal if isinstance(sampler, ResumableSampler) else (0, 0, 0, 0, 0)
 
-    def __len__(self) -> int:
-        """Microbatches, where the loader's batches are kept as they are."""
+    @property
+    def num_microbatches(self) -> int:
+        """Those of an epoch; -1 where the loader does not know, or samples are grouped anew."""
         if self._loader is None:
             return 0
-        if self._grouping is not None:
-            raise TypeError("the number of microbatches is not known before samples are grouped")
-        return len(self._loader)  # pyright: ignore[reportArgumentType]
+        if self._grouping is None:
+            with suppress(TypeError, NotImplementedError):
+                return len(self._loader)  # pyright: ignore[reportArgumentType]
+        return -1
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of whatever shuffles."""

@@ -1,30 +1,35 @@
-"""One step of a balanced loader: measure samples, agree, decide who gets which, move, assemble.
+"""One step of a balanced loader: load samples, agree, decide who gets which, move, collate.
 
 Legend: M microbatches of a step, D data-parallel ranks, n samples of a step. Every rank knows the
 same of all samples. A sample's id is its place in the order of microbatches, then of the ranks that
 loaded it, then of their loaders.
 """
 
-import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
-from bascule.arrays import Floats, Ints, ranges
+from bascule.arrays import Bools, Floats, Ints, ranges
 from bascule.comm.agree import agree
+from bascule.comm.exchange import BoundRoute, exchange
+from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.comm.items import HOST, ItemMove, Parcel, move_items, parcel
 from bascule.data.source import Reading, Sample, whole_number
 from bascule.errors import CommError, ConfigError, PlanError
+from bascule.plan.checks import of_type
 from bascule.plan.costs import Cost, describe_cost, evaluate, unit_seconds
 from bascule.plan.items import Items
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.plan import Plan
+from bascule.plan.routes import Route
 from bascule.plan.step import Sync, plan_step, step_makespan
 from bascule.plan.topology import Topology
 
@@ -32,44 +37,210 @@ logger = logging.getLogger(__name__)
 
 Ends = Literal["drop_last", "pad_empty", "finish"]
 
-Saved = list[dict[str, Any] | None]
-"""After each microbatch, where a loader with a state of its own would go on."""
-
-Speeds = tuple[float, ...] | None
-"""Of each data-parallel rank; None: all alike."""
+Reason = Literal["balanced", "even", "gain", "exchange", "limits"]
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
 _SHORT, _CLOSING, _SOME = 1, 2, 4  # flags of a rank
 
 
-class StepKey(NamedTuple):
-    """A step of an epoch."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why the samples of a step move, or stay.
 
+    Attributes:
+        applied: True if they move.
+        reason: "balanced"; or why not: "even" (nothing to gain), "gain" (too little), "exchange"
+            (it would cost more), "limits" (no plan keeps them, but the batch as loaded does).
+        before: Predicted step as loaded, in the unit of the cost model.
+        after: Predicted step as planned.
+    """
+
+    applied: bool
+    reason: Reason
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """A microbatch of one rank.
+
+    Attributes:
+        data: The samples as `collate_fn` put them together.
+        loss_scale: Factor of the mean loss of this microbatch. With it, the usual division by the
+            number of microbatches, and gradients averaged over the ranks, the step's gradient is
+            that of the mean over all ranks and microbatches, whatever moved where. 0 for padding.
+        epoch: From 0.
+        step: Optimiser step of the epoch, from 0.
+        microbatch: Of the step, from 0.
+        num_samples: Samples of this rank, without padding.
+        is_padding: True if all there is, is a sample that another rank has, with weight 0.
+        plan: Who computes what in this microbatch.
+        verdict: Whether samples moved in this step, and why.
+    """
+
+    data: Any
+    loss_scale: float
     epoch: int
     step: int
+    microbatch: int
+    num_samples: int
+    is_padding: bool
+    plan: Plan
+    verdict: Verdict
+    _group: RankGroup
+
+    @shared("restore of a batch")
+    def restore(self, values: Tensor) -> Tensor:
+        """Bring per-sample results back to the ranks that loaded the samples.
+
+        All ranks of the balancing group call it. One all-to-all, differentiable; none if no sample
+        of the step moved.
+
+        Args:
+            values: (n, ...) one row for each sample of this microbatch, padding included.
+
+        Returns:
+            (m, ...) one row for each sample that this rank loaded, in the order in which it did.
+
+        Raises:
+            ConfigError: There is not one row a sample.
+        """
+        num_rows = self.num_samples + self.is_padding
+        of_type("values to restore", values, Tensor, "a tensor with one row a sample")
+        if values.shape[:1] != (num_rows,):
+            raise ConfigError(
+                f"restore got values of shape {tuple(values.shape)}: give one row for each of the "
+                f"{num_rows} samples of this microbatch"
+            )
+        values = values[: self.num_samples]
+        if not self.verdict.applied:
+            return values
+        source, dest = self.plan.source_ranks, self.plan.bag_of
+        ranks = self._group.rank, self.plan.num_ranks
+        route = Route.of_items(source, dest, np.ones_like(dest), *ranks).inverse()
+        name = f"restore of microbatch {self.microbatch}"
+        bound = BoundRoute(route, self._group, values.device, self.step, name)
+        return exchange(bound, [values])[0]
+
+
+# --- load -----------------------------------------------------------------------------------------
+
+
+def num_input_ids(sample: Sample) -> int:
+    """Return the default length."""
+    try:
+        return len(sample["input_ids"])
+    except (LookupError, TypeError) as error:
+        raise ConfigError(
+            f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings by which steps are made, alike on all ranks; see `BalancedLoader`."""
+    """The settings by which steps are made, alike on all ranks but `collate`; see `BalancedLoader`.
+
+    `unpack` gives the samples of an item of the loader. `collate` is called with no samples for an
+    empty microbatch.
+    """
 
     accumulate: int
     sync: Sync
     limits: Limits | None
     ends: Ends
     min_gain: float
-    max_bytes: int | None
+    max_bytes_in_flight: int | None
+    length_fn: Callable[[Sample], int] = num_input_ids
+    weight_fn: Callable[[Sample], int] | None = None
+    unpack: Callable[[Any], list[Sample]] | None = None
+    collate: Callable[[list[Sample]], Any] = list
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """The samples that one rank loaded for a step, by microbatch; or why there are none.
+
+    `num_items` are items of the loader in each microbatch: a ready-made pack is one. After each
+    microbatch, a loader with a state of its own would go on from what is `saved`.
+    """
+
+    flags: int = 0
+    samples: Sequence[Sequence[Sample]] = ()
+    items: Items | None = None
+    parcels: Sequence[Parcel] = ()
+    num_items: Sequence[int] = ()
+    saved: Sequence[dict[str, Any] | None] = ()
+    error: Exception | None = None
+
+    def words(self, cost_version: int) -> Ints:
+        """Describe it in integers: flags, newest cost model known, M numbers of items; `Items`."""
+        head = np.array([self.flags, cost_version, *self.num_items], np.int64)
+        return head if self.items is None else np.concatenate([head, self.items.to_words()])
+
+
+CLOSING = Load(_CLOSING)
+"""That of a rank that wants no further step."""
+
+
+def load(reading: Reading, rules: Rules, *, loads: bool) -> Load:
+    """Read this rank's samples of a step; what fails becomes part of the result.
+
+    `loads` is False on a rank that only computes.
+    """
+    flags, samples, num_items, saved = 0, list[list[Sample]](), list[int](), list[Any]()
+    lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), ""
+    # Whatever ends the user's code, also SystemExit: the others would wait for a thread that ended.
+    try:
+        for micro in range(rules.accumulate):
+            place = f"microbatch {micro}"
+            taken = next(reading, None)
+            saved.append(reading.saved())
+            flags |= _SOME if taken is not None else _SHORT if loads else 0
+            taken = taken or []
+            num_items.append(len(taken))
+            place = f"microbatch {micro}, unpack"
+            if rules.unpack is not None:
+                taken = [sample for item in taken for sample in rules.unpack(item)]
+            samples.append(taken)
+            for number, sample in enumerate(taken):
+                place = f"microbatch {micro}, sample {number}"
+                lens.append(whole_number(rules.length_fn(sample), "length_fn"))
+                if rules.weight_fn is not None:
+                    weights.append(whole_number(rules.weight_fn(sample), "weight_fn"))
+                parcels.append(parcel(sample))
+    except BaseException as error:
+        return Load(error=named(error, place))
+    num_bytes = [one.num_bytes for one in parcels]
+    items = Items.own([*map(len, samples)], lens, num_bytes, weights=weights or None)
+    return Load(flags, samples, items, parcels, num_items, saved)
+
+
+def named(error: BaseException, place: str) -> Exception:
+    """Return the error with its place; one line, since it travels to all ranks."""
+    lines = str(error).strip().splitlines() or [""]
+    text = lines[0] if len(lines) == 1 else f"{lines[0]} .. {lines[-1]}"
+    if isinstance(error, ConfigError | PlanError):
+        return ConfigError(f"{place}: {text}")
+    result = RuntimeError(f"{place}: {type(error).__name__}: {text}")
+    result.__cause__ = error
+    return result
+
+
+# --- agree ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class DataRanks:
     """The ranks of a group, by what they load. Peers (tensor, pipeline) get the same batch.
 
-    `place` (group size,) is the data-parallel index of each, peers included.
+    `place` (group size,) is the data-parallel index of each, peers included; `along` are the ranks
+    that this one shares samples with, in the order of these indices.
     """
 
     group: RankGroup
     place: Ints
+    along: RankGroup
 
     @cached_property
     def index(self) -> int:
@@ -90,130 +261,6 @@ class DataRanks:
     def is_leader(self) -> bool:
         """True if this rank loads samples, rather than one of its peers."""
         return int(self.leaders[self.index]) == self.group.rank
-
-
-@dataclass(frozen=True, slots=True)
-class Handlers:
-    """The functions that the user, or the loader for them, applies to samples.
-
-    `weight_fn` gives what a sample counts in the global mean (None: 1), `unpack` the samples of an
-    item of the loader, `collate` a microbatch; it is called with no samples for an empty one.
-    """
-
-    length_fn: Callable[[Sample], int]
-    weight_fn: Callable[[Sample], int] | None
-    unpack: Callable[[Any], list[Sample]] | None
-    collate: Callable[[list[Sample]], Any]
-
-
-def num_input_ids(sample: Sample) -> int:
-    """The default length."""
-    try:
-        return len(sample["input_ids"])
-    except (LookupError, TypeError) as error:
-        raise ConfigError(
-            f'a {type(sample).__name__} without "input_ids": give BalancedLoader a length_fn'
-        ) from error
-
-
-def collate_and_pin(
-    collate: Callable[[list[Sample]], Any], *, takes_none: bool, pin: bool
-) -> Callable[[list[Sample]], Any]:
-    """Collate and pin; an empty microbatch is None, unless `collate` takes one."""
-
-    def collated(samples: list[Sample]) -> Any:
-        data = collate(samples) if samples or takes_none else None
-        return _pinned(data) if pin else data
-
-    return collated
-
-
-def _pinned(data: Any) -> Any:
-    """Return the same with its tensors in pinned memory."""
-    if hasattr(data, "pin_memory"):
-        return data.pin_memory()
-    if isinstance(data, Mapping):
-        return {key: _pinned(part) for key, part in data.items()}
-    if isinstance(data, list | tuple) and not hasattr(data, "_fields"):
-        return type(data)(_pinned(part) for part in data)
-    return data
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Load:
-    """The samples that one rank loaded for a step, by microbatch; or why there are none.
-
-    `num_items` are items of the loader in each microbatch: a ready-made pack is one. A rank is
-    short if it ran out of samples, and closing if it wants no further step.
-    """
-
-    samples: Sequence[Sequence[Sample]] = ()
-    items: Items | None = None
-    parcels: Sequence[Parcel] = ()
-    num_items: Sequence[int] = ()
-    is_short: bool = False
-    is_closing: bool = False
-    cost_version: int = 0
-    error: Exception | None = None
-
-    def words(self, accumulate: int) -> Ints:
-        """Describe it in integers: flags, newest cost model known, M numbers of items; `Items`."""
-        flags = _SHORT * self.is_short + _CLOSING * self.is_closing + _SOME * bool(self.samples)
-        num_items = [*self.num_items, *[0] * (accumulate - len(self.num_items))]
-        items = Items.own([0] * accumulate, [], []) if self.items is None else self.items
-        return np.concatenate([np.array([flags, self.cost_version, *num_items]), items.to_words()])
-
-
-def load(
-    reading: Reading, handlers: Handlers, accumulate: int, *, loads: bool, cost_version: int
-) -> tuple[Load, Saved]:
-    """Read this rank's samples of a step; what fails becomes part of the result.
-
-    `loads` is False on a rank that only computes.
-    """
-    items: list[list[Any]] = []
-    saved: Saved = []
-    # Whatever ends the user's code, also SystemExit: the others would wait for a thread that ended.
-    try:
-        for _ in range(accumulate):
-            taken = next(reading, None)
-            if taken is not None:
-                items.append(taken)
-            saved.append(reading.saved())
-    except BaseException as error:
-        return Load(error=named(error, f"microbatch {len(saved)}")), saved
-    samples: list[list[Sample]] = []
-    lens, weights, parcels = list[int](), list[int](), list[Parcel]()
-    place = ""
-    try:
-        for micro, taken in enumerate(items):
-            place = f"microbatch {micro}, unpack"
-            unpack = handlers.unpack
-            samples.append(taken if unpack is None else [s for one in taken for s in unpack(one)])
-            for number, sample in enumerate(samples[-1]):
-                place = f"microbatch {micro}, sample {number}"
-                lens.append(whole_number(handlers.length_fn(sample), "length_fn"))
-                if handlers.weight_fn is not None:
-                    weights.append(whole_number(handlers.weight_fn(sample), "weight_fn"))
-                parcels.append(parcel(sample))
-    except BaseException as error:
-        return Load(error=named(error, place)), saved
-    counts = [*map(len, samples), *[0] * (accumulate - len(samples))]
-    described = Items.own(counts, lens, [one.num_bytes for one in parcels], weights=weights or None)
-    is_short = loads and len(items) < accumulate
-    numbers = [len(taken) for taken in items]
-    return Load(samples, described, parcels, numbers, is_short, False, cost_version), saved
-
-
-def named(error: BaseException, place: str) -> Exception:
-    """Return the error with its place; one line, since it travels to all ranks."""
-    lines = str(error).strip().splitlines() or [""]
-    text = lines[0] if len(lines) == 1 else f"{lines[0]} .. {lines[-1]}"
-    if isinstance(error, ConfigError | PlanError):
-        return ConfigError(f"{place}: {text}")
-    result = RuntimeError(f"{place}: {type(error).__name__}: {text}")
-    result.__cause__ = error
-    return result
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -239,354 +286,93 @@ class Loaded:
         return cls(heads[0], version, heads[2:], items)
 
     def is_last(self, ends: Ends) -> bool:
-        """True if there is no step any more: alike on all ranks."""
-        if not (self.flags & _SOME).any():
-            return True
-        return ends == "drop_last" and bool((self.flags & _SHORT).any())
+        """Return whether there is no step any more: alike on all ranks."""
+        is_short = ends == "drop_last" and bool((self.flags & _SHORT).any())
+        return is_short or not (self.flags & _SOME).any()
+
+
+# --- decide ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deliveries:
-    """Samples, the data-parallel ranks that get them, and when; what pads comes last. Arrays (k,).
+    """Samples that ranks of the group get, peers included; arrays (k,), alike on all ranks.
 
-    The last `num_padding` repeat a sample where a rank has none.
+    Padding repeats a sample for a rank that has none. `sent` and `received` are bytes of each rank.
     """
 
     ids: Ints
-    dest: Ints
     micro: Ints
-    num_padding: int
-
-
-def deliver(items: Items, dest: Ints, *, pad: bool) -> Deliveries:
-    """Give each sample to its rank; with `pad`, the shortest also to ranks that would have none.
-
-    Of those that count in the mean, if there are any: the mean over what pads must be a number.
-    """
-    ids, micro = np.arange(dest.size), items.micro
-    if not pad or not ids.size:
-        return Deliveries(ids, dest, micro, 0)
-    num_ranks = items.counts.shape[1]
-    empty = np.flatnonzero(items.sums(dest, np.ones_like(dest)) == 0)
-    counted = np.flatnonzero(items.weights > 0) if items.weights.any() else ids
-    shortest = np.full(empty.size, counted[items.lens[counted].argmin()])
-    return Deliveries(
-        np.concatenate([ids, shortest]),
-        np.concatenate([dest, empty % num_ranks]),
-        np.concatenate([micro, empty // num_ranks]),
-        empty.size,
-    )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Transfer:
-    """The deliveries (k,) that travel between ranks of the group, and the bytes of each rank."""
-
-    delivery: Ints
-    sender: Ints
-    receiver: Ints
+    source: Ints
+    dest: Ints
     num_bytes: Ints
+    is_padding: Bools
     sent: Ints
     received: Ints
 
     @classmethod
-    def of(cls, items: Items, deliveries: Deliveries, ranks: DataRanks) -> "Transfer":
-        """Send each to all peers of its rank, except to who has the sample already."""
+    def of(cls, items: Items, rank_of: Ints, ranks: DataRanks, *, pad: bool) -> "Deliveries":
+        """Give each sample to its data-parallel rank (n,); with `pad`, one also to idle ranks.
+
+        That is the shortest of those that count in the mean, if there are any: the mean over what
+        pads must be a number.
+        """
+        ids, micro = np.arange(rank_of.size), items.micro
+        if pad and ids.size:
+            idle = np.flatnonzero(items.sums(rank_of, np.ones_like(rank_of)) == 0)
+            counted = np.flatnonzero(items.weights > 0) if items.weights.any() else ids
+            shortest = counted[items.lens[counted].argmin()]
+            ids = np.concatenate([ids, np.full(idle.size, shortest)])
+            micro = np.concatenate([micro, idle // ranks.num])
+            rank_of = np.concatenate([rank_of, idle % ranks.num])
         members, num_members = np.argsort(ranks.place, kind="stable"), np.bincount(ranks.place)
-        first = np.cumsum(num_members) - num_members
-        repeats = num_members[deliveries.dest]
-        delivery = np.repeat(np.arange(deliveries.dest.size), repeats)
-        receiver = members[ranges(first[deliveries.dest], repeats)]
-        sender = ranks.leaders[items.owner[deliveries.ids[delivery]]]
-        moves = sender != receiver
-        delivery, sender, receiver = delivery[moves], sender[moves], receiver[moves]
-        num_bytes = items.num_bytes[deliveries.ids[delivery]]
+        repeats = num_members[rank_of]
+        rows = np.repeat(np.arange(ids.size), repeats)
+        dest = members[ranges((np.cumsum(num_members) - num_members)[rank_of], repeats)]
+        source = ranks.leaders[items.owner[ids[rows]]]
+        num_bytes, is_padding = items.num_bytes[ids[rows]], rows >= items.lens.size
+        travels = num_bytes * (source != dest)
         sent, received = (
-            np.bincount(ends, num_bytes, ranks.group.size).astype(np.int64)
-            for ends in (sender, receiver)
+            np.bincount(ends, travels, ranks.group.size).astype(np.int64) for ends in (source, dest)
         )
-        return cls(delivery, sender, receiver, num_bytes, sent, received)
+        return cls(ids[rows], micro[rows], source, dest, num_bytes, is_padding, sent, received)
 
+    @property
+    def moves(self) -> Bools:
+        """(k,) True for those that travel between ranks."""
+        return self.source != self.dest
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Why the samples of a step move, or stay.
+    def check_received(self, most: int | None) -> None:
+        """Refuse them if a rank would receive more bytes than it may; None: any number."""
+        worst = int(self.received.argmax())
+        num_bytes = int(self.received[worst])
+        if most is not None and num_bytes > most:
+            raise PlanError(
+                f"rank {worst} would receive {num_bytes:,} bytes of samples in a step, above "
+                f"max_bytes_in_flight={most:,} by {num_bytes - most:,}: raise it, or load fewer "
+                "samples a step"
+            )
 
-    Attributes:
-        applied: True if they move.
-        reason: "balanced"; or why not: "even" (nothing to gain), "gain" (too little), "exchange"
-            (it would cost more), "limits" (no plan keeps them, but the batch as loaded does).
-        before: Predicted step as loaded, in the unit of the cost model.
-        after: Predicted step as planned.
-    """
-
-    applied: bool
-    reason: Literal["balanced", "even", "gain", "exchange", "limits"]
-    before: float
-    after: float
+    def share(self, items: Items, rank: int, micro: int) -> tuple[Ints, bool, float]:
+        """Return a rank's rows in a microbatch, whether they are padding, and the loss's scale."""
+        num_micro, num_ranks = items.counts.shape
+        rows = np.flatnonzero((self.dest == rank) & (self.micro == micro))
+        is_padding, total = bool(self.is_padding[rows].any()), int(items.weights.sum())
+        if is_padding or not total:
+            return rows, is_padding, 0.0
+        return rows, False, int(items.weights[self.ids[rows]].sum()) * num_ranks * num_micro / total
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """Who gets what in a step: a plan of each microbatch, and what it moves."""
+    """Who gets what in a step: a plan of each microbatch, and the samples of each rank."""
 
     plans: tuple[Plan, ...]
     verdict: Verdict
     deliveries: Deliveries
-    transfer: Transfer
 
 
-class Delivered(NamedTuple):
-    """One microbatch of this rank: its samples in the order of their ids; see `Batch`."""
-
-    samples: list[Sample]
-    is_padding: bool
-    loss_scale: float
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepData:
-    """All microbatches of a step on this rank; (M, D) items that loaders gave; bytes of samples."""
-
-    microbatches: list[Delivered]
-    num_items: Ints
-    verdict: Verdict
-    sent_bytes: int
-    received_bytes: int
-
-
-class ClosedError(CommError):
-    """Ranks want no further step. The same on all ranks, after an agreement."""
-
-    def __init__(self, step: int, text: str) -> None:
-        self.step = step
-        super().__init__(f"step {step}: {text}")
-
-
-class Redistributor:
-    """Makes the steps of one rank. All ranks of the group call `step` in the same order.
-
-    `costs` are the cost models so far, with speeds of the data-parallel ranks, by version;
-    `seconds_per_byte` is what a byte costs in the exchange, the same on all ranks.
-    """
-
-    def __init__(self, ranks: DataRanks, rules: Rules, cost: Cost, seconds_per_byte: float) -> None:
-        self.ranks = ranks
-        self.rules = rules
-        self.costs: list[tuple[Cost, Speeds]] = [(cost, None)]
-        self.seconds_per_byte = seconds_per_byte
-        self._version, self._agreed_version = 0, -1
-        self._has_warned = False
-        self._capacity = _FIRST_CAPACITY
-        self._topology = Topology(((1, 1),), ranks.num)
-
-    def begin(self, group: RankGroup) -> None:
-        """Make the steps of another iteration, in this group, with the newest cost model.
-
-        Where an iteration begins, all ranks have been given the same cost models. The next
-        agreement makes sure of it.
-        """
-        self.ranks = dataclasses.replace(self.ranks, group=group)
-        self._version, self._agreed_version = len(self.costs) - 1, -1
-
-    def step(self, key: StepKey, own: Load, reserve: Callable[[int], None]) -> StepData | None:
-        """Make this rank's part of a step; None if there is none any more. Two collectives.
-
-        Args:
-            key: Step of the epoch.
-            own: The samples that this rank brings.
-            reserve: Called with the bytes that will arrive, before they do; may wait for room.
-
-        Raises:
-            RemoteConfigError: A rank loaded an illegal sample.
-            ClosedError: A rank wants no further step.
-            CommError: A rank failed, or the ranks disagree.
-            PlanError: The limits cannot be kept (on all ranks alike).
-        """
-        loaded = self._agree(key, own)
-        if loaded.is_last(self.rules.ends):
-            self._warn_of_nothing(key, loaded)
-            return None
-        try:
-            decision = self.decide(loaded.items)
-            check_received(decision.transfer, self.rules.max_bytes)
-        except PlanError as error:
-            raise PlanError(f"step {key.step}, epoch {key.epoch}: {error}") from error
-        except Exception as error:  # of the cost model; another rank may not have it
-            self.confirm(key, error)
-            raise
-        # Used from the next step on, whose agreement makes sure that it is the same on all ranks.
-        self._version = loaded.cost_version
-        rank, transfer = self.ranks.group.rank, decision.transfer
-        received = int(transfer.received[rank])
-        reserve(received)
-        return StepData(
-            microbatches=self._move(key, loaded.items, own, decision),
-            num_items=loaded.num_items,
-            verdict=decision.verdict,
-            sent_bytes=int(transfer.sent[rank]),
-            received_bytes=received,
-        )
-
-    def confirm(self, key: StepKey, error: Exception | None) -> None:
-        """Make sure that no rank failed to plan or to collate. One collective.
-
-        Raises:
-            RemoteConfigError: A rank met bad input.
-            CommError: A rank failed.
-        """
-        what = f"epoch {key.epoch}, making batches"
-        agree(self.ranks.group, {}, error, what=what, step=key.step)
-
-    def decide(self, items: Items) -> Decision:
-        """Plan all microbatches, where that is worth it. The same on all ranks.
-
-        Raises:
-            PlanError: Neither a plan nor the batch as loaded keeps the limits.
-        """
-        (cost, speeds), rules = self.costs[self._version], self.rules
-        limits = in_tokens(rules.limits, cost, None)
-        overhead = float(getattr(cost, "overhead", 0.0))
-        costs = evaluate(cost, items.lens)
-        loads = items.sums(items.owner, costs) / (1.0 if speeds is None else np.array(speeds))
-        most = loads.max(axis=1).sum() if rules.sync == "microbatch" else loads.sum(axis=0).max()
-        before = float(most) + overhead
-        tokens = items.sums(items.owner, items.lens)
-        is_legal = limits is None or limits.keeps(tokens=tokens, items=items.counts)
-        try:
-            plans = plan_step(
-                [items.lens_by_rank(micro) for micro in range(rules.accumulate)],
-                self._topology,
-                cost,
-                sync=rules.sync,
-                limits=rules.limits,
-                speeds=speeds,
-            )
-        except PlanError:
-            if not is_legal:
-                raise
-            return self._as_loaded(items, loads, Verdict(False, "limits", before, before))
-        bounds = np.cumsum(items.counts.sum(axis=1))[:-1]
-        parts = zip(plans, np.split(items.weights, bounds), np.split(costs, bounds), strict=True)
-        plans = tuple(
-            _without_idle_ranks(plan, weights, own, limits) for plan, weights, own in parts
-        )
-        after = step_makespan(plans, sync=rules.sync) + overhead
-        decision = self._delivered(items, plans, Verdict(True, "balanced", before, after))
-        reason = self._why_not(decision) if is_legal else None
-        if reason is None:
-            return decision
-        return self._as_loaded(items, loads, Verdict(False, reason, before, after))
-
-    def _agree(self, key: StepKey, own: Load) -> Loaded:
-        error, (cost, speeds) = own.error, self.costs[self._version]
-        settings = {"cost": "", "speeds": ""}
-        if self._version != self._agreed_version:
-            try:
-                settings = {"cost": describe_cost(cost), "speeds": str(speeds)}
-            except ConfigError as met:  # all ranks raise it
-                error = error or met
-        gathered = agree(
-            self.ranks.group,
-            settings,
-            error,
-            what=f"epoch {key.epoch}, loading",
-            step=key.step,
-            values=own.words(self.rules.accumulate),
-            capacity=self._capacity,
-        )
-        self._agreed_version = self._version
-        self._capacity = max(self._capacity, *(words.size for words in gathered))
-        closing = [str(rank) for rank, words in enumerate(gathered) if words[0] & _CLOSING]
-        if closing:
-            raise ClosedError(
-                key.step,
-                f"ranks {', '.join(closing)} of group {self.ranks.group.name!r} closed the loader: "
-                "all ranks must leave an iteration at the same step",
-            )
-        return Loaded.of(gathered, self.ranks, self.rules.accumulate)
-
-    def _warn_of_nothing(self, key: StepKey, loaded: Loaded) -> None:
-        """Say once why an epoch has no step although there are samples."""
-        if key.step or self._has_warned or not loaded.items.lens.size or self.ranks.group.rank:
-            return
-        self._has_warned = True
-        logger.warning(
-            "epoch %d has no step: data-parallel ranks %s have too few samples for one, and "
-            'ends="drop_last" ends the epoch there. Set LoaderOptions(ends="pad_empty") or '
-            '"finish", or give loader=None on ranks that only compute',
-            key.epoch,
-            np.flatnonzero(loaded.flags & _SHORT).tolist(),
-        )
-
-    def _delivered(self, items: Items, plans: tuple[Plan, ...], verdict: Verdict) -> Decision:
-        dest = np.concatenate([plan.bag_of for plan in plans])
-        deliveries = deliver(items, dest, pad=self.rules.ends != "finish")
-        return Decision(plans, verdict, deliveries, Transfer.of(items, deliveries, self.ranks))
-
-    def _as_loaded(self, items: Items, loads: Floats, verdict: Verdict) -> Decision:
-        """Leave every sample where it is; (M, D) loads of the ranks."""
-        speeds = self.costs[self._version][1]
-        plans = list[Plan]()
-        for micro, counts in enumerate(items.counts):
-            here = items.micro == micro
-            loaded = counts, items.lens[here], items.owner[here], loads[micro]
-            known = None if speeds is None else np.array(speeds)
-            plans.append(Plan(self._topology, *loaded, 0.0, "none", speeds=known))
-        return self._delivered(items, tuple(plans), verdict)
-
-    def _why_not(self, decision: Decision) -> Literal["even", "gain", "exchange"] | None:
-        """Return why a decision is not worth it; None if it is."""
-        before, after = decision.verdict.before, decision.verdict.after
-        gain = before - after
-        if gain <= 0.0:
-            return "even"
-        if gain < self.rules.min_gain * before:
-            return "gain"
-        seconds = unit_seconds(self.costs[self._version][0])
-        if seconds is None:
-            return None
-        most = max(decision.transfer.sent.max(), decision.transfer.received.max())
-        # The exchange runs behind the step; only what is longer than the step is waited for.
-        exposed = max(float(most) * self.seconds_per_byte - after * seconds, 0.0)
-        return "exchange" if gain * seconds <= exposed else None
-
-    def _move(self, key: StepKey, items: Items, own: Load, decision: Decision) -> list[Delivered]:
-        """Exchange samples, and assemble this rank's microbatches. No collective if none moves."""
-        transfer, group = decision.transfer, self.ranks.group
-        here, arrived = {}, dict[int, Sample]()
-        if self.ranks.is_leader:
-            ids = np.flatnonzero(items.owner == self.ranks.index).tolist()
-            here = dict(zip(ids, itertools.chain.from_iterable(own.samples), strict=True))
-        if transfer.delivery.size:
-            # Parcels lie in the order of ids, as what this rank loaded does.
-            places = {sample: place for place, sample in enumerate(here)}
-            ids = decision.deliveries.ids[transfer.delivery[transfer.sender == group.rank]]
-            sent = [own.parcels[places[sample]] for sample in ids.tolist()]
-            move = ItemMove(transfer.sender, transfer.receiver, group, HOST, key.step, "samples")
-            came = transfer.delivery[transfer.receiver == group.rank].tolist()
-            arrived = dict(zip(came, move_items(move, sent, transfer.num_bytes), strict=True))
-        return assemble(decision, arrived, here, items, self.ranks.index)
-
-
-def check_received(transfer: Transfer, most: int | None) -> None:
-    """Refuse a step in which a rank would receive more bytes than it may hold; None: any number.
-
-    Raises:
-        PlanError: Names the rank, the bytes and the limit.
-    """
-    worst = int(transfer.received.argmax())
-    num_bytes = int(transfer.received[worst])
-    if most is not None and num_bytes > most:
-        raise PlanError(
-            f"rank {worst} would receive {num_bytes:,} bytes of samples in a step, above "
-            f"max_bytes_in_flight={most:,} by {num_bytes - most:,}: raise it, or load fewer "
-            "samples a step"
-        )
-
-
-def _without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
+def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
     """Give each rank a sample that counts if there are enough: a mean over none is no number.
 
     A rank may have been given nothing, or only samples of weight 0. One that counts then comes from
@@ -611,31 +397,251 @@ def _without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits
     if limits is not None and not limits.keeps(tokens=tokens, items=counts):
         return plan
     loads = np.bincount(bag_of, costs, num_ranks) / (1.0 if plan.speeds is None else plan.speeds)
-    return dataclasses.replace(plan, bag_of=bag_of, loads=loads)
+    return replace(plan, bag_of=bag_of, loads=loads)
 
 
-def assemble(
-    decision: Decision,
-    arrived: Mapping[int, Sample],
-    here: Mapping[int, Sample],
-    items: Items,
-    index: int,
-) -> list[Delivered]:
-    """Return the microbatches of data-parallel rank `index`.
+# --- the step -------------------------------------------------------------------------------------
 
-    From what arrived, by delivery, and what it loaded itself, by id.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadyStep:
+    """A step as the training takes it on this rank: one batch for each microbatch, and its bytes.
+
+    `num_items` (M, D) are items that the loaders gave, `saved` is that of the load, `exchange` the
+    seconds (of `time.perf_counter`) from which until when ranks agreed, planned and exchanged.
     """
-    num_micro, num_ranks = items.counts.shape
-    total = int(items.weights.sum())
-    deliveries, delivered = decision.deliveries, list[Delivered]()
-    first_padding = deliveries.ids.size - deliveries.num_padding
-    for micro, plan in enumerate(decision.plans):
-        places = np.flatnonzero((deliveries.dest == index) & (deliveries.micro == micro))
-        ids = deliveries.ids[places]
-        pairs = zip(places.tolist(), ids.tolist(), strict=True)
-        samples = [arrived[k] if k in arrived else here[sample] for k, sample in pairs]
-        is_padding = bool((places >= first_padding).any())
-        weight = 0 if is_padding else int(items.weights[ids].sum())
-        scale = weight * num_ranks * num_micro / total if total else 0.0
-        delivered.append(Delivered(samples, is_padding, scale, plan))
-    return delivered
+
+    batches: list[Batch]
+    num_items: Ints
+    saved: Sequence[dict[str, Any] | None]
+    sent_bytes: int
+    received_bytes: int
+    exchange: tuple[float, float]
+
+
+class ClosedError(CommError):
+    """Ranks want no further step. The same on all ranks, after an agreement."""
+
+    def __init__(self, step: int, text: str) -> None:
+        super().__init__(f"step {step}: {text}")
+        self.step = step
+
+
+class RankCosts(NamedTuple):
+    """A cost model, speeds (D,) of the data-parallel ranks if they differ, and both as text."""
+
+    cost: Cost
+    speeds: Floats | None
+    text: str
+
+    @classmethod
+    def of(cls, cost: Cost, speeds: Floats | None = None) -> "RankCosts":
+        """Describe them: equal texts mean equal plans."""
+        known = "" if speeds is None else f" at speeds {speeds.tolist()}"
+        return cls(cost, speeds, describe_cost(cost) + known)
+
+
+class Redistributor:
+    """Makes the steps of one rank. All ranks of the group call `step` in the same order.
+
+    `costs` are those so far, by version; `seconds_per_byte` is what a byte costs in the exchange,
+    the same on all ranks.
+    """
+
+    def __init__(
+        self, ranks: DataRanks, rules: Rules, costs: RankCosts, seconds_per_byte: float
+    ) -> None:
+        self.ranks, self.rules, self.seconds_per_byte = ranks, rules, seconds_per_byte
+        self.costs = [costs]
+        self._epoch, self._version = 0, 0
+        self._capacity, self._has_warned = _FIRST_CAPACITY, False
+        self._topology = Topology(((1, 1),), ranks.num)
+
+    def begin(self, group: RankGroup, epoch: int) -> None:
+        """Make the steps of another iteration, in this group, with the newest cost model.
+
+        Where an iteration begins, all ranks have been given the same cost models. The next
+        agreement makes sure of it.
+        """
+        self.ranks, self._epoch = replace(self.ranks, group=group), epoch
+        self._version = len(self.costs) - 1
+
+    def step(self, step: int, own: Load, reserve: Callable[[int], None]) -> ReadyStep | None:
+        """Make this rank's part of a step; None if there is none any more. Three collectives.
+
+        `own` are the samples that this rank brings. `reserve` is called with the bytes that will
+        arrive, before they do, and may wait for room.
+
+        Raises:
+            RemoteConfigError: A rank met bad input.
+            ClosedError: A rank wants no further step.
+            CommError: A rank failed, or the ranks disagree.
+            PlanError: The limits cannot be kept (on all ranks alike).
+        """
+        start = time.perf_counter()
+        loaded = self._gather(step, own)
+        if loaded.is_last(self.rules.ends):
+            self._warn_of_nothing(step, loaded)
+            return None
+        items, rank = loaded.items, self.ranks.group.rank
+        try:
+            decision = self.decide(items)
+            decision.deliveries.check_received(self.rules.max_bytes_in_flight)
+        except PlanError as error:
+            raise PlanError(f"step {step}, epoch {self._epoch}: {error}") from error
+        except Exception as error:  # of the cost model; another rank may not have it
+            self._confirm(step, error)
+            raise
+        # Used from the next step on, whose agreement makes sure that it is the same on all ranks.
+        self._version = loaded.cost_version
+        deliveries = decision.deliveries
+        sent, received = int(deliveries.sent[rank]), int(deliveries.received[rank])
+        reserve(received)
+        samples = self._move(step, items, own, deliveries)
+        exchange = start, time.perf_counter()
+        batches, failed = list[Batch](), None
+        try:
+            for micro, plan in enumerate(decision.plans):
+                rows, is_padding, loss_scale = deliveries.share(items, rank, micro)
+                batch = Batch(
+                    data=self.rules.collate([samples[row] for row in rows.tolist()]),
+                    loss_scale=loss_scale,
+                    epoch=self._epoch,
+                    step=step,
+                    microbatch=micro,
+                    num_samples=rows.size - is_padding,
+                    is_padding=is_padding,
+                    plan=plan,
+                    verdict=decision.verdict,
+                    _group=self.ranks.along,
+                )
+                batches.append(batch)
+        except BaseException as error:
+            failed = named(error, "collate_fn")
+        self._confirm(step, failed)
+        return ReadyStep(batches, loaded.num_items, own.saved, sent, received, exchange)
+
+    def decide(self, items: Items) -> Decision:
+        """Plan all microbatches, where that is worth it. The same on all ranks.
+
+        Raises:
+            PlanError: Neither a plan nor the batch as loaded keeps the limits.
+        """
+        (cost, speeds, _), rules = self.costs[self._version], self.rules
+        limits, costs = in_tokens(rules.limits, cost, None), evaluate(cost, items.lens)
+        overhead = float(getattr(cost, "overhead", 0.0))
+        ends = np.cumsum(items.counts.sum(axis=1))[:-1]
+        loads = items.sums(items.owner, costs) / (1.0 if speeds is None else speeds)
+        most = loads.max(axis=1).sum() if rules.sync == "microbatch" else loads.sum(axis=0).max()
+        before = after = float(most) + overhead
+        tokens = items.sums(items.owner, items.lens)
+        is_legal = limits is None or limits.keeps(tokens=tokens, items=items.counts)
+        reason: Reason = "limits"
+        try:
+            plans = plan_step(
+                [items.lens_by_rank(micro) for micro in range(rules.accumulate)],
+                self._topology,
+                cost,
+                sync=rules.sync,
+                limits=rules.limits,
+                speeds=speeds,
+            )
+        except PlanError:
+            if not is_legal:
+                raise
+        else:
+            of_micro = np.split(items.weights, ends), np.split(costs, ends)
+            parts = zip(plans, *of_micro, strict=True)
+            plans = tuple(without_idle_ranks(*part, limits) for part in parts)
+            after = step_makespan(plans, sync=rules.sync) + overhead
+            balanced = self._decision(items, plans, Verdict(True, "balanced", before, after))
+            reason = self._reason(balanced) if is_legal else "balanced"
+            if reason == "balanced":
+                return balanced
+        of_micro = np.split(items.lens, ends), np.split(items.owner, ends)
+        parts = zip(items.counts, *of_micro, loads, strict=True)
+        plans = tuple(Plan(self._topology, *part, 0.0, "none", speeds=speeds) for part in parts)
+        return self._decision(items, plans, Verdict(False, reason, before, after))
+
+    def _decision(self, items: Items, plans: tuple[Plan, ...], verdict: Verdict) -> Decision:
+        rank_of, pad = np.concatenate([plan.bag_of for plan in plans]), self.rules.ends != "finish"
+        return Decision(plans, verdict, Deliveries.of(items, rank_of, self.ranks, pad=pad))
+
+    def _reason(self, decision: Decision) -> Reason:
+        """Return "balanced" if a decision is worth it, else why not."""
+        before, after = decision.verdict.before, decision.verdict.after
+        gain, seconds = before - after, unit_seconds(self.costs[self._version].cost)
+        if gain <= 0.0:
+            return "even"
+        if gain < self.rules.min_gain * before:
+            return "gain"
+        if seconds is None:
+            return "balanced"
+        most = max(decision.deliveries.sent.max(), decision.deliveries.received.max())
+        # The exchange runs behind the step; only what is longer than the step is waited for.
+        exposed = max(float(most) * self.seconds_per_byte - after * seconds, 0.0)
+        return "exchange" if gain * seconds <= exposed else "balanced"
+
+    def _gather(self, step: int, own: Load) -> Loaded:
+        """Return the samples of all ranks."""
+        settings = {"cost": self.costs[self._version].text}
+        words = own.words(len(self.costs) - 1)
+        try:
+            gathered = agree(
+                self.ranks.group,
+                settings,
+                own.error,
+                what=f"epoch {self._epoch}, loading",
+                step=step,
+                values=words,
+                capacity=self._capacity,
+            )
+        except CommError as error:
+            if own.error is None:
+                raise
+            raise error from own.error
+        self._capacity = max(self._capacity, *(words.size for words in gathered))
+        closing = [str(rank) for rank, words in enumerate(gathered) if words[0] & _CLOSING]
+        if closing:
+            raise ClosedError(
+                step,
+                f"ranks {', '.join(closing)} of group {self.ranks.group.name!r} closed the loader: "
+                "all ranks must leave an iteration at the same step",
+            )
+        return Loaded.of(gathered, self.ranks, self.rules.accumulate)
+
+    def _confirm(self, step: int, error: Exception | None) -> None:
+        """Make sure that no rank failed to plan or to collate."""
+        what = f"epoch {self._epoch}, making batches"
+        agree(self.ranks.group, {}, error, what=what, step=step)
+
+    def _warn_of_nothing(self, step: int, loaded: Loaded) -> None:
+        """Say once why an epoch has no step although there are samples."""
+        if step or self._has_warned or not loaded.items.lens.size or self.ranks.group.rank:
+            return
+        self._has_warned = True
+        logger.warning(
+            "epoch %d has no step: data-parallel ranks %s have too few samples for one, and "
+            'ends="drop_last" ends the epoch there. Set LoaderOptions(ends="pad_empty") or '
+            '"finish", or give loader=None on ranks that only compute',
+            self._epoch,
+            np.flatnonzero(loaded.flags & _SHORT).tolist(),
+        )
+
+    def _move(
+        self, step: int, items: Items, own: Load, deliveries: Deliveries
+    ) -> dict[int, Sample]:
+        """Return the samples of this rank, by row of the deliveries."""
+        source, dest, group = deliveries.source, deliveries.dest, self.ranks.group
+        here, moves = list(itertools.chain.from_iterable(own.samples)), deliveries.moves
+        ids = np.flatnonzero(items.owner == self.ranks.index)  # of the samples that are here
+        places = np.searchsorted(ids, deliveries.ids)
+        stay = np.flatnonzero((source == group.rank) & ~moves).tolist()
+        samples = {row: here[places[row]] for row in stay}
+        if moves.any():
+            sent = [own.parcels[place] for place in places[moves & (source == group.rank)].tolist()]
+            came = np.flatnonzero(moves & (dest == group.rank)).tolist()
+            move = ItemMove(source[moves], dest[moves], group, HOST, step, "samples")
+            arrived = move_items(move, sent, deliveries.num_bytes[moves])
+            samples.update(zip(came, arrived, strict=True))
+        return samples

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from bascule.data.collators import VISUAL_FIELDS
 from bascule.data.cost_tracker import CostTracker
-from bascule.data.loader import BalancedLoader, Batch
+from bascule.data.loader import BalancedLoader
 from bascule.data.packs import MADE, Pack, make_pack
+from bascule.data.steps import Batch
 from bascule.errors import ConfigError
 from bascule.integrations.transformers.pack_positions import positions_of_pack
 
