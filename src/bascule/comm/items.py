@@ -100,31 +100,40 @@ MAX_DEPTH = 64
 
 _LENGTH = struct.Struct("<I")
 HOST = torch.device("cpu")
-_PLAIN = (str, int, float, bool, type(None))
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-_MAPPINGS: dict[str, type[dict[str, Any]]] = {"d": dict, "o": OrderedDict}
+_NESTS = {"d": dict, "o": OrderedDict, "l": list, "u": tuple}
+_LETTERS = {nest: letter for letter, nest in _NESTS.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """An item ready to be written: header and arrays as flat bytes, in this order.
+    """An item ready to be written: header and arrays as flat bytes, each from its start.
 
     `num_bytes` is their size with padding, a multiple of `ALIGNMENT`.
     """
 
-    parts: tuple[Tensor, ...]
+    parts: Sequence[Tensor]
+    starts: Sequence[int]
     num_bytes: int
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor]) -> "Parcel":
+        """Lay the parts out one after the other, each at a multiple of `ALIGNMENT`."""
+        *starts, end = itertools.accumulate(map(_padded, map(Tensor.numel, parts)), initial=0)
+        return cls(parts, starts, end)
 
     def write(self, buffer: Tensor) -> None:
         """Write into a uint8 tensor of `num_bytes`; what pads the parts stays as it is."""
-        end = 0
-        for part in self.parts:
-            buffer[end : end + part.numel()] = part
-            end += _padded(part.numel())
+        for start, part in zip(self.starts, self.parts, strict=True):
+            buffer[start : start + part.numel()] = part
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def parcel(sample: object, device: torch.device = HOST) -> Parcel:
@@ -135,14 +144,13 @@ def parcel(sample: object, device: torch.device = HOST) -> Parcel:
     Raises:
         ConfigError: A value would not arrive as what it is; names its place in the sample.
     """
-    arrays: list[Tensor] = []
-    described = _describe(sample, "sample", arrays, device)
+    writer = _Writer(device)
+    described = writer.describe(sample, "sample", 0)
     # Not ASCII: its escapes of two lone surrogates would arrive as one character.
     text = json.dumps(described, separators=(",", ":"), ensure_ascii=False)
     header = bytearray(text.encode(errors="surrogatepass"))
     header[:0] = _LENGTH.pack(len(header))
-    parts = (torch.frombuffer(header, dtype=torch.uint8), *arrays)
-    return Parcel(parts, sum(_padded(part.numel()) for part in parts))
+    return Parcel.of([torch.frombuffer(header, dtype=torch.uint8), *writer.arrays])
 
 
 def read(buffer: Tensor) -> Any:
@@ -151,111 +159,112 @@ def read(buffer: Tensor) -> Any:
     This lies at a multiple of `ALIGNMENT` of its storage. All but tensors of torch is copied to the
     host.
     """
-    (length,) = _LENGTH.unpack(buffer[: _LENGTH.size].numpy(force=True).tobytes())
-    text = buffer[_LENGTH.size : _LENGTH.size + length].numpy(force=True).tobytes()
-    reader = _Reader(buffer, _padded(_LENGTH.size + length))
+    reader = _Reader(buffer)
+    (length,) = _LENGTH.unpack(reader.bytes(_LENGTH.size, end=_LENGTH.size))
+    text = reader.bytes(length, end=_padded(_LENGTH.size + length))
     return reader.build(json.loads(text.decode(errors="surrogatepass")))
 
 
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+class _Writer:
+    """Describes values, each by a letter for its type and what is needed to build it again.
 
+    It collects their arrays, as flat bytes.
+    """
 
-def _describe(
-    value: object, place: str, arrays: list[Tensor], device: torch.device, depth: int = 0
-) -> list[Any]:
-    """Return a letter for the type of a value, and what is needed to build it again."""
-    kind = type(value)
-    if isinstance(value, Tensor):
-        return _describe_tensor(value, place, arrays, device)
-    if kind is np.ndarray:
-        assert isinstance(value, np.ndarray)
-        return _describe_array(value, place, arrays)
-    if isinstance(value, np.generic):
-        return _describe_scalar(value, place, arrays)
-    if kind is bytes:
-        assert isinstance(value, bytes)
-        return ["b", _add_bytes(value, arrays)]
-    if kind in _PLAIN:
-        return ["v", value]
-    if depth == MAX_DEPTH:
-        raise ConfigError(f"{place} is nested deeper than {MAX_DEPTH} levels: give it flat")
-    within = arrays, device, depth + 1
-    if kind in (dict, OrderedDict):
-        assert isinstance(value, dict)
-        _check_keys(value, place)
-        items = value.items()
-        parts = {k: _describe(v, f"{place}[{k!r}]", *within) for k, v in items}
-        return ["d" if kind is dict else "o", parts]
-    if kind in (list, tuple):
-        assert isinstance(value, list | tuple)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.arrays: list[Tensor] = []
+
+    def describe(self, value: Any, place: str, depth: int) -> list[Any]:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            return self._tensor(value, place)
+        if kind is np.ndarray:
+            return self._array(value, place)
+        if isinstance(value, np.generic):
+            return self._scalar(value, place)
+        if kind is bytes:
+            return self._bytes(value)
+        if kind in (str, int, float, bool, type(None)):
+            return ["v", value]
+        if kind not in _LETTERS:
+            raise _refusal(value, place)
+        if depth == MAX_DEPTH:
+            raise ConfigError(f"{place} is nested deeper than {MAX_DEPTH} levels: give it flat")
+        if isinstance(value, dict):
+            for key in value:
+                if type(key) is not str:
+                    raise ConfigError(f"{place} has the key {key!r}: keys of samples are strings")
+            items = value.items()
+            parts = {k: self.describe(v, f"{place}[{k!r}]", depth + 1) for k, v in items}
+            return [_LETTERS[kind], parts]
         numbers = _as_numbers(value)
         if numbers is not None:
-            arrays.append(torch.from_numpy(numbers.view(np.uint8)))
-            return ["n", numbers.dtype.str, len(value), kind is list]
-        parts = [_describe(v, f"{place}[{i}]", *within) for i, v in enumerate(value)]
-        return ["l" if kind is list else "u", parts]
-    raise _refusal(value, place)
+            return ["n", _LETTERS[kind], self._array(numbers, place)]
+        parts = [self.describe(v, f"{place}[{i}]", depth + 1) for i, v in enumerate(value)]
+        return [_LETTERS[kind], parts]
 
+    def _tensor(self, tensor: Tensor, place: str) -> list[Any]:
+        is_near = tensor.device.type in ("cpu", self.device.type)
+        is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
+        if is_odd or not is_near:
+            form = "nested" if tensor.is_nested else str(tensor.layout)
+            fix = "; move them to a device after the loader"
+            fix = fix if self.device.type == "cpu" else f" or on {self.device}"
+            raise ConfigError(
+                f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on the "
+                f"CPU{fix}"
+            )
+        if type(tensor) is not Tensor:
+            raise _refusal(tensor, place)
+        if tensor.requires_grad:
+            raise ConfigError(
+                f"{place} requires a gradient, which would be that of a copy where the sample "
+                "moves: give detach() of it"
+            )
+        dense = tensor.resolve_conj().resolve_neg()
+        dense = dense if dense.is_contiguous() else dense.clone()
+        strides = None if dense.is_contiguous() else list(dense.stride())
+        if dense.numel():
+            self.arrays.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
+        return ["t", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
 
-def _describe_tensor(
-    tensor: Tensor, place: str, arrays: list[Tensor], device: torch.device
-) -> list[Any]:
-    is_dense = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-    if tensor.device.type not in ("cpu", device.type) or not is_dense:
-        form = "nested" if tensor.is_nested else str(tensor.layout)
-        fix = "the CPU; move them to a device after the loader"
-        raise ConfigError(
-            f"{place} is a {form} tensor on {tensor.device}: samples hold dense tensors on "
-            f"{fix if device.type == 'cpu' else f'the CPU or on {device}'}"
-        )
-    if type(tensor) is not Tensor:
-        raise _refusal(tensor, place)
-    if tensor.requires_grad:
-        raise ConfigError(
-            f"{place} requires a gradient, which would be that of a copy where the sample moves: "
-            "give detach() of it"
-        )
-    dense = tensor.resolve_conj().resolve_neg()
-    dense = dense if dense.is_contiguous() else dense.clone()
-    strides = None if dense.is_contiguous() else list(dense.stride())
-    if dense.numel():
-        arrays.append(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8))
-    return ["t", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
+    def _array(self, array: np.ndarray, place: str) -> list[Any]:
+        """Refuse dtypes that their name does not say: objects, fields, those of other packages."""
+        dtype = array.dtype
+        try:
+            named = np.dtype(dtype.str)
+        except TypeError:
+            named = np.dtype(object)
+        if dtype.hasobject or dtype.names or named != dtype or named.char != dtype.char:
+            raise ConfigError(
+                f"{place}: an array of {dtype} cannot travel; use a plain dtype of numbers"
+            )
+        dense = array if array.flags.c_contiguous else array.copy(order="K")
+        strides = None if dense.flags.c_contiguous else list(dense.strides)
+        if array.nbytes:
+            flat = dense.ravel(order="K").view(np.uint8)
+            self.arrays.append(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
+        return ["a", dtype.str, list(array.shape), strides]
 
+    def _scalar(self, value: np.generic, place: str) -> list[Any]:
+        # Arrays of strings do not keep the zeros at their ends, nor does numpy's own str().
+        if type(value) is np.str_:
+            return ["s", str.__str__(value)]
+        if type(value) is np.bytes_:
+            return ["z", self._bytes(bytes(value))]
+        if type(value) is not value.dtype.type:
+            raise _refusal(value, place)
+        return ["g", self._array(np.asarray(value), place)]
 
-def _describe_array(array: np.ndarray, place: str, arrays: list[Tensor]) -> list[Any]:
-    _check_dtype(array.dtype, place)
-    dense = array if array.flags.c_contiguous else array.copy(order="K")
-    strides = None if dense.flags.c_contiguous else list(dense.strides)
-    if array.nbytes:
-        flat = dense.ravel(order="K").view(np.uint8)
-        arrays.append(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
-    return ["a", array.dtype.str, list(array.shape), strides]
-
-
-def _describe_scalar(value: np.generic, place: str, arrays: list[Tensor]) -> list[Any]:
-    # Arrays of strings do not keep the zeros at their ends, nor does numpy's own str().
-    if type(value) is np.str_:
-        return ["s", str.__str__(value)]
-    if type(value) is np.bytes_:
-        return ["z", _add_bytes(bytes(value), arrays)]
-    if type(value) is not value.dtype.type:
-        raise _refusal(value, place)
-    _check_dtype(value.dtype, place)
-    _add_bytes(value.tobytes(), arrays)
-    return ["g", value.dtype.str]
-
-
-def _add_bytes(value: bytes, arrays: list[Tensor]) -> int:
-    """Send these bytes; their number."""
-    if value:
-        arrays.append(torch.frombuffer(bytearray(value), dtype=torch.uint8))
-    return len(value)
+    def _bytes(self, value: bytes) -> list[Any]:
+        if value:
+            self.arrays.append(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        return ["b", len(value)]
 
 
 def _as_numbers(values: Sequence[object]) -> np.ndarray | None:
-    """Many numbers of one type as an array, which is a thousand times faster than text."""
+    """Return many numbers of one type as an array, which is a thousand times faster than text."""
     types = set(map(type, values))
     if types != {int} and types != {float}:
         return None
@@ -263,25 +272,6 @@ def _as_numbers(values: Sequence[object]) -> np.ndarray | None:
         return np.array(values, dtype=np.int64 if types == {int} else np.float64)
     except OverflowError:  # integers beyond 64 bits are text
         return None
-
-
-def _check_keys(value: Mapping[Any, object], place: str) -> None:
-    for key in value:
-        if type(key) is not str:
-            raise ConfigError(f"{place} has the key {key!r}: keys of samples are strings")
-
-
-def _check_dtype(dtype: np.dtype[Any], place: str) -> None:
-    """Refuse dtypes that their name does not say: objects, fields, those of other packages."""
-    try:
-        named = np.dtype(dtype.str)
-    except TypeError:
-        named = None
-    is_named = named == dtype and named is not None and named.char == dtype.char
-    if dtype.hasobject or dtype.names is not None or not is_named:
-        raise ConfigError(
-            f"{place}: an array of {dtype} cannot travel; use a plain dtype of numbers"
-        )
 
 
 _ADVICE = (
@@ -309,33 +299,31 @@ def _refusal(value: object, place: str) -> ConfigError:
 class _Reader:
     """Takes arrays off a buffer, one after the other, while it builds what the header says."""
 
-    def __init__(self, buffer: Tensor, start: int) -> None:
-        self._buffer = buffer
-        self._next = start
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer, self._next = buffer, 0
 
     def build(self, described: Sequence[Any]) -> Any:
-        kind = described[0]
-        if kind == "v":
-            return described[1]
-        if kind in _MAPPINGS:
-            parts = ((key, self.build(part)) for key, part in described[1].items())
-            return _MAPPINGS[kind](parts)
-        if kind in "lu":
-            parts = [self.build(part) for part in described[1]]
-            return parts if kind == "l" else tuple(parts)
+        kind, *rest = described
+        if kind in ("v", "s"):
+            return rest[0] if kind == "v" else np.str_(rest[0])
+        if kind in ("d", "o"):
+            return _NESTS[kind]((key, self.build(part)) for key, part in rest[0].items())
+        if kind in ("l", "u"):
+            return _NESTS[kind](map(self.build, rest[0]))
         if kind == "t":
-            return self._tensor(_DTYPES[described[1]], *described[2:])
+            return self._tensor(_DTYPES[rest[0]], *rest[1:])
         if kind == "a":
-            return self._array(np.dtype(described[1]), *described[2:])
-        if kind == "g":
-            return self._array(np.dtype(described[1]), [], None)[()]
+            return self._array(np.dtype(rest[0]), *rest[1:])
+        if kind == "b":
+            return self.bytes(rest[0])
+        part = self.build(rest[-1])
         if kind == "n":
-            numbers = self._array(np.dtype(described[1]), [described[2]], None).tolist()
-            return numbers if described[3] else tuple(numbers)
-        if kind == "s":
-            return np.str_(described[1])
-        taken = self._take(described[1]).numpy(force=True).tobytes()
-        return taken if kind == "b" else np.bytes_(taken)
+            return _NESTS[rest[0]](part.tolist())
+        return part[()] if kind == "g" else np.bytes_(part)
+
+    def bytes(self, num_bytes: int, end: int | None = None) -> bytes:
+        """Take bytes to the host."""
+        return self._take(num_bytes, end).numpy(force=True).tobytes()
 
     def _tensor(
         self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int] | None
@@ -349,10 +337,10 @@ class _Reader:
         taken = self._take(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
         return np.ndarray(shape, dtype, taken.numpy(force=True).data, strides=strides)
 
-    def _take(self, num_bytes: int) -> Tensor:
-        taken = self._buffer[self._next : self._next + num_bytes]
-        self._next += _padded(num_bytes)
-        return taken
+    def _take(self, num_bytes: int, end: int | None = None) -> Tensor:
+        start = self._next
+        self._next = start + _padded(num_bytes) if end is None else end
+        return self._buffer[start : start + num_bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -446,9 +434,9 @@ class _Moved(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # Not views of what was received: who gets them may write into them.
         arrived += [mapped(item, torch.clone) for item in move_items(move, parcels, num_bytes)]
-        ctx.move, flat = move, [leaves_of(item) for item in arrived]
-        ctx.sent = [[_Form.of(x) for x in own] for own in _runs(leaves, counts)]
-        ctx.received = [[_Form.of(x) for x in own] for own in flat]
+        flat = [leaves_of(item) for item in arrived]
+        ctx.move, ctx.sent = move, [_wanted(own) for own in _runs(leaves, counts)]
+        ctx.received = [_wanted(own) for own in flat]
         received = [x for own in flat for x in own]
         ctx.mark_non_differentiable(*(x for x in received if not has_gradient(x)))
         ctx.save_for_backward(token)
@@ -459,55 +447,38 @@ class _Moved(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
         move: ItemMove = ctx.move.back
-        counts = [len(own) for own in ctx.received]
-        parcels = [
-            _as_parcel(own, forms)
-            for own, forms in zip(_runs(grads[1:], counts), ctx.received, strict=True)
-        ]
-        rank = move.group.rank
+        runs = _runs(grads[1:], [len(own) for own in ctx.received])
+        parcels = [_of_gradients(*one) for one in zip(runs, ctx.received, strict=True)]
         # The sizes of all others are those of items that neither leave this rank nor reach it.
         num_bytes = np.zeros(move.source.shape, np.int64)
-        num_bytes[move.dest == rank] = [_num_bytes_of(forms) for forms in ctx.sent]
-        num_bytes[move.source == rank] = [_num_bytes_of(forms) for forms in ctx.received]
+        num_bytes[move.source == move.group.rank] = [one.num_bytes for one in parcels]
+        num_bytes[move.dest == move.group.rank] = [_of_gradients(x, x).num_bytes for x in ctx.sent]
         parts = move_parcels(move, parcels, num_bytes)
         back = [x for one in zip(parts, ctx.sent, strict=True) for x in _gradients(*one)]
         return None, None, None, None, None, torch.zeros_like(token), *back
 
 
-class _Form(NamedTuple):
-    """The form of a tensor's gradient, if one is wanted."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    is_wanted: bool
-
-    @classmethod
-    def of(cls, x: Tensor) -> "_Form":
-        return cls(x.shape, x.dtype, has_gradient(x))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize * self.is_wanted
+def _wanted(leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return the forms of the gradients, without values; None where none is wanted."""
+    return [torch.empty_like(x, device="meta") if has_gradient(x) else None for x in leaves]
 
 
-def _num_bytes_of(forms: Sequence[_Form]) -> int:
-    return sum(_padded(form.num_bytes) for form in forms)
+def _of_gradients(grads: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> Parcel:
+    """Return the gradients of an item that are wanted as they travel, without a header."""
+    pairs = zip(grads, wanted, strict=True)
+    kept = [x for x, form in pairs if x is not None and form is not None]
+    return Parcel.of([x.contiguous().view(-1).view(torch.uint8) for x in kept])
 
 
-def _as_parcel(grads: Sequence[Tensor], forms: Sequence[_Form]) -> Parcel:
-    pairs = zip(grads, forms, strict=True)
-    parts = (x.contiguous().view(-1).view(torch.uint8) for x, form in pairs if form.is_wanted)
-    return Parcel(tuple(parts), _num_bytes_of(forms))
-
-
-def _gradients(buffer: Tensor, forms: Sequence[_Form]) -> list[Tensor | None]:
-    """Return the gradient of each tensor of an item, from bytes that `_as_parcel` gave."""
+def _gradients(buffer: Tensor, wanted: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the gradient of each tensor of an item, from bytes that `_of_gradients` gave."""
     gradients: list[Tensor | None] = []
     at = 0
-    for form in forms:
-        part = buffer[at : at + form.num_bytes]
-        gradients.append(part.view(form.dtype).view(form.shape) if form.is_wanted else None)
-        at += _padded(form.num_bytes)
+    for form in wanted:
+        num_bytes = 0 if form is None else form.nbytes
+        part = buffer[at : at + num_bytes]
+        gradients.append(None if form is None else part.view(form.dtype).view(form.shape))
+        at += _padded(num_bytes)
     return gradients
 
 

@@ -321,7 +321,7 @@ def prepare(
                     parcels.append(parcel(mapped(dict(piece), Tensor.detach), device))
                 else:
                     tensors = [x for x in piece.values() if isinstance(x, Tensor)]
-                    parcels.append(Parcel((), sum(x.nbytes for x in tensors)))
+                    parcels.append(Parcel((), (), sum(x.nbytes for x in tensors)))
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else repr(error)
             raise ConfigError(f"item {place}: {text}") from error
