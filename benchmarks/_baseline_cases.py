@@ -12,7 +12,7 @@ from _baselines import Floats, Ints, Step
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from bascule.plan.costs import TransformerCost
-from bascule.plan.machine import Bag, Cluster, Work
+from bascule.plan.machine import Bag, Cluster, Seconds
 from bascule.plan.solver.bounds import lower_bound
 from bascule.plan.solver.problem import build_problem
 from bascule.workload.codes import parse_data_codes, sample_lengths, seq_lens
@@ -132,7 +132,8 @@ class Case:
 
     def seconds(self, length: int, size: int) -> float:
         """Of a sequence on each of the ranks that share it."""
-        return float(self.cluster.bag_seconds(self.cost, np.array([length]), size)[0])
+        seconds = _bag_seconds(self, np.array([length]), size)
+        return float(np.asarray(seconds.compute_s + seconds.heads_s)[0]) / size
 
 
 class Rebalance(BatchRebalanceSampler):
@@ -182,13 +183,18 @@ def shared_makespan(case: Case, step: Step) -> float:
         for size in np.unique(sizes).tolist():
             chosen = sizes == size
             lens = case.lens[samples[chosen]]
-            seconds[chosen] = case.cluster.bag_seconds(case.cost, lens, size)
-            bag = Bag.aligned(size, 1, case.cluster.ranks_per_node)
-            work = Work.of_sequences(case.cost, bag, lens, np.zeros(lens.size))
-            launch_s = case.cluster.seconds(work, bag).launch_s
-            np.maximum.at(launches, owners[chosen], launch_s)
+            each = _bag_seconds(case, lens, size)
+            seconds[chosen] = (each.compute_s + each.heads_s) / size
+            np.maximum.at(launches, owners[chosen], each.launch_s)
         total += float((launches + np.bincount(owners, seconds, len(ranks))).max())
     return total
+
+
+def _bag_seconds(case: Case, lens: Ints, size: int) -> Seconds:
+    """Of (n,) sequences on an aligned bag, of all of its ranks together."""
+    bag = Bag.aligned(size, 1, case.cluster.ranks_per_node)
+    compute = case.cluster.compute_seconds(case.cost, lens)
+    return case.cluster.sequence_seconds(case.cost, bag, lens, compute)
 
 
 def _pairs(ranks: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:

@@ -169,11 +169,6 @@ CASES: list[Case] = [
     ("fits of numbers", partial(replace, CALIBRATION, fits=[1]), ("fits[0]=1", "a Fit")),
     ("no calibration", partial(Calibration.of_dict, []), ("Calibration holds no fields",)),
     (
-        "measured what it has not",
-        partial(replace, MADE, calibration=replace(CALIBRATION, measured=("host_s",))),
-        ("'host_s'", "no number of the profile"),
-    ),
-    (
         "a rate that was edited",
         partial(replace, MADE, matmul_flops_per_s=1e15),
         ('take "calibration" out and say source="given"',),

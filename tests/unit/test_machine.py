@@ -152,14 +152,14 @@ def test_compute_is_measured_or_converted_or_seconds_already() -> None:
 )
 def test_a_bag_sends_what_is_not_its_own(degrees: tuple[int, int], heads_s: float) -> None:
     bag = Bag.aligned(*degrees, CLUSTER.ranks_per_node)
-    work = Work.of_sequences(COST, bag, np.array([TOKENS]), np.array([COMPUTE_S]), 1e9)
-    seconds = CLUSTER.seconds(work, bag)
+    amounts = COST, bag, np.array([TOKENS]), np.array([COMPUTE_S]), 1e9
+    seconds = CLUSTER.sequence_seconds(*amounts)
     launch_s = 0.25 * LAYERS * (2 * (bag.ulysses > 1) + bag.ring - 1)
     assert seconds.launch_s == launch_s
     busy_s = seconds.total - seconds.launch_s
     assert busy_s / bag.size == pytest.approx([COMPUTE_S / bag.size + heads_s])
     assert seconds.ring_s == 0.0  # attention of 1e9 seconds hides everything
-    packing = replace(CLUSTER, pack_bytes_per_s=1e3).seconds(work, bag)
+    packing = replace(CLUSTER, pack_bytes_per_s=1e3).sequence_seconds(*amounts)
     more = BYTES / bag.size / 1e3 if bag.ulysses > 1 else 0.0
     assert packing.heads_s / bag.size == pytest.approx([heads_s + more] if bag.size > 1 else 0.0)
 
@@ -211,13 +211,12 @@ def test_the_slowest_rank_of_a_mesh() -> None:
     assert both.total == pytest.approx(19.0) and "waiting 6e+03" in str(both)
 
 
-def test_nodes_of_bags_that_are_not_aligned() -> None:
-    nodes, local = CLUSTER.nodes_of(Topology.parse("g1n3+g2n1+g3n1"))
-    assert nodes.tolist() == [0, 0, 0, 0, 1]
-    assert local.tolist() == [1, 1, 1, 1, 3]
-    nodes, local = CLUSTER.nodes_of(Topology.parse("g1n2+g3n2"))  # ranks 2, 3 and 4
-    assert nodes.tolist() == [0, 0, 0, 1]
-    assert local.tolist() == [1, 1, 1, 3]
+@pytest.mark.parametrize(
+    ("spec", "fewest"),
+    [("g1n3+g2n1+g3n1", [1, 1, 1, 1, 3]), ("g1n2+g3n2", [1, 1, 1, 3]), ("g8n1", [4])],
+)
+def test_bags_that_are_not_aligned_have_few_ranks_in_a_node(spec: str, fewest: list[int]) -> None:
+    assert CLUSTER.ranks_in_node(Topology.parse(spec)).tolist() == fewest
 
 
 def test_loads_are_seconds_with_launches() -> None:
@@ -237,8 +236,8 @@ def test_a_step_is_its_passes() -> None:
     passes, bag, lens = Passes(4.0, 6.0, 3.0, "step"), Bag.aligned(4, 1, 4), np.array([700])
 
     def seconds(machine: Cluster, cost: TransformerCost) -> tuple[Seconds, float]:
-        work = Work.of_sequences(cost, bag, lens, machine.compute_seconds(cost, lens))
-        return machine.seconds(work, bag), machine.host_seconds(cost, bag)
+        taken = machine.sequence_seconds(cost, bag, lens, machine.compute_seconds(cost, lens))
+        return taken, machine.host_seconds(cost, bag)
 
     linear = cluster.compute_seconds(replace(COST, gamma=0.0), lens)
     attention = cluster.compute_seconds(COST, lens) - linear

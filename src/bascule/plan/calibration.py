@@ -4,7 +4,7 @@ Every measurement is kept with its curve, so that a profile can be drawn and jud
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from typing import Any, Self, TypeVar, cast
 
 import numpy as np
@@ -198,11 +198,12 @@ def block_rates(forward: Fit, d_model: int) -> dict[str, float]:
 
 
 def built(kind: type[_Built], values: object) -> _Built:
-    """Make a dataclass from what a file holds: all of its fields must be there, and no others."""
-    names = list(cast(Any, kind).__dataclass_fields__)
+    """Make a dataclass from what a file holds: fields with a default may be missing, no others."""
+    known: dict[str, Any] = cast(Any, kind).__dataclass_fields__
+    needed = {name for name, one in known.items() if one.default is MISSING}
     held = cast(dict[str, Any], values) if isinstance(values, dict) else {}
-    if held.keys() != set(names):
+    if not needed <= held.keys() <= known.keys():
         text = "".join(char if char.isprintable() else " " for char in ", ".join(held))
         text = (text if len(text) <= 500 else f"{text[:500]} ..") or "no fields"
-        raise ConfigError(f"{kind.__name__} holds {text}; it must hold {', '.join(names)}")
+        raise ConfigError(f"{kind.__name__} holds {text}; it must hold {', '.join(known)}")
     return kind(**held)

@@ -13,6 +13,7 @@ compute`, double-buffered as in FastUSP. The host launches kernels while the dev
 """
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
@@ -46,8 +47,8 @@ if TYPE_CHECKING:  # plans are made by the solver, which imports the machines
 BYTES_PER_VALUE = 2
 """Activations travel as bf16."""
 
-HEADS_VALUES, RING_VALUES = 4, 2
-"""Values of a token in a layer, in widths of the model: q, k, v, output; keys and values."""
+HEADS_TENSORS, RING_TENSORS = 4, 2
+"""Tensors of a layer that travel: q, k, v and output; keys and values."""
 
 EXCHANGES_PER_LAYER = 2
 """All-to-alls of Ulysses attention: one to the heads, one back."""
@@ -100,47 +101,28 @@ class Work:
     compute_s: Amount = 0.0
     attention_s: Amount = 0.0  # the part of it that hides what the ring sends
     heads_bytes: Amount = 0.0  # to the other ranks that share heads
-    packed_bytes: Amount = 0.0  # brought into order before and after
     ring_bytes: Amount = 0.0  # passed on in all rounds
     num_exchanges: int = 0
     num_rounds: int = 0
     num_kernels: int = 0
 
     @classmethod
-    def of_sequences(
-        cls, cost: Cost, bag: Bag, lens: Ints, compute_s: Floats, attention_s: Amount = 0.0
+    def of_layers(
+        cls, bag: Bag, num_layers: int, values: Amount, compute_s: Amount, attention_s: Amount
     ) -> "Work":
-        """Work of a forward pass over (n,) sequences, of all ranks of their bag together.
+        """Return the work of a rank that holds so many values of a tensor (as q), in all layers.
 
-        Each rank holds a P-th of a sequence's tokens, and sends of it in each layer 4 values of
-        width d to U ranks, of which it is one, and 2 around the ring. What it launches is shared by
-        all sequences: once a pass, whatever its bag holds.
+        A rank sends 4 tensors to U ranks, of which it is one, and 2 around the ring.
         """
-        if bag.size == 1:
-            return cls(compute_s=compute_s)
-        width, num_layers = _shape(cost)
-        tensor = lens.astype(np.float64) * (BYTES_PER_VALUE * width * num_layers)  # bytes
-        heads = HEADS_VALUES * tensor / bag.ulysses
-        shares_heads = bag.ulysses > 1
+        tensor = BYTES_PER_VALUE * values
         return cls(
             compute_s=compute_s,
             attention_s=attention_s,
-            heads_bytes=heads * (bag.ulysses - 1),
-            packed_bytes=heads * bag.ulysses if shares_heads else 0.0,
-            ring_bytes=RING_VALUES * tensor * (bag.ring - 1),
-            num_exchanges=EXCHANGES_PER_LAYER * num_layers if shares_heads else 0,
+            heads_bytes=HEADS_TENSORS * tensor / bag.ulysses * (bag.ulysses - 1),
+            ring_bytes=RING_TENSORS * tensor * (bag.ring - 1),
+            num_exchanges=EXCHANGES_PER_LAYER * num_layers if bag.ulysses > 1 else 0,
             num_rounds=(bag.ring - 1) * num_layers,
         )
-
-
-def _shape(cost: Cost) -> tuple[int, int]:
-    """Return the width and the layers of the model, which decide what its exchanges carry."""
-    if not isinstance(cost, TransformerCost):
-        raise ConfigError(
-            f"the wires of a bag carry activations, but {type(cost).__name__} does not know the "
-            "width of the model: use a TransformerCost, or bags of one rank"
-        )
-    return cost.d_model, cost.num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,22 +238,29 @@ class Cluster:
             each * (bag.ranks_in_node - 1), each * (bag.ulysses - bag.ranks_in_node)
         )
         if self.pack_bytes_per_s is not None:
-            heads_s = heads_s + work.packed_bytes / self.pack_bytes_per_s
+            heads_s = heads_s + each * bag.ulysses / self.pack_bytes_per_s
         passed = work.ring_bytes / max(bag.ring - 1, 1)  # in a round
         round_s = self.wire_seconds(*((passed, 0.0) if bag.is_in_node else (0.0, passed)))
-        hiding_s = work.attention_s if hides_ring else 0.0
         launch_s: Amount = self.latency_s * (work.num_exchanges + work.num_rounds)
         if work.num_kernels:
             launch_s += np.maximum(self.latency_s * work.num_kernels - work.compute_s, 0.0)
+        hiding_s = work.attention_s if hides_ring else 0.0
         ring_s = exposed_ring(round_s, hiding_s, bag.ring)
         return Seconds(work.compute_s, heads_s, ring_s, launch_s)
 
-    def bag_seconds(self, cost: Cost, lens: Ints, size: int) -> Floats:
-        """(n,) seconds of sequences on each rank of an aligned bag without a ring; no launches."""
-        bag = Bag.aligned(size, 1, self.ranks_per_node)
-        work = Work.of_sequences(cost, bag, lens, self.compute_seconds(cost, lens))
-        seconds = self.seconds(work, bag)
-        return np.asarray(seconds.compute_s + seconds.heads_s) / size
+    def sequence_seconds(
+        self, cost: Cost, bag: Bag, lens: Ints, compute_s: Floats, attention_s: Amount = 0.0
+    ) -> Seconds:
+        """Seconds of (n,) sequences, of all ranks of their bag together; launches once a pass.
+
+        Each rank holds a P-th of a sequence's tokens. What it launches is shared by all sequences.
+        """
+        if bag.size == 1:
+            return Seconds(compute_s)
+        width, num_layers = _shape(cost)
+        values = lens.astype(np.float64) * (width * num_layers)
+        work = Work.of_layers(bag, num_layers, values, compute_s, attention_s)
+        return self.seconds(work, bag)
 
     def host_seconds(self, cost: Cost, bag: Bag) -> float:
         """Seconds that the host of a rank spends on the pieces of a sequence in its bag."""
@@ -279,14 +268,22 @@ class Cluster:
             return 0.0
         return self.piece_s * _shape(cost)[1] * bag.ulysses
 
-    def nodes_of(self, topology: Topology) -> tuple[Ints, Ints]:
-        """(num_bags,) node of each bag's first rank, and the fewest of its ranks in one node."""
-        first, sizes = topology.first_ranks, topology.bag_sizes
+    def ranks_in_node(self, topology: Topology) -> Ints:
+        """(num_bags,) fewest ranks of each bag in one node."""
+        first, sizes, per_node = topology.first_ranks, topology.bag_sizes, self.ranks_per_node
         last = first + sizes - 1
-        node, last_node = first // self.ranks_per_node, last // self.ranks_per_node
-        head = (node + 1) * self.ranks_per_node - first
-        tail = last - last_node * self.ranks_per_node + 1
-        return node, np.where(node == last_node, sizes, np.minimum(head, tail))
+        at_ends = np.minimum(per_node - first % per_node, last % per_node + 1)
+        return np.where(first // per_node == last // per_node, sizes, at_ends)
+
+
+def _shape(cost: Cost) -> tuple[int, int]:
+    """Return the width and the layers of the model, which decide what its exchanges carry."""
+    if not isinstance(cost, TransformerCost):
+        raise ConfigError(
+            f"the wires of a bag carry activations, but {type(cost).__name__} does not know the "
+            "width of the model: use a TransformerCost, or bags of one rank"
+        )
+    return cost.d_model, cost.num_layers
 
 
 NUM_ALL_TO_ALLS = 2
@@ -445,22 +442,17 @@ _FORMAT = {"bascule": "hardware profile", "version": 1}
 _NESTED = {"attention": partial(built, AttentionLatency), "calibration": Calibration.of_dict}
 """Fields that hold more than a number, and how they are made of what JSON holds."""
 
-_ADDED = ("peak_flops_per_s", "pack_bytes_per_s", "piece_s", "calibration")
-"""Fields that files written before there were any lack."""
-
-_RATE, _SECONDS = (1.0, 1e24), (0.0, 1e6)
-
 LIMITS: dict[str, tuple[float, float]] = {
-    "matmul_flops_per_s": _RATE,
-    "attention_flops_per_s": _RATE,
-    "intra_bytes_per_s": _RATE,
-    "inter_bytes_per_s": _RATE,
+    "matmul_flops_per_s": (1.0, 1e24),
+    "attention_flops_per_s": (1.0, 1e24),
+    "intra_bytes_per_s": (1.0, 1e24),
+    "inter_bytes_per_s": (1.0, 1e24),
     "memory_bytes": (1.0, 1e15),
-    "launch_s": _SECONDS,
-    "host_s": _SECONDS,
-    "peak_flops_per_s": _RATE,
-    "pack_bytes_per_s": _RATE,
-    "piece_s": _SECONDS,
+    "launch_s": (0.0, 1e6),
+    "host_s": (0.0, 1e6),
+    "peak_flops_per_s": (1.0, 1e24),
+    "pack_bytes_per_s": (1.0, 1e24),
+    "piece_s": (0.0, 1e6),
 }
 """Fields that hold a number, and between what: far beyond any machine, so that what is computed of
 them stays finite and no error names something that the user did not write."""
@@ -522,41 +514,29 @@ class HardwareProfile:
             attention=(of_type, AttentionLatency, "an AttentionLatency, or None"),
             calibration=(of_type, Calibration, "a Calibration, or None"),
         )
-        if self.calibration is not None:
-            self._check_rates(self.calibration)
-        name = "HardwareProfile: seconds of a FLOP of attention over those of others,"
-        number(name, self.gamma, most=1e24)
-
-    def _check_rates(self, made: Calibration) -> None:
-        """Refuse rates that were edited: costs follow from the curves, which say something else."""
-        if wrong := [name for name in made.measured if name not in self.numbers]:
-            raise ConfigError(
-                f"HardwareProfile: {shown(wrong[0])} is said to be measured, and is no number of "
-                "the profile: leave it out, or add the number"
-            )
-        for name, measured in made.rates.items():
+        made = self.calibration
+        number("HardwareProfile: gamma of its calibration", self.gamma, most=1e24)
+        for name, measured in ({} if made is None else made.rates).items():
             value = getattr(self, name)
-            if name in made.measured and abs(value / measured - 1.0) > _SAME:
+            if name in made.measured and not math.isclose(value or 0.0, measured, rel_tol=_SAME):
+                # Costs follow from the curves, which say something else than a number edited.
                 raise ConfigError(
-                    f"HardwareProfile({name}={value:g}): its calibration measured {measured:g}; to "
+                    f"HardwareProfile({name}={value}): its calibration measured {measured:g}; to "
                     'give a number of your own, take "calibration" out and say source="given"'
                 )
 
     def __str__(self) -> str:
         """One line: the numbers, and whether anybody measured them."""
-        units = (
+        made, parts = self.calibration, list[str]()
+        for name, unit, text in (
             ("matmul_flops_per_s", 1e12, "TFLOP/s"),
             ("intra_bytes_per_s", 1e9, "GB/s in a node"),
             ("inter_bytes_per_s", 1e9, "GB/s between nodes"),
             ("launch_s", 1e-6, "us a launch"),
-        )
-        made = self.calibration
-        known = [(name, unit, text) for name, unit, text in units if name in self.numbers]
-        parts = [
-            f"{getattr(self, name) / unit:.4g} {text}"
-            + ("" if made is None or name in made.measured else " (not measured)")
-            for name, unit, text in known
-        ]
+        ):
+            if (value := getattr(self, name)) is not None:
+                is_known = made is None or name in made.measured
+                parts.append(f"{value / unit:.4g} {text}{'' if is_known else ' (not measured)'}")
         if self.attention is not None:
             error = self.attention.fit_error
             fit = "" if error is None else f" with an error of {error:.1%}"
@@ -679,7 +659,6 @@ class HardwareProfile:
                 f"HardwareProfile.save writes them; by name there is {', '.join(KNOWN_PROFILES)}"
             )
         values = {key: value for key, value in values.items() if key not in _FORMAT}
-        values = dict.fromkeys(_ADDED) | values if values else values
         try:
             for key, build in _NESTED.items():
                 if values.get(key) is not None:

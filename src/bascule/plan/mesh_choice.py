@@ -10,15 +10,7 @@ from dataclasses import dataclass, replace
 
 from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, fields, of_type, whole
-from bascule.plan.machine import (
-    BYTES_PER_VALUE,
-    EXCHANGES_PER_LAYER,
-    HEADS_VALUES,
-    RING_VALUES,
-    Bag,
-    HardwareProfile,
-    Work,
-)
+from bascule.plan.machine import Bag, HardwareProfile, Work
 
 _MOST_TOKENS = 2**40
 _LINEAR, _ATTENTION = 24.0, 4.0
@@ -93,17 +85,19 @@ def choose_mesh(
     may be of any length.
     """
     num_ranks = whole("choose_mesh: num_ranks", num_ranks, 1, MAX_RANKS)
-    in_node = num_ranks if ranks_per_node is None else ranks_per_node
-    in_node = whole("choose_mesh: ranks_per_node", in_node, 1, MAX_RANKS)
-    most = num_ranks if max_ring_degree is None else max_ring_degree
-    most = whole("choose_mesh: max_ring_degree", most, 1, MAX_RANKS)
+    in_node, most = (
+        num_ranks if value is None else whole(f"choose_mesh: {name}", value, 1, MAX_RANKS)
+        for name, value in (
+            ("ranks_per_node", ranks_per_node),
+            ("max_ring_degree", max_ring_degree),
+        )
+    )
     meshes = [
         InferenceMesh(guidance, ring, num_ranks // guidance // ring)
-        for guidance in _divisors(num_ranks)
-        for ring in _divisors(num_ranks // guidance)
-        if guidance <= step.num_passes
-        and ring <= most
-        and num_ranks // guidance // ring <= step.num_heads
+        for guidance in range(1, min(num_ranks, step.num_passes) + 1)
+        if num_ranks % guidance == 0
+        for ring in range(1, min(num_ranks, most) + 1)
+        if num_ranks // guidance % ring == 0 and num_ranks // guidance // ring <= step.num_heads
     ]
     if not meshes:
         raise ConfigError(
@@ -130,28 +124,13 @@ def step_seconds(
     step: DenoisingStep, mesh: InferenceMesh, ranks_per_node: int, profile: HardwareProfile
 ) -> float:
     """Predict the seconds of a step on a mesh, without launches of kernels, which are not known."""
-    bag, width = (
-        Bag.aligned(mesh.ulysses, mesh.ring, ranks_per_node),
-        step.num_heads * step.head_dim,
-    )
-    tokens = step.num_tokens / bag.size
+    bag = Bag.aligned(mesh.ulysses, mesh.ring, ranks_per_node)
+    width, tokens = step.num_heads * step.head_dim, step.num_tokens / bag.size
     heads = -(-step.num_heads // bag.ulysses) / step.num_heads
     calls = -(-step.num_passes // mesh.guidance) * step.num_layers
     matmul, attention = profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
     linear_s = calls * _LINEAR * tokens * width**2 / matmul
     attention_s = calls * _ATTENTION * step.num_tokens**2 / bag.ring * width * heads / attention
-    tensor = calls * BYTES_PER_VALUE * width * tokens  # bytes of one of q, k, v and output
-    work = Work(
-        compute_s=linear_s + attention_s,
-        attention_s=attention_s,
-        heads_bytes=HEADS_VALUES * tensor * (bag.ulysses - 1) / bag.ulysses,
-        ring_bytes=RING_VALUES * tensor * (bag.ring - 1),
-        num_exchanges=EXCHANGES_PER_LAYER * calls if bag.ulysses > 1 else 0,
-        num_rounds=(bag.ring - 1) * calls,
-    )
+    work = Work.of_layers(bag, calls, calls * tokens * width, linear_s + attention_s, attention_s)
     seconds = float(profile.forward_seconds([work], bag).total)
     return seconds + ((profile.launch_s or 0.0) if mesh.guidance > 1 else 0.0)
-
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]

@@ -17,7 +17,7 @@ from bascule.errors import ConfigError, PlanError
 from bascule.plan.checks import amounts, choice, shown
 from bascule.plan.costs import Cost, TransformerCost, evaluate
 from bascule.plan.limits import Limits
-from bascule.plan.machine import Bag, Cluster, Work
+from bascule.plan.machine import Bag, Cluster, Seconds
 from bascule.plan.sequences import Batch, source_of
 from bascule.plan.solver.portfolio import solve
 from bascule.plan.solver.problem import Problem, build_problem
@@ -144,32 +144,30 @@ def price(
     batch: Batch, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
 ) -> Prices:
     """Price a batch on the bags of a topology; a slow rank is slow in all that its bag does."""
-    lens, sizes, carried = batch.lens, topology.bag_sizes, ranks.bag_carried(topology)
-    speeds = ranks.bag_speeds(topology)
+    lens, sizes = batch.lens, topology.bag_sizes
     if cluster is None:
-        costs = checked(evaluate(cost, lens, batch.num_pairs), lens, batch.counts)
-        free, kind_of = np.zeros((1, lens.size)), np.zeros_like(sizes)
-        return Prices(lens, sizes, speeds, kind_of, costs, free, free, carried, np.zeros(1))
-    cluster.check_world(topology.num_ranks)
-    compute = cluster.compute_seconds(cost, lens, batch.num_pairs)
-    checked(compute, lens, batch.counts)
-    attention = 0.0
-    if isinstance(cost, TransformerCost) and topology.rings:
-        attention = compute - cluster.compute_seconds(replace(cost, gamma=0.0), lens)
-    bags, kind_of = _kinds(topology, cluster)
-    each = [
-        cluster.seconds(Work.of_sequences(cost, bag, lens, compute, attention), bag) for bag in bags
-    ]
+        compute = checked(evaluate(cost, lens, batch.num_pairs), batch)
+        kind_of = np.zeros_like(sizes)
+        each, host = [Seconds(compute)], np.zeros(1)
+    else:
+        cluster.check_world(topology.num_ranks)
+        compute = checked(cluster.compute_seconds(cost, lens, batch.num_pairs), batch)
+        attention = 0.0
+        if isinstance(cost, TransformerCost) and topology.rings:
+            attention = compute - cluster.compute_seconds(replace(cost, gamma=0.0), lens)
+        bags, kind_of = _kinds(topology, cluster)
+        each = [cluster.sequence_seconds(cost, bag, lens, compute, attention) for bag in bags]
+        host = np.array([cluster.host_seconds(cost, bag) for bag in bags])
     return Prices(
         lens,
         sizes,
-        speeds,
+        ranks.bag_speeds(topology),
         kind_of,
         compute,
         np.stack([np.broadcast_to(one.heads_s, lens.shape) for one in each]),
         np.stack([np.broadcast_to(one.ring_s, lens.shape) for one in each]),
-        carried + np.array([one.launch_s for one in each])[kind_of],
-        np.array([cluster.host_seconds(cost, bag) for bag in bags]),
+        ranks.bag_carried(topology) + np.array([one.launch_s for one in each])[kind_of],
+        host,
     )
 
 
@@ -177,22 +175,22 @@ def _kinds(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:
     """The kinds of bags, and (num_bags,) that of each; its worst Ulysses group is what counts."""
     groups, sizes = topology.ulysses_groups, topology.bag_sizes
     first_groups = groups.bag_of_rank[topology.first_ranks]
-    in_node = np.minimum.reduceat(cluster.nodes_of(groups)[1], first_groups)
-    is_in_node = cluster.nodes_of(topology)[1] == sizes
+    in_node = np.minimum.reduceat(cluster.ranks_in_node(groups), first_groups)
+    is_in_node = cluster.ranks_in_node(topology) == sizes
     rows = np.stack([sizes, topology.ring_degrees, in_node, is_in_node], axis=1)
     kinds, kind_of = np.unique(rows, axis=0, return_inverse=True)
     return [Bag(*row) for row in kinds.tolist()], kind_of.ravel()
 
 
-def checked(costs: Floats, lens: Ints, counts: Ints) -> Floats:
+def checked(costs: Floats, batch: Batch) -> Floats:
     """Return the costs of a user's model, if all are finite and at least 0."""
     legal = np.isfinite(costs) & (costs >= 0)
     if not legal.all():
         bad = int(np.argmin(legal))
-        rank, place = source_of(bad, counts)
+        rank, place = source_of(bad, batch.counts)
         raise ConfigError(
-            f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for {lens[bad]} "
-            "tokens; a cost is finite and at least 0"
+            f"rank {rank}, sequence {place}: the cost model gave {costs[bad]} for "
+            f"{batch.lens[bad]} tokens; a cost is finite and at least 0"
         )
     with np.errstate(over="ignore"):
         if costs.sum() > _MOST_WORK:

@@ -16,7 +16,7 @@ import numpy as np
 
 from bascule.arrays import Ints, frozen
 from bascule.errors import ConfigError
-from bascule.plan.checks import MAX_RANKS, of_type, shown, whole
+from bascule.plan.checks import MAX_RANKS, each, fields, of_type, shown, whole
 
 _NUMBER = "([1-9][0-9]{0,8})"
 _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
@@ -37,28 +37,19 @@ class Topology:
     rings: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        try:
-            terms = tuple((_size(size), _size(count)) for size, count in self.terms)
-            rings = tuple(_size(ring) for ring in self.rings)
-            object.__setattr__(self, "num_replicas", _size(self.num_replicas))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"topology {shown(self.terms)} x {shown(self.num_replicas)}, rings "
-                f"{shown(self.rings)}: give (ranks in a bag, number of such bags) of each term, "
-                "and one ring degree a term, all integers of at least 1"
-            ) from error
-        if not terms:
+        fields(self, terms=(each, _term), num_replicas=(whole, 1), rings=(each, whole, 1))
+        if not self.terms:
             raise ConfigError("topology without terms: needs at least one bag")
-        if rings and (
-            len(rings) != len(terms)
-            or any(size % ring for (size, _), ring in zip(terms, rings, strict=True))
+        if self.rings and (
+            len(self.rings) != len(self.terms)
+            or any(size % ring for size, _, ring in self._terms_with_rings)
         ):
             raise ConfigError(
-                f"topology {shown(terms)} with rings {shown(rings)}: needs one ring degree a "
-                "term, a divisor of the ranks of its bags"
+                f"topology {shown(self.terms)} with rings {shown(self.rings)}: needs one ring "
+                "degree a term, a divisor of the ranks of its bags"
             )
-        object.__setattr__(self, "terms", terms)
-        object.__setattr__(self, "rings", rings if max(rings, default=1) > 1 else ())
+        if max(self.rings, default=1) == 1:
+            object.__setattr__(self, "rings", ())
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"topology {self} has {shown(self.num_ranks)} ranks; at most {MAX_RANKS} can be "
@@ -77,7 +68,7 @@ class Topology:
             ConfigError: A term is malformed, or whole units cannot fill the world.
         """
         if isinstance(spec, Topology):
-            if world_size is None or world_size == spec.num_ranks:
+            if world_size in (None, spec.num_ranks):
                 return spec  # with the tables that it has computed
             unit = cls(spec.terms, rings=spec.rings)
         else:
@@ -87,8 +78,7 @@ class Topology:
             unit = cls(terms, rings=tuple(ring for _, ring, _ in parsed))
         if world_size is None:
             return unit
-        size = unit.unit_size
-        world_size = whole("world_size", world_size)
+        size, world_size = unit.unit_size, whole("world_size", world_size)
         if world_size < 1 or world_size % size:
             legal = size * max(1, (2 * world_size + size) // (2 * size))
             raise ConfigError(
@@ -177,11 +167,12 @@ class Topology:
         return [(*term, ring) for term, ring in zip(self.terms, rings, strict=True)]
 
 
-def _size(value: object) -> int:
-    """An integer of at least 1; anything else is a ValueError."""
-    if type(value) is not int or value < 1:
-        raise ValueError(value)
-    return value
+def _term(name: str, value: object) -> tuple[int, ...]:
+    """The ranks in a bag, and the number of such bags."""
+    term = each(name, value, whole, 1)
+    if len(term) != 2:
+        raise ConfigError(f"{name}={shown(value)}): give ranks in a bag, and number of such bags")
+    return term
 
 
 def _parse_term(term: str, spec: str) -> tuple[int, int, int]:

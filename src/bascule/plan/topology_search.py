@@ -8,6 +8,7 @@ the best answer.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from bascule.plan import metrics
 from bascule.plan.checks import listed, of_type
 from bascule.plan.costs import Cost
 from bascule.plan.limits import Limits, in_tokens
-from bascule.plan.machine import Bag, Cluster, Work
+from bascule.plan.machine import Bag, Cluster
 from bascule.plan.prices import Decision, RankState, checked, decide, price
 from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.topology import Topology
@@ -108,7 +109,7 @@ def suggest_topology(
         read.append(batch_of(batch, cluster.num_ranks))
     if not read:
         raise ConfigError("no batches to rank topologies for: give at least one")
-    sizes, units = _candidates(cluster)
+    units = _candidates(cluster)
     bounds = np.mean([_bounds(batch, cost, cluster, units, 0.0) for batch in read], axis=0)
     order = np.argsort(bounds, kind="stable")
     even = np.flatnonzero((units > 0).sum(axis=1) == 1)
@@ -116,11 +117,10 @@ def suggest_topology(
     error: PlanError | None = None
     for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
         try:
-            rows.append(_rank(_topology(sizes, units[candidate]), read, cost, cluster, limits))
+            rows.append(_rank(_topology(units[candidate], cluster), read, cost, cluster, limits))
         except PlanError as met:
             error = met
-    if not rows:
-        assert error is not None
+    if error is not None and not rows:
         raise error
     rows = _in_order(rows)
     best = Topology.parse(rows[0].spec, world_size=cluster.num_ranks)
@@ -138,59 +138,61 @@ def _in_order(rows: Sequence[RankedTopology]) -> list[RankedTopology]:
 
 
 def _rank(
-    unit: Topology, batches: Sequence[Batch], cost: Cost, cluster: Cluster, limits: Limits | None
+    topology: Topology,
+    batches: Sequence[Batch],
+    cost: Cost,
+    cluster: Cluster,
+    limits: Limits | None,
 ) -> RankedTopology:
-    topology = Topology.parse(unit, world_size=cluster.num_ranks)
     idle = RankState.of(topology.num_ranks)
-    prices = [price(one, topology, cost, cluster, idle) for one in batches]
-    decisions = [decide("lpt", one, limits) for one in prices]
-    pairs = zip(decisions, prices, strict=True)
-    loads = [one.loads + priced.exposed_host(one.bag_of) for one, priced in pairs]
+    decisions: list[Decision] = []
+    loads: list[Floats] = []
+    for batch in batches:
+        prices = price(batch, topology, cost, cluster, idle)
+        decisions.append(one := decide("lpt", prices, limits))
+        loads.append(one.loads + prices.exposed_host(one.bag_of))
     imbalances = [metrics.imbalance(one[topology.bag_of_rank]) for one in loads]
     gaps = [one.makespan / one.lower_bound - 1 if one.lower_bound > 0 else 0.0 for one in decisions]
+    sizes = np.unique(topology.bag_sizes)[::-1].tolist()
     return RankedTopology(
-        spec=str(unit),
+        spec=str(topology),
         seconds=float(np.mean([one.max() for one in loads])),
         imbalance=float(np.mean(imbalances)),
         gap=float(np.mean(gaps)),
-        reasons=_reasons(topology, batches, decisions, cost, cluster),
+        reasons=tuple(_reason(size, topology, batches, decisions, cost, cluster) for size in sizes),
     )
 
 
-def _reasons(
+def _reason(
+    size: int,
     topology: Topology,
     batches: Sequence[Batch],
     decisions: Sequence[Decision],
     cost: Cost,
     cluster: Cluster,
-) -> tuple[str, ...]:
-    """For each size of bag, the sequences that end too late on the next smaller one."""
-    reasons: list[str] = []
-    for size in np.unique(topology.bag_sizes)[::-1].tolist():
-        smaller = size // 2
-        forced = np.zeros(0, dtype=np.int64)
-        for batch, one in zip(batches, decisions, strict=True) if size > 1 else ():
-            lens = batch.lens[topology.bag_sizes[one.bag_of] == size]
-            late = cluster.bag_seconds(cost, lens, smaller) > one.makespan
-            forced = np.concatenate([forced, lens[late]])
-        plural = "s" if smaller > 1 else ""
-        if forced.size:
-            reasons.append(
-                f"g{size}: {forced.size / len(batches):.1f} sequences a batch, of {forced.min():,} "
-                f"to {forced.max():,} tokens, end too late on {smaller} rank{plural}"
-            )
-        elif size > 1:
-            reasons.append(f"g{size}: no sequence needs it; it evens out loads")
-        else:
-            reasons.append("g1: pays for no wires")
-    return tuple(reasons)
+) -> str:
+    """Name the sequences on bags of a size that end too late on the next smaller one."""
+    if size == 1:
+        return "g1: pays for no wires"
+    smaller, forced = size // 2, list[int]()
+    bag = Bag.aligned(smaller, 1, cluster.ranks_per_node)
+    for batch, one in zip(batches, decisions, strict=True):
+        lens = batch.lens[topology.bag_sizes[one.bag_of] == size]
+        each = cluster.sequence_seconds(cost, bag, lens, cluster.compute_seconds(cost, lens))
+        forced += lens[(each.compute_s + each.heads_s) / smaller > one.makespan].tolist()
+    if not forced:
+        return f"g{size}: no sequence needs it; it evens out loads"
+    return (
+        f"g{size}: {len(forced) / len(batches):.1f} sequences a batch, of {min(forced):,} to "
+        f"{max(forced):,} tokens, end too late on {smaller} rank{'s' if smaller > 1 else ''}"
+    )
 
 
 def choose_topology(
     batch: Batch, cost: Cost, cluster: Cluster, limits: Limits | None, ranks: RankState
 ) -> Topology:
     """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
-    sizes, units = _candidates(cluster)
+    units = _candidates(cluster)
     bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
     best: tuple[float, Topology, Ints] | None = None
     error: PlanError | None = None
@@ -199,7 +201,7 @@ def choose_topology(
         is_close = best is not None and float(bounds[candidate]) >= best[0] * (1 - _WORTH)
         if is_close or num_solved == _MAX_SOLVED:
             break
-        topology = Topology.parse(_topology(sizes, units[candidate]), world_size=cluster.num_ranks)
+        topology = _topology(units[candidate], cluster)
         try:
             prices = price(batch, topology, cost, cluster, ranks)
             decision = decide("lpt", prices, limits, quickly=True)
@@ -215,15 +217,14 @@ def choose_topology(
     return _settle(*best[1:], batch.ranks, batch.lens, cluster)
 
 
-def _candidates(cluster: Cluster) -> tuple[Ints, Ints]:
-    """(num_sizes,) sizes of bags, and (num_candidates, num_sizes) how many of each in a unit."""
-    per_node = cluster.ranks_per_node
-    sizes = [1]
+def _candidates(cluster: Cluster) -> Ints:
+    """(num_candidates, K) bags of 1, 2, .. 2^(K - 1) ranks in a unit."""
+    per_node, sizes = cluster.ranks_per_node, [1]
     while per_node % (sizes[-1] * 2) == 0:
         sizes.append(sizes[-1] * 2)
     most = max(_UNIT_RANKS // per_node, 1)
     num_nodes = max(n for n in range(1, most + 1) if cluster.num_nodes % n == 0)
-    return np.array(sizes), np.array(_fillings(per_node * num_nodes, tuple(sizes)))
+    return np.array(_fillings(per_node * num_nodes, tuple(sizes)))
 
 
 @lru_cache(maxsize=64)
@@ -239,10 +240,10 @@ def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], 
     )
 
 
-def _topology(sizes: Ints, counts: Ints) -> Topology:
+def _topology(counts: Ints, cluster: Cluster) -> Topology:
     """Largest bags first, so that all of them are aligned."""
-    pairs = zip(sizes.tolist(), counts.tolist(), strict=True)
-    return Topology(tuple((size, count) for size, count in reversed(list(pairs)) if count))
+    bags = [(2**power, count) for power, count in enumerate(counts.tolist()) if count]
+    return Topology.parse(Topology(tuple(reversed(bags))), world_size=cluster.num_ranks)
 
 
 def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
@@ -255,9 +256,9 @@ def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: fl
     num_units = cluster.num_ranks // int((units[0] * sizes).sum())
     seconds = cluster.compute_seconds(cost, batch.lens, batch.num_pairs)
     order = np.argsort(-batch.lens if batch.num_pairs is None else -seconds, kind="stable")
-    ordered, compute = batch.lens[order], checked(seconds, batch.lens, batch.counts)[order]
+    ordered, compute = batch.lens[order], checked(seconds, batch)[order]
     kinds = [Bag.aligned(size, 1, cluster.ranks_per_node) for size in sizes.tolist()]
-    each = [cluster.seconds(Work.of_sequences(cost, bag, ordered, compute), bag) for bag in kinds]
+    each = [cluster.sequence_seconds(cost, bag, ordered, compute) for bag in kinds]
     work = np.stack([compute + one.heads_s for one in each])
     before = carried + np.array([one.launch_s for one in each])
     sums = np.concatenate([np.zeros((sizes.size, 1)), np.cumsum(work, axis=1)], axis=1)
@@ -320,10 +321,5 @@ def _settle(
     slot_of = np.empty_like(slots)
     slot_of[nodes] = slots
     order = np.concatenate([np.flatnonzero(slot == place) for place in slot_of])
-    terms: list[tuple[int, int]] = []
-    for size in topology.bag_sizes[order].tolist():
-        if terms and terms[-1][0] == size:
-            terms[-1] = (size, terms[-1][1] + 1)
-        else:
-            terms.append((size, 1))
-    return Topology(tuple(terms))
+    sizes = groupby(topology.bag_sizes[order].tolist())
+    return Topology(tuple((size, len(list(same))) for size, same in sizes))
