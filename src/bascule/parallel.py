@@ -1,7 +1,8 @@
 """SequenceParallel: decide, move and attend, bound to process groups that are built once."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from operator import is_not
 from typing import Any, Literal
 
 import numpy.typing as npt
@@ -11,14 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bascule.attention.kernels.registry import check_name
 from bascule.comm import groups
-from bascule.comm.agree import agree, first_use
+from bascule.comm.agree import agree
 from bascule.comm.failures import leave, shared
 from bascule.comm.groups import RankGroup, new_group
 from bascule.errors import ConfigError
-from bascule.plan.checks import of_type, shown
+from bascule.plan.checks import choice, of_type
 from bascule.plan.costs import Cost, describe_cost
 from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
+from bascule.plan.plan import PlanSetup
 from bascule.plan.prices import RankState
 from bascule.plan.sequences import Batch, Sequences
 from bascule.plan.step import Sync
@@ -89,14 +91,15 @@ class SequenceParallel:
         timeout_s: float = 600.0,
         options: ParallelOptions = _DEFAULT,
     ) -> None:
-        given = groups.resolve(mesh_or_group)
-        ranks = tuple(dist.get_process_group_ranks(given))
+        group = groups.resolve(mesh_or_group)
+        ranks = tuple(dist.get_process_group_ranks(group))
         self._timeout_s = timeout_s
         self._planning = Planning(
             self._make(ranks, "plan", backend="gloo")
             if plan_group is None
             else groups.member_of(groups.resolve(plan_group), "plan")
         )
+        self.topology = topology
         self.cost = cost
         self.limits = limits
         self.cluster = cluster
@@ -104,25 +107,30 @@ class SequenceParallel:
         self._num_plans = 0
         self._ahead: Planning | None = None
         self._latest: PlannedLater | None = None
-        self._used: set[str] = set()
         self._speeds: tuple[float, ...] | None = None
-        self._described: tuple[Cost, str] | None = None
+        self._setup: tuple[tuple[Any, ...], PlanSetup, dict[str, str]] | None = None
         # Compiled graphs hold numbers of steps: those of two plans live until their backward.
         self._recent: tuple[tuple[Step, ...], ...] = ()
-        error, data = None, None
+        error, data, settings = None, None, dict[str, str]()
         try:
             of_type("options", options, ParallelOptions, "ParallelOptions(..)")
-            self.device = groups.device_for(options.device, mesh_or_group, given)
+            self.device = groups.device_for(options.device, mesh_or_group, group)
             check_name(options.kernel)
-            if options.gradients not in (ways := ("mean", "sum")):
-                raise ConfigError(f"gradients={shown(options.gradients)}: choose one of {ways}")
+            choice("gradients", options.gradients, "mean", "sum")
             if options.data_group is not None:
                 data = _data_group(options.data_group, ranks)
+            if topology != "auto":
+                self.topology = Topology.parse(topology, world_size=len(ranks))
+            elif cluster is None:
+                raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
+            if cluster is not None:
+                cluster.check_world(len(ranks))
+            settings = self._set_up()[1]
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        self.topology = self._agree_on_settings(topology, len(ranks), error)
-        group = self._make(ranks, "exchange", backend=dist.get_backend(given))
-        self.group = replace(group, control=self._planning.group)
+        agree(self._planning.group, settings, error, what="construction")
+        made = self._make(ranks, "exchange", backend=dist.get_backend(group))
+        self.group = replace(made, control=self._planning.group)
         self.data_group = self.group if data is None else data
 
     @property
@@ -224,7 +232,7 @@ class SequenceParallel:
             lambda: ahead.now(asked),
             lambda plans: self._steps(asked, plans),
             asked.where,
-            self._latest if self._latest and not self._latest.is_ready else None,
+            self._latest,
         )
         return self._latest
 
@@ -238,7 +246,8 @@ class SequenceParallel:
 
     def _steps(self, asked: Asked, plans: Sequence[Planned]) -> tuple["Step", ...]:
         numbered = enumerate(plans, asked.number)
-        steps = tuple(Step(self, planned, number, asked.cost) for number, planned in numbered)
+        assert asked.setup is not None  # there are plans
+        steps = tuple(Step(self, planned, number, asked.setup) for number, planned in numbered)
         self._recent = *self._recent[-1:], steps
         return steps
 
@@ -252,108 +261,63 @@ class SequenceParallel:
         carried_loads: npt.ArrayLike | None = None,
     ) -> Asked:
         """What this rank brings to its next plan; what is wrong is told where ranks agree."""
-        number, batches = self._num_plans + 1, list[Batch]()
-        loaded = microbatches
-        settings, others = dict.fromkeys(_SETTINGS, ""), dict[str, Any]()
+        number, batches, loaded = self._num_plans + 1, list[Batch](), microbatches
+        setup, settings, carried = None, dict[str, str](), None
         try:
             if isinstance(microbatches, Iterator):  # it can be gone through once
                 loaded = list(microbatches)
-            settings = self._settings(self.topology)
-            others = {
-                "planner": self.options.planner,
-                "limits": self.limits,
-                "cluster": self.cluster,
-                "home_tolerance": self.options.home_tolerance,
-                "speeds": self._speeds,
-            }
+            setup, settings = self._set_up()
             if error is None:
                 of_type("mixes", mixes, bool, "True or False")
                 batches = checked(loaded, sync)
             if carried_loads is not None:
                 carried = RankState.of(self.group.size, carried_loads).carried
-                others["carried_loads"] = carried
         except Exception as met:  # whatever it is, the others must not wait
             error = error or met
         except BaseException as met:  # as that of a user who interrupts
             leave(met, f"step {number}: plan")
             raise
         self._num_plans += max(1, len(loaded) if isinstance(loaded, Sized) else 1)
-        microbatch = f"{len(batches)}, sync={sync}, mixes={mixes}"
-        settings |= {"step": str(number), "microbatches": microbatch}
-        settings["carried_loads"] = str([*others.get("carried_loads", [])])
-        same = settings, self.topology, self.cost, others, error
-        return Asked(number, batches, sync, bool(mixes), *same)
+        settings = {
+            **settings,
+            "microbatches": f"{len(batches)}, sync={sync}, mixes={mixes}",
+            "carried_loads": str(None if carried is None else carried.tolist()),
+        }
+        return Asked(number, batches, sync, bool(mixes), setup, carried, settings, error)
 
-    def agree_once(self, what: str, form: Hashable, error: Exception | None, step: int) -> None:
-        """Let all ranks agree on the form of an exchange, the first time that this form is used.
-
-        Where exchanges of that name were used before, the others may not come to agree: then an
-        error is raised here, and the note of it ends their waits (`failures.leave`).
-
-        Raises:
-            CommError: Ranks use different forms, or (RemoteConfigError) one of them an illegal one.
-        """
-        if error is not None and what in self._used:
-            raise error
-        first_use(self.group, (what, form), lambda: (str(form), error), what=what, step=step)
-        self._used.add(what)
-
-    def agree_on_error(self, what: str, error: Exception | None, step: int) -> None:
-        """Let all ranks know whether one of them failed at `what`; one gather.
-
-        Raises:
-            CommError: A rank gave an error (RemoteConfigError if its input was bad), on all ranks.
-        """
-        agree(self._planning.group, {}, error, what=what, step=step)
-
-    def _agree_on_settings(
-        self, spec: Topology | str, world_size: int, error: Exception | None
-    ) -> Topology | str:
-        """The bags, or "auto"; the same settings on all ranks, and no error on any."""
-        topology, settings = spec, dict.fromkeys(_SETTINGS, "")
-        try:
-            if error is not None:
-                raise error
-            if spec != "auto":
-                topology = Topology.parse(spec, world_size=world_size)
-            elif self.cluster is None:
-                raise ConfigError('topology "auto" needs a cluster, which says what wires cost')
-            if self.cluster is not None:
-                self.cluster.check_world(world_size)
-            settings = self._settings(topology)
-        except Exception as met:  # whatever it is, the others must not wait
-            error = met
-            settings = dict.fromkeys(_SETTINGS, "")
-        agree(self._planning.group, settings, error, what="construction")
-        return topology
-
-    def _settings(self, topology: Topology | str) -> dict[str, str]:
+    def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
+        """Return how to plan, and all that must be the same on all ranks; made when it changes."""
         chosen = self.options
-        if self._described is None or self._described[0] is not self.cost:
-            self._described = self.cost, describe_cost(self.cost)
-        said = self._described[1]
-        values = (topology, said, self.limits, self.cluster, self._timeout_s)
-        values = (*values, chosen.planner, chosen.home_tolerance, chosen.kernel, self.device.type)
-        values = (*values, chosen.gradients, self._speeds)
-        return dict(zip(_SETTINGS, map(str, values), strict=True))
+        used = self.topology, self.cost, self.limits, self.cluster, chosen, self._speeds
+        if self._setup is None or any(map(is_not, used, self._setup[0])):
+            setup = PlanSetup(
+                self.topology,
+                self.cost,
+                chosen.planner,
+                self.limits,
+                self._speeds,
+                self.cluster,
+                chosen.home_tolerance,
+            )
+            settings = {
+                "topology": self.topology,
+                "cost": describe_cost(self.cost),
+                "limits": self.limits,
+                "cluster": self.cluster,
+                "timeout_s": self._timeout_s,
+                "planner": chosen.planner,
+                "home_tolerance": chosen.home_tolerance,
+                "kernel": chosen.kernel,
+                "device": self.device.type,
+                "gradients": chosen.gradients,
+                "speeds": self._speeds,
+            }
+            texts = {name: str(value) for name, value in settings.items()}
+            self._setup = used, setup, texts
+        return self._setup[1:]
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:
         return new_group(ranks, name, self._timeout_s, backend=backend)
-
-
-_SETTINGS: tuple[str, ...] = (
-    "topology",
-    "cost",
-    "limits",
-    "cluster",
-    "timeout_s",
-    "planner",
-    "home_tolerance",
-    "kernel",
-    "device",
-    "gradients",
-    "speeds",
-)
 
 
 def _data_group(group: dist.ProcessGroup, ranks: Sequence[int]) -> RankGroup:

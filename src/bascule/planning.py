@@ -8,23 +8,22 @@ trains never takes part in them.
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from bascule.arrays import Ints
+from bascule.arrays import Floats, Ints
 from bascule.comm.agree import agree
 from bascule.comm.failures import shared
 from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
 from bascule.plan.checks import listed
-from bascule.plan.costs import Cost
-from bascule.plan.plan import Plan, plan_batch
+from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.sequences import Batch, Sequences, batch_of
-from bascule.plan.step import Sync, check_sync, mix_microbatches, plan_step
-from bascule.plan.topology import Topology
+from bascule.plan.step import Sync, check_sync, mix_microbatches, plan_microbatches
 
 if TYPE_CHECKING:
     from bascule.step import Step
@@ -40,10 +39,9 @@ class Asked:
     batches: Sequence[Batch]  # its sequences, for each microbatch
     sync: Sync  # as for `plan_step`
     mixes: bool  # whether sequences may change microbatch
+    setup: PlanSetup | None  # how to plan; None: it is wrong
+    carried_loads: Floats | None  # as for `plan_batch`
     settings: Mapping[str, str]  # all that must be the same on all ranks, as text
-    topology: Topology | str  # as for `plan_batch`
-    cost: Cost  # as for `plan_batch`
-    others: Mapping[str, Any]  # what else `plan_batch` takes
     error: Exception | None  # what is wrong with it
 
     @property
@@ -69,43 +67,41 @@ class Planning:
         self._capacity = _FIRST_CAPACITY
 
     def now(self, asked: Asked) -> tuple[Planned, ...]:
-        """One plan a microbatch, from one gather of a fixed size."""
-        try:
-            loaded = self._gather(asked)
-        finally:  # who waits for the next plan waits for the thread that asks for it
-            self.group.calls.thread = threading.main_thread().ident
+        """Make one plan a microbatch, from one gather of a fixed size."""
         with shared(asked.where):
-            rank = self.group.rank
+            try:
+                batches = self._gather(asked)
+            finally:  # who waits for the next plan waits for the thread that asks for it
+                self.group.calls.thread = threading.main_thread().ident
+            assert asked.setup is not None  # else the gather raised its error
             sources = [_as_loaded(*one) for one in enumerate(asked.batches)]
             if asked.mixes:
-                args = loaded, asked.topology, asked.cost
-                mixed = mix_microbatches(*args, sync=asked.sync, **asked.others)
-                loaded, sources = mixed.microbatches, [one[rank] for one in mixed.sources]
-            if len(loaded) == 1:
-                plans = (plan_batch(loaded[0], asked.topology, asked.cost, **asked.others),)
-                return tuple(map(Planned, plans, sources))
-            args = loaded, asked.topology, asked.cost
-            return tuple(map(Planned, plan_step(*args, sync=asked.sync, **asked.others), sources))
+                mixed = mix_microbatches(batches, asked.setup, asked.sync)
+                batches, sources = mixed.batches, [one[self.group.rank] for one in mixed.sources]
+            if len(batches) == 1:
+                plans = (asked.setup.plan(batches[0], asked.carried_loads),)
+            else:
+                plans = plan_microbatches(batches, asked.setup, asked.sync)
+            return tuple(map(Planned, plans, sources))
 
-    def _gather(self, asked: Asked) -> list[list[Ints | Sequences]]:
-        """Sequences by microbatch and rank; or the same error on all ranks."""
-        num = len(asked.batches)
+    def _gather(self, asked: Asked) -> list[Batch]:
+        """Return the sequences of all ranks by microbatch; or raise the same error on all ranks."""
         words = [batch.to_words() for batch in asked.batches]
-        counts = np.array([part.size for part in words], np.int64)
-        said = agree(
+        gathered = agree(
             self.group,
             asked.settings,
             asked.error,
             what="plan",
             step=asked.number,
-            values=np.concatenate([counts, *words]),
+            values=np.concatenate([np.array([part.size for part in words], np.int64), *words]),
             capacity=self._capacity,
         )
         # Derived from what all ranks gathered, hence the same on all of them.
-        most = max(part.size for part in said)
+        most = max(part.size for part in gathered)
         self._capacity = max(self._capacity, 1 << (most - 1).bit_length() if most else 0)
-        parts = [np.split(x[num:], np.cumsum(x[:num])[:-1]) for x in said]
-        return [[Batch.from_words(x) for x in of_ranks] for of_ranks in zip(*parts, strict=True)]
+        num = len(asked.batches)
+        parts = [np.split(x[num:], np.cumsum(x[: num - 1])) for x in gathered]
+        return [Batch.joined(list(map(Batch.from_words, one))) for one in zip(*parts, strict=True)]
 
 
 class PlannedLater:
@@ -121,43 +117,35 @@ class PlannedLater:
         where: str,
         before: "PlannedLater | None",
     ) -> None:
-        self._make, self._bind, self._where = make, bind, where
-        self._plans: tuple[Planned, ...] = ()
+        self._bind, self._where = bind, where
         self._steps: tuple[Step, ...] | None = None
-        self._error: BaseException | None = None
-        self._done = threading.Event()  # an interrupted `join` takes a living thread for ended
-        self._thread = threading.Thread(target=self._run, args=(before,), name="bascule plan")
-        self._thread.start()
+        self._plans: Future[tuple[Planned, ...]] = Future()
+        args = make, None if before is None else before._plans
+        threading.Thread(target=self._run, args=args, name="bascule plan").start()
 
     @property
     def is_ready(self) -> bool:
         """Return whether `get` would not wait."""
-        return self._done.is_set()
+        return self._plans.done()
 
     def get(self) -> tuple["Step", ...]:
-        """A frozen step for each microbatch; the same ones at every call.
+        """Return a frozen step for each microbatch; the same ones at every call.
 
         Raises:
             As `SequenceParallel.plan_step`.
         """
-        if not self.is_ready:
-            self._done.wait()
-        if self._error is not None:
-            with shared(self._where):  # by this thread, which others wait for
-                raise self._error
         if self._steps is None:
-            self._steps = self._bind(self._plans)
+            with shared(self._where):  # by this thread, which others wait for
+                self._steps = self._bind(self._plans.result())
         return self._steps
 
-    def _run(self, before: "PlannedLater | None") -> None:
+    def _run(self, make: Callable[[], tuple[Planned, ...]], before: "Future[Any] | None") -> None:
         if before is not None:
-            before._done.wait()
+            wait([before])
         try:
-            self._plans = self._make()
+            self._plans.set_result(make())
         except BaseException as error:
-            self._error = error
-        finally:
-            self._done.set()
+            self._plans.set_exception(error)
 
 
 def _as_loaded(number: int, batch: Batch) -> Ints:
@@ -165,17 +153,17 @@ def _as_loaded(number: int, batch: Batch) -> Ints:
 
 
 def checked(microbatches: Iterable[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:
-    """The sequences of this rank."""
+    """Return the sequences of this rank."""
     check_sync(sync)
-    found: list[Batch] = []
-    given = listed("microbatches", microbatches)
-    for number, loaded in enumerate(given):
+    batches: list[Batch] = []
+    each = listed("microbatches", microbatches)
+    for number, loaded in enumerate(each):
         try:
-            found.append(batch_of([loaded], 1))
+            batches.append(batch_of([loaded], 1))
         except ConfigError as met:
             text = re.sub("^rank 0[,:] ", "", str(met))  # here it is the only one, hence 0
-            where = f"microbatch {number}: " if len(given) > 1 else ""
+            where = f"microbatch {number}: " if len(each) > 1 else ""
             raise ConfigError(where + text) from None
-    if not found:
+    if not batches:
         raise ConfigError("no microbatches: give the lengths of one at least")
-    return found
+    return batches

@@ -52,7 +52,7 @@ def _exchange(
     are those of the tensors, for the agreement on them and its errors; "" on the way back.
     """
     made: Step = this_world().steps.find(step)
-    return list(made.move(way, xs, names.split(",") if names else (), needs))
+    return list(made.move(way, names, xs, needs))
 
 
 @torch.library.register_fake("bascule::exchange")

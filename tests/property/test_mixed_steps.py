@@ -1,15 +1,14 @@
 """Microbatches dealt anew: every sequence once, and no step that ends later."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bascule import ConfigError, Limits, Sequences, TransformerCost, plan_step, step_makespan
+from bascule import ConfigError, Limits, Sequences, TransformerCost, step_makespan
+from bascule.plan.plan import PlanSetup
 from bascule.plan.sequences import batch_of
-from bascule.plan.step import Sync, mix_microbatches
+from bascule.plan.step import Sync, mix_microbatches, plan_microbatches
 
 COST = TransformerCost(64)
 length = st.sampled_from([0, 1, 3, 10, 40, 200])
@@ -36,27 +35,28 @@ def test_every_sequence_is_dealt_once_and_nothing_ends_later(
     given = [
         [Sequences(lens, "causal" if is_causal else "full") for lens in ranks] for ranks in micros
     ]
-    chosen: Any = {"speeds": speeds, "sync": sync, "home_tolerance": home_tolerance}
-    mixed = mix_microbatches(given, topology, COST, **chosen)
+    setup = PlanSetup(topology, COST, speeds=speeds, home_tolerance=home_tolerance)
+    batches = [batch_of(ranks) for ranks in given]
+    mixed = mix_microbatches(batches, setup, sync)
     for rank in range(4):
         pairs = np.concatenate([of_micro[rank] for of_micro in mixed.sources]).tolist()
         loaded = [[m, i] for m, ranks in enumerate(micros) for i in range(len(ranks[rank]))]
         assert sorted(pairs) == loaded
-        for sources, dealt in zip(mixed.sources, mixed.microbatches, strict=True):
+        for sources, dealt in zip(mixed.sources, mixed.batches, strict=True):
             lens = [micros[m][rank][i] for m, i in sources[rank].tolist()]
-            assert batch_of([dealt[rank]], 1).lens.tolist() == lens
-            assert (batch_of([dealt[rank]], 1).masks is None) == (not lens)
+            assert dealt.lens[dealt.ranks == rank].tolist() == lens
+            assert (dealt.masks is None) == (not dealt.lens.size)
     before, after = (
-        step_makespan(plan_step(one, topology, COST, **chosen), sync=sync)
-        for one in (given, mixed.microbatches)
+        step_makespan(plan_microbatches(one, setup, sync), sync=sync)
+        for one in (batches, mixed.batches)
     )
     assert after <= before
 
 
 def test_limits_that_one_microbatch_breaks_may_be_kept_together() -> None:
-    micros = [[[10, 10], [10]], [[], []]]
-    limits = Limits(tokens=10)
-    mixed = mix_microbatches(micros, "g1n2", COST, limits=limits)
-    assert all(plan.tokens.max() <= 10 for plan in plan_step(mixed.microbatches, "g1n2", COST))
+    batches = [batch_of([[10, 10], [10]]), batch_of([[], []])]
+    setup = PlanSetup("g1n2", COST, limits=Limits(tokens=10))
+    mixed = mix_microbatches(batches, setup, "microbatch")
+    assert len(plan_microbatches(mixed.batches, setup, "microbatch")) == 2
     with pytest.raises(ConfigError, match="auto"):
-        mix_microbatches(micros, "auto", COST)
+        mix_microbatches(batches, PlanSetup("auto", COST), "microbatch")

@@ -206,7 +206,7 @@ def test_a_batch_survives_as_numbers() -> None:
     loaded = Sequences([89, 0, 30], [[Span(89)], [], [Span(3), Span(27, False, True)]], [7, 3, 0])
     for one in (loaded, Sequences([4, 5]), Sequences([]), Sequences([4], context_lens=[2])):
         batch = batch_of([one], 1)
-        again = batch_of([Batch.from_words(batch.to_words())], 1)
+        again = Batch.from_words(batch.to_words())
         assert again.to_words().tolist() == batch.to_words().tolist()
         assert (again.masks is None) == (batch.masks is None) == (one.masks is None)
 

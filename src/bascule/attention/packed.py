@@ -11,7 +11,7 @@ width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,34 +45,6 @@ class Contexts:
     places: Ints
 
 
-class BagPlace(NamedTuple):
-    """This rank's place in its bag, in numbers."""
-
-    bag: int  # its number in the topology
-    ring: int  # ring rank
-    ulysses: int  # ulysses rank
-    degree: int  # G
-    num_together: int  # S
-    num_contexts: int  # tokens of the contexts of the bag's sequences
-
-
-def place_of(plan: Plan, rank: int) -> BagPlace:
-    """Return the place of a rank; builds no tables."""
-    topology, lens = plan.topology, plan.bag_lens(rank)
-    bag = int(topology.bag_of_rank[rank])
-    degree = lens.shape[0] // int(topology.ring_degrees[bag])
-    ring, ulysses = divmod(rank - int(topology.first_ranks[bag]), degree)
-    contexts = plan.context_lens
-    return BagPlace(
-        bag,
-        ring,
-        ulysses,
-        degree,
-        num_together=int(lens[ring * degree : (ring + 1) * degree].sum()),
-        num_contexts=0 if contexts is None else int(contexts[plan.bag_of == bag].sum()),
-    )
-
-
 @dataclass(frozen=True)
 class Bag:
     """What a rank needs to know of its bag."""
@@ -88,7 +60,7 @@ class Bag:
         """Return the bag of this rank in a plan for a group, of which its groups are parts."""
         rank = group.rank
         topology, lens = plan.topology, plan.bag_lens(rank)
-        bag, place, _, degree, _, _ = place_of(plan, rank)
+        bag, place, _, degree = topology.place_of(rank)
         ring_degree = int(topology.ring_degrees[bag])
         by_group = lens.reshape(ring_degree, degree, lens.shape[1])
         first = int(topology.first_ranks[bag]) + place * degree

@@ -256,7 +256,8 @@ class Comparison(Paired):
             batch = read(step)
         except (ConfigError, OSError) as met:
             error = met
-        self.parallel.agree_on_error("loading a batch", error, step + 1)
+        control = self.parallel.group.control or self.parallel.group
+        agree(control, {}, error, what="loading a batch", step=step + 1)
         assert batch is not None
         return batch
 

@@ -68,11 +68,6 @@ class BoundRoute:
         """Rows that are sent, each copy counted."""
         return sum(self.send_splits)
 
-    @property
-    def num_at_source(self) -> int:
-        """T, rows at the source."""
-        return self.num_sent if self.num_rows is None else self.num_rows
-
     @cached_property
     def num_moved(self) -> int:
         """Rows that leave this rank."""
@@ -308,21 +303,20 @@ def sample_gradients(
     return own[:num_samples].to(grad.dtype)
 
 
-def misfit(what: str, name: str, x: Any, num_rows: int, device: torch.device) -> ConfigError | None:
-    """The reason why a tensor cannot be exchanged, or None."""
+def check_rows(what: str, name: str, x: Any, num_rows: int, device: torch.device) -> None:
+    """Refuse a tensor that cannot be exchanged."""
     if not isinstance(x, Tensor):
-        return ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
+        raise ConfigError(f"{what}: {name!r} is a {type(x).__name__}, not a tensor")
     if x.layout != torch.strided or x.is_nested or x.is_quantized or hasattr(x, "placements"):
-        return ConfigError(
+        raise ConfigError(
             f"{what}: {name!r} is a {type(x).__name__} of layout {x.layout}: give a dense "
             "tensor of this rank's rows, as with .to_dense(), .dequantize() or .to_local()"
         )
     if x.dim() < 1 or x.shape[0] != num_rows or x.device.type != device.type:
-        return ConfigError(
+        raise ConfigError(
             f"{what}: {name!r} has shape {tuple(x.shape)} on {x.device}, but this rank's "
             f"part of the plan has {num_rows} rows on {device}"
         )
-    return None
 
 
 def has_gradient(tensor: Tensor) -> bool:

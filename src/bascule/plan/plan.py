@@ -401,12 +401,12 @@ class PlanSetup:
 
     def plan(
         self,
-        seq_lens: Sequence[npt.ArrayLike | Sequences],
+        loaded: Batch | Sequence[npt.ArrayLike | Sequences],
         carried_loads: npt.ArrayLike | None = None,
     ) -> Plan:
         """Plan a batch, on top of what each rank has already."""
         limits = in_tokens(self.limits, self.cost, self.cluster)
-        batch = batch_of(seq_lens)
+        batch = loaded if isinstance(loaded, Batch) else batch_of(loaded)
         state = RankState.of(batch.counts.size, carried_loads, self.speeds)
         topology = self._bags(batch, limits, state)
         check_sizes(batch.lens, batch.counts, topology, limits)

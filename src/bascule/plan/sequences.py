@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -226,7 +226,7 @@ class Sequences:
     """
 
     seq_lens: npt.ArrayLike
-    masks: "str | Sequence[Mask] | Masks | None" = None
+    masks: str | Sequence[Mask] | None = None
     context_lens: npt.ArrayLike | None = None
 
 
@@ -260,36 +260,51 @@ class Batch:
         within = lens * lens if self.masks is None else self.masks.num_pairs()
         return within if self.context_lens is None else within + lens * self.context_lens
 
-    def by_rank(self) -> list[Sequences]:
-        """What each rank loaded."""
-        bounds: list[int] = cumulative(self.counts).tolist()
-        return [self.take(np.arange(first, last)) for first, last in pairwise(bounds)]
+    @classmethod
+    def joined(cls, parts: "Sequence[Batch]") -> Self:
+        """Return the sequences of the ranks of all parts, in their order.
 
-    def take(self, seqs: Ints) -> Sequences:
-        """Some of the sequences, as those of one rank."""
+        Raises:
+            ConfigError: Some ranks that have sequences have masks, and others none.
+        """
+        counts = np.concatenate([part.counts for part in parts])
+        lens = np.concatenate([part.lens for part in parts])
+        masks, contexts = None, None
+        has_masks = [part.masks is not None for part in parts if part.lens.size]
+        if any(has_masks):
+            if not all(has_masks):
+                without = [k for k, x in enumerate(parts) if x.lens.size and x.masks is None]
+                raise ConfigError(
+                    f"ranks {without} give sequences without masks, and others with: give "
+                    'Sequences(.., masks=..) on all ranks, "full" where tokens see everything'
+                )
+            masks = Masks.joined([part.masks for part in parts if part.masks is not None])
+        if any(part.context_lens is not None for part in parts):
+            each = [(part.context_lens, np.zeros_like(part.lens)) for part in parts]
+            contexts = np.concatenate([none if own is None else own for own, none in each])
+        return cls(counts, lens, masks, contexts)
+
+    def take(self, seqs: Ints) -> "Batch":
+        """Return some of the sequences, ascending, as those of one rank."""
         masks = None if self.masks is None else self.masks.of(seqs)
         contexts = None if self.context_lens is None else self.context_lens[seqs]
-        return Sequences(self.lens[seqs], masks, contexts)
+        return Batch(np.array([seqs.size]), self.lens[seqs], masks, contexts)
 
     def to_words(self) -> Ints:
-        """A batch as numbers."""
+        """Return a batch as numbers, but for who loaded what."""
         contexts = np.zeros(0, np.int64) if self.context_lens is None else self.context_lens
         masks = self.masks
         spans = () if masks is None else (masks.counts, masks.words)
         head = [self.lens.size, contexts.size, -1 if masks is None else masks.words.size]
         return np.concatenate([np.array(head, np.int64), self.lens, contexts, *spans])
 
-    @staticmethod
-    def from_words(words: Ints) -> Ints | Sequences:
-        """The sequences of a rank, or their lengths if that is all, from the words of its batch."""
+    @classmethod
+    def from_words(cls, words: Ints) -> Self:
+        """Return the batch of one rank."""
         num, num_contexts, num_spans = words[:3].tolist()
-        rest = words[3:]
-        lens, rest = rest[:num], rest[num:]
-        if not num_contexts and num_spans < 0:
-            return lens
-        contexts, rest = rest[:num_contexts], rest[num_contexts:]
-        masks = Masks.from_words(rest[:num], rest[num:]) if num_spans >= 0 else None
-        return Sequences(lens, masks, contexts if num_contexts else None)
+        lens, contexts, counts, spans = np.split(words[3:], np.cumsum([num, num_contexts, num]))
+        masks = Masks.from_words(counts, spans) if num_spans >= 0 else None
+        return cls(words[:1], lens, masks, contexts if num_contexts else None)
 
 
 def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int | None = None) -> Batch:
@@ -299,28 +314,13 @@ def batch_of(loaded: Sequence[npt.ArrayLike | Sequences], num_ranks: int | None 
         return Batch(*check_lengths(cast(Sequence[npt.ArrayLike], loaded), num_ranks))
     each = [one if isinstance(one, Sequences) else Sequences(one) for one in loaded]
     counts, lens = check_lengths([one.seq_lens for one in each], num_ranks)
-    parts = np.split(lens, np.cumsum(counts)[:-1])
-    numbered = list(enumerate(zip(each, parts, strict=True)))
-    masks = [_masks(rank, one.masks, own) for rank, (one, own) in numbered]
-    found = [_contexts(rank, one.context_lens, own) for rank, (one, own) in numbered]
-    contexts = [
-        x if x is not None else np.zeros_like(own) for x, own in zip(found, parts, strict=True)
-    ]
-    has_masks = [mask is not None for mask, own in zip(masks, parts, strict=True) if own.size]
-    if any(has_masks) and not all(has_masks):
-        without = [k for k, own in enumerate(parts) if own.size and masks[k] is None]
-        raise ConfigError(
-            f"ranks {without} give sequences without masks, and others with: give "
-            'Sequences(.., masks=..) on all ranks, "full" where tokens see everything'
-        )
-    pairs = zip(masks, parts, strict=True)
-    each_mask = [mask or Masks.alike(own, causal=False) for mask, own in pairs]
-    return Batch(
-        counts,
-        lens,
-        Masks.joined(each_mask) if any(has_masks) else None,
-        np.concatenate(contexts) if any(x is not None and x.any() for x in found) else None,
-    )
+    parts: list[Batch] = []
+    for rank, (one, own) in enumerate(
+        zip(each, np.split(lens, np.cumsum(counts)[:-1]), strict=True)
+    ):
+        masks, contexts = _masks(rank, one.masks, own), _contexts(rank, one.context_lens, own)
+        parts.append(Batch(counts[rank : rank + 1], own, masks, contexts))
+    return Batch.joined(parts)
 
 
 def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> Ints | None:
@@ -335,13 +335,13 @@ def _contexts(rank: int, context_lens: npt.ArrayLike | None, seq_lens: Ints) -> 
             f"rank {rank}: {count} context_lens for {seq_lens.size} sequences: give one each, 0 "
             "for a sequence without a context"
         )
-    return lens
+    return lens if lens.any() else None
 
 
 def _masks(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
-    """The spans of a rank's sequences; None without masks."""
-    if masks is None or isinstance(masks, Masks):
-        return masks
+    """Return the spans of a rank's sequences; None without masks."""
+    if masks is None:
+        return None
     if isinstance(masks, str) and masks in _NAMES:
         return Masks.alike(seq_lens, causal=masks == "causal")
     if isinstance(masks, str | bytes) or not isinstance(masks, Sequence):

@@ -22,7 +22,7 @@ from bascule.plan.limits import Limits
 from bascule.plan.machine import Cluster
 from bascule.plan.plan import Plan, PlanSetup
 from bascule.plan.prices import RankState, price
-from bascule.plan.sequences import Sequences, batch_of
+from bascule.plan.sequences import Batch, Sequences
 from bascule.plan.topology import Topology
 
 Sync = Literal["microbatch", "step"]
@@ -66,12 +66,15 @@ def plan_step(
         PlanError: The limits cannot be kept; names the microbatch.
     """
     setup = PlanSetup(topology, cost, planner, limits, speeds, cluster, home_tolerance)
-    return _plan(microbatches, setup, check_sync(sync))
+    return plan_microbatches(microbatches, setup, check_sync(sync))
 
 
-def _plan(
-    microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]], setup: PlanSetup, sync: Sync
+def plan_microbatches(
+    microbatches: Sequence[Batch | Sequence[npt.ArrayLike | Sequences]],
+    setup: PlanSetup,
+    sync: Sync,
 ) -> tuple[Plan, ...]:
+    """Do what `plan_step` does."""
     alone: list[Plan] = []
     for number, seq_lens in enumerate(microbatches):
         try:
@@ -90,46 +93,31 @@ def _plan(
 class Mixed:
     """Microbatches whose sequences were dealt anew.
 
-    Of each, what each source rank brings to it; and by source rank, (n, 2) the microbatch in which
-    a sequence was loaded, and its place there.
+    By source rank, (n, 2) the microbatch in which a sequence was loaded, and its place there.
     """
 
-    microbatches: list[list[Sequences]]
+    batches: list[Batch]
     sources: list[list[Ints]]
 
 
-def mix_microbatches(
-    microbatches: Sequence[Sequence[npt.ArrayLike | Sequences]],
-    topology: Topology | str,
-    cost: Cost,
-    *,
-    sync: Sync = "microbatch",
-    planner: str = "lpt",
-    limits: Limits | None = None,
-    speeds: npt.ArrayLike | None = None,
-    cluster: Cluster | None = None,
-    home_tolerance: float | None = None,
-) -> Mixed:
+def mix_microbatches(batches: Sequence[Batch], setup: PlanSetup, sync: Sync) -> Mixed:
     """Deal the sequences of an optimiser step to its microbatches, so that these are even.
 
     Where ranks meet in every microbatch, one that holds a giant makes all wait while the rank that
     has it works. Dealt together, giants of several microbatches are computed side by side. All are
     planned as one, on as many bags as they have together, wires aside; then bags that are alike go
-    to the microbatches by their loads, so that the sum of the makespans is small. If `plan_step`
-    would be no faster for what was dealt, all stay where they are.
-
-    Arguments are those of `plan_step`, but that the topology cannot be "auto".
+    to the microbatches by their loads, so that the sum of the makespans is small. If a step would
+    be no faster for what was dealt, all stay where they are.
     """
-    if topology == "auto":
+    if setup.topology == "auto":
         raise ConfigError('mixes=True with topology "auto": give the bags of a microbatch')
-    num_ranks = len(microbatches[0]) if microbatches else 0
-    batches = [batch_of(one, num_ranks) for one in microbatches]
-    joined = [batch for one in batches for batch in one.by_rank()]
-    unit = Topology.parse(topology, world_size=num_ranks)
-    setup = PlanSetup(unit, cost, planner, limits, speeds, cluster, home_tolerance)
+    num_ranks = batches[0].counts.size
+    unit = Topology.parse(setup.topology, world_size=num_ranks)
     whole = replace(unit, num_replicas=unit.num_replicas * len(batches))
-    fast = None if speeds is None else np.tile(np.asarray(speeds), len(batches))
-    plan = PlanSetup(whole, cost, limits=limits, speeds=fast).plan(joined)
+    fast = None if setup.speeds is None else np.tile(np.asarray(setup.speeds), len(batches))
+    plan = PlanSetup(whole, setup.cost, limits=setup.limits, speeds=fast).plan(
+        Batch.joined(batches)
+    )
     bag_speeds = RankState.of(whole.num_ranks, speeds=fast).bag_speeds(whole)
     kinds = np.stack([whole.bag_sizes, whole.ring_degrees, bag_speeds], axis=1, dtype=np.float64)
     dealt = _by_load(kinds, plan, len(batches))[plan.bag_of]
@@ -137,7 +125,7 @@ def mix_microbatches(
 
     def makespan(mixed: Mixed) -> float:
         try:
-            plans = _plan(mixed.microbatches, setup, sync)
+            plans = plan_microbatches(mixed.batches, setup, sync)
         except PlanError:  # as loaded, a microbatch may be too large
             return float("inf")
         return step_makespan(plans, sync=sync)
@@ -152,7 +140,7 @@ def _dealt(plan: Plan, micro_of: Ints, num_ranks: int) -> Mixed:
     mixed = Mixed([], [])
     for micro in range(plan.num_ranks // num_ranks):
         at = [np.flatnonzero((micro_of == micro) & (rank_of == rank)) for rank in range(num_ranks)]
-        mixed.microbatches.append([plan.loaded.take(seqs) for seqs in at])
+        mixed.batches.append(Batch.joined([plan.loaded.take(seqs) for seqs in at]))
         mixed.sources.append([np.stack([loaded[seqs], place[seqs]], axis=1) for seqs in at])
     return mixed
 
@@ -210,7 +198,7 @@ def _jointly(alone: Sequence[Plan], setup: PlanSetup) -> tuple[Plan, ...]:
 def _replan(plan: Plan, carried: Floats, setup: PlanSetup) -> Plan:
     """Plan a microbatch on top of carried loads, on its bags; with loads and bound of its own."""
     topology = plan.topology
-    result = replace(setup, topology=topology).plan(plan.loaded.by_rank(), carried)
+    result = replace(setup, topology=topology).plan(plan.loaded, carried)
     idle = RankState.of(topology.num_ranks, speeds=setup.speeds)
     prices = price(plan.loaded, topology, setup.cost, setup.cluster, idle)
     loads = prices.loads(result.bag_of)[topology.bag_of_rank]

@@ -11,6 +11,7 @@ ranks than there are heads. Source of the two degrees: USP (arXiv:2405.07719), a
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,15 @@ from bascule.plan.checks import MAX_RANKS, each, fields, of_type, shown, whole
 
 _NUMBER = "([1-9][0-9]{0,8})"
 _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
+
+
+class BagPlace(NamedTuple):
+    """Where a rank is in its bag."""
+
+    bag: int  # number in the topology
+    ring: int  # ring rank
+    ulysses: int  # Ulysses rank
+    ulysses_degree: int  # ranks that share heads with it
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,12 @@ class Topology:
             for size, count, ring in self._terms_with_rings
         )
 
-    @property
+    @cached_property
     def unit_size(self) -> int:
         """Ranks in one unit."""
         return sum(size * count for size, count in self.terms)
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         """Ranks in all replicas."""
         return self.unit_size * self.num_replicas
@@ -145,12 +155,17 @@ class Topology:
         terms = tuple((size // ring, count * ring) for size, count, ring in self._terms_with_rings)
         return Topology(terms, self.num_replicas)
 
+    def place_of(self, rank: int) -> "BagPlace":
+        """Return where a rank is in its bag."""
+        bag = int(self.bag_of_rank[rank])
+        degree = int(self.bag_sizes[bag]) // int(self.ring_degrees[bag])
+        return BagPlace(bag, *divmod(rank - int(self.first_ranks[bag]), degree), degree)
+
     def ring(self, rank: int) -> range:
         """The ranks of the ring that `rank` is in, in ring order: one of each Ulysses group."""
-        bag = self.bag_of_rank[rank]
-        first, size = int(self.first_ranks[bag]), int(self.bag_sizes[bag])
-        degree = size // int(self.ring_degrees[bag])
-        return range(first + (rank - first) % degree, first + size, degree)
+        bag, _, ulysses, degree = self.place_of(rank)
+        first = int(self.first_ranks[bag])
+        return range(first + ulysses, first + int(self.bag_sizes[bag]), degree)
 
     def for_heads(self, num_heads: int) -> "Topology":
         """The same bags, with longer rings where there are too few heads for a Ulysses group."""
