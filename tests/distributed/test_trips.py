@@ -20,9 +20,10 @@ ROOT = str(Path(bascule.__file__).parent)
 
 # By use: files, calls. Upper limits; lower them when a path becomes shorter.
 MOST = {
-    "attend": (15, 119),
-    "attend_grad": (15, 279),
-    "route": (12, 75),
+    "attend": (14, 118),
+    "attend_grad": (14, 239),
+    "plan": (23, 172),
+    "route": (10, 69),
     "mesh": (16, 149),
 }
 
@@ -49,7 +50,8 @@ def traced(call: Callable[[], object]) -> tuple[int, int]:
 
 def trips() -> dict[str, tuple[int, int]]:
     lens = [[1000, 30, 7], [64]][dist.get_rank()]
-    step = bascule.SequenceParallel(None, "g2n1", COST).plan(lens)
+    parallel = bascule.SequenceParallel(None, "g2n1", COST)
+    step = parallel.plan(lens)
     x = torch.randn(sum(lens), 4, 8)
     rows = step.route(x=x)["x"]
     mesh, q = make_mesh(1, 2), torch.randn(1, 4, 16, 8)
@@ -60,6 +62,7 @@ def trips() -> dict[str, tuple[int, int]]:
     return {
         "attend": traced(lambda: step.attend(rows, rows, rows)),
         "attend_grad": traced(attend_grad),
+        "plan": traced(lambda: parallel.plan(lens)),
         "route": traced(lambda: step.route(x=x)),
         "mesh": traced(lambda: attention(q, q, q, mesh)),
     }
