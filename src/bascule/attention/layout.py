@@ -8,12 +8,13 @@ and floor divisions, so that they stay symbolic where lengths are.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import listed, whole
+from bascule.plan.checks import each, fields, of_type, whole
 
 Run = tuple[int, int]  # (start, stop)
 
@@ -52,26 +53,19 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # there, lengths are no plain numbers
-            self._check()
+            of_type("SequenceLayout(segments", self.segments, tuple, "a tuple")
+            segment = each, whole, 0, len(self.segments) - 1
+            degree = whole, 1
+            fields(self, segments=(each, whole), replicated=segment, stripe=whole)
+            fields(self, ring_degree=degree, ulysses_degree=degree)
+            if len(set(self.replicated)) < len(self.replicated):
+                raise ConfigError(
+                    f"SequenceLayout(replicated={self.replicated}): name each segment once"
+                )
         if self.stripe and (self.zigzag or self.replicated):
             raise ConfigError(
                 f"a layout of blocks of {self.stripe} tokens in turns, zigzag={self.zigzag}, "
                 f"replicated={self.replicated}: give stripe alone"
-            )
-
-    def _check(self) -> None:
-        if not isinstance(self.segments, tuple):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(f"SequenceLayout(segments={self.segments!r}): give a tuple")
-        for length in self.segments:
-            whole("SequenceLayout: a segment", length)
-        whole("SequenceLayout(ring_degree", self.ring_degree, 1)
-        whole("SequenceLayout(ulysses_degree", self.ulysses_degree, 1)
-        whole("SequenceLayout(stripe", self.stripe)
-        for segment in listed("SequenceLayout(replicated)", self.replicated):
-            whole("SequenceLayout: a replicated segment", segment, 0, len(self.segments) - 1)
-        if len(set(self.replicated)) < len(self.replicated):
-            raise ConfigError(
-                f"SequenceLayout(replicated={self.replicated}) names a segment twice: name it once"
             )
 
     @property
@@ -94,12 +88,7 @@ class SequenceLayout:
             return self.lying(ring)
         num = 2 * self.ring_degree if self.zigzag else self.ring_degree
         mine = (ring, num - 1 - ring) if self.zigzag else (ring,)
-        firsts = [start for start, _ in self.bounds()]
-        return [
-            (first + cut(length, num, p), first + cut(length, num, p + 1))
-            for first, length in zip(firsts, self.segments, strict=True)
-            for p in mine
-        ]
+        return [_part(bound, num, p) for bound in self.bounds() for p in mine]
 
     def own(self, ring: int, ulysses: int) -> list[list[Run]]:
         """By segment, the runs in the sequence of the tokens that one rank answers for.
@@ -108,25 +97,21 @@ class SequenceLayout:
         """
         if self.stripe:
             degrees = self.ring_degree, self.ulysses_degree
-            return striped_runs(self.segments, self.stripe, *degrees)[ring, ulysses]
-        num, per_segment = self.ulysses_degree, 2 if self.zigzag else 1
-        runs = [
-            (start + cut(stop - start, num, ulysses), start + cut(stop - start, num, ulysses + 1))
-            for start, stop in self.pieces(ring)
-        ]
+            return list(_striped_runs(self.segments, self.stripe, *degrees)[ring, ulysses])
+        per_segment = 2 if self.zigzag else 1
+        runs = [_part(piece, self.ulysses_degree, ulysses) for piece in self.pieces(ring)]
         return [runs[i : i + per_segment] for i in range(0, len(runs), per_segment)]
 
     def own_runs(self, ring: int, ulysses: int) -> list[Run]:
         """The runs of `own`, of all segments."""
-        return [run for runs in self.own(ring, ulysses) for run in runs]
+        return list(chain.from_iterable(self.own(ring, ulysses)))
 
     def shares(self, ring: int, ulysses: int) -> list[Run]:
         """The runs in the sequence of the tokens of a rank, in the order in which they lie."""
-        found: list[Run] = []
-        bounds = zip(self.own(ring, ulysses), self.bounds(), strict=True)
-        for segment, (runs, bound) in enumerate(bounds):
-            found += [bound] if segment in self.replicated else runs
-        return found
+        runs, bounds = self.own(ring, ulysses), self.bounds()
+        for segment in self.replicated:
+            runs[segment] = [bounds[segment]]
+        return list(chain.from_iterable(runs))
 
     def num_tokens(self, ring: int, ulysses: int) -> int:
         """T of a rank, with all replicated tokens."""
@@ -153,16 +138,12 @@ class SequenceLayout:
 
     def bounds(self) -> list[Run]:
         """The run in the sequence of each segment."""
-        found: list[Run] = []
-        first = 0
-        for length in self.segments:
-            found.append((first, first + length))
-            first += length
-        return found
+        ends = list(accumulate(self.segments))
+        return list(zip([0, *ends], ends, strict=False))
 
 
 @lru_cache(maxsize=256)
-def striped_runs(
+def _striped_runs(
     segments: tuple[int, ...], block: int, ring_degree: int, ulysses_degree: int
 ) -> dict[tuple[int, int], list[list[Run]]]:
     """By (ring rank, Ulysses rank) and segment, the runs of its blocks.
@@ -185,9 +166,11 @@ def striped_runs(
     return found
 
 
-def cut(length: int, num: int, place: int) -> int:
-    """Where part `place` of `num` begins; parts differ by one token at most."""
-    return (length * place + num - 1) // num
+def _part(run: Run, num: int, place: int) -> Run:
+    """Return part `place` of `num` of a run; parts differ by one token at most."""
+    start, stop = run
+    first, end = ((num - 1 + (stop - start) * p) // num for p in (place, place + 1))
+    return start + first, start + end
 
 
 def positions_on(layout: SequenceLayout, ring: int, device: torch.device) -> Tensor:
@@ -211,14 +194,15 @@ def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: i
         return x
     found: list[Run] = []
     at = 0
-    for segment, runs in enumerate(layout.own(*place)):
-        if segment in layout.replicated:
-            first, end = layout.bounds()[segment]
-            found += [(at + start - first, at + stop - first) for start, stop in runs]
-            at += end - first
-        else:
-            found.append((at, at + num_tokens(runs)))
-            at += num_tokens(runs)
+    for segment, (runs, (first, end)) in enumerate(
+        zip(layout.own(*place), layout.bounds(), strict=True)
+    ):
+        is_whole = segment in layout.replicated
+        length = end - first if is_whole else num_tokens(runs)
+        found += (
+            [(at + a - first, at + b - first) for a, b in runs] if is_whole else [(at, at + length)]
+        )
+        at += length
     return take_runs(x, found, dim)
 
 
@@ -241,14 +225,10 @@ def with_replicated(
 
 def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:
     """Return where the runs of some rows lie, one row after the other, by columns."""
-    places: list[list[slice]] = []
-    first = 0
-    for row in runs:
-        places.append([])
-        for start, stop in row:
-            places[-1].append(slice(first, first + stop - start))
-            first += stop - start
-    return [place for column in zip(*places, strict=True) for place in column]
+    ends = list(accumulate(stop - start for row in runs for start, stop in row))
+    places = [slice(*one) for one in zip([0, *ends], ends, strict=False)]
+    width = len(runs[0])
+    return [place for column in range(width) for place in places[column::width]]
 
 
 def num_tokens(runs: list[Run]) -> int:
