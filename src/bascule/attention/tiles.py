@@ -29,13 +29,14 @@ from bascule.attention.layout import Run, SequenceLayout, positions_on
 from bascule.attention.mask import AttentionMask, PackedSequences
 from bascule.comm.collectives import table_on
 from bascule.comm.groups import RankGroup
-from bascule.plan.sequences import Masks, Pairs, Stretch
+from bascule.plan.sequences import Masks, Stretch
 
 Made = TypeVar("Made")
 
 _NUM_KEPT = 16  # layouts, heads and dtypes of one mask
 _LEVELLED_FROM = 64.0  # closer to 0, a subtraction in 16 bits could round what is near the highest
 _MOST_READ = 1 << 18  # values of a mask that its digest reads one by one
+_ALL = slice(None)
 _LOST_AT = 8.0  # spacing of the numbers at a row's highest, of which scores of less than half go
 
 
@@ -71,9 +72,7 @@ def digest_of(mask: Tensor) -> str:
         return str(tuple(mask.shape))
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[mask.element_size()]
     values = mask.detach().view(carrier)
-    step = (
-        1 if values.numel() <= _MOST_READ else values.numel() // _MOST_READ | 1
-    )  # odd: all columns
+    step = 1 if values.numel() <= _MOST_READ else values.numel() // _MOST_READ | 1  # odd
     total, samples = int(values.sum(dtype=torch.int64)), values.flatten()[::step]
     return f"{tuple(mask.shape)} {total} {zlib.crc32(samples.numpy().tobytes())}"
 
@@ -93,20 +92,24 @@ def tiles_of(
     """
     if mask is not None or is_biased(layout, causal):
         return [[tile] for tile in _masked(layout, ring, mask, causal, q)]
-    everything = slice(None)
-    tiles: list[list[Tile]] = []
-    for other in range(layout.ring_degree):
+
+    def first_len(other: int) -> int:
+        start, stop = layout.pieces(other)[0]
+        return stop - start
+
+    def of_rank(other: int) -> list[Tile]:
         if not causal:
-            tiles.append([Tile(everything, everything)])
-        elif other == ring:
-            tiles.append([Tile(everything, everything, AttentionMask(causal=True))])
-        elif not layout.zigzag:
-            tiles.append([Tile(everything, everything)] if other < ring else [])
-        elif other < ring:  # of its two pieces only the early one is before both of this rank's
-            tiles.append([Tile(everything, slice(0, _first_len(layout, other)))])
-        else:  # only the late piece of this rank is after both of the other's
-            tiles.append([Tile(slice(_first_len(layout, ring), None), everything)])
-    return tiles
+            return [Tile(_ALL, _ALL)]
+        if other == ring:
+            return [Tile(_ALL, _ALL, AttentionMask(causal=True))]
+        if not layout.zigzag:
+            return [Tile(_ALL, _ALL)] if other < ring else []
+        if other < ring:  # of its two pieces only the early one is before both of this rank's
+            return [Tile(_ALL, slice(0, first_len(other)))]
+        # only the late piece of this rank is after both of the other's
+        return [Tile(slice(first_len(ring), None), _ALL)]
+
+    return [of_rank(other) for other in range(layout.ring_degree)]
 
 
 @dataclass(frozen=True)
@@ -171,25 +174,27 @@ class Pieces:
         queries = self.lens[self.rank]
         if not (queries * keys).any():
             return []
-        packed = PackedSequences.build(queries.tolist(), self.device, keys.tolist())
-        return [Tile(slice(None), slice(None), AttentionMask(packed=packed))]
+        return [Tile(_ALL, _ALL, self._packed(queries, keys, False))]
+
+    def _packed(self, q_lens: Ints, k_lens: Ints, causal: bool) -> AttentionMask:
+        packed = PackedSequences.build(q_lens.tolist(), self.device, k_lens.tolist())
+        return AttentionMask(causal=causal, packed=packed)
 
     def _tiles_of(self, other: int, masks: Masks) -> list[Tile]:
         here, there = self._runs(self.rank), self._runs(other)
-        tiles = [self._tile(other, masks.rectangles(q, k), False) for q in here for k in there]
+        pairs = [(masks.rectangles(q, k), False) for q in here for k in there]
         if other == self.rank:
-            tiles += [self._tile(other, masks.triangles(run), True) for run in here]
-        return [tile for tile in tiles if tile is not None]
-
-    def _tile(self, other: int, pairs: Pairs, causal: bool) -> Tile | None:
-        if not (pairs.q_lens * pairs.k_lens).any():
-            return None
-        lens = pairs.q_lens.tolist(), pairs.k_lens.tolist()
-        mask = AttentionMask(
-            causal=causal, packed=PackedSequences.build(lens[0], self.device, lens[1])
-        )
-        q = self._rows(pairs.q_rows, pairs.q_lens, self.kv_lens[self.rank])
-        return Tile(q, self._rows(pairs.k_rows, pairs.k_lens, self.kv_lens[other]), mask)
+            pairs += [(masks.triangles(run), True) for run in here]
+        num_q, num_k = self.kv_lens[self.rank], self.kv_lens[other]
+        return [
+            Tile(
+                self._rows(one.q_rows, one.q_lens, num_q),
+                self._rows(one.k_rows, one.k_lens, num_k),
+                self._packed(one.q_lens, one.k_lens, causal),
+            )
+            for one, causal in pairs
+            if (one.q_lens * one.k_lens).any()
+        ]
 
     def _rows(self, first: Ints, lens: Ints, num_rows: int) -> slice | Tensor:
         """The rows of some runs, one after the other: a slice where they lie so."""
@@ -197,32 +202,26 @@ class Pieces:
         if not np.array_equal(first[1:], (first + lens)[:-1]):
             return table_on(ranges(first, lens), self.device)
         start, stop = int(first[0]), int(first[-1] + lens[-1])
-        return slice(None) if (start, stop) == (0, num_rows) else slice(start, stop)
+        return _ALL if (start, stop) == (0, num_rows) else slice(start, stop)
 
 
 def without_lost_scores(
     q: Tensor, layout: SequenceLayout, runs: list[Run], mask: Tensor | None, causal: bool
 ) -> Tensor:
-    """The queries, 0 where one process loses their scores in what a mask adds to all of them.
+    """Return queries (B, H, T, D), 0 where one process loses their scores in what a mask adds.
 
     In float32 a score of 3 less 1e9 is -1e9, so a query that a mask hides from all keys by 1e9
     weighs them alike. `tiles_of` takes the 1e9 away, after which the score would count again. With
-    0 for the query it does not, and what does not count has no gradient.
-
-    Args:
-        q: (B, H, T, D).
-        layout: Which tokens each rank has.
-        runs: The runs in the sequence of the T tokens.
-        mask: As in `tiles_of`; leading dims may be left out.
-        causal: As in `tiles_of`.
+    0 for the query it does not, and what does not count has no gradient. `runs` are those of the T
+    tokens in the sequence; of the mask leading dims may be left out.
     """
     if mask is None or not mask.is_floating_point():
         return q
 
     def counted() -> Tensor:
-        of_all = mask[(None,) * (4 - mask.dim())]
         rows = torch.cat([torch.arange(*run, device=q.device) for run in runs or [(0, 0)]])
-        highest = _highest(_rows_of(of_all, rows), layout, rows, causal).to(wide_dtype(q))
+        part = _rows_of(mask[(None,) * (4 - mask.dim())], rows)
+        highest = _highest(part, layout.seq_len, rows if causal else None).to(wide_dtype(q))
         lost_from = _LOST_AT / torch.finfo(highest.dtype).eps
         is_lost = highest.isfinite() & (highest.abs() >= lost_from)
         return (~is_lost).to(q.dtype)
@@ -233,30 +232,31 @@ def without_lost_scores(
     return q * kept_of(mask, key, counted)  # not a fill with 0: what is nan stays nan
 
 
-def _first_len(layout: SequenceLayout, ring: int) -> int:
-    start, stop = layout.pieces(ring)[0]
-    return stop - start
-
-
 def _masked(
     layout: SequenceLayout, ring: int, mask: Tensor | None, causal: bool, q: Tensor
 ) -> list[Tile]:
     """By ring rank, all queries and all keys, with what is added to their scores."""
-    everything, of_rank = slice(None), range(layout.ring_degree)
-    places = [positions_on(layout, other, q.device) for other in of_rank]
-    rows, part, level = places[ring], None, None
-    if mask is not None:
+    places = [positions_on(layout, other, q.device) for other in range(layout.ring_degree)]
+    rows = places[ring]
+    if mask is None:
+        part = torch.zeros((1, 1, 1, layout.seq_len), dtype=q.dtype, device=q.device)
+    else:
         part = _rows_of(mask, rows).expand(-1, -1, -1, layout.seq_len)
         if part.is_floating_point():
-            level = _level(_highest(part, layout, rows, causal).to(wide_dtype(q)))
+            highest = _highest(part, layout.seq_len, rows if causal else None).to(wide_dtype(q))
+            # Not where the LSE loses nothing, nor where nothing is seen.
+            is_far = highest.isfinite() & (highest.abs() >= _LEVELLED_FROM)
+            # Of the queries' dtype, or float32 as torch takes it for 16 bits.
+            dtype = torch.promote_types(part.dtype, q.dtype)
+            part = (part - torch.where(is_far, highest, 0.0)).to(dtype)
+        else:
+            part = torch.zeros_like(part, dtype=q.dtype).masked_fill(~part, -math.inf)
     tiles: list[Tile] = []
     for columns in places:
-        bias = torch.zeros((1, 1, 1, columns.numel()), dtype=q.dtype, device=q.device)
-        if part is not None:
-            bias = _bias(part.index_select(3, columns), level, q.dtype)
+        bias = part.index_select(3, columns)
         if causal:
-            bias = bias.masked_fill(rows[:, None] < columns[None, :], -math.inf)
-        tiles.append(Tile(everything, everything, AttentionMask(bias=bias)))
+            bias = bias.masked_fill(rows[:, None] < columns, -math.inf)
+        tiles.append(Tile(_ALL, _ALL, AttentionMask(bias=bias)))
     return tiles
 
 
@@ -264,28 +264,14 @@ def _rows_of(mask: Tensor, rows: Tensor) -> Tensor:
     return mask if mask.shape[2] == 1 else mask.index_select(2, rows)
 
 
-def _highest(part: Tensor, layout: SequenceLayout, rows: Tensor, causal: bool) -> Tensor:
-    """(B or 1, H or 1, rows or 1, 1) the highest that is added to a score of each row."""
-    if not layout.seq_len:
+def _highest(part: Tensor, num_keys: int, rows: Tensor | None) -> Tensor:
+    """(B or 1, H or 1, rows or 1, 1) the highest that is added to a score of each row.
+
+    With `rows`, their places, of the keys that do not come later.
+    """
+    if not num_keys:
         return part.new_zeros(1, 1, 1, 1)
-    if not causal:
-        return part.amax(dim=3, keepdim=True)
-    whole = part.expand(-1, -1, -1, layout.seq_len)
-    if part.shape[2] == 1:
-        return whole.cummax(dim=3).values.index_select(3, rows).mT
-    later = rows[:, None] < torch.arange(layout.seq_len, device=rows.device)
-    return whole.masked_fill(later, -math.inf).amax(dim=3, keepdim=True)
-
-
-def _level(highest: Tensor) -> Tensor:
-    """What a row is taken down by; 0 where its LSE loses nothing, and where nothing is seen."""
-    is_far = highest.isfinite() & (highest.abs() >= _LEVELLED_FROM)
-    return torch.where(is_far, highest, 0.0)
-
-
-def _bias(part: Tensor, level: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What is added to scores: of the queries' dtype, or float32 as torch takes it for 16 bits."""
-    if level is None:
-        hidden = torch.zeros(part.shape, dtype=dtype, device=part.device)
-        return hidden.masked_fill(~part, -math.inf)
-    return (part - level).to(torch.promote_types(part.dtype, dtype))
+    if rows is not None:
+        later = rows[:, None] < torch.arange(num_keys, device=rows.device)
+        part = part.expand(-1, -1, -1, num_keys).masked_fill(later, -math.inf)
+    return part.amax(dim=3, keepdim=True)
