@@ -61,7 +61,7 @@ CASES = [
     ("table", option(table={}), ("table={}", "an EncoderTable")),
     ("timeout_s", option(timeout_s=0), ("timeout_s=0", "at least 0.001")),
     ("unlike rows", cut(ROWS, x=torch.eye(3), mask=torch.ones(2, 2)), UNLIKE),
-    ("no dims", cut(ROWS, x=torch.tensor(1.0)), ("without dims",)),
+    ("no dims", cut(ROWS, x=torch.tensor(1.0)), UNLIKE),
     ("too few patches", cut(QWEN, hidden_states=PATCHES[:-1], grid_thw=GRIDS), UNLIKE),
     (
         "output without rows",

@@ -57,9 +57,8 @@ def test_a_rank_without_items_needs_the_cheapest_one() -> None:
     decided, report = spread(given_of([[7, 3], [], []]), TOKENS, is_aligned=True)
     dummies = [[of.is_dummy for of in own] for own in decided.passes]
     assert sorted(dummies) == [[False], [False], [True]]
-    ids, ranks = decided.needed
-    assert sorted(ids.tolist()) == [0, 1, 1] and sorted(ranks.tolist()) == [0, 1, 2]
-    assert decided.moves and "1 of 2 items moved" in str(report)
+    assert sorted(ids.tolist() for ids in decided.needed) == [[0], [1], [1]]
+    assert decided.brought[0].size and "1 of 2 items moved" in str(report)
     assert sorted(report.loads) == [0.0, 3.0, 7.0]
 
 
@@ -68,12 +67,11 @@ def test_what_all_ranks_gave_is_spread_and_goes_to_who_gets_it() -> None:
     for num_getting in (3, 1):
         decided, report = plan_items(items, CallSettings(3, num_getting, at_once=1), TOKENS)
         assert decided.first(2) == 0
-        assert not decided.moves and report.loaded == 3.0 and report.num_moved == 4
+        assert not decided.brought[0].size and report.loaded == 3.0 and report.num_moved == 4
         assert np.bincount(decided.rank_of, [4, 3, 2, 1]).tolist() == [4, 3, 3]
         assert [[of.ids.size for of in own] for own in decided.passes] == [[1], [1], [1, 1]]
-        ids, dest = decided.sent
-        source = decided.rank_of[ids]
-        assert (np.diff(source) >= 0).all() and (source != dest).all()
+        ids, source, dest = decided.returned
+        assert (source == decided.rank_of[ids]).all() and (source != dest).all()
         assert ids.size == (8 if num_getting == 3 else 3)
 
 

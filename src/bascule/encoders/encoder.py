@@ -4,7 +4,8 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
@@ -59,12 +60,6 @@ _FIRST_CAPACITY = 128
 _PIECES_A_RANK = 4
 """Pieces of a long item for each rank: as even as whole items of that size would be."""
 
-_SETTINGS = (
-    *("module", "weights", "cost", "limits", "cluster", "home_tolerance", "features_for"),
-    *("timeout_s", "device", "is sharded", "settings"),
-)
-_CALL_SETTINGS = "call", "settings", "gradients", "items"
-
 
 @dataclass(frozen=True, slots=True)
 class EncoderOptions:
@@ -114,15 +109,13 @@ _DEFAULT = EncoderOptions()
 class _Computed:
     """The features that a rank computed: tensors of each item, by id, and an output as a template.
 
-    `unused` it computed for the others' sake. `parcels` are of the items whose features are sent,
-    in the order of ids; `num_bytes` of these of all ranks.
+    `unused` it computed for the others' sake; `parcels` are of the features that leave, by id.
     """
 
     parts: dict[int, list[Tensor]]
     unused: list[Tensor]
     template: Any
-    parcels: list[Parcel]
-    num_bytes: Sequence[Ints]
+    parcels: dict[int, Parcel]
 
 
 class BalancedEncoder:
@@ -167,21 +160,21 @@ class BalancedEncoder:
         options: EncoderOptions = _DEFAULT,
     ) -> None:
         self.module, self.cost, self.options = module, cost, options
-        self.last: Encoding | None = None
+        self.table, self.last = options.table or EncoderTable(), cast(Encoding | None, None)
         self._step, self._capacity = 0, _FIRST_CAPACITY
         self._inner = module.module if isinstance(module, DistributedDataParallel) else module
-        self._length_fn = length_fn
         group = resolve(mesh_or_group)
         ranks, backend = dist.get_process_group_ranks(group), dist.get_backend(group)
         self._host = new_group(ranks, "encoder", options.timeout_s, backend="gloo")
-        self._group = self._host
-        error, settings = None, dict.fromkeys(_SETTINGS, "")
-        self.table = EncoderTable()
+        self._group, error, settings = self._host, None, dict[str, str]()
         try:
-            self.table = table_of(self._inner) if options.table is None else options.table
+            self.table = options.table or table_of(self._inner)
+            self._length = length_fn or self._length_by_table()
             self._device = device_for(options.device, mesh_or_group, group)
             # Ranks of FSDP meet in every forward pass.
             self._is_sharded = any(isinstance(one, FSDPModule) for one in self._inner.modules())
+            if options.cluster is not None:
+                options.cluster.check_world(self._host.size)
             settings = self._settings()
         except Exception as met:  # whatever it is, the others must not wait
             error = met
@@ -273,43 +266,55 @@ class BalancedEncoder:
         self.last = None
         if not given.lens.size:
             return Features([], after, None)
-        options, records = self.options, settings.needs_gradient
         plan, self.last = plan_items(
-            given,
-            settings,
-            self.cost,
-            cluster=options.cluster,
-            limits=options.limits,
-            home_tolerance=options.home_tolerance,
+            *(given, settings, self.cost),
+            cluster=self.options.cluster,
+            limits=self.options.limits,
+            home_tolerance=self.options.home_tolerance,
         )
+        records = settings.needs_gradient
+        token = after if records else None
         with torch.set_grad_enabled(records and torch.is_grad_enabled()):
-            token = after if records else None
             if records and token is None:
                 token = torch.zeros((), device=self._device, requires_grad=True)
             arrived, token = self._send(plan, own, token)
-            features = self._return(plan, own, self._compute(plan, arrived), token)
+            computed, error = _Computed({}, [], None, {}), None
+            try:
+                computed = self._compute(plan, arrived)
+            except Exception as met:  # whatever it is, the others must not wait
+                error = met
+            is_over = isinstance(error, STOPS_RECOMPUTING)  # for this rank; others may need more
+            if error is not None and self._is_sharded and not is_over:
+                raise error  # others may wait within the module, which the note of this rank ends
+            sizes = np.array([one.num_bytes for one in computed.parcels.values()], np.int64)
+            num_bytes = self._gather("encoding", {}, None if is_over else error, sizes)
+            if error is not None:
+                raise error
+            features = self._return(plan, own, computed, num_bytes, token)
         if not records:
             features.token = after
         return features
 
-    def _settings(self) -> dict[str, str]:
-        """Return what must be the same on all ranks when an encoder is made."""
-        inner, options = self._inner, self.options
-        if self._length_fn is None and self.table.length is None:
+    def _length_by_table(self) -> Callable[[Item], Length]:
+        if self.table.length is None:
             raise ConfigError(
-                f"no lengths are known for a {type(inner).__name__}: give length_fn, which "
+                f"no lengths are known for a {type(self._inner).__name__}: give length_fn, which "
                 "says the tokens of an item"
             )
-        if options.cluster is not None:
-            options.cluster.check_world(self._host.size)
-        values = (
-            f"{type(inner).__name__} with parameters of shapes {names_digest(inner)}",
-            values_digest(inner),
-            describe_cost(self.cost),
-            *(options.limits, options.cluster, options.home_tolerance, options.features_for),
-            *(options.timeout_s, self._device.type, self._is_sharded, self._module_settings),
-        )
-        return dict(zip(_SETTINGS, map(str, values), strict=True))
+        return partial(self.table.length, self._inner)
+
+    def _settings(self) -> dict[str, str]:
+        """Return what must be the same on all ranks when an encoder is made."""
+        inner = self._inner
+        names = ("limits", "cluster", "home_tolerance", "features_for", "timeout_s")
+        return {name: str(getattr(self.options, name)) for name in names} | {
+            "module": f"{type(inner).__name__} with parameters of shapes {names_digest(inner)}",
+            "weights": values_digest(inner),
+            "cost": describe_cost(self.cost),
+            "device": self._device.type,
+            "is sharded": str(self._is_sharded),
+            "settings": self._module_settings,
+        }
 
     @property
     def _module_settings(self) -> str:
@@ -319,47 +324,41 @@ class BalancedEncoder:
         self, items: Sequence[Item], error: Exception | None, call: str, inputs: Any, at_once: int
     ) -> tuple[Items, CallSettings, OwnItems]:
         """Gather what all ranks give; or raise the same error on all of them."""
-        own, flags, is_shared = OwnItems(), 0, self.options.features_for != "owner"
-        compared: dict[str, str] = dict.fromkeys(_CALL_SETTINGS, "")
+        own, flags, compared, size = OwnItems(), 0, dict[str, str](), self._host.size
+        features_for, is_shared = self.options.features_for, self.options.features_for != "owner"
+        most_pieces = _PIECES_A_RANK * size if size > 1 else 1
+        if self.options.limits is not None:  # what is too long for a rank may fit in pieces
+            most_pieces = sys.maxsize
         try:
+            if error is not None:
+                raise error
             records = torch.is_grad_enabled()
             trains = records and any(p.requires_grad for p in self._inner.parameters())
-            gradients = f"enabled {records}, of parameters {trains}"
-            compared |= {"call": call, "settings": self._module_settings, "gradients": gradients}
-            if error is None:
-                own = prepare(
-                    items,
-                    self._inner,
-                    self.table,
-                    self._length_fn,
-                    self._device,
-                    most_pieces=self._most_pieces,
-                    travel=not is_shared,
+            own = prepare(
+                *(items, self.table, self._length, self._device),
+                most_pieces=most_pieces,
+                travel=not is_shared,
+            )
+            flags = (records and own.wants_gradient) + 2 * trains
+            if is_shared and flags:
+                raise ConfigError(
+                    f"features_for={features_for!r} has no gradients: encode under "
+                    "torch.no_grad(), or let each rank give its own items"
                 )
-                flags = (records and own.wants_gradient) + 2 * trains
-                if is_shared:
-                    compared["items"] = contents_of(leaves_of(inputs))
-                if is_shared and flags:
-                    raise ConfigError(
-                        f"features_for={self.options.features_for!r} has no gradients: encode "
-                        "under torch.no_grad(), or let each rank give its own items"
-                    )
+            compared = {
+                "call": call,
+                "settings": self._module_settings,
+                "gradients": f"enabled {records}, of parameters {trains}",
+                "items": contents_of(leaves_of(inputs)) if is_shared else "",
+            }
         except Exception as met:  # whatever it is, the others must not wait
             error = met
-        gathered = agree(
-            self._host,
-            compared,
-            error,
-            what="items",
-            step=self._step,
-            values=np.array([flags, at_once, *own.items.to_words()]),
-            capacity=self._capacity,
-        )
+        values = np.array([flags, at_once, *own.items.to_words()])
+        gathered = self._gather("items", compared, error, values)
         self._capacity = max(self._capacity, *(words.size for words in gathered))
-        getting = {"owner": 0, "all": len(gathered), "first": 1}[self.options.features_for]
         settings = CallSettings(
-            num_ranks=len(gathered),
-            num_getting=getting,
+            num_ranks=size,
+            num_getting={"owner": 0, "all": size, "first": 1}[features_for],
             items_need_gradient=any(words[0] & 1 for words in gathered),
             needs_gradient=any(words[0] for words in gathered),
             at_once=min((int(words[1]) for words in gathered if words[1]), default=None),
@@ -368,110 +367,85 @@ class BalancedEncoder:
         words = gathered[:1] if is_shared else gathered
         return Items.from_words([one[2:] for one in words]), settings, own
 
-    @property
-    def _most_pieces(self) -> int:
-        """Most pieces of an item; with limits any: what is too long for a rank may fit so."""
-        if self.options.limits is not None:
-            return sys.maxsize
-        return _PIECES_A_RANK * self._host.size if self._host.size > 1 else 1
+    def _gather(
+        self, what: str, compared: dict[str, str], error: Exception | None, values: Ints
+    ) -> list[Ints]:
+        names = {"what": what, "step": self._step}
+        return agree(self._host, compared, error, **names, values=values, capacity=self._capacity)
 
     def _send(
         self, plan: ItemPlan, own: OwnItems, token: Tensor | None
     ) -> tuple[dict[int, Item], Tensor | None]:
         """Return the items that this rank computes, by id, and the token of their gradients."""
-        rank, first, (ids, dest) = self._group.rank, plan.first(self._group.rank), plan.needed
-        owner = plan.owner[ids]
-        stays = (owner == dest) | (owner < 0)
-        here = ids[stays & (dest == rank)].tolist()
+        rank, first = self._group.rank, plan.first(self._group.rank)
+        here = [one for one in plan.needed[rank].tolist() if plan.owner[one] in (rank, -1)]
         items = {one: own.pieces[one - first] for one in here}
-        if stays.all():
+        ids, source, dest = plan.brought
+        if not ids.size:
             return items, token
-        ids, owner, dest = ids[~stays], owner[~stays], dest[~stays]
-        move = self._move(owner, dest, "items")
-        sent = (ids[owner == rank] - first).tolist()
+        sent = (ids[source == rank] - first).tolist()
+        move = ItemMove(source, dest, self._group, self._device, self._step, "items")
         parcels, num_bytes = [own.parcels[one] for one in sent], plan.items.num_bytes[ids]
-        if token is not None and plan.settings.items_need_gradient:
+        if token is None or not plan.settings.items_need_gradient:
+            arrived = move_items(move, parcels, num_bytes)
+        else:
             leaving = [own.pieces[one] for one in sent]
             arrived, token = move_items_with_gradients(move, leaving, parcels, num_bytes, token)
-        else:
-            arrived = move_items(move, parcels, num_bytes)
         return items | dict(zip(ids[dest == rank].tolist(), arrived, strict=True)), token
 
     def _compute(self, plan: ItemPlan, items: dict[int, Item]) -> _Computed:
-        """Compute this rank's features; no rank goes on if one met an error."""
-        parts, unused, template, error = dict[int, list[Tensor]](), list[Tensor](), None, None
-        parcels, rank, meets = list[Parcel](), self._group.rank, self._is_sharded
-        ended: Exception | None = None
-        try:
-            for of in plan.passes[rank]:
-                inputs = [items[one] for one in of.ids.tolist()]
-                with shared(f"step {self._step}: encoding") if meets else nullcontext():
-                    template = self._call_module(self.table.join(inputs))
-                outputs = self.table.parts(template, inputs)
-                if of.is_dummy:
-                    unused += [x for own in outputs for x in own if x.requires_grad]
-                else:
-                    parts |= dict(zip(of.ids.tolist(), outputs, strict=True))
-            ids, _ = plan.sent
-            leaving = np.unique(ids[plan.rank_of[ids] == rank]).tolist()
-            parcels = [parcel([x.detach() for x in parts[one]], self._device) for one in leaving]
-        except STOPS_RECOMPUTING as met:  # a recomputation, of which the others may need more
-            ended = met
-        except Exception as met:  # whatever it is, the others must not wait
-            if meets:  # they may wait within the module, which being told of it ends
-                raise
-            error = met
-        num_bytes = np.array([one.num_bytes for one in parcels], np.int64)
-        said = agree(
-            self._host,
-            {},
-            error,
-            what="encoding",
-            step=self._step,
-            values=num_bytes,
-            capacity=self._capacity,
-        )
-        if ended is not None:
-            raise ended
-        return _Computed(parts, unused, template, parcels, said)
-
-    def _call_module(self, arguments: Item) -> Any:
-        if self.table.method is None:
-            return self.module(**arguments)
-        return getattr(self.module, self.table.method)(**arguments)
+        function = getattr(self.module, self.table.method or "__call__")
+        parts, unused, template = dict[int, list[Tensor]](), list[Tensor](), None
+        for of in plan.passes[self._group.rank]:
+            inputs = [items[one] for one in of.ids.tolist()]
+            meets = shared(f"step {self._step}: encoding") if self._is_sharded else nullcontext()
+            with meets:
+                template = function(**self.table.join(inputs))
+            outputs = self.table.parts(template, inputs)
+            if of.is_dummy:
+                unused += [x for own in outputs for x in own if x.requires_grad]
+            else:
+                parts |= dict(zip(of.ids.tolist(), outputs, strict=True))
+        leaving = plan.leaving(self._group.rank).tolist()
+        parcels = [parcel([x.detach() for x in parts[one]], self._device) for one in leaving]
+        return _Computed(parts, unused, template, dict(zip(leaving, parcels, strict=True)))
 
     def _return(
-        self, plan: ItemPlan, own: OwnItems, computed: _Computed, token: Tensor | None
+        self,
+        plan: ItemPlan,
+        own: OwnItems,
+        computed: _Computed,
+        sizes: Sequence[Ints],
+        token: Tensor | None,
     ) -> Features:
-        """Send features to the ranks that get them, and put them into the owner's order."""
+        """Send features to the ranks that get them, and put them into the owner's order.
+
+        `sizes` are the bytes of the features that leave each rank, by id.
+        """
         rank, parts = self._group.rank, dict(computed.parts)
         if token is not None:
             token = tied(token, computed.unused)
-        wanted, getting = plan.wanted
-        gets = wanted[getting == rank].tolist()
+        gets = plan.wanted(rank).tolist()
         stayed = [one for one in gets if one in parts]
-        ids, dest = plan.sent
+        ids, source, dest = plan.returned
         if ids.size:
-            source, num_bytes = plan.rank_of[ids], np.zeros_like(plan.owner)
-            for place, said in enumerate(computed.num_bytes):
-                num_bytes[np.unique(ids[source == place])] = said
-            leaving = ids[source == rank]
-            places = np.searchsorted(np.unique(leaving), leaving).tolist()
-            parcels = [computed.parcels[place] for place in places]
-            move = self._move(source, dest, "features")
+            num_bytes = np.zeros_like(plan.owner)
+            for place, own_sizes in enumerate(sizes):
+                num_bytes[plan.leaving(place)] = own_sizes
+            sent = ids[source == rank].tolist()
+            move = ItemMove(source, dest, self._group, self._device, self._step, "features")
+            parcels = [computed.parcels[one] for one in sent]
             if token is None:
                 arrived = move_items(move, parcels, num_bytes[ids])
             else:
-                sent = [parts[one] for one in leaving.tolist()]
-                moved = move_items_with_gradients(move, sent, parcels, num_bytes[ids], token)
-                arrived, token = moved
+                leaving = [parts[one] for one in sent]
+                arrived, token = move_items_with_gradients(
+                    move, leaving, parcels, num_bytes[ids], token
+                )
             parts |= dict(zip(ids[dest == rank].tolist(), arrived, strict=True))
-        if token is not None and (plan.moves or computed.unused):
+        if token is not None and (plan.brought[0].size or computed.unused):
             # Not views: who gets them may write into them.
             parts |= {one: [x.clone() for x in attach(parts[one], [token])] for one in stayed}
         leaves = own.whole([parts[one] for one in gets]) if gets else []
         outputs = [rebuilt(computed.template, iter(one)) for one in leaves]
         return Features(outputs, token, computed.template)
-
-    def _move(self, source: Ints, dest: Ints, name: str) -> ItemMove:
-        return ItemMove(source, dest, self._group, self._device, self._step, name)

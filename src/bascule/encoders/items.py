@@ -55,31 +55,22 @@ class EncoderTable:
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
         """Cut a call into its items; views."""
-        given, sizes = self._sizes(arguments)
-        num = len(sizes)
-        parts = {name: x.split(sizes if name in self.packed else 1) for name, x in given.items()}
-        return [{**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(num)]
-
-    def num_items(self, arguments: Mapping[str, Any]) -> int:
-        """Count the items of a call."""
-        return len(self._sizes(arguments)[1])
-
-    def _sizes(self, arguments: Mapping[str, Any]) -> tuple[dict[str, Tensor], list[int]]:
-        """Return the arguments that hold items, and the sizes of these."""
-        counts = self._counts(arguments)
         given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-        sizes = None if self.sizes is None else list(self.sizes(arguments))
-        num = counts.pop() if len(counts) == 1 else -1
-        if sizes is not None and len(sizes) != num:
-            num = -1
-        total = num if sizes is None else sum(sizes)
-        shapes = {name: tuple(x.shape) for name, x in given.items()}
-        if num < 0 or any(given[name].shape[0] != total for name in self.packed if name in given):
+        rows = {name: x.shape[0] if x.dim() else -1 for name, x in given.items()}
+        counts = {num for name, num in rows.items() if name not in self.packed}
+        sizes = [1] * max(counts, default=0) if self.sizes is None else list(self.sizes(arguments))
+        if counts != {len(sizes)} or any(
+            rows.get(x, sum(sizes)) != sum(sizes) for x in self.packed
+        ):
+            shapes = {name: tuple(x.shape) for name, x in given.items()}
             raise ConfigError(
                 f"arguments of shapes {shapes} do not hold as many items each: give tensors with "
                 f"one row an item{', or its size in ' + str(self.packed) if self.packed else ''}"
             )
-        return given, [1] * num if sizes is None else sizes
+        parts = {name: x.split(sizes if name in self.packed else 1) for name, x in given.items()}
+        return [
+            {**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(len(sizes))
+        ]
 
     def join(self, items: Sequence[Item]) -> Item:
         """Return the arguments of one call for items of the same form."""
@@ -96,27 +87,18 @@ class EncoderTable:
         columns = [_cut(leaf, sizes) for leaf in leaves_of(output)]
         return [list(own) for own in zip(*columns, strict=True)] if columns else [[] for _ in items]
 
-    def _counts(self, arguments: Mapping[str, Any]) -> set[int]:
-        """Return the numbers of rows of arguments with one row an item."""
-        given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-        if any(x.dim() == 0 for x in given.values()):
-            raise ConfigError("an argument is a tensor without dims: give one row an item")
-        return {x.shape[0] for name, x in given.items() if name not in self.packed}
-
 
 def _cut(leaf: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
     """Cut a tensor into one row an item, or rows in proportion to their sizes."""
     num, total = leaf.shape[0] if leaf.dim() else -1, sum(sizes)
-    rows, is_whole = [1] * len(sizes), num == len(sizes)
-    if not is_whole:
-        rows = [num * size // total for size in sizes]
-        is_whole = num >= 0 and not any(num * size % total for size in sizes)
-    if not is_whole:
+    if num == len(sizes):
+        return leaf.split(1)
+    if num < 0 or any(num * size % total for size in sizes):
         raise ConfigError(
             f"an output of shape {tuple(leaf.shape)} cannot be cut into {len(sizes)} items of "
             f"sizes {list(sizes)[:8]}: the module must give each item rows of the first dim"
         )
-    return leaf.split(rows)
+    return leaf.split([num * size // total for size in sizes])
 
 
 def form_of(item: Item, device: torch.device) -> int:
@@ -285,9 +267,8 @@ class OwnItems:
 
 def prepare(
     items: Sequence[Item],
-    module: nn.Module,
     table: EncoderTable,
-    length_fn: Callable[[Item], Length] | None,
+    length_of: Callable[[Item], Length],
     device: torch.device,
     *,
     most_pieces: int,
@@ -304,15 +285,11 @@ def prepare(
     lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
         try:
-            if table.num_items(item) != 1:
+            if len(table.cut(item)) != 1:
                 raise ConfigError("it has rows of several items: give each by itself")
-            is_split = table.split is not None and most_pieces > 1
-            own = table.split(item, most_pieces) if table.split and is_split else [item]
+            own = table.split(item, most_pieces) if table.split and most_pieces > 1 else [item]
             for piece in own:
-                length = length_fn(piece) if length_fn else None
-                if length is None:
-                    assert table.length is not None
-                    length = table.length(module, piece)
+                length = length_of(piece)
                 tokens, num_pairs = length if isinstance(length, tuple) else (length, -1.0)
                 lens.append(whole("length_fn", tokens, 1))
                 pairs.append(float(num_pairs))

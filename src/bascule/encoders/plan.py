@@ -14,6 +14,9 @@ from bascule.plan.machine import WITHOUT_RECOMPUTING, Cluster
 from bascule.plan.metrics import imbalance
 from bascule.plan.solver.solve import assign
 
+Trip = tuple[Ints, Ints, Ints]
+"""Ids of items that move, the ranks that have them, and those that get them: (n,) each."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallSettings:
@@ -100,78 +103,80 @@ class ItemPlan:
     settings: CallSettings
     owner: Ints
     rank_of: Ints
-    passes: list[list[ForwardPass]]
 
-    @classmethod
-    def of(cls, items: Items, settings: CallSettings, owner: Ints, rank_of: Ints) -> "ItemPlan":
-        """Add the calls to who encodes what."""
-        passes = forward_passes(
-            rank_of,
-            items.lens,
-            items.forms,
-            np.ones(settings.num_ranks, np.int64),
-            max_items=settings.at_once,
-            is_aligned=settings.is_aligned,
+    @cached_property
+    def passes(self) -> list[list[ForwardPass]]:
+        """The calls of the module on each rank."""
+        return forward_passes(
+            self.rank_of,
+            self.items.lens,
+            self.items.forms,
+            np.ones(self.settings.num_ranks, np.int64),
+            max_items=self.settings.at_once,
+            is_aligned=self.settings.is_aligned,
         )
-        return cls(items, settings, owner, rank_of, passes)
 
     def first(self, rank: int) -> int:
         """Return the id of the first item that a rank gave, if it gave any."""
         return int(np.argmax((self.owner == rank) | (self.owner < 0))) if self.owner.size else 0
 
     @cached_property
-    def needed(self) -> tuple[Ints, Ints]:
-        """Ids of the items that each rank needs, rank by rank, and these ranks."""
-        ids = [np.unique(np.concatenate([of.ids for of in own])) for own in self.passes]
-        return np.concatenate(ids), np.repeat(np.arange(len(ids)), [own.size for own in ids])
+    def needed(self) -> list[Ints]:
+        """Ids of the items that each rank encodes, be it once more."""
+        return [np.unique(np.concatenate([of.ids for of in own])) for own in self.passes]
 
     @cached_property
-    def moves(self) -> bool:
-        """True if any item leaves its rank, be it to be encoded once more."""
-        ids, dest = self.needed
-        owner = self.owner[ids]
-        return bool(((owner != dest) & (owner >= 0)).any())
+    def brought(self) -> Trip:
+        """The items that leave the rank that gave them."""
+        ids, dest = _by_rank(self.needed)
+        source = self.owner[ids]
+        away = (source != dest) & (source >= 0)
+        return ids[away], source[away], dest[away]
+
+    def wanted(self, rank: int) -> Ints:
+        """Return ids of the items whose features a rank gets."""
+        num = self.settings.num_getting
+        return np.flatnonzero((self.owner < 0) & (rank < num) if num else self.owner == rank)
 
     @cached_property
-    def wanted(self) -> tuple[Ints, Ints]:
-        """Ids of the items whose features each rank gets, and these ranks."""
-        ids, num = np.arange(self.owner.size), self.settings.num_getting
-        if not num:
-            return ids, self.owner
-        return np.tile(ids, num), np.repeat(np.arange(num), ids.size)
+    def returned(self) -> Trip:
+        """The items whose features leave the rank that encoded them."""
+        ids, dest = _by_rank([self.wanted(rank) for rank in range(self.settings.num_ranks)])
+        source = self.rank_of[ids]
+        away = source != dest
+        return ids[away], source[away], dest[away]
 
-    @cached_property
-    def sent(self) -> tuple[Ints, Ints]:
-        """Ids of the items whose features are sent, and to which ranks; by who computed them."""
-        ids, dest = self.wanted
-        away = np.flatnonzero(self.rank_of[ids] != dest)
-        order = away[np.lexsort((ids[away], dest[away], self.rank_of[ids[away]]))]
-        return ids[order], dest[order]
+    def leaving(self, rank: int) -> Ints:
+        """Return ids of the items whose features leave a rank."""
+        ids, source, _ = self.returned
+        return np.unique(ids[source == rank])
 
     def exchange(self, cluster: Cluster) -> tuple[float, int]:
         """Return seconds and bytes of all exchanges of a step: items, features, their gradients.
 
         Features count as many bytes as their item, as their size is not known yet.
         """
-        settings, owner, (ids, dest) = self.settings, self.owner, self.needed
         seconds, num_bytes = 0.0, 0.0
-        each = self.items.num_bytes.astype(np.float64)
-        for times, source, target, sizes in (
-            (1 + settings.items_need_gradient, owner[ids], dest, each[ids]),
-            (1 + settings.needs_gradient, self.rank_of, owner, each),
+        for times, (ids, source, dest) in (
+            (1 + self.settings.items_need_gradient, self.brought),
+            (1 + self.settings.needs_gradient, self.returned),
         ):
-            away = source != target
-            if away.any():
-                seconds += times * _exchange_seconds(cluster, source, target, sizes)
-                num_bytes += times * sizes[away].sum()
+            if ids.size:
+                each = self.items.num_bytes[ids].astype(np.float64)
+                seconds += times * _exchange_seconds(cluster, source, dest, each)
+                num_bytes += times * each.sum()
         return seconds, round(num_bytes)
+
+
+def _by_rank(ids: list[Ints]) -> tuple[Ints, Ints]:
+    """Return the ids of each rank, rank by rank, and these ranks."""
+    return np.concatenate(ids), np.repeat(np.arange(len(ids)), [own.size for own in ids])
 
 
 def _exchange_seconds(cluster: Cluster, source: Ints, dest: Ints, num_bytes: Floats) -> float:
     """Seconds of an all-to-all of items, until the busiest rank has sent and got its bytes."""
     is_near = source // cluster.ranks_per_node == dest // cluster.ranks_per_node
-    sent = num_bytes * (source != dest)
-    each = cluster.wire_seconds(sent * is_near, sent * ~is_near)
+    each = cluster.wire_seconds(num_bytes * is_near, num_bytes * ~is_near)
     busiest = max(np.bincount(ends, each).max(initial=0.0) for ends in (source, dest))
     return cluster.latency_s + float(busiest)
 
@@ -211,11 +216,11 @@ def plan_items(
             costs, num_ranks, home=owner, home_tolerance=home_tolerance, limits=limits, sizes=sizes
         )
         rank_of = np.asarray(result.bin_of)
-    plan = ItemPlan.of(items, settings, owner, rank_of)
+    plan = ItemPlan(items, settings, owner, rank_of)
     after = np.bincount(rank_of, costs, num_ranks).astype(np.float64)
     gain_s, exchange_s, exchange_bytes = None, None, 0
     if cluster is not None and (rank_of != owner).any() and not is_shared:
-        stays = ItemPlan.of(items, settings, owner, owner)
+        stays = ItemPlan(items, settings, owner, owner)
         (more_s, more_bytes), (least_s, least_bytes) = (
             one.exchange(cluster) for one in (plan, stays)
         )

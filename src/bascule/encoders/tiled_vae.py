@@ -184,7 +184,9 @@ def settings_of(calls: nn.Module) -> str:
         )
     sizes = {key: value for key, value in vars(vae).items() if key.startswith(("tile_", "use_f"))}
     for key, size in sizes.items():
-        if not isinstance(size, int | float | tuple | list) or not _is_positive(key, size):
+        may_be_0 = key.startswith("use_") or "overlap" in key
+        numbers: Any = size if isinstance(size, tuple | list) else (size,)
+        if not all(isinstance(n, int | float) and (n > 0 or may_be_0) for n in numbers):
             raise ConfigError(f"{key} of the {name} is {size!r}: a tile needs a number above 0")
         least = sizes.get(key.replace("_stride_", "_min_"), size)
         if size > least:
@@ -194,11 +196,6 @@ def settings_of(calls: nn.Module) -> str:
             )
     config = {k: v for k, v in vae.config.items() if not k.startswith(("_", "latents_"))}
     return f"{name} with {sizes}, {dict(sorted(config.items()))}"
-
-
-def _is_positive(key: str, size: Any) -> bool:
-    numbers = size if isinstance(size, tuple | list) else (size,)
-    return all(n > 0 or key.startswith("use_") or "overlap" in key for n in numbers)
 
 
 def pixels_of(calls: nn.Module, tile: Mapping[str, Any]) -> int:
