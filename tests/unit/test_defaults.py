@@ -30,8 +30,6 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     attend.attend_sparse: {},
     attend.gather_counts: {"by_rank": False},
     rules.always_computed: {"dense": ()},
-    rules.spatial_mask: {"frames": 0, "num_text": 0},
-    rules.temporal_mask: {"radius": 0, "num_text": 0},
     timing.CallShape: {"block": 64, "dtype": torch.bfloat16, "batch": 1},
     timing.measure_attention_latency: {"rounds": 5},
     wires.Wire: {"takes_centres": False},

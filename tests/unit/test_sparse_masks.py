@@ -20,8 +20,6 @@ from bascule.attention.sparse.rules import (
     keep_mass,
     keep_top_k,
     pooled,
-    spatial_mask,
-    temporal_mask,
 )
 from bascule.errors import ConfigError
 from bascule.plan.sparse import BlockLayout, PackedRows, block_lens, in_order
@@ -443,31 +441,6 @@ def test_a_density_for_each_head() -> None:
     densities = torch.tensor([0.1, 0.5, 1.0])
     masks = keep_density(normal(2, 3, 10, 20), densities)
     assert masks.sum((-2, -1)).tolist() == [[20, 100, 200]] * 2
-
-
-@pytest.mark.parametrize("grid", [(4, 3, 5), (1, 2, 7), (5, 1, 1), (3, 4, 4)])
-@pytest.mark.parametrize("block", [1, 4, 7, 16])
-@pytest.mark.parametrize("num_text", [0, 2])
-@pytest.mark.parametrize("distance", [0, 1, 3])
-def test_grid_masks_against_a_loop_over_tokens(
-    grid: tuple[int, int, int], block: int, num_text: int, distance: int
-) -> None:
-    video = math.prod(grid)
-    lens = [3, 2][:num_text] + [block] * (video // block) + [video % block] * (video % block > 0)
-    block_of = np.repeat(np.arange(len(lens)), lens)[sum(lens[:num_text]) :]
-    size = grid[1] * grid[2]
-    spatial, temporal = (torch.zeros(len(lens), len(lens), dtype=torch.bool) for _ in range(2))
-    for mask in (spatial, temporal):
-        mask[:num_text], mask[:, :num_text] = True, True
-    for s, t in np.ndindex(video, video):
-        around = min((s - t) % size, (t - s) % size)
-        pair = (block_of[s], block_of[t])
-        spatial[pair] |= abs(s // size - t // size) <= distance
-        temporal[pair] |= around <= distance
-    made = spatial_mask(grid, lens, frames=distance, num_text=num_text)
-    assert torch.equal(made, spatial)
-    made = temporal_mask(grid, lens, radius=distance, num_text=num_text)
-    assert torch.equal(made, temporal)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -4,7 +4,6 @@ Shapes: as in `registry`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -68,11 +67,21 @@ def flex(
     mask: AttentionMask,
     scale: float,
 ) -> OutLse:
-    """Out and LSE of flex attention, with a bias and a causal mask as a change of the scores."""
+    """Out and LSE of flex attention, with a bias and a causal mask as a change of the scores.
+
+    Blocks that are seen are padded to the size of its own.
+    """
     from torch.nn.attention.flex_attention import AuxRequest
 
-    if mask.blocks is not None:
-        return _flex_rows(flex_attention, q, k, v, mask.blocks, scale)
+    options = {"scale": scale, "return_aux": AuxRequest(lse=True)}
+    if (rows := mask.blocks) is not None:
+        seen, of_q, of_k = rows.keep(("flex", q.device), lambda: _flex_tables(rows, q.device))
+        q, k, v = (
+            _padded(q, of_q, rows.q_bounds),
+            *(_padded(x, of_k, rows.k_bounds) for x in (k, v)),
+        )
+        out, aux = flex_attention(q, k, v, block_mask=seen, **options)
+        return out[:, :, of_q], aux.lse[:, :, of_q]
     bias, causal = mask.bias, mask.causal
     whole = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
@@ -81,77 +90,36 @@ def flex(
             score = score + whole[b, h, row, column]
         return torch.where(row >= column, score, -float("inf")) if causal else score
 
-    out, aux = flex_attention(
-        q,
-        repeated_heads(k, q),
-        repeated_heads(v, q),
-        score_mod=change if causal or bias is not None else None,
-        scale=scale,
-        return_aux=AuxRequest(lse=True),
-    )
+    options["score_mod"] = change if causal or bias is not None else None
+    out, aux = flex_attention(q, repeated_heads(k, q), repeated_heads(v, q), **options)
     return out, aux.lse
 
 
-def _flex_rows(
-    flex_attention: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: BlockRows,
-    scale: float,
-) -> OutLse:
-    """Out and LSE where every block is padded to the size of flex attention's own blocks."""
-    from torch.nn.attention.flex_attention import AuxRequest
+def _flex_tables(rows: BlockRows, device: torch.device) -> tuple[Any, Tensor, Tensor]:
+    """Return a mask of flex attention's own, and where queries and keys are when blocks are padded.
 
-    tables = rows.keep(("flex", q.device), lambda: FlexTables.of(rows, q.device))
-    out, aux = flex_attention(
-        _padded(q, tables.q_places, rows.q_bounds.size - 1),
-        *(_padded(x, tables.k_places, rows.k_bounds.size - 1) for x in (k, v)),
-        block_mask=tables.mask,
-        scale=scale,
-        return_aux=AuxRequest(lse=True),
-    )
-    return out[:, :, tables.q_places], aux.lse[:, :, tables.q_places]
-
-
-@dataclass(frozen=True, slots=True)
-class FlexTables:
-    """Blocks as flex attention takes them.
-
-    Attributes:
-        mask: The blocks that are seen. Its tables are as wide as the fullest row, not as the mask.
-        q_places: (Sq,) where each query is when blocks are padded.
-        k_places: (Sk,) the same of keys.
+    Its tables are as wide as the fullest row, not as the mask. Of the blocks of keys only those
+    that are short are masked inside.
     """
+    from torch.nn.attention.flex_attention import BlockMask
 
-    mask: Any
-    q_places: Tensor
-    k_places: Tensor
+    q_lens, k_lens = np.diff(rows.q_bounds), np.diff(rows.k_bounds)
+    by_key, is_short = rows.transposed, k_lens < SPARSE_BLOCK
+    short, short_by_key = is_short[rows.columns], np.repeat(is_short, by_key.counts)
+    tables = (
+        *(*_ordered(rows, short), *_ordered(rows, ~short)),
+        *(*_ordered(by_key, short_by_key), *_ordered(by_key, ~short_by_key)),
+    )
+    lens = torch.from_numpy(k_lens).to(device)
 
-    @classmethod
-    def of(cls, rows: BlockRows, device: torch.device) -> "FlexTables":
-        """The tables on a device: blocks of keys that are short are masked, others are not."""
-        from torch.nn.attention.flex_attention import BlockMask
+    def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key % SPARSE_BLOCK < lens[key // SPARSE_BLOCK]
 
-        q_lens, k_lens = np.diff(rows.q_bounds), np.diff(rows.k_bounds)
-        by_key, is_short = rows.transposed, k_lens < SPARSE_BLOCK
-        short, short_by_key = is_short[rows.columns], np.repeat(is_short, by_key.counts)
-        tables = (
-            *_ordered(rows, short),
-            *_ordered(rows, ~short),
-            *_ordered(by_key, short_by_key),
-            *_ordered(by_key, ~short_by_key),
-        )
-        lens = torch.from_numpy(k_lens).to(device)
-
-        def inside(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return key % SPARSE_BLOCK < lens[key // SPARSE_BLOCK]
-
-        size = (SPARSE_BLOCK, SPARSE_BLOCK)
-        lengths = (q_lens.size * SPARSE_BLOCK, k_lens.size * SPARSE_BLOCK)
-        on_device = (torch.from_numpy(table).to(device)[None, None] for table in tables)
-        mask = BlockMask(lengths, *on_device, BLOCK_SIZE=size, mask_mod=inside)
-        return cls(mask, *(_places(lens).to(device) for lens in (q_lens, k_lens)))
+    size = (SPARSE_BLOCK, SPARSE_BLOCK)
+    lengths = (q_lens.size * SPARSE_BLOCK, k_lens.size * SPARSE_BLOCK)
+    on_device = (torch.from_numpy(table).to(device)[None, None] for table in tables)
+    mask = BlockMask(lengths, *on_device, BLOCK_SIZE=size, mask_mod=inside)
+    return mask, _places(q_lens).to(device), _places(k_lens).to(device)
 
 
 def _ordered(rows: BlockRows, kept: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], ...]:
@@ -168,8 +136,9 @@ def _places(lens: Ints) -> Tensor:
     return torch.from_numpy(ranges(np.arange(lens.size) * SPARSE_BLOCK, lens))
 
 
-def _padded(x: Tensor, places: Tensor, num_blocks: int) -> Tensor:
-    return x.new_zeros(1, 1, num_blocks * SPARSE_BLOCK, x.shape[3]).index_copy(2, places, x)
+def _padded(x: Tensor, places: Tensor, bounds: Ints) -> Tensor:
+    padded = x.new_zeros(1, 1, (bounds.size - 1) * SPARSE_BLOCK, x.shape[3])
+    return padded.index_copy(2, places, x)
 
 
 def gradients_by_recomputation(

@@ -1,23 +1,20 @@
-"""Block masks made where attention runs: from pooled queries and keys, and from the video grid.
+"""Block masks made where attention runs, from pooled queries and keys.
 
 Scores of blocks are the products of their mean queries and keys; a rule then says which blocks are
 computed. The means and the rules on them are those of SpargeAttn, without its tests of how alike
-the tokens of a block are; spatial and temporal heads are those of Sparse VideoGen.
+the tokens of a block are.
 
 Shapes: B batch, H query heads, T tokens, D head width, N query blocks, M key blocks; block lengths
 are (N,) or (M,) integers and add up to the tokens. Masks are bool, True is computed.
 """
-
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bascule.arrays import Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import number, whole
+from bascule.plan.checks import ints, number, whole
 
 
 def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:
@@ -30,7 +27,12 @@ def pooled(x: Tensor, lens: npt.ArrayLike) -> Tensor:
     Raises:
         ConfigError: They do not add up to the tokens.
     """
-    lens_N = _checked(lens, x.shape[2])
+    lens_N = ints("block lengths", lens)
+    if lens_N.sum() != x.shape[2] or not lens_N.all():
+        raise ConfigError(
+            f"{lens_N.size} blocks have {lens_N.tolist()} tokens, and there are {x.shape[2]}: give "
+            "the length of each block, at least 1"
+        )
     starts_N = np.cumsum(lens_N) - lens_N
     step = np.arange(lens_N.max(initial=0))
     inside = step < lens_N[:, None]
@@ -127,54 +129,6 @@ def keep_density(scores: Tensor, density: float | Tensor, always: Tensor | None 
     return _with(masks, always)
 
 
-def spatial_mask(
-    grid: tuple[int, int, int], lens: npt.ArrayLike, *, frames: int = 0, num_text: int = 0
-) -> Tensor:
-    """(N, N) blocks with a query and a key that are at most so many frames apart.
-
-    Args:
-        grid: (frames, height, width) of the video tokens, in raster order.
-        lens: (N,) tokens of each block; the first `num_text` of them are text.
-        frames: Largest distance; 0 is a frame and itself.
-        num_text: Text blocks, which see all and are seen by all.
-
-    Raises:
-        ConfigError: The blocks do not add up to the grid, or straddle text and video; or the
-            distance is negative.
-    """
-    frames = whole("spatial_mask: frames", frames)
-    first_N, last_N = _video_spans(grid, lens, num_text)
-    size = grid[1] * grid[2]
-    first_N, last_N = first_N // size, last_N // size
-    apart = np.maximum(first_N[:, None] - last_N, first_N - last_N[:, None])
-    return _with_text(apart <= frames, num_text)
-
-
-def temporal_mask(
-    grid: tuple[int, int, int], lens: npt.ArrayLike, *, radius: int = 0, num_text: int = 0
-) -> Tensor:
-    """(N, N) blocks with a query and a key at the same place of any two frames.
-
-    Args:
-        grid: (frames, height, width) of the video tokens, in raster order.
-        lens: (N,) tokens of each block; the first `num_text` of them are text.
-        radius: Tokens in raster order, modulo a frame, by which places may differ.
-        num_text: Text blocks, which see all and are seen by all.
-
-    Raises:
-        ConfigError: The blocks do not add up to the grid, or straddle text and video; or the
-            radius is negative.
-    """
-    radius = whole("temporal_mask: radius", radius)
-    first_N, last_N = _video_spans(grid, lens, num_text)
-    size = grid[1] * grid[2]
-    # Queries and keys of two blocks are least to most tokens apart, and all distances between them
-    # occur: is a multiple of a frame among them?
-    least = first_N[:, None] - last_N - radius
-    most = last_N[:, None] - first_N + radius
-    return _with_text(most // size >= -(-least // size), num_text)
-
-
 def _with(masks: Tensor, always: Tensor | None) -> Tensor:
     return masks if always is None else masks | always
 
@@ -188,28 +142,3 @@ def _keep_first(scores: Tensor, kept: Tensor) -> Tensor:
     order = scores.argsort(dim=-1, descending=True, stable=True)
     masks = torch.zeros_like(scores, dtype=torch.bool)
     return masks.scatter_(-1, order, kept.expand(scores.shape))
-
-
-def _checked(lens: npt.ArrayLike, num_tokens: int) -> Ints:
-    lens_N: npt.NDArray[Any] = np.asarray(lens)
-    if lens_N.size and (lens_N.ndim != 1 or lens_N.dtype.kind not in "iu" or lens_N.min() < 1):
-        raise ConfigError(f"block lengths {lens_N}: must be one row of integers of at least 1")
-    if lens_N.sum() != num_tokens:
-        raise ConfigError(
-            f"{lens_N.size} blocks have {lens_N.sum()} tokens, and there are {num_tokens}: give "
-            "the length of each block"
-        )
-    return lens_N.astype(np.int64)
-
-
-def _video_spans(
-    grid: tuple[int, int, int], lens: npt.ArrayLike, num_text: int
-) -> tuple[Ints, Ints]:
-    """First and last video token of each video block."""
-    lens_N = _checked(np.asarray(lens)[num_text:], grid[0] * grid[1] * grid[2])
-    ends_N = np.cumsum(lens_N)
-    return ends_N - lens_N, ends_N - 1
-
-
-def _with_text(video: npt.NDArray[np.bool_], num_text: int) -> Tensor:
-    return torch.from_numpy(np.pad(video, (num_text, 0), constant_values=True))
