@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 from _common import ratio, summary, verdict, write_results
 from torch.multiprocessing.spawn import spawn
 
-from bascule.comm.collectives import all_to_all
+from bascule.comm.collectives import start_all_to_all
 from bascule.comm.groups import RankGroup, new_group
 
 NUM_RANKS, WIDTH, ROUNDS, SET_UPS = 4, 256, 200, 10
@@ -74,7 +74,7 @@ def of_group(ranks: list[int]) -> RankGroup:
 def exchange_in(group: RankGroup, rows: torch.Tensor) -> Callable[[], object]:
     """Half of the rows to each rank."""
     received, splits = torch.empty_like(rows), [len(rows) // 2] * 2
-    return lambda: all_to_all(group, "all_to_all", received, rows, splits, splits)
+    return lambda: start_all_to_all(group, "all_to_all", received, rows, splits, splits)()
 
 
 def alternate(

@@ -11,12 +11,9 @@ most of what it then shows is the rounding of an output of magnitude 8.) Targets
 int8, with centres where there are offsets: 0.7 % at each tensor, 1.0 % at the output with K and V
 on the wire, 1.4 % with q, k, v and the output.
 
-Drift: the same error where the centre was taken before the offsets changed by some sigma, as a
-centre may that is kept over denoising steps.
-
 Exchange: two ranks over gloo, T = 1024 tokens a rank, bfloat16. One all-to-all of half the heads of
-q, k and v as they are; the same at 8 bits, with packing and unpacking; and the all-reduce of the
-centres. The bytes are those of the tensors that the collectives are given. The link between two
+q, k and v as they are; the same at 8 bits, with packing and unpacking, without and with centres.
+The bytes are those of the tensors that the collectives are given. The link between two
 processes of one machine is as fast as its memory: what 8 bits save on a slower one is the
 difference of the bytes over its bandwidth.
 """
@@ -38,14 +35,12 @@ from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from bascule.comm.groups import member_of, resolve
 from bascule.comm.wire import Format, Wire, measure_error
 
 BATCH, HEADS, TOKENS, DIM = 1, 8, 2048, 128
 OFFSET, CHANNELS = 8.0, 4
 FORMATS: tuple[Format, ...] = ("int8", "e4m3")
 TENSOR_TARGET, KV_TARGET, ALL_TARGET, BYTES_TARGET = 0.007, 0.010, 0.014, 0.52
-DRIFTS = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
 NUM_RANKS = 2
 
 
@@ -56,9 +51,8 @@ def main() -> None:
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     errors = measure_errors()
-    drift = measure_drift()
     exchange = measure_exchange(rounds=20 if quick else 200)
-    print_results(errors, drift, exchange)
+    print_results(errors, exchange)
     if not quick:
         shape = {"batch": BATCH, "heads": HEADS, "tokens": TOKENS, "head_dim": DIM}
         targets = {
@@ -67,7 +61,7 @@ def main() -> None:
             "out_all": ALL_TARGET,
             "bytes": BYTES_TARGET,
         }
-        results = {"errors": errors, "drift": drift, "exchange": exchange}
+        results = {"errors": errors, "exchange": exchange}
         print(
             "written to", write_results("quantize", {"shape": shape, "target": targets, **results})
         )
@@ -96,14 +90,14 @@ def measure_errors() -> list[dict[str, Any]]:
         for offsets in ("", "k", "kv"):
             q, k, v = (x.to(dtype) for x in inputs(offsets))
             for fmt in FORMATS:
-                for wire in (Wire(fmt), Wire(fmt).centred(k, v, None)):
+                for wire in (Wire(fmt), Wire(fmt, takes_centres=True)):
                     found = measure_error(q, k, v, wire)
                     elements = sum(x.numel() for x in (q, k, v, q))
                     row = {
                         "offsets": offsets or "none",
                         "dtype": str(dtype).removeprefix("torch."),
                         "format": fmt,
-                        "centred": wire.k_centre is not None,
+                        "centred": wire.takes_centres,
                         "share_of_bf16_bytes": found.packed_bytes / (2 * elements),
                         **asdict(found),
                     }
@@ -124,19 +118,6 @@ def verdict_of(row: dict[str, Any]) -> str:
     return "met" if met else "MISSED"
 
 
-def measure_drift() -> list[dict[str, Any]]:
-    """Offsets in K that changed since the centre was taken, by some sigma."""
-    rows: list[dict[str, Any]] = []
-    for fmt in FORMATS:
-        _, k, v = inputs("k")
-        wire = Wire(fmt).centred(k, v, None)
-        for drift in DRIFTS:
-            q, k, v = inputs("k", OFFSET + drift)
-            found = measure_error(q, k, v, wire)
-            rows.append({"format": fmt, "drift_sigma": drift, "out_kv": asdict(found.out_kv)})
-    return rows
-
-
 # --- exchange -------------------------------------------------------------------------------------
 
 
@@ -154,10 +135,8 @@ def exchange_rank(rank: int, store: str, queue: Any, rounds: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
-    group = member_of(resolve(None), "all")
     shape = (3, NUM_RANKS, HEADS // NUM_RANKS, TOKENS // NUM_RANKS, DIM)
     qkv = torch.randn(shape).transpose(0, 1).contiguous().bfloat16()
-    k, v = (qkv[:, i].flatten(0, 1)[None] for i in (1, 2))
     num_bytes: dict[str, int] = {}
 
     def exchange(label: str, sent: Tensor) -> Tensor:
@@ -167,27 +146,25 @@ def exchange_rank(rank: int, store: str, queue: Any, rounds: int) -> None:
         return received
 
     calls: dict[str, Callable[[], object]] = {"bf16": lambda: exchange("bf16", qkv)}
-    for fmt in FORMATS:
-        wire = Wire(fmt)
+    wires = {fmt: Wire(fmt) for fmt in FORMATS}
+    wires |= {f"{fmt}, centred": Wire(fmt, takes_centres=True) for fmt in FORMATS}
+    for name, wire in wires.items():
         rows = wire.pack(qkv)
         calls |= {
-            fmt: lambda w=wire: w.unpack(exchange(w.format, w.pack(qkv)), torch.bfloat16),
-            f"{fmt} pack": lambda w=wire: w.pack(qkv),
-            f"{fmt} unpack": lambda w=wire, rows=rows: w.unpack(rows, torch.bfloat16),
+            name: lambda n=name, w=wire: w.unpack(exchange(n, w.pack(qkv)), torch.bfloat16),
+            f"{name}: pack": lambda w=wire: w.pack(qkv),
+            f"{name}: unpack": lambda w=wire, rows=rows: w.unpack(rows, torch.bfloat16),
         }
-    calls["centres"] = lambda: Wire("int8").centred(k, v, group)
     times = alternate(calls, rounds)
     if rank == 0:
-        shares = {fmt: num_bytes[fmt] / num_bytes["bf16"] for fmt in FORMATS}
+        shares = {name: num_bytes[name] / num_bytes["bf16"] for name in wires}
         queue.put(
             {
                 "num_ranks": NUM_RANKS,
                 "sent_bytes": num_bytes,
                 "share_of_bf16_bytes": shares,
                 "times": {name: summary(seconds) for name, seconds in times.items()},
-                "over_bf16": {
-                    name: ratio(times[name], times["bf16"]) for name in (*FORMATS, "centres")
-                },
+                "over_bf16": {name: ratio(times[name], times["bf16"]) for name in wires},
             }
         )
     dist.destroy_process_group()
@@ -211,9 +188,7 @@ def alternate(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
 # --- report ---------------------------------------------------------------------------------------
 
 
-def print_results(
-    errors: list[dict[str, Any]], drift: list[dict[str, Any]], exchange: dict[str, Any]
-) -> None:
+def print_results(errors: list[dict[str, Any]], exchange: dict[str, Any]) -> None:
     """Errors in percent of the relative L2 norm, times in microseconds."""
     table = Table("offsets", "dtype", "format", "centred", "q", "k", "v", "out, K V", "of spread")
     for name in ("out, all", "of spread", "bytes", "targets"):
@@ -231,12 +206,6 @@ def print_results(
         )
     console = Console(width=140)
     console.print(table)
-    for fmt in FORMATS:
-        points = [row for row in drift if row["format"] == fmt]
-        said = ", ".join(
-            f"{100 * row['out_kv']['relative_l2']:.2f} % ({row['drift_sigma']:g})" for row in points
-        )
-        print(f"{fmt}, output with K and V on the wire, centre off by (sigma): {said}")
     for name, times in exchange["times"].items():
         print(f"{name}: {times['median_us']:.0f} us median, {times['min_us']:.0f} us least")
     for fmt, share in exchange["share_of_bf16_bytes"].items():

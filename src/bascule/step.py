@@ -276,7 +276,7 @@ class Step:
             self._check_settings(what, causal, scale)
             q, _ = with_positive_scale(q, scale)
             sizes = self._sizes_of(what, q, k)
-            return usp.attend_op(q, k, v, None, None, sizes, _name_of(settings))[0]
+            return usp.attend_op(q, k, v, None, sizes, _name_of(settings))[0]
         with shared(f"step {self.number}: {what}"):
             call = self._call(settings, q, k, v)
             if scale is not None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from bascule.comm.collectives import all_reduce
-from bascule.comm.failures import LOOK_S, ask, leave, read, shared, watch_of_world
+from bascule.comm.failures import LOOK_S, ask, leave, read, shared
 from bascule.comm.groups import RankGroup, member_of, new_group, resolve
 from bascule.encoders import BalancedEncoder
 from bascule.errors import CommError, ConfigError
@@ -305,15 +305,9 @@ def own_threads() -> list[str]:
 def threads_of_a_loader() -> list[list[str]]:
     with loader_of([[sample_of(k, 3)] for k in range(4)], timeout_s=LONG_S) as batches:
         during = [own_threads() for _ in batches].pop()
-    closed = own_threads()
-    group = new_group(range(dist.get_world_size()), "later", LONG_S)  # it begins again
-    all_reduce(group, "all_reduce", torch.ones(1))
-    again = own_threads()
-    watch_of_world().close()
-    return [during, closed, again, own_threads()]
+    return [during, own_threads()]
 
 
-def test_no_thread_stays_after_close() -> None:
-    for during, closed, again, at_last in run_ranks(threads_of_a_loader, 2):
-        assert "bascule watch" in during and again == ["bascule watch"]
-        assert closed == at_last == []
+def test_after_close_only_the_watch_stays() -> None:
+    for during, closed in run_ranks(threads_of_a_loader, 2):
+        assert len(during) > 1 and closed == ["bascule watch"]

@@ -20,7 +20,13 @@ from bascule.attention.api import (
     split,
 )
 from bascule.attention.sparse.attend import rows_of, sparse_attention
-from bascule.comm.collectives import all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from bascule.comm.collectives import (
+    all_gather,
+    all_reduce,
+    broadcast,
+    reduce_scatter,
+    start_all_to_all,
+)
 from bascule.comm.groups import Part, RankGroup
 from bascule.integrations.sdpa import sequence_parallel
 from bascule.parallel import SequenceParallel
@@ -125,7 +131,7 @@ def collectives_by_place(group: RankGroup, own: int) -> None:
     assert all_gather(group, call, torch.tensor([own])).flatten().tolist() == [0, 1, 2, 3]
     x = torch.arange(4.0)[:, None] + 10 * own
     received = torch.empty(4, 1)
-    all_to_all(group, call, received, x, [1] * 4, [1] * 4)
+    start_all_to_all(group, call, received, x, [1] * 4, [1] * 4)()
     assert received.flatten().tolist() == [own + 10.0 * place for place in range(4)]
     assert reduce_scatter(group, call, x).tolist() == [4.0 * own + 60]
     assert all_reduce(group, call, torch.tensor([float(own)])).tolist() == [6.0]

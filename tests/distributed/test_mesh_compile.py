@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.attention import api, usp
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention, split
-from bascule.attention.mesh_calls import take_centres
 from bascule.attention.tokens import form_of, gather_tokens, reduce_tokens
 from bascule.comm.mesh import place_in
 from bascule.comm.wire import Wire
@@ -228,8 +227,7 @@ def with_a_wire(ring: int, ulysses: int) -> tuple[list[float], int]:
         leaves = tensors({"shape": (1, 5, 5, 4)}, mesh, layout)
         mask = torch.ones(1, 1, 1, layout.seq_len, dtype=torch.bool)
         mask[..., text // 2 : text] = False
-        given = Wire("int8").centred(leaves[1], leaves[2], mesh.whole)
-        for wire in (given, Wire("e4m3", takes_centres=True)):
+        for wire in (Wire("int8"), Wire("e4m3", takes_centres=True)):
             want = outcome(with_projection, leaves, mask, mesh, layout, False, wire)
             found = outcome(compiled, leaves, mask, mesh, layout, False, wire)
             errors.append(max(difference(a, b) for a, b in zip(found, want, strict=True)))
@@ -259,11 +257,7 @@ def check_operators(ring: int, ulysses: int, dtype: torch.dtype) -> int:
         for wire in (None, Wire("int8"), Wire("int8", takes_centres=True)):
             options = AttentionOptions(layout, wire=wire, overlap=overlap)
             form = api._form(q, k, v, mesh, None, False, 0.5, options)
-            settings = None, None, form.sizes, form.name
-            if wire is not None and wire.takes_centres:
-                taking = q.detach(), k.detach(), v.detach(), None, *settings[2:]
-                calls.append((take_centres, taking))
-                settings = None, take_centres(*taking), *settings[2:]
+            settings = None, form.sizes, form.name
             calls.append((usp.attend_op, (q, k, v, *settings)))
             out, *kept = usp.attend_op(*(x.detach() for x in (q, k, v)), *settings)
             if ulysses == 1:

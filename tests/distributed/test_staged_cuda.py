@@ -15,9 +15,9 @@ from bascule.comm.collectives import (
     Transfers,
     all_gather,
     all_reduce,
-    all_to_all,
     broadcast,
     reduce_scatter,
+    start_all_to_all,
 )
 from bascule.comm.groups import RankGroup, new_group
 from bascule.parallel import SequenceParallel
@@ -62,7 +62,7 @@ def everything(group: RankGroup, own: Tensor) -> list[Tensor]:
     counts = list(range(1, size + 1))
     sent = torch.cat([own[:1] + place for place, num in enumerate(counts) for _ in range(num)])
     received = own.new_empty(size * counts[rank], 3)
-    all_to_all(group, call, received, sent, [counts[rank]] * size, counts)
+    start_all_to_all(group, call, received, sent, [counts[rank]] * size, counts)()
     come = own.new_empty(own.shape)
     to, of = (rank + 1) % size, (rank - 1) % size
     Transfers(group, call, {to: own}, {of: come}).wait()

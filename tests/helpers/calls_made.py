@@ -9,8 +9,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from bascule.comm.calls import Calls
 from bascule.comm.collectives import Transfers
+from bascule.comm.failures import Calls
 
 ALL_TO_ALL, ALL_GATHER, RING = "all_to_all", "all_gather", "ring"
 REDUCE_SCATTER, ALL_REDUCE = "reduce_scatter", "all_reduce"

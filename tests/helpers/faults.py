@@ -17,8 +17,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from bascule.comm.calls import Calls
-from bascule.comm.failures import LOOK_S, waiting
+from bascule.comm.failures import LOOK_S, Calls
 from tests.helpers.ranks import Outcome, run_to_the_end
 
 Kind = Literal["kill", "stop", "raise", "full", "cut", "late"]
@@ -102,7 +101,7 @@ class Striker:
 
     def in_calls(self) -> AbstractContextManager[Any]:
         """Within, every call of bascule is a place, before and after its messages are posted."""
-        begin, wait = Calls.begin, waiting.__enter__
+        begin, wait = Calls.begin, Calls.wait
 
         def strike(where: str, suffix: str = "") -> None:
             step, _, what = where.rpartition(": ")
@@ -112,13 +111,13 @@ class Striker:
             strike(where)
             return begin(calls, where)
 
-        def wait_and_strike(one: waiting) -> None:
-            strike(one.where, " posted")
-            wait(one)
+        def wait_and_strike(calls: Calls, where: str, arrived: Callable[[], object]) -> None:
+            strike(where, " posted")
+            wait(calls, where, arrived)
 
         stack = ExitStack()
         stack.enter_context(mock.patch.object(Calls, "begin", begin_and_strike))
-        stack.enter_context(mock.patch.object(waiting, "__enter__", wait_and_strike))
+        stack.enter_context(mock.patch.object(Calls, "wait", wait_and_strike))
         return stack
 
 

@@ -61,10 +61,6 @@ def of_plan(**kinds: Any) -> Any:
     return SimpleNamespace(**kinds)
 
 
-def wire_with_centre() -> Wire:
-    return Wire("int8", k_centre=torch.zeros(1, 6, 1, 4))
-
-
 PRODUCT = "the product must be 2, of integers, as with ulysses_degree=2"
 DEGREES: dict[str, Wrong] = {
     "none given": (given(), PRODUCT),
@@ -139,7 +135,6 @@ SETTINGS: dict[str, Wrong] = {
         "give a Wire",
     ),
     "wire's format": (lambda: Wire("int4"), "wire format 'int4': choose one of int8, e4m3"),  # pyright: ignore[reportArgumentType]
-    "wire with centres": (given(wire=wire_with_centre, **SPLIT), "takes_centres=True"),
     "sparse": (given(sparse=0.5, **SPLIT), "sparse is 0.5: give a SparseConfig"),
     "sparse, nothing": (lambda: SparseConfig(), "give one of masks, keep and mass"),
     "keep 0": (lambda: SparseConfig(keep=0.0), "keep=0.0"),

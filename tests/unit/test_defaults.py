@@ -10,7 +10,7 @@ import torch
 
 from bascule.attention import api, layout, mask, packed
 from bascule.attention.sparse import attend, rules, timing
-from bascule.comm import calls, failures
+from bascule.comm import failures
 from bascule.comm import wire as wires
 from bascule.data import collators, cost_tracker, loader, packs, samplers
 
@@ -33,7 +33,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
     timing.CallShape: {"block": 64, "dtype": torch.bfloat16, "batch": 1},
     timing.measure_attention_latency: {"rounds": 5},
     wires.Wire: {"takes_centres": False},
-    calls.Calls: {"key": "", "ranks": (), "name": ""},
+    failures.Calls: {"key": "", "ranks": (), "name": ""},
     failures.leave: {"ends_all": False},
     collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {

@@ -6,17 +6,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bascule.comm import wire as wires
-from bascule.comm.groups import member_of, resolve
 from bascule.comm.wire import Deviation, Format, Wire, measure_error
 from bascule.errors import ConfigError
 from tests.helpers.oracle import dense_attention
-from tests.helpers.ranks import run_ranks
-from tests.helpers.rows import FORMATS, normal, there_and_back, with_offsets
+from tests.helpers.rows import FORMATS, WIRES, normal, there_and_back, with_offsets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LARGEST = {"int8": 127.0, "e4m3": 448.0}
@@ -81,73 +78,75 @@ def test_the_bytes_are_codes_and_the_peak() -> None:
     assert Wire("int8").row_bytes(5) == 9
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_peaks_and_zeros_are_exact(fmt: Format, dtype: torch.dtype) -> None:
+def test_peaks_and_zeros_are_exact(wire: Wire, dtype: torch.dtype) -> None:
     x = normal(200, 33).to(dtype)
     x[::3] = 0.0
-    found = there_and_back(Wire(fmt), x)
+    found = there_and_back(wire, x)
     assert found.dtype == dtype and found.shape == x.shape
-    place = x.abs().argmax(-1, keepdim=True)
-    # float64 travels as float32 does.
-    assert torch.equal(found.gather(-1, place), x.gather(-1, place).float().to(dtype))
     assert not found[::3].any() and found[1::3].any(-1).all()
+    if not wire.takes_centres:  # float64 travels as float32 does
+        place = x.abs().argmax(-1, keepdim=True)
+        assert torch.equal(found.gather(-1, place), x.gather(-1, place).float().to(dtype))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("centre", [False, True])
+@pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_row_that_is_not_finite_is_nan_and_no_other(
-    fmt: Format, centre: bool, dtype: torch.dtype, bad: float
+    wire: Wire, dtype: torch.dtype, bad: float
 ) -> None:
-    x = normal(2, 3, 4, 8).to(dtype)
+    x = with_offsets(normal(2, 3, 4, 8), 1).to(dtype)
     x[1, 2, 0, 5] = bad
     x[0, 1, 3] = bad
-    found = there_and_back(Wire(fmt), x, normal(2, 3, 1, 8) if centre else None)
-    is_nan = found.isnan()
+    is_nan = there_and_back(wire, x).isnan()
     assert torch.equal(is_nan.any(-1), is_nan.all(-1))
     assert is_nan.all(-1).nonzero().tolist() == [[0, 1, 3], [1, 2, 0]]
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize(
     "magnitude", [1e-45, 3e-44, 1e-40, 1.1e-38, 1.2e-38, 1e-30, 1e30, 3.4e38], ids=str
 )
-def test_any_magnitude_of_float32_has_the_same_error(fmt: Format, magnitude: float) -> None:
+def test_any_magnitude_of_float32_has_the_same_error(wire: Wire, magnitude: float) -> None:
     x = normal(50, 64).clamp(-1.0, 1.0)
-    found = there_and_back(Wire(fmt), x * magnitude).double()
+    found = there_and_back(wire, x * magnitude).double()
     exact = (x * magnitude).double()
     least = 2.0**-149  # spacing of float32's subnormals
     peak = exact.abs().amax(-1, keepdim=True)
     assert found.isfinite().all()
-    assert ((found - exact).abs() <= peak * 0.036 + least).all()
-    assert torch.equal(found.abs().amax(-1), exact.abs().amax(-1))
+    assert ((found - exact).abs() <= peak * 0.036 + 2 * least).all()
+    if not wire.takes_centres:
+        assert torch.equal(found.abs().amax(-1), exact.abs().amax(-1))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_float64_beyond_float32_is_nan_or_zero(fmt: Format) -> None:
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+def test_float64_beyond_float32_is_nan_or_zero(wire: Wire) -> None:
     x = torch.tensor([[1.0, 2.0], [1e300, 1.0], [1e-300, 2e-300]], dtype=torch.float64)
-    found = there_and_back(Wire(fmt), x)
-    assert found[0].tolist() == [1.0, 2.0] or fmt == "int8"
+    found = there_and_back(wire, x)
     assert found[1].isnan().all() and found[2].tolist() == [0.0, 0.0]
+    assert (found[0] - x[0]).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 3, 5), (8,), (1, 1, 7), (4, 1, 1, 1)], ids=str)
-def test_shapes(fmt: Format, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 3, 5), (1, 8), (1, 1, 7), (4, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("dim", [-2, 0])
+def test_shapes(wire: Wire, shape: tuple[int, ...], dim: int) -> None:
     x = normal(*shape)
-    packed = Wire(fmt).pack(x)
-    assert packed.shape == (*shape[:-1], shape[-1] + 4)
-    found = Wire(fmt).unpack(packed, x.dtype)
+    packed = wire.pack(x, dim)
+    wanted = list(x.shape)
+    wanted[dim] += wire.num_more
+    assert packed.shape == (*wanted[:-1], shape[-1] + 4)
+    found = wire.unpack(packed, x.dtype, dim)
     assert found.shape == x.shape
-    np.testing.assert_allclose(found, nearest(x, fmt) if x.numel() else x, rtol=1e-6)
+    assert ((found - x).abs() <= 0.036 * x.abs().amax(-1, keepdim=True)).all()
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("dim", [5, 8])
-def test_strides_do_not_matter(fmt: Format, dim: int) -> None:
-    wire, base = Wire(fmt), normal(6, 4, 10, dim)
+def test_strides_do_not_matter(wire: Wire, dim: int) -> None:
+    base = normal(6, 4, 10, dim)
     views = [
         base.transpose(1, 2),
         base[::2, 1:3],
@@ -158,29 +157,28 @@ def test_strides_do_not_matter(fmt: Format, dim: int) -> None:
     ]
     for x in views:
         packed = wire.pack(x)
-        assert torch.equal(packed, wire.pack(x.clone(memory_format=torch.contiguous_format)))
-        wanted = wire.unpack(packed, x.dtype)
-        assert torch.equal(wire.unpack(packed.flip(0), x.dtype), wanted.flip(0))
+        back = wire.unpack(packed, x.dtype)
+        dense = x.clone(memory_format=torch.contiguous_format)
+        torch.testing.assert_close(back, there_and_back(wire, dense), rtol=0.0, atol=1e-6)
+        assert torch.equal(wire.unpack(packed.flip(0), x.dtype), back.flip(0))
         buffer = torch.zeros(*packed.shape[:-1], packed.shape[-1] + 3, dtype=torch.uint8)
         buffer[..., 2:-1] = packed  # peaks at odd addresses
-        assert torch.equal(wire.unpack(buffer[..., 2:-1], x.dtype), wanted)
+        assert torch.equal(wire.unpack(buffer[..., 2:-1], x.dtype), back)
+        other = wire.unpack(wire.pack(x.transpose(0, 2), 0), x.dtype, 0)
+        torch.testing.assert_close(other.transpose(0, 2), back, rtol=0.0, atol=1e-6)
 
 
 def test_wrong_input_is_refused() -> None:
     wire, rows = Wire("int8"), torch.zeros(2, 3, 4, 12, dtype=torch.uint8)
-    x = torch.zeros(2, 3, 4, 8)
     cases: list[tuple[Any, tuple[str, ...]]] = [
         (lambda: Wire(cast(Format, "fp8")), ("'fp8'", "int8, e4m3")),
         (lambda: wire.pack(torch.zeros(2, 3, dtype=torch.int64)), ("int64", "floating-point")),
         (lambda: wire.pack(torch.zeros(2, 3, dtype=torch.complex64)), ("complex64",)),
         (lambda: wire.pack(torch.zeros(2, 0)), ("(2, 0)", "one value")),
         (lambda: wire.pack(torch.tensor(1.0)), ("()", "one value")),
-        (lambda: wire.unpack(x, torch.float32), ("float32", "uint8")),
+        (lambda: Wire("int8", True).pack(torch.zeros(3)), ("(3,)", "rows")),
+        (lambda: wire.unpack(torch.zeros(2, 12), torch.float32), ("float32", "uint8")),
         (lambda: wire.unpack(rows[..., :4], torch.float32), ("(2, 3, 4, 4)", "5 bytes")),
-        (lambda: wire.pack(x, torch.zeros(2, 5, 1, 8)), ("(2, 5, 1, 8)", "(2, 3, 4, 8)")),
-        (lambda: wire.pack(x[:1], torch.zeros(2, 3, 1, 8)), ("(2, 3, 1, 8)", "(1, 3, 4, 8)")),
-        (lambda: wire.pack(x[0, 0], torch.zeros(2, 3, 1, 8)), ("(2, 3, 1, 8)", "(4, 8)")),
-        (lambda: wire.unpack(rows, x.dtype, torch.zeros(2, 3, 1, 7)), ("(2, 3, 1, 7)",)),
     ]
     for call, words in cases:
         with pytest.raises(ConfigError) as caught:
@@ -191,20 +189,22 @@ def test_wrong_input_is_refused() -> None:
 # --- centres --------------------------------------------------------------------------------------
 
 
+def centre_of(fmt: Format, x: Tensor) -> Tensor:
+    """The centre that travels before the rows of `x`."""
+    return Wire(fmt).unpack(Wire(fmt, takes_centres=True).pack(x)[..., :1, :], torch.float32)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_centre_takes_offsets_off_the_codes(fmt: Format, dtype: torch.dtype) -> None:
     plain = normal(2, 4, 500, 64)
     x = with_offsets(plain, 1).to(dtype)
-    wire = Wire(fmt).centred(x, x, None)
-    assert wire.k_centre is not None
-    torch.testing.assert_close(
-        wire.k_centre, x.double().mean(2, keepdim=True).float(), rtol=1e-5, atol=1e-5
-    )
+    mean = x.double().mean(2, keepdim=True)
+    assert (centre_of(fmt, x) - mean).abs().max() <= 0.036 * mean.abs().max()
     is_plain = ((x.float() - plain).abs() < 4.0).all(2, keepdim=True).expand_as(x)
     errors = [
-        (there_and_back(wire, x, centre).double() - x.double())[is_plain].norm()
-        for centre in (wire.k_centre, None)
+        (there_and_back(Wire(fmt, is_taken), x).double() - x.double())[is_plain].norm()
+        for is_taken in (True, False)
     ]
     without_offsets = there_and_back(Wire(fmt), plain.to(dtype))
     expected = (without_offsets.double() - plain.to(dtype).double())[is_plain].norm()
@@ -214,70 +214,45 @@ def test_a_centre_takes_offsets_off_the_codes(fmt: Format, dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_rows_of_zeros_are_not_rows_at_the_centre(fmt: Format) -> None:
-    wire, centre = Wire(fmt), normal(1, 2, 1, 8)
-    x = torch.stack([torch.zeros(1, 2, 8), centre[:, :, 0], normal(1, 2, 8, seed=2)], dim=2)
-    found = there_and_back(wire, x, centre)
-    assert torch.equal(found[:, :, :2], x[:, :, :2])
-    assert not torch.equal(found[:, :, 2], x[:, :, 2])
+@pytest.mark.parametrize("factor", [10.0, 100.0, 1000.0])
+def test_outliers_do_not_spoil_a_centre(fmt: Format, factor: float) -> None:
+    """Two tokens in fifty are so many times as large, as those that attention sinks into."""
+    plain, usual = normal(2, 4, 500, 64), torch.arange(500) % 25 != 0
+    for x, gain in ((plain, 1.02), (with_offsets(plain, 1), 0.8)):
+        x = torch.where(usual[:, None], x, factor * x)
+        errors = [
+            (there_and_back(Wire(fmt, is_taken), x) - x)[:, :, usual].norm()
+            for is_taken in (True, False)
+        ]
+        assert errors[0] < gain * errors[1]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 1.0, 100.0])
+def test_a_centre_far_from_some_rows_costs_them_no_codes(fmt: Format, scale: float) -> None:
+    x, offset = normal(1, 2, 1000, 64), scale * normal(1, 2, 1, 64, seed=1)
+    x[:, :, ::4] += 8.0 * offset
+    errors = [
+        (there_and_back(Wire(fmt, is_taken), x) - x).norm(dim=-1) for is_taken in (True, False)
+    ]
+    is_far = torch.arange(1000) % 4 == 0
+    for some in (is_far, ~is_far):
+        assert errors[0][..., some].norm() < 1.01 * errors[1][..., some].norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_centre_is_not_spoilt_by_what_is_not_finite(dtype: torch.dtype) -> None:
-    k, v = normal(1, 2, 5, 8).to(dtype), normal(1, 2, 5, 8, seed=1).to(dtype)
-    # In float32 the size of such a row overflows, in float64 only the sum of the rows does.
-    k[0, 0, 3, 2], v[0, 1] = math.nan, 3e38
-    wire = Wire("int8").centred(k, v, None)
-    assert wire.k_centre is not None and wire.v_centre is not None
-    assert wire.k_centre.isfinite().all() and wire.v_centre.isfinite().all()
-    found = there_and_back(wire, k, wire.k_centre)
-    assert found.isnan().any(-1).nonzero().tolist() == [[0, 0, 3]]
-    assert there_and_back(wire, v, wire.v_centre).isfinite().all()
-
-
-def test_centres_of_heads_and_of_the_output() -> None:
-    wire = Wire("e4m3").centred(normal(2, 5, 7, 4), normal(2, 5, 7, 4, seed=1), None)
-    assert wire.k_centre is not None and wire.v_centre is not None
-    part = wire.of_heads(1, 3)
-    assert part.k_centre is not None and torch.equal(part.k_centre, wire.k_centre[:, 1:4])
-    of_out = part.out_centre(6)
-    assert of_out is not None and of_out.shape == (2, 6, 1, 4)
-    for head in range(6):
-        assert torch.equal(of_out[:, head], wire.v_centre[:, 1 + head // 2])
-    assert Wire("int8").of_heads(1, 3).out_centre(6) is None
-
-
-def rank_tokens(rank: int) -> tuple[int, int]:
-    """Uneven shares of 17 tokens over 3 ranks, one of them empty."""
-    return ((0, 12), (12, 12), (12, 17))[rank]
-
-
-def centres_and_exchange() -> tuple[list[Tensor], Tensor, int]:
-    group = member_of(resolve(None), "all")
-    k, v = (with_offsets(normal(2, 3, 17, 10, seed=seed), seed).bfloat16() for seed in (3, 4))
-    first, last = rank_tokens(group.rank)
-    wire = Wire("int8").centred(k[:, :, first:last], v[:, :, first:last], group)
-    packed = wire.pack(k[:, :, first:last], wire.k_centre).permute(2, 0, 1, 3).contiguous()
-    counts = [rank_tokens(rank)[1] - rank_tokens(rank)[0] for rank in range(group.size)]
-    # Every rank sends its tokens to every rank, its own included.
-    sent = torch.cat([packed] * group.size)
-    received = sent.new_empty(17, *packed.shape[1:])
-    dist.all_to_all_single(received, sent, counts, [counts[group.rank]] * group.size)
-    keys = wire.unpack(received.permute(1, 2, 0, 3), k.dtype, wire.k_centre)
-    assert wire.k_centre is not None and wire.v_centre is not None
-    return [wire.k_centre, wire.v_centre], keys, received.nbytes
-
-
-def test_ranks_share_their_centres_and_bytes() -> None:
-    found = run_ranks(centres_and_exchange, 3)
-    k, v = (with_offsets(normal(2, 3, 17, 10, seed=seed), seed).bfloat16() for seed in (3, 4))
-    for centres, keys, num_bytes in found:
-        for centre, first, whole in zip(centres, found[0][0], (k, v), strict=True):
-            assert torch.equal(centre, first)
-            wanted = whole.double().mean(2, keepdim=True).float()
-            torch.testing.assert_close(centre, wanted, rtol=1e-6, atol=1e-6)
-        assert torch.equal(keys, found[0][1]) and relative(keys, k) < 0.006
-        assert num_bytes == 17 * 2 * 3 * 14
+def test_rows_that_say_nothing_do_not_count_for_a_centre(dtype: torch.dtype) -> None:
+    x = (normal(1, 2, 9, 8) + 3.0).to(dtype)
+    bad = torch.full((1, 2, 2, 8), math.inf).to(dtype)
+    bad[:, :, 1, 2] = math.nan
+    padded = torch.cat((torch.zeros(1, 2, 30, 8).to(dtype), x, bad), dim=2)
+    mean = x.float().mean(2, keepdim=True)
+    assert (centre_of("int8", padded) - mean).abs().max() <= mean.abs().max() / 250
+    large = torch.full((1, 2, 5, 8), 3e38).to(dtype)  # their sum overflows
+    for rows in (bad, padded[:, :, :0], padded[:, :, :30]):
+        assert not centre_of("int8", rows).any()
+    large = torch.full((1, 2, 5, 8), 3e38).to(dtype)  # their sum overflows in float32
+    assert there_and_back(Wire("int8", takes_centres=True), large).isfinite().all()
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -295,29 +270,17 @@ def inputs(case: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("case", ["gaussian", "k", "kv"])
 def test_int8_attention_is_off_by_one_percent(case: str, dtype: torch.dtype) -> None:
     q, k, v = inputs(case, dtype)
-    wire = Wire("int8") if case == "gaussian" else Wire("int8").centred(k, v, None)
-    received = [
-        there_and_back(wire, x, c) for x, c in ((q, None), (k, wire.k_centre), (v, wire.v_centre))
-    ]
-    exact = attended(q, k, v)
+    wire = Wire("int8", takes_centres=case != "gaussian")
+    found = measure_error(q, k, v, wire)
+    assert max(one.relative_l2 for one in (found.q, found.k, found.v)) <= 0.007
     # What is left of the output without the offset of the values, which every output has alike.
-    varying = attended(q, k, normal(1, 2, 2048, 128, seed=2).to(dtype)).norm()
-    assert max(relative(got, x) for got, x in zip(received, (q, k, v), strict=True)) <= 0.007
-    out_kv = attended(q, *received[1:])
-    assert float((out_kv - exact).norm() / varying) <= 0.01
-    out = there_and_back(wire, attended(*received).to(dtype), wire.out_centre(2))
-    assert relative(out, exact) <= 0.014
-    if dtype == torch.float32:  # as bfloat16 an output with offsets is off by more than this
-        assert float((out - exact).norm() / varying) <= 0.014
-    sent = [wire.pack(x).nbytes for x in (q, k, v, out)]
-    assert sum(sent) <= 0.52 * 4 * q.numel() * torch.bfloat16.itemsize
-
-
-def test_offsets_without_a_centre_cost_as_the_design_says() -> None:
-    q, k, v = inputs("k", torch.float32)
-    plain = measure_error(q, k, v, Wire("int8")).out_kv.relative_l2
-    centred = measure_error(q, k, v, Wire("int8").centred(k, v, None)).out_kv.relative_l2
-    assert plain > 2.0 * centred and centred <= 0.01
+    spread = 1.0 if dtype == torch.bfloat16 and case == "kv" else 0.02
+    assert found.out_kv.relative_l2 <= 0.01 and found.out_kv.relative_to_spread <= spread
+    assert found.out_all.relative_l2 <= 0.014 and found.out_all.relative_to_spread <= spread
+    assert found.packed_bytes <= 0.52 * 4 * q.numel() * torch.bfloat16.itemsize
+    if case != "gaussian":
+        plain = measure_error(q, k, v, Wire("int8")).out_kv
+        assert plain.relative_to_spread > 2.0 * found.out_kv.relative_to_spread
 
 
 def test_e4m3_is_off_by_its_three_bits() -> None:
@@ -336,13 +299,11 @@ def test_the_measured_error_is_the_error(
     monkeypatch.setattr(wires, "_SCORES_AT_ONCE", at_once)
     q = normal(2, heads[0], 9, 16).bfloat16()
     k, v = (with_offsets(normal(2, heads[1], 11, 16, seed=s), s).bfloat16() for s in (1, 2))
-    wire = Wire("int8").centred(k, v, None)
+    wire = Wire("int8", takes_centres=True)
     found = measure_error(q, k, v, wire)
-    q8, k8, v8 = (
-        there_and_back(wire, x, c) for x, c in ((q, None), (k, wire.k_centre), (v, wire.v_centre))
-    )
+    q8, k8, v8 = (there_and_back(wire, x) for x in (q, k, v))
     exact, out_kv = attended(q, k, v), attended(q, k8, v8)
-    out = there_and_back(wire, attended(q8, k8, v8).bfloat16(), wire.out_centre(heads[0]))
+    out = there_and_back(wire, attended(q8, k8, v8).bfloat16())
     pairs = [(found.q, q8, q), (found.k, k8, k), (found.v, v8, v)]
     pairs += [(found.out_kv, out_kv, exact), (found.out_all, out, exact)]
     for deviation, got, wanted in pairs:
@@ -355,7 +316,8 @@ def test_the_measured_error_is_the_error(
         largest = (got - wanted).abs().max() / wanted.square().mean().sqrt()
         assert deviation.largest == pytest.approx(float(largest), rel=1e-9)
     num_rows = 2 * (2 * heads[0] * 9 + 2 * heads[1] * 11)
-    assert (found.packed_bytes, found.full_bytes) == (num_rows * 20, num_rows * 32)
+    num_more = 2 * (2 * heads[0] + 2 * heads[1])
+    assert found.packed_bytes == (num_rows + num_more) * 20 and found.full_bytes == num_rows * 32
 
 
 def test_deviations_of_nothing_and_of_nan() -> None:
@@ -368,39 +330,12 @@ def test_deviations_of_nothing_and_of_nan() -> None:
 # --- graphs ---------------------------------------------------------------------------------------
 
 
-def travel(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor, Tensor]:
-    own = wire.centred(x, x, None)
-    packed = own.pack(x, own.k_centre)
-    return packed, own.unpack(packed, x.dtype, own.k_centre), wire.pack(x)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own
-@pytest.mark.parametrize(("fmt", "dtype"), [("int8", torch.bfloat16), ("e4m3", torch.float32)])
-def test_compiles_into_one_graph_with_the_same_bytes(fmt: Format, dtype: torch.dtype) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(travel, fullgraph=True, dynamic=True)
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for tokens in (7, 12, 33):
-            x = normal(2, 3, tokens, 10, seed=tokens).to(dtype)
-            x[0, 0, 3], x[1, 2, 4, 1] = 0.0, math.nan
-            found, wanted = compiled(x, Wire(fmt)), travel(x, Wire(fmt))
-            assert torch.equal(found[2], wanted[2])
-            torch.testing.assert_close(found[1], wanted[1], equal_nan=True, rtol=0.0, atol=0.1)
-            mine = Wire(fmt).unpack(found[0], dtype)
-            torch.testing.assert_close(
-                mine, Wire(fmt).unpack(wanted[0], dtype), equal_nan=True, rtol=0.0, atol=0.2
-            )
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_nothing_is_read_from_the_device(fmt: Format) -> None:
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+def test_nothing_is_read_from_the_device_nor_recorded(wire: Wire) -> None:
     with FakeTensorMode():  # reading a value of a fake tensor is an error
-        x = torch.empty(2, 3, 5, 8, dtype=torch.bfloat16)
-        packed, back, _ = travel(x, Wire(fmt))
-    assert packed.shape == (2, 3, 5, 12) and back.shape == x.shape and back.dtype == x.dtype
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_nothing_is_recorded_by_autograd(fmt: Format) -> None:
-    x = normal(1, 2, 5, 8).requires_grad_()
-    assert not any(found.requires_grad for found in travel(x, Wire(fmt)))
+        x = torch.empty(2, 3, 5, 8, dtype=torch.bfloat16, requires_grad=True)
+        packed = wire.pack(x)
+        back = wire.unpack(packed, x.dtype)
+    assert packed.shape == (2, 3, 5 + wire.num_more, 12)
+    assert back.shape == x.shape and back.dtype == x.dtype
+    assert not packed.requires_grad and not back.requires_grad

@@ -19,7 +19,7 @@ from bascule.attention import usp
 from bascule.attention.inputs import check_settings, check_tensors, positive_scale
 from bascule.attention.kernels.registry import check_name
 from bascule.attention.layout import SequenceLayout, num_tokens, own_tokens, take_runs
-from bascule.attention.mesh_calls import call_of, keep, look, take_centres
+from bascule.attention.mesh_calls import call_of, keep, look
 from bascule.attention.tiles import (
     without_lost_scores,
 )
@@ -147,8 +147,8 @@ def attention(
     """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
 
     Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
-    backward; for replicated tokens one all-gather more, and one reduce-scatter backward; for a wire
-    that takes centres one all-reduce. In the first call of a form ranks agree by one all-gather.
+    backward; for replicated tokens one all-gather more, and one reduce-scatter backward; In the
+    first call of a form ranks agree by one all-gather.
 
     Args:
         q: (B, H, T, D) queries of this rank's tokens, in the order of the layout's `shares`.
@@ -173,17 +173,17 @@ def attention(
     given = mesh, attn_mask, is_causal, scale, options
     if torch.compiler.is_compiling():
         form = _form(q, k, v, *given)
-        q, k, v, centres = _operands(q, k, v, form, attn_mask, is_causal, options.wire)
-        out = usp.attend_op(q, k, v, attn_mask, centres, form.sizes, form.name)[0]
+        q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
+        out = usp.attend_op(q, k, v, attn_mask, form.sizes, form.name)[0]
     else:
         key = (*map(look, (q, k, v, attn_mask)), is_causal, scale, options)
         kept = _known(mesh).kept
         form, call = kept.get(key) or (_form(q, k, v, *given), None)
-        q, k, v, centres = _operands(q, k, v, form, attn_mask, is_causal, options.wire)
+        q, k, v = _operands(q, k, v, form, attn_mask, is_causal)
         if call is None:
             call = call_of(form.name, form.sizes, q, k, attn_mask)
             keep(kept, key, (form, call))
-        out = usp.attend(q, k, v, call, attn_mask, centres)
+        out = usp.attend(q, k, v, call, attn_mask)
     return replicated(out, form.ranks, form.layout) if form.layout.replicated else out
 
 
@@ -221,7 +221,8 @@ def _form(
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, mask)
-    _check_wire(wire, k)
+    if not torch.compiler.is_compiling() and not isinstance(wire, Wire | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"attention: wire={wire!r}: give a Wire, as Wire('int8'), or None")
     if ranks.degrees == (1, 1):
         wire = None
     num_heads, together = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
@@ -232,7 +233,7 @@ def _form(
     overlap = _overlaps(options.overlap, q, ranks, layout, wire)
     settings = (
         f"{layout.replicated}, {causal}, {scale}, {factor}, {options.kernel!r}, "
-        f"{None if wire is None else wire.format!r}, {_centres(wire)!r}, {overlap}, "
+        f"{None if wire is None else (wire.format, wire.takes_centres)}, {overlap}, "
         f"{options.double_buffer}"
     )
     name = f"mesh\n{form_of(ranks, layout)}\n{settings}"
@@ -247,9 +248,8 @@ def _operands(
     form: _Form,
     mask: Tensor | None,
     causal: bool,
-    wire: Wire | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return q, k and v as they are attended, and the centres of keys and values."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v as they are attended."""
     ranks, layout = form.ranks, form.layout
     if form.multiplier is not None:
         q = q * form.multiplier
@@ -260,17 +260,7 @@ def _operands(
     if form.num_kv_heads != k.shape[1]:
         times = form.num_kv_heads // k.shape[1]
         k, v = (x.repeat_interleave(times, dim=1) for x in (k, v))
-    if wire is None or ranks.degrees == (1, 1):
-        return q, k, v, None
-    if wire.takes_centres:
-        args = q.detach(), k.detach(), v.detach(), mask, form.sizes, form.name
-        return q, k, v, take_centres(*args)
-    given = wire.k_centre, wire.v_centre
-    some = next((one for one in given if one is not None), None)
-    if some is None:
-        return q, k, v, None
-    both = torch.stack([torch.zeros_like(some) if one is None else one for one in given])
-    return q, k, v, both.repeat_interleave(form.num_kv_heads // both.shape[2], dim=2)
+    return q, k, v
 
 
 def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
@@ -348,25 +338,3 @@ def _overlaps(
     if wanted is not None:
         return wanted
     return q.device.type == "cpu" and ring == 1 and wire is None and not layout.zigzag
-
-
-def _centres(wire: Wire | None) -> str:
-    """Return which centres a wire has, for errors."""
-    if wire is None or wire.takes_centres:
-        return "" if wire is None else ", takes_centres"
-    text = "" if wire.k_centre is None else ", with k_centre"
-    return text if wire.v_centre is None else f"{text}, with v_centre"
-
-
-def _check_wire(wire: Wire | None, k: Tensor) -> None:
-    """Refuse what is no Wire, and centres that do not fit these keys."""
-    is_wire = torch.compiler.is_compiling() or isinstance(wire, Wire | None)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not is_wire:
-        raise ConfigError(f"attention: wire={wire!r}: give a Wire, as Wire('int8'), or None")
-    wanted = (*k.shape[:2], 1, k.shape[3])
-    for centre in () if wire is None else (wire.k_centre, wire.v_centre):
-        if centre is not None and tuple(centre.shape) != wanted:
-            raise ConfigError(
-                f"attention: a centre of shape {tuple(centre.shape)} for k {tuple(k.shape)}: it "
-                f"must be {wanted}; take it with Wire.centred, or make Wire(takes_centres=True)"
-            )

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from bascule.attention.call import AttentionCall, Tiles
@@ -19,11 +18,10 @@ from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.layout import SequenceLayout, num_tokens
 from bascule.attention.tiles import digest_of, is_biased, kept_of, tiles_of
 from bascule.attention.tokens import layout_on
-from bascule.comm import wire as wires
 from bascule.comm.agree import first_use
 from bascule.comm.heads import HeadExchange
 from bascule.comm.mesh import AttentionMesh, mesh_named
-from bascule.comm.wire import Format
+from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.plan.traffic import HeadShares
 
@@ -45,8 +43,7 @@ class Settings(NamedTuple):
     scale: float | None
     factor: float
     kernel: str | None
-    wire: Format | None
-    centres: str
+    wire: tuple[Any, ...] | None  # arguments of a Wire
     overlap: bool
     double_buffer: bool
 
@@ -92,7 +89,7 @@ def _agree(
     heads = f"batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim {q.shape[3]}"
     rows = f"{heads}, {q.dtype}"
     if settings.wire is not None:
-        rows = f"{rows} as {settings.wire}{settings.centres}"
+        rows = f"{rows} as {Wire(*settings.wire)}"
     if mask is not None:
         rows = f"{rows}, mask of {mask.dim()} dims, {mask.dtype}"
     text = (
@@ -157,24 +154,7 @@ def _made(
         kv_lens=layout.ring_lens,
         ring=mesh.ring,
         heads=heads,
-        wire=settings.wire,
+        wire=None if settings.wire is None else Wire(*settings.wire),
         overlap=settings.overlap,
         double_buffer=settings.double_buffer,
     )
-
-
-@torch.library.custom_op("bascule::take_centres", mutates_args=())
-def take_centres(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
-) -> Tensor:
-    """`wires.take_centres` over all ranks of the mesh. One all-reduce."""
-    call_of(name, sizes, q, k, mask)  # ranks agree on it first
-    mesh, _, _ = _read(name, sizes)
-    return wires.take_centres(k, v, mesh.whole).clone()
-
-
-@take_centres.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
-) -> Tensor:
-    return k.new_empty(2, *k.shape[:2], 1, k.shape[3], dtype=torch.float32)

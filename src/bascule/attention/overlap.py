@@ -12,39 +12,33 @@ Only the order of the forward is another than in `usp`. Shapes: as there; tokens
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-from bascule.attention.call import AttentionCall, Rows, Tile, Tiles
+from bascule.attention.call import AttentionCall, Tile, Tiles
 from bascule.attention.kernels.protocol import wide_dtype
 from bascule.attention.mask import EVERYTHING, AttentionMask
 from bascule.attention.ring import Merged, rotate
+from bascule.comm.wire import Wire
 
 
 def forward(
-    xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall, rows: Rows | None
+    xs: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (B, T, H, D) the output at home, and `whole`, `out` and `lse` as `usp.Done` has them.
 
     Two all-to-alls, and R - 1 exchanges around the ring; `xs` are (B, T, heads, D) q, k and v.
     """
-    heads = call.heads
+    heads, wire = call.heads, call.wire
     assert heads is not None
-    own, sent = heads.own_tokens, xs if rows is None else rows.packed(xs)
-    mine = [heads.own_heads(x) for x in sent]
-    own_q, own_k, own_v = [
-        x.transpose(1, 2) for x in (mine if rows is None else rows.unpacked(mine))
-    ]
-    arrive = heads.start_to_heads(sent, call.where)
+    own = heads.own_tokens
+    own_q, own_k, own_v = [_arrived(heads.own_heads(x), wire).transpose(1, 2) for x in xs]
+    arrive = heads.start_to_heads(xs, call.where, wire)
     merged = Merged(own_q)
     try:
         _attend(merged, (own_q, own_k, own_v), own, own, tiles[call.owner(0)], call)
     finally:  # also after an error: memory that is written to must not be left
         whole = arrive()
     parts = whole.split([own_q.shape[1], own_k.shape[1], own_k.shape[1]], 2)
-    if rows is not None:
-        parts = rows.unpacked(parts)
-        whole = torch.cat(list(parts), 2)
     q, k, v = [x.transpose(1, 2) for x in parts]
     bounds = (0, own.start), (own.stop, q.shape[2])
     others = [slice(first, end) for first, end in bounds if first < end]
@@ -61,24 +55,25 @@ def forward(
             for one, part in zip(theirs, others, strict=True):
                 done, lse[:, :, part] = one.result()
                 out[:, part] = done.transpose(1, 2)
-            packed = out if rows is None else rows.packed_out(out)
-            leaving.append(heads.start_to_tokens(packed, [q.shape[1]], call.where))
+            leaving.append(heads.start_to_tokens(out, [q.shape[1]], call.where, wire))
         for columns in others if turn == 0 else [every]:
             here = keys[:, :, columns], values[:, :, columns]
             _attend(merged, (own_q, *here), own, columns, seen, call)
 
     try:
-        rotate(call, None if rows is None else rows.mine, k, v, attend)
+        rotate(call, k, v, attend)
     finally:
         arrived = [one() for one in leaving]
     done, lse[:, :, own] = merged.result()
     out[:, own] = done.transpose(1, 2)
-    ((home,),), kept = arrived, out[:, own]
-    if rows is not None:
-        home = rows.unpacked_out(home, rows.wire)
-        kept = rows.unpacked_out(rows.packed_out(kept), rows.mine)
-    heads.own_heads(home).copy_(kept)
+    ((home,),) = arrived
+    heads.own_heads(home).copy_(_arrived(out[:, own], wire))
     return home, whole, out, lse
+
+
+def _arrived(x: Tensor, wire: Wire | None) -> Tensor:
+    """(B, T, heads, D) as it would come by the wire."""
+    return x if wire is None else wire.unpack(wire.pack(x, 1), x.dtype, 1)
 
 
 def _attend(

@@ -19,12 +19,11 @@ from bascule.comm.wire import Wire
 
 
 def ring_forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall, wire: Wire | None = None
+    q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor]:
     """Exact attention of this rank's queries to the keys of the whole ring, and its LSE.
 
-    R - 1 exchanges with the neighbours. Autograd does not record it; see `usp`. Keys and values of
-    other ranks come by `wire`, with centres of these heads.
+    R - 1 exchanges with the neighbours. Autograd does not record it; see `usp`.
 
     Returns:
         Out (B, H, Sq, D), in memory of its own, and LSE (B, H, Sq).
@@ -40,7 +39,7 @@ def ring_forward(
             if qkv[0].numel() and qkv[1].numel():
                 merged.add(tile.q, *call.kernel.forward(*qkv, tile.mask, call.scale))
 
-    rotate(call, wire, k, v, attend)
+    rotate(call, k, v, attend)
     return merged.result()
 
 
@@ -49,7 +48,6 @@ def ring_backward(
     saved: Sequence[Tensor],
     tiles: Tiles,
     call: AttentionCall,
-    wire: Wire | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of `ring_forward`, from that of its output.
 
@@ -80,7 +78,7 @@ def ring_backward(
         travelling.add(turn, dkv)
 
     try:
-        rotate(call, wire, k, v, attend)
+        rotate(call, k, v, attend)
     finally:
         arrived = travelling.home()
     dk, dv = arrived.unbind(0)
@@ -146,18 +144,18 @@ class Merged:
 
 def rotate(
     call: AttentionCall,
-    wire: Wire | None,
     k: Tensor,
     v: Tensor,
     attend: Callable[[int, Tensor, Tensor], None],
 ) -> None:
     """Call `attend` with the number of each round, and its keys and values; own ones first."""
-    size = len(call.kv_lens)
-    at_hand = k if size == 1 else _packed(k, v, call, wire)
+    size, wire = len(call.kv_lens), call.wire
+    num_more = 0 if wire is None else wire.num_more
+    at_hand = k if size == 1 else _packed(k, v, call)
     for turn in range(size):
         shift = None
         if turn < size - 1:
-            coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand), at_hand)
+            coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand, num_more), at_hand)
             shift = _Shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
         arrived = shift.wait() if shift is not None and not call.double_buffer else None
         keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, wire)
@@ -168,15 +166,15 @@ def rotate(
                 at_hand = shift.wait() if arrived is None else arrived
 
 
-def _shape_in(call: AttentionCall, turn: int, like: Tensor) -> tuple[int, ...]:
-    """(2, B, K, Sk, ...) of the keys and values of a round."""
-    return (*like.shape[:-2], call.kv_lens[call.owner(turn)], like.shape[-1])
+def _shape_in(call: AttentionCall, turn: int, like: Tensor, num_more: int = 0) -> tuple[int, ...]:
+    """(2, B, K, Sk, ...) of the keys and values of a round, and so many rows more."""
+    return (*like.shape[:-2], call.kv_lens[call.owner(turn)] + num_more, like.shape[-1])
 
 
-def _packed(k: Tensor, v: Tensor, call: AttentionCall, wire: Wire | None) -> Tensor:
+def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """(2, B, K, Sk, ...) keys and values as they travel: packed once, passed on as they came."""
-    if wire is not None:
-        k, v = wire.pack(k, wire.k_centre), wire.pack(v, wire.v_centre)
+    if call.wire is not None:
+        k, v = call.wire.pack(k), call.wire.pack(v)
     packed = _staged(call, 0, (2, *k.shape), k)
     packed[0], packed[1] = k, v
     return packed
@@ -186,14 +184,14 @@ def _staged(call: AttentionCall, turn: int, shape: Sequence[int], like: Tensor) 
     """Memory for the keys and values of a round; the next one's is another, the one's after not."""
     assert call.ring is not None
     role = f"keys and values, {'even' if turn % 2 == 0 else 'odd'} rounds"
-    return call.ring.staging.take(role, math.prod(shape), like).view(*shape)
+    return call.ring.calls.staging.take(role, math.prod(shape), like).view(*shape)
 
 
 def _unpacked(rows: Tensor, dtype: torch.dtype, wire: Wire | None) -> tuple[Tensor, Tensor]:
     keys, values = rows.unbind(0)
     if wire is None:
         return keys, values
-    return wire.unpack(keys, dtype, wire.k_centre), wire.unpack(values, dtype, wire.v_centre)
+    return wire.unpack(keys, dtype), wire.unpack(values, dtype)
 
 
 class _Travelling:

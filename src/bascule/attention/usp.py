@@ -33,7 +33,6 @@ def attend(
     v: Tensor,
     call: AttentionCall,
     mask: Tensor | None = None,
-    centres: Tensor | None = None,
 ) -> Tensor:
     """Exact attention of this rank's tokens, as q. Differentiable.
 
@@ -46,11 +45,10 @@ def attend(
         v: Values.
         call: All else that is fixed.
         mask: As `call.tiles` takes it.
-        centres: (2, B, K, 1, D) of keys and values, from which rows on the wire are differences.
     """
     if call.name and is_recorded():
-        return attend_op(q, k, v, mask, centres, call.sizes, call.name)[0]
-    return _Attention.apply(q, k, v, mask, centres, call)
+        return attend_op(q, k, v, mask, call.sizes, call.name)[0]
+    return _Attention.apply(q, k, v, mask, call)
 
 
 class _Attention(torch.autograd.Function):
@@ -61,20 +59,19 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        centres: Tensor | None,
         call: AttentionCall,
     ) -> Tensor:
-        own, *brought = forward(q, k, v, mask, centres, call)
+        own, *brought = forward(q, k, v, mask, call)
         kept = brought if call.heads is not None else (q, k, v, own, brought[-1])
-        ctx.save_for_backward(mask, centres, *kept)
+        ctx.save_for_backward(mask, *kept)
         ctx.call = call
         return own
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second(grads[0])
-        mask, centres, *kept = ctx.saved_tensors
-        return *backward(grads[0], kept, mask, centres, ctx.call), None, None, None
+        mask, *kept = ctx.saved_tensors
+        return *backward(grads[0], kept, mask, ctx.call), None, None
 
 
 class Done(NamedTuple):
@@ -92,37 +89,24 @@ def forward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    centres: Tensor | None,
     call: AttentionCall,
 ) -> Done:
     """Compute what `attend` does; autograd does not record it."""
     tiles, heads = call.tiles(mask), call.heads
-    rows = None if call.wire is None else call.rows(centres, q.dtype)
-    wire = None if rows is None else rows.mine
     if heads is None:
-        out, lse = ring_forward(_by_head(q), _by_head(k), _by_head(v), tiles, call, wire)
+        out, lse = ring_forward(_by_head(q), _by_head(k), _by_head(v), tiles, call)
         # In place: a view could not be written to by who gets it.
         done = Done(out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse)
         call.count()
         return done
     xs = [x[None] if x.dim() == 3 else x.transpose(1, 2) for x in (q, k, v)]
     if call.overlap:
-        own, whole, out, lse = overlap.forward(xs, tiles, call, rows)
+        own, whole, out, lse = overlap.forward(xs, tiles, call)
     else:
-        sent = xs if rows is None else rows.packed(xs)
-        whole = heads.start_to_heads(sent, call.where)()
-        if rows is not None:
-            num = heads.own_kv_heads
-            parts = whole.split([whole.shape[2] - 2 * num, num, num], 2)
-            whole = torch.cat(list(rows.unpacked(parts)), 2)
-        out, lse = ring_forward(*_parts(whole, heads.own_kv_heads), tiles, call, wire)
+        whole = heads.start_to_heads(xs, call.where, call.wire)()
+        out, lse = ring_forward(*_parts(whole, heads.own_kv_heads), tiles, call)
         out = out.transpose(1, 2)
-        sent_out = out if rows is None else rows.packed_out(out)
-        (own,) = heads.start_to_tokens(sent_out, [out.shape[2]], call.where)()
-        if rows is not None:
-            own = rows.unpacked_out(own, rows.wire)
-    if rows is not None:
-        own = own.clone()
+        (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
     call.count()
     return Done(own.transpose_(1, 2) if q.dim() == 4 else own.squeeze_(0), whole, out, lse)
 
@@ -131,7 +115,6 @@ def backward(
     grad: Tensor,
     kept: Sequence[Tensor],
     mask: Tensor | None,
-    centres: Tensor | None,
     call: AttentionCall,
 ) -> tuple[Tensor, ...]:
     """Return gradients of q, k and v at home.
@@ -140,19 +123,17 @@ def backward(
     output at home and its LSE.
     """
     tiles, heads = call.tiles(mask), call.heads
-    rows = None if call.wire is None else call.rows(centres, grad.dtype)
-    wire = None if rows is None else rows.mine
     with shared(f"{call.where}, backward"):
         if heads is None:
             *tensors, lse = kept
             saved = [*map(_by_head, tensors), lse]
-            grads = ring_backward(_by_head(grad), saved, tiles, call, wire)
+            grads = ring_backward(_by_head(grad), saved, tiles, call)
             return tuple(grads) if grad.dim() == 4 else tuple(x[0].transpose(0, 1) for x in grads)
         whole, out, lse = kept
         saved = *_parts(whole, heads.own_kv_heads), out.transpose(1, 2), lse
         home = grad[None] if grad.dim() == 3 else grad.transpose(1, 2)
         grad_here = heads.start_to_heads([home], call.where)().transpose(1, 2)
-        grads = ring_backward(grad_here, saved, tiles, call, wire)
+        grads = ring_backward(grad_here, saved, tiles, call)
         together = torch.cat(grads, 1).transpose(1, 2)
         own = heads.start_to_tokens(together, [x.shape[1] for x in grads], call.where)()
     return tuple(x.transpose(1, 2) if grad.dim() == 4 else x[0] for x in own)
@@ -185,14 +166,13 @@ def find_call(
 # another tensor. Where no heads are shared, `whole` and `out` are empty.
 torch.library.define(
     "bascule::attend",
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? centres, SymInt[] sizes, str call)"
+    "(Tensor q, Tensor k, Tensor v, Tensor? mask, SymInt[] sizes, str call)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     tags=torch.Tag.pt2_compliant_tag,
 )
 torch.library.define(
     "bascule::attend_backward",
-    "(Tensor grad, Tensor[] kept, Tensor? mask, Tensor? centres, SymInt[] sizes, str call)"
-    " -> Tensor[]",
+    "(Tensor grad, Tensor[] kept, Tensor? mask, SymInt[] sizes, str call) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 attend_op = torch.ops.bascule.attend.default
@@ -205,13 +185,12 @@ def _attend(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    centres: Tensor | None,
     sizes: Sequence[int],
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     call = find_call(name, sizes, q, k, v, mask)
     with shared(call.where):
-        own, whole, out, lse = forward(q, k, v, mask, centres, call)
+        own, whole, out, lse = forward(q, k, v, mask, call)
     own = own_memory(own) if q.dim() == 3 else own_memory(own.transpose(1, 2)).transpose(1, 2)
     nothing = q.new_empty(0) if whole is None else whole
     return own, nothing, q.new_empty(0) if out is None else own_memory(out), own_memory(lse)
@@ -223,7 +202,6 @@ def _(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    centres: Tensor | None,
     sizes: Sequence[int],
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -242,13 +220,12 @@ def _attend_backward(
     grad: Tensor,
     kept: Sequence[Tensor],
     mask: Tensor | None,
-    centres: Tensor | None,
     sizes: Sequence[int],
     name: str,
 ) -> list[Tensor]:
     k = _keys_like(grad, kept, sizes)
     call = find_call(name, sizes, grad, k, k, mask)
-    grads = backward(grad, kept, mask, centres, call)
+    grads = backward(grad, kept, mask, call)
     if grad.dim() == 4:
         return [own_memory(x.transpose(1, 2)).transpose(1, 2) for x in grads]
     return list(map(own_memory, grads))
@@ -259,7 +236,6 @@ def _(
     grad: Tensor,
     kept: Sequence[Tensor],
     mask: Tensor | None,
-    centres: Tensor | None,
     sizes: Sequence[int],
     name: str,
 ) -> list[Tensor]:
@@ -291,10 +267,10 @@ def own_memory(x: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, mask, centres, sizes, name = inputs
+    q, k, v, mask, sizes, name = inputs
     own, *brought = output
     kept = brought if sizes[1] else (q, k, v, own, brought[-1])
-    ctx.save_for_backward(mask, centres, *kept)
+    ctx.save_for_backward(mask, *kept)
     ctx.mark_non_differentiable(*brought)
     ctx.set_materialize_grads(False)  # of those: they are large
     ctx.settings = sizes, name
@@ -302,10 +278,10 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
+        return (None,) * 6
     refuse_second(grad)
-    mask, centres, *kept = ctx.saved_tensors
-    return *_backward_op(grad, kept, mask, centres, *ctx.settings), *(None,) * 4
+    mask, *kept = ctx.saved_tensors
+    return *_backward_op(grad, kept, mask, *ctx.settings), *(None,) * 3
 
 
 def _no_second(ctx: Any, *grads: Any) -> Any:

@@ -15,7 +15,13 @@ import numpy as np
 import torch
 
 from bascule.arrays import Floats
-from bascule.comm.collectives import Transfers, all_gather, all_reduce, all_to_all, reduce_scatter
+from bascule.comm.collectives import (
+    Transfers,
+    all_gather,
+    all_reduce,
+    reduce_scatter,
+    start_all_to_all,
+)
 from bascule.comm.groups import RankGroup
 from bascule.plan.calibration import ALL_TO_ALL, POINT_TO_POINT
 
@@ -85,7 +91,7 @@ def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]
         Transfers(group, call, {after: sent}, {before: received}).wait()
 
     def exchange() -> None:
-        all_to_all(group, "all_to_all (timing)", received, sent, splits, splits)
+        start_all_to_all(group, "all_to_all (timing)", received, sent, splits, splits)()
 
     def reduce() -> None:
         reduce_scatter(group, "reduce_scatter (timing)", sent.view(group.size, -1))

@@ -2,14 +2,13 @@
 
 A whole group in its own order makes the collectives of torch. A part of a group, a mesh in another
 order, and an all-to-all over gloo, whose messages move while the host computes, send messages,
-tagged with the number of the call (`calls`). Groups of gloo take tensors of CUDA only where the
+tagged with the number of the call. Groups of gloo take tensors of CUDA only where the
 user chose it (`groups.stage_cuda`): as copies on the host.
 
 All take the places of `RankGroup.ranks`, whatever order the process group itself has.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy.typing as npt
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bascule.comm.failures import failure, waiting
 from bascule.comm.groups import RankGroup, this_world, timeout_of
 from bascule.errors import ConfigError
 
@@ -31,17 +29,13 @@ _HOST = torch.device("cpu")
 class Transfers:
     """Tensors on their way to and from other ranks; posted when this is made.
 
-    Gloo moves them while the host computes.
+    Gloo moves them while the host computes. CommError if the group fails.
 
     Args:
         group: The ranks.
         where: The call, as errors name it; ranks that neither send nor receive make it, too.
         sent: By place in the group, what that rank gets: contiguous, and alive until the wait.
         received: By place in the group, what is written with what that rank sent.
-
-    Raises:
-        CommError: The group failed.
-        ConfigError: Tensors of CUDA, and the group does not take them.
     """
 
     def __init__(
@@ -53,135 +47,94 @@ class Transfers:
     ) -> None:
         self._group, self._where = group, where
         self._wanted: Mapping[int, Tensor] = {}
-        if any(is_staged(group, x) for xs in (sent, received) for x in xs.values()):
-            for x in received.values():  # nothing may read any more what is written later
-                _wait_for_stream(x)
+        like = next(iter((*sent.values(), *received.values())), None)
+        if like is not None and is_staged(group, like):
+            _wait_for_stream(like)  # nothing may read any more what is written later
             copies = {id(x): _host_copy(x) for x in sent.values()}  # one may go to many
             self._wanted, sent = received, {to: copies[id(x)] for to, x in sent.items()}
             received = {of: _on_host(x) for of, x in received.items()}
+            like = None
         self._kept = sent, received  # what is written to must live until the wait
-        devices = {x.device.type for x in (*sent.values(), *received.values())}
-        self._by_gloo = group.calls.is_gloo and devices <= {"cpu"}
-        self._works: list[dist.Work] = []
-        self._tag = group.begin(where)
-        try:
-            self._post()
-        except RuntimeError as error:
-            group.calls.finish()
-            raise failure(group.calls, where, error) from error
+        self._by_gloo = group.calls.is_gloo and (like is None or like.is_cpu)
+        self._process_group = group.process_group
+        self._works = group.calls.post(where, self._post)
 
-    def _post(self) -> None:
+    def _post(self, tag: int) -> list[dist.Work]:
         sent, received = self._kept
-        process_group, ranks = self._group.process_group, self._group.ranks
+        ranks = self._group.ranks
         operations = [
-            dist.P2POp(operation, x, ranks[place], process_group, self._tag)
+            dist.P2POp(operation, x, ranks[place], self._process_group, tag)
             for operation, xs in ((dist.irecv, received), (dist.isend, sent))
             for place, x in xs.items()
             if x.numel() or self._by_gloo  # there, ranks always meet
         ]
         if self._by_gloo:
             self._group.calls.num_messages += len(operations)
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        return dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Wait until everything arrived, and was sent; on a device, its stream waits.
+        """Wait until everything arrived, and was sent; on a device, its stream waits."""
+        self._group.calls.wait(self._where, self._wait)
+        for place, x in self._wanted.items():
+            x.copy_(self._kept[1][place])
 
-        Raises:
-            CommError: A rank did not come in time.
-        """
-        try:
-            with waiting(self._group.calls, self._where):
-                # Gloo's messages know only the timeout that the group was made with.
-                timeout = timeout_of(self._group, _HOST) if self._by_gloo else None
-                for work in self._works:
-                    work.wait() if timeout is None else work.wait(timeout)
-            for place, x in self._wanted.items():
-                x.copy_(self._kept[1][place])
-        finally:
-            self._group.calls.finish()
+    def _wait(self) -> None:
+        # Gloo's messages know only the timeout that the group was made with.
+        timeout = timeout_of(self._group, _HOST) if self._by_gloo else None
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
 
 
-def all_to_all(
+def start_all_to_all(
     group: RankGroup,
     where: str,
     received: Tensor,
     sent: Tensor,
     recv_splits: Sequence[int],
     send_splits: Sequence[int],
-) -> None:
-    """Send rows to each rank and receive from each, in the order of places; see `AllToAll`."""
-    AllToAll(group, where, received, sent, recv_splits, send_splits).wait()
-
-
-class AllToAll:
-    """Rows on their way from each rank to each; posted when this is made.
+) -> Callable[[], None]:
+    """Send rows to each rank and receive from each, in the order of places; the result waits.
 
     Args:
         group: The ranks.
         where: The call, as errors name it.
         received: Written with what arrives; contiguous.
         sent: Contiguous; alive until the wait.
-        recv_splits: Rows of `received` from each rank, in the order of places.
+        recv_splits: Rows of `received` from each rank.
         send_splits: Rows of `sent` to each rank.
     """
+    by_gloo = group.calls.is_gloo and (sent.is_cpu or is_staged(group, sent))
+    if by_gloo or not group.is_whole:
+        come = dict(enumerate(received.split_with_sizes(recv_splits)))
+        to = dict(enumerate(sent.split_with_sizes(send_splits)))
+        own = come.pop(group.rank), to.pop(group.rank)
+        transfers = Transfers(group, where, to, come)
+        own[0].copy_(own[1])
+        return transfers.wait
+    process_group, options = group.process_group, dist.AllToAllOptions()
+    options.asyncOp = True
+    splits = list(recv_splits), list(send_splits)
 
-    def __init__(
-        self,
-        group: RankGroup,
-        where: str,
-        received: Tensor,
-        sent: Tensor,
-        recv_splits: Sequence[int],
-        send_splits: Sequence[int],
-    ) -> None:
-        self._group, self._where = group, where
-        self._transfers: Transfers | None = None
-        by_gloo = group.calls.is_gloo and (sent.is_cpu or is_staged(group, sent))
-        if by_gloo or not _is_whole(group):
-            come = dict(enumerate(received.split_with_sizes(recv_splits)))
-            to = dict(enumerate(sent.split_with_sizes(send_splits)))
-            own = come.pop(group.rank), to.pop(group.rank)
-            self._transfers = Transfers(group, where, to, come)
-            own[0].copy_(own[1])
-            return
-        self._kept = sent, received
-        options = dist.AllToAllOptions()  # torch's Python function takes as long as a small one
-        options.asyncOp = True
-        group.begin(where)
-        try:
-            splits = list(recv_splits), list(send_splits)
-            self._work = group.process_group.alltoall_base(received, sent, *splits, options)
-        except RuntimeError as error:
-            group.calls.finish()
-            raise failure(group.calls, where, error) from error
+    def post(tag: int) -> dist.Work:  # torch's Python function takes as long as a small one
+        return process_group.alltoall_base(received, sent, *splits, options)
 
-    def wait(self) -> None:
-        """Wait as `Transfers.wait` does."""
-        if self._transfers is not None:
-            return self._transfers.wait()
-        try:
-            with waiting(self._group.calls, self._where):
-                self._work.wait()
-        finally:
-            self._group.calls.finish()
+    work = group.calls.post(where, post)
+
+    def wait() -> None:
+        group.calls.wait(where, work.wait)
+        _ = sent, received  # which live until here
+
+    return wait
 
 
 def all_gather(group: RankGroup, where: str, own: Tensor) -> Tensor:
-    """Return (N, ...) what each rank gives, in the order of places.
-
-    Args:
-        group: N ranks.
-        where: The call, as errors name it.
-        own: Of the same shape and dtype on all ranks; any dtype.
-    """
+    """Return (N, ...) what each of N ranks gives, alike in shape and dtype, in order of places."""
     if is_staged(group, own):
         return _like(own, all_gather(group, where, _host_copy(own)))
     own = own.contiguous()
     gathered = own.new_empty(group.size, *own.shape)
-    if _is_whole(group):
-        with _call(group, where):
-            into = as_bytes(gathered), as_bytes(own)
-            all_gather_single(*into, group=group.process_group)
+    if group.is_whole:
+        _call(group, where, all_gather_single, as_bytes(gathered), as_bytes(own))
         return gathered
     parts = as_bytes(gathered).view(group.size, -1).unbind(0)
     gathered[group.rank] = own
@@ -195,14 +148,12 @@ def reduce_scatter(group: RankGroup, where: str, parts: Tensor) -> Tensor:
     if is_staged(group, parts):
         return _like(parts, reduce_scatter(group, where, _host_copy(parts)))
     parts = parts.contiguous()
-    if _is_whole(group):
+    if group.is_whole:
         own = parts.new_empty(parts.shape[1:])
-        with _call(group, where):
-            into = own.view(-1), parts.view(-1)
-            reduce_scatter_single(*into, group=group.process_group)
+        _call(group, where, reduce_scatter_single, own.view(-1), parts.view(-1))
         return own
     received = torch.empty_like(parts)
-    all_to_all(group, where, received, parts, [1] * group.size, [1] * group.size)
+    start_all_to_all(group, where, received, parts, [1] * group.size, [1] * group.size)()
     return received.sum(dim=0)
 
 
@@ -210,12 +161,11 @@ def all_reduce(group: RankGroup, where: str, x: Tensor) -> Tensor:
     """Return the sum of a tensor over the ranks, the same on all of them."""
     if is_staged(group, x):
         return _like(x, all_reduce(group, where, _host_copy(x)))
-    if not group.is_part:
-        total = x.clone(memory_format=torch.contiguous_format)
-        with _call(group, where):
-            dist.all_reduce(total, group=group.process_group)
-        return total
-    return all_gather(group, where, x).sum(dim=0)
+    if not group.has_all:
+        return all_gather(group, where, x).sum(dim=0)
+    total = x.clone(memory_format=torch.contiguous_format)
+    _call(group, where, dist.all_reduce, total)
+    return total
 
 
 def broadcast(group: RankGroup, where: str, x: Tensor) -> Tensor:
@@ -223,9 +173,8 @@ def broadcast(group: RankGroup, where: str, x: Tensor) -> Tensor:
     if is_staged(group, x):
         return _like(x, broadcast(group, where, _host_copy(x)))
     x = x.clone(memory_format=torch.contiguous_format)
-    if not group.is_part:
-        with _call(group, where):
-            dist.broadcast(x, group.ranks[0], group=group.process_group)
+    if group.has_all:
+        _call(group, where, dist.broadcast, x, group.ranks[0])
         return x
     is_first = group.rank == 0
     to = dict.fromkeys(group.others, x) if is_first else {}
@@ -233,19 +182,11 @@ def broadcast(group: RankGroup, where: str, x: Tensor) -> Tensor:
     return x
 
 
-@contextmanager
-def _call(group: RankGroup, where: str) -> Iterator[None]:
-    group.begin(where)
-    try:
-        with waiting(group.calls, where):
-            yield
-    finally:
-        group.calls.finish()
-
-
-def _is_whole(group: RankGroup) -> bool:
-    """Return whether it is a process group in its own order, which makes torch's collectives."""
-    return group.is_in_order and not group.is_part
+def _call(group: RankGroup, where: str, collective: Callable[..., Any], *args: Any) -> None:
+    """Make a collective of torch, and wait for it."""
+    process_group = group.process_group
+    group.calls.begin(where)
+    group.calls.wait(where, lambda: collective(*args, group=process_group))
 
 
 def _on_host(x: Tensor) -> Tensor:
@@ -270,11 +211,7 @@ def _wait_for_stream(x: Tensor) -> None:
 
 
 def is_staged(group: RankGroup, x: Tensor) -> bool:
-    """Return whether a tensor travels as a copy on the host.
-
-    Raises:
-        ConfigError: It cannot travel otherwise, and the user did not choose it.
-    """
+    """Return whether a tensor travels as a copy on the host, as the user must have chosen."""
     if not x.is_cuda or group.calls.has_cuda:
         return False
     if not this_world().stages_cuda:

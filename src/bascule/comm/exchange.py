@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints
-from bascule.comm.collectives import all_gather, all_to_all, as_bytes, reduce_scatter, table_on
+from bascule.comm.collectives import (
+    all_gather,
+    as_bytes,
+    reduce_scatter,
+    start_all_to_all,
+    table_on,
+)
 from bascule.comm.groups import RankGroup, Staging
 from bascule.comm.transforms import only_first, refuse_transforms
 from bascule.errors import ConfigError
@@ -169,12 +175,14 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, route: BoundRoute, *parts: Tensor) -> Tensor:
         ctx.route, ctx.sizes = route, [part.shape[0] for part in parts]
-        rows = _staged(route.group.staging, "rows at home", sum(ctx.sizes), parts[0])
+        rows = _staged(route.group.calls.staging, "rows at home", sum(ctx.sizes), parts[0])
         torch.cat(parts, out=rows)
         is_kept = any(ctx.needs_input_grad)
         num_received = sum(route.recv_splits)
         out = (
-            None if is_kept else _staged(route.group.staging, "rows spread", num_received, parts[0])
+            None
+            if is_kept
+            else _staged(route.group.calls.staging, "rows spread", num_received, parts[0])
         )
         return move_rows(route, [rows], out)[0]
 
@@ -198,7 +206,7 @@ def move_rows(
     """Return the rows that arrive; of one tensor in `out`, if it is given."""
     rows = [_as_integers(tensor) for tensor in tensors]
     places, row_bytes = _row_format(rows)
-    sent = _pack(rows, places, row_bytes, route.send_index, route.group.staging)
+    sent = _pack(rows, places, row_bytes, route.send_index, route.group.calls.staging)
     num_received = sum(route.recv_splits)
     outs = (
         tuple(tensor.new_empty(num_received, *tensor.shape[1:]) for tensor in tensors)
@@ -209,10 +217,10 @@ def move_rows(
     received = (
         as_bytes(outs[0]).view(num_received, row_bytes)
         if arrives_in_place
-        else _staged(route.group.staging, "rows received", num_received, sent)
+        else _staged(route.group.calls.staging, "rows received", num_received, sent)
     )
     where = f"step {route.step}: all_to_all ({route.name})"
-    all_to_all(route.group, where, received, sent, route.recv_splits, route.send_splits)
+    start_all_to_all(route.group, where, received, sent, route.recv_splits, route.send_splits)()
     if not arrives_in_place:
         for out, place in zip(map(_as_integers, outs), places, strict=True):
             _select(_part(received, out, place), route.recv_index, out)

@@ -34,8 +34,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.distributed import distributed_c10d as c10d
 
-from bascule.comm.calls import Calls
-from bascule.comm.profiles import begin_range
+from bascule.comm.profiles import begin_range, is_profiled
 from bascule.errors import CommError, ConfigError, PlanError, RemoteConfigError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -57,21 +56,13 @@ STOPS_RECOMPUTING: Any = getattr(torch.utils.checkpoint, "_StopRecomputationErro
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The note of a rank that failed.
-
-    Attributes:
-        rank: The rank.
-        text: Who failed, where and why; "" if it only noticed that others are gone.
-        is_input: Whether that was bad input.
-        at: By key of a group, the calls that it had begun when it failed.
-        now: The same, with those begun since.
-    """
+    """The note of a rank that failed; `text` is "" if it only noticed that others are gone."""
 
     rank: int
     text: str = ""
-    is_input: bool = False
-    at: dict[str, int] = field(default_factory=dict[str, int])
-    now: dict[str, int] = field(default_factory=dict[str, int])
+    is_input: bool = False  # whether bad input was the reason
+    at: dict[str, int] = field(default_factory=dict[str, int])  # calls begun when it failed, by key
+    now: dict[str, int] = field(default_factory=dict[str, int])  # the same, with those since
 
     def error(self, message: str) -> CommError:
         """Return the error of a rank that waited for this one."""
@@ -103,7 +94,7 @@ class shared:  # noqa: N801 - called as a function, and a decorator
         return cast(F, call)
 
     def __enter__(self) -> None:
-        self._range = begin_range(self._where)
+        self._range = begin_range(self._where) if is_profiled() else None
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._range is not None:
@@ -113,25 +104,82 @@ class shared:  # noqa: N801 - called as a function, and a decorator
             raise failed.error(f"{self._where}: {failed.text}") from error
 
 
-class waiting:  # noqa: N801 - called as a function
-    """A wait of this thread for the others in a call; CommError if it is broken off."""
+class Calls:
+    """The calls of a process group, or of a part of it, on this rank: each is posted, then awaited.
 
-    __slots__ = ("_range", "_watch", "calls", "number", "since", "where")
+    Messages between two ranks carry the number of their call as tag, from a first one for each
+    part: so those of two calls in flight are never mixed.
+    """
 
-    def __init__(self, calls: Calls, where: str) -> None:
-        self.calls, self.number, self.where = calls, calls.number, where
+    def __init__(self, key: str = "", ranks: Sequence[int] = (), name: str = "") -> None:
+        self.key, self.ranks, self.name = key, tuple(ranks), name
+        self.number = 0  # of calls begun
+        self.num_messages = 0  # over gloo, which counts each as a collective
+        self.ended: str | None = None  # why there can be no more
+        self.thread: int | None = None  # that made the last one
+        self.since: float | None = None  # when this rank began to wait in one
+        self._num_open = 0
+        self._first_tag = zlib.crc32(f"bascule {key.partition(' ')[2]}".encode())
+        self._lock = threading.Lock()
 
-    def __enter__(self) -> None:
-        self._range, self._watch = begin_range(self.where), watch_of_world()
-        self.since = time.monotonic()
-        self._watch.begin(self)
+    def begin(self, where: str) -> int:
+        """Number the next call and return its tag; `wait` ends it.
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._watch.end(self, is_done=error is None)
-        if self._range is not None:
-            self._range.__exit__(kind, error, traceback)
-        if isinstance(error, RuntimeError) and not isinstance(error, CommError):
-            raise failure(self.calls, self.where, error) from error
+        Raises:
+            CommError: A failure ended the group.
+            ConfigError: Another thread is in a call of it: their rows could be mixed.
+        """
+        if self.ended is not None:
+            raise CommError(f"{where}: its process group was ended before: {self.ended}")
+        own = threading.get_ident()
+        with self._lock:
+            if self._num_open and self.thread != own:
+                raise ConfigError(
+                    f"{where}: another thread is in a call of the same process group: give each "
+                    "thread its own group, or let them take turns, in the same order on all ranks"
+                )
+            self.thread = own
+            self._num_open += 1
+            self.number += 1
+            return (self._first_tag + self.number) & 0x7FFFFFFF
+
+    def post(self, where: str, post: Callable[[int], T]) -> T:
+        """Begin a call; return what `post` gives for its tag. CommError if it cannot be posted."""
+        tag = self.begin(where)
+        try:
+            return post(tag)
+        except RuntimeError as error:
+            self._num_open -= 1
+            raise self._failure(where, error) from error
+
+    def wait(self, where: str, wait: Callable[[], object]) -> None:
+        """End a call when the others have come: `wait` returns then. CommError if they do not."""
+        waited = begin_range(where) if is_profiled() else None
+        watch, self.since = watch_of_world(), time.monotonic()
+        try:
+            wait()
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise self._failure(where, error) from error
+        finally:
+            self.since = None
+            self._num_open -= 1
+            if waited is not None:
+                waited.__exit__(None, None, None)
+        if watch.failed_in == threading.get_ident():  # it went on: no note stays
+            with suppress(RuntimeError):
+                watch.forget()
+
+    def _failure(self, where: str, error: RuntimeError) -> CommError:
+        """Return the error of a call that was broken off: why, or else who is missing; logged."""
+        watch = watch_of_world()
+        end = "" if watch.reason is not None else f": {_first_line(error)}"
+        failed = watch.broken_off(where, self.ranks)
+        on = f"failed on group {self.name!r} of ranks {list(self.ranks)}"
+        self.ended = f"{where} {on} ({failed.text}){end}"
+        logger.error("%s", self.ended)
+        return failed.error(self.ended)
 
 
 def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failure | None:
@@ -158,17 +206,6 @@ def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failur
     return None
 
 
-def failure(calls: Calls, where: str, error: BaseException) -> CommError:
-    """Return the error of a call that was broken off: why, or else who is missing; logged."""
-    watch = watch_of_world()
-    end = "" if watch.reason is not None else f": {_first_line(error)}"
-    failed = watch.broken_off(where, calls.ranks)
-    on = f"failed on group {calls.name!r} of ranks {list(calls.ranks)}"
-    calls.ended = f"{where} {on} ({failed.text}){end}"
-    logger.error("%s", calls.ended)
-    return failed.error(calls.ended)
-
-
 def ask(request: Callable[[Any], T]) -> T:
     """Return what a request to the store of the job gives; RuntimeError if it is silent."""
     return watch_of_world().ask(request)
@@ -185,32 +222,27 @@ def write(store: Any, key: str, text: str) -> None:
     store.set(f"bascule/{key}", text.encode(errors="backslashreplace").decode())
 
 
-_Requests = queue.SimpleQueue["tuple[Callable[[Any], Any], Future[Any]] | None"]
-"""Requests to the store; None ends the thread that answers them."""
-
-
 class Watch:
     """Looks after the waits of this rank, and asks the store for it, in one thread.
 
-    The thread begins when it is first needed. `close` joins it, as does the end of the interpreter;
-    it ends with the process groups of the world, too.
+    The thread ends with the process groups of the world, or with the interpreter.
     """
 
     def __init__(self, world: dist.ProcessGroup) -> None:
         self.groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Calls]]
         self.groups = weakref.WeakKeyDictionary()  # calls by part of the group
+        self.kept: dict[Any, Any] = {}  # of others, that lives as long
+        self.reason: Failure | None = None  # why the calls of this rank were ended
+        self.failed_in: int | None = None  # thread that failed and has not gone on; None: none, all
+        self._failed: Failure | None = None
+        self._suspects: Counter[tuple[str, int]] = Counter()
         self._world, self._rank = weakref.ref(world), dist.get_rank()
         self._look_s = max(LOOK_S, dist.get_world_size() / _LOOKS_A_S)
-        self.kept: dict[Any, Any] = {}  # of others, that lives as long
-        self._waits: dict[int, waiting] = {}
-        self._failed: tuple[Failure, int | None] | None = None  # and its thread, until it goes on
-        self._failed_at: dict[str, int] = {}
-        self.reason: Failure | None = None  # why the calls of this rank were ended
-        self._suspects: Counter[tuple[str, int]] = Counter()
-        self._requests: _Requests = queue.SimpleQueue()  # of this thread, not of the one before
+        self._requests = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]] | None]()
         self._is_silent = False
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="bascule watch", daemon=True)
+        self._thread.start()
+        atexit.register(self._end)
 
     @functools.cached_property
     def _store(self) -> Any:
@@ -227,25 +259,6 @@ class Watch:
         """Return whether a failure ended the calls of this rank."""
         return any(calls.ended for calls in self._calls)
 
-    def begin(self, wait: waiting) -> None:
-        """Look after a wait until `end`."""
-        if self._thread is None:
-            with self._lock:
-                self._start()
-        self._waits[id(wait)] = wait
-
-    def end(self, wait: waiting, *, is_done: bool) -> None:
-        """Leave a wait. If the others came, a thread that failed before went on: no note stays."""
-        del self._waits[id(wait)]
-        if is_done and self._failed is not None and self._failed[1] == threading.get_ident():
-            with suppress(RuntimeError):
-                self.forget()
-
-    def forget(self) -> None:
-        """Erase the note of this rank."""
-        self._failed, self._failed_at, self.reason = None, {}, None
-        self.ask(lambda store: store.delete_key(f"bascule/failed/{self._rank}"))
-
     def fail(
         self, text: str, is_input: bool = False, *, of_all: bool = False, is_new: bool = True
     ) -> Failure:
@@ -253,17 +266,22 @@ class Watch:
         thread = None if of_all else threading.get_ident()
         counts = self._begun(thread)
         failed = Failure(self._rank, text, is_input, counts, counts)
-        self._failed, self._failed_at = (failed, thread), counts
+        self._failed, self.failed_in = failed, thread
         self.ask(lambda store: self._note(store, failed))
         if is_new:
             self.ask(lambda store: write(store, "failed/last", str(self._rank)))
         return failed
 
+    def forget(self) -> None:
+        """Erase the note of this rank."""
+        self._failed = self.failed_in = self.reason = None
+        self.ask(lambda store: store.delete_key(f"bascule/failed/{self._rank}"))
+
     def broken_off(self, where: str, ranks: Sequence[int]) -> Failure:
         """End all calls of this rank after one was broken off; return why, or who is missing."""
         if self.reason is not None:
             return self.reason
-        self.end_all(f"{where} was broken off", _gloo_groups())
+        self.end_all(f"{where} was broken off")
         try:
             if self._failed is None:
                 self.fail("", of_all=True, is_new=False)
@@ -274,8 +292,8 @@ class Watch:
             self.reason = Failure(self._rank, text)
         return self.reason
 
-    def end_all(self, reason: str, groups: Sequence[dist.ProcessGroup] = ()) -> None:
-        """End all calls of this rank; close its connections of gloo, in more groups, too."""
+    def end_all(self, reason: str) -> None:
+        """End all calls of this rank, and close its connections of gloo."""
         ended = [calls for calls in self._calls if calls.ended is None]
         for calls in ended:
             calls.ended = reason
@@ -283,7 +301,7 @@ class Watch:
             key = f"ended/{group.group_name}"
             with suppress(RuntimeError, ValueError):  # the store is gone
                 self.ask(functools.partial(write, key=key, text=reason))
-        for group in {*(self.groups if ended else ()), *groups}:
+        for group in _gloo_groups():
             _close(group)
 
     def ask(self, request: Callable[[Any], T]) -> T:
@@ -291,9 +309,7 @@ class Watch:
         if threading.current_thread() is self._thread:
             return request(self._store)
         answer: Future[T] = Future()
-        with self._lock:
-            self._start()
-            self._requests.put((request, answer))
+        self._requests.put((request, answer))
         try:  # who waited in vain once does not wait again
             result = answer.result(0.1 if self._is_silent else ANSWER_S)
         except TimeoutError:
@@ -302,37 +318,22 @@ class Watch:
         self._is_silent = False
         return result
 
-    def close(self) -> None:
-        """End the thread, and join it; but not while somebody waits, or this rank has failed."""
-        with self._lock:
-            thread = self._thread
-            if thread is None or self._waits or self._failed is not None:
-                return
-            self._thread = None
-            self._requests.put(None)
-        thread.join(0.1 if self._is_silent else ANSWER_S)
-
-    def _start(self) -> None:
-        if self._thread is None or not self._thread.is_alive():
-            self._requests = queue.SimpleQueue()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._requests,), name="bascule watch", daemon=True
-            )
-            self._thread.start()
-            atexit.register(self._end)
-
     def _end(self) -> None:
-        self._waits, self._failed = {}, None
-        self.close()
+        self._requests.put(None)
+        self._thread.join(0.1 if self._is_silent else ANSWER_S)
 
-    def _run(self, requests: "_Requests") -> None:
+    def _run(self) -> None:
         next_look = 0.0
         while self._world() is dist.group.WORLD is not None:
             with suppress(queue.Empty):
-                asked = requests.get(timeout=max(next_look - time.monotonic(), 0.01))
+                asked = self._requests.get(timeout=max(next_look - time.monotonic(), 0.01))
                 if asked is None:
                     break
-                _answer(*asked, self)
+                request, answer = asked
+                try:
+                    answer.set_result(request(self._store))
+                except BaseException as error:
+                    answer.set_exception(error)
             if time.monotonic() >= next_look:
                 with suppress(RuntimeError, ValueError):  # the store is gone: calls fail, too
                     self._look()
@@ -341,28 +342,32 @@ class Watch:
 
     def _look(self) -> None:
         """Write how far this rank came, if it failed, and end what waits for one that did."""
-        if (own := self._failed) is not None:
-            self._note(self._store, replace(own[0], now=self._begun(own[1])))
-        failed, now = self._last(self._store), time.monotonic()
-        late = [wait for wait in list(self._waits.values()) if now - wait.since > LOOK_S]
-        behind = [] if failed is None else self._behind(failed, late)
+        if self._failed is not None:
+            self._note(self._store, replace(self._failed, now=self._begun(self.failed_in)))
+        failed = self._last(self._store)
+        behind = [] if failed is None else self._behind(failed)
         self._suspects = Counter({one: self._suspects[one] + 1 for one in behind})
         if failed is None or max(self._suspects.values(), default=0) < 3:
             return
         self.reason = failed
         logger.error("ended what waits in vain: %s", failed.text)
-        self.end_all(failed.text, _gloo_groups())
+        self.end_all(failed.text)
 
-    def _behind(self, failed: Failure, late: Sequence[waiting]) -> list[tuple[str, int]]:
+    def _behind(self, failed: Failure) -> list[tuple[str, int]]:
         """Keys of groups, and calls begun on them, which a rank that failed has not begun."""
-        begun = [(one.calls.key, one.number, 0) for one in late if failed.rank in one.calls.ranks]
+        before, at = time.monotonic() - LOOK_S, {} if self._failed is None else self._failed.at
+        begun = [
+            (calls.key, calls.number, 0)
+            for calls in self._calls
+            if failed.rank in calls.ranks and (calls.since or before) < before
+        ]
         begun += [(key, number, _ALL) for key, number in _begun_in_torch(self._calls).items()]
         return [
             (key, number)
             for key, number, unknown in begun
             if number > failed.now.get(key, unknown)
             # Where both had begun as many when they failed, they met what all did.
-            and not (self._failed_at and self._failed_at.get(key, 0) == failed.at.get(key, 0))
+            and not (at and at.get(key, 0) == failed.at.get(key, 0))
         ]
 
     def _begun(self, thread: int | None) -> dict[str, int]:
@@ -411,13 +416,6 @@ def watch_of_world() -> Watch:
     return watch
 
 
-def _answer(request: Callable[[Any], Any], answer: "Future[Any]", watch: Watch) -> None:
-    try:
-        answer.set_result(request(watch._store))  # pyright: ignore[reportPrivateUsage]
-    except BaseException as error:
-        answer.set_exception(error)
-
-
 def _is_broken_off(error: BaseException) -> bool:
     """Return whether a collective of torch was broken off, or ran out of time."""
     is_plain = type(error) is RuntimeError and _BROKEN_OFF.search(_first_line(error)) is not None
@@ -450,7 +448,7 @@ def _begun_in_torch(own: Sequence[Calls]) -> dict[str, int]:
 
 def _close(group: dist.ProcessGroup) -> None:
     """Close all connections of a group of gloo, by a wait in it that runs out of time."""
-    for rank in dist.get_process_group_ranks(group) if "gloo" in dist.get_backend(group) else ():
+    for rank in dist.get_process_group_ranks(group):
         if rank == dist.get_rank():
             continue
         try:

@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from bascule.comm.calls import Calls
-from bascule.comm.failures import ask, read, waiting, watch_of_world
+from bascule.comm.failures import Calls, ask, read, watch_of_world
 from bascule.errors import CommError, ConfigError
 
 T = TypeVar("T")
 
-_NUM_AGREED, _NUM_BUFFERS, _NUM_STEPS = 4096, 256, 32
+_NUM_AGREED, _NUM_STEPS = 4096, 32
 _LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
 _SLICE_S = 1.0  # of a wait, between looks whether it can end
 
@@ -44,30 +43,17 @@ class Staging(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._taken: dict[tuple[str, int, torch.dtype], Tensor] = {}
 
     def take(self, role: str, numel: int, like: Tensor) -> Tensor:
-        """(numel,) without values, of the dtype and device of `like`; others are given the same."""
+        """(numel,) without values, of the dtype and device of `like`."""
         if not like.is_cpu:
             return like.new_empty(numel)
-        key = (role, numel, like.dtype)
-        taken = self._taken.get(key)
-        if taken is None:
+        num_bytes, buffer = numel * like.element_size(), self._buffers.get(role)
+        if buffer is None or buffer.numel() < num_bytes:
             # Plain tensors also where they are made in inference mode, to be written later outside.
             with torch.inference_mode(False):
-                taken = self._keep(key, like.element_size())
-        return taken
-
-    def _keep(self, key: tuple[str, int, torch.dtype], element_size: int) -> Tensor:
-        role, numel, dtype = key
-        buffer = self._buffers.get(role)
-        if buffer is None or buffer.numel() < numel * element_size:
-            buffer = self._buffers[role] = torch.empty(numel * element_size, dtype=torch.uint8)
-            self._taken.clear()  # they may lie in the buffer before
-        if len(self._taken) >= _NUM_BUFFERS:
-            self._taken.clear()
-        taken = self._taken[key] = buffer[: numel * element_size].view(dtype)
-        return taken
+                buffer = self._buffers[role] = torch.empty(num_bytes, dtype=torch.uint8)
+        return buffer[:num_bytes].view(like.dtype)
 
 
 class Part(Calls):
@@ -99,7 +85,11 @@ class Part(Calls):
 
 
 class Numbered:
-    """Objects that operators of torch find by a number, while somebody holds them or after."""
+    """Objects that operators of torch find by a number, while somebody holds them.
+
+    A graph that torch recorded holds numbers, and its backward may run when nobody else holds the
+    object: so the last ones that were found stay alive.
+    """
 
     def __init__(self) -> None:
         self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -107,20 +97,13 @@ class Numbered:
         self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
     def add(self, one: object) -> int:
-        """Its number from here on."""
+        """Return its number from here on."""
         self._last += 1
         self._alive[self._last] = one
         return self._last
 
     def find(self, number: int) -> Any:
-        """The object, if it is alive; of those found, so many of the last stay so.
-
-        A graph that torch recorded holds numbers, and its backward may run when nobody else holds
-        the object.
-
-        Raises:
-            CommError: It is not.
-        """
+        """Return the object; CommError if it is gone."""
         one = self._alive.get(number)
         if one is None:
             raise CommError(
@@ -138,38 +121,26 @@ class World:
     """What this process keeps of the ranks of one default process group, for as long as it lives.
 
     Operators of torch find meshes and steps here.
-
-    Attributes:
-        meshes: The meshes that somebody holds, by name.
-        steps: The steps of training.
-        meetings: How often ranks met to make a group, by the name of it.
-        stages_cuda: Whether groups of gloo take tensors of CUDA, as copies on the host.
     """
 
     def __init__(self) -> None:
         self.meshes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self.steps = Numbered()
-        self.meetings: Counter[str] = Counter()
-        self.stages_cuda = False
+        self.meetings: Counter[str] = Counter()  # to make a group, by its name
+        self.stages_cuda = False  # whether groups of gloo take tensors of CUDA
         self._kept: dict[Hashable, Any] = {}
 
-    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What is kept under a key; made where there is nothing yet."""
+    def kept(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:
+        """Return what is kept under a key; made where there is nothing yet that works."""
+        if key in self._kept and not works(self._kept[key]):
+            del self._kept[key]
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
-    def forget(self, key: Hashable) -> None:
-        """Keep it no longer."""
-        self._kept.pop(key, None)
-
 
 def this_world() -> World:
-    """Return that of the default process group.
-
-    Raises:
-        ConfigError: torch.distributed is not initialised.
-    """
+    """Return that of the default process group; ConfigError if there is none."""
     kept = watch_of_world().kept
     if World not in kept:
         kept[World] = World()
@@ -185,33 +156,20 @@ class RankGroup:
 
     Torch keeps a group until it is destroyed, and does not end well if somebody else still does
     then: threads of gloo outlive the interpreter and abort the process. So it is only referred to.
-
-    Attributes:
-        reference: Gives the process group, or None once it was destroyed.
-        rank: This rank's place in `ranks`.
-        ranks: Global rank of each member; in any order, the same on all of them.
-        places: Of each member, its place in the process group's own order.
-        name: How errors call the group.
-        key: Tells it from all other groups of this rank, and is the same on all members.
-        calls: What its members do together.
-        control: The same ranks in a group of the host, where they agree; None: this one.
     """
 
-    reference: Callable[[], dist.ProcessGroup | None]
-    rank: int
-    ranks: tuple[int, ...]
-    places: tuple[int, ...]
-    name: str
-    key: str = ""
+    reference: Callable[[], dist.ProcessGroup | None]  # None once it was destroyed
+    rank: int  # this rank's place in `ranks`
+    ranks: tuple[int, ...]  # global ranks in any order, the same on all of them
+    places: tuple[int, ...]  # of each member, in the process group's own order
+    name: str  # for errors
+    key: str = ""  # like that of no other group of this rank, and the same on all members
     calls: Part = field(default_factory=Part, compare=False, repr=False)
+    # The same ranks in a group of the host, where they agree; None: this one.
     control: "RankGroup | None" = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> str:
-        """Refused: a copy could not make calls.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse a copy, which could not make calls."""
         raise ConfigError(
             f"the ranks of {self.name!r} cannot be copied or pickled, and neither can what refers "
             "to them (a step, a mesh, a loader): make it anew where it is needed"
@@ -219,11 +177,7 @@ class RankGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """What torch's collectives take.
-
-        Raises:
-            CommError: It was destroyed.
-        """
+        """Return what torch's collectives take; CommError if it was destroyed."""
         group = self.reference()
         if group is None:
             raise CommError(
@@ -238,29 +192,19 @@ class RankGroup:
         return len(self.ranks)
 
     @cached_property
-    def is_part(self) -> bool:
-        """Whether the process group has more members: its collectives are none of this group."""
-        return self.size < self.process_group.size()
+    def has_all(self) -> bool:
+        """Return whether the process group has no other members."""
+        return self.size == self.process_group.size()
 
     @cached_property
-    def is_in_order(self) -> bool:
-        """Return whether the process group has its members in the same order."""
-        return self.places == tuple(range(self.size))
+    def is_whole(self) -> bool:
+        """Return whether it is the process group in its own order, which makes its collectives."""
+        return self.has_all and self.places == tuple(range(self.size))
 
     @property
     def others(self) -> list[int]:
         """The places of all members but this one."""
         return [place for place in range(self.size) if place != self.rank]
-
-    def begin(self, where: str) -> int:
-        """Number the next call and return its tag, see `Calls.begin`; CommError if destroyed."""
-        _ = self.process_group
-        return self.calls.begin(where)
-
-    @property
-    def staging(self) -> Staging:
-        """Memory for its exchanges."""
-        return self.calls.staging
 
     @property
     def is_ended(self) -> bool:
@@ -271,17 +215,11 @@ class RankGroup:
         return self.calls.ended is not None
 
     def part(self, places: Sequence[int], name: str) -> "RankGroup":
-        """Some of these ranks, this one included; the same group for the same ranks. No collective.
-
-        Args:
-            places: In this group, in the order wanted, the same on all of them.
-            name: How errors call it.
-        """
-        if len(places) == self.size and list(places) == list(range(self.size)):
+        """Some of these ranks in this order, this one included, or this group. No collective."""
+        if tuple(places) == tuple(range(self.size)):
             return self
         ranks = tuple(self.ranks[place] for place in places)
-        backend_places = tuple(self.places[place] for place in places)
-        return _view(self.process_group, name, ranks, backend_places)
+        return _view(self.process_group, name, ranks, tuple(self.places[place] for place in places))
 
 
 def stage_cuda() -> None:
@@ -300,9 +238,7 @@ def stage_cuda() -> None:
 def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.ProcessGroup:
     """The process group of a one-axis mesh, a group, or (None) the default group.
 
-    Raises:
-        ConfigError: The mesh has several axes, this is no group of this rank, or torch.distributed
-            is not initialised.
+    ConfigError if the mesh has several axes, or this is no group of this rank.
     """
     if mesh_or_group is None:
         if dist.group.WORLD is None:
@@ -326,19 +262,14 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
 def member_of(
     group: dist.ProcessGroup, name: str, *, ranks: Sequence[int] | None = None
 ) -> RankGroup:
-    """This rank's view of an existing group, or of some of its ranks. No collective.
+    """This rank's view of a group that it is in, or of some of its global ranks, in this order.
 
-    Args:
-        group: This rank is in it.
-        name: How errors call it.
-        ranks: Its global ranks in the order wanted, the same on all of them; or some of them, this
-            one included. Default: the group's.
+    No collective. `name` is for errors.
     """
     members = dist.get_process_group_ranks(group)
-    if ranks is None:
-        return _view(group, name, tuple(members), tuple(range(len(members))))
+    chosen = tuple(members if ranks is None else ranks)
     place_of = {rank: place for place, rank in enumerate(members)}
-    return _view(group, name, tuple(ranks), tuple(place_of[rank] for rank in ranks))
+    return _view(group, name, chosen, tuple(place_of[rank] for rank in chosen))
 
 
 def _view(
@@ -377,19 +308,15 @@ def device_for(
     mesh_or_group: "DeviceMesh | dist.ProcessGroup | None",
     group: dist.ProcessGroup,
 ) -> torch.device:
-    """Return where tensors are: the device that was given, or the mesh's or back end's.
-
-    Raises:
-        ConfigError: It is not a device of torch, or torch finds none.
-    """
+    """Return the device that the user chose, checked; None: the mesh's or back end's."""
     if device is not None:
         try:
-            given = torch.device(device)
-            if given.type == "cuda" and not torch.cuda.is_available():
-                raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
-            return given
+            chosen = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ConfigError(f"device={device!r} is not a device of torch: {error}") from error
+        if chosen.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device={device!r}, and torch finds no CUDA device: give 'cpu'")
+        return chosen
     on_cuda = "nccl" in dist.get_backend(group)
     if isinstance(mesh_or_group, DeviceMesh):
         on_cuda = mesh_or_group.device_type == "cuda"
@@ -416,17 +343,13 @@ def set_timeout(group: RankGroup, timeout_s: float) -> None:
 def new_group(
     ranks: Sequence[int], name: str, timeout_s: float, *, backend: str | None = None
 ) -> RankGroup:
-    """Create a group; only its members need to call, all of them in the same order.
+    """Create a group of global ranks; only they need to call, in the same order for all groups.
 
     Args:
-        ranks: Global ranks.
-        name: How errors call it.
-        timeout_s: Longest wait of a collective on it, in seconds.
+        ranks: The members.
+        name: For errors.
+        timeout_s: Longest wait of a collective, and for a member to come; else a CommError.
         backend: None takes the default group's.
-
-    Raises:
-        ConfigError: The timeout is not a positive number of seconds.
-        CommError: A member did not come in time, or never can.
     """
     check_timeout(timeout_s)
     in_order, watch, meetings = sorted(ranks), watch_of_world(), this_world().meetings
@@ -434,54 +357,46 @@ def new_group(
     calls = Calls(f"{meeting}/{meetings[meeting]}", in_order, name)
     parts = watch.groups.setdefault(resolve(None), {})
     parts[calls.key], watch.reason = calls, None
+
+    def meet() -> None:
+        _meet(calls, timeout_s)
+        meetings[meeting] += 1
+        made.append(_connect(in_order, calls.key, f"bascule {name}", timeout_s, backend))
+
+    made = list[dist.ProcessGroup]()
     calls.begin("new_group")
     try:
-        with waiting(calls, "new_group"):
-            _meet(calls, timeout_s)
-            meetings[meeting] += 1
-            group = _connect(in_order, calls.key, f"bascule {name}", timeout_s, backend)
+        calls.wait("new_group", meet)
     finally:
         del parts[calls.key]
     watch.forget()  # what ended before does not concern this one
-    return member_of(group, name)
-
-
-def is_timeout(timeout_s: object) -> bool:
-    """Return whether it is a number of seconds that ranks can wait."""
-    return isinstance(timeout_s, int | float) and 0.0 < timeout_s < _LONGEST_S
+    return member_of(made[0], name)
 
 
 def check_timeout(timeout_s: object) -> None:
-    """Refuse what is no time to wait.
-
-    Raises:
-        ConfigError: Names the value and the range.
-    """
-    if not is_timeout(timeout_s):
+    """Refuse what is no time to wait."""
+    if not (isinstance(timeout_s, int | float) and 0.0 < timeout_s < _LONGEST_S):
         raise ConfigError(
             f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
         )
 
 
 def _meet(calls: Calls, timeout_s: float) -> None:
-    """Wait until all have come.
+    """Wait until all have come; RuntimeError if they do not come in time, or never can.
 
     Who goes away takes its coming back, so that the next try is the same meeting for all.
-
-    Raises:
-        RuntimeError: They did not come in time, or never can, or the store is gone.
     """
     counted, met = f"bascule/meeting/{calls.key}", f"bascule/met/{calls.key}"
     size, deadline = len(calls.ranks), time.monotonic() + timeout_s
-    num = ask(lambda store: store.add(counted, 1))
-    if num == size:  # the last one calls all together
+    if ask(lambda store: store.add(counted, 1)) == size:  # the last one calls all together
         ask(lambda store: store.set(met, ""))
-    while num < size and calls.ended is None and time.monotonic() < deadline:
-        num = size if _is_there(met, deadline - time.monotonic()) else num
-    if num < size and ask(lambda store: store.add(counted, -1)) < size - 1:
+        return
+    while calls.ended is None and time.monotonic() < deadline:
+        if _is_there(met, deadline - time.monotonic()):
+            return
+    if ask(lambda store: store.add(counted, -1)) < size - 1:
         raise RuntimeError(f"not all of ranks {list(calls.ranks)} came within {timeout_s:g} s")
-    if num < size:
-        ask(lambda store: store.add(counted, 1))  # the last one came just now
+    ask(lambda store: store.add(counted, 1))  # the last one came just now
 
 
 def _is_there(key: str, within_s: float) -> bool:

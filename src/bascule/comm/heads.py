@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bascule.comm.collectives import AllToAll
+from bascule.comm.collectives import start_all_to_all
 from bascule.comm.groups import RankGroup
+from bascule.comm.wire import Wire
 from bascule.plan.traffic import HeadShares
 
 _NUM_FORMS = 64
@@ -110,78 +111,95 @@ class HeadExchange:
         each = x.shape[2] // self.shares.num_kv_heads
         return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
 
-    def start_to_heads(self, xs: Sequence[Tensor], where: str) -> Callable[[], Tensor]:
+    def start_to_heads(
+        self, xs: Sequence[Tensor], where: str, wire: Wire | None = None
+    ) -> Callable[[], Tensor]:
         """Send tensors at home; what is returned waits for (B, S, share of all heads, D).
 
         The result has memory of its own, and this rank's heads of all tensors side by side.
         """
-        form, order = self._form_at_home(xs), self.order
-        sent = self.group.staging.take("sent", sum(form.by_heads), xs[0])
+        order, dtype, num_more = self.order, xs[0].dtype, 0
+        if wire is not None:
+            xs, num_more = [wire.pack(x, 1) for x in xs], wire.num_more
+        form = self._form_at_home(xs, num_more)
+        sent = self.group.calls.staging.take("sent", sum(form.by_heads), xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
         batch = form.whole[0]
-        if batch == 1 and order is None:  # it arrives where it stays
+        if batch == 1 and order is None and wire is None:  # it arrives where it stays
             rows = xs[0].new_empty(form.whole)
             received = rows.view(-1)
         else:
-            received = self.group.staging.take("received", sum(form.by_tokens), xs[0])
+            received = self.group.calls.staging.take("received", sum(form.by_tokens), xs[0])
             rows = received.view(form.whole)
         where = f"{where}: all_to_all (tokens to heads)"
-        moving = AllToAll(self.group, where, received, sent, form.by_tokens, form.by_heads)
+        wait = start_all_to_all(self.group, where, received, sent, form.by_tokens, form.by_heads)
 
         def finish() -> Tensor:
-            moving.wait()
+            wait()
             whole = rows
             if batch > 1:
                 come = [part.view(batch, -1) for part in received.split(form.by_tokens)]
                 whole = torch.cat(come, dim=1).view(form.whole)
+            if wire is not None:
+                parts = self._by_rank(whole, num_more)
+                whole = torch.cat([wire.unpack(part, dtype, 1) for part in parts], dim=1)
             return whole if order is None else _ordered(whole, order)
 
         return finish
 
     def start_to_tokens(
-        self, rows: Tensor, heads: Sequence[int], where: str
+        self, rows: Tensor, heads: Sequence[int], where: str, wire: Wire | None = None
     ) -> Callable[[], list[Tensor]]:
         """Send (B, S, share of all heads, D) back; what is returned waits for tensors at home.
 
         `rows` are this rank's heads of all tensors side by side, so many of each.
         """
-        form = self._form_of_heads(rows, heads)
+        dtype, num_more = rows.dtype, 0
         if self.back is not None:
             rows = _ordered(rows, self.back)
+        if wire is not None:
+            num_more = wire.num_more
+            parts = self._by_rank(rows) if num_more else [rows]
+            rows = torch.cat([wire.pack(part, 1) for part in parts], dim=1)
+        form = self._form_of_heads(rows, heads, num_more)
         if form.whole[0] > 1:
-            rows = torch.cat([part.reshape(-1) for part in rows.split(list(self.lens), dim=1)])
+            rows = torch.cat([part.reshape(-1) for part in self._by_rank(rows, num_more)])
         sent = rows.contiguous().view(-1)
-        received = self.group.staging.take("received", sum(form.by_heads), rows)
+        received = self.group.calls.staging.take("received", sum(form.by_heads), rows)
         where = f"{where}: all_to_all (heads to tokens)"
-        moving = AllToAll(self.group, where, received, sent, form.by_heads, form.by_tokens)
+        wait = start_all_to_all(self.group, where, received, sent, form.by_heads, form.by_tokens)
 
         def finish() -> list[Tensor]:
-            moving.wait()
+            wait()
             outs = [received.new_empty(shape) for shape in form.homes]
             for run in form.runs:
                 block = run.of_buffer(received)
                 parts = [block] if len(outs) == 1 else block.split_with_sizes(run.shares, 3)
                 for out, part in zip(run.of_tensors(outs), parts, strict=True):
                     out.copy_(part)
-            return outs
+            return outs if wire is None else [wire.unpack(out, dtype, 1) for out in outs]
 
         return finish
 
-    def _form_at_home(self, xs: Sequence[Tensor]) -> _Form:
-        key = (xs[0].dtype, *[x.shape for x in xs])
+    def _by_rank(self, whole: Tensor, num_more: int = 0) -> Sequence[Tensor]:
+        """(B, tokens, ...) of each rank, and so many rows more."""
+        return whole.split([num + num_more for num in self.lens], dim=1)
+
+    def _form_at_home(self, xs: Sequence[Tensor], num_more: int) -> _Form:
+        key = (xs[0].dtype, num_more, *[x.shape for x in xs])
         form = self._forms.get(key)
         if form is None:
             factors = [x.shape[2] // self.shares.num_kv_heads for x in xs]
-            form = self._keep(key, self._made(xs[0], factors))
+            form = self._keep(key, self._made(xs[0], factors, num_more))
         return form
 
-    def _form_of_heads(self, rows: Tensor, heads: Sequence[int]) -> _Form:
-        key = (rows.dtype, rows.shape, *heads)
+    def _form_of_heads(self, rows: Tensor, heads: Sequence[int], num_more: int) -> _Form:
+        key = (rows.dtype, num_more, rows.shape, *heads)
         form = self._forms.get(key)
         if form is None:
             factors = [num // self.own_kv_heads for num in heads]
-            form = self._keep(key, self._made(rows, factors))
+            form = self._keep(key, self._made(rows, factors, num_more))
         return form
 
     def _keep(self, key: Hashable, form: _Form) -> _Form:
@@ -190,14 +208,15 @@ class HeadExchange:
         self._forms[key] = form
         return form
 
-    def _made(self, x: Tensor, factors: list[int]) -> _Form:
-        """Return that of tensors with so many heads for each key-value head."""
+    def _made(self, x: Tensor, factors: list[int], num_more: int) -> _Form:
+        """Return that of tensors with so many heads for each key-value head, and rows more."""
         shares, rank, batch, width = self.shares, self.group.rank, x.shape[0], x.shape[-1]
-        tokens, own, each = self.lens[rank], shares.of(rank), sum(factors)
+        lens, own, each = [num + num_more for num in self.lens], shares.of(rank), sum(factors)
+        tokens = lens[rank]
         return _Form(
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
-            by_tokens=[batch * num * each * width * own for num in self.lens],
-            whole=(batch, sum(self.lens), each * own, width),
+            by_tokens=[batch * num * each * width * own for num in lens],
+            whole=(batch, sum(lens), each * own, width),
             homes=[(batch, tokens, num * shares.num_kv_heads, width) for num in factors],
             runs=self._runs(batch, tokens, factors, width),
         )

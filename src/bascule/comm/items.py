@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from bascule.arrays import Ints, Ranks
-from bascule.comm.collectives import all_gather, all_to_all
+from bascule.comm.collectives import all_gather, start_all_to_all
 from bascule.comm.exchange import has_gradient
 from bascule.comm.groups import RankGroup
 from bascule.comm.transforms import only_first, refuse_transforms
@@ -380,7 +380,7 @@ def move_parcels(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> 
     places, recv_splits = _lay_out(move.source[gets], sizes, size)
     received = torch.empty(sum(recv_splits), dtype=torch.uint8, device=device)
     call = f"step {move.step}: all_to_all ({move.name})"
-    all_to_all(move.group, call, received, sent, recv_splits, send_splits)
+    start_all_to_all(move.group, call, received, sent, recv_splits, send_splits)()
     pairs = zip(places, sizes.tolist(), strict=True)
     return [received[place : place + count] for place, count in pairs]
 
@@ -543,7 +543,7 @@ def _slowest(group: RankGroup, device: torch.device, num_bytes: int) -> float:
         float(all_gather(group, "all_gather (measuring)", best).max())  # to begin together
         start = time.perf_counter()
         received, splits = torch.empty_like(sent), [num_bytes] * group.size
-        all_to_all(group, "all_to_all (measuring)", received, sent, splits, splits)
+        start_all_to_all(group, "all_to_all (measuring)", received, sent, splits, splits)()
         int(received[0])  # has arrived, on a device too
         best[0] = min(float(best), time.perf_counter() - start)
     return float(all_gather(group, "all_gather (measured)", best).max())

@@ -177,11 +177,7 @@ def group_of(ranks: Sequence[int]) -> RankGroup:
         ranks: Global ranks, at least two, this one among them.
     """
     key = group_of, tuple(ranks)
-    whole = this_world().kept(key, lambda: _new_group_of(ranks))
-    if whole.is_ended:  # by a failure
-        this_world().forget(key)
-        whole = this_world().kept(key, lambda: _new_group_of(ranks))
-    return whole
+    return this_world().kept(key, lambda: _new_group_of(ranks), lambda group: not group.is_ended)
 
 
 def _new_group_of(ranks: Sequence[int]) -> RankGroup:

@@ -5,20 +5,16 @@ import torch
 from bascule.plan.marks import Origin, marks_of
 from bascule.plan.plan import Plan
 
+is_profiled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+"""Return whether a profiler runs on this thread."""
 
-def begin_range(where: str) -> "torch.profiler.record_function | None":
-    """A range "bascule::route" of "step 3: route", begun; None while no profiler runs."""
-    if not is_profiled():
-        return None
+
+def begin_range(where: str) -> "torch.profiler.record_function":
+    """Return a range "bascule::route" of "step 3: route", begun."""
     step, _, what = where.rpartition(": ")
     begun = torch.profiler.record_function(f"bascule::{what}", step)
     begun.__enter__()
     return begun
-
-
-def is_profiled() -> bool:
-    """Return whether a profiler runs on this thread."""
-    return torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def mark_lengths(origin: Origin, plan: Plan, rank: int) -> None:

@@ -10,10 +10,7 @@ from torch._C import (
     _len_torch_dispatch_stack,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
     _TorchDispatchModeKey,  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType]
 )
-from torch._C._functorch import (
-    TransformType,
-    peek_interpreter_stack,
-)
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
@@ -26,16 +23,20 @@ from torch.utils.checkpoint import (
 from bascule.errors import ConfigError
 
 F = TypeVar("F")
-
-
 NO_SECOND = (
     "attention, sums and samples over ranks have no second derivative: compute what is derived "
     "twice in one process, or without create_graph"
 )
+_REFUSED = {
+    TransformType.Vmap: "under torch.vmap: give the batch as a dim of the tensors",
+    TransformType.Grad: "within torch.func.grad or vjp: use torch.autograd.grad",
+    TransformType.Jvp: "has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
+    "mode, or compute this part in one process",
+}
 
 
 def only_first(backward: F) -> F:
-    """Marks a backward that has no derivative: torch then raises an error instead of losing it.
+    """Mark a backward that has no derivative: torch then raises an error instead of losing it.
 
     Enough where the backward is linear; else it must `refuse_second`.
     """
@@ -46,9 +47,6 @@ def refuse_second(grad: Tensor) -> None:
     """Refuse to make a graph of a gradient that depends on more than the one that comes in.
 
     Torch would see no dependence on what the forward saved, and lose its share without a word.
-
-    Raises:
-        ConfigError: Torch makes a graph (`create_graph`).
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_fake(grad):
         raise ConfigError(NO_SECOND)
@@ -60,22 +58,35 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
     Raises:
         ConfigError: A tensor carries a tangent, or this is called within a transform of torch.func.
     """
-    kind = None
-    if not torch.compiler.is_compiling():
-        transform = peek_interpreter_stack()
-        kind = None if transform is None else transform.key()
-    if kind == TransformType.Vmap:
-        raise ConfigError(f"{what} under torch.vmap: give the batch as a dim of the tensors")
-    if kind == TransformType.Grad:
-        raise ConfigError(f"{what} within torch.func.grad or vjp: use torch.autograd.grad")
-    has_tangent = kind == TransformType.Jvp
+    transform = None if torch.compiler.is_compiling() else peek_interpreter_stack()
+    refused = None if transform is None else _REFUSED.get(transform.key())
     for x in tensors:
         if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-            has_tangent = True
-    if has_tangent:
+            refused = refused or _REFUSED[TransformType.Jvp]
+    if refused is not None:
+        raise ConfigError(f"{what} {refused}")
+
+
+def refuse_transforms(what: str, *tensors: Any) -> None:
+    """`refuse_derivatives`, and what records a program, which would lose an exchange of rows.
+
+    Raises:
+        ConfigError: As there; or this is called while torch traces, or within functionalize.
+    """
+    refuse_derivatives(what, *tensors)
+    if torch.compiler.is_compiling():
+        return
+    transform, recorder = peek_interpreter_stack(), None
+    if transform is not None and transform.key() == TransformType.Functionalize:
+        recorder = "torch.func.functionalize"
+    elif _get_tracing_state() is not None:
+        recorder = "torch.jit.trace"
+    elif _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
+        recorder = "make_fx"
+    if recorder is not None:
         raise ConfigError(
-            f"{what} has no forward-mode derivative (torch.func.jvp, forward_ad): use reverse "
-            "mode, or compute this part in one process"
+            f"{what} within {recorder}, whose graph would not hold the exchange between ranks: "
+            "call it outside, or compile the model with torch.compile"
         )
 
 
@@ -89,29 +100,3 @@ def is_recorded() -> bool:
         return True
     choosing = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
     return any(isinstance(mode, choosing) for mode in _get_current_dispatch_mode_stack())
-
-
-def refuse_transforms(what: str, *tensors: Any) -> None:
-    """`refuse_derivatives`, and what records a program without the exchange between ranks.
-
-    For exchanges that are no operators of torch.
-
-    Raises:
-        ConfigError: As there; or this is called while torch traces, or within functionalize.
-    """
-    refuse_derivatives(what, *tensors)
-    if torch.compiler.is_compiling():
-        return
-    recorder = None
-    transform = peek_interpreter_stack()
-    if transform is not None and transform.key() == TransformType.Functionalize:
-        recorder = "torch.func.functionalize"
-    elif _get_tracing_state() is not None:
-        recorder = "torch.jit.trace"
-    elif _get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None:
-        recorder = "make_fx"
-    if recorder is not None:
-        raise ConfigError(
-            f"{what} within {recorder}, whose graph would not hold the exchange between ranks: "
-            "call it outside, or compile the model with torch.compile"
-        )

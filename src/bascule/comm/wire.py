@@ -9,19 +9,15 @@ What leaves a row is what enters it to within half a code: peak / 254 as int8; a
 What float32 cannot hold is never rounded to a number: a row with an inf or a nan arrives as nan.
 float64 travels as float32 does, so what is beyond its range arrives as nan, or, if tiny, as 0.
 
-Rows may travel as differences from a centre that sender and receiver know. Keys and values of one
-head often have a few channels with a large constant offset, which would take the codes of all
-others. The receiver adds the centre again, so attention is the same with any centre, whatever the
-mask, and a rank can mix rows that travelled with its own. (Subtracted from all keys a constant
-cancels in the softmax and need not be added; but then no key may stay as it is, and values need it
-anyway.) A row travels as a difference only where that is smaller: the sign of its peak says so. So
-no centre costs a row codes, and rows of zeros, such as the output of a query without keys, arrive
-as zeros with any.
+Rows may travel as differences from their centre. Keys and values of one head often have a few
+channels with a large constant offset, which would take the codes of all others. So the centre of
+the tokens that are packed together goes before them, as one more row, and the receiver adds it
+again. A row travels as a difference only where that is smaller: the sign of its peak says so. So no
+centre costs a row codes, and rows of zeros, such as the output of a query without keys, arrive as
+zeros with any.
 
 Nothing here is recorded by autograd. For training, the rule is: the forward uses the values as they
 were received, the backward treats the transport as the identity, and gradients travel in full.
-
-Shapes: B batch, H query heads, K key-value heads (H is a multiple of K), S tokens, D head width.
 """
 
 import math
@@ -32,8 +28,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bascule.comm.collectives import all_reduce
-from bascule.comm.groups import RankGroup
 from bascule.errors import ConfigError
 
 Format = Literal["int8", "e4m3"]
@@ -42,176 +36,125 @@ _CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "e4m3": 448.0}  # codes are symmetric: -128 is not used
 PEAK_BYTES = torch.float32.itemsize
 """Of a row's peak, which travels with its codes."""
-_OUTLIER = 4.0  # times the median size of the rows of a head
+_OUTLIER = 4.0  # times the mean size of the rows of a head
 _SCORES_AT_ONCE = 2**25
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Wire:
     """How rows travel.
 
     Attributes:
         format: "int8", evenly spaced codes, or "e4m3", floating-point codes of 3 mantissa bits:
             less exact unless a row's values are of very different magnitudes.
-        k_centre: (B, K, 1, D) float32, the same on all ranks; None stands for 0.
-        v_centre: The same of the values, and so of the attention's output.
-        takes_centres: Whether each call of attention takes centres from its own keys and values,
-            as `centred` does, by one all-reduce.
+        takes_centres: Whether rows travel as differences from their centre, which is one row more.
 
     Raises:
-        ConfigError: There is no such format, or centres are both given and to be taken.
+        ConfigError: There is no such format.
     """
 
     format: Format
-    k_centre: Tensor | None = None
-    v_centre: Tensor | None = None
     takes_centres: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in _CODES:
             raise ConfigError(f"wire format {self.format!r}: choose one of {', '.join(_CODES)}")
-        if self.takes_centres and (self.k_centre is not None or self.v_centre is not None):
-            raise ConfigError("a wire with centres and takes_centres=True: give one of them")
+
+    @property
+    def num_more(self) -> int:
+        """Rows that travel besides those of the tokens."""
+        return int(self.takes_centres)
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of one row."""
         return head_dim + PEAK_BYTES
 
-    def pack(self, x: Tensor, centre: Tensor | None = None) -> Tensor:
-        """The bytes of (..., D) floating-point rows: (..., D + 4) uint8. No device is waited for.
+    def pack(self, x: Tensor, dim: int = -2) -> Tensor:
+        """The bytes of (.., T, .., D) floating-point rows: (.., T + num_more, .., D + 4) uint8.
+
+        No device is waited for.
 
         Args:
             x: Any strides.
-            centre: Broadcasts to `x`. Codes are of the difference, where it is smaller.
+            dim: Of the tokens, which have one centre.
 
         Raises:
-            ConfigError: `x` is not floating-point or has rows of no values, or the centre does not
-                broadcast to it.
+            ConfigError: `x` is not floating-point, or has rows of no values.
         """
-        _check_rows(x, centre)
-        wide, is_apart = x.detach().to(torch.float32), None
-        peak = wide.abs().amax(-1)
-        if centre is not None:
-            apart = wide - centre
-            peak_apart = apart.abs().amax(-1)
-            # What codes are off by grows with a row's peak where they are evenly spaced, else with
-            # all its values.
-            is_apart = peak_apart < peak
-            if self.format == "e4m3":
-                is_apart = apart.square().sum(-1) < wide.square().sum(-1)
-            wide = torch.where(is_apart[..., None], apart, wide)
-            peak = torch.where(is_apart, peak_apart, peak)
-        # Zeros over a peak of 0 are nan, and so are inf and nan over theirs: codes of 0 for all.
-        units = (wide / peak[..., None]).nan_to_num_(0.0).mul_(_LARGEST[self.format])
-        codes = units.round_() if self.format == "int8" else units
-        codes = codes.to(_CODES[self.format]).view(torch.uint8)
-        # One nan for all, so that the bytes do not depend on who computed them.
-        peak = torch.where(peak < math.inf, peak, math.nan)
-        if is_apart is not None:
-            peak = torch.where(is_apart, -peak, peak)
-        return torch.cat((codes, peak.contiguous()[..., None].view(torch.uint8)), dim=-1)
+        if not x.is_floating_point() or x.dim() < 1 + self.num_more or x.shape[-1] < 1:
+            raise ConfigError(
+                f"pack: {tuple(x.shape)} of {x.dtype}: give floating-point rows of one value or "
+                "more"
+            )
+        wide = x.detach().to(torch.float32)
+        peak = wide.abs().amax(-1, keepdim=True)
+        if not self.takes_centres:
+            return self._coded(wide, peak)
+        centre = _centre(wide, dim)
+        centre = self._coded(centre, centre.abs().amax(-1, keepdim=True))
+        apart = wide - self._decoded(centre)[0]
+        peak_apart = apart.abs().amax(-1, keepdim=True)
+        # What codes are off by grows with a row's peak where they are evenly spaced, else with all
+        # its values.
+        is_apart = peak_apart < peak
+        if self.format == "e4m3":
+            is_apart = apart.square().sum(-1, keepdim=True) < wide.square().sum(-1, keepdim=True)
+        coded = self._coded(
+            torch.where(is_apart, apart, wide), torch.where(is_apart, -peak_apart, peak)
+        )
+        return torch.cat((centre, coded), dim)
 
-    def unpack(self, rows: Tensor, dtype: torch.dtype, centre: Tensor | None = None) -> Tensor:
-        """What `pack` was given, (..., D), from its (..., D + 4) bytes and the same centre.
+    def unpack(self, rows: Tensor, dtype: torch.dtype, dim: int = -2) -> Tensor:
+        """What `pack` was given, (.., T, .., D), in memory of its own.
 
         Raises:
-            ConfigError: These are not such bytes, or the centre does not broadcast to the values.
+            ConfigError: These are not bytes of rows.
         """
         if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
             raise ConfigError(
                 f"unpack: {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
                 f"{PEAK_BYTES + 1} bytes, as `pack` makes them"
             )
+        values, peak = self._decoded(rows)
+        if self.takes_centres:
+            num = rows.shape[dim] - 1
+            centre, values = values.split([1, num], dim)
+            is_apart = peak.narrow(dim, 1, num).signbit()
+            values = torch.where(is_apart, values + centre, values)
+        return values.to(dtype)
+
+    def _coded(self, wide: Tensor, peak: Tensor) -> Tensor:
+        """(.., D + 4) bytes of float32 rows and their (.., 1) peaks, which may have a sign."""
+        # Zeros over a peak of 0 are nan, and so are inf and nan over theirs: codes of 0 for all.
+        units = (wide / peak.abs()).nan_to_num_(0.0).mul_(_LARGEST[self.format])
+        codes = units.round_() if self.format == "int8" else units
+        codes = codes.to(_CODES[self.format]).view(torch.uint8)
+        # One nan for all, so that the bytes do not depend on who computed them.
+        peak = torch.where(peak < math.inf, peak, math.nan)[..., 0]
+        return torch.cat((codes, peak.contiguous()[..., None].view(torch.uint8)), dim=-1)
+
+    def _decoded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(.., D) values and (.., 1) peaks in float32."""
         codes, peak = rows.split([rows.shape[-1] - PEAK_BYTES, PEAK_BYTES], dim=-1)
         # A copy, since rows need not begin at a multiple of four bytes.
         peak = peak.clone(memory_format=torch.contiguous_format).view(torch.float32)
         # The quotient first: peak / 127 would lose the digits of a subnormal peak.
         values = codes.view(_CODES[self.format]).to(torch.float32).div_(_LARGEST[self.format])
-        values = values.mul_(peak.abs())
-        if centre is not None:
-            _check_centre(values, centre)
-            values = torch.where(peak.signbit(), values + centre, values)
-        return values.to(dtype)
-
-    def centred(self, k: Tensor, v: Tensor, group: RankGroup | None) -> "Wire":
-        """The same with the centres of these tensors, see `take_centres`. One all-reduce.
-
-        Centres may be kept for later tensors of the same heads, such as those of the next denoising
-        step: a centre that is off helps less, and never costs exactness.
-
-        Args:
-            k: (B, K, T, D) keys of this rank's tokens, of any number.
-            v: (B, K, T, D) values.
-            group: The ranks that share the tokens; None for one rank.
-        """
-        k_centre, v_centre = take_centres(k, v, group).unbind(0)
-        return Wire(self.format, k_centre, v_centre)
-
-    def of_heads(self, first: int, num_heads: int) -> "Wire":
-        """The same for a run of key-value heads, such as a Ulysses rank has."""
-        k_centre, v_centre = (
-            None if centre is None else centre.narrow(1, first, num_heads)
-            for centre in (self.k_centre, self.v_centre)
-        )
-        return Wire(self.format, k_centre, v_centre)
-
-    def out_centre(self, num_heads: int) -> Tensor | None:
-        """(B, H, 1, D) the centre of the output, as weights of a softmax add up to 1."""
-        if self.v_centre is None or self.v_centre.shape[1] == num_heads:
-            return self.v_centre
-        return self.v_centre.repeat_interleave(num_heads // self.v_centre.shape[1], dim=1)
+        return values.mul_(peak.abs()), peak
 
 
-def take_centres(k: Tensor, v: Tensor, group: RankGroup | None) -> Tensor:
-    """The mean key and value of every head, (2, B, K, 1, D) float32, the same on all ranks.
+def _centre(wide: Tensor, dim: int) -> Tensor:
+    """(.., 1, .., D) the mean over the tokens; 0 where there is none.
 
     Rows of zeros do not count, nor those that are not finite, nor outliers, such as the tokens that
-    attention sinks into: those of more than four times the median size of their head's on a rank.
-    One all-reduce of 2 B K (D + 1) float32 numbers.
-
-    Args:
-        k: (B, K, T, D) keys of this rank's tokens, of any number.
-        v: (B, K, T, D) values.
-        group: The ranks that share the tokens; None for one rank.
+    attention sinks into.
     """
-    sums = torch.stack([_sum_of_usual(x.detach()) for x in (k, v)])
-    if group is not None:
-        sums = all_reduce(group, "all_reduce (centres)", sums)
-    means = sums[..., :-1] / sums[..., -1:].clamp(min=1.0)
-    # Sums that overflow must not make nan of every row.
-    return torch.where(means.isfinite(), means, 0.0)[..., None, :]
-
-
-def _sum_of_usual(x: Tensor) -> Tensor:
-    """(B, K, D + 1) the sum of a head's rows that are no outliers, and their number."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    sizes = torch.linalg.vector_norm(x, dim=-1, dtype=wide)
-    is_known = (sizes > 0.0) & sizes.isfinite()
-    # By sorting, which is deterministic on all devices; the others come last, and one at least.
-    ordered = functional.pad(sizes.masked_fill(~is_known, math.inf), (0, 1), value=math.inf).sort()
-    middle = (is_known.sum(-1, keepdim=True) - 1).clamp(min=0) // 2
-    is_usual = is_known & (sizes <= _OUTLIER * ordered.values.gather(-1, middle))
-    total = x.masked_fill(~is_usual[..., None], 0.0).sum(-2, dtype=torch.float32)
-    return torch.cat((total, is_usual.sum(-1, keepdim=True)), dim=-1)
-
-
-def _check_rows(x: Tensor, centre: Tensor | None) -> None:
-    if not x.is_floating_point() or x.dim() < 1 or x.shape[-1] < 1:
-        raise ConfigError(
-            f"pack: {tuple(x.shape)} of {x.dtype}: give floating-point rows of one value or more"
-        )
-    if centre is not None:
-        _check_centre(x, centre)
-
-
-def _check_centre(x: Tensor, centre: Tensor) -> None:
-    given = (1,) * (x.dim() - centre.dim()) + tuple(centre.shape)
-    # Not `a not in (1, b)`: to a compiler no symbolic size is in a tuple.
-    if len(given) != x.dim() or any(a != 1 and a != b for a, b in zip(given, x.shape, strict=True)):
-        raise ConfigError(
-            f"a centre of shape {tuple(centre.shape)} for rows of shape {tuple(x.shape)}: it must "
-            "broadcast to them; take it with `centred` from tensors of the same batch and heads"
-        )
+    sizes = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    known = sizes.nan_to_num(0.0, 0.0)
+    num = (known > 0.0).sum(dim, keepdim=True)
+    is_usual = (sizes > 0.0) & (sizes * num <= _OUTLIER * known.sum(dim, keepdim=True))
+    total = torch.where(is_usual, wide, 0.0).sum(dim, keepdim=True, dtype=torch.float64)
+    return (total / is_usual.sum(dim, keepdim=True).clamp(min=1)).to(torch.float32)
 
 
 # --- the error on given tensors -------------------------------------------------------------------
@@ -219,18 +162,13 @@ def _check_centre(x: Tensor, centre: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far a tensor is from its reference.
+    """How far a tensor is from its reference."""
 
-    Attributes:
-        relative_l2: Norm of the difference over that of the reference.
-        relative_to_spread: The same over the reference less its mean over the tokens: a large
-            constant in some channels makes `relative_l2` small, whatever happens to the rest.
-        largest: Largest difference over the root mean square of the reference.
-    """
-
-    relative_l2: float
+    relative_l2: float  # norm of the difference over that of the reference
+    # The same over the reference less its mean over the tokens: a large constant in some channels
+    # makes `relative_l2` small, whatever happens to the rest.
     relative_to_spread: float
-    largest: float
+    largest: float  # largest difference over the root mean square of the reference
 
     @classmethod
     def of(cls, x: Tensor, reference: Tensor) -> "Deviation":
@@ -250,25 +188,15 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class WireError:
-    """What a wire costs on given tensors.
+    """What a wire costs on given tensors."""
 
-    Attributes:
-        q: Of the queries themselves; likewise `k` and `v`.
-        k: As `q`.
-        v: As `q`.
-        out_kv: Of the attention's output if all keys and values travelled, as in a ring.
-        out_all: Of the output if all of q, k, v and the output travelled, as with Ulysses.
-        packed_bytes: Of q, k, v and the output on the wire.
-        full_bytes: Of the same tensors as they are.
-    """
-
-    q: Deviation
+    q: Deviation  # of the queries themselves
     k: Deviation
     v: Deviation
-    out_kv: Deviation
-    out_all: Deviation
-    packed_bytes: int
-    full_bytes: int
+    out_kv: Deviation  # of attention's output if all keys and values travelled, as in a ring
+    out_all: Deviation  # if all of q, k, v and the output travelled, as with Ulysses
+    packed_bytes: int  # of q, k, v and the output
+    full_bytes: int  # of the same tensors as they are
 
 
 def measure_error(
@@ -280,26 +208,20 @@ def measure_error(
         q: (B, H, S, D) queries; attention is of all queries to all keys.
         k: (B, K, S, D) keys.
         v: (B, K, S, D) values.
-        wire: The format and centres.
+        wire: The format, and whether it takes centres.
         scale: Factor of the scores. Default: D^-0.5.
     """
-    wire = wire.centred(k, v, None) if wire.takes_centres else wire
-    out_centre = wire.out_centre(q.shape[1])
-    centres = (None, wire.k_centre, wire.v_centre)
-    pairs = list(zip((q, k, v), centres, strict=True))
-    packed = [wire.pack(x, centre) for x, centre in pairs]
-    received = [
-        wire.unpack(rows, x.dtype, centre) for rows, (x, centre) in zip(packed, pairs, strict=True)
-    ]
+    packed = [wire.pack(x) for x in (q, k, v)]
+    received = [wire.unpack(rows, x.dtype) for rows, x in zip(packed, (q, k, v), strict=True)]
     exact = _attention(q, k, v, scale)
     out = _attention(received[0], received[1], received[2], scale).to(q.dtype)
-    packed_out = wire.pack(out, out_centre)
+    packed_out = wire.pack(out)
     return WireError(
         q=Deviation.of(received[0], q),
         k=Deviation.of(received[1], k),
         v=Deviation.of(received[2], v),
         out_kv=Deviation.of(_attention(q, received[1], received[2], scale), exact),
-        out_all=Deviation.of(wire.unpack(packed_out, q.dtype, out_centre), exact),
+        out_all=Deviation.of(wire.unpack(packed_out, q.dtype), exact),
         packed_bytes=sum(x.nbytes for x in (*packed, packed_out)),
         full_bytes=sum(x.nbytes for x in (q, k, v, out)),
     )

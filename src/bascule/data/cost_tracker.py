@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 
 from bascule.arrays import Floats
 from bascule.comm.agree import agree
-from bascule.comm.clocks import Clock, start_clock
 from bascule.comm.collectives import all_gather, broadcast
 from bascule.comm.groups import set_timeout
 from bascule.data.loader import DEFAULT_TIMEOUT_S, BalancedLoader
@@ -29,21 +29,36 @@ STATE_VERSION = 1
 _NUM_WORDS = 1 + 31  # the drift, and a fitted cost model
 
 
+_Moment = float | torch.cuda.Event
+
+
+def _now(device: torch.device) -> _Moment:
+    """Return this moment: in CPU time of this thread, or on the device's stream, without a wait."""
+    if device.type != "cuda":
+        return time.thread_time()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(start: _Moment, end: _Moment) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    return end - start  # pyright: ignore[reportOperatorIssue]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Unit:
-    """A microbatch or a step, after which ranks wait for each other.
+    """A microbatch or a step, after which ranks wait for each other."""
 
-    Tokens of each sample of each data-parallel rank, a clock for each microbatch of this rank, and
-    whether this rank computed on something that the plan does not show: padding.
-    """
-
-    seq_lens: list[npt.NDArray[np.int64]]
-    clocks: list[Clock]
-    is_odd: bool
+    seq_lens: list[npt.NDArray[np.int64]]  # of each data-parallel rank
+    laps: list[tuple[_Moment, _Moment]]  # of this rank's own compute, one a microbatch
+    is_odd: bool  # this rank computed on something that the plan does not show: padding
 
     def seconds(self) -> float:
         """Return the seconds of this rank; nan if they mean nothing."""
-        return float("nan") if self.is_odd else sum(clock.seconds() for clock in self.clocks)
+        return math.nan if self.is_odd else sum(_seconds(*lap) for lap in self.laps)
 
 
 class CostTracker:
@@ -116,19 +131,18 @@ class CostTracker:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of the loader, and time what is done with each."""
-        clocks: list[Clock] = []
+        laps: list[tuple[_Moment, _Moment]] = []
         batches: list[Batch] = []
         accumulate = self._loader.rules.accumulate
         per_unit = 1 if self._loader.rules.sync == "microbatch" else accumulate
         for batch in self._loader:
-            clock = start_clock(self._device)
+            start = _now(self._device)
             yield batch
-            clock.stop()
-            clocks.append(clock)
+            laps.append((start, _now(self._device)))
             batches.append(batch)
             if len(batches) == per_unit:
-                self._observe(batches, clocks)
-                clocks, batches = [], []
+                self._observe(batches, laps)
+                laps, batches = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fitted cost model, as plain values; the same on every rank."""
@@ -169,7 +183,7 @@ class CostTracker:
         self._wanted = self._window
         self._loader.set_cost(cost)
 
-    def _observe(self, batches: list[Batch], clocks: list[Clock]) -> None:
+    def _observe(self, batches: list[Batch], laps: list[tuple[_Moment, _Moment]]) -> None:
         if self._left_out:
             self._left_out -= 1
             return
@@ -178,7 +192,7 @@ class CostTracker:
             np.concatenate([b.plan.seq_lens[b.plan.bag_of == rank] for b in batches])
             for rank in range(num_ranks)
         ]
-        self._units.append(_Unit(lens, clocks, any(batch.is_padding for batch in batches)))
+        self._units.append(_Unit(lens, laps, any(batch.is_padding for batch in batches)))
         if len(self._units) == self._wanted:
             self._learn()
             self._units = []

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bascule.arrays import Ints
 from bascule.comm import groups
 from bascule.comm.agree import agree
-from bascule.comm.failures import leave, shared, watch_of_world
+from bascule.comm.failures import leave, shared
 from bascule.comm.items import measure_exchange
 from bascule.comm.profiles import mark_lengths
 from bascule.data.packs import Pack, make_pack
@@ -525,8 +525,6 @@ class BalancedLoader:
         if self._prefetcher is not None:
             self._prefetcher.leave()
             self._end(self._prefetcher)
-        if dist.is_initialized():
-            watch_of_world().close()
 
     def _end(self, prefetcher: Prefetcher, patience_s: float | None = None) -> None:
         if prefetcher.join(patience_s) and self._prefetcher is prefetcher:

@@ -146,11 +146,11 @@ class Pool:
 
 def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
     """Return the pool of these global ranks, made where there is none that works. All call it."""
-    world, key = this_world(), (Pool, tuple(members))
-    pool = world.kept(key, lambda: Pool(members, timeout_s))
-    if pool.control.is_ended:
-        world.forget(key)
-        pool = world.kept(key, lambda: Pool(members, timeout_s))
+    pool = this_world().kept(
+        (Pool, tuple(members)),
+        lambda: Pool(members, timeout_s),
+        lambda pool: not pool.control.is_ended,
+    )
     set_timeout(pool.control, timeout_s)
     return pool
 

@@ -133,11 +133,6 @@ def _check(asked: Asked) -> None:
         raise ConfigError(f"parallelize: wire is {wire!r}: give a Wire")
     if not isinstance(sparse, SparseConfig | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"parallelize: sparse is {sparse!r}: give a SparseConfig")
-    if wire is not None and (wire.k_centre is not None or wire.v_centre is not None):
-        raise ConfigError(
-            "parallelize: a wire with given centres fits one shape of keys only: use "
-            f"Wire({wire.format!r}, takes_centres=True)"
-        )
     if wire is not None and sparse is not None:
         raise ConfigError(
             "parallelize: rows of block-sparse attention travel as they are: leave out wire or "
