@@ -52,10 +52,10 @@ def tracker_of(places: list[int]) -> Any:
 def test_a_step_with_padding_in_any_microbatch_teaches_nothing() -> None:
     counts, lens, bag_of = np.array([[1, 1], [4, 6], [0, 1]])
     plan = Plan(Topology(((1, 1),), 2), counts, lens, bag_of, lens * 1.0, 0.0, "none")
-    tracker, clock = tracker_of([0, 1]), SimpleNamespace(seconds=lambda: 0.25)
+    tracker = tracker_of([0, 1])
     for padded in itertools.product((False, True), repeat=3):
         batches = [SimpleNamespace(plan=plan, is_padding=one) for one in padded]
-        tracker._observe(batches, [clock] * 3)
+        tracker._observe(batches, [(1.0, 1.25)] * 3)
         unit = tracker._units[-1]
         assert [lens.tolist() for lens in unit.seq_lens] == [[4] * 3, [6] * 3]
         assert math.isnan(unit.seconds()) if any(padded) else unit.seconds() == 0.75
