@@ -21,7 +21,7 @@ from scipy.special import ndtri, stdtrit
 from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.calibration import NUM_COEFFICIENTS, Fit, is_held_out
-from bascule.plan.checks import MAX_NUMBER, floats, listed, of_type
+from bascule.plan.checks import MAX_NUMBER, each, floats, listed, of_type
 from bascule.plan.costs import IterationFit, PolynomialCost, TransformerCost
 from bascule.plan.machine import NUM_ALL_TO_ALLS, AttentionLatency, AttentionLoad
 from bascule.plan.sequences import check_lengths
@@ -129,11 +129,10 @@ def fit_latency(
         ConfigError: Too few points, a value that is not positive, or latencies that leave the
             linear layers no time. Whether the rest fits is for the caller to see in `fit_error`.
     """
-    tokens, latency = _checked("fit_latency", seq_lens, seconds, num_lengths=2)
-    attention_free = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
-    plain = TransformerCost(d_model, gamma=1.0, num_layers=num_layers)
-    attention = plain(tokens, num_pairs) - attention_free
-    fitted = relative_fit(np.stack([attention_free, attention], axis=1), latency)
+    tokens, latency = _latencies("fit_latency", seq_lens, seconds, 2)
+    linear = TransformerCost(d_model, gamma=0.0, num_layers=num_layers)(tokens)
+    attention = TransformerCost(d_model, num_layers=num_layers)(tokens, num_pairs) - linear
+    fitted = relative_fit(np.stack([linear, attention], axis=1), latency)
     linear_s, attention_s = fitted.coefficients.tolist()
     if linear_s <= 0.0:
         raise ConfigError(
@@ -165,24 +164,22 @@ def fit_item_latency(
     Raises:
         ConfigError: Too few points, or a value that is not positive.
     """
-    tokens, latency = _checked("fit_item_latency", item_lens, seconds, num_lengths=3)
+    tokens, latency = _latencies("fit_item_latency", item_lens, seconds, 3)
     pairs = tokens**2 if num_pairs is None else floats("fit_item_latency: num_pairs", num_pairs)
     columns = np.stack([pairs, tokens, np.ones_like(tokens)], axis=1)
     return PolynomialCost(*relative_fit(columns, latency).coefficients.tolist())
 
 
-def _checked(
-    what: str, seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, *, num_lengths: int
+def _latencies(
+    what: str, seq_lens: npt.ArrayLike, seconds: npt.ArrayLike, num_lengths: int
 ) -> tuple[Floats, Floats]:
     """Check latencies of so many different lengths at least."""
-    tokens = floats(f"{what}: seq_lens", seq_lens)
-    latency = floats(f"{what}: seconds", seconds)
+    tokens, latency = floats(f"{what}: seq_lens", seq_lens), floats(f"{what}: seconds", seconds)
     few = tokens.ndim != 1 or np.unique(tokens).size < num_lengths
     if few or tokens.shape != latency.shape:
-        least = "two" if num_lengths == 2 else "three"
         raise ConfigError(
             f"{what}: {tokens.shape} lengths and {latency.shape} seconds; give one latency for "
-            f"each length, and at least {least} different lengths"
+            f"each length, and at least {num_lengths} different lengths"
         )
     if not (_is_time(tokens) & _is_time(latency)).all():
         raise ConfigError(
@@ -226,19 +223,31 @@ def fit_attention_latency(
         ConfigError: Fewer than 7 calls, a time that is not positive, no call with all-to-alls or
             none with a ring, or none that waits for the exchange in the ring.
     """
-    loads = listed("fit_attention_latency: loads", loads)
-    measured_O = floats("fit_attention_latency: seconds", seconds)
-    _check_observations(loads, measured_O)
-    columns = ("ring_degree", "work", "all_to_all_bytes", "p2p_bytes", "copied_bytes")
-    table = [[getattr(load, name) for load in loads] for name in columns]
-    observed = _Calls(*np.array(table, dtype=np.float64))
-    results = [_alternate_calls(observed, measured_O, waits_O) for waits_O in _starts(observed)]
+    what = "fit_attention_latency"
+    loads = each(f"{what}: loads", loads, of_type, AttentionLoad, "an AttentionLoad")
+    measured_O = floats(f"{what}: seconds", seconds)
+    if measured_O.shape != (len(loads),) or len(loads) < _NUM_COEFFICIENTS:
+        raise ConfigError(
+            f"{what}: {len(loads)} loads and seconds of shape {measured_O.shape}; give one time "
+            f"for each load, and at least {_NUM_COEFFICIENTS}"
+        )
+    if not _is_time(measured_O).all():
+        raise ConfigError(f"{what}: seconds must be positive and finite")
+    names = _Calls.__dataclass_fields__
+    calls = _Calls(*np.array([[getattr(load, name) for load in loads] for name in names], float))
+    rings = (calls.ring_degree > 1).any()
+    if not rings or not (calls.all_to_all_bytes > 0).any():
+        raise ConfigError(
+            f"{what}: no call with {'all-to-alls' if rings else 'a ring'}; measure some, such as "
+            "all ranks in one Ulysses group, and all in one ring"
+        )
+    results = [_alternate_calls(calls, measured_O, waits_O) for waits_O in calls.starts()]
     # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
     coefs_K, waits_O, error = min(results, key=lambda result: round(result[2], 9))
     if not waits_O.any():
         raise ConfigError(
-            "fit_attention_latency: no call waits for the exchange in the ring, so its time is not "
-            "known: measure some calls with little work, or with none"
+            f"{what}: no call waits for the exchange in the ring, so its time is not known: "
+            "measure some calls with little work, or with none"
         )
     return AttentionLatency(*coefs_K.tolist(), fit_error=error)
 
@@ -254,7 +263,7 @@ class _Calls:
     copied_bytes: Floats
 
     def rows(self, waits_O: Bools) -> Floats:
-        """(O, K) factors of the coefficients, given the calls that wait for the exchange."""
+        """(O, K) factors of the coefficients, where these calls wait for the exchange."""
         waited_O = np.where(waits_O, self.ring_degree - 1.0, 0.0)
         computed_O = self.ring_degree - waited_O
         columns = (
@@ -269,55 +278,36 @@ class _Calls:
         return np.stack(columns, axis=1)
 
     def waits(self, coefs_K: Floats) -> Bools:
-        """(O,) whether a call waits for the exchange by these coefficients."""
+        """(O,) calls that wait for the exchange by these coefficients."""
         _, _, p2p_latency_s, p2p_s_per_byte, compute_s_per_work, launch_s, _ = coefs_K.tolist()
         compute_O = launch_s + compute_s_per_work * self.work / self.ring_degree
         p2p_O = p2p_latency_s + p2p_s_per_byte * self.p2p_bytes
         # What is as long as the compute is not seen: rounding must not say that it is.
         return (self.ring_degree > 1) & (p2p_O > (1.0 + 1e-6) * compute_O)
 
-
-def _starts(observed: _Calls) -> list[Bools]:
-    """Calls that wait for the exchange at first: those with the most bytes for their work."""
-    in_ring_O = observed.ring_degree > 1
-    work_O = np.maximum(observed.work / observed.ring_degree, observed.work.mean() * 1e-9)
-    bytes_per_work_O = observed.p2p_bytes / np.maximum(work_O, np.finfo(np.float64).tiny)
-    cuts = np.quantile(bytes_per_work_O[in_ring_O], np.linspace(0.0, 1.0, NUM_STARTS))
-    return [in_ring_O & (bytes_per_work_O >= cut) for cut in cuts]
+    def starts(self) -> list[Bools]:
+        """Calls that wait for the exchange at first: those with the most bytes for their work."""
+        in_ring_O = self.ring_degree > 1
+        work_O = np.maximum(self.work / self.ring_degree, self.work.mean() * 1e-9)
+        bytes_per_work_O = self.p2p_bytes / np.maximum(work_O, np.finfo(np.float64).tiny)
+        cuts = np.quantile(bytes_per_work_O[in_ring_O], np.linspace(0.0, 1.0, NUM_STARTS))
+        return [in_ring_O & (bytes_per_work_O >= cut) for cut in cuts]
 
 
 def _alternate_calls(
-    observed: _Calls, measured_O: Floats, waits_O: Bools
+    calls: _Calls, measured_O: Floats, waits_O: Bools
 ) -> tuple[Floats, Bools, float]:
     """Coefficients (K,), the calls that wait by them (O,), and the relative error."""
     coefs_K, predicted_O = np.zeros(_NUM_COEFFICIENTS), measured_O
     for _ in range(_MOST_TURNS):
         last_K, last_O = coefs_K, waits_O
-        rows_OK, units_K = _in_units(observed.rows(waits_O) / predicted_O[:, None])
+        rows_OK, units_K = _in_units(calls.rows(waits_O) / predicted_O[:, None])
         coefs_K = units_K * nnls(rows_OK, measured_O / predicted_O)[0]
-        waits_O = observed.waits(coefs_K)
-        predicted_O = np.maximum(observed.rows(waits_O) @ coefs_K, MIN_SHARE * measured_O)
+        waits_O = calls.waits(coefs_K)
+        predicted_O = np.maximum(calls.rows(waits_O) @ coefs_K, MIN_SHARE * measured_O)
         if np.array_equal(waits_O, last_O) and np.allclose(coefs_K, last_K, rtol=1e-9, atol=0.0):
             break
     return coefs_K, waits_O, float(np.sqrt(np.mean((measured_O / predicted_O - 1.0) ** 2)))
-
-
-def _check_observations(loads: Sequence[AttentionLoad], measured_O: Floats) -> None:
-    if measured_O.shape != (len(loads),) or len(loads) < _NUM_COEFFICIENTS:
-        raise ConfigError(
-            f"fit_attention_latency: {len(loads)} loads and seconds of shape {measured_O.shape}; "
-            f"give one time for each load, and at least {_NUM_COEFFICIENTS}"
-        )
-    for load in loads:
-        of_type("fit_attention_latency: a load", load, AttentionLoad, "an AttentionLoad")
-    if not _is_time(measured_O).all():
-        raise ConfigError("fit_attention_latency: seconds must be positive and finite")
-    rings = any(load.ring_degree > 1 for load in loads)
-    if not rings or not any(load.all_to_all_bytes > 0 for load in loads):
-        raise ConfigError(
-            f"fit_attention_latency: no call with {'all-to-alls' if rings else 'a ring'}; measure "
-            "some, such as all ranks in one Ulysses group, and all in one ring"
-        )
 
 
 TERMS = ("quadratic", "linear", "constant", "overhead")
@@ -361,14 +351,6 @@ STARTS_K = (
 
 
 @dataclass(frozen=True)
-class _Observed:
-    """Times that belong to the slowest of R ranks."""
-
-    work: Floats  # (O, R, K) sum of L^2, sum of L, sequences, 1
-    seconds: Floats  # (O,)
-
-
-@dataclass(frozen=True)
 class _Solution:
     """Coefficients, and the linear problem of the slowest ranks that they solve."""
 
@@ -382,17 +364,18 @@ class _Solution:
 
 
 def _shares(
-    design: Floats, target: Floats, weights: Floats, assumed: tuple[Floats, Floats], noise: float
+    design: Floats, target: Floats, weights: Floats, assumed: "_Assumptions", noise: float
 ) -> tuple[Floats, Floats, Floats]:
     """Solve for shares (K,) >= 0; return them, residuals (O,), and 1 - leverage (O,).
 
     The leverage is how much of an observation's prediction is the observation itself; without it,
-    the residual would be residual / (1 - leverage). Rows and values that are assumed weigh as much
-    as the noise allows.
+    the residual would be residual / (1 - leverage). What is assumed weighs as much as the noise
+    allows.
     """
     root = np.sqrt(weights)
-    rows, extra = root[:, None] * design, noise * assumed[0]
-    shares, _ = nnls(np.vstack([rows, extra]), np.concatenate([root * target, noise * assumed[1]]))
+    rows, extra = root[:, None] * design, noise * assumed.rows
+    target_of_all = np.concatenate([root * target, noise * assumed.values])
+    shares, _ = nnls(np.vstack([rows, extra]), target_of_all)
     free = shares > 0
     rows, extra = rows[:, free], extra[:, free]
     # The last part is for a term that no slowest rank has: nothing else holds it.
@@ -439,13 +422,13 @@ def fit_iterations(
         ConfigError: Lengths and seconds do not match or are illegal, there are fewer than 3
             measurements, or the leave-one-out error is above the limit.
     """
-    observed = _observe(seq_lens, seconds)
+    work_ORK, seconds_O = _observe(seq_lens, seconds)
     # Where each rank has a time of its own, there is nothing to search.
-    starts = STARTS_K if observed.work.shape[1] > 1 else STARTS_K[:1]
-    solutions = [_alternate(observed, *way) for way in product(starts, (False, True))]
+    starts = STARTS_K if work_ORK.shape[1] > 1 else STARTS_K[:1]
+    solutions = [_alternate(work_ORK, seconds_O, *way) for way in product(starts, (False, True))]
     # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
     best = min(solutions, key=lambda one: round(float(np.abs(one.loo).mean()), 6))
-    errors_K, known_K = _standard_errors(best)
+    errors_K, known_K, covariance = _uncertainty(best)
     errors = np.sort(np.abs(best.loo))  # the worst say nothing about the model: stalls
     fit = IterationFit(
         standard_errors=cast(tuple[float, float, float, float], tuple(errors_K.tolist())),
@@ -453,7 +436,7 @@ def fit_iterations(
         loo_error=float(errors[: errors.size - -(-errors.size // WORST_PART)].mean()),
         num_observations=best.loo.size,
         num_outliers=int(np.count_nonzero(best.weights < 0.5)),
-        covariance=tuple(map(tuple, _covariance(best).tolist())),
+        covariance=tuple(map(tuple, covariance.tolist())),
     )
     if fit.loo_error > max_loo_error:
         raise ConfigError(
@@ -466,36 +449,40 @@ def fit_iterations(
     return PolynomialCost(quadratic, linear, constant, overhead, fit=fit)
 
 
-def _alternate(observed: _Observed, start_K: Sequence[float], robust: bool) -> _Solution:
+def _alternate(
+    work_ORK: Floats, seconds_O: Floats, start_K: Sequence[float], robust: bool
+) -> _Solution:
     """Slowest ranks by the coefficients, coefficients by the slowest ranks, until both stay.
 
     If not `robust`, all weights stay 1 until the slowest ranks do: as long as some of these are
     wrong, their iterations look like outliers, and without them the rest fits too well. The other
     way finds its way around outliers, which may decide on the slowest ranks if they count.
     """
-    even_O = np.ones_like(observed.seconds)
-    mean_K = observed.work.mean(axis=(0, 1))
+    even_O = np.ones_like(seconds_O)
+    mean_K = work_ORK.mean(axis=(0, 1))
     coefs_K = np.divide(start_K, mean_K, out=np.zeros(len(TERMS)), where=mean_K > 0)
-    solution = _solve(observed, (observed.work @ coefs_K).argmax(axis=1), even_O, noise=0.0)
+    slowest_O = (work_ORK @ coefs_K).argmax(axis=1)
+    solution = _solve(work_ORK, seconds_O, slowest_O, even_O, noise=0.0)
     for turn in range(MAX_ROUNDS):
         last = solution
-        slowest_O = (observed.work @ last.coefs).argmax(axis=1)
+        slowest_O = (work_ORK @ last.coefs).argmax(axis=1)
         same = np.array_equal(last.slowest, slowest_O)
         robust = robust or same or turn == MAX_ROUNDS // 2
         weights_O, noise = (last.weights, last.noise) if robust else (even_O, 0.0)
-        solution = _solve(observed, slowest_O, weights_O, noise)
+        solution = _solve(work_ORK, seconds_O, slowest_O, weights_O, noise)
         if same and np.allclose(last.coefs, solution.coefs, rtol=1e-9, atol=0.0):
             break
     return solution
 
 
-def _solve(observed: _Observed, slowest_O: Ints, weights_O: Floats, noise: float) -> _Solution:
+def _solve(
+    work_ORK: Floats, seconds_O: Floats, slowest_O: Ints, weights_O: Floats, noise: float
+) -> _Solution:
     """Weighted least squares over coefficients >= 0, and the weights and the noise that follow."""
-    median_s = float(np.median(observed.seconds))
-    unit_O = np.maximum(observed.seconds, MIN_SCALE * median_s)
-    rows_OK = observed.work[np.arange(slowest_O.size), slowest_O] / unit_O[:, None]
+    unit_O = np.maximum(seconds_O, MIN_SCALE * float(np.median(seconds_O)))
+    rows_OK = work_ORK[np.arange(slowest_O.size), slowest_O] / unit_O[:, None]
     design_OK, scale_K = _in_units(rows_OK)
-    problem = design_OK, observed.seconds / unit_O, weights_O, _assumptions(scale_K)
+    problem = design_OK, seconds_O / unit_O, weights_O, _assumptions(scale_K)
     shares_K, residual_O, left_O = _shares(*problem, max(noise, MIN_NOISE))
     # Noise and outliers are found without the assumptions: where these are wrong, their residuals
     # would look like noise, which would make them weigh more still.
@@ -514,75 +501,87 @@ def _solve(observed: _Observed, slowest_O: Ints, weights_O: Floats, noise: float
     )
 
 
-def _assumptions(scale_K: Floats) -> tuple[Floats, Floats]:
-    """Rows over shares, and what they should be, in units of the standard deviation of each.
+@dataclass(frozen=True)
+class _Assumptions:
+    """What is assumed of the shares, in units of the standard deviation of each.
 
     1. quadratic : linear = mean length : crossover, up to a factor (the length is weighted by
        tokens);
     2. the share of the constant; 3. the share of the overhead. The sum of the shares is left free.
     """
-    quadratic, spread = _crossover(scale_K)
-    known_K = scale_K > 0
+
+    rows: Floats  # (3, K)
+    values: Floats  # (3,)
+    deviations: Floats  # (K,) of each share
+
+
+def _assumptions(scale_K: Floats) -> _Assumptions:
+    length = scale_K[1] / scale_K[0] if scale_K[0] > 0 else TYPICAL_CROSSOVER_TOKENS
+    part = float(length / (length + TYPICAL_CROSSOVER_TOKENS))  # quadratic in both
+    spread = CROSSOVER_LOG_SD * part * (1.0 - part)  # to first order
+    (constant, constant_sd), (overhead, overhead_sd) = CONSTANT_SHARE, OVERHEAD_SHARE
     rows = np.array(
         [
-            [(1.0 - quadratic) / spread, -quadratic / spread, 0.0, 0.0],
-            [0.0, 0.0, 1.0 / CONSTANT_SHARE[1], 0.0],
-            [0.0, 0.0, 0.0, 1.0 / OVERHEAD_SHARE[1]],
+            [(1.0 - part) / spread, -part / spread, 0.0, 0.0],
+            [0.0, 0.0, 1.0 / constant_sd, 0.0],
+            [0.0, 0.0, 0.0, 1.0 / overhead_sd],
         ]
+    ) * (scale_K > 0)
+    deviations = np.array([spread, spread, constant_sd, overhead_sd])
+    return _Assumptions(rows, rows @ [0.0, 0.0, constant, overhead], deviations)
+
+
+def _uncertainty(solution: _Solution) -> tuple[Floats, Bools, Floats]:
+    """Return (K,) standard errors by the measurements alone, which are known, and the covariance.
+
+    A coefficient is known if its error is smaller than the assumed one. The covariance (K, K) is by
+    the measurements and the assumptions (normal, to first order); constraints at 0 are left out of
+    it: who draws coefficients must cut them off there.
+    """
+    rows, noise = (
+        np.sqrt(solution.weights)[:, None] * solution.design,
+        max(solution.noise, MIN_NOISE),
     )
-    return rows * known_K, (rows * known_K) @ [0.0, 0.0, CONSTANT_SHARE[0], OVERHEAD_SHARE[0]]
-
-
-def _crossover(scale_K: Floats) -> tuple[float, float]:
-    """Assumed part of the quadratic term in quadratic plus linear, and its standard deviation."""
-    length = scale_K[1] / scale_K[0] if scale_K[0] > 0 else TYPICAL_CROSSOVER_TOKENS
-    part = float(length / (length + TYPICAL_CROSSOVER_TOKENS))
-    return part, CROSSOVER_LOG_SD * part * (1.0 - part)  # to first order
-
-
-def _standard_errors(solution: _Solution) -> tuple[Floats, Bools]:
-    """(K,) standard errors by the measurements alone, and which are smaller than assumed ones."""
     # Rows of zeros give fewer observations than terms all their axes.
-    rows = np.vstack(
-        [np.sqrt(solution.weights)[:, None] * solution.design, np.zeros((len(TERMS),) * 2)]
-    )
-    _, sizes, axes = np.linalg.svd(rows, full_matrices=False)
+    padded = np.vstack([rows, np.zeros((len(TERMS),) * 2)])
+    _, sizes, axes = np.linalg.svd(padded, full_matrices=False)
     blind = sizes < 1e-9 * sizes[0]
     variance_K = (axes[~blind] ** 2).T @ sizes[~blind] ** -2.0
     variance_K[(axes[blind] ** 2).sum(axis=0) > 1e-9] = np.inf
-    share_errors_K = max(solution.noise, MIN_NOISE) * np.sqrt(variance_K)
-    _, spread = _crossover(solution.scale)
-    assumed_K = np.array([spread, spread, CONSTANT_SHARE[1], OVERHEAD_SHARE[1]])
-    errors_K = np.full(len(TERMS), np.inf)
-    seen_K = solution.scale > 0
-    errors_K[seen_K] = share_errors_K[seen_K] * solution.scale[seen_K]
-    return errors_K, share_errors_K < assumed_K
+    share_errors_K = noise * np.sqrt(variance_K)
+    assumed, scale_K = _assumptions(solution.scale), solution.scale
+    normal = rows.T @ rows / noise**2 + assumed.rows.T @ assumed.rows
+    covariance = np.linalg.pinv(normal, hermitian=True) * np.outer(scale_K, scale_K)
+    errors_K = share_errors_K * np.where(scale_K > 0, scale_K, 1.0)  # without a unit: infinite
+    return errors_K, share_errors_K < assumed.deviations, covariance
 
 
-def _covariance(solution: _Solution) -> Floats:
-    """(K, K) of the coefficients, by the measurements and the assumptions (normal, to first order).
-
-    Constraints at 0 are left out of it: who draws coefficients must cut them off there.
-    """
-    rows = np.sqrt(solution.weights)[:, None] * solution.design / max(solution.noise, MIN_NOISE)
-    assumed, _ = _assumptions(solution.scale)
-    shares = np.linalg.pinv(rows.T @ rows + assumed.T @ assumed, hermitian=True)
-    return shares * np.outer(solution.scale, solution.scale)
-
-
-def _observe(seq_lens: Sequence[Sequence[npt.ArrayLike]], seconds: npt.ArrayLike) -> _Observed:
-    """Check and sum up what `fit_iterations` is given."""
-    work_TRK = _work(seq_lens)
-    times = _times(seconds, work_TRK.shape[0], work_TRK.shape[1])
+def _observe(
+    seq_lens: Sequence[Sequence[npt.ArrayLike]], seconds: npt.ArrayLike
+) -> tuple[Floats, Floats]:
+    """Return (O, R, K) sum of L^2, sum of L, sequences, and 1; and (O,) seconds of the slowest."""
+    work_TRK, times = _work(seq_lens), floats("fit_iterations: seconds", seconds)
+    shape = work_TRK.shape[:2]
+    if times.shape not in (shape[:1], shape):
+        raise ConfigError(
+            f"fit_iterations: seconds have shape {times.shape}, the lengths are of {shape[0]} "
+            f"iterations on {shape[1]} ranks; give seconds of shape {shape[:1]} or {shape}"
+        )
+    is_missing = np.isnan(times) & (times.ndim == 2)
+    if not (legal := (times == 0) | _is_time(times) | is_missing).all():
+        place = np.argwhere(~legal)[0].tolist()
+        raise ConfigError(
+            f"fit_iterations: seconds{place} is {times[tuple(place)]}; times must be finite and "
+            ">= 0: leave the iteration out"
+        )
+    places = np.argwhere(~is_missing)
     if times.ndim == 2:
-        measured = ~np.isnan(times)
-        work_ORK, times = work_TRK[measured][:, None, :], times[measured]
-        places = [f"iteration {t}, rank {r}" for t, r in np.argwhere(measured).tolist()]
+        work_ORK = work_TRK[~is_missing][:, None, :]
     else:
         # Most tokens first: of ranks with equal loads that one is the slowest, in any order.
         order_TR = np.lexsort([-work_TRK[:, :, term] for term in (2, 0, 1)], axis=1)
         work_ORK = np.take_along_axis(work_TRK, order_TR[:, :, None], axis=1)
-        places = [f"iteration {t}" for t in range(times.size)]
+    times = times[~is_missing]
     if times.size < MIN_OBSERVATIONS:
         raise ConfigError(
             f"fit_iterations: {times.size} measurements, at least {MIN_OBSERVATIONS} are needed, "
@@ -591,65 +590,32 @@ def _observe(seq_lens: Sequence[Sequence[npt.ArrayLike]], seconds: npt.ArrayLike
     # A timer that did not run gives zeros, and any fit of zeros is perfect.
     stopped = (times == 0.0) & (work_ORK[:, :, 2] > 0).any(axis=1)
     if stopped.any():
-        place = places[int(stopped.argmax())]
+        place = ", rank ".join(map(str, places[int(stopped.argmax())].tolist()))
         raise ConfigError(
-            f"fit_iterations: {place} took 0 s with sequences to compute; times must be above 0: "
-            "leave the iteration out, or log the time of every iteration"
+            f"fit_iterations: iteration {place} took 0 s with sequences to compute; times must be "
+            "above 0: leave the iteration out, or log the time of every iteration"
         )
     if not work_ORK[:, :, 1].any():
         raise ConfigError(
             "fit_iterations: no measured iteration has a token, at least one is needed: measure "
             "iterations that compute"
         )
-    return _Observed(work_ORK, times)
+    return work_ORK, times
 
 
 def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
     """(iterations, ranks, K) sum of L^2, sum of L, number of sequences, and 1."""
     seq_lens = listed("fit_iterations: seq_lens", seq_lens)
-    if len(seq_lens) == 0:
-        raise ConfigError(
-            f"fit_iterations: no iterations, at least {MIN_OBSERVATIONS} are needed: give the "
-            "lengths of each rank in each iteration"
-        )
-    num_ranks = len(listed("fit_iterations: iteration 0: sequence lengths", seq_lens[0]))
-    if num_ranks == 0:
-        raise ConfigError("fit_iterations: iteration 0 has no ranks: give a list a rank")
-    work = np.ones((len(seq_lens), num_ranks, len(TERMS)))
-    for iteration, per_rank in enumerate(seq_lens):
+    ranks = [listed("fit_iterations: lengths of an iteration", one) for one in seq_lens]
+    num_ranks = len(ranks[0]) if ranks else 0
+    work = np.ones((len(ranks), num_ranks, len(TERMS)))
+    for iteration, per_rank in enumerate(ranks):
         try:
             counts, lens = check_lengths(per_rank, num_ranks)
         except ConfigError as error:
             raise ConfigError(f"fit_iterations: iteration {iteration}: {error}") from error
         tokens = lens.astype(np.float64)  # the square of 65,536 tokens is 0 as an int32
-        ranks = np.repeat(np.arange(num_ranks), counts)
+        rank_of = np.repeat(np.arange(num_ranks), counts)
         for term, values in enumerate((tokens**2, tokens, None)):
-            work[iteration, :, term] = np.bincount(ranks, values, num_ranks)
+            work[iteration, :, term] = np.bincount(rank_of, values, num_ranks)
     return work
-
-
-def _times(seconds: npt.ArrayLike, num_iterations: int, num_ranks: int) -> Floats:
-    """(iterations,) or (iterations, ranks) seconds, finite and >= 0, or NaN in the second form."""
-    try:
-        times = floats("seconds", seconds)
-    except ConfigError as error:
-        raise ConfigError(
-            "fit_iterations: seconds are not numbers of equal rows; give one time an iteration, or "
-            f"one a rank in each iteration with NaN where it is missing: {error}"
-        ) from error
-    if times.shape not in ((num_iterations,), (num_iterations, num_ranks)):
-        raise ConfigError(
-            f"fit_iterations: seconds have shape {times.shape}, the lengths are of "
-            f"{num_iterations} iterations on {num_ranks} ranks; give seconds of shape "
-            f"({num_iterations},) or ({num_iterations}, {num_ranks})"
-        )
-    legal = (times == 0) | _is_time(times)
-    if times.ndim == 2:
-        legal |= np.isnan(times)
-    if not legal.all():
-        place = tuple(np.argwhere(~legal)[0].tolist())
-        raise ConfigError(
-            f"fit_iterations: seconds{list(place)} is {times[place]}; times must be finite and "
-            ">= 0: leave the iteration out"
-        )
-    return times

@@ -514,14 +514,15 @@ class HardwareProfile:
             attention=(of_type, AttentionLatency, "an AttentionLatency, or None"),
             calibration=(of_type, Calibration, "a Calibration, or None"),
         )
-        made = self.calibration
         number("HardwareProfile: gamma of its calibration", self.gamma, most=1e24)
-        for name, measured in ({} if made is None else made.rates).items():
-            value = getattr(self, name)
-            if name in made.measured and not math.isclose(value or 0.0, measured, rel_tol=_SAME):
-                # Costs follow from the curves, which say something else than a number edited.
+        if self.calibration is None:
+            return
+        for name, measured in self.calibration.rates.items():
+            value = getattr(self, name) or 0.0
+            is_same = math.isclose(value, measured, rel_tol=_SAME)
+            if name in self.calibration.measured and not is_same:  # costs follow from the curves
                 raise ConfigError(
-                    f"HardwareProfile({name}={value}): its calibration measured {measured:g}; to "
+                    f"HardwareProfile({name}={value:g}): its calibration measured {measured:g}; to "
                     'give a number of your own, take "calibration" out and say source="given"'
                 )
 
