@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 import numpy as np
@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from bascule.comm import items
-from bascule.plan.costs import PolynomialCost, TransformerCost
+from bascule.data.steps import Ends
+from bascule.plan.costs import PolynomialCost
 from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
     COST,
     FAST,
     PER_RANK,
-    TIMEOUT_S,
     Record,
     Schedule,
     allow_workers,
@@ -77,7 +77,14 @@ EDGES = {
     "ends before the first step": Schedule(
         (((1,), (2,), (3,)), ((1,),), ((4,), (5,))), ends="drop_last", accumulate=2
     ),
+    "one rank loads, and cannot do all": Schedule(
+        (None, ((20, 21, 22, 23, 24, 25),) * 5, None), accumulate=2, limits=Limits(tokens=60)
+    ),
 }
+for ends in get_args(Ends):
+    uneven = tuple((5, 9) for _ in range(7)), ((1, 2, 3),) * 4, ((8,), (2,), (3,))
+    EDGES[f"uneven, {ends}"] = Schedule(uneven, ends, accumulate=2)
+    EDGES[f"a step of nothing, {ends}"] = Schedule((((5,), (), (6, 7), (8,)),) * 3, ends)
 
 
 def test_awkward_schedules() -> None:
@@ -108,34 +115,6 @@ def test_with_a_giant_and_one_wait_a_step_ranks_may_be_empty() -> None:
     giant = next(records for records in with_few if 0 in records[0].ids)
     assert giant[0].ids == [0] and giant[1].ids == []
     assert sorted(len(records[1].ids) for records in with_few) == [0, 0, 1]
-
-
-def skewed(delays: list[float]) -> list[tuple[Any, list[int]]]:
-    rank = dist.get_rank()
-
-    def load() -> Iterator[list[dict[str, Any]]]:
-        for step in range(25):
-            time.sleep(delays[rank])
-            lens = [5, 50] if (step + rank) % 2 else [1, 1, 1]
-            ids = [PER_RANK * rank + 100 * step + k for k in range(len(lens))]
-            yield [sample_of(i, n) for i, n in zip(ids, lens, strict=True)]
-
-    loader, seen = loader_of(load(), prefetch=8, min_gain=0.02), []
-    for batch in loader:
-        time.sleep(delays[1 - rank] if rank < 2 else 0.0)
-        seen.append(((batch.epoch, batch.step, batch.microbatch), note(batch).ids))
-    return seen
-
-
-def test_unlike_speeds_with_eight_batches_ahead_never_mix_steps() -> None:
-    slow_second = run_ranks(skewed, 3, [0.0, 0.012, 0.0])
-    for of_rank in zip(*slow_second, strict=True):
-        step = of_rank[0][0][1]
-        assert all(key == (0, step, 0) for key, _ in of_rank)
-        ids = [i for _, ids in of_rank for i in ids]
-        assert ids and all(i % PER_RANK // 100 == step for i in ids)
-    assert len(slow_second[0]) == 25
-    assert run_ranks(skewed, 3, [0.006, 0.0, 0.0]) == slow_second
 
 
 def peers() -> dict[str, Any]:
@@ -281,59 +260,31 @@ def test_restore_is_differentiable_and_checks_its_rows() -> None:
     run_ranks(gradients_come_home, 2)
 
 
-def verdicts(lens: tuple[Any, ...], **settings: Any) -> tuple[list[str], dict[str, Any], list[int]]:
-    rank = dist.get_rank()
-    loader = loader_with(
-        [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]],
-        collate_fn=list,
-        **{"timeout_s": TIMEOUT_S, **settings},
-    )
-    batches = list(loader)
-    ids = [i for batch in batches for i in note(batch).ids]
-    return [batch.verdict.reason for batch in batches], loader.metrics(), ids
+def weighed() -> list[tuple[str, dict[str, Any], list[int]]]:
+    """What a step of 100 seconds on one rank and 5 on the other is worth, by how dear bytes are."""
+    rank, results = dist.get_rank(), list[tuple[str, dict[str, Any], list[int]]]()
+    samples = [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(((10, 90), (5,))[rank])]]
+    for bytes_per_s in (FAST, 1.0, None):  # none: measured; a kilobyte takes less than a second
+        cost = PolynomialCost(0.0, 1.0, 0.0)
+        loader = loader_of(samples, cost=cost, bytes_per_s=bytes_per_s)
+        (batch,) = loader
+        results.append((batch.verdict.reason, loader.metrics(), note(batch).ids))
+    return results
 
 
-SECONDS = PolynomialCost(0.0, 1e-4, 0.0)
-
-
-def triggers() -> list[tuple[list[str], dict[str, Any], list[int]]]:
-    uneven, even = ((10, 90), (5,)), ((10, 20), (20, 10))
-    little = ((50, 50), (50, 49))
-    return [
-        verdicts(uneven, cost=SECONDS, bytes_per_s=FAST),
-        verdicts(even, cost=SECONDS, bytes_per_s=FAST),
-        verdicts(little, cost=SECONDS, bytes_per_s=FAST),
-        verdicts(uneven, cost=SECONDS, bytes_per_s=FAST, min_gain=0.2),
-        # An exchange far longer than what it saves.
-        verdicts(uneven, cost=SECONDS, bytes_per_s=10.0),
-        # No cost in seconds, so there is nothing to weigh it against.
-        verdicts(uneven, cost=COST, bytes_per_s=10.0),
-        # Measured: a kilobyte between processes takes less than a second.
-        verdicts(uneven, cost=PolynomialCost(0.0, 1.0, 0.0)),
-        verdicts(((10, 90), (95, 4)), cost=SECONDS, limits=Limits(tokens=100), bytes_per_s=FAST),
-    ]
-
-
-def test_samples_move_only_where_it_pays_decided_alike() -> None:
-    of_rank = run_ranks(triggers, 2)
-    reasons = [[reason for (reason,), _, _ in results] for results in of_rank]
-    expected = ["balanced", "even", "even", "gain", "exchange", "balanced", "balanced", "even"]
-    assert reasons[0] == reasons[1] == expected
-    for k, reason in enumerate(expected):
-        for rank, results in enumerate(of_rank):
-            _, metrics, ids = results[k]
-            moved = reason == "balanced"
-            assert metrics["steps"] == 1 and metrics["applied"] == moved
+def test_samples_move_where_it_pays_which_all_ranks_count() -> None:
+    for reason, cases in zip(
+        ("balanced", "exchange", "balanced"), zip(*run_ranks(weighed, 2), strict=True), strict=True
+    ):
+        moved, sums = reason == "balanced", np.zeros(2)
+        for rank, (told, metrics, ids) in enumerate(cases):
+            assert told == reason and metrics["steps"] == 1 and metrics["applied"] == moved
             assert metrics["skipped"] == ({} if moved else {reason: 1})
-            assert metrics["predicted_after"] <= metrics["predicted_before"]
-            if not moved:
-                assert metrics["sent_bytes"] == metrics["received_bytes"] == 0
-                assert all(i // PER_RANK == rank for i in ids)
-        sent, received = (
-            sum(results[k][1][name] for results in of_rank)
-            for name in ("sent_bytes", "received_bytes")
-        )
-        assert sent == received and (sent > 0) == (reason == "balanced")
+            assert metrics["predicted_before"] == 100.0
+            assert metrics["predicted_after"] == (90.0 if moved else 100.0)
+            assert moved or all(i // PER_RANK == rank for i in ids)
+            sums += metrics["sent_bytes"], metrics["received_bytes"]
+        assert sums[0] == sums[1] and (sums[0] > 0) == moved
 
 
 def measured() -> float:
@@ -350,48 +301,7 @@ def test_the_slowest_rank_says_how_fast_an_exchange_is() -> None:
     assert rates[0] == rates[1] == rates[2] == 2.0**-20  # a second for a mebibyte
 
 
-def no_plan_within_limits() -> tuple[list[str], dict[str, Any], list[int]]:
-    # As loaded every rank has 100 tokens; whatever the planner tries must not cross the limit.
-    return verdicts(((60, 40), (34, 33, 33)), cost=TransformerCost(1), limits=Limits(tokens=100))
-
-
-def test_what_was_loaded_within_the_limits_is_never_refused() -> None:
-    for (reason,), _, ids in run_ranks(no_plan_within_limits, 2):
-        assert reason in ("even", "gain", "limits", "balanced") and ids
-
-
-def _tokens(sample: Any) -> int:
-    return len(sample["input_ids"])
-
-
-def _all_tokens(sample: Any) -> int:
-    return len(sample["input_ids"]) + 1
-
-
-UNLIKE: list[tuple[str, tuple[Any, Any], tuple[str, ...]]] = [
-    ("cost", (COST, TransformerCost(65)), ("ranks [0]: ", "ranks [1]: ", "d_model=65")),
-    ("accumulate", (1, 2), ("ranks [1]: 2",)),
-    ("ends", ("finish", "drop_last"), ("ranks [0]: finish",)),
-    ("min_gain", (0.0, 0.1), ("0.1",)),
-    ("limits", (None, Limits(tokens=5)), ("tokens=5",)),
-    ("sync", ("step", "microbatch"), ("ranks [1]: microbatch",)),
-    ("bytes_per_s", (10.0, FAST), ("10.0",)),
-    ("length_fn", (_tokens, _all_tokens), ("_all_tokens",)),
-    ("weight_fn", (_tokens, _all_tokens), ("_all_tokens",)),
-]
-
-
-def unlike_settings() -> list[tuple[list[str], str]]:
-    rank = dist.get_rank()
-    return [heard_by(loader_of, [], **{name: values[rank]}) for name, values, _ in UNLIKE]
-
-
-def test_unlike_settings_are_refused_on_all_ranks_alike() -> None:
-    one, other = run_ranks(unlike_settings, 2)
-    assert one == other
-    for (classes, text), (name, _, words) in zip(one, UNLIKE, strict=True):
-        assert "CommError" in classes and f"disagree on {name}: " in text, text
-        assert all(word in text for word in words), text
+SECONDS = PolynomialCost(0.0, 1e-4, 0.0)
 
 
 def new_costs(alike: bool) -> Any:
@@ -430,27 +340,3 @@ def unlike_new_costs() -> tuple[list[str], str]:
 def test_unlike_new_costs_are_refused_on_all_ranks_alike() -> None:
     one, other = run_ranks(unlike_new_costs, 2, timeout_s=20.0)
     assert one == other and "cost" in one[1] and "disagree" in one[1]
-
-
-def weightless(ends: str, lens: tuple[Any, ...]) -> list[tuple[list[int], float, bool]]:
-    """Samples of an even id count nothing; ids of a rank begin at an even number."""
-    rank = dist.get_rank()
-    lists = [[sample_of(PER_RANK * rank + k, n) for k, n in enumerate(lens[rank])]]
-    weight_fn = lambda sample: int(sample["id"]) % 2  # noqa: E731
-    found = []
-    for batch in loader_of(lists, cost=SECONDS, weight_fn=weight_fn, ends=ends):
-        ids = [int(sample["id"]) for sample in batch.data]
-        found.append((ids, batch.loss_scale, batch.is_padding))
-    return found
-
-
-@pytest.mark.parametrize("ends", ["drop_last", "pad_empty"])
-def test_every_rank_has_a_sample_that_counts_if_there_are_enough(ends: str) -> None:
-    # By tokens alone, one rank would get the long sample, which counts nothing.
-    of_rank = run_ranks(weightless, 2, ends, ((800, 400), (200, 200)))
-    for ((ids, scale, is_padding),) in of_rank:
-        assert any(i % 2 for i in ids) and scale > 0.0 and not is_padding
-    # What pads counts too, as a sample: the mean over it is a number, and its factor 0.
-    of_rank = run_ranks(weightless, 3, "pad_empty", ((4, 90), (), ()))
-    padded = [ids for ((ids, scale, is_padding),) in of_rank if is_padding and scale == 0.0]
-    assert padded and all(ids == [1] for ids in padded)

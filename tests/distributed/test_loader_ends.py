@@ -3,23 +3,19 @@
 import logging
 import time
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from bascule.data.steps import Batch, Ends
+from bascule.data.steps import Batch
 from bascule.errors import ConfigError
-from bascule.plan.limits import Limits
 from tests.helpers.loader_cases import (
     PER_RANK,
-    Schedule,
-    check_exactly_once,
     loader_of,
     loader_threads,
-    run_schedule,
     sample_of,
 )
 from tests.helpers.ranks import run_ranks
@@ -27,26 +23,6 @@ from tests.helpers.ranks import run_ranks
 
 def ids_of(batch: Batch) -> list[int]:
     return [] if batch.is_padding else [int(sample["id"]) for sample in batch.data or []]
-
-
-UNEVEN = Schedule((tuple((5, 9) for _ in range(7)), ((1, 2, 3),) * 4, ((8,),)), accumulate=2)
-
-
-def all_ends() -> list[Any]:
-    told = []
-    for ends in ("drop_last", "pad_empty", "finish"):
-        schedule = Schedule(UNEVEN.lens, ends, accumulate=2)
-        told.append(run_schedule(schedule, 3))
-    return told
-
-
-def test_the_three_ways_to_end() -> None:
-    of_rank = run_ranks(all_ends, 3)
-    for k, (ends, num_steps) in enumerate((("drop_last", 0), ("pad_empty", 4), ("finish", 4))):
-        records = [told[k] for told in of_rank]
-        check_exactly_once(Schedule(UNEVEN.lens, ends, accumulate=2), records)  # pyright: ignore[reportArgumentType]
-        assert all(len(one) == 2 * num_steps for one in records)
-        assert any(record.is_padding for one in records for record in one) == (ends == "pad_empty")
 
 
 def left_over() -> list[tuple[list[int], int]]:
@@ -136,52 +112,6 @@ def test_training_and_validation_alternate_and_overlap() -> None:
             for j in range(2)
         ]
         assert ids == expected, (kind, step)
-
-
-def one_empty_step(ends: Ends) -> list[int]:
-    rank = dist.get_rank()
-    lists = [[sample_of(PER_RANK * rank + k, 5)] for k in range(3)]
-    lists.insert(1, [])
-    return [i for batch in loader_of(lists, ends=ends) for i in ids_of(batch)]
-
-
-@pytest.mark.parametrize("ends", get_args(Ends))
-def test_a_step_in_which_nobody_has_a_sample_does_not_end_the_epoch(ends: Ends) -> None:
-    of_rank = run_ranks(one_empty_step, 2, ends)
-    ids = sorted(i for ids in of_rank for i in ids)
-    assert ids == [0, 1, 2, PER_RANK, PER_RANK + 1, PER_RANK + 2]
-
-
-def compute_only() -> list[tuple[int, list[int], float]]:
-    """Only the middle rank has data; it cannot do everything within the limits."""
-    rank = dist.get_rank()
-    lists = [[sample_of(10 * k + j, 20 + j) for j in range(6)] for k in range(5)]
-    loader = loader_of(
-        lists if rank == 1 else None, accumulate=2, ends="finish", limits=Limits(tokens=60)
-    )
-    assert len(loader) in (0, 6)
-    told = []
-    for batch in loader:
-        assert sum(len(sample["input_ids"]) for sample in batch.data or []) <= 60
-        values = torch.tensor([float(i) for i in ids_of(batch)])
-        back = batch.restore(values).tolist()
-        k = 2 * batch.step + batch.microbatch
-        mine = [float(10 * k + j) for j in range(6)] if rank == 1 and k < 5 else []
-        assert back == mine
-        told.append((k, ids_of(batch), batch.loss_scale))
-    return told
-
-
-def test_ranks_without_data_compute_for_those_that_have_some() -> None:
-    of_rank = run_ranks(compute_only, 3)
-    for k in range(6):
-        ids = sorted(i for told in of_rank for i in told[k][1])
-        assert ids == ([10 * k + j for j in range(6)] if k < 5 else [])
-        if k < 5:
-            assert all(len(told[k][1]) == 2 for told in of_rank)
-    for step in range(3):
-        scales = [told[k][2] for told in of_rank for k in (2 * step, 2 * step + 1)]
-        assert sum(scales) == pytest.approx(6.0)
 
 
 def no_data_anywhere() -> None:
