@@ -1,6 +1,7 @@
 """A run that stops anywhere goes on with exactly the samples that were not delivered."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from bascule.data.loader import BalancedLoader
 from bascule.data.samplers import ResumableSampler
-from bascule.plan.costs import PolynomialCost
 from tests.helpers.loader_cases import allow_workers, heard_by
 from tests.helpers.loader_checks import Numbers, State, balanced, check_chains, flat, over, run
 from tests.helpers.ranks import run_ranks
@@ -83,10 +83,6 @@ def other_workers() -> None:
     assert loader.state_dict()["epoch"] == 1
 
 
-def test_another_number_of_workers() -> None:
-    run_ranks(other_workers, 2)
-
-
 def epochs() -> None:
     """Epochs shuffle on; a state is of its epoch; the next epoch after a resumed one is whole."""
     size, group = 17, dist.group.WORLD
@@ -116,10 +112,6 @@ def epochs() -> None:
     assert gathered(group, flat(first[:3]) + flat(back)) == Counter(range(size))
 
 
-def test_epochs_differ_and_resume_each_in_its_own() -> None:
-    run_ranks(epochs, 2)
-
-
 def left_early() -> None:
     """`break`, then iterate again: the same epoch from where the iteration began, as of a
     DataLoader."""
@@ -129,10 +121,6 @@ def left_early() -> None:
     after, _ = run(loader)
     assert before and after[: len(before)] == before
     assert gathered(group, flat(after)) == Counter(range(size))
-
-
-def test_iterating_again_after_a_break_begins_anew() -> None:
-    run_ranks(left_early, 2)
 
 
 def plain(kind: str, size: int, group: Any, num_workers: int = 0) -> BalancedLoader:
@@ -172,61 +160,34 @@ def same_world(kind: str, num_workers: int = 0) -> None:
         assert found == Counter(range(size)), (k, found)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_plain_loader_resumes_at_the_same_number_of_ranks(num_ranks: int) -> None:
-    run_ranks(same_world, num_ranks, "plain")
-
-
-@pytest.mark.parametrize(("num_ranks", "num_workers"), [(2, 0), (3, 0), (2, 1)])
-def test_a_stateful_loader_resumes_at_the_same_number_of_ranks(
-    num_ranks: int, num_workers: int
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "num_workers"),
+    [("plain", 2, 0), ("plain", 3, 0), ("stateful", 3, 0), ("stateful", 2, 1)],
+)
+def test_any_loader_resumes_at_the_same_number_of_ranks(
+    kind: str, num_ranks: int, num_workers: int
 ) -> None:
-    run_ranks(same_world, num_ranks, "stateful", num_workers)
+    run_ranks(same_world, num_ranks, kind, num_workers)
 
 
-def stop_at(kind: str, microbatch: int) -> State:
-    return run(plain(kind, 24, dist.group.WORLD), microbatch)[1][-1]
+def stop_in_the_middle() -> list[State]:
+    return [run(plain(kind, 24, dist.group.WORLD), 2)[1][-1] for kind in ("plain", "stateful")]
 
 
-def other_world(kind: str, state: State) -> tuple[list[str], str]:
-    loader = plain(kind, 24, dist.group.WORLD)
-    loader.load_state_dict(state)
-    return heard_by(lambda: next(iter(loader)))
+def other_world(states: list[State]) -> list[tuple[list[str], str]]:
+    heard = []
+    for kind, state in zip(("plain", "stateful"), states, strict=True):
+        loader = plain(kind, 24, dist.group.WORLD)
+        loader.load_state_dict(state)
+        heard.append(heard_by(lambda loader=loader: next(iter(loader))))
+    return heard
 
 
-@pytest.mark.parametrize("kind", ["plain", "stateful"])
-def test_another_number_of_ranks_needs_a_resumable_sampler(kind: str) -> None:
-    state = run_ranks(stop_at, 2, kind, 2)[0]
-    classes, text = run_ranks(other_world, 1, kind, state)[0]
-    assert "ConfigError" in classes
-    assert "2 loaders" in text and "this one has 1" in text and "ResumableSampler" in text
-
-
-def other_cost() -> list[str]:
-    """Past the warm-up of a cost: what was resumed plans with the cost that it was given."""
-    group = dist.group.WORLD
-    flat_cost = PolynomialCost(0.0, 0.0, 1.0)
-    _, states = run(over(24, group, batch_size=3, cost=flat_cost), 2)
-    loader = over(24, group, batch_size=3, cost=PolynomialCost(1e-3, 1e-3, 1e-3))
-    loader.load_state_dict(states[-1])
-    return [batch.verdict.reason for batch in loader]
-
-
-def test_a_resumed_run_balances_with_the_cost_that_it_is_given() -> None:
-    reasons = run_ranks(other_cost, 2)
-    assert reasons[0] == reasons[1] and "balanced" in reasons[0]
-
-
-def mismatched() -> tuple[list[str], str]:
-    """A sampler that deals for another number of ranks than there are loaders."""
-    sampler = ResumableSampler(20, rank=dist.get_rank(), num_ranks=3)
-    inner: DataLoader[Any] = DataLoader(Numbers(20), 2, sampler=sampler, collate_fn=list)
-    return heard_by(lambda: list(balanced(inner, None)))
-
-
-def test_a_sampler_for_another_number_of_ranks_is_refused() -> None:
-    one, other = run_ranks(mismatched, 2)
-    assert one == other and "num_ranks=3" in one[1]
+def test_another_number_of_ranks_needs_a_resumable_sampler() -> None:
+    states = run_ranks(stop_in_the_middle, 2)[0]
+    for classes, text in run_ranks(other_world, 1, states)[0]:
+        assert "ConfigError" in classes
+        assert "2 loaders" in text and "this one has 1" in text and "ResumableSampler" in text
 
 
 def ready_made() -> None:
@@ -257,8 +218,9 @@ def ready_made() -> None:
         assert rest == whole[k:]
 
 
-def test_ready_made_packs_are_taken_apart_and_resumed_by_the_pack() -> None:
-    run_ranks(ready_made, 2)
+@pytest.mark.parametrize("what", [other_workers, epochs, left_early, ready_made])
+def test_nothing_is_lost_or_repeated_across(what: Callable[[], None]) -> None:
+    run_ranks(what, 2)
 
 
 def other_deals() -> list[tuple[list[str], str]]:
