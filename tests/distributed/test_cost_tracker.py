@@ -16,7 +16,6 @@ from bascule.data.loader import BalancedLoader, LoaderOptions
 from bascule.errors import ConfigError
 from bascule.plan.costs import PolynomialCost, TransformerCost
 from bascule.plan.limits import Limits
-from bascule.plan.plan import Plan
 from bascule.plan.solver.solve import assign
 from tests.helpers.ranks import raised_by, run_ranks
 
@@ -44,25 +43,24 @@ def make_loader(
     )
 
 
-def learn(sync: str, accumulate: int) -> dict[str, Any]:
-    """On a clock that the test moves: on a busy machine real times are no measure."""
+def steps_of(tracker: CostTracker, *, num_batches: int = 1, slower_from: int = 10**9) -> Any:
+    """The batches of a tracker, each computed on a clock of its own: on a busy machine real times
+    are no measure. From one of them on, samples take three times as long, as in another phase."""
     now = [0.0]
     with mock.patch.object(time, "thread_time", lambda: now[0]):
-        return learning(now, sync, accumulate)
+        for number, batch in enumerate(tracker):
+            yield batch
+            lens = [len(sample["input_ids"]) for sample in batch.data]
+            factor = 3.0 if number >= slower_from else 1.0
+            now[0] += factor * float(TRUTH(lens).sum()) + TRUTH.overhead / num_batches
 
 
-def learning(now: list[float], sync: str, accumulate: int) -> dict[str, Any]:
+def learn(sync: str, accumulate: int) -> dict[str, Any]:
     loader = make_loader(6 * 30 * accumulate, accumulate=accumulate, sync=sync)
     tracker = CostTracker(loader, warmup=WARMUP, discard=DISCARD, window=WINDOW, device="cpu")
     balance: list[float] = []
-    plans: list[Plan] = []
-    for batch in tracker:
-        lens = [len(sample["input_ids"]) for sample in batch.data]
-        overhead = TRUTH.overhead / (accumulate if sync == "step" else 1)
-        now[0] += float(TRUTH(lens).sum()) + overhead
-        plans.append(batch.plan)
-    for plan in plans:
-        costs = TRUTH(plan.seq_lens)
+    for batch in steps_of(tracker, num_batches=accumulate if sync == "step" else 1):
+        plan, costs = batch.plan, TRUTH(batch.plan.seq_lens)
         loads = np.bincount(plan.bag_of, costs, plan.num_ranks)
         balance.append(float(loads.max() / assign(costs, plan.num_ranks).makespan))
     return tracker.metrics() | {"balance": balance, "state": json.dumps(tracker.state_dict())}
@@ -75,8 +73,7 @@ def test_costs_are_learned_on_the_job_and_used(sync: str, accumulate: int) -> No
     names = ("quadratic", "linear", "constant", "overhead")
     assert [first[n] for n in names] == [second[n] for n in names]  # to the last bit
     learned = PolynomialCost(*(first[n] for n in names))
-    lens = np.array([100, 300, 1000, 3000])
-    batch = np.repeat(lens, 2)
+    batch = np.repeat([100, 300, 1000, 3000], 2)
     true = TRUTH(batch).sum() + TRUTH.overhead
     assert learned(batch).sum() + learned.overhead == pytest.approx(true, rel=0.1)
     if accumulate == 1:
@@ -85,37 +82,19 @@ def test_costs_are_learned_on_the_job_and_used(sync: str, accumulate: int) -> No
         assert np.mean(first["balance"][-12:]) < 1.02
 
 
-def keep_bytes() -> list[float | None]:
-    cost, limits = TransformerCost(8, bytes_per_token=100.0), Limits(num_bytes=10**7)
-    loader = make_loader(6 * 20, cost=cost, limits=limits)
-    tracker, now = CostTracker(loader, warmup=6, discard=0, window=6, device="cpu"), [0.0]
-    with mock.patch.object(time, "thread_time", lambda: now[0]):
-        for batch in tracker:
-            lens = [len(sample["input_ids"]) for sample in batch.data]
-            now[0] += float(TRUTH(lens).sum()) + TRUTH.overhead
-    return [tracker.num_fits, None if tracker.cost is None else tracker.cost.bytes_per_token]
-
-
-def test_a_fitted_cost_keeps_the_bytes_of_a_token() -> None:
-    for num_fits, bytes_per_token in run_ranks(keep_bytes, 2):
-        assert num_fits and bytes_per_token == 100.0
-
-
 def differ() -> tuple[Any, ...]:
     """As on a processor that rounds another way: rank 1 would refuse the fit."""
-    loader = make_loader(6 * 30)
-    tracker, now = CostTracker(loader, warmup=6, discard=0, window=6, device="cpu"), [0.0]
+    cost, limits = TransformerCost(8, bytes_per_token=100.0), Limits(num_bytes=10**7)
+    loader = make_loader(6 * 30, cost=cost, limits=limits)
+    tracker = CostTracker(loader, warmup=6, discard=0, window=6, device="cpu")
     refusing = mock.Mock(side_effect=ConfigError("the lengths do not explain the seconds"))
     where = "bascule.data.cost_tracker."
     patches = {"fit_iterations": refusing, "_drift": mock.Mock(return_value=0.05)}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(time, "thread_time", lambda: now[0]))
         for name, other in patches.items() if dist.get_rank() else ():
             stack.enter_context(mock.patch(where + name, other))
-        for batch in tracker:
-            lens = [len(sample["input_ids"]) for sample in batch.data]
-            now[0] += float(TRUTH(lens).sum()) + TRUTH.overhead
-    assert tracker.cost is not None
+        list(steps_of(tracker))
+    assert tracker.cost is not None and tracker.cost.bytes_per_token == 100.0  # as it was given
     return tracker.cost, tracker.cost.fit, tracker.metrics()
 
 
@@ -124,51 +103,21 @@ def test_one_rank_fits_and_its_whole_fit_is_everybodys() -> None:
     assert first == second and first[1] is not None and first[1].num_observations > 0
 
 
-def drift() -> dict[str, Any]:
-    """On a clock of its own: on a busy machine real times drift, too."""
-    now = [0.0]
-    with mock.patch.object(time, "thread_time", lambda: now[0]):
-        return drifting(now)
-
-
-def drifting(now: list[float]) -> dict[str, Any]:
-    loader = make_loader(6 * 60)
-    tracker = CostTracker(loader, warmup=WARMUP, discard=0, window=WINDOW, device="cpu")
-    fits: list[int] = []
-    for number, batch in enumerate(tracker):
-        slower = 3.0 if number >= 24 else 1.0  # another phase of training
-        lens = [len(sample["input_ids"]) for sample in batch.data]
-        noise = np.random.default_rng(number).normal(1.0, 0.02)
-        now[0] += noise * (slower * float(TRUTH(lens).sum()) + TRUTH.overhead)
+def drift() -> tuple[list[int], Any, int]:
+    tracker = CostTracker(make_loader(6 * 80), warmup=WARMUP, discard=0, window=30, device="cpu")
+    known, fits = list[bool](), list[int]()
+    for _ in steps_of(tracker, slower_from=40):
+        known.append(tracker.drift is not None)
         fits.append(tracker.num_fits)
-    return {"fits": fits, "cost": tracker.cost}
+    return fits, tracker.cost, known.index(True)
 
 
-def test_a_drift_is_noticed_and_fitted() -> None:
-    first, second = run_ranks(drift, 2)
-    assert first["fits"] == second["fits"]
-    assert first["fits"][20] == 1
-    assert first["fits"][-1] >= 2
-    slow = first["cost"](np.array([1000, 2000])) / TRUTH(np.array([1000, 2000]))
+def test_a_drift_is_looked_for_a_window_after_the_warm_up_and_fitted() -> None:
+    (fits, cost, first_look), (others, _, _) = run_ranks(drift, 2)
+    assert fits == others and first_look == WARMUP + 30
+    assert fits[40] == 1 and fits[-1] >= 2
+    slow = cost(np.array([1000, 2000])) / TRUTH(np.array([1000, 2000]))
     assert slow == pytest.approx(3.0, rel=0.15)
-
-
-def looked_at() -> int:
-    """Before which measurement the drift is known."""
-    loader = make_loader(6 * 40)
-    tracker = CostTracker(loader, warmup=6, discard=0, window=30, device="cpu")
-    now, known = [0.0], list[bool]()
-    with mock.patch.object(time, "thread_time", lambda: now[0]):
-        for batch in tracker:
-            known.append(tracker.drift is not None)
-            lens = [len(sample["input_ids"]) for sample in batch.data]
-            now[0] += float(TRUTH(lens).sum()) + TRUTH.overhead
-    assert tracker.num_fits == 1
-    return known.index(True)
-
-
-def test_the_first_look_at_the_drift_comes_a_window_after_the_warm_up() -> None:
-    assert run_ranks(looked_at, 2) == [6 + 30] * 2
 
 
 def resume() -> tuple[Any, ...]:

@@ -53,10 +53,6 @@ def test_padding_is_a_segment_of_its_own() -> None:
     assert len(unpack(pack)) == 2
 
 
-def test_a_full_fixed_pack_has_no_segment_of_padding() -> None:
-    assert make_pack(two(), Pack(5, fixed=True))["cu_seqlens"].tolist() == [0, 3, 5]
-
-
 @pytest.mark.parametrize(("fixed", "bounds"), [(False, [0]), (True, [0, 4])])
 def test_no_samples_are_a_pack(fixed: bool, bounds: list[int]) -> None:
     pack = make_pack([], Pack(4, fixed=fixed, pad_id=3))
@@ -66,18 +62,6 @@ def test_no_samples_are_a_pack(fixed: bool, bounds: list[int]) -> None:
     assert pack["labels"].tolist() == pack["shift_labels"].tolist() == [-100] * bounds[-1]
     assert pack["positions"].tolist() == list(range(bounds[-1]))
     assert unpack(pack) == []
-
-
-def test_samples_get_their_own_images_back() -> None:
-    samples = [picture(2), {"input_ids": ids(1, 2)}, picture(1, 100), picture(0)]
-    pack = make_pack(samples, Pack(20))
-    assert pack["pixel_values"].shape == (12, 1)
-    assert pack["cu_items"]["image_grid_thw"].tolist() == [0, 2, 2, 3, 3]
-    again = unpack(pack)
-    assert again[0]["pixel_values"].flatten().tolist() == list(range(8))
-    assert again[1].keys() == {"input_ids"}
-    assert again[2]["pixel_values"].flatten().tolist() == [100, 101, 102, 103]
-    assert again[3]["pixel_values"].shape == (0, 1)
 
 
 def test_token_fields_that_a_sample_lacks_are_neutral_and_leave_no_trace() -> None:
@@ -176,14 +160,6 @@ def foreign() -> dict[str, Any]:
     images = [picture(2), {"input_ids": ids(1, 2)}, picture(1, 100)]
     pack = make_pack(images, Pack(20))
     return {n: pack[n] for n in ("input_ids", "pixel_values", "image_grid_thw", "cu_seqlens")}
-
-
-def test_image_tokens_attribute_grids_and_patches() -> None:
-    first, second, third = unpack(foreign(), image_token_id=9)
-    assert first["pixel_values"].flatten().tolist() == list(range(8))
-    assert first["image_grid_thw"].tolist() == [[1, 2, 2], [1, 2, 2]]
-    assert second["pixel_values"].shape == (0, 1)
-    assert third["pixel_values"].flatten().tolist() == [100, 101, 102, 103]
 
 
 def test_video_tokens_attribute_videos_beside_images() -> None:
