@@ -287,8 +287,7 @@ class Step:
 
     def find_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         """Return the call that a recorded program names, see `usp.find_call`."""
-        with shared(f"step {self.number}: attend"):
-            return self._call(literal_eval(name.removeprefix("step ")), q, k, v)
+        return self._call(literal_eval(name.removeprefix("step ")), q, k, v)
 
     def move(
         self, way: str, names: str, xs: Sequence[Tensor], needs: Sequence[bool]

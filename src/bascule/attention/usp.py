@@ -188,9 +188,8 @@ def _attend(
     sizes: Sequence[int],
     name: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    call = find_call(name, sizes, q, k, v, mask)
-    with shared(call.where):
-        own, whole, out, lse = forward(q, k, v, mask, call)
+    with shared("attend"):
+        own, whole, out, lse = forward(q, k, v, mask, find_call(name, sizes, q, k, v, mask))
     own = own_memory(own) if q.dim() == 3 else own_memory(own.transpose(1, 2)).transpose(1, 2)
     nothing = q.new_empty(0) if whole is None else whole
     return own, nothing, q.new_empty(0) if out is None else own_memory(out), own_memory(lse)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bascule.attention import PackedSequences, attend_packed
 from bascule.comm.groups import RankGroup, device_of
-from bascule.comm.mean import MeanOver, global_mean
+from bascule.comm.mean import MeanOver, mean_and_scale
 from bascule.models import Exchange, LocalExchange
 from bascule.parallel import SequenceParallel
 from bascule.training import train_step
@@ -77,7 +77,9 @@ class Arm:
         def loss_of(model: nn.Module) -> Tensor:
             losses = batch.per_token_loss(model(batch.inputs, exchange))
             over = MeanOver(self._group, self._group.size, self._num_steps)
-            return global_mean(losses, None, over)
+            mean, scale = mean_and_scale(losses.detach(), None, over)
+            own = (losses * scale).sum()
+            return own + (mean - own).detach()
 
         loss = train_step(self.model, [loss_of])
         seconds = _now(device) - start

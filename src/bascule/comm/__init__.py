@@ -4,4 +4,3 @@ from bascule.comm.exchange import BoundRoute as BoundRoute
 from bascule.comm.exchange import exchange as exchange
 from bascule.comm.groups import RankGroup as RankGroup
 from bascule.comm.groups import stage_cuda as stage_cuda
-from bascule.comm.mean import global_mean as global_mean

@@ -21,7 +21,7 @@ from bascule.comm.collectives import (
     table_on,
 )
 from bascule.comm.groups import RankGroup, Staging
-from bascule.comm.transforms import only_first, refuse_transforms
+from bascule.comm.transforms import refuse_transforms
 from bascule.errors import ConfigError
 from bascule.plan.routes import Route
 
@@ -31,23 +31,14 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class BoundRoute:
-    """A route on a device and a group: what one exchange needs, built once per plan.
+    """A route on a device and a group: what one exchange needs, built once per plan."""
 
-    Attributes:
-        route: The index tables.
-        group: The ranks it goes over.
-        device: Where the tensors are.
-        step: Step number in errors.
-        name: Its name in errors.
-        num_rows: Rows at the source, where a row may go to several ranks; None: each goes to one.
-    """
-
-    route: Route
-    group: RankGroup
-    device: torch.device
-    step: int
-    name: str
-    num_rows: int | None = None
+    route: Route  # the index tables
+    group: RankGroup  # the ranks it goes over
+    device: torch.device  # where the tensors are
+    step: int  # its number in errors
+    name: str  # for errors
+    num_rows: int | None = None  # at home, where a row may go to several ranks; None: to one each
 
     @cached_property
     def send_index(self) -> Tensor | None:
@@ -154,65 +145,19 @@ def _summed(route: BoundRoute, copies: Tensor, num_rows: int) -> Tensor:
     return total.index_add(0, route.send_index, copies.to(wide)).to(copies.dtype)
 
 
-def spread(route: BoundRoute, parts: Sequence[Tensor]) -> Tensor:
-    """`exchange` of rows by a route that may send a row to several ranks.
-
-    The gradient of a row is the sum over its copies, in float32 at least. Without gradients what
-    arrives lies in memory that the next `spread` over the group overwrites.
-
-    Args:
-        route: Where each of the T rows goes.
-        parts: Tensors (T_i, D) that lie one after another, of T rows together.
-
-    Returns:
-        (S, D).
-    """
-    refuse_transforms(route.name, *parts)
-    return _Spread.apply(route, *parts)
-
-
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, route: BoundRoute, *parts: Tensor) -> Tensor:
-        ctx.route, ctx.sizes = route, [part.shape[0] for part in parts]
-        rows = _staged(route.group.calls.staging, "rows at home", sum(ctx.sizes), parts[0])
-        torch.cat(parts, out=rows)
-        is_kept = any(ctx.needs_input_grad)
-        num_received = sum(route.recv_splits)
-        out = (
-            None
-            if is_kept
-            else _staged(route.group.calls.staging, "rows spread", num_received, parts[0])
-        )
-        return move_rows(route, [rows], out)[0]
-
-    @staticmethod
-    @only_first
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,), route = grads, ctx.route
-        (copies,) = move_rows(route.back_to_copies, [grad])
-        return None, *_summed(route, copies, sum(ctx.sizes)).split(ctx.sizes)
-
-
 def _staged(staging: Staging, role: str, num_rows: int, like: Tensor) -> Tensor:
     """(num_rows, ...) in memory that is used again."""
     numel = num_rows * like.shape[1:].numel()
     return staging.take(role, numel, like).view(num_rows, *like.shape[1:])
 
 
-def move_rows(
-    route: BoundRoute, tensors: Sequence[Tensor], out: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """Return the rows that arrive; of one tensor in `out`, if it is given."""
+def move_rows(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the rows that arrive; autograd does not record it."""
     rows = [_as_integers(tensor) for tensor in tensors]
     places, row_bytes = _row_format(rows)
     sent = _pack(rows, places, row_bytes, route.send_index, route.group.calls.staging)
     num_received = sum(route.recv_splits)
-    outs = (
-        tuple(tensor.new_empty(num_received, *tensor.shape[1:]) for tensor in tensors)
-        if out is None
-        else (out,)
-    )
+    outs = tuple([x.new_empty(num_received, *x.shape[1:]) for x in tensors])
     arrives_in_place = len(outs) == 1 and route.recv_index is None
     received = (
         as_bytes(outs[0]).view(num_received, row_bytes)

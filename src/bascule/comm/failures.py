@@ -197,7 +197,8 @@ def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failur
         if failed.text not in getattr(error, "__notes__", ()):
             error.add_note(failed.text)
         return failed
-    if isinstance(error, CommError) and (watch.is_over or not ends_all):
+    is_over = any(calls.ended for calls in watch.calls)
+    if isinstance(error, CommError) and (is_over or not ends_all):
         return None
     is_input = isinstance(error, ConfigError | PlanError)
     cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"
@@ -251,13 +252,9 @@ class Watch:
         return job.clone()
 
     @property
-    def _calls(self) -> list[Calls]:
+    def calls(self) -> list[Calls]:
+        """Those of all groups and their parts."""
         return [calls for parts in list(self.groups.values()) for calls in list(parts.values())]
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether a failure ended the calls of this rank."""
-        return any(calls.ended for calls in self._calls)
 
     def fail(
         self, text: str, is_input: bool = False, *, of_all: bool = False, is_new: bool = True
@@ -285,8 +282,9 @@ class Watch:
         try:
             if self._failed is None:
                 self.fail("", of_all=True, is_new=False)
-            cause, is_input, is_new = self._cause(ranks)
-            self.reason = self.fail(cause, is_input, of_all=True, is_new=is_new)
+            cause = self._cause(ranks)
+            is_new = cause.rank == self._rank
+            self.reason = self.fail(cause.text, cause.is_input, of_all=True, is_new=is_new)
         except (RuntimeError, ValueError) as error:
             text = f"no roll call, the store is gone with its host: {type(error).__name__}"
             self.reason = Failure(self._rank, text)
@@ -294,10 +292,9 @@ class Watch:
 
     def end_all(self, reason: str) -> None:
         """End all calls of this rank, and close its connections of gloo."""
-        ended = [calls for calls in self._calls if calls.ended is None]
-        for calls in ended:
-            calls.ended = reason
-        for group in list(self.groups) if ended else ():
+        for calls in self.calls:
+            calls.ended = calls.ended or reason
+        for group in list(self.groups):
             key = f"ended/{group.group_name}"
             with suppress(RuntimeError, ValueError):  # the store is gone
                 self.ask(functools.partial(write, key=key, text=reason))
@@ -358,10 +355,10 @@ class Watch:
         before, at = time.monotonic() - LOOK_S, {} if self._failed is None else self._failed.at
         begun = [
             (calls.key, calls.number, 0)
-            for calls in self._calls
+            for calls in self.calls
             if failed.rank in calls.ranks and (calls.since or before) < before
         ]
-        begun += [(key, number, _ALL) for key, number in _begun_in_torch(self._calls).items()]
+        begun += [(key, number, _ALL) for key, number in _begun_in_torch(self.calls).items()]
         return [
             (key, number)
             for key, number, unknown in begun
@@ -373,9 +370,9 @@ class Watch:
     def _begun(self, thread: int | None) -> dict[str, int]:
         """Calls begun by group; of what another living thread makes any number. None: all."""
         others = {one.ident for one in threading.enumerate() if thread} - {thread}
-        begun = {one.key: _ALL if one.thread in others else one.number for one in self._calls}
+        begun = {one.key: _ALL if one.thread in others else one.number for one in self.calls}
         if thread in (None, threading.main_thread().ident):
-            begun |= _begun_in_torch(self._calls)
+            begun |= _begun_in_torch(self.calls)
         return begun
 
     def _note(self, store: Any, failed: Failure) -> None:
@@ -388,18 +385,21 @@ class Watch:
         failed = None if text is None else Failure(**json.loads(text))
         return failed if failed is not None and failed.text else None
 
-    def _cause(self, ranks: Sequence[int]) -> tuple[str, bool, bool]:
-        """Why a rank failed, or who of these gives no sign; whether by bad input, and is new."""
+    def _cause(self, ranks: Sequence[int]) -> Failure:
+        """Return why another rank failed, or who of these gives no sign."""
         start, missing = time.monotonic(), list(ranks)
         while time.monotonic() - start < (ROLL_CALL_S if missing else ROLL_CALL_S / 4):
             if (failed := self.ask(self._last)) is not None:
-                return failed.text, failed.is_input, False
+                return failed
             missing = self.ask(functools.partial(_without_note, ranks=missing))
             time.sleep(0.05)
-        if not missing:
-            return "every rank reported the failure", False, False
-        text = f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s; if they are only"
-        return f"{text} slow, raise timeout_s, or the timeout of init_process_group", False, True
+        text = "every rank reported the failure"
+        if missing:
+            text = (
+                f"missing: no report from ranks {missing} within {ROLL_CALL_S:g} s; if they are "
+                "only slow, raise timeout_s, or the timeout of init_process_group"
+            )
+        return Failure(self._rank, text)
 
 
 _watches: "weakref.WeakKeyDictionary[dist.ProcessGroup, Watch]" = weakref.WeakKeyDictionary()
@@ -461,10 +461,7 @@ def _close(group: dist.ProcessGroup) -> None:
 
 
 def _without_note(store: Any, ranks: list[int]) -> list[int]:
-    """Those of the ranks that left no note; few requests where all did."""
+    """Return those of the ranks that left no note; one request where all did."""
     if not ranks or store.check([f"bascule/failed/{rank}" for rank in ranks]):
         return []
-    half = len(ranks) // 2
-    if half == 0:
-        return ranks
-    return _without_note(store, ranks[:half]) + _without_note(store, ranks[half:])
+    return [rank for rank in ranks if not store.check([f"bascule/failed/{rank}"])]

@@ -124,11 +124,16 @@ class World:
     """
 
     def __init__(self) -> None:
-        self.meshes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+        self.meshes: dict[str, Any] = {}  # by name
         self.steps = Numbered()
         self.meetings: Counter[str] = Counter()  # to make a group, by its name
         self.stages_cuda = False  # whether groups of gloo take tensors of CUDA
         self._kept: dict[Hashable, Any] = {}
+
+    def keep(self, mesh: Any) -> None:
+        """Let operators find a mesh, for as long as its process groups exist."""
+        self.meshes = {name: one for name, one in self.meshes.items() if one.exists}
+        self.meshes[mesh.name] = mesh
 
     def kept(self, key: Hashable, make: Callable[[], T], works: Callable[[T], bool]) -> T:
         """Return what is kept under a key; made where there is nothing yet that works."""

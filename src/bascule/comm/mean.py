@@ -1,24 +1,17 @@
 """The mean over the tokens of all ranks, right under gradient averaging."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.groups import RankGroup
-from bascule.comm.transforms import only_first
 from bascule.errors import ConfigError
 
 
 def check(values: Any, weights: Any) -> None:
-    """Refuse what has no mean.
-
-    Raises:
-        ConfigError: Values are one number, or not real floating point, or without data; weights do
-            not broadcast to them, are complex, or want a gradient.
-    """
+    """Refuse values and weights that have no mean over tokens."""
     if not isinstance(values, Tensor) or not isinstance(weights, Tensor | None):
         raise ConfigError(
             f"mean: values are a {type(values).__name__} and weights a {type(weights).__name__}: "
@@ -45,65 +38,27 @@ def check(values: Any, weights: Any) -> None:
 
 
 def check_gradient(weights: Tensor | None) -> None:
-    """Refuse weights that want a gradient.
-
-    Raises:
-        ConfigError: They do.
-    """
+    """Refuse weights that want a gradient."""
     if isinstance(weights, Tensor) and weights.requires_grad:
         raise ConfigError(
             "mean: weights want a gradient, and the mean gives them none: pass weights.detach()"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class MeanOver:
-    """Over which ranks a mean is taken, and how their gradients are put together.
+class MeanOver(NamedTuple):
+    """Over which ranks a mean is taken, and how their gradients are put together."""
 
-    Attributes:
-        group: The ranks.
-        divisor: By what the sum of their gradients is divided: N, or 1.
-        step: Step number in errors.
-    """
-
-    group: RankGroup
-    divisor: int
-    step: int
-
-
-def global_mean(values: Tensor, weights: Tensor | None, over: MeanOver) -> Tensor:
-    """Weighted mean of the values of all ranks; one all-reduce of two numbers, none backward.
-
-    Where the sum of the ranks' gradients is divided by N, each rank's part carries a gradient of
-    N / (sum of weights). A rank without values takes part; where weights add
-    up to nothing the mean is 0.
-
-    Args:
-        values: This rank's values, any shape and number, as `check` allows.
-        weights: What each value counts; broadcasts to them. None counts each once.
-        over: The ranks.
-    """
-    return _GlobalMean.apply(values, weights, over)
-
-
-class _GlobalMean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, weights: Tensor | None, over: MeanOver) -> Tensor:
-        mean, scale = mean_and_scale(values, weights, over)
-        ctx.save_for_backward(values.new_empty(0), weights, scale)
-        ctx.shape = values.shape
-        return mean
-
-    @staticmethod
-    @only_first
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        like, weights, scale = ctx.saved_tensors
-        grad = mean_gradient(grad_outputs[0], weights, scale, like.dtype)
-        return grad.expand(ctx.shape), None, None
+    group: RankGroup  # the ranks
+    divisor: int  # of the sum of their gradients: N, or 1
+    step: int  # its number in errors
 
 
 def mean_and_scale(values: Tensor, weights: Tensor | None, over: MeanOver) -> tuple[Tensor, Tensor]:
-    """The forward of `global_mean`, and by what its gradient is multiplied; without autograd."""
+    """Weighted mean of the values of all ranks, and by what its gradient is multiplied.
+
+    One all-reduce of two numbers; autograd does not record it. A rank without values takes part;
+    where weights add up to nothing the mean is 0. The gradient is divisor / (sum of weights).
+    """
     wide = values.double()
     counted = torch.ones((), dtype=wide.dtype, device=wide.device)
     if weights is not None:

@@ -5,15 +5,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (
-    _resolve_process_group,  # pyright: ignore[reportPrivateImportUsage]
-    _set_pg_timeout,
-)
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from bascule.comm.groups import (
     RankGroup,
@@ -29,10 +26,9 @@ from bascule.errors import CommError, ConfigError
 from bascule.plan.sparse.choose import Degrees, all_degrees
 
 RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
-_SEPARATOR = "|"
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionMesh:
     """This rank's place in a mesh of R x U ranks.
 
@@ -51,9 +47,10 @@ class AttentionMesh:
     kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", _SEPARATOR.join(map(_name_of, self.groups)))
+        names = ["" if group is None else f"{group.key} {group.ranks}" for group in self.groups]
+        object.__setattr__(self, "name", "|".join(names))
         if any(self.groups):
-            this_world().meshes[self.name] = self
+            this_world().keep(self)
         _ = self.degrees  # kept by the groups: compilers cannot trace what keeps them
 
     @classmethod
@@ -68,8 +65,7 @@ class AttentionMesh:
                 process groups. None leaves them as they are.
 
         Raises:
-            ConfigError: It has other axes, or they are in the other order, or this rank is not in
-                it.
+            ConfigError: It has other axes or another order of them, or this rank is not in it.
         """
         if timeout_s is not None:
             check_timeout(timeout_s)
@@ -127,19 +123,12 @@ class AttentionMesh:
         return all(group is None or group.reference() for group in self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a traced program needs to know of a mesh: numbers, and the name of the rest.
+class Place(NamedTuple):
+    """What a traced program needs to know of a mesh: numbers, and the name of the rest."""
 
-    Attributes:
-        degrees: (R, U).
-        place: (ring rank, Ulysses rank) of this rank.
-        name: That of the `AttentionMesh`.
-    """
-
-    degrees: tuple[int, int]
-    place: tuple[int, int]
-    name: str
+    degrees: tuple[int, int]  # (R, U)
+    place: tuple[int, int]  # (ring rank, Ulysses rank) of this rank
+    name: str  # of the `AttentionMesh`
 
 
 def place_in(mesh: AttentionMesh | DeviceMesh | Place) -> Place:
@@ -161,9 +150,7 @@ def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
 def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
     """All ranks as a mesh; one process group for all degrees, made at the first call of all ranks.
 
-    Args:
-        ring: R.
-        ulysses: U; R x U must be the number of ranks. Rank = ring rank * U + Ulysses rank.
+    R x U must be the number of ranks. Rank = ring rank * U + Ulysses rank.
     """
     if resolve(None).size() == 1:
         return AttentionMesh(None, None, None)
@@ -171,11 +158,7 @@ def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
 
 
 def group_of(ranks: Sequence[int]) -> RankGroup:
-    """Some of all ranks, in this order; made at the first call of all of these, and then kept.
-
-    Args:
-        ranks: Global ranks, at least two, this one among them.
-    """
+    """Two or more global ranks, this one among them, in this order; made once, by all of them."""
     key = group_of, tuple(ranks)
     return this_world().kept(key, lambda: _new_group_of(ranks), lambda group: not group.is_ended)
 
@@ -222,13 +205,7 @@ def meshes_over(
 
 
 def mesh_over(whole: RankGroup, ring: int, ulysses: int) -> AttentionMesh:
-    """A group as a mesh; no collective. Rank = ring rank * U + Ulysses rank.
-
-    Args:
-        whole: At least two ranks.
-        ring: R.
-        ulysses: U; R x U must be the number of ranks.
-    """
+    """A group of R x U ranks as a mesh; no collective. Rank = ring rank * U + Ulysses rank."""
     if ring == 1:
         return AttentionMesh(None, whole, whole)
     if ulysses == 1:
@@ -256,38 +233,20 @@ def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def mesh_named(name: str) -> AttentionMesh:
     """The mesh of that name."""
-    known = this_world().meshes.get(name) if dist.is_initialized() else None
-    if known is not None and known.exists:
-        return known
-    parts = name.split(_SEPARATOR)
-    return _mesh_with(name, tuple(map(_reference_to, parts)))
-
-
-def _name_of(group: RankGroup | None) -> str:
-    """The name of a group, and the order of its ranks where that is not its own."""
-    if group is None:
-        return ""
-    in_order = tuple(dist.get_process_group_ranks(group.process_group)) == group.ranks
-    return f"{group.process_group.group_name}:{'' if in_order else group.ranks}"
-
-
-def _ranks_in(part: str) -> Sequence[int] | None:
-    order = part.rpartition(":")[2]
-    return [int(rank) for rank in order.strip("()").split(",")] if order else None
-
-
-def _reference_to(part: str) -> weakref.ref[dist.ProcessGroup] | None:
-    """The group of that name; weak, since what is kept here would outlive its destruction."""
-    if not part:
-        return None
-    name = part.rpartition(":")[0]
-    try:
-        return weakref.ref(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
-    except RuntimeError as error:
+    if name == _alone().name:
+        return _alone()
+    mesh = this_world().meshes.get(name) if dist.is_initialized() else None
+    if mesh is None or not mesh.exists:
         raise CommError(
-            f"a process group of the mesh was destroyed ({error}): make the mesh again, after "
+            "a process group of the mesh was destroyed: make the mesh again, after "
             "init_process_group"
-        ) from error
+        )
+    return mesh
+
+
+@lru_cache(maxsize=1)
+def _alone() -> AttentionMesh:
+    return AttentionMesh(None, None, None)
 
 
 def _of_groups(mesh: DeviceMesh) -> AttentionMesh:
@@ -298,16 +257,3 @@ def _of_groups(mesh: DeviceMesh) -> AttentionMesh:
 @lru_cache(maxsize=16)
 def _mesh_of(mesh: DeviceMesh, groups: tuple[weakref.ref[dist.ProcessGroup], ...]) -> AttentionMesh:
     return AttentionMesh.of(mesh)
-
-
-@lru_cache(maxsize=16)
-def _mesh_with(
-    name: str, groups: tuple[weakref.ref[dist.ProcessGroup] | None, ...]
-) -> AttentionMesh:
-    """`name` says the order of the ranks of each of the `groups`."""
-    found: list[RankGroup | None] = []
-    axes = (RING_AXIS, ULYSSES_AXIS, "attention")
-    for part, reference, axis in zip(name.split(_SEPARATOR), groups, axes, strict=True):
-        group = reference and reference()
-        found.append(member_of(group, axis, ranks=_ranks_in(part)) if group else None)
-    return AttentionMesh(*found)

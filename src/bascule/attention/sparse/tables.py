@@ -16,7 +16,7 @@ from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.mask import AttentionMask, BlockRows
 from bascule.attention.mesh_calls import keep
 from bascule.comm.collectives import table_on
-from bascule.comm.exchange import BoundRoute, exchange, spread
+from bascule.comm.exchange import BoundRoute, exchange
 from bascule.comm.mesh import AttentionMesh
 from bascule.plan.routes import Route
 from bascule.plan.sparse import PackedRows, SparsePlan
@@ -72,7 +72,11 @@ class SparseTables:
     def _bound(self) -> tuple[BoundRoute, BoundRoute]:
         assert self.ranks.whole is not None
         (into, home), args = self._routes, (self.ranks.whole, self.device, 0)
-        return BoundRoute(into, *args, "rows of heads"), BoundRoute(home, *args, "rows, home")
+        plan = self.plan
+        num_q, num_kv = (int(x.lens[x.home == self.rank].sum()) for x in (plan.q, plan.kv))
+        num_rows = self.batch * (len(plan.ring_of) * num_q + 2 * plan.num_kv_heads * num_kv)
+        bound = BoundRoute(into, *args, "rows of heads", num_rows)
+        return bound, BoundRoute(home, *args, "rows, home")
 
     @cached_property
     def _local(self) -> list[Tensor | None]:
@@ -93,7 +97,7 @@ class SparseTables:
         """Bring rows (n, D) of q, k and v from home to where they are used."""
         if self.plan.is_local:
             return tuple(map(_taken, parts, self._local))
-        return spread(self._bound[0], parts).split(self._arriving)
+        return exchange(self._bound[0], [torch.cat(parts)])[0].split(self._arriving)
 
     def take_home(self, rows: Tensor) -> Tensor:
         """Bring rows of the output home from where they were computed."""
