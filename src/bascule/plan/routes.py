@@ -141,7 +141,9 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
         return np.zeros_like(seq_lens)
     sizes = bag_sizes[bag_of]
     extra = seq_lens % sizes
-    order = np.argsort(bag_of, kind="stable")
+    # Numbers of 16 bits are sorted in linear time.
+    few = bag_of.astype(np.int16) if bag_sizes.size < 1 << 15 else bag_of
+    order = np.argsort(few, kind="stable")
     before = np.cumsum(extra[order]) - extra[order]
     sorted_bags = bag_of[order]
     is_first = np.ones(sorted_bags.size, dtype=bool)

@@ -337,13 +337,14 @@ def _heap(work: Floats, loads: Floats, most: int) -> Ints:
     """LPT with one heap of integers `load * 2**b + bin`, at most so many items a bin.
 
     Ties fall to the lowest bin. A bin with a giant gets its other items last, the shortest ones.
+    One item's integer is below 2**50, a load's perhaps not below 2**63.
     """
     bits = (loads.size - 1).bit_length()
     heap = [(int(load) << bits) + index for index, load in enumerate(loads.tolist())]
     heapify(heap)
-    mask, steps = (1 << bits) - 1, work.astype(np.int64).tolist()
+    mask, steps = (1 << bits) - 1, (work.astype(np.int64) << bits).tolist()
     if most >= work.size:
-        taken = [heapreplace(heap, heap[0] + (step << bits)) & mask for step in steps]
+        taken = [heapreplace(heap, heap[0] + step) & mask for step in steps]
         return np.array(taken, dtype=np.int64)
     left, taken = [most] * loads.size, list[int]()
     for step in steps:
@@ -351,7 +352,7 @@ def _heap(work: Floats, loads: Floats, most: int) -> Ints:
         taken.append(index)
         left[index] -= 1
         if left[index]:
-            heapreplace(heap, heap[0] + (step << bits))
+            heapreplace(heap, heap[0] + step)
         else:
             heappop(heap)
     return np.array(taken, dtype=np.int64)

@@ -72,6 +72,8 @@ def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None =
     is_large = problem.num_kinds > 1 and problem.num_items > _MOST_FOR_TWOS
     held, depth, deepest = score.held(bin_of.copy()), 0, 1 if is_large else 2
     for _ in range(_rounds(score)):
+        if score.is_simple and (held.work <= target * problem.speeds).all():
+            break
         pairing = _pair(score, held, alone=depth > 0)
         moves = pairing and _exchange(score, held, pairing, in_twos=depth == 2)
         if moves:
