@@ -368,7 +368,7 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
             if there is none, the one that completes the item first.
     """
     total = problem.work.sum() + problem.carried_work.sum()
-    ceiling = float(total / problem.speeds.sum()) if fill_first else -1.0
+    ceiling = float(total / problem.speeds.sum())
     heaps: dict[float, list[tuple[float, int]]] = {}
     bins = zip(problem.speeds.tolist(), problem.carried_work.tolist(), strict=True)
     for index, (speed, load) in enumerate(bins):
@@ -377,18 +377,19 @@ def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
         heapify(heap)
     lanes, taken = sorted(heaps.items()), list[int]()
     for work in problem.work[problem.order].tolist():
-        chosen, least, first, holds = lanes[0][1], np.inf, -1, False
-        for speed, heap in lanes:
-            load, index = heap[0]
-            rank = (load + work) / speed
-            if rank <= ceiling:
-                if not holds:
-                    holds, least = True, np.inf
-                rank = load / speed
-            elif holds:
-                continue
-            if rank < least or (rank == least and index < first):
-                chosen, least, first = heap, rank, index
+        chosen, least, first = lanes[0][1], np.inf, -1
+        if fill_first:
+            for speed, heap in lanes:
+                load, index = heap[0]
+                fill = load / speed if (load + work) / speed <= ceiling else np.inf
+                if fill < least or (fill == least and index < first):
+                    chosen, least, first = heap, fill, index
+        if first < 0:
+            for speed, heap in lanes:
+                load, index = heap[0]
+                end = (load + work) / speed
+                if end < least or (end == least and index < first):
+                    chosen, least, first = heap, end, index
         heapreplace(chosen, (chosen[0][0] + work, first))
         taken.append(first)
     bin_of = np.empty(problem.num_items, dtype=np.int64)

@@ -28,7 +28,7 @@ _MAX_ROUNDS = 256
 _MAX_WORK = 1 << 18
 """The same for bins of several kinds, in rounds times items."""
 
-_MAX_NEAREST = 1 << 22
+_MAX_NEAREST = 1 << 20
 """The same where returns are found by binary search."""
 
 _FEWEST_ROUNDS = 8
@@ -39,7 +39,7 @@ _MAX_OPTIONS = 1 << 14
 _MAX_SINGLES = 128
 """Most items of a bin that are tried one by one in a round; of more, an even sample by work."""
 
-_MOST_FOR_TWOS = 128
+_MOST_FOR_TWOS = 512
 """Most items for bins of several kinds of which groups of two are tried; of more, single items fill
 bins as well."""
 
@@ -398,11 +398,12 @@ def _nearest(
         1.0 / late_speed + 1.0 / early_speed
     )
     give, opens = work[:split], opens.reshape(shape)
-    wanted = (keys[opens] - ideal)[:, lane] + give
+    wanted = (keys[opens] - ideal).take(lane, axis=1) + give
     found = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape)
-    found = np.maximum(found, opens[:, lane])
-    early_after = (early_load[:, lane] + give - below[found - 1]) / early_speed[:, lane]
-    late_after = (late_load[lane] - give + above[found]) / late_speed[lane]
+    found = np.maximum(found, opens.take(lane, axis=1))
+    early_after = early_load.take(lane, axis=1) + give - below.take(found - 1)
+    early_after /= early_speed.take(lane, axis=1)
+    late_after = (late_load[lane] - give + above.take(found)) / late_speed[lane]
     after = np.minimum(early_after, late_after)
     row, column = after.argmin(axis=0), np.arange(split)
     place = found[row, column]
