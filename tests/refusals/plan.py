@@ -32,7 +32,7 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("no topology", planned([1], ""), ("''",)),
     ("no planner", planned([1], planner="magic"), ("'magic'", "knapsack")),
     ("lengths that are no list", planned({1: 2}), ("rank 0", "flat list")),
-    ("ragged lengths", planned([7, [8]]), ("rank 0", "list of integers")),
+    ("ragged lengths", planned([7, [8]]), ("rank 0", "cannot be read as an array")),
     ("a batch that is no list", partial(plan_batch, 5, "g1n2", COST), ("one list a source rank",)),  # pyright: ignore[reportArgumentType]
     ("no cluster", planned([1], cluster=5), ("cluster=5", "a Cluster(")),
     ("no limits", planned([1], limits=5), ("limits is 5", "Limits(")),

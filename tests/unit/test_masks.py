@@ -218,7 +218,7 @@ def test_a_batch_survives_as_numbers() -> None:
         (Sequences([4], ["casual"]), "rank 1, sequence 0: mask 'casual'"),
         (Sequences([4], ["causal", "full"]), "rank 1: 2 masks for 1 sequences"),
         (Sequences([4], [[Span(3)]]), "rank 1, sequence 0: spans of 3 tokens together for"),
-        (Sequences([4], cast(Any, [[4]])), "rank 1, sequence 0: 4 in its mask: give a list"),
+        (Sequences([4], cast(Any, [[4]])), "rank 1, sequence 0: a span is 4: give a list"),
         (Sequences([4], cast(Any, 7)), "rank 1: masks=7"),
         (Sequences([4], cast(Any, [7])), "rank 1, sequence 0: mask 7"),
         (Sequences([4], context_lens=[1, 2]), "rank 1: 2 context_lens for 1 sequences"),

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from bascule.arrays import Ints, cumulative, frozen, ranges
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
-from bascule.plan.checks import amounts, fields, ints, number, of_type, shown
+from bascule.plan.checks import amounts, fields, ints, number, of_type, shown, whole
 from bascule.plan.costs import Cost, evaluate
 from bascule.plan.limits import Limits, in_tokens
 from bascule.plan.locality import Source, bring_home
@@ -62,23 +62,6 @@ class Binding:
         )
 
 
-def find_binding(
-    topology: Topology, seq_lens: Ints, bag_of: Ints, loads: npt.NDArray[np.float64]
-) -> Binding | None:
-    """The sequence that binds a plan, or None if the whole work does. Arguments as for `Plan`."""
-    if not seq_lens.size or metrics.imbalance(loads) <= _EVEN:
-        return None
-    slowest = int(loads.argmax())
-    bag = int(topology.bag_of_rank[slowest])
-    held = np.flatnonzero(bag_of == bag)
-    longest = int(held[seq_lens[held].argmax()]) if held.size else -1
-    if longest < 0 or seq_lens[longest] < _SHARE * seq_lens[held].sum() or not seq_lens[longest]:
-        return None
-    size = int(topology.bag_sizes[bag])
-    enough = math.ceil(loads[slowest] * size / loads.mean() * (1.0 - 1e-9))
-    return Binding(longest, int(seq_lens[longest]), bag, size, enough)
-
-
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A frozen decision: the bag of every sequence, with its certificate and its index tables.
@@ -108,9 +91,8 @@ class Plan:
     speeds: npt.NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        for array in (self.source_counts, self.seq_lens, self.bag_of, self.loads):
-            array.flags.writeable = False
-        for array in (self.context_lens, self.speeds):
+        arrays = self.source_counts, self.seq_lens, self.bag_of, self.loads
+        for array in (*arrays, self.context_lens, self.speeds):
             if array is not None:
                 array.flags.writeable = False
 
@@ -148,7 +130,17 @@ class Plan:
     @property
     def binding(self) -> Binding | None:
         """The sequence that keeps the slowest bag busy while others wait; None if none does."""
-        return find_binding(self.topology, self.seq_lens, self.bag_of, self.loads)
+        if not self.seq_lens.size or self.imbalance <= _EVEN:
+            return None
+        slowest = int(self.loads.argmax())
+        bag = int(self.topology.bag_of_rank[slowest])
+        seqs = np.flatnonzero(self.bag_of == bag)
+        lens, size = self.seq_lens[seqs], int(self.topology.bag_sizes[bag])
+        longest = int(lens.max(initial=0))
+        if not longest or longest < _SHARE * lens.sum():
+            return None
+        enough = math.ceil(self.loads[slowest] * size / self.loads.mean() * (1.0 - 1e-9))
+        return Binding(int(seqs[lens.argmax()]), longest, bag, size, enough)
 
     @cached_property
     def source_ranks(self) -> Ints:
@@ -276,52 +268,33 @@ class Plan:
         """Read what `to_json` wrote; a ConfigError says that the text is no such plan."""
         try:
             data: dict[str, Any] = json.loads(text)
-            version = data["version"]
-            if type(version) is not int or version != JSON_VERSION:
-                raise ConfigError(
-                    f"plan of version {shown(version)}: this bascule reads {JSON_VERSION}"
-                )
-            unit = Topology.parse(data["topology"])
-            topology = replace(unit, num_replicas=data["num_replicas"])
-            batch = _read_batch(data, topology.num_ranks)
-            counts, lens = batch.counts, batch.lens
-            bag_of = ints("bag_of", data["bag_of"], lens.size)
-            loads = amounts("loads", data["loads"])
-            bound = number("lower_bound", data["lower_bound"], most=sys.float_info.max)
-            speeds = data.get("speeds")
+            if (version := whole("version", data["version"])) != JSON_VERSION:
+                raise ConfigError(f"it has version {version}; this bascule reads {JSON_VERSION}")
+            topology = Topology.parse(data["topology"])
+            topology = replace(topology, num_replicas=data["num_replicas"])
+            batch, speeds = _read_batch(data, topology.num_ranks), data.get("speeds")
             if speeds is not None:
-                speeds = RankState.of(counts.size, speeds=speeds).speeds
-            planner = of_type("planner", data["planner"], str, "the name of one")
-            digest = data["digest"]
+                speeds = RankState.of(topology.num_ranks, speeds=speeds).speeds
+            plan = cls(
+                topology,
+                batch.counts,
+                batch.lens,
+                ints("bag_of", data["bag_of"], batch.lens.size, topology.num_bags - 1),
+                amounts("loads", data["loads"]),
+                number("lower_bound", data["lower_bound"], most=sys.float_info.max),
+                of_type("planner", data["planner"], str, "the name of one"),
+                batch.masks,
+                batch.context_lens,
+                speeds,
+            )
+            is_alike = plan.digest == data["digest"] and plan.loads.size == topology.num_ranks
+            if not is_alike or not plan.lower_bound <= plan.makespan:
+                raise ConfigError("it does not match its digest, or its bound")
         except ConfigError as error:
             raise ConfigError(f"this text is not a plan, or a damaged one: {error}") from error
         except _DAMAGE as error:
-            raise ConfigError(
-                f"this is not a plan written by Plan.to_json: {shown(error)}"
-            ) from error
-        if loads.shape != counts.shape:
-            raise ConfigError(
-                f"plan on {counts.size} ranks has {loads.size} loads: the file is damaged"
-            )
-        if bag_of.size and bag_of.max() >= topology.num_bags:
-            raise ConfigError(
-                f"plan names a bag outside 0..{topology.num_bags - 1}: the file is damaged"
-            )
-        what = batch.masks, batch.context_lens, speeds
-        plan = cls(topology, counts, lens, bag_of, loads, bound, planner, *what)
-        if plan.digest != digest or not 0 <= plan.lower_bound <= plan.makespan < np.inf:
-            raise ConfigError("the plan does not match its digest, or its bound: it is damaged")
+            raise ConfigError(f"this is not a plan of Plan.to_json: {shown(error)}") from error
         return plan
-
-
-def _check_tokens(tokens: Ints) -> None:
-    """Refuse more tokens on a rank than cu_seqlens counts."""
-    fullest = int(tokens.argmax())
-    if tokens[fullest] > MAX_TOKENS:
-        raise PlanError(
-            f"rank {fullest} would hold {tokens[fullest]} tokens, but cu_seqlens counts at most "
-            f"{MAX_TOKENS}: use larger bags, or shorter sequences"
-        )
 
 
 def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
@@ -428,8 +401,12 @@ class PlanSetup:
             batch.context_lens,
             None if (state.speeds == 1.0).all() else state.speeds,
         )
-        if batch.lens.sum(dtype=np.float64) > MAX_TOKENS:
-            _check_tokens(plan.tokens)
+        if batch.lens.sum(dtype=np.float64) > MAX_TOKENS and plan.tokens.max() > MAX_TOKENS:
+            fullest = int(plan.tokens.argmax())
+            raise PlanError(
+                f"rank {fullest} would hold {plan.tokens[fullest]} tokens, but cu_seqlens counts "
+                f"at most {MAX_TOKENS}: use larger bags, or shorter sequences"
+            )
         return plan
 
     def _bags(self, batch: Batch, limits: Limits | None, state: RankState) -> Topology:
@@ -442,7 +419,5 @@ class PlanSetup:
 
     @property
     def _tolerance(self) -> float | None:
-        is_near = self.cluster is None or self.cluster.num_nodes == 1
-        return (
-            self.home_tolerance if self.home_tolerance is not None or is_near else _NODE_TOLERANCE
-        )
+        has_nodes = self.cluster is not None and self.cluster.num_nodes > 1
+        return _NODE_TOLERANCE if has_nodes and self.home_tolerance is None else self.home_tolerance

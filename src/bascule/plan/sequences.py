@@ -5,7 +5,7 @@ in one that is not. So each token sees a run of tokens, which holds for causal t
 packed into one sequence, and for images between causal texts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from bascule.arrays import Bools, Floats, Ints, cumulative, ranges
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, of_type, shown, whole
+from bascule.plan.checks import array, fields, of_type, shown, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,10 @@ class Masks:
     @classmethod
     def alike(cls, seq_lens: Ints, *, causal: bool) -> "Masks":
         """One span a sequence."""
-        lens = seq_lens[seq_lens > 0]
-        return cls(
-            (seq_lens > 0).astype(np.int64),
-            lens,
-            np.full(lens.size, causal),
-            np.ones(lens.size, bool),
-        )
+        has_tokens = seq_lens > 0
+        lens = seq_lens[has_tokens]
+        flags = np.full(lens.size, causal), np.ones(lens.size, bool)
+        return cls(has_tokens.astype(np.int64), lens, *flags)
 
     @classmethod
     def from_words(cls, counts: Ints, words: Ints) -> "Masks":
@@ -99,19 +96,13 @@ class Masks:
     @classmethod
     def joined(cls, parts: "list[Masks]") -> "Masks":
         """The sequences of all, in their order."""
-        return cls(
-            np.concatenate([part.counts for part in parts]),
-            np.concatenate([part.lens for part in parts]),
-            np.concatenate([part.is_causal for part in parts]),
-            np.concatenate([part.is_first for part in parts]),
-        )
+        each = [(part.counts, part.lens, part.is_causal, part.is_first) for part in parts]
+        return cls(*map(np.concatenate, zip(*each, strict=True)))
 
     def to_lists(self) -> list[list[tuple[int, bool, bool]]]:
         """The arguments of each `Span`, by sequence."""
-        spans = list(
-            zip(*(x.tolist() for x in (self.lens, self.is_causal, self.is_first)), strict=True)
-        )
-        bounds: list[int] = cumulative(self.counts).tolist()
+        columns = [x.tolist() for x in (self.lens, self.is_causal, self.is_first)]
+        spans, bounds = list(zip(*columns, strict=True)), cumulative(self.counts).tolist()
         return [spans[first:last] for first, last in pairwise(bounds)]
 
     @cached_property
@@ -348,34 +339,30 @@ def _masks(rank: int, masks: object, seq_lens: Ints) -> Masks | None:
         raise ConfigError(
             f'rank {rank}: masks={shown(masks)}: give "full", "causal", or a list of one a sequence'
         )
-    listed = cast(Sequence[Any], masks)
-    if len(listed) != seq_lens.size:
+    if len(each := cast(Sequence[Any], masks)) != seq_lens.size:
         raise ConfigError(
-            f"rank {rank}: {len(listed)} masks for {seq_lens.size} sequences: give one each"
+            f"rank {rank}: {len(each)} masks for {seq_lens.size} sequences: give one each"
         )
     spans = [
         _spans(f"rank {rank}, sequence {place}", mask, num_tokens)
-        for place, (mask, num_tokens) in enumerate(zip(listed, seq_lens.tolist(), strict=True))
+        for place, (mask, num_tokens) in enumerate(zip(each, seq_lens.tolist(), strict=True))
     ]
-    flat = [span for of_seq in spans for span in of_seq]
-    return Masks(
-        np.array([len(of_seq) for of_seq in spans], np.int64),
-        np.array([span.num_tokens for span in flat], np.int64),
-        np.array([span.causal for span in flat], np.bool_),
-        np.array([span.new_document for span in flat], np.bool_),
-    )
+    rows = [(x.num_tokens, x.causal, x.new_document) for of_seq in spans for x in of_seq]
+    lens, is_causal, is_first = np.array(rows, np.int64).reshape(-1, 3).T
+    counts = np.array([len(of_seq) for of_seq in spans], np.int64)
+    return Masks(counts, lens, is_causal > 0, is_first > 0)
 
 
 def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
-    """The spans of one sequence."""
+    """Return the spans of one sequence."""
     if isinstance(mask, str) and mask in _NAMES:
         return [Span(num_tokens, mask == "causal")] if num_tokens else []
     if isinstance(mask, str) or not isinstance(mask, Sequence):
         raise ConfigError(f'{where}: mask {shown(mask)}: give "full", "causal", or a list of spans')
-    spans = cast(Sequence[Any], mask)
-    wrong = [span for span in spans if not isinstance(span, Span)]
-    if wrong:
-        raise ConfigError(f"{where}: {shown(wrong[0])} in its mask: give a list of Span(..)")
+    spans = [
+        of_type(f"{where}: a span", span, Span, "a list of Span(..)")
+        for span in cast(Sequence[Any], mask)
+    ]
     total = sum(span.num_tokens for span in spans)
     if total != num_tokens:
         raise ConfigError(
@@ -422,38 +409,29 @@ def check_lengths(
         legal &= lens == np.floor(lens)
     if not legal.all():
         rank, place = source_of(int(np.argmin(legal)), counts)
-        raise ConfigError(_bad_length(rank, place, each[rank][place]))
+        value = list(cast(Sequence[Any], seq_lens[rank]))[place]
+        raise ConfigError(
+            f"rank {rank}, sequence {place}: length {shown(value)} is "
+            "not a whole number from 0 to 2^40"
+        )
     return counts, lens.astype(np.int64)
 
 
 def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """The lengths of one rank, all of them numbers, but perhaps not whole or not positive."""
-    try:
-        lens = np.asarray(values)
-    except Exception as error:  # what numpy cannot read raises what it likes
-        raise ConfigError(
-            f"rank {rank}: lengths {shown(values)} cannot be read as an array: give a list of "
-            "integers or a numpy array; a tensor has .tolist()"
-        ) from error
+    """Return the lengths of one rank, as numbers of any kind; NaN for what is none."""
+    lens = array(f"rank {rank}: lengths", values)
     if lens.ndim != 1:
         raise ConfigError(
             f"rank {rank}: lengths must be a flat list of integers, not {shown(values)}"
         )
-    if lens.size and lens.dtype.kind not in "iuf":
-        listed = list(cast(Iterable[Any], values))
-        legal: list[bool] = [isinstance(x, int | float) and 0 <= x <= MAX_LENGTH for x in listed]
-        place = legal.index(False) if False in legal else 0
-        raise ConfigError(_bad_length(rank, place, listed[place]))
-    return lens
+    if lens.dtype.kind in "iuf":
+        return lens
+    each, legal = list(cast(Sequence[Any], values)), (int, float)
+    each = [x if type(x) in legal and 0 <= x <= MAX_LENGTH else np.nan for x in each]
+    return np.array(each, np.float64)
 
 
 def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
     """Rank that loaded a sequence, and its place there."""
     rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
     return rank, seq_id - int(counts[:rank].sum())
-
-
-def _bad_length(rank: int, place: int, value: object) -> str:
-    return (
-        f"rank {rank}, sequence {place}: length {shown(value)} is not a whole number from 0 to 2^40"
-    )
