@@ -47,7 +47,8 @@ def step(fault: Fault, striker: Striker) -> None:
         striker.at("plan", now)
         return np.asarray(lens, float)
 
-    parallel, lens = SequenceParallel(None, "g3n1", cost, timeout_s=LONG_S), LENS[dist.get_rank()]
+    spec, lens = "g1r3n1" if fault.place == "backward" else "g3n1", LENS[dist.get_rank()]
+    parallel = SequenceParallel(None, spec, cost, timeout_s=LONG_S)
     x = torch.randn(sum(lens), 4, requires_grad=True)
     for now in range(1, 4):
         with parallel.plan(lens) as one:

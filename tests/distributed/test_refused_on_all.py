@@ -19,11 +19,15 @@ from bascule import (
     ParallelOptions,
     PolynomialCost,
     SequenceParallel,
+    Sequences,
     TransformerCost,
 )
+from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
+from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.comm.agree import agree
 from bascule.comm.groups import member_of, resolve
 from bascule.errors import CommError, ConfigError, PlanError
+from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 from tests.helpers.ranks import raised_by, run_ranks
 
 COST = TransformerCost(64)
@@ -73,6 +77,43 @@ def attended(q: Any = (6, 4, 8), kv: Any = None, kernel: str | None = None) -> o
     step = made("g2n1", options=options).plan([6])
     keys = torch.zeros(kv or q)
     return step.attend(torch.zeros(q), keys, keys)
+
+
+def attended_with_masks(lens: Any, kinds: Any = None, contexts: Any = None, **call: Any) -> object:
+    step = made("g1r2n1").plan(lens if kinds is None else Sequences(lens, kinds, contexts))
+    q = torch.zeros(step.local.positions.size, 4, 4)
+    if contexts is None:
+        return step.attend(q, q, q, causal=call.get("causal", False))
+    k = torch.zeros(6, 4, 4)
+    step.route_contexts(text=torch.zeros(call.get("rows", 3), 4))
+    return step.attend_contexts(q, k, call.get("values", k))
+
+
+def on_mesh(tokens: int = 3, degrees: tuple[int, int] = (2, 1), **settings: Any) -> object:
+    names = ("ring", "ulysses")
+    mesh = AttentionMesh.of(init_device_mesh("cpu", degrees, mesh_dim_names=names))
+    q = torch.zeros(1, 4, tokens, 8)
+    return attention(q, q, q, mesh, options=AttentionOptions(**settings))
+
+
+def on_an_axis(name: str) -> object:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=(name, "ring"))
+    return AttentionMesh.of(mesh)
+
+
+def sparse(**call: Any) -> object:
+    """Masks of two heads and eight blocks, with plans and masks that differ."""
+    mesh = AttentionMesh.of(
+        init_device_mesh("cpu", call.get("degrees", (2, 1)), mesh_dim_names=("ring", "ulysses"))
+    )
+    lens = block_lens((32,), 4)
+    layout = BlockLayout.striped(lens, 1, 2)
+    masks = np.tril(np.ones((2, 8, 8), bool)) if "kind" not in call else np.ones((2, 8, 8), bool)
+    plan = SparsePlanner(1, 2).plan(masks, layout, layout, num_kv_heads=2)
+    seen = (lambda _: masks) if call.get("masks") == "whole" else rows_of(masks)
+    q = torch.zeros(1, 2, int(lens[layout.home == dist.get_rank()].sum()), 8)
+    v = q[:, :, call.get("first", 0) :]
+    return sparse_attention(q, q, v, mesh, plan, seen, kernel=call.get("kernel"))
 
 
 def averaged(values: Any = (6,), weights: Any = None) -> object:
@@ -327,7 +368,7 @@ ROWS: dict[str, Row] = {
         attended,
         both(kv=(6, 1, 8)),
         ConfigError,
-        ("1 key-value heads", "at most 1 ranks"),
+        ("1 key-value heads", "at most 1 ranks", "use g1r2n1"),
     ),
     "too few tokens": (attended, both(q=(5, 4, 8)), ConfigError, ("gives this rank 6",)),
     "two dims of heads": (attended, both(q=(6, 4)), ConfigError, ("(6, 4)",)),
@@ -337,6 +378,83 @@ ROWS: dict[str, Row] = {
         ConfigError,
         ("'aten_flash' runs on CUDA devices",),
     ),
+    "spans of one rank": (
+        attended_with_masks,
+        ({"lens": [4], "kinds": "causal"}, {"lens": [4], "kinds": "casual"}),
+        ConfigError,
+        ("rank 1", "casual"),
+    ),
+    "masks of one rank": (
+        attended_with_masks,
+        ({"lens": [5]}, {"lens": [4], "kinds": "causal"}),
+        ConfigError,
+        ("ranks [0] give sequences without masks",),
+    ),
+    "masks, and causal too": (
+        attended_with_masks,
+        both(lens=[5], kinds="full", causal=True),
+        ConfigError,
+        ("planned with masks",),
+    ),
+    "rows of contexts of one rank": (
+        attended_with_masks,
+        (
+            {"lens": [4], "contexts": [3], "kinds": "full"},
+            {"lens": [4], "contexts": [3], "kinds": "full", "rows": 2},
+        ),
+        ConfigError,
+        ("rank 1", "3 rows"),
+    ),
+    **{
+        f"values of contexts {shape} {dtype}": (
+            attended_with_masks,
+            both(lens=[4], kinds="full", contexts=[3], values=torch.zeros(shape, dtype=dtype)),
+            ConfigError,
+            ("attend_contexts",),
+        )
+        for shape, dtype in (
+            ((6, 1, 4), torch.float32),
+            ((5, 4, 4), torch.float32),
+            ((6, 4, 2), torch.float32),
+            ((6, 4, 4), torch.float64),
+        )
+    },
+    "mesh: layout of others": (
+        on_mesh,
+        both(layout=SequenceLayout((9,), 2, 1)),
+        ConfigError,
+        ("q has 3 tokens, and the layout gives this rank",),
+    ),
+    "mesh: other degrees": (
+        on_mesh,
+        both(layout=SequenceLayout((6,), 1, 2)),
+        ConfigError,
+        ("1 x 2 ranks on a mesh of 2 x 1",),
+    ),
+    "mesh: lengths without a layout": (
+        on_mesh,
+        ({"degrees": (1, 2), "tokens": 5}, {"degrees": (1, 2), "tokens": 4}),
+        CommError,
+        ("ranks [0]: a layout of (10,) tokens", "ranks [1]: a layout of (8,) tokens"),
+    ),
+    "mesh: tokens of one rank": (
+        on_mesh,
+        both(layout=SequenceLayout((7,), 2, 1), tokens=4),
+        ConfigError,
+        ("q has 4 tokens, and the layout gives this rank 3 of 7",),
+    ),
+    "mesh: kernel without LSE": (on_mesh, both(kernel="sdpa"), ConfigError, ("log-sum-exp",)),
+    "mesh: an axis": (on_an_axis, both(name="dp"), ConfigError, ("('dp', 'ring')",)),
+    "sparse: plan": (sparse, one("kind", "full"), CommError, ("disagree on the form",)),
+    "sparse: values of one rank": (sparse, one("first", 1), ConfigError, ("the plan has",)),
+    "sparse: degrees": (
+        sparse,
+        both(degrees=(1, 2)),
+        ConfigError,
+        ("a plan for 1 x 2 ranks (Ulysses x ring) on a mesh of 2 x 1",),
+    ),
+    "sparse: whole masks": (sparse, both(masks="whole"), ConfigError, ("rows of a mask",)),
+    "sparse: kernel": (sparse, both(kernel="cpu_flash"), ConfigError, ("kernel 'cpu_flash'",)),
     "a mean of a scalar": (averaged, one("values", ()), ConfigError, ("rank 1", "mean")),
     "weights of one rank": (averaged, one("weights", torch.ones(6)), CommError, ("mean",)),
     # Loaders.

@@ -43,18 +43,23 @@ def packed_attention(
     v_TKD: Tensor,
     seq_lens: Sequence[int],
     *,
+    key_lens: Sequence[int] | None = None,
     causal: bool = False,
     scale: float | None = None,
     masks: Sequence[Sequence[Span]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out (T, H, D) and LSE (T, H) within each packed sequence, in float64; differentiable."""
+    """Out (T, H, D) and LSE (T, H) within each packed sequence, in float64; differentiable.
+
+    With key_lens from each sequence to its own keys, as many as these.
+    """
     q, k, v = (x.double() for x in (q_THD, k_TKD, v_TKD))
     outs, log_sums = [0 * (q[:0] + k[:0].sum() + v[:0].sum())], [q[:0, :, 0]]
-    for number, rows in enumerate(torch.arange(sum(seq_lens)).split(list(seq_lens))):
-        if rows.numel():
+    parts = [q.split(list(seq_lens)), *(x.split(list(key_lens or seq_lens)) for x in (k, v))]
+    for number, part in enumerate(zip(*parts, strict=True)):
+        if len(part[0]):
             mask = seen_by(masks[number]) if masks else None
-            parts = (x[rows].transpose(0, 1)[None] for x in (q, k, v))
-            out, lse = dense_attention(*parts, mask=mask, causal=causal, scale=scale)
+            sequence = (x.transpose(0, 1)[None] for x in part)
+            out, lse = dense_attention(*sequence, mask=mask, causal=causal, scale=scale)
             outs.append(out[0].transpose(0, 1))
             log_sums.append(lse[0].T)
     return torch.cat(outs), torch.cat(log_sums)

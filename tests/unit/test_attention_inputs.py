@@ -1,13 +1,21 @@
 """Tensors, settings and masks that are given to attention."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.exc import Unsupported
+from torch.autograd import forward_ad
 
+from bascule.attention.api import AttentionMesh, SequenceLayout, attention
 from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
-from bascule.attention.tiles import digest_of
+from bascule.attention.tiles import digest_of, without_lost_scores
 from bascule.errors import ConfigError
+
+ALONE = AttentionMesh(None, None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.float64])
@@ -110,3 +118,73 @@ def test_heads_there_must_be(shape: tuple[int, ...]) -> None:
 def test_tokens_and_batch_may_be_none(shape: tuple[int, ...]) -> None:
     x = torch.ones(shape)
     check_tensors("attention", x, x, x, torch.ones(1))
+
+
+def test_only_queries_whose_scores_are_lost_are_0() -> None:
+    layout, q = SequenceLayout((6,)), torch.ones(2, 1, 6, 4)
+    numbers = [0.0, -1e4, -1e9, 1e9, torch.finfo(torch.float32).min, -math.inf]
+    mask = torch.tensor(numbers).view(1, 1, 6, 1).expand(1, 1, 6, 6).clone()
+    mask[..., 3:] -= 1.0
+    lost = {torch.float64: [4], torch.float32: [2, 3, 4], torch.bfloat16: [2, 3, 4]}
+    for dtype, rows in lost.items():
+        found = without_lost_scores(q.to(dtype), layout, [(0, 6)], mask, False)
+        assert (found[:, 0, :, 0] == 0).nonzero()[:, 1].tolist() == 2 * rows
+    part = without_lost_scores(q[:, :, :3], layout, [(1, 2), (4, 6)], mask, False)
+    assert part[0, 0, :, 0].tolist() == [1.0, 0.0, 1.0]
+    assert without_lost_scores(q, layout, [(0, 6)], mask > 0, False) is q
+    q[0, 0, 4, 0] = math.nan
+    assert without_lost_scores(q, layout, [(0, 6)], mask, False)[0, 0, 4, 0].isnan()
+
+
+def test_under_a_causal_mask_a_query_sees_itself_and_those_before_it() -> None:
+    layout, q = SequenceLayout((4,)), torch.ones(1, 1, 4, 2)
+    places = torch.arange(4)
+    own, later = places == places[:, None], places > places[:, None]
+    for seen, causal, wanted in (
+        (own, True, [1.0, 1.0, 1.0, 1.0]),
+        (own, False, [1.0, 1.0, 1.0, 1.0]),
+        (later, True, [0.0, 0.0, 0.0, 0.0]),
+        (later, False, [1.0, 1.0, 1.0, 0.0]),
+    ):
+        mask = torch.where(seen, 0.0, -1e9)
+        for run in ((0, 4), (2, 4)):
+            rows = slice(*run)
+            found = without_lost_scores(q[:, :, rows], layout, [run], mask, causal)
+            assert found[0, 0, :, 0].tolist() == wanted[rows]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_forward_mode_derivatives_are_refused() -> None:
+    q = torch.randn(1, 2, 5, 8)
+    mask = torch.zeros(1, 1, 1, 5)
+
+    def of_other(x: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda y: attention(x, x, x, ALONE) * y
+
+    def tangent_of_dual() -> None:
+        with forward_ad.dual_level():
+            attention(q, forward_ad.make_dual(q, q), q, ALONE)
+
+    calls: list[Callable[[], Any]] = [
+        lambda: torch.func.jvp(lambda x: attention(x, q, q, ALONE), (q,), (q,)),
+        lambda: torch.func.jvp(lambda x: attention(q, q, x, ALONE), (q,), (q,)),
+        lambda: torch.func.jvp(lambda x: attention(q, q, q, ALONE, attn_mask=x), (mask,), (mask,)),
+        lambda: torch.func.jacfwd(lambda x: attention(x, q, q, ALONE).sum())(q),
+        lambda: torch.func.jvp(lambda x: torch.func.jvp(of_other(x), (q,), (q,))[1], (q,), (q,)),
+        tangent_of_dual,
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"attention.*forward-mode derivative"):
+            call()
+    with pytest.raises(Unsupported, match="ConfigError"):
+        torch.compile(calls[0], fullgraph=True, backend="eager")()
+    with pytest.raises(ConfigError, match=r"attention under torch\.vmap"):
+        torch.vmap(lambda x: attention(x, x, x, ALONE))(q[None])
+    with forward_ad.dual_level():  # of other tensors
+        assert attention(q, q, q, ALONE).shape == q.shape
+
+
+def test_other_derivatives_that_do_not_exist_raise() -> None:
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with pytest.raises(ConfigError, match="no second derivative"):
+        torch.autograd.grad(attention(q, q, q, ALONE).sum(), q, create_graph=True)

@@ -93,7 +93,8 @@ def _agree(
     if mask is not None:
         rows = f"{rows}, mask of {mask.dim()} dims, {mask.dtype}"
     text = (
-        f"a layout of {layout.segments} tokens, zigzag={layout.zigzag}, stripe={layout.stripe}, "
+        f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
+        f"zigzag={layout.zigzag}, stripe={layout.stripe}, "
         f"replicated segments {settings.replicated}, {rows}, causal={settings.causal}, "
         f"scale={settings.scale}, kernel {settings.kernel}"
     )
