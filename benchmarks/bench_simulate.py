@@ -20,14 +20,10 @@ from scipy.optimize import least_squares
 
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import TRAINING, HardwareProfile, Passes
+from bascule.plan.sequences import Batch
 from bascule.sim.placements import Loaded, policy_of
-from bascule.sim.seconds import KINDS
-from bascule.sim.simulation import (
-    Sharding,
-    SimulationOptions,
-    SimulationResult,
-    simulate,
-)
+from bascule.sim.seconds import KINDS, Sharding, SimulationOptions
+from bascule.sim.simulation import SimulationResult, simulate
 
 LOW = "g32b32i256f1s0"
 MIXED = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
@@ -260,7 +256,7 @@ def planning_seconds() -> float:
     policy = policy_of("g8n128", FLUX, KNOWN.cluster(128, 8))
     rng = np.random.default_rng(0)
     lens = rng.integers(100, 20_000, 4096)
-    one = Loaded(1024, np.repeat(np.arange(1024), 4), lens, lens * 0)
+    one = Loaded(Batch(np.full(1024, 4), lens), lens * 0)
     return least(lambda: list(policy([one])))
 
 

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from bascule.plan.topology import Topology as Topology
     from bascule.plan.topology_search import TopologyRanking as TopologyRanking
     from bascule.plan.topology_search import suggest_topology as suggest_topology
-    from bascule.sim.simulation import SimulationOptions as SimulationOptions
+    from bascule.sim.seconds import SimulationOptions as SimulationOptions
     from bascule.sim.simulation import SimulationResult as SimulationResult
     from bascule.sim.simulation import simulate as simulate
     from bascule.training.stepping import train_step as train_step
@@ -95,7 +95,7 @@ _HOMES = {
     "SamplerOptions": "bascule.data.samplers",
     "SequenceParallel": "bascule.parallel",
     "Sequences": "bascule.plan.sequences",
-    "SimulationOptions": "bascule.sim.simulation",
+    "SimulationOptions": "bascule.sim.seconds",
     "SimulationResult": "bascule.sim.simulation",
     "Span": "bascule.plan.sequences",
     "SparseConfig": "bascule.integrations.diffusers.sparse.sparse_config",

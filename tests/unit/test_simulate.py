@@ -16,10 +16,11 @@ import bascule
 from bascule.errors import ConfigError
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import TRAINING, HardwareProfile, Passes, in_passes
+from bascule.plan.sequences import Batch
 from bascule.plan.topology_search import suggest_topology
 from bascule.sim.placements import NOTHING, TOKENS, Loaded, Placement, policy_of
 from bascule.sim.seconds import KINDS, EncoderStage, Sharding, exchange_seconds
-from bascule.sim.simulation import SimulatedRun, SimulationOptions, SimulationResult, simulate
+from bascule.sim.simulation import SimulatedRun, SimulationOptions, simulate
 from bascule.sim.traces import segments_of
 from bascule.workload.codes import SampleShape
 from bascule.workload.traces import read_traces, step_parts, write_steps
@@ -136,9 +137,7 @@ def test_what_ranks_send_and_receive_is_what_routes_say() -> None:
         batch = [rng.integers(1, 40, rng.integers(0, 4)).tolist() for _ in range(12)]
         plan = bascule.plan_batch(batch, spec, MODEL)
         source = plan.source_ranks
-        placed = Placement(
-            plan.topology, source, plan.seq_lens, plan.seq_lens, source, plan.bag_of, TOKENS
-        )
+        placed = Placement(plan.topology, source, plan.seq_lens, source, plan.bag_of, TOKENS)
         wires = ((1.0, 1e12), (1e12, 1.0))
         near, far = (
             exchange_seconds(
@@ -213,7 +212,7 @@ def loaded(num_batches: int = 5) -> list[Loaded]:
     for _ in range(num_batches):
         counts = rng.integers(0, 9, 4)
         lens = rng.integers(0, 900, counts.sum())
-        made.append(Loaded(4, np.repeat(np.arange(4), counts), lens, lens // 2))
+        made.append(Loaded(Batch(counts, lens), lens // 2))
     return made
 
 
@@ -221,23 +220,24 @@ def test_padding_makes_all_of_a_rank_as_long_as_its_longest() -> None:
     for given, placed in zip(
         loaded(), policy_of("padded", MODEL, MACHINE.cluster(1, 4))(loaded()), strict=True
     ):
-        for rank, lens in enumerate(given.by_rank()):
+        for rank in range(4):
+            lens = given.batch.lens[given.batch.ranks == rank]
             inside = placed.source == rank
-            assert (placed.real_lens[inside] == lens).all()
-            assert (placed.lens[inside] == max(lens, default=0)).all()
+            assert (placed.lens[inside] == lens).all()
+            assert (placed.computed[inside] == max(lens, default=0)).all()
 
 
 @pytest.mark.parametrize("name", ["buckets", "packs"])
 def test_samples_dealt_anew_are_those_of_the_run(name: str) -> None:
     """None twice; only those of the last microbatch may be missing."""
     placed = list(policy_of(name, MODEL, MACHINE.cluster(1, 4))(loaded()))
-    given = np.concatenate([one.lens for one in loaded()])
-    dealt = np.concatenate([one.real_lens[one.real_lens > 0] for one in placed])
+    given = np.concatenate([one.batch.lens for one in loaded()])
+    dealt = np.concatenate([one.lens[one.lens > 0] for one in placed])
     left = np.bincount(given, minlength=900) - np.bincount(dealt, minlength=900)
     assert (left[1:] >= 0).all() and dealt.size > 0.7 * given.size
     budget = given.sum() / 20
     for one in placed:
-        held = np.bincount(one.bag_of, one.lens, 4)
+        held = np.bincount(one.bag_of, one.computed, 4)
         assert one.moves == NOTHING
         if name == "packs":
             assert (held == held[0]).all() and held[0] == max(np.ceil(budget), given.max())
@@ -412,7 +412,7 @@ def test_activations_beyond_the_memory_are_told(tmp_path: Path) -> None:
     roomy = simulate(data, profile=MACHINE, model=MODEL, topologies=["none"])
     assert roomy.warnings == [] and "too much" not in roomy.table()
     unknown = replace(FREE, memory_bytes=None)
-    assert SimulationResult(unknown, 2, found.runs, found.setting).warnings == []
+    assert replace(found, profile=unknown).warnings == []
 
 
 def test_gpu_hours_of_an_epoch(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from bascule.plan.checks import number, whole
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import HardwareProfile, passes_of
 from bascule.report.reports import of_simulation
-from bascule.sim.seconds import EncoderStage, Sharding
-from bascule.sim.simulation import SimulationOptions, SimulationResult, simulate
+from bascule.sim.seconds import EncoderStage, Sharding, SimulationOptions
+from bascule.sim.simulation import SimulationResult, simulate
 from bascule.sim.traces import segments_of
 from bascule.workload.traces import write_steps
 
@@ -157,9 +157,7 @@ def simulation(options: SimulateOptions) -> None:
         )
         found = _simulated(batches, profile, cost, options.topologies, chosen)
     console = Console(stderr=options.json == STDOUT)
-    console.print(*found.tables(), sep="\n")
-    for line in found.notes:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    found.show(console)
     write_json(console, options.json, found.to_dict())
     if options.report is not None:
         write_report(console, options.report, of_simulation(found))

@@ -81,7 +81,7 @@ class TopologyRanking:
 
 
 def suggest_topology(
-    batches: Sequence[Sequence[npt.ArrayLike]],
+    batches: Sequence[Sequence[npt.ArrayLike] | Batch],
     cost: Cost,
     cluster: Cluster,
     *,
@@ -105,8 +105,10 @@ def suggest_topology(
     limits = in_tokens(limits, cost, cluster)
     read: list[Batch] = []
     for batch in listed("batches", batches):
-        cluster.check_world(len(listed("sequence lengths", batch)))
-        read.append(batch_of(batch, cluster.num_ranks))
+        if not isinstance(batch, Batch):
+            cluster.check_world(len(listed("sequence lengths", batch)))
+            batch = batch_of(batch, cluster.num_ranks)
+        read.append(batch)
     if not read:
         raise ConfigError("no batches to rank topologies for: give at least one")
     units = _candidates(cluster)

@@ -267,7 +267,7 @@ def of_simulation(found: SimulationResult) -> Report:
         Fact("idle_share", "ranks wait", best.idle_share, f"{best.idle_share:.1%}"),
         Fact(
             "saved_gpu_hours",
-            f"GPU-hours saved in {found.setting.train_steps:,} steps",
+            f"GPU-hours saved in {found.options.train_steps:,} steps",
             saved,
             f"{saved:,.4g} of {found.gpu_hours(first):,.4g}",
         ),

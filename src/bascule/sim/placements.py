@@ -9,12 +9,13 @@ from functools import partial
 
 import numpy as np
 
-from bascule.arrays import Ints
+from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan.checks import of_type, shown
 from bascule.plan.costs import TransformerCost
 from bascule.plan.machine import Cluster
-from bascule.plan.plan import plan_batch
+from bascule.plan.plan import PlanSetup
+from bascule.plan.sequences import Batch
 from bascule.plan.topology import Topology
 
 NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
@@ -25,19 +26,8 @@ NOTHING, SAMPLES, TOKENS = "nothing", "samples", "tokens"
 class Loaded:
     """The sequences that ranks loaded for a microbatch."""
 
-    num_ranks: int
-    source: Ints  # (n,) rank that loaded each sequence, ascending
-    lens: Ints  # (n,) tokens of each
-    texts: Ints  # (n,) how many of them are text
-
-    @property
-    def counts(self) -> Ints:
-        """(N,) sequences of each rank."""
-        return np.bincount(self.source, minlength=self.num_ranks)
-
-    def by_rank(self) -> list[Ints]:
-        """Lengths as `plan_batch` takes them."""
-        return np.split(self.lens, np.cumsum(self.counts)[:-1])
+    batch: Batch
+    texts: Ints  # (n,) how many tokens of each are text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,11 +36,21 @@ class Placement:
 
     topology: Topology
     source: Ints  # (n,) rank that loaded each sequence
-    lens: Ints  # (n,) tokens that are computed, padding included
-    real_lens: Ints  # (n,) without padding
+    lens: Ints  # (n,) tokens of each
     texts: Ints  # (n,) text tokens among them
     bag_of: Ints  # (n,) bag that computes each
     moves: str = NOTHING  # for it
+    padding: Ints | int = 0  # (n,) tokens that are computed besides
+
+    @property
+    def computed(self) -> Ints:
+        """(n,) tokens that are computed, padding included."""
+        return self.lens + self.padding
+
+    def by_rank(self, work: Floats) -> Floats:
+        """(N,) sums of (n,) work in each rank's bag, a share for each of its ranks."""
+        sums = np.bincount(self.bag_of, work, self.topology.num_bags) / self.topology.bag_sizes
+        return sums[self.topology.bag_of_rank]
 
 
 Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
@@ -59,8 +59,7 @@ Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
 def as_loaded(run: Sequence[Loaded]) -> Iterator[Placement]:
     """Every rank computes what it loaded."""
     for one in run:
-        topology = Topology(((1, one.num_ranks),))
-        yield Placement(topology, one.source, one.lens, one.lens, one.texts, one.source)
+        yield _dealt(one.batch.lens, one.texts, one.batch.ranks, one.batch.counts.size)
 
 
 def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
@@ -68,7 +67,7 @@ def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
     for one in as_loaded(run):
         longest = np.zeros(one.topology.num_ranks, dtype=np.int64)
         np.maximum.at(longest, one.source, one.lens)
-        yield replace(one, lens=longest[one.source])
+        yield replace(one, padding=longest[one.source] - one.lens)
 
 
 def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
@@ -77,9 +76,9 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
     As resolution buckets with a batch size each: no rank waits, but batches hold one length only,
     and each is at least a sample a rank. What does not fill the last one is dropped.
     """
-    num_ranks, order = run[0].num_ranks, np.argsort(_joined(run, "lens"), kind="stable")[::-1]
-    lens, texts = _joined(run, "lens")[order], _joined(run, "texts")[order]
-    budget, first = _budget(run), 0
+    lens, texts, num_ranks, budget = _joined(run)
+    order, first = np.argsort(lens, kind="stable")[::-1], 0
+    lens, texts = lens[order], texts[order]
     while first < lens.size:
         each = max(round(budget / max(int(lens[first]), 1)), 1)
         some = slice(first, first + each * num_ranks)
@@ -95,8 +94,8 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
     A pack is as long as a rank's mean tokens, or as the longest sample; attention stays within
     samples, and padding attends to itself. Packs that do not fill the last microbatch are dropped.
     """
-    num_ranks, lens, texts = run[0].num_ranks, _joined(run, "lens"), _joined(run, "texts")
-    length = max(int(np.ceil(_budget(run))), int(lens.max(initial=0)))
+    lens, texts, num_ranks, budget = _joined(run)
+    length = max(int(np.ceil(budget)), int(lens.max(initial=0)))
     pack_of, pack, held = np.zeros(lens.size, dtype=np.int64), 0, 0
     for place, tokens in enumerate(lens.tolist()):
         if held + tokens > length:
@@ -108,19 +107,13 @@ def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
     for first in range(0, last, num_ranks):
         inside = (pack_of >= first) & (pack_of < first + num_ranks)
         rank_of = pack_of[inside] - first
-        one = _dealt(lens[inside], texts[inside], rank_of, num_ranks)
         used = np.unique(rank_of)
         free = length - np.bincount(rank_of, lens[inside], num_ranks)[used].astype(np.int64)
-        none = np.zeros(used.size, dtype=np.int64)
-        ranks = np.concatenate([rank_of, used])
-        yield replace(
-            one,
-            source=ranks,
-            bag_of=ranks,
-            lens=np.concatenate([one.lens, free]),
-            real_lens=np.concatenate([one.lens, none]),
-            texts=np.concatenate([one.texts, none]),
-        )
+        none = np.zeros_like(used)  # a sequence of padding ends each pack
+        lens_of = np.concatenate([lens[inside], none])
+        texts_of = np.concatenate([texts[inside], none])
+        one = _dealt(lens_of, texts_of, np.concatenate([rank_of, used]), num_ranks)
+        yield replace(one, padding=np.concatenate([rank_of * 0, free]))
 
 
 def planned(
@@ -133,11 +126,11 @@ def planned(
 ) -> Iterator[Placement]:
     """Place by `plan_batch`, which counts wires where bags differ: equal ones cost alike."""
     is_mixed = len(set(topology.terms)) > 1 and planner == "lpt"
-    machines = cluster if is_mixed else None
+    setup = PlanSetup(topology, cost, planner, cluster=cluster if is_mixed else None)
     for one in run:
-        plan = plan_batch(one.by_rank(), topology, cost, planner=planner, cluster=machines)
+        plan = setup.plan(one.batch)
         yield Placement(
-            plan.topology, one.source, one.lens, one.lens, one.texts, plan.bag_of, moves
+            plan.topology, one.batch.ranks, one.batch.lens, one.texts, plan.bag_of, moves
         )
 
 
@@ -176,13 +169,12 @@ def policy_of(name: str, cost: TransformerCost, cluster: Cluster) -> Policy:
 
 
 def _dealt(lens: Ints, texts: Ints, rank_of: Ints, num_ranks: int) -> Placement:
-    return Placement(Topology(((1, num_ranks),)), rank_of, lens, lens, texts, rank_of)
+    return Placement(Topology(((1, num_ranks),)), rank_of, lens, texts, rank_of)
 
 
-def _joined(run: Sequence[Loaded], name: str) -> Ints:
-    return np.concatenate([getattr(one, name) for one in run])
-
-
-def _budget(run: Sequence[Loaded]) -> float:
-    """Mean tokens of a rank and microbatch."""
-    return float(_joined(run, "lens").sum()) / (len(run) * run[0].num_ranks)
+def _joined(run: Sequence[Loaded]) -> tuple[Ints, Ints, int, float]:
+    """Tokens and text tokens of all sequences, ranks, and mean tokens of a rank and microbatch."""
+    lens = np.concatenate([one.batch.lens for one in run])
+    texts = np.concatenate([one.texts for one in run])
+    num_ranks = run[0].batch.counts.size
+    return lens, texts, num_ranks, float(lens.sum()) / (len(run) * num_ranks)

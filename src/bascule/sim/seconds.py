@@ -3,15 +3,16 @@
 Legend: N ranks, S ranks that share the parameters, R replicas of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, number, of_type, whole
-from bascule.plan.costs import TransformerCost
-from bascule.plan.machine import BYTES_PER_VALUE, Cluster, Passes, in_passes
+from bascule.plan.checks import each, fields, number, of_type, rate, whole
+from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
+from bascule.plan.machine import BYTES_PER_VALUE, TRAINING, Cluster, Passes, in_passes
 from bascule.plan.prices import RankState, price
 from bascule.plan.sequences import Batch
 from bascule.plan.solver.solve import assign
@@ -31,6 +32,12 @@ _GRADIENT_BYTES = 4
 
 NUM_ROUTES = 4
 """Exchanges of all tokens: to where they are computed and back, and the backward of both."""
+
+_MOST_MICROBATCHES = 100_000
+
+_BLOCK_VALUES = 34
+"""Bytes a token and unit of width that the block that is recomputed holds, without the scores of
+attention. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
 
 _PARAMETERS = 12
 """Parameters of a block in squares of its width: those of 24 L d^2 FLOPs."""
@@ -61,13 +68,13 @@ class EncoderStage:
 
     def seconds(self, placed: Placement) -> Floats:
         """(N,) seconds of each rank: where samples were loaded, or the loader brought them."""
-        num_ranks, images = placed.topology.num_ranks, placed.real_lens - placed.texts
-        each = self.sample_s * (placed.real_lens > 0)
-        each = each + self.text_token_s * placed.texts + self.image_token_s * images
-        if self.is_balanced and each.size:
-            return assign(each, num_ranks).loads
+        num_ranks, images = placed.topology.num_ranks, placed.lens - placed.texts
+        seconds = self.sample_s * (placed.lens > 0)
+        seconds = seconds + self.text_token_s * placed.texts + self.image_token_s * images
+        if self.is_balanced and seconds.size:
+            return assign(seconds, num_ranks).loads
         at = placed.bag_of if placed.moves == SAMPLES else placed.source
-        return np.bincount(at, each, num_ranks).astype(np.float64)
+        return np.bincount(at, seconds, num_ranks).astype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,70 @@ class Sharding:
         return BYTES_PER_VALUE * params * share / speed, reduced
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOptions:
+    """Settings of a simulation besides data, model and machine.
+
+    Args:
+        num_steps: Of data codes; given batches tell theirs.
+        num_ranks: Of data codes; None: those of the mix.
+        ranks_per_node: None: at most 8.
+        accumulate: Microbatches of a step; ranks meet at the end of each, as under FSDP2.
+        seed: Of data codes.
+        passes: What a microbatch runs; by default forward, recomputation and backward.
+        sharding: Of the parameters.
+        stages: Encoders before the model.
+        loader_bytes_per_s: Bytes that a rank's loader sends in a second; assumed, as of gloo.
+        sample_bytes_per_token: Bytes that it sends for a token; by default a latent of FLUX in
+            bf16, 64 values.
+        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch, to
+            where it is computed and back, forward and backward; by default four times its values
+            of the width of the model, in bf16.
+        train_steps: Steps of the user's own run or epoch, for which GPU-hours are computed.
+        gpu_hour_price: Of one GPU-hour, in any currency; None: no money is computed.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+
+    num_steps: int = 20
+    num_ranks: int | None = None
+    ranks_per_node: int | None = None
+    accumulate: int = 1
+    seed: int = 0
+    passes: Passes = TRAINING
+    sharding: Sharding = field(default_factory=Sharding)
+    stages: tuple[EncoderStage, ...] = ()
+    loader_bytes_per_s: float = 1e9
+    sample_bytes_per_token: float = 128.0
+    routed_bytes_per_token: float | None = None
+    train_steps: int = 1000
+    gpu_hour_price: float | None = None
+
+    def __post_init__(self) -> None:
+        count, some = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
+        fields(self, num_steps=count, accumulate=count, num_ranks=some, ranks_per_node=some)
+        fields(self, train_steps=some, gpu_hour_price=number, loader_bytes_per_s=rate)
+        fields(self, sample_bytes_per_token=rate, routed_bytes_per_token=rate)
+        fields(
+            self,
+            passes=(of_type, Passes, "TRAINING, or a Passes(..)"),
+            sharding=(of_type, Sharding, "a Sharding(..)"),
+            stages=(each, of_type, EncoderStage, "an EncoderStage(..)"),
+        )
+        if self.num_steps * self.accumulate > _MOST_MICROBATCHES:
+            raise ConfigError(
+                f"SimulationOptions: {self.num_steps} steps of {self.accumulate} microbatches are "
+                f"more than {_MOST_MICROBATCHES}: use fewer"
+            )
+        names = [stage.name for stage in self.stages]
+        if len({*names, *KINDS}) < len(names) + len(KINDS):
+            raise ConfigError(
+                f"SimulationOptions(stages: names {names} must differ from each other, and from "
+                f"{', '.join(KINDS)}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Everything but the placement that decides seconds; cost and cluster of a forward pass."""
@@ -118,71 +189,74 @@ class Setup:
     cost: TransformerCost
     cluster: Cluster
     host_s: float  # that the host adds to a microbatch
-    passes: Passes  # that a microbatch runs
-    sharding: Sharding
-    stages: tuple[EncoderStage, ...]  # what runs before the model
-    loader_bytes_per_s: float
-    sample_bytes_per_token: float  # that the loader sends
-    routed_bytes_per_token: float  # in all exchanges that route it in a microbatch
+    options: SimulationOptions
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class MicrobatchSeconds:
-    """The seconds of a microbatch."""
+class Microbatch(NamedTuple):
+    """A microbatch of a run; tokens and FLOPs are those of all ranks, without padding."""
 
-    spent: Floats  # (len(KINDS), N) seconds of each rank
-    hidden: Floats  # (len(HIDDEN), N) seconds of exchanges that nobody waited for
-    stages: Floats  # (stages, N) seconds of each encoder
+    seconds: Floats  # (len(KINDS), N) of each rank, by what they are spent on
+    hidden: Floats  # (len(HIDDEN), N) of exchanges that nobody waited for
+    stage_s: Floats  # (stages, N) of each encoder
+    tokens: int
+    flops: float  # of all passes, attention in full, as KnapFormer, 4.2
+    workloads: Floats  # (N,) what the cost model says of each rank: forward, without wires
+    activation_bytes: Floats  # (N,) held until the backward pass
 
 
-def microbatch_seconds(placed: Placement, setup: Setup) -> MicrobatchSeconds:
-    """Seconds of a microbatch: of all passes, and what comes before and between them.
+def microbatch(placed: Placement, setup: Setup) -> Microbatch:
+    """Predict a microbatch: all passes, and what comes before and between them.
 
     Ranks meet at its end, as FSDP2 makes them, so each waits for the slowest one.
     """
-    none = np.zeros(placed.topology.num_ranks)
+    cost, options, none = setup.cost, setup.options, np.zeros(placed.topology.num_ranks)
     spent = dict.fromkeys(KINDS, none) | _computed(placed, setup)
-    stages = np.array([stage.seconds(placed) for stage in setup.stages]).reshape(-1, none.size)
+    stages = np.array([stage.seconds(placed) for stage in options.stages]).reshape(-1, none.size)
     spent["encoders"] = stages.sum(axis=0)
     if placed.moves == TOKENS:
-        routing = exchange_seconds(placed, setup.cluster, setup.routed_bytes_per_token)
+        routed = options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * cost.d_model
+        routing = exchange_seconds(placed, setup.cluster, routed)
         # The launches are those of all ranks, as soon as one token moves.
-        launches = NUM_ROUTES * setup.cluster.latency_s * bool(routing.any())
-        spent["routing"] = routing + launches
-    gather, reduce = setup.sharding.seconds(setup.cost, setup.cluster)
+        spent["routing"] = routing + NUM_ROUTES * setup.cluster.latency_s * bool(routing.any())
+    gather, reduce = options.sharding.seconds(cost, setup.cluster)
     spent |= _exposed_sharding(spent, setup, gather, reduce)
     exposed = spent["all_gather"] + spent["reduce_scatter"]
     moved = none
     if placed.moves == SAMPLES:  # while the step before computes, which is taken to be as long
         sent = _sent(placed, setup.cluster).sum(axis=0)
-        moved = sent * setup.sample_bytes_per_token / setup.loader_bytes_per_s
+        moved = sent * options.sample_bytes_per_token / options.loader_bytes_per_s
     spent["loader"] = np.maximum(moved - sum(spent.values(), none).max(), 0.0)
-    balanced = [own for own, stage in zip(stages, setup.stages, strict=True) if stage.is_balanced]
+    balanced = [own for own, stage in zip(stages, options.stages, strict=True) if stage.is_balanced]
     met = sum((own.max() - own for own in balanced), none)
     busy = sum(spent.values(), none) + met
     spent["waiting"] = met + busy.max() - busy
     hidden = np.stack([2 * gather + reduce - exposed, moved - spent["loader"]])
-    every = np.stack([spent[name] for name in KINDS])
-    return MicrobatchSeconds(every, np.maximum(hidden, 0.0), stages)
+    per_token = cost.bytes_per_token or cost.d_model * (2 * cost.num_layers + _BLOCK_VALUES)
+    forward = FLOPS_PER_UNIT * float(replace(cost, gamma=1.0)(placed.lens).sum())
+    return Microbatch(
+        np.stack([spent[name] for name in KINDS]),
+        np.maximum(hidden, 0.0),
+        stages,
+        int(placed.lens.sum()),
+        options.passes.linear * forward,
+        placed.by_rank(cost(placed.computed)),
+        placed.by_rank(placed.computed.astype(np.float64)) * per_token,
+    )
 
 
 def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
     """Seconds inside the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
-    num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
-    cost, cluster = in_passes(setup.cost, setup.cluster, setup.passes)
-    batch = Batch(np.bincount(placed.source, minlength=num_ranks), placed.lens)
-    prices = price(batch, topology, cost, cluster, RankState.of(num_ranks))
+    cost, cluster = in_passes(setup.cost, setup.cluster, setup.options.passes)
+    batch = Batch(np.bincount(placed.source, minlength=topology.num_ranks), placed.computed)
+    prices = price(batch, topology, cost, cluster, RankState.of(topology.num_ranks))
     kind, seqs = prices.kinds[bag_of], np.arange(bag_of.size)
-
-    def by_rank(work: Floats) -> Floats:
-        return (np.bincount(bag_of, work, prices.sizes.size) / prices.speeds)[bag_of_rank]
-
+    launches, host = prices.carried, prices.exposed_host(bag_of)
     return {
-        "compute": by_rank(prices.compute),
-        "ulysses": by_rank(prices.ulysses[kind, seqs]) + prices.carried[bag_of_rank],
-        "ring": by_rank(prices.ring[kind, seqs]),
-        "host": setup.host_s + prices.exposed_host(bag_of)[bag_of_rank],
+        "compute": placed.by_rank(prices.compute),
+        "ulysses": placed.by_rank(prices.ulysses[kind, seqs]) + launches[topology.bag_of_rank],
+        "ring": placed.by_rank(prices.ring[kind, seqs]),
+        "host": setup.host_s + host[topology.bag_of_rank],
     }
 
 
@@ -194,7 +268,7 @@ def _exposed_sharding(
     A layer's exchange hides behind the layer before or after it, so the first gather and the last
     reduction have nothing to hide behind.
     """
-    passes, first = setup.passes, 1 / setup.cost.num_layers
+    passes, first = setup.options.passes, 1 / setup.cost.num_layers
     wires = spent["ulysses"] + spent["ring"]
     forward = spent["compute"] / passes.linear + wires / passes.exchanges
     backward = spent["compute"] + wires - forward
@@ -221,7 +295,7 @@ def _sent(placed: Placement, cluster: Cluster) -> Floats:
     num_ranks, bag_of_rank = topology.num_ranks, topology.bag_of_rank
     first: Ints = topology.first_ranks[placed.bag_of]
     size: Ints = topology.bag_sizes[placed.bag_of]
-    share, node = placed.lens / size, source // per_node * per_node
+    share, node = placed.computed / size, source // per_node * per_node
     is_own = (source >= first) & (source < first + size)
     in_node = np.minimum(first + size, node + per_node) - np.maximum(first, node)
     in_node = np.maximum(in_node, 0)

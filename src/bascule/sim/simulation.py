@@ -1,7 +1,7 @@
 """Training on machines that nobody has to start: what a step takes, and what balancing is worth."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -15,32 +15,20 @@ from rich.table import Table
 from bascule.arrays import Floats, Ints
 from bascule.errors import ConfigError
 from bascule.plan import metrics
-from bascule.plan.checks import choice, each, fields, listed, number, of_type, rate, whole
-from bascule.plan.costs import FLOPS_PER_UNIT, TransformerCost
+from bascule.plan.checks import choice, listed, of_type
+from bascule.plan.costs import TransformerCost
 from bascule.plan.files import to_path
-from bascule.plan.machine import (
-    BYTES_PER_VALUE,
-    TRAINING,
-    Cluster,
-    HardwareProfile,
-    Passes,
-    in_passes,
-)
-from bascule.plan.sequences import batch_of
+from bascule.plan.machine import Cluster, HardwareProfile, in_passes
+from bascule.plan.sequences import Batch, batch_of
 from bascule.plan.topology_search import suggest_topology
-from bascule.sim.placements import AUTO, TOKENS, Loaded, Placement, Policy, planned, policy_of
-from bascule.sim.seconds import (
-    HIDDEN,
-    KINDS,
-    NUM_ROUTES,
-    EncoderStage,
-    Setup,
-    Sharding,
-    microbatch_seconds,
-)
+from bascule.sim.placements import AUTO, TOKENS, Loaded, Policy, planned, policy_of
+from bascule.sim.seconds import HIDDEN, KINDS, Setup, SimulationOptions, microbatch
 from bascule.workload.codes import SampleShape, parse_data_codes, sample_lengths
 
 _WIDTH = 120
+
+_MOST_BATCHES, _MOST_RANKED = 20, 20_000
+"""Batches for which bags are chosen, and sequences of them: they are ranked in some seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,13 +39,13 @@ class SimulatedRun:
     accumulate: int
     seconds: Floats  # (M, len(KINDS), N) of each rank, by what they are spent on
     hidden: Floats  # (M, len(HIDDEN), N) of exchanges that nobody waited for
+    stage_s: Floats  # (M, len(stages), N) of each encoder; "encoders" is their sum
     tokens: Ints  # (M,) without padding
     flops: Floats  # (M,) of all passes, without padding, attention in full, as KnapFormer, 4.2
     workloads: Floats  # (M, N) what the cost model says of each rank: forward, without wires
     activation_bytes: Floats  # (M, N) held until the backward pass
     peak_flops_per_s: float | None  # of all ranks; None if the profile has none
     stages: tuple[str, ...]  # names of the encoders
-    stage_s: Floats  # (M, len(stages), N); "encoders" among the kinds is their sum
 
     @property
     def means(self) -> dict[str, float]:
@@ -141,27 +129,6 @@ class SimulatedRun:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """The model and the data of a simulation, for whoever reads its numbers."""
-
-    model: TransformerCost
-    num_params: int
-    sequences: float  # of a rank and microbatch, in the mean
-    num_steps: int
-    accumulate: int  # microbatches of a step
-    train_steps: int  # of the run for which GPU-hours are given
-    gpu_hour_price: float | None
-
-    def __str__(self) -> str:
-        """One line."""
-        return (
-            f"{self.model.shape}, {self.num_params / 1e9:.3g} billion parameters; "
-            f"{self.sequences:.3g} sequences a rank and microbatch in the mean; "
-            f"steps: {self.num_steps}, microbatches of each: {self.accumulate}"
-        )
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SimulationResult:
     """Runs of the same data under each policy, in the order that was asked for.
@@ -170,9 +137,30 @@ class SimulationResult:
     """
 
     profile: HardwareProfile
-    num_ranks: int
     runs: tuple[SimulatedRun, ...]
-    setting: Setting
+    model: TransformerCost
+    options: SimulationOptions
+    sequences: float  # of a rank and microbatch, in the mean
+    num_steps: int
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of each run."""
+        return self.runs[0].seconds.shape[2]
+
+    @property
+    def num_params(self) -> int:
+        """Parameters of the model."""
+        return self.options.sharding.params_of(self.model)
+
+    @property
+    def setting(self) -> str:
+        """The model and the data in one line."""
+        return (
+            f"{self.model.shape}, {self.num_params / 1e9:.3g} billion parameters; "
+            f"{self.sequences:.3g} sequences a rank and microbatch in the mean; "
+            f"steps: {self.num_steps}, microbatches of each: {self.options.accumulate}"
+        )
 
     def speedup(self, run: SimulatedRun) -> float:
         """Tokens a second over those of the first run."""
@@ -180,7 +168,7 @@ class SimulationResult:
 
     def gpu_hours(self, run: SimulatedRun) -> float:
         """GPU-hours of all ranks, for as many tokens as the first run trains on."""
-        seconds = self.setting.train_steps * self.runs[0].fbl_s / self.speedup(run)
+        seconds = self.options.train_steps * self.runs[0].fbl_s / self.speedup(run)
         return seconds * self.num_ranks / 3600
 
     def saved_gpu_hours(self, run: SimulatedRun) -> float:
@@ -189,7 +177,7 @@ class SimulationResult:
 
     def saved_money(self, run: SimulatedRun) -> float | None:
         """The price of these hours; None if it is not known."""
-        price = self.setting.gpu_hour_price
+        price = self.options.gpu_hour_price
         return None if price is None else self.saved_gpu_hours(run) * price
 
     def fits(self, run: SimulatedRun) -> bool | None:
@@ -200,26 +188,23 @@ class SimulationResult:
     @property
     def warnings(self) -> list[str]:
         """Sentences on runs that exceed the memory, and what would help."""
-        if not (large := [run for run in self.runs if self.fits(run) is False]):
+        memory, large = self.profile.memory_bytes, [x for x in self.runs if self.fits(x) is False]
+        if memory is None or not large:
             return []
-        profile = self.profile
-        assert profile.memory_bytes is not None
-        most = max(run.most_activation_bytes for run in large)
-        fitting = [run.name for run in self.runs if self.fits(run)]
+        fitting = ", ".join(run.name for run in self.runs if self.fits(run))
         return [
             f"{', '.join(run.name for run in large)}: the activations of a rank, up to "
-            f"{most / 1e9:.4g} GB, exceed its memory of {profile.memory_bytes / 1e9:.4g} GB "
-            f"({profile.provenance_of('memory_bytes')}), so this would not run: give a rank fewer "
-            "samples at once, and accumulate them; or larger bags, whose ranks share each "
-            f"sequence; or --kb-per-token, if a token of yours holds less"
-            + (f"; {', '.join(fitting)} would fit" if fitting else "")
+            f"{max(run.most_activation_bytes for run in large) / 1e9:.4g} GB, exceed its memory of "
+            f"{memory / 1e9:.4g} GB ({self.profile.provenance_of('memory_bytes')}), so this would "
+            "not run: give a rank fewer samples at once, and accumulate them; or larger bags, "
+            "whose ranks share each sequence; or --kb-per-token, if a token of yours holds less"
+            + (f"; {fitting} would fit" if fitting else "")
         ]
 
     def worth_rows(self) -> list[tuple[str, ...]]:
         """Compare each run with the first one: a heading and a row a run."""
-        setting, first = self.setting, self.runs[0]
-        price = setting.gpu_hour_price
-        hours = f"GPU-hours, {setting.train_steps:,} steps"
+        options, first = self.options, self.runs[0]
+        price, hours = options.gpu_hour_price, f"GPU-hours, {options.train_steps:,} steps"
         money = () if price is None else (f"saved, at {price:g} an hour",)
         rows: list[tuple[str, ...]] = [("against the first", "speed-up", hours, "saved", *money)]
         for run in self.runs:
@@ -240,12 +225,17 @@ class SimulationResult:
         second_rows = [("seconds of", *(name.replace("_", " ") for name in kinds))]
         for run, spent in zip(self.runs, means, strict=True):
             large = " (too much)" if self.fits(run) is False else ""
-            row = (
-                *(run.name, f"{run.wir:.2f}", f"{run.fbl_s:.3g}", f"{run.tokens_per_s / 1e3:.4g}"),
-                *("" if run.hfu is None else f"{100 * run.hfu:.1f}", f"{100 * run.idle_share:.1f}"),
-                f"{run.most_activation_bytes / 1e9:.3g}{large}",
+            metric_rows.append(
+                (
+                    run.name,
+                    f"{run.wir:.2f}",
+                    f"{run.fbl_s:.3g}",
+                    f"{run.tokens_per_s / 1e3:.4g}",
+                    "" if run.hfu is None else f"{100 * run.hfu:.1f}",
+                    f"{100 * run.idle_share:.1f}",
+                    f"{run.most_activation_bytes / 1e9:.3g}{large}",
+                )
             )
-            metric_rows.append(row)
             shown = (f"{spent[name]:.3g}" if spent[name] > 0 else "" for name in kinds)
             second_rows.append((run.name, *shown))
         return metric_rows, second_rows
@@ -254,32 +244,29 @@ class SimulationResult:
         """`worth_rows` and `rows`, to be printed."""
         tables: list[Table] = []
         for heading, *rows in (self.worth_rows(), *self.rows()):
-            table = Table()
+            tables.append(table := Table())
             for place, name in enumerate(heading):
                 justify = "right" if place else "left"
-                table.add_column(name.replace("_", " "), justify=justify, no_wrap=not place)
+                table.add_column(name, justify=justify, no_wrap=not place)
             for row in rows:
                 table.add_row(*row)
-            tables.append(table)
         return tables
 
     def table(self) -> str:
         """Everything as text."""
         text = StringIO()
-        console = Console(file=text, width=_WIDTH, color_system=None)
-        console.print(*self.tables(), sep="\n")
-        for line in self.notes:
-            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        self.show(Console(file=text, width=_WIDTH, color_system=None))
         return text.getvalue()
 
-    @property
-    def notes(self) -> list[str]:
-        """Lines below the tables: assumptions, and warnings."""
-        return [
+    def show(self, console: Console) -> None:
+        """Print the tables, and below them what was assumed, and warnings."""
+        console.print(*self.tables(), sep="\n")
+        for line in (
             f"simulated: {self.setting}",
             f"{self.num_ranks} ranks of {self.profile}",
             *(f"warning: {line}" for line in self.warnings),
-        ]
+        ):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def report(self, path: str | Path) -> None:
         """Write a page of it all, as `bascule simulate --report` does."""
@@ -295,15 +282,15 @@ class SimulationResult:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        setting = asdict(self.setting)
-        model = setting.pop("model")
-        shape = {name: model[name] for name in ("d_model", "num_layers", "gamma")}
         return {
             "profile": str(self.profile),
             "num_ranks": self.num_ranks,
             "memory_bytes": self.profile.memory_bytes,
-            **setting,
-            **shape,
+            "num_params": self.num_params,
+            "sequences": self.sequences,
+            "num_steps": self.num_steps,
+            **{name: getattr(self.options, name) for name in _OPTIONS},
+            **{name: getattr(self.model, name) for name in ("d_model", "num_layers", "gamma")},
             "compared_with": self.runs[0].name,
             "runs": [
                 run.to_dict()
@@ -320,77 +307,8 @@ class SimulationResult:
         }
 
 
-_MOST_MICROBATCHES = 100_000
-_MOST_BATCHES, _MOST_RANKED = 20, 20_000
-"""Batches for which bags are chosen, and sequences of them: they are ranked in some seconds."""
-
-_BLOCK_VALUES = 34
-"""Bytes a token and unit of width that the block that is recomputed holds, without the scores of
-attention. Source: Korthikanti et al. (arXiv:2205.05198), equation 1."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationOptions:
-    """Settings of a simulation besides data, model and machine.
-
-    Args:
-        num_steps: Of data codes; given batches tell theirs.
-        num_ranks: Of data codes; None: those of the mix.
-        ranks_per_node: None: at most 8.
-        accumulate: Microbatches of a step; ranks meet at the end of each, as under FSDP2.
-        seed: Of data codes.
-        passes: What a microbatch runs; by default forward, recomputation and backward.
-        sharding: Of the parameters.
-        stages: Encoders before the model.
-        loader_bytes_per_s: Bytes that a rank's loader sends in a second; assumed, as of gloo.
-        sample_bytes_per_token: Bytes that it sends for a token; by default a latent of FLUX in
-            bf16, 64 values.
-        routed_bytes_per_token: Bytes of a token in all exchanges that route it in a microbatch, to
-            where it is computed and back, forward and backward; by default four times its values
-            of the width of the model, in bf16.
-        train_steps: Steps of the user's own run or epoch, for which GPU-hours are computed.
-        gpu_hour_price: Of one GPU-hour, in any currency; None: no money is computed.
-
-    Raises:
-        ConfigError: A value is out of range.
-    """
-
-    num_steps: int = 20
-    num_ranks: int | None = None
-    ranks_per_node: int | None = None
-    accumulate: int = 1
-    seed: int = 0
-    passes: Passes = TRAINING
-    sharding: Sharding = field(default_factory=Sharding)
-    stages: tuple[EncoderStage, ...] = ()
-    loader_bytes_per_s: float = 1e9
-    sample_bytes_per_token: float = 128.0
-    routed_bytes_per_token: float | None = None
-    train_steps: int = 1000
-    gpu_hour_price: float | None = None
-
-    def __post_init__(self) -> None:
-        count, some = (whole, 1, _MOST_MICROBATCHES), (whole, 1)
-        fields(self, num_steps=count, accumulate=count, num_ranks=some, ranks_per_node=some)
-        fields(self, train_steps=some, gpu_hour_price=number, loader_bytes_per_s=rate)
-        fields(self, sample_bytes_per_token=rate, routed_bytes_per_token=rate)
-        fields(
-            self,
-            passes=(of_type, Passes, "TRAINING, or a Passes(..)"),
-            sharding=(of_type, Sharding, "a Sharding(..)"),
-            stages=(each, of_type, EncoderStage, "an EncoderStage(..)"),
-        )
-        if self.num_steps * self.accumulate > _MOST_MICROBATCHES:
-            raise ConfigError(
-                f"SimulationOptions: {self.num_steps} steps of {self.accumulate} microbatches are "
-                f"more than {_MOST_MICROBATCHES}: use fewer"
-            )
-        names = [stage.name for stage in self.stages]
-        if len({*names, *KINDS}) < len(names) + len(KINDS):
-            raise ConfigError(
-                f"SimulationOptions(stages: names {names} must differ from each other, and from "
-                f"{', '.join(KINDS)}"
-            )
+_OPTIONS = ("accumulate", "train_steps", "gpu_hour_price")
+"""Of a simulation, in its JSON."""
 
 
 def simulate(
@@ -428,149 +346,99 @@ def simulate(
     of_type("model", model, TransformerCost, "a TransformerCost(..)")
     if not isinstance(profile, HardwareProfile):
         profile = HardwareProfile.load(profile)
-    run = _drawn(data, options) if isinstance(data, str) else _given(data)
-    _check_batches(run, options)
-    num_ranks = run[0].num_ranks
-    setup = _setup(model, profile, num_ranks, options)
+    run = _drawn(data, options) if isinstance(data, str) else _read(data)
+    num_ranks = run[0].batch.counts.size
+    _check_batches(run, num_ranks, options)
     names = listed("topologies", topologies)
     if not names:
         raise ConfigError("no topologies to compare: give at least one, such as none or g1n8")
-    priced = in_passes(model, setup.cluster, setup.passes)
-    policies = [
-        _suggested(run, *priced) if name == AUTO else (name, policy_of(name, *priced))
-        for name in names
-    ]
+    cluster = _cluster(profile, num_ranks, options.ranks_per_node)
+    setup = Setup(model, cluster, profile.host_s or 0.0, options)
+    priced = in_passes(model, cluster, options.passes)
     peak = profile.peak_flops_per_s
-    peak = None if peak is None else peak * num_ranks
-    accumulate = options.accumulate
-    setting = Setting(
-        model,
-        setup.sharding.params_of(model),
-        float(np.mean([one.lens.size for one in run])) / num_ranks,
-        len(run) // accumulate,
-        accumulate,
-        options.train_steps,
-        options.gpu_hour_price,
-    )
-    runs = [_simulated(name, policy(run), setup, accumulate, peak) for name, policy in policies]
-    return SimulationResult(profile, num_ranks, tuple(runs), setting)
+    runs: list[SimulatedRun] = []
+    for name in names:
+        label, policy = (
+            _suggested(run, *priced) if name == AUTO else (name, policy_of(name, *priced))
+        )
+        columns = zip(*(microbatch(placed, setup) for placed in policy(run)), strict=True)
+        runs.append(
+            SimulatedRun(
+                label,
+                options.accumulate,
+                *map(np.array, columns),
+                peak_flops_per_s=None if peak is None else peak * num_ranks,
+                stages=tuple(stage.name for stage in options.stages),
+            )
+        )
+    sequences = float(np.mean([one.batch.lens.size for one in run])) / num_ranks
+    num_steps = len(run) // options.accumulate
+    return SimulationResult(profile, tuple(runs), model, options, sequences, num_steps)
 
 
-def _setup(
-    model: TransformerCost, profile: HardwareProfile, num_ranks: int, options: SimulationOptions
-) -> Setup:
-    per_node = options.ranks_per_node
-    if per_node is None:
-        per_node = max(size for size in range(1, 9) if num_ranks % size == 0)
+def _cluster(profile: HardwareProfile, num_ranks: int, per_node: int | None) -> Cluster:
+    per_node = per_node or max(size for size in range(1, 9) if num_ranks % size == 0)
     if num_ranks % per_node:
         raise ConfigError(f"ranks_per_node {per_node}: {num_ranks} ranks fill no whole nodes")
-    return Setup(
-        model,
-        profile.cluster(num_ranks // per_node, per_node),
-        profile.host_s or 0.0,
-        options.passes,
-        options.sharding,
-        options.stages,
-        options.loader_bytes_per_s,
-        options.sample_bytes_per_token,
-        options.routed_bytes_per_token or NUM_ROUTES * BYTES_PER_VALUE * model.d_model,
-    )
+    return profile.cluster(num_ranks // per_node, per_node)
 
 
 def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:
     """The bags that suit the first batches best, and their name."""
-    most = max(_MOST_RANKED // max(run[0].lens.size, 1), 1)
-    batches = [one.by_rank() for one in run[: min(most, _MOST_BATCHES)]]
+    most = max(_MOST_RANKED // max(run[0].batch.lens.size, 1), 1)
+    batches = [one.batch for one in run[: min(most, _MOST_BATCHES)]]
     ranking = suggest_topology(batches, cost, cluster)
     policy = partial(planned, ranking.best, "lpt", TOKENS, cost, cluster)
     return f"{AUTO} {ranking.rows[0].spec}", policy
 
 
-def _check_batches(run: list[Loaded], options: SimulationOptions) -> None:
-    if options.num_ranks not in (None, run[0].num_ranks):
+def _check_batches(run: list[Loaded], num_ranks: int, options: SimulationOptions) -> None:
+    if options.num_ranks not in (None, num_ranks):
         raise ConfigError(
-            f"SimulationOptions(num_ranks={options.num_ranks}): the batches are of "
-            f"{run[0].num_ranks} ranks; leave it out, it is for data codes"
+            f"SimulationOptions(num_ranks={options.num_ranks}): the batches are of {num_ranks} "
+            "ranks; leave it out, it is for data codes"
         )
     if len(run) % options.accumulate:
         raise ConfigError(
             f"accumulate={options.accumulate}: {len(run)} batches are no whole steps of so many"
         )
-    if not sum(one.lens.sum() for one in run):
+    if not sum(one.batch.lens.sum() for one in run):
         raise ConfigError("the data has no tokens: there is nothing to simulate")
-
-
-def _simulated(
-    name: str, placed: Iterator[Placement], setup: Setup, accumulate: int, peak: float | None
-) -> SimulatedRun:
-    pairs = [(microbatch_seconds(one, setup), _measures(one, setup)) for one in placed]
-    seconds, measures = zip(*pairs, strict=True)
-    tokens, flops, workloads, activation_bytes = map(np.array, zip(*measures, strict=True))
-    return SimulatedRun(
-        name,
-        accumulate,
-        np.stack([one.spent for one in seconds]),
-        np.stack([one.hidden for one in seconds]),
-        tokens,
-        flops,
-        workloads,
-        activation_bytes,
-        peak,
-        tuple(stage.name for stage in setup.stages),
-        np.stack([one.stages for one in seconds]),
-    )
-
-
-def _measures(placed: Placement, setup: Setup) -> tuple[int, float, Floats, Floats]:
-    """Tokens, FLOPs, and (N,) the workload of each rank and the bytes that it holds."""
-    topology, bag_of, cost = placed.topology, placed.bag_of, setup.cost
-    forward = FLOPS_PER_UNIT * float(replace(cost, gamma=1.0)(placed.real_lens).sum())
-
-    def by_rank(work: Floats) -> Floats:
-        sums = np.bincount(bag_of, work, topology.num_bags) / topology.bag_sizes
-        return sums[topology.bag_of_rank]
-
-    each = cost.bytes_per_token or cost.d_model * (2 * cost.num_layers + _BLOCK_VALUES)
-    held = by_rank(placed.lens.astype(np.float64)) * each
-    flops = setup.passes.linear * forward
-    return int(placed.real_lens.sum()), flops, by_rank(cost(placed.lens)), held
 
 
 def _drawn(data: str, options: SimulationOptions) -> list[Loaded]:
     codes = parse_data_codes(data)
-    run: list[Loaded] = []
-    for step in range(options.num_steps * options.accumulate):
-        ranks = sample_lengths(codes, seed=options.seed, step=step, world_size=options.num_ranks)
-        run.append(_of_shapes(ranks))
-    return run
-
-
-def _has_shapes(ranks: Sequence[object]) -> bool:
-    lists = [cast(list[object], own) for own in ranks if isinstance(own, list)]
-    return any(isinstance(one, SampleShape) for own in lists for one in own)
+    return [
+        _of_shapes(
+            sample_lengths(codes, seed=options.seed, step=step, world_size=options.num_ranks)
+        )
+        for step in range(options.num_steps * options.accumulate)
+    ]
 
 
 def _of_shapes(ranks: Sequence[Sequence[SampleShape]]) -> Loaded:
-    source = np.repeat(np.arange(len(ranks)), [len(shapes) for shapes in ranks])
+    counts = np.array([len(shapes) for shapes in ranks])
     lens = np.array([s.seq_len for shapes in ranks for s in shapes], dtype=np.int64)
     texts = np.array([s.text_tokens for shapes in ranks for s in shapes], dtype=np.int64)
-    return Loaded(len(ranks), source, lens, texts)
+    return Loaded(Batch(counts, lens), texts)
 
 
-def _given(data: object) -> list[Loaded]:
+def _read(data: object) -> list[Loaded]:
+    """Batches as users give them: token counts or shapes of each rank."""
     run: list[Loaded] = []
     for batch in listed("data", data):
         ranks = listed("data: each batch", batch)
-        if _has_shapes(ranks):
+        lists = cast(list[list[object]], [own for own in ranks if isinstance(own, list)])
+        if any(isinstance(one, SampleShape) for own in lists for one in own):
             run.append(_of_shapes(cast(Sequence[Sequence[SampleShape]], ranks)))
             continue
-        loaded = batch_of(ranks, run[0].num_ranks if run else len(ranks))
+        loaded = batch_of(ranks, run[0].batch.counts.size if run else len(ranks))
         if loaded.masks is not None or loaded.context_lens is not None:
             raise ConfigError(
                 f"data: batch {len(run)} has masks or contexts, which are not simulated: give "
                 "lengths alone"
             )
-        run.append(Loaded(loaded.counts.size, loaded.ranks, loaded.lens, loaded.lens * 0))
-    if not run or not run[0].num_ranks:
+        run.append(Loaded(loaded, loaded.lens * 0))
+    if not run or not run[0].batch.counts.size:
         raise ConfigError("no batches, or no ranks, to simulate: give at least one")
     return run

@@ -1,7 +1,7 @@
 """Simulated steps as segments, so that they are written and read as measured ones are."""
 
 from collections.abc import Iterator
-from itertools import chain
+from itertools import product
 
 import numpy as np
 
@@ -27,36 +27,23 @@ def segments_of(run: SimulatedRun) -> Iterator[Segment]:
 
     Exchanges within a bag are named by their rank, so that no reader takes ranks of other bags to
     wait for them; all ranks wait for each other in the reduction at the end of a microbatch.
-
-    Args:
-        run: Of M microbatches on N ranks; O(M N).
     """
-    ends = np.cumsum(run.microbatch_s)
+    ends, ranks = np.cumsum(run.microbatch_s), range(run.seconds.shape[2])
     begins = ends - run.microbatch_s
-    num_ranks = run.seconds.shape[2]
-    for first in range(0, ends.size, run.accumulate):
-        start, end = begins[first], ends[first + run.accumulate - 1]
-        for rank in range(num_ranks):
-            step = first // run.accumulate
-            yield Segment(rank, "step", str(step), float(start), float(end - start))
-    places = range(ends.size)
-    yield from chain.from_iterable(
-        _of_rank(run, m, rank, float(begins[m]), float(ends[m]))
-        for m in places
-        for rank in range(num_ranks)
-    )
-
-
-def _of_rank(run: SimulatedRun, m: int, rank: int, begin: float, end: float) -> Iterator[Segment]:
-    """A microbatch of a rank."""
-    spent = dict(zip(KINDS, run.seconds[m, :, rank].tolist(), strict=True))
-    spent |= dict(zip(run.stages, run.stage_s[m, :, rank].tolist(), strict=True))
-    now = begin + spent["host"]
-    stages: list[tuple[str, Kind]] = [(name, "compute") for name in run.stages]
-    for name, kind in (_ORDER[0], *stages, *_ORDER[1:]):
-        if spent[name] > 0:
-            shown = name if kind == "compute" else f"{name} of rank {rank}"
-            yield Segment(rank, kind, shown, now, spent[name])
-        now += spent[name]
-    yield Segment(rank, "waiting", "waiting", now, spent["waiting"])
-    yield Segment(rank, "communication", "reduce_scatter", now, max(end - now, 0.0))
+    for step, (begin, end) in enumerate(
+        zip(begins[:: run.accumulate], ends[run.accumulate - 1 :: run.accumulate], strict=True)
+    ):
+        for rank in ranks:
+            yield Segment(rank, "step", str(step), float(begin), float(end - begin))
+    for m, rank in product(range(ends.size), ranks):
+        spent = dict(zip(KINDS, run.seconds[m, :, rank].tolist(), strict=True))
+        spent |= dict(zip(run.stages, run.stage_s[m, :, rank].tolist(), strict=True))
+        now = float(begins[m]) + spent["host"]
+        stages: list[tuple[str, Kind]] = [(name, "compute") for name in run.stages]
+        for name, kind in (_ORDER[0], *stages, *_ORDER[1:]):
+            if spent[name] > 0:
+                shown = name if kind == "compute" else f"{name} of rank {rank}"
+                yield Segment(rank, kind, shown, now, spent[name])
+            now += spent[name]
+        yield Segment(rank, "waiting", "waiting", now, spent["waiting"])
+        yield Segment(rank, "communication", "reduce_scatter", now, max(float(ends[m]) - now, 0.0))
