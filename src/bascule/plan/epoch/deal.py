@@ -10,7 +10,7 @@ and its own rank for the shortest.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,11 +54,10 @@ class DealRules:
 
     def limits_of(self, num_samples: int) -> Limits | None:
         """Limits of a cell in a step of so many samples."""
-        given = self.limits or Limits()
         if not self.even_counts:
             return self.limits
-        even = -(-num_samples // self.shape.num_cells)
-        return replace(given, items=even if given.items is None else min(given.items, even))
+        given, even = self.limits or Limits(), -(-num_samples // self.shape.num_cells)
+        return replace(given, items=min(given.items or even, even))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,55 +188,43 @@ def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None =
     on where that costs nothing. A PlanError says which limit cannot be kept, and by how much.
     """
     table = StepTable(costs, tokens, rules, home)
-    bound = table.lower_bound()
-    best, least = None, np.inf
-    failed: PlanError | None = None
-    for candidate in candidates(table):
-        if isinstance(candidate, PlanError):
-            failed = candidate
+    bound, best, least = table.lower_bound(), None, np.inf
+    failures: list[PlanError] = []
+    for way in _ways(rules):
+        try:
+            cells, own_bound = way(table)
+        except PlanError as error:
+            failures.append(error)
             continue
-        cells, own_bound = candidate
         bound, makespan = max(bound, own_bound), table.makespan(cells)
         if makespan < least:
             best, least = cells, makespan
         if least <= bound * (1.0 + rules.tolerance):
             break
     if best is None:
-        raise failed or PlanError("no deal was found")
+        raise failures[-1]
     plain = deal_in_turn(costs.size, rules.shape)
     if table.keeps_limits(plain) and table.makespan(plain) < least:
         best = plain
-    return _frozen(table, best, bound)
-
-
-def _frozen(table: StepTable, cells: Ints, bound: float) -> Deal:
-    """The frozen answer."""
-    microbatch_of, rank_of = np.divmod(cells, table.rules.shape.num_ranks)
-    loads, makespan = table.loads(cells), table.makespan(cells)
-    samples = np.arange(cells.size)
-    for array in (samples, rank_of, microbatch_of, loads):
+    microbatch_of, rank_of = np.divmod(best, rules.shape.num_ranks)
+    arrays = np.arange(best.size), rank_of, microbatch_of, table.loads(best)
+    for array in arrays:
         array.flags.writeable = False
-    return Deal(samples, rank_of, microbatch_of, loads, makespan, min(bound, makespan))
+    makespan = table.makespan(best)
+    return Deal(*arrays, makespan, min(bound, makespan))
 
 
-def candidates(table: StepTable) -> Iterator[tuple[Ints, float] | PlanError]:
-    """Cells of the samples, and a bound that was found with them; or why there are none."""
-    rules, limits = table.rules, table.rules.limits
+def _ways(rules: DealRules) -> list[Callable[[StepTable], tuple[Ints, float]]]:
+    """What gives cells of the samples, and a bound that comes with them; the first may do."""
     if rules.padded:
-        ways = [_by_length]
-    elif rules.shape.accumulate == 1:
-        ways = [_to_ranks]
-    elif rules.sync == "microbatch":
-        ways = [_all_alike, _by_room]
-    elif limits is not None and limits.tokens is not None:
-        ways = [_cells_to_ranks]  # limits are those of a microbatch
-    else:
-        ways = [_by_rank, _cells_to_ranks]
-    for way in ways:
-        try:
-            yield way(table)
-        except PlanError as error:
-            yield error
+        return [_by_length]
+    if rules.shape.accumulate == 1:
+        return [_to_ranks]
+    if rules.sync == "microbatch":
+        return [_all_alike, _by_room]
+    if rules.limits is not None and rules.limits.tokens is not None:
+        return [_cells_to_ranks]  # limits are those of a microbatch
+    return [_by_rank, _cells_to_ranks]
 
 
 def _to_ranks(table: StepTable) -> tuple[Ints, float]:
@@ -249,16 +236,13 @@ def _to_ranks(table: StepTable) -> tuple[Ints, float]:
 def _by_rank(table: StepTable) -> tuple[Ints, float]:
     """Samples to ranks; then each rank deals its own to its microbatches, longest first."""
     shape, every = table.rules.shape, np.arange(table.costs.size)
-    given = table.rules.limits_of(every.size)
-    limits = None
-    if given is not None and given.items is not None:
-        limits = Limits(items=shape.accumulate * given.items)
+    most = (table.rules.limits_of(every.size) or Limits()).items
+    limits = None if most is None else Limits(items=shape.accumulate * most)
     ranks, bound = _solved(table, every, shape.num_ranks, limits, table.home, shape.accumulate)
     order = np.lexsort((every, -table.costs, ranks))
     counts = np.bincount(ranks, minlength=shape.num_ranks)
-    turn, within = np.divmod(
-        every - np.repeat(np.cumsum(counts) - counts, counts), shape.accumulate
-    )
+    place = every - np.repeat(np.cumsum(counts) - counts, counts)
+    turn, within = np.divmod(place, shape.accumulate)
     forth_and_back = np.where(turn % 2, shape.accumulate - 1 - within, within)
     cells = np.empty_like(every)
     cells[order] = forth_and_back * shape.num_ranks + ranks[order]
@@ -347,11 +331,11 @@ def _nearer_home(table: StepTable, cells: Ints) -> Ints:
     shape = table.rules.shape
     if table.home is None:
         return cells
-    for number in range(shape.accumulate):
-        chosen = np.flatnonzero(cells // shape.num_ranks == number)
-        ranks = _renamed(cells[chosen] % shape.num_ranks, table.home[chosen], shape.num_ranks)
-        cells[chosen] = number * shape.num_ranks + ranks
-    return cells
+    num_ranks, size = shape.num_ranks, shape.num_cells * shape.num_ranks
+    at_home = np.bincount(cells * num_ranks + table.home, minlength=size)
+    by_microbatch = at_home.reshape(shape.accumulate, num_ranks, num_ranks)
+    ranks = [linear_sum_assignment(gains, maximize=True)[1] for gains in by_microbatch]
+    return cells // num_ranks * num_ranks + np.concatenate(ranks)[cells]
 
 
 def _solved(
@@ -380,13 +364,6 @@ def _solved(
     return _filled(bin_of, costs, num_bins, least), bound
 
 
-def _renamed(ranks: Ints, home: Ints, num_ranks: int) -> Ints:
-    """The ranks renamed so that most samples are at home."""
-    at_home = np.bincount(ranks * num_ranks + home, minlength=num_ranks**2)
-    at_home = at_home.reshape(num_ranks, num_ranks)
-    return linear_sum_assignment(at_home, maximize=True)[1][ranks]
-
-
 def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
     """No bin with fewer items than needed: each takes the shortest item of a bin with most of them.
 
@@ -410,24 +387,21 @@ def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list
 
     Each rank is given the longest sample that is left, and then such samples as bring it to the
     level that the microbatch needs: the longest sample with its company, or the mean of what is
-    left if that is more. O(n) searches in a sorted list, n the samples of the step.
-
-    Args:
-        costs: (n,) cost of each sample, n at least the number of cells.
-        shape: Ranks and microbatches.
-        even_counts: Whether microbatches get as many samples each as can be; else at least one a
-            rank.
+    left if that is more. Microbatches get as many samples each as can be; or, where counts may
+    differ, at least one a rank. O(n) searches in a sorted list, n the samples of the step.
     """
-    pool, chosen = _Pool.of(costs), list[Ints]()
+    order = np.argsort(costs, kind="stable")
+    pool, num_ranks = _Pool(order.tolist(), costs[order].tolist()), shape.num_ranks
+    chosen: list[list[int]] = []
     sizes = [part.size for part in np.array_split(costs, shape.accumulate)]
     for number, size in enumerate(sizes[:-1]):
         later = shape.accumulate - number
-        even = pool.total() / (shape.num_ranks * later)
+        even = sum(pool.costs) / (num_ranks * later)
         if even_counts:
-            chosen.append(pool.take_even(size, shape.num_ranks, even))
+            chosen.append(pool.take_even(size, num_ranks, even))
         else:
-            chosen.append(pool.take(shape.num_ranks, even, shape.num_ranks * (later - 1)))
-    return [*chosen, np.array(pool.items, dtype=np.int64)]
+            chosen.append(pool.take(num_ranks, even, num_ranks * (later - 1)))
+    return [np.array(part, dtype=np.int64) for part in (*chosen, pool.items)]
 
 
 @dataclass(slots=True)
@@ -437,28 +411,19 @@ class _Pool:
     items: list[int]
     costs: list[float]
 
-    @staticmethod
-    def of(costs: Floats) -> "_Pool":
-        order = np.argsort(costs, kind="stable")
-        return _Pool(order.tolist(), costs[order].tolist())
-
-    def total(self) -> float:
-        return sum(self.costs)
-
-    def take_even(self, num: int, num_ranks: int, even: float) -> Ints:
+    def take_even(self, num: int, num_ranks: int, even: float) -> list[int]:
         """So many samples, as many on each rank as can be."""
         each, extra = divmod(num, num_ranks)
-        company = sum(self.costs[: each - 1])
-        level = max(self.costs[-1] + company, even)
+        level = max(self.costs[-1] + sum(self.costs[: each - 1]), even)
         taken, rooms = self._seeds(num_ranks, level)
-        for left in range(each - 1, 0, -1):
-            for rank in sorted(range(num_ranks), key=lambda rank: (-rooms[rank], rank)):
+        for left in range(each - 1, 0, -1):  # the emptiest ranks choose first
+            for rank in sorted(range(num_ranks), key=lambda rank: -rooms[rank]):
                 rooms[rank] -= self._nearest(rooms[rank] / left, taken)
-        for rank in sorted(range(num_ranks), key=lambda rank: (-rooms[rank], rank))[:extra]:
-            self._nearest(rooms[rank], taken)
-        return np.array(taken, dtype=np.int64)
+        for room in sorted(rooms, reverse=True)[:extra]:
+            self._nearest(room, taken)
+        return taken
 
-    def take(self, num_ranks: int, even: float, reserved: int) -> Ints:
+    def take(self, num_ranks: int, even: float, reserved: int) -> list[int]:
         """Any number of samples, one a rank at least, so that the reserved number is left."""
         taken, rooms = self._seeds(num_ranks, max(self.costs[-1], even))
         for room in rooms:
@@ -467,7 +432,7 @@ class _Pool:
                 if place < 0:
                     break
                 room -= self._pop(place, taken)
-        return np.array(taken, dtype=np.int64)
+        return taken
 
     def _seeds(self, num_ranks: int, level: float) -> tuple[list[int], list[float]]:
         """The longest sample for each rank, and what room it leaves below the level."""
@@ -475,13 +440,12 @@ class _Pool:
         return taken, [level - self._pop(-1, taken) for _ in range(num_ranks)]
 
     def _nearest(self, wanted: float, taken: list[int]) -> float:
-        """Take the sample whose cost is nearest."""
+        """Take the sample whose cost is nearest; of two, the shorter one."""
         place = bisect_left(self.costs, wanted)
-        last = len(self.costs) - 1
-        if place > last or (
+        if place == len(self.costs) or (
             place > 0 and wanted - self.costs[place - 1] <= self.costs[place] - wanted
         ):
-            place = min(place, last + 1) - 1
+            place -= 1
         return self._pop(place, taken)
 
     def _pop(self, place: int, taken: list[int]) -> float:
