@@ -299,21 +299,14 @@ class SequenceParallel:
                 self.cluster,
                 chosen.home_tolerance,
             )
-            settings = {
-                "topology": self.topology,
+            settings = {name: str(getattr(setup, name)) for name in PlanSetup.__slots__} | {
                 "cost": describe_cost(self.cost),
-                "limits": self.limits,
-                "cluster": self.cluster,
-                "timeout_s": self._timeout_s,
-                "planner": chosen.planner,
-                "home_tolerance": chosen.home_tolerance,
-                "kernel": chosen.kernel,
+                "timeout_s": str(self._timeout_s),
+                "kernel": str(chosen.kernel),
                 "device": self.device.type,
                 "gradients": chosen.gradients,
-                "speeds": self._speeds,
             }
-            texts = {name: str(value) for name, value in settings.items()}
-            self._setup = used, setup, texts
+            self._setup = used, setup, settings
         return self._setup[1:]
 
     def _make(self, ranks: Sequence[int], name: str, *, backend: str) -> RankGroup:

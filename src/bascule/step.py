@@ -8,7 +8,6 @@ from ast import literal_eval
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -117,12 +116,7 @@ class Step:
         """Begin a block in which an error of the user's code ends the others."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is not None:
             leave(error, f"step {self.number}: the code of this rank", ends_all=True)
 
@@ -326,17 +320,19 @@ class Step:
             else:
                 route, marks = self._route.route, is_marked.numpy()
                 marks = marks if route.send_index is None else marks[route.send_index]
-                sent = sums_by(
-                    np.repeat(np.arange(group.size), route.send_splits), marks, group.size
-                )
+                dest = np.repeat(np.arange(group.size), route.send_splits)
+                sent = sums_by(dest, marks, group.size)
             control, where = group.control or group, {"what": "count_routed", "step": self.number}
-            said = agree(control, {}, error, **where, values=sent, capacity=group.size)
-            return sum(int(of_rank[group.rank]) for of_rank in said)
+            counts = agree(control, {}, error, **where, values=sent, capacity=group.size)
+            return sum(int(of_rank[group.rank]) for of_rank in counts)
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the mean, and what its gradient is multiplied by."""
+        group, is_mean = self._parallel.data_group, self._parallel.options.gradients == "mean"
         with shared(f"step {self.number}: mean"):
-            return mean.mean_and_scale(values, weights, self._check_mean(values, weights))
+            self._check_mean(values, weights)
+            over = MeanOver(group, group.size if is_mean else 1, self.number)
+            return mean.mean_and_scale(values, weights, over)
 
     # What is made, checked and agreed on when it is first used.
 
@@ -379,22 +375,22 @@ class Step:
             self._kept[key] = kept
         return kept
 
-    def _agree(self, what: str, check: Callable[[], Hashable]) -> None:
+    def _agree(self, what: str, check: Callable[[], str]) -> str:
         """Let all ranks agree on the form that a check gives, or on the error that it raises."""
-        form, error = None, None
+        text, error = "", None
         try:
-            form = check()
+            text = check()
         except Exception as met:  # whatever it is, the others must not wait
-            form = error = met
-        text = str(form)
+            error = met
+        form = text if error is None else error  # which no rank has agreed on
         first_use(self._parallel.group, form, lambda: (text, error), what=what, step=self.number)
+        return text
 
     def _check_rows(
         self, way: str, names: str, xs: Sequence[Tensor], needs: Sequence[bool]
     ) -> None:
-        """Names, dtypes, widths and gradients decide the sizes."""
-
         def check() -> str:
+            """Names, dtypes, widths and gradients decide the sizes."""
             if not xs:
                 raise ConfigError(f"{way}: give at least one tensor")
             forms: list[str] = []
@@ -404,24 +400,15 @@ class Step:
                 forms.append(f"{name} {dtype}{list(x.shape[1:])}{end}")
             return f"{way}({', '.join(forms)})"
 
-        def make() -> bool:
-            self._agree(way, check)
-            return True
+        self._first((way, names, *needs), xs, lambda: self._agree(way, check))
 
-        self._first((way, names, *needs), xs, make)
-
-    def _check_mean(self, values: Tensor, weights: Tensor | None) -> MeanOver:
-        def check() -> Hashable:
+    def _check_mean(self, values: Tensor, weights: Tensor | None) -> None:
+        def check() -> str:
             mean.check(values, weights)
-            return values.shape[1:], values.dtype, weights is not None
+            return f"{tuple(values.shape[1:])}, {values.dtype}, weights {weights is not None}"
 
-        def make() -> MeanOver:
-            self._agree("mean", check)
-            parallel = self._parallel
-            group, is_mean = parallel.data_group, parallel.options.gradients == "mean"
-            return MeanOver(group, group.size if is_mean else 1, self.number)
-
-        return self._first(("mean",), [values] if weights is None else [values, weights], make)
+        xs = [values] if weights is None else [values, weights]
+        self._first(("mean",), xs, lambda: self._agree("mean", check))
 
     def _check_settings(self, what: str, causal: bool, scale: float | None) -> None:
         check_settings(what, causal, scale)
@@ -446,13 +433,13 @@ class Step:
         bag, kernel, fixed = self._bag, self._parallel.options.kernel, dict[str, Any]()
         self._check_settings(what, causal, scale)
 
-        def check() -> Hashable:
+        def check() -> str:
             """Heads, dtype and gradients decide the exchanges."""
             check_tensors("attend", q, k, v)
             packed.check(self.plan.topology, bag, kernel, q, k, v)
             most_sharing = int(self.plan.topology.ulysses_groups.bag_sizes.max())
             shapes = q.shape[1:], k.shape[1:], v.shape[1:]
-            return most_sharing, shapes, q.dtype, _name_of(settings)
+            return f"{most_sharing} ranks, {shapes}, {q.dtype}, {_name_of(settings)}"
 
         if what == "attend":
             self._agree(what, check)
@@ -479,15 +466,12 @@ def _needs(xs: Sequence[object]) -> list[bool]:
 
 def _num_rows(plan: Plan, rank: int, bag: int) -> dict[str, tuple[int, int]]:
     """Return the rows that an exchange takes from this rank, and brings to it, by its name."""
-    num_own, num_all = int(plan.source_counts[rank]), int(plan.source_counts.sum())
-    first = int(plan.source_counts[:rank].sum())
-    loaded, computed = int(plan.seq_lens[first : first + num_own].sum()), int(plan.tokens[rank])
-    contexts = 0, 0
-    if (lens := plan.context_lens) is not None:
-        contexts = int(lens[first : first + num_own].sum()), int(lens[plan.bag_of == bag].sum())
-    return {
-        "route": (loaded, computed),
-        "restore": (computed, loaded),
-        "route_contexts": contexts,
-        "gather_samples": (num_own, num_all),
-    }
+    counts, lens, contexts = plan.source_counts, plan.seq_lens, plan.context_lens
+    first = int(counts[:rank].sum())
+    own = slice(first, first + int(counts[rank]))
+    loaded, computed = int(lens[own].sum()), int(plan.tokens[rank])
+    rows = {"route": (loaded, computed), "restore": (computed, loaded), "route_contexts": (0, 0)}
+    rows["gather_samples"] = own.stop - first, counts.sum()
+    if contexts is not None:
+        rows["route_contexts"] = contexts[own].sum(), contexts[plan.bag_of == bag].sum()
+    return {way: (int(taken), int(brought)) for way, (taken, brought) in rows.items()}
