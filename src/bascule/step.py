@@ -471,7 +471,8 @@ def _num_rows(plan: Plan, rank: int, bag: int) -> dict[str, tuple[int, int]]:
     own = slice(first, first + int(counts[rank]))
     loaded, computed = int(lens[own].sum()), int(plan.tokens[rank])
     rows = {"route": (loaded, computed), "restore": (computed, loaded), "route_contexts": (0, 0)}
-    rows["gather_samples"] = own.stop - first, counts.sum()
+    rows["gather_samples"] = own.stop - first, lens.size
     if contexts is not None:
-        rows["route_contexts"] = contexts[own].sum(), contexts[plan.bag_of == bag].sum()
-    return {way: (int(taken), int(brought)) for way, (taken, brought) in rows.items()}
+        brought = int(contexts[plan.bag_of == bag].sum())
+        rows["route_contexts"] = int(contexts[own].sum()), brought
+    return rows
