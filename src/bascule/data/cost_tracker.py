@@ -216,11 +216,11 @@ class CostTracker:
                 except ConfigError as error:
                     logger.warning("the cost model stays as it is: %s", error)
         where = f"step {self._num_gathered}: broadcast (cost model)"
-        drift, *words = broadcast(self._ranks.group, where, torch.from_numpy(answer)).tolist()
-        self.drift = None if math.isnan(drift) else drift
-        if not math.isnan(words[0]):
+        answer = broadcast(self._ranks.group, where, torch.from_numpy(answer)).numpy()
+        self.drift = None if math.isnan(answer[0]) else float(answer[0])
+        if not math.isnan(answer[1]):
             self.num_fits += 1
-            self._use(_of_words(words))
+            self._use(_of_words(answer[1:]))
 
     def _gather(self) -> Floats:
         """(units, D) own times on a CPU; (units,) of the slowest rank on a GPU."""
@@ -234,31 +234,27 @@ class CostTracker:
         return np.stack([np.max(part, axis=0) for part in places], axis=1)
 
 
-def _to_words(cost: PolynomialCost) -> list[float]:
-    """All numbers of a fitted cost model."""
+def _to_words(cost: PolynomialCost) -> Floats:
+    """Return all numbers of a fitted cost model."""
     fit = cost.fit
     assert fit is not None
-    return [
-        *(getattr(cost, name) for name in TERMS),
-        *fit.standard_errors,
-        *(float(name in fit.unidentified) for name in TERMS),
-        *(fit.loo_error, fit.num_observations, fit.num_outliers),
-        *np.ravel(fit.covariance),
-    ]
+    terms = [getattr(cost, name) for name in TERMS]
+    is_open = [name in fit.unidentified for name in TERMS]
+    quality = fit.loo_error, fit.num_observations, fit.num_outliers
+    return np.concatenate([terms, fit.standard_errors, is_open, quality, np.ravel(fit.covariance)])
 
 
-def _of_words(words: list[float]) -> PolynomialCost:
-    errors, flags = words[4:8], words[8:12]
-    loo_error, num_observations, num_outliers = words[12:15]
+def _of_words(words: Floats) -> PolynomialCost:
+    terms, errors, is_open, quality, covariance = np.split(words, [4, 8, 12, 15])
     fit = IterationFit(
-        (errors[0], errors[1], errors[2], errors[3]),
-        tuple(name for name, flag in zip(TERMS, flags, strict=True) if flag),
-        loo_error,
-        int(num_observations),
-        int(num_outliers),
-        tuple(tuple(words[at : at + 4]) for at in range(15, 31, 4)),
+        tuple(errors.tolist()),
+        tuple(name for name, flag in zip(TERMS, is_open, strict=True) if flag),
+        float(quality[0]),
+        int(quality[1]),
+        int(quality[2]),
+        tuple(map(tuple, covariance.reshape(4, 4).tolist())),
     )
-    return PolynomialCost(*words[:4], fit=fit)
+    return PolynomialCost(*terms.tolist(), fit=fit)
 
 
 def _drift(

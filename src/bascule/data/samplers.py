@@ -190,6 +190,10 @@ class BalancedSampler(Sampler[list[int]]):
         accumulate: Microbatches of an optimiser step.
         options: What is seldom changed.
 
+    Attributes:
+        batch_size: Samples of a batch; their mean where `even_counts` is off.
+        accumulate: Microbatches of an optimiser step.
+
     Raises:
         ConfigError: An argument is wrong, or there are fewer samples than batches in a step.
 
@@ -217,6 +221,7 @@ class BalancedSampler(Sampler[list[int]]):
         of_type("BalancedSampler(options", options, SamplerOptions, "SamplerOptions(..)")
         num_ranks, rank = _place(num_ranks, rank)
         self._shape = StepShape(batch_size, num_ranks, accumulate)
+        self.batch_size, self.accumulate = self._shape.batch_size, self._shape.accumulate
         self._rank = whole("BalancedSampler(rank", rank, 0, self._shape.num_ranks - 1)
         self._seed = whole("BalancedSampler(seed", seed)
         self._lengths = ints("lengths", lengths, most=MAX_LENGTH)
@@ -250,16 +255,6 @@ class BalancedSampler(Sampler[list[int]]):
             self._home = ints("SamplerOptions(shards)", options.shards, num) % num_ranks
         self._epoch, self._start = 0, 0
         self._run: _Run | None = None
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch; their mean where `even_counts` is off."""
-        return self._shape.batch_size
-
-    @property
-    def accumulate(self) -> int:
-        """Microbatches of an optimiser step."""
-        return self._shape.accumulate
 
     @property
     def sampler(self) -> "BalancedSampler":

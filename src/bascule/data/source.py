@@ -71,20 +71,15 @@ class Source:
     """
 
     def __init__(self, loader: Iterable[Any] | None, grouping: Microbatches | None) -> None:
+        self.is_empty = loader is None
         self.collate_fn: Callable[[list[Sample]], Any] = default_collate
         if isinstance(loader, DataLoader):
-            if loader.batch_size is not None or loader.batch_sampler is not None:
+            if _gives_batches(loader):
                 self.collate_fn = loader.collate_fn
             loader = _uncollated(loader)
-        self._loader = loader
+        self._loader: Iterable[Any] = () if loader is None else loader
         self._grouping = grouping
         self._sampler = _sampler_of(loader)
-        self._stateful = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-    @property
-    def is_empty(self) -> bool:
-        """True if this rank only computes."""
-        return self._loader is None
 
     @property
     def deal(self) -> tuple[int, int, int, int, int]:
@@ -95,9 +90,7 @@ class Source:
     @property
     def num_microbatches(self) -> int:
         """Those of an epoch; -1 where the loader does not know, or samples are grouped anew."""
-        if self._loader is None:
-            return 0
-        if self._grouping is None:
+        if self.is_empty or self._grouping is None:
             with suppress(TypeError, NotImplementedError):
                 return len(self._loader)  # pyright: ignore[reportArgumentType]
         return -1
@@ -112,56 +105,37 @@ class Source:
     def begin(
         self, history: History, index: int, num_sources: int, saved: dict[str, Any] | None
     ) -> "Reading":
-        """Start to read the samples that are left of an epoch.
+        """Start to read the samples that are left of an epoch; ConfigError where that cannot be.
 
         In each run of `history`, each of `num_sources` source ranks had delivered some; this is the
         one at `index`. `saved` is `Reading.saved` of the last run, if the loader has a state.
-
-        Raises:
-            ConfigError: The loader cannot go on from there.
         """
-        if self._loader is None:
-            return Reading(iter(()), None, None, 0, 0)
+        if self.is_empty:
+            return Reading((), None)
         if isinstance(self._sampler, ResumableSampler):
             self._sampler.resume(history)
-            return self._read(0)
+            return Reading(self._loader, self._grouping)
         others = [len(counts) for counts in history if len(counts) != num_sources]
         if others:
             raise ConfigError(
                 f"a run with {others[0]} loaders stopped in mid-epoch, and this one has "
                 f"{num_sources}: give the DataLoader a ResumableSampler"
             )
-        if self._stateful and saved is not None:
-            self._loader.load_state_dict(saved["loader"])  # pyright: ignore[reportAttributeAccessIssue]
-            return self._read(int(saved["offset"]))
-        return self._read(sum(counts[index] for counts in history))
-
-    def _read(self, skip: int) -> "Reading":
-        assert self._loader is not None
-        stateful = self._loader if self._stateful else None
-        num_samples = None if stateful else _num_samples(self._loader)
-        return Reading(iter(self._loader), self._grouping, stateful, skip, num_samples)
+        load_state = getattr(self._loader, "load_state_dict", None)
+        if saved is not None and load_state is not None:
+            load_state(saved["loader"])
+            return Reading(self._loader, self._grouping, int(saved["offset"]))
+        return Reading(self._loader, self._grouping, sum(counts[index] for counts in history))
 
 
 class Reading:
-    """One pass over a source, without `skip` samples at the start. Iterates over microbatches.
+    """One pass over a loader, without `skip` samples at the start. Iterates over microbatches."""
 
-    `stateful` is the loader, if it can say where it is. `num_samples` counts all of the loader,
-    those to leave out included; None if it does not know.
-    """
-
-    def __init__(
-        self,
-        items: Iterator[Any],
-        grouping: Microbatches | None,
-        stateful: Any,
-        skip: int,
-        num_samples: int | None,
-    ) -> None:
-        self._items = items
-        self._num_samples = num_samples
-        self._stateful = stateful
-        self._skip = self._skipped = skip
+    def __init__(self, loader: Iterable[Any], grouping: Microbatches | None, skip: int = 0) -> None:
+        has_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        self._stateful: Any = loader if has_state else None
+        self._num_left = 0 if has_state else _num_samples(loader) - skip
+        self._items, self._skip = iter(loader), skip
         self._newest: tuple[int, Any] = (0, None)
         self._taken = 0
         lists = self._lists()
@@ -180,7 +154,7 @@ class Reading:
     @property
     def num_unread(self) -> int:
         """Samples that were not taken so far; 0 where the loader does not know."""
-        return max((self._num_samples or 0) - self._skipped - self._taken, 0)
+        return max(self._num_left - self._taken, 0)
 
     def close(self) -> None:
         """Refer to the loader's iterator no longer, so that its workers end here and now."""
@@ -218,24 +192,26 @@ class Reading:
             self._newest = first, self._stateful.state_dict()
 
 
-def _num_samples(loader: Iterable[Any]) -> int | None:
-    """Samples of a pass over a loader; None if it does not know."""
+def _gives_batches(loader: DataLoader[Any]) -> bool:
+    return loader.batch_size is not None or loader.batch_sampler is not None
+
+
+def _num_samples(loader: Iterable[Any]) -> int:
+    """Samples of a pass over a loader; 0 if it does not know."""
     if isinstance(loader, list | tuple):
         return sum(len(item) if isinstance(item, list) else 1 for item in loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
-        return None
-    try:
+        return 0
+    with suppress(TypeError, NotImplementedError):
         num = len(loader.sampler)  # pyright: ignore[reportArgumentType]
-    except (TypeError, NotImplementedError):
-        return None
-    batch_size = loader.batch_size or 1
-    return num - num % batch_size if loader.drop_last else num
+        return num - num % (loader.batch_size or 1) if loader.drop_last else num
+    return 0
 
 
 def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:
     """The same loader, giving lists of samples where it gave batches."""
     bare = copy.copy(loader)
-    if loader.batch_size is not None or loader.batch_sampler is not None:
+    if _gives_batches(loader):
         bare.collate_fn = list
     bare.pin_memory = False  # what is pinned before the exchange is pinned for nothing
     return bare
