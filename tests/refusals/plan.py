@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from bascule import Limits, PolynomialCost, Span, TransformerCost, assign, plan_batch, plan_step
 
 COST = TransformerCost(64)
@@ -12,6 +14,10 @@ COST = TransformerCost(64)
 
 def planned(lens: Any, topology: Any = "g2n1", **settings: Any) -> Callable[[], object]:
     return partial(plan_batch, [lens, [1]], topology, COST, **settings)
+
+
+def by_cost(cost: Callable[[Any], Any]) -> Callable[[], object]:
+    return partial(plan_batch, [[9], [10]], "g1n2", cost)
 
 
 CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
@@ -34,6 +40,16 @@ CASES: list[tuple[str, Callable[[], object], tuple[str, ...]]] = [
     ("lengths that are no list", planned({1: 2}), ("rank 0", "flat list")),
     ("ragged lengths", planned([7, [8]]), ("rank 0", "cannot be read as an array")),
     ("a batch that is no list", partial(plan_batch, 5, "g1n2", COST), ("one list a source rank",)),  # pyright: ignore[reportArgumentType]
+    ("a flat list", partial(plan_batch, [1, 2], "g1n2", COST), ("rank 0", "flat list")),
+    ("lengths of two dims", planned(np.ones((2, 2), int)), ("rank 0", "flat list")),
+    ("a small integer below 0", planned(np.array([4, -5], np.int8)), ("rank 0", "length -5")),
+    ("lengths of truth", planned(np.array([True])), ("rank 0, sequence 0", "length True")),
+    ("a load too few", planned([1], carried_loads=[1.0]), ("carried_loads", "2 ranks")),
+    ("a load below 0", planned([1], carried_loads=[1.0, -1.0]), ("carried_loads[1] is -1.0",)),
+    ("a load of nan", planned([1], carried_loads=[1.0, math.nan]), ("carried_loads[1] is nan",)),
+    ("no cost", by_cost(lambda lens: lens * math.nan), ("rank 0, sequence 0", "nan for 9 tokens")),
+    ("a cost below 0", by_cost(lambda lens: lens - 10.0), ("rank 0", "-1.0 for 9 tokens")),
+    ("a cost too few", by_cost(lambda lens: lens[:1]), ("(1,) costs for (2,) lengths",)),
     ("no cluster", planned([1], cluster=5), ("cluster=5", "a Cluster(")),
     ("no limits", planned([1], limits=5), ("limits is 5", "Limits(")),
     ("tolerance below 0", planned([1], home_tolerance=-1.0), ("home_tolerance=-1.0", "at least 0")),

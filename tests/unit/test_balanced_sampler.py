@@ -11,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-import bascule
 from bascule.data import BalancedSampler, ResumableSampler, SamplerOptions
 from bascule.data import samplers as dealt
 from bascule.errors import ConfigError, PlanError
@@ -50,10 +49,6 @@ def steps_of(samplers: Sequence[BalancedSampler]) -> list[list[list[list[int]]]]
 
 def flat(nested: Any) -> list[int]:
     return [index for step in nested for row in step for batch in row for index in batch]
-
-
-def test_public_names() -> None:
-    assert bascule.BalancedSampler is BalancedSampler and bascule.SamplerOptions is SamplerOptions
 
 
 def test_a_full_step_has_the_samples_of_the_plain_order_and_batches_of_one_size() -> None:
@@ -113,9 +108,7 @@ def test_where_an_epoch_is_cut(shape: tuple[int, int, int], left: int, sizes: li
 def test_steps_are_even_and_their_bound_holds(sync: Any, even: bool) -> None:
     lengths = np.array(drawn(512, seed=1, spread=0.4))
     options = SamplerOptions(sync=sync, even_counts=even)
-    sampler = BalancedSampler(
-        lengths, tokens, batch_size=4, num_ranks=4, rank=1, accumulate=4, options=options
-    )
+    sampler = ranks_of(lengths, 4, tokens, batch_size=4, accumulate=4, options=options)[1]
     total = 0.0
     for step in range(8):
         deal = sampler.deal(step)
@@ -144,17 +137,11 @@ def test_giants_share_a_microbatch_with_the_longest() -> None:
 
 def test_padded_batches_hold_samples_of_like_lengths() -> None:
     lengths = drawn(256, seed=2)
-    plain = BalancedSampler(lengths, tokens, batch_size=8, num_ranks=4, rank=0)
+    (plain, *_) = ranks_of(lengths, 4, tokens, batch_size=8)
+    options = {even: SamplerOptions(padded=True, even_counts=even) for even in (True, False)}
     found = {
-        even: BalancedSampler(
-            lengths,
-            tokens,
-            batch_size=8,
-            num_ranks=4,
-            rank=0,
-            options=SamplerOptions(padded=True, even_counts=even),
-        )
-        for even in (True, False)
+        even: ranks_of(lengths, 4, tokens, batch_size=8, options=one)[0]
+        for even, one in options.items()
     }
     for step in range(8):
         deals = {even: sampler.deal(step) for even, sampler in found.items()}
@@ -214,28 +201,14 @@ def test_shards_stay_at_home_where_it_costs_nothing() -> None:
     for accumulate in (1, 2):
         for sync in ("microbatch", "step"):
             options = SamplerOptions(shards=shards, shuffle=False, sync=sync)  # type: ignore[arg-type]
-            sampler = BalancedSampler(
-                lengths,
-                tokens,
-                batch_size=4,
-                num_ranks=4,
-                rank=0,
-                accumulate=accumulate,
-                options=options,
-            )
-            deal = sampler.deal(0)
+            given: Any = {"batch_size": 4, "accumulate": accumulate, "options": options}
+            deal = ranks_of(lengths, 4, tokens, **given)[0].deal(0)
             assert deal.gap < 1e-9
             assert (deal.rank_of == shards[deal.samples]).mean() > (0.9 if accumulate == 1 else 0.3)
     lengths = drawn(64)
-    plain = BalancedSampler(lengths, tokens, batch_size=4, num_ranks=4, rank=0)
-    home = BalancedSampler(
-        lengths,
-        tokens,
-        batch_size=4,
-        num_ranks=4,
-        rank=0,
-        options=SamplerOptions(shards=shards.tolist()),
-    )
+    plain = ranks_of(lengths, 4, tokens, batch_size=4)[0]
+    options = SamplerOptions(shards=shards.tolist())
+    home = ranks_of(lengths, 4, tokens, batch_size=4, options=options)[0]
     for step in range(4):
         before, after = plain.deal(step), home.deal(step)
         at_home = [(deal.rank_of == shards[deal.samples]).sum() for deal in (before, after)]
@@ -479,9 +452,7 @@ def test_steps_are_planned_when_they_are_asked_for(monkeypatch: pytest.MonkeyPat
         return deal_step(costs, *rest)
 
     monkeypatch.setattr(dealt, "deal_step", counted)
-    sampler = BalancedSampler(
-        np.full(1_000_000, 7), tokens, batch_size=2, num_ranks=4, rank=0, accumulate=2
-    )
+    sampler = ranks_of(np.full(1_000_000, 7), 4, tokens, accumulate=2)[0]
     sampler.set_epoch(3)
     assert len(sampler) == 125_000 and planned == []
     iterator = iter(sampler)

@@ -57,19 +57,6 @@ def test_knapsack_is_the_greedy_of_the_paper(seed: int) -> None:
     assert plan.bag_of.tolist() == _paper_greedy(costs, sizes, fall_back=True)[0]
 
 
-@pytest.mark.parametrize("spec", ["g1n4", "g2n2", "g1n2+g2n1", "g4n1"])
-def test_knapsack_where_some_bag_always_fits(spec: str) -> None:
-    """Batches that the greedy packs without a gap: like lengths, as many as fill every rank."""
-    rng = np.random.default_rng(0)
-    for length in rng.integers(1, 10_000, 25).tolist():
-        plan = plan_batch([[length] * 3] * 4, spec, squares, planner="knapsack")
-        bag_of, _ = _paper_greedy(
-            [length**2] * 12, plan.topology.bag_sizes.tolist(), fall_back=False
-        )
-        assert plan.bag_of.tolist() == bag_of
-        assert plan.imbalance == pytest.approx(1.0)
-
-
 TABLE_1 = {
     "g32b32i256f1s0": {"none": 1.218, "g1n32": 1.001, "g2n16": 1.0, "g4n8": 1.0, "g8n4": 1.0},
     "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0": {
