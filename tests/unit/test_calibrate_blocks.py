@@ -90,7 +90,7 @@ def test_our_blocks_are_one_of_each_kind() -> None:
         (f"{HERE}:missing", "has no missing"),
         (f"{HERE}:BLOCK.missing", "has no BLOCK.missing"),
         (f"{HERE}:NUMBER", "NUMBER is 5; give a function"),
-        (f"{HERE}:raises", "at 8 tokens: raised ValueError: no block for 8"),
+        (f"{HERE}:raises", "at 8 tokens raised ValueError: no block for 8"),
         (f"{HERE}:one_thing", "must return two things"),
         (f"{HERE}:no_call", "the first thing it returns, 5, cannot be called"),
         (f"{HERE}:wrong_input", "what it returned raised"),

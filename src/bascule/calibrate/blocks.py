@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bascule.attention import PackedSequences, attend_packed
 from bascule.errors import ConfigError
 from bascule.models import LocalExchange, MMDiT, MMDiTConfig
-from bascule.plan.checks import shown
+from bascule.plan.checks import called, shown
 
 Make = Callable[[int], Any]
 """Gives, for a number of tokens, a function or module and its input, or a tuple of inputs."""
@@ -139,9 +139,10 @@ def find(name: str) -> Make:
     try:
         target: object = importlib.import_module(module_name)
     except Exception as error:  # what a module raises when it is imported is its own affair
+        text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
-            f"--module {name}: {module_name} cannot be imported: {_text(error)}; it must be on the "
-            "path of Python, as with PYTHONPATH=."
+            f"--module {name}: {module_name} cannot be imported: {text}; it must be on the path of "
+            "Python, as with PYTHONPATH=."
         ) from error
     for part in path.split("."):
         if not hasattr(target, part):
@@ -160,11 +161,8 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
     Tensors that it makes without saying where are made on the device.
     """
     at = f"--module {name} at {length} tokens"
-    try:
-        with device:
-            made = make(length)
-    except Exception as error:
-        raise ConfigError(f"{at}: raised {_text(error)}") from error
+    with device:
+        made = called(at, make, length)
     if not (isinstance(made, tuple) and len(cast(tuple[object, ...], made)) == 2):
         raise ConfigError(
             f"{at}: gave {shown(cast(object, made))}; it must return two things, a function or "
@@ -173,22 +171,17 @@ def calls_of_user(name: str, make: Make, length: int, device: torch.device) -> l
     run, inputs = cast(tuple[object, object], made)
     if not callable(run):
         raise ConfigError(f"{at}: the first thing it returns, {shown(run)}, cannot be called")
-    inputs = cast(tuple[object, ...], inputs) if isinstance(inputs, tuple) else (inputs,)
-    call = BlockCall(run, inputs)
-    try:
+    call = BlockCall(run, inputs if isinstance(inputs, tuple) else (inputs,))
+
+    def has_gradient() -> bool:
         call.forward()
-        has_gradient = bool(call.recompute())
-        if has_gradient:
-            call.backward()()
-    except Exception as error:
-        raise ConfigError(f"{at}: what it returned raised {_text(error)}") from error
-    if not has_gradient:
+        if not call.recompute():
+            return False
+        call.backward()()
+        return True
+
+    if not called(f"{at}: what it returned", has_gradient):
         raise ConfigError(
             f"{at}: what it returned gave no tensor with a gradient; backward cannot be timed"
         )
     return [call]
-
-
-def _text(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}"

@@ -5,7 +5,7 @@ Legend: N ranks, P probes.
 
 import os
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -108,19 +108,14 @@ def measure(
         device_name(device),
         None if own is None else own / sharing,
         len(set(hosts)),
-        width_of(options, device),
+        options.on(device.type, "d_model"),
         _in_words(options, group, device),
         attention,
     )
 
 
-def width_of(options: CalibrateOptions, device: torch.device) -> int:
-    """Width of the block that is timed."""
-    return int(str(options.or_default("d_model", device.type)))
-
-
 def _dtype(options: CalibrateOptions, device: torch.device) -> torch.dtype:
-    return getattr(torch, str(options.or_default("dtype", device.type)))
+    return getattr(torch, options.on(device.type, "dtype"))
 
 
 def check_block(options: CalibrateOptions, device: torch.device) -> None:
@@ -134,8 +129,7 @@ def check_block(options: CalibrateOptions, device: torch.device) -> None:
 
 def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
     """A model of one double and one single block."""
-    width = width_of(options, device)
-    num_heads = int(str(options.or_default("num_heads", device.type)))
+    width, num_heads = (options.on(device.type, name) for name in ("d_model", "num_heads"))
     if width % (2 * num_heads):
         raise ConfigError(
             f"--d-model {width} and --num-heads {num_heads}: a head must have an even width, so "
@@ -178,26 +172,22 @@ def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
 
 
 def _passes_of(calls: list[BlockCall], pack: list[int], on: str) -> list[Probe]:
-    def all_of(runs: Iterable[Callable[[], object]]) -> Callable[[], None]:
-        ready = list(runs)
-
-        def run_all() -> None:
-            for run in ready:
-                run()
-
-        return run_all
-
-    length, amount = pack[0], float(len(calls) * len(pack))
-    forward = all_of(call.forward for call in calls)
-    recompute = all_of(call.recompute for call in calls)
+    size = on, pack[0], float(len(calls) * len(pack))
+    forward = partial(_run, [call.forward for call in calls])
+    recompute = partial(_run, [call.recompute for call in calls])
     return [
-        Probe(PASS, FORWARD, on, length, amount, forward),
-        Probe(PASS, RECOMPUTE, on, length, amount, recompute),
+        Probe(PASS, FORWARD, *size, forward),
+        Probe(PASS, RECOMPUTE, *size, recompute),
         Probe(
-            *(PASS, BACKWARD, on, length, amount, forward),
-            prepare=lambda: all_of(call.backward() for call in calls),
+            *(PASS, BACKWARD, *size, forward),
+            prepare=lambda: partial(_run, [call.backward() for call in calls]),
         ),
     ]
+
+
+def _run(functions: Sequence[Callable[[], object]]) -> None:
+    for function in functions:
+        function()
 
 
 def _hosts(group: RankGroup) -> list[str]:
@@ -229,8 +219,12 @@ def _messages(
 
 
 def _of_group(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    made = [probe for size in options.message_bytes() for probe in collectives(group, device, size)]
-    return [probe for probe in made if probe.name != ALL_REDUCE]
+    return [
+        probe
+        for size in options.message_bytes()
+        for probe in collectives(group, device, size)
+        if probe.name != ALL_REDUCE
+    ]
 
 
 def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
@@ -285,15 +279,16 @@ def _sparse(
 
 
 def _in_words(options: CalibrateOptions, group: RankGroup, device: torch.device) -> str:
-    lens = options.seq_lens(device.type)
-    threads = torch.get_num_threads()
+    lens, threads = options.seq_lens(device.type), torch.get_num_threads()
+    width, num_heads, dtype = (
+        options.on(device.type, name) for name in ("d_model", "num_heads", "dtype")
+    )
     if options.module is not None:
-        block = f"{options.module} as a block of width {width_of(options, device)}"
+        block = f"{options.module} as a block of width {width}"
     else:
         block = (
-            f"double and single block of an MM-DiT, width {width_of(options, device)}, "
-            f"{options.or_default('num_heads', device.type)} heads, "
-            f"{options.or_default('dtype', device.type)}, kernel {options.kernel or 'as chosen'}"
+            f"double and single block of an MM-DiT, width {width}, {num_heads} heads, {dtype}, "
+            f"kernel {options.kernel or 'as chosen'}"
         )
     return (
         f"{block}; {lens[0]} to {lens[-1]} tokens, messages up to {options.mib} MiB, "

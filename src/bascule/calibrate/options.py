@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -21,8 +21,7 @@ _LONGEST_S = 1e7
 _MOST_LOCAL_RANKS = 256
 
 _RANGE = re.compile("([0-9]{1,9}):([0-9]{1,9})")
-
-BY_DEVICE = {
+BY_DEVICE: dict[str, dict[str, Any]] = {
     "cpu": {"lengths": "64:4096", "d_model": 256, "num_heads": 4, "dtype": "float32"},
     "cuda": {"lengths": "256:32768", "d_model": 3072, "num_heads": 24, "dtype": "bfloat16"},
 }
@@ -87,10 +86,13 @@ class CalibrateOptions:
         whole("--points", self.points, least_points(TOKENS), _MOST_POINTS)
         whole("--mib", self.mib, 1, _MOST_MIB)
         whole("--rounds", self.rounds, 1, _MOST_ROUNDS)
-        for name in ("d_model", "num_heads", "sparse_tokens"):
-            if (value := getattr(self, name)) is not None:
-                most = _MOST_TOKENS if name == "sparse_tokens" else _MOST_WIDTH
-                whole(f"--{name.replace('_', '-')}", value, 1, most)
+        for name, value, most in (
+            ("--d-model", self.d_model, _MOST_WIDTH),
+            ("--num-heads", self.num_heads, _MOST_WIDTH),
+            ("--sparse-tokens", self.sparse_tokens, _MOST_TOKENS),
+        ):
+            if value is not None:
+                whole(name, value, 1, most)
         if self.sparse_tokens is not None and 1 in (self.ranks, world_size):
             raise ConfigError(
                 f"--sparse-tokens {self.sparse_tokens}: one rank has no meshes; give --ranks 2 or "
@@ -107,14 +109,14 @@ class CalibrateOptions:
             self.seq_lens(device)
         HardwareProfile.load(self.base)
 
-    def or_default(self, name: str, device: str) -> object:
+    def on(self, device: str, name: str) -> Any:
         """An option, or what is timed on a type of device if it is not given."""
         value = getattr(self, name)
         return BY_DEVICE[device][name] if value is None else value
 
     def seq_lens(self, device: str) -> list[int]:
         """Ascending tokens of the sequences that are timed."""
-        text = str(self.or_default("lengths", device))
+        text = self.on(device, "lengths")
         match = _RANGE.fullmatch(text)
         if match is None:
             raise ConfigError(

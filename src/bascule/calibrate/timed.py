@@ -65,12 +65,17 @@ def seconds_of(probe: Probe, device: torch.device) -> float:
     runs = [probe.run] * probe.in_a_row
     if probe.prepare is not None:
         runs = [probe.prepare() for _ in runs]
-    synchronize(device)
+    _wait_for(device)
     start = time.perf_counter()
     for run in runs:
         run()
-    synchronize(device)
+    _wait_for(device)
     return (time.perf_counter() - start) / probe.in_a_row
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
@@ -110,12 +115,6 @@ def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]
 def in_a_row(size: int) -> int:
     """Count the messages of so many bytes in one measurement."""
     return max(2, min(MOST_IN_A_ROW, 2**20 // size))
-
-
-def synchronize(device: torch.device) -> None:
-    """Until a device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def device_name(device: torch.device) -> str:
