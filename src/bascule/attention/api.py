@@ -20,9 +20,7 @@ from bascule.attention.inputs import check_settings, check_tensors, positive_sca
 from bascule.attention.kernels.registry import check_name
 from bascule.attention.layout import SequenceLayout, num_tokens, own_tokens, take_runs
 from bascule.attention.mesh_calls import call_of, keep, look
-from bascule.attention.tiles import (
-    without_lost_scores,
-)
+from bascule.attention.tiles import without_lost_scores
 from bascule.attention.tokens import form_of, gather_tokens, replicated
 from bascule.comm.failures import shared
 from bascule.comm.mesh import AttentionMesh as AttentionMesh
@@ -30,7 +28,7 @@ from bascule.comm.mesh import Place, as_attention_mesh, mesh_named, place_in
 from bascule.comm.transforms import refuse_derivatives
 from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
-from bascule.plan.checks import is_int
+from bascule.plan.checks import fields, is_int, of_type
 
 
 def split(x: Tensor, mesh: AttentionMesh, layout: SequenceLayout, dim: int) -> Tensor:
@@ -49,17 +47,21 @@ def _check_tokens(
     """Refuse a layout of other ranks, and a tensor without this number of tokens in a dim."""
     if not isinstance(x, Tensor) or x.layout != torch.strided:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ConfigError(f"{what}: give a dense tensor, not a {type(x).__name__}")
-    if (layout.ring_degree, layout.ulysses_degree) != mesh.degrees:
-        raise ConfigError(
-            f"{what}: a layout for {layout.ring_degree} x {layout.ulysses_degree} ranks (ring x "
-            f"Ulysses) on a mesh of {mesh.degrees[0]} x {mesh.degrees[1]}"
-        )
+    _check_degrees(what, layout, mesh.degrees)
     if not is_int(dim) or not -x.dim() <= dim < x.dim():
         raise ConfigError(f"{what}: dim={dim!r} of a tensor of shape {tuple(x.shape)}")
     if x.shape[dim] != num:
         raise ConfigError(
             f"{what}: dim {dim} of {tuple(x.shape)} has {x.shape[dim]} tokens, and the layout has "
             f"{num}"
+        )
+
+
+def _check_degrees(what: str, layout: SequenceLayout, degrees: tuple[int, int]) -> None:
+    if (layout.ring_degree, layout.ulysses_degree) != degrees:
+        raise ConfigError(
+            f"{what}: a layout for {layout.ring_degree} x {layout.ulysses_degree} ranks on a "
+            f"mesh of {degrees[0]} x {degrees[1]} (ring x Ulysses)"
         )
 
 
@@ -108,7 +110,7 @@ class AttentionOptions:
             where they are posted, which measures what that is worth.
 
     Raises:
-        ConfigError: There is no such kernel, or one of the last two is no bool.
+        ConfigError: There is no such kernel, or a value has another type.
     """
 
     layout: SequenceLayout | None = None
@@ -118,15 +120,11 @@ class AttentionOptions:
     double_buffer: bool = True
 
     def __post_init__(self) -> None:
-        if torch.compiler.is_compiling():
-            return
-        check_name(self.kernel)
-        is_known = isinstance(self.overlap, bool | None)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not is_known or not isinstance(self.double_buffer, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ConfigError(
-                f"overlap={self.overlap!r} and double_buffer={self.double_buffer!r}: give True or "
-                "False each, or overlap=None for what measures faster"
-            )
+        if not torch.compiler.is_compiling():
+            check_name(self.kernel)
+            flag, layout = (of_type, bool, "True or False"), (of_type, SequenceLayout, "a layout")
+            wire = of_type, Wire, "a Wire, as Wire('int8'), or None"
+            fields(self, layout=layout, wire=wire, overlap=flag, double_buffer=flag)
 
 
 _DEFAULT = AttentionOptions()
@@ -147,7 +145,7 @@ def attention(
     """Exact attention of tokens that are shared over a mesh; (B, H, T, D) as q.
 
     Two all-to-alls over the Ulysses ranks and R - 1 exchanges around the ring, and twice that
-    backward; for replicated tokens one all-gather more, and one reduce-scatter backward; In the
+    backward; for replicated tokens one all-gather more, and one reduce-scatter backward. In the
     first call of a form ranks agree by one all-gather.
 
     Args:
@@ -221,8 +219,6 @@ def _form(
     if layout is None:
         layout = SequenceLayout((q.shape[2] * math.prod(ranks.degrees),), *ranks.degrees)
     _check(q, k, v, ranks, layout, mask)
-    if not torch.compiler.is_compiling() and not isinstance(wire, Wire | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"attention: wire={wire!r}: give a Wire, as Wire('int8'), or None")
     if ranks.degrees == (1, 1):
         wire = None
     num_heads, together = _enough_heads(q.shape[1], k.shape[1], ranks.degrees[1]), [0, 0, 0]
@@ -242,12 +238,7 @@ def _form(
 
 
 def _operands(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    form: _Form,
-    mask: Tensor | None,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, form: _Form, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q, k and v as they are attended."""
     ranks, layout = form.ranks, form.layout
@@ -273,12 +264,7 @@ def _enough_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mesh: Place,
-    layout: SequenceLayout,
-    mask: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mesh: Place, layout: SequenceLayout, mask: Tensor | None
 ) -> None:
     """Refuse what cannot be attended."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -293,11 +279,7 @@ def _check(
             f"attention: {shapes} on {mesh.degrees[1]} Ulysses ranks: query heads must be a "
             "multiple of key-value heads, and at least one a rank; use a larger ring degree"
         )
-    if (layout.ring_degree, layout.ulysses_degree) != mesh.degrees:
-        raise ConfigError(
-            f"attention: a layout for {layout.ring_degree} x {layout.ulysses_degree} ranks on a "
-            f"mesh of {mesh.degrees[0]} x {mesh.degrees[1]}"
-        )
+    _check_degrees("attention", layout, mesh.degrees)
     if mask is not None:
         if mask.dtype not in (torch.bool, torch.float32, q.dtype):
             raise ConfigError(
@@ -320,11 +302,7 @@ def _check(
 
 
 def _overlaps(
-    wanted: bool | None,
-    q: Tensor,
-    ranks: Place,
-    layout: SequenceLayout,
-    wire: Wire | None,
+    wanted: bool | None, q: Tensor, ranks: Place, layout: SequenceLayout, wire: Wire | None
 ) -> bool:
     """Return whether Ulysses exchanges while it computes: as asked, or where it measures faster."""
     ring, ulysses = ranks.degrees

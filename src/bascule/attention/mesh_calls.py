@@ -29,7 +29,7 @@ _NUM_KEPT = 64  # forms of calls on a mesh, and plans
 
 
 def look(x: Tensor | None) -> object:
-    """What tells forms of tensors apart."""
+    """Return all of a tensor that makes a form of calls."""
     if not isinstance(x, Tensor) or x.is_nested:
         return type(x)
     return x.shape, x.dtype, x.device, x.layout, x.requires_grad
@@ -86,28 +86,26 @@ def _agree(
     mask: Tensor | None,
 ) -> None:
     """Make sure that all ranks mean the same, and have the tokens of the layout; one all-gather."""
-    heads = f"batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim {q.shape[3]}"
-    rows = f"{heads}, {q.dtype}"
-    if settings.wire is not None:
-        rows = f"{rows} as {Wire(*settings.wire)}"
+    wire = "" if settings.wire is None else f" as {Wire(*settings.wire)}"
+    seen = "none"
     if mask is not None:
-        rows = f"{rows}, mask of {mask.dim()} dims, {mask.dtype}"
+        seen = f"of {mask.dim()} dims, {mask.dtype}, {digest_of(mask)}"
     text = (
         f"a layout of {layout.segments} tokens on {mesh.degrees[0]} x {mesh.degrees[1]} ranks, "
-        f"zigzag={layout.zigzag}, stripe={layout.stripe}, "
-        f"replicated segments {settings.replicated}, {rows}, causal={settings.causal}, "
-        f"scale={settings.scale}, kernel {settings.kernel}"
+        f"zigzag={layout.zigzag}, stripe={layout.stripe}, replicated segments "
+        f"{settings.replicated}, batch {q.shape[0]}, {q.shape[1]} heads for {k.shape[1]}, head_dim "
+        f"{q.shape[3]}, {q.dtype}{wire}, causal={settings.causal}, scale={settings.scale}, kernel "
+        f"{settings.kernel}, mask {seen}"
     )
-    text = f"{text}, mask {'none' if mask is None else digest_of(mask)}"
 
     def say() -> tuple[str, ConfigError | None]:
-        wanted, error = num_tokens(layout.own_runs(*mesh.place)), None
-        if q.shape[2] != wanted:
-            error = ConfigError(
-                f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
-                f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
-            )
-        return text, error
+        wanted = num_tokens(layout.own_runs(*mesh.place))
+        if q.shape[2] == wanted:
+            return text, None
+        return text, ConfigError(
+            f"attention: q has {q.shape[2]} tokens, and the layout gives this rank {wanted} of "
+            f"{layout.seq_len}: take them with split(x, mesh, layout, dim)"
+        )
 
     first_use(mesh.whole, (q.shape[2], text), say, what="attention")
 
@@ -123,9 +121,9 @@ def _made(
     """Return the call of a form of tensors, without its name."""
     (ring, ulysses), causal, like = mesh.place, settings.causal, q.new_empty(0)
     has_bias = is_masked or is_biased(layout, causal)
-    each, heads, own = q.shape[1] // k.shape[1], None, slice(None)
+    heads, own = None, slice(None)
     if mesh.ulysses is not None:
-        shares = HeadShares.split(k.shape[1], mesh.ulysses.size)
+        shares, each = HeadShares.split(k.shape[1], mesh.ulysses.size), q.shape[1] // k.shape[1]
         heads = HeadExchange(mesh.ulysses, shares, *layout.exchanged(ring))
         first = shares.first(ulysses)
         own = slice(first * each, (first + shares.of(ulysses)) * each)
@@ -133,23 +131,17 @@ def _made(
     form = "tiles", layout, ring, causal, own.start, own.stop, q.dtype, q.device
 
     def cut(mask: Tensor | None) -> Tiles:
-        part = mask
         if mask is not None:
-            part = mask[(None,) * (4 - mask.dim())]
-            part = part if part.shape[1] == 1 else part[:, own]
-        return tiles_of(layout, ring, part, causal, like)
+            mask = mask[(None,) * (4 - mask.dim())]
+            mask = mask if mask.shape[1] == 1 else mask[:, own]
+        return tiles_of(layout, ring, mask, causal, like)
 
     def tiles(mask: Tensor | None) -> Tiles:
         return kept_of(mask, form, partial(cut, mask)) if fixed is None else fixed
 
+    asked = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
     return AttentionCall(
-        kernel=select_kernel(
-            settings.kernel,
-            q.device.type,
-            dtype=q.dtype,
-            head_dim=q.shape[-1],
-            has_bias=has_bias,
-        ),
+        kernel=select_kernel(settings.kernel, q.device.type, **asked),
         scale=settings.factor,
         tiles=tiles,
         kv_lens=layout.ring_lens,

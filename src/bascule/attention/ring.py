@@ -44,10 +44,7 @@ def ring_forward(
 
 
 def ring_backward(
-    grad: Tensor,
-    saved: Sequence[Tensor],
-    tiles: Tiles,
-    call: AttentionCall,
+    grad: Tensor, saved: Sequence[Tensor], tiles: Tiles, call: AttentionCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of `ring_forward`, from that of its output.
 
@@ -143,27 +140,24 @@ class Merged:
 
 
 def rotate(
-    call: AttentionCall,
-    k: Tensor,
-    v: Tensor,
-    attend: Callable[[int, Tensor, Tensor], None],
+    call: AttentionCall, k: Tensor, v: Tensor, attend: Callable[[int, Tensor, Tensor], None]
 ) -> None:
     """Call `attend` with the number of each round, and its keys and values; own ones first."""
     size, wire = len(call.kv_lens), call.wire
     num_more = 0 if wire is None else wire.num_more
     at_hand = k if size == 1 else _packed(k, v, call)
     for turn in range(size):
-        shift = None
+        wait = None
         if turn < size - 1:
             coming = _staged(call, turn + 1, _shape_in(call, turn + 1, at_hand, num_more), at_hand)
-            shift = _Shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
-        arrived = shift.wait() if shift is not None and not call.double_buffer else None
+            wait = _shift(call, at_hand, coming, f"keys and values, round {turn + 1}")
+        arrived = wait() if wait is not None and not call.double_buffer else None
         keys, values = (k, v) if turn == 0 else _unpacked(at_hand, k.dtype, wire)
         try:
             attend(turn, keys, values)
         finally:  # also after an error: memory that is written to must not be left
-            if shift is not None:
-                at_hand = shift.wait() if arrived is None else arrived
+            if wait is not None:
+                at_hand = wait() if arrived is None else arrived
 
 
 def _shape_in(call: AttentionCall, turn: int, like: Tensor, num_more: int = 0) -> tuple[int, ...]:
@@ -175,9 +169,7 @@ def _packed(k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """(2, B, K, Sk, ...) keys and values as they travel: packed once, passed on as they came."""
     if call.wire is not None:
         k, v = call.wire.pack(k), call.wire.pack(v)
-    packed = _staged(call, 0, (2, *k.shape), k)
-    packed[0], packed[1] = k, v
-    return packed
+    return torch.stack((k, v), out=_staged(call, 0, (2, *k.shape), k))
 
 
 def _staged(call: AttentionCall, turn: int, shape: Sequence[int], like: Tensor) -> Tensor:
@@ -203,38 +195,36 @@ class _Travelling:
 
     def __init__(self, call: AttentionCall, k: Tensor) -> None:
         self._call, self._k = call, k
-        self._shift: _Shift | None = None
+        self._coming: Callable[[], Tensor] | None = None
         self._sum: Tensor | None = None
 
     def add(self, turn: int, dkv: Tensor) -> None:
         """Add a round's part to what arrived, and pass it on."""
         call = self._call
-        self._sum = dkv if self._shift is None else dkv.add_(self._shift.wait())
+        self._sum = dkv if self._coming is None else dkv.add_(self._coming())
         if call.ring is not None:
             coming = dkv.new_empty(_shape_in(call, turn + 1, dkv))
-            self._shift = _Shift(call, self._sum, coming, f"gradients, round {turn + 1}")
+            self._coming = _shift(call, self._sum, coming, f"gradients, round {turn + 1}")
 
     def home(self) -> Tensor:
         """(2, B, K, Sk, D) gradients of this rank's own keys and values."""
-        if self._shift is not None:
-            return self._shift.wait()
+        if self._coming is not None:
+            return self._coming()
         return self._k.new_empty(2, *self._k.shape) if self._sum is None else self._sum
 
 
-class _Shift:
-    """A tensor on its way to the next rank of the ring, and one from the rank before.
+def _shift(call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> Callable[[], Tensor]:
+    """Send a tensor to the next rank of the ring; the result waits for that of the rank before.
 
-    The one place where the ring puts tensors on the wire; posted when it is made.
+    The one place where the ring puts tensors on the wire.
     """
+    assert call.ring is not None
+    ring, where = call.ring, f"{call.where}: ring ({name})"
+    after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
+    transfers = Transfers(ring, where, {after: sent.contiguous()}, {before: received})
 
-    def __init__(self, call: AttentionCall, sent: Tensor, received: Tensor, name: str) -> None:
-        assert call.ring is not None
-        ring, self._received = call.ring, received
-        after, before = (ring.rank + 1) % ring.size, (ring.rank - 1) % ring.size
-        to, come = {after: sent.contiguous()}, {before: received}
-        self._transfers = Transfers(ring, f"{call.where}: ring ({name})", to, come)
+    def wait() -> Tensor:
+        transfers.wait()
+        return received
 
-    def wait(self) -> Tensor:
-        """Return what arrived."""
-        self._transfers.wait()
-        return self._received
+    return wait

@@ -12,7 +12,7 @@ width. Tensors at home are (T, H, D) of packed sequences, else (B, H, T, D).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +28,7 @@ from bascule.errors import ConfigError
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: AttentionCall,
-    mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, call: AttentionCall, mask: Tensor | None = None
 ) -> Tensor:
     """Exact attention of this rank's tokens, as q. Differentiable.
 
@@ -54,12 +50,7 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        call: AttentionCall,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
     ) -> Tensor:
         own, *brought = forward(q, k, v, mask, call)
         kept = brought if call.heads is not None else (q, k, v, own, brought[-1])
@@ -74,31 +65,21 @@ class _Attention(torch.autograd.Function):
         return *backward(grads[0], kept, mask, ctx.call), None, None
 
 
-class Done(NamedTuple):
-    """Results of the forward."""
-
-    own: Tensor  # the output at home
-    # (B, S, this rank's heads of q, k and v, D); None where no heads are shared
-    whole: Tensor | None
-    out: Tensor | None  # (B, S, heads of q, D) the output of the same; None likewise
-    lse: Tensor  # (B, heads of q, S) its LSE
-
-
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    call: AttentionCall,
-) -> Done:
-    """Compute what `attend` does; autograd does not record it."""
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Compute what `attend` does; autograd does not record it.
+
+    Returns the output at home; (B, S, this rank's heads of q, k and v, D) what was attended and
+    (B, S, heads of q, D) what came of it, None each where no heads are shared; and (B, heads of q,
+    S) its LSE.
+    """
     tiles, heads = call.tiles(mask), call.heads
     if heads is None:
         out, lse = ring_forward(_by_head(q), _by_head(k), _by_head(v), tiles, call)
-        # In place: a view could not be written to by who gets it.
-        done = Done(out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse)
         call.count()
-        return done
+        # In place: a view could not be written to by who gets it.
+        return out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse
     xs = [x[None] if x.dim() == 3 else x.transpose(1, 2) for x in (q, k, v)]
     if call.overlap:
         own, whole, out, lse = overlap.forward(xs, tiles, call)
@@ -108,14 +89,11 @@ def forward(
         out = out.transpose(1, 2)
         (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
     call.count()
-    return Done(own.transpose_(1, 2) if q.dim() == 4 else own.squeeze_(0), whole, out, lse)
+    return own.transpose_(1, 2) if q.dim() == 4 else own.squeeze_(0), whole, out, lse
 
 
 def backward(
-    grad: Tensor,
-    kept: Sequence[Tensor],
-    mask: Tensor | None,
-    call: AttentionCall,
+    grad: Tensor, kept: Sequence[Tensor], mask: Tensor | None, call: AttentionCall
 ) -> tuple[Tensor, ...]:
     """Return gradients of q, k and v at home.
 
@@ -181,28 +159,19 @@ _backward_op = torch.ops.bascule.attend_backward.default
 
 @torch.library.impl("bascule::attend", "CompositeExplicitAutograd")
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sizes: Sequence[int],
-    name: str,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     with shared("attend"):
         own, whole, out, lse = forward(q, k, v, mask, find_call(name, sizes, q, k, v, mask))
-    own = own_memory(own) if q.dim() == 3 else own_memory(own.transpose(1, 2)).transpose(1, 2)
-    nothing = q.new_empty(0) if whole is None else whole
-    return own, nothing, q.new_empty(0) if out is None else own_memory(out), own_memory(lse)
+    own, lse = _by_token(_own_memory(_by_token(own))), _own_memory(lse)
+    if whole is None or out is None:
+        return own, q.new_empty(0), q.new_empty(0), lse
+    return own, whole, _own_memory(out), lse
 
 
 @torch.library.register_fake("bascule::attend")
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    sizes: Sequence[int],
-    name: str,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sizes: Sequence[int], name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     together, num_q, num_kv = sizes[:3]
     batch, wide = q.shape[0] if q.dim() == 4 else 1, torch.promote_types(q.dtype, torch.float32)
@@ -216,27 +185,17 @@ def _(
 
 @torch.library.impl("bascule::attend_backward", "CompositeExplicitAutograd")
 def _attend_backward(
-    grad: Tensor,
-    kept: Sequence[Tensor],
-    mask: Tensor | None,
-    sizes: Sequence[int],
-    name: str,
+    grad: Tensor, kept: Sequence[Tensor], mask: Tensor | None, sizes: Sequence[int], name: str
 ) -> list[Tensor]:
     k = _keys_like(grad, kept, sizes)
     call = find_call(name, sizes, grad, k, k, mask)
     grads = backward(grad, kept, mask, call)
-    if grad.dim() == 4:
-        return [own_memory(x.transpose(1, 2)).transpose(1, 2) for x in grads]
-    return list(map(own_memory, grads))
+    return [_by_token(_own_memory(_by_token(x))) for x in grads]
 
 
 @torch.library.register_fake("bascule::attend_backward")
 def _(
-    grad: Tensor,
-    kept: Sequence[Tensor],
-    mask: Tensor | None,
-    sizes: Sequence[int],
-    name: str,
+    grad: Tensor, kept: Sequence[Tensor], mask: Tensor | None, sizes: Sequence[int], name: str
 ) -> list[Tensor]:
     k = _keys_like(grad, kept, sizes)
     return [_empty_at_home(x, grad) for x in (grad, k, k)]
@@ -246,20 +205,21 @@ def _keys_like(grad: Tensor, kept: Sequence[Tensor], sizes: Sequence[int]) -> Te
     """Return a tensor of the keys' shape and dtype, whose values mean nothing."""
     if not sizes[1]:
         return kept[1]
-    shape = list(grad.shape)
-    dim = 1  # of heads
-    shape[dim] = grad.shape[dim] // (sizes[1] // sizes[2])
-    return grad.new_empty(()).expand(shape)
+    batch_or_tokens, num_heads, *rest = grad.shape
+    return grad.new_empty(()).expand(batch_or_tokens, num_heads // (sizes[1] // sizes[2]), *rest)
 
 
 def _empty_at_home(x: Tensor, like: Tensor) -> Tensor:
-    """Return memory of the shape of `x`, contiguous as (B, T, H, D) or (T, H, D)."""
-    if x.dim() == 3:
-        return like.new_empty(x.shape)
-    return like.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
+    """Return memory of the shape of `x`, contiguous by token."""
+    return _by_token(like.new_empty(_by_token(x).shape))
 
 
-def own_memory(x: Tensor) -> Tensor:
+def _by_token(x: Tensor) -> Tensor:
+    """(B, T, H, D) or (T, H, D) of a tensor at home, and back."""
+    return x if x.dim() == 3 else x.transpose(1, 2)
+
+
+def _own_memory(x: Tensor) -> Tensor:
     """Return a contiguous tensor with its own storage: no operator may return part of another."""
     is_part = x.untyped_storage().nbytes() != x.numel() * x.element_size() or not x.numel()
     return x.clone(memory_format=torch.contiguous_format) if is_part else x.contiguous()
