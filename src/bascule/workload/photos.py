@@ -21,7 +21,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from bascule.errors import ConfigError
-from bascule.plan.checks import fields, whole
+from bascule.plan.checks import fields, function, whole
 from bascule.plan.files import read_json_lines
 from bascule.workload.codes import SampleShape, keyed_generator
 from bascule.workload.streams import RawBatch, SampleBatch, pack_batch, sample_normals
@@ -40,13 +40,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Photo:
-    """A photo, or a clip."""
+    """A photo, or a clip; its grid is (frames, rows, columns), and its shape that of its tokens."""
 
     path: Path
     caption: Sequence[int]
-    frames: int
-    rows: int
-    columns: int
+    grid: tuple[int, int, int]
+    shape: SampleShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,9 @@ class PhotoOptions:
     tokenize: Callable[[str], tuple[Sequence[int], bool]] | None = None
 
     def __post_init__(self) -> None:
-        ones = dict.fromkeys(("patch", "max_tokens", "text_dim", "frame_group"), (whole, 1))
-        fields(self, **ones, max_text_tokens=whole, clip_frames=whole)
+        ones = ("patch", "max_tokens", "text_dim", "frame_group", "token_channels")
+        fields(self, **dict.fromkeys(ones, (whole, 1)), tokenize=function)
+        fields(self, **dict.fromkeys(("max_text_tokens", "cache_bytes", "clip_frames"), whole))
 
 
 _DEFAULT = PhotoOptions()
@@ -153,46 +153,40 @@ class PhotoStream:
     @property
     def digest(self) -> str:
         """Their number, with a digest of names, captions and shapes: equal where those are."""
-        facts = [(p.path.name, p.caption, p.frames, p.rows, p.columns) for p in self._photos]
+        facts = [(photo.path.name, photo.caption, *photo.grid) for photo in self._photos]
         digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
         return f"{len(facts)} samples ({digest})"
 
     def shapes(self, numbers: Sequence[int]) -> list[SampleShape]:
         """Return the shapes of the samples with these numbers; read no file."""
-        return [self._shape(self._photos[index]) for index in self._draw(numbers)]
-
-    def _shape(self, photo: _Photo) -> SampleShape:
-        frames = _latent_frames(photo.frames, self._options)
-        tokens = frames * photo.rows * photo.columns
-        return SampleShape(len(photo.caption), tokens, frames, photo.columns)
+        return [photo.shape for photo in self._draw(numbers)]
 
     def raw(self, numbers: Sequence[int]) -> RawBatch:
         """Read the pixels and captions of the samples with these numbers, to be encoded."""
-        photos = [self._photos[index] for index in self._draw(numbers)]
+        photos = self._draw(numbers)
         texts = [torch.tensor(list(p.caption), dtype=torch.int64) for p in photos]
         if self._options.tokenize is None:
             texts = [self._embedding[text] for text in texts]
-        shapes = [self._shape(photo) for photo in photos]
-        return RawBatch(shapes, list(numbers), list(map(self._pixels, photos)), texts)
+        shapes, pixels = [photo.shape for photo in photos], list(map(self._pixels, photos))
+        return RawBatch(shapes, list(numbers), pixels, texts)
 
     def samples(self, numbers: Sequence[int]) -> SampleBatch:
         """Read the samples with these numbers in the order of all epochs, which are their ids."""
         assert self._options.tokenize is None and self._options.token_channels is None, "use raw()"
-        photos = [self._photos[index] for index in self._draw(numbers)]
+        photos = self._draw(numbers)
         nothing = np.empty((0, self.in_channels), dtype=np.uint8)
         image = np.concatenate([nothing, *map(self._tokens, photos)])
         texts = [self._embedding[torch.tensor(list(p.caption)).long()] for p in photos]
         no_text = torch.empty(0, self.text_dim)
         return pack_batch(
-            [self._shape(photo) for photo in photos],
+            [photo.shape for photo in photos],
             image=torch.from_numpy(image).float() / 127.5 - 1.0,
             text=torch.cat([no_text, *texts]),
             pooled=torch.stack([mean_text(text) for text in texts]) if texts else no_text,
             ids=numbers,
         )
 
-    def _draw(self, numbers: Sequence[int]) -> list[int]:
-        """Return the places in `files` of the samples with these numbers."""
+    def _draw(self, numbers: Sequence[int]) -> list[_Photo]:
         num_photos, before = len(self._photos), self._orders
         self._orders = {
             epoch: before[epoch]
@@ -200,7 +194,7 @@ class PhotoStream:
             else keyed_generator(self.seed, "epoch", epoch).permutation(num_photos)
             for epoch in {number // num_photos for number in numbers}
         }
-        return [int(self._orders[n // num_photos][n % num_photos]) for n in numbers]
+        return [self._photos[self._orders[n // num_photos][n % num_photos]] for n in numbers]
 
     def _scan(self, folder: Path) -> list[_Photo]:
         options, room = self._options, self._options.cache_bytes
@@ -218,7 +212,9 @@ class PhotoStream:
                 continue
             caption, is_cut = _text_tokens(_caption_of(path, listed), options)
             num_cut += is_cut
-            photos.append(_Photo(path, caption, *grid))
+            frames = _latent_frames(grid[0], options)
+            shape = SampleShape(len(caption), frames * grid[1] * grid[2], frames, grid[2])
+            photos.append(_Photo(path, caption, grid, shape))
             if tokens.nbytes <= room:
                 room -= tokens.nbytes
                 self._cache[path] = tokens
@@ -240,7 +236,7 @@ class PhotoStream:
 
     def _pixels(self, photo: _Photo) -> Tensor:
         """Return (3, frames, h * P, w * P) uint8."""
-        frames, rows, columns, patch = photo.frames, photo.rows, photo.columns, self._options.patch
+        (frames, rows, columns), patch = photo.grid, self._options.patch
         tokens = self._tokens(photo).reshape(frames, rows, columns, 3, patch, patch)
         pixels = tokens.transpose(3, 0, 1, 4, 2, 5)
         return torch.from_numpy(pixels.reshape(3, frames, rows * patch, columns * patch))
@@ -250,7 +246,7 @@ class PhotoStream:
         if photo.path in self._cache:
             return self._cache[photo.path]
         tokens, grid = _decode(photo.path, self._options)
-        if grid != (photo.frames, photo.rows, photo.columns):
+        if grid != photo.grid:
             raise ConfigError(f"{photo.path} has changed its size since the run began")
         return tokens
 
@@ -355,10 +351,7 @@ def mean_text(text: Tensor) -> Tensor:
 
 def _read_clip(path: Path, options: PhotoOptions) -> list[Image.Image]:
     """Read frames of a clip, of one size: one, and as many whole groups of frames as fit."""
-    if path.is_dir():
-        frames = _read_folder(path, options)
-    else:
-        frames = _read_video(path, options)
+    frames = _read_folder(path, options) if path.is_dir() else _read_video(path, options)
     if not frames:
         raise ConfigError(f"{path} has no frame")
     sizes = {frame.size for frame in frames}
