@@ -1,7 +1,10 @@
 """Data codes, streams of samples, photos and segments of traces: one wrong value each."""
 
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from bascule.workload.codes import (
@@ -15,7 +18,16 @@ from bascule.workload.codes import (
 from bascule.workload.manifest import read_manifest
 from bascule.workload.photos import PhotoOptions, PhotoStream
 from bascule.workload.streams import SyntheticStream
-from bascule.workload.traces import Segment, read_traces
+from bascule.workload.traces import (
+    Segment,
+    StepParts,
+    balancing_worth,
+    read_traces,
+    step_parts,
+    write_steps,
+)
+from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
+from tests.helpers.trace_cases import Run, event
 
 CODES = parse_data_codes("g1b1i16f1s0")
 HERE = Path(__file__).parent
@@ -34,6 +46,168 @@ def stream(codes: str, rank: int = 0, world_size: int = 1) -> Callable[[], objec
     return lambda: SyntheticStream(codes, rank=rank, world_size=world_size)
 
 
+Reader = Callable[[Path], object]
+
+
+def on(read: Reader, **files: str) -> Callable[[], object]:
+    """Read a file, or a folder of several; "__" in a name is a dot."""
+
+    def call() -> object:
+        with TemporaryDirectory() as folder:
+            paths = [Path(folder) / name.replace("__", ".") for name in files]
+            for path, text in zip(paths, files.values(), strict=True):
+                path.write_text(text, encoding="utf-8")
+            return read(paths[0] if len(paths) == 1 else Path(folder))
+
+    return call
+
+
+OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24), (0.10, 0.20, 0.30))
+
+
+def traces(
+    read: Reader, other: Run | None = None, name: str = "", **change: object
+) -> Callable[[], object]:
+    """Read three ranks' traces; that of rank 1 may be of another run, and have one more range.
+
+    With a change, there is a file like that of rank 0 besides.
+    """
+
+    def call() -> object:
+        run = Run(OWN)
+        run.extra[1] = [event("user_annotation", name, 100.1, 100.1, 1)]
+        with TemporaryDirectory() as folder:
+            run.write(Path(folder))
+            if other is not None:
+                (Path(folder) / "host_1.pt.trace.json").write_text(json.dumps(other.trace(1)))
+            if change:
+                (Path(folder) / "host_0.json").write_text(json.dumps(run.trace(0) | change))
+            return read(Path(folder))
+
+    return call
+
+
+def parts_of(folder: Path) -> StepParts:
+    return step_parts(read_traces(folder)[0])
+
+
+def lens_of(folder: Path) -> RunLengths:
+    return lengths_of(read_traces(folder)[0])
+
+
+def worth(lens: dict[tuple[int, int], list[int]]) -> Reader:
+    return lambda folder: balancing_worth(parts_of(folder), RunLengths(lens, lens))
+
+
+def written(*ranks: int) -> Reader:
+    steps = [Segment(rank, "step", "0", 0.0, 1.0) for rank in ranks]
+    return lambda folder: write_steps(folder, steps, 2)
+
+
+def stream_of(path: Path) -> object:
+    return PhotoStream(path if path.is_dir() else path.parent, 1)
+
+
+def strictly(path: Path) -> object:
+    return PhotoStream(path, 1, options=PhotoOptions(strict=True))
+
+
+SEVEN = {(5 + step, rank): [100 + step, 7 * rank] for step in range(4) for rank in range(3)}
+MIX = "g16b4i256f1s0,g4b5i512f1s0,g4b5i1024f1s0,g8b1i2048f1s0"
+SPECS = [
+    ("", "term 1 ''"),
+    ("g4b5i512f1s0,,g4b5i512f1s0", "term 2 ''"),
+    ("g4b5i512f1s0junk", "'g4b5i512f1s0junk'"),
+    ("xg4b5i512f1s0", "'xg4b5i512f1s0'"),
+    ("g4b5i512f1s0,g4b5i512f1", "term 2 'g4b5i512f1'"),
+    ("g4b5i512f1s2", "'g4b5i512f1s2'"),
+    ("g04b5i512f1s0", "'g04b5i512f1s0'"),
+    ("g٤b5i512f1s0", "'g٤b5i512f1s0'"),
+    ("g" + "9" * 5000 + "b5i512f1s0", "is not g{"),
+    ("256px", "for example g4b5i512f1s0"),
+    ("g0b5i512f1s0", "data code g0b5i512f1s0: DataCode(num_ranks=0)"),
+    ("g4b5i15f1s0", "DataCode(resolution=15): must be an integer, at least 16"),
+    ("g4b5i512f0s0", "DataCode(num_frames=0)"),
+]
+WORLDS = [
+    (31, "fit a world of 31; nearest legal world size: 32"),
+    (40, "nearest legal world size: 32 or 64"),
+]
+LENGTHS = [
+    ("1 2\n3 x4\n", "a.txt, line 2: 'x4' is not a length"),
+    ("1_000", "line 1: '1_000'"),
+    ("٣", "line 1: '٣'"),
+    ("9" * 5000, "line 1: '999"),
+    ("2147483648", "line 1: 2147483648 is not a length"),
+    ("# nothing\n", "holds no lengths"),
+    ("[1, 2.0]", "rank 0, item 1: 2.0 is not"),
+    ("[[1], [true]]", "rank 1, item 0: True is not"),
+    ("[NaN]", "rank 0, item 0: nan is not"),
+    ("[[1], 2]", "rank 1 is 2, but other ranks are lists"),
+    ("[[1], [-2]]", "rank 1, item 0: -2 is not"),
+    ("[" * 100_000, "not valid JSON"),
+    ("[" + "9" * 5000 + "]", "not valid JSON"),
+]
+ROWS_OF_CSV = [
+    ("width,height\n64,64\n64,x\n", "a.csv, line 3: height must be a whole number"),
+    ('caption,width,height\n"two\nlines",64,64\na,64,-1\n', "line 4: height"),
+    ("width,height\n64\n", "line 2: 1 columns, but the first line names 2"),
+    ("width\n64\n", "line 2: height is missing"),
+    ("width,height\n64,\n", "line 2: height is missing"),
+    ("width,height\n64,0\n", "line 2: 64 x 0 pixels is smaller than one patch"),
+    ("width,height,frames\n64,64,0\n", "line 2: frames must be a whole number >= 1"),
+    ('width,height\n64,"64\n', "line 2"),
+    ("width,height\n999999999,999999999\n", "line 2: the sample has more than"),
+    ("width,height,text_tokens\n0,0,99999999999\n", "line 2: the sample has more"),
+    ("width,height\n", "holds no samples"),
+    ("id,size\n1,2\n", "line 2: none of its columns (id, size) is known: give tokens (or"),
+    ("length,x\n,1\n", "line 2: length is missing"),
+    ("seq_len\n-1\n", "line 2: seq_len must be a whole number >= 0"),
+    ("tokens\n2147483648\n", "line 2: the sample has more than 2147483647 tokens"),
+    ("tokens,height, tokens\n10,2,20\n", "two columns are named 'tokens'"),
+]
+ROWS_OF_JSON = [
+    ('{"width": 64, "height": 64}\n{"width": 64\n', "a.jsonl, line 2: not valid"),
+    ("\n[64, 64]\n", "line 2: not a JSON object"),
+    ('{"width": 64.0, "height": 64}', "line 1: width must be"),
+    ('{"width": true, "height": 64}', "line 1: width must be"),
+    ('{"width": 64, "height": 64, "caption": 5}', "line 1: caption must be text"),
+    ("{}", "line 1: none of its columns (it has none) is known"),
+]
+CAPTIONS = [
+    ('{"file": "a.png", "caption": "x"}\n{"file"', "line 2: not valid JSON"),
+    ('["a.png", "x"]', 'line 1: needs "file" and "caption"'),
+    ('{"file": "a.png", "caption": null}', 'line 1: needs "file" and "caption"'),
+    ('{"file": "a.png", "caption": "x"}\n' * 2, "line 2: 'a.png' has a caption already"),
+]
+RUNS = [
+    ('{"step": 0}', "line 1 is"),
+    ('{"step": -1, "rank": 0, "lens": []}', "step is -1"),
+    ('{"step": 0, "rank": true, "lens": []}', "rank is True"),
+    ('{"step": 0, "rank": 0, "lens": [1.5]}', "length 1.5"),
+    ('{"step": 0, "rank": 0, "lens": 3}', "flat list"),
+    ("{", "not valid JSON"),
+]
+TRACES = [
+    ({"traceEvents": []}, "does not show where steps begin"),
+    ({"distributedInfo": {"rank": -1}}, "names rank -1"),
+    ({"distributedInfo": {"rank": 3, "world_size": 3}}, "damaged"),
+    ({"distributedInfo": {"rank": 1, "world_size": 3}}, "rank 1 have the same steps"),
+    ({"distributedInfo": {"rank": 3, "world_size": 4}}, "worlds of 3, 4 ranks"),
+    ({"distributedInfo": {}}, "needs a rank"),
+]
+
+
+TABLES: list[tuple[str, Callable[[Any], Callable[[], object]], list[tuple[Any, str]]]] = [
+    ("code", lambda spec: partial(parse_data_codes, spec), SPECS),
+    ("world", lambda size: partial(check_world, parse_data_codes(MIX), size), WORLDS),
+    ("lengths", lambda text: on(read_lengths, a__txt=text), LENGTHS),
+    ("csv", lambda text: on(read_manifest, a__csv=text), ROWS_OF_CSV),
+    ("jsonl", lambda text: on(read_manifest, a__jsonl=text), ROWS_OF_JSON),
+    ("captions", lambda text: on(stream_of, captions__jsonl=text, a__png=""), CAPTIONS),
+    ("lens", lambda text: on(read_lens, a__jsonl=text), RUNS),
+    ("trace", lambda change: traces(read_traces, **change), TRACES),
+]
 CASES = [
     ("codes", stream("junk"), ("term 1 'junk' is not",)),
     (
@@ -75,4 +249,31 @@ CASES = [
     ("name of a step", segment(kind="step", name="x"), ("the name of a step is its number",)),
     ("start", segment(start=float("nan")), ("Segment(start=nan)", "finite")),
     ("seconds", segment(seconds=-1.0), ("Segment(seconds=-1.0)", "at least 0")),
+    ("lines", on(lambda path: read_lengths(path, num_ranks=4), a__txt="1\n2\n3\n"), ("not fit 4",)),
+    ("lengths, folder", lambda: read_lengths(HERE), ("cannot read",)),
+    ("manifest, missing", lambda: read_manifest(HERE / "m.csv"), ("cannot read", "m.csv")),
+    ("manifest, suffix", on(read_manifest, a__parquet="x"), ("use a .jsonl or a .csv file",)),
+    ("unreadable photos", on(stream_of, a__png="", b__png=""), ("(2 unreadable); put photos",)),
+    ("strict", on(strictly, a__png="", b__png=""), ("cannot read the photo", "a.png")),
+    ("photos of a file", on(lambda path: PhotoStream(path, 1), a__png=""), ("a folder of photos",)),
+    ("other steps", traces(parts_of, Run(OWN, first=50)), ("no step is in the traces of all",)),
+    ("a host", traces(parts_of, Run(OWN, on_device=False)), ("without kernels of a device",)),
+    (
+        "bags",
+        traces(lens_of, name="bascule::step lens/2 [8]"),
+        ("shared its sequences with 1 other",),
+    ),
+    (
+        "lens of other steps",
+        traces(worth({(90, 0): [4]})),
+        ("lengths are given of steps 90 to 90",),
+    ),
+    ("lens that explain nothing", traces(worth(SEVEN)), ("do not explain",)),
+    ("traces of another run", on(written(0, 1), rank0__json="", rank2__json=""), ("rank2.json",)),
+    ("rank of a segment", on(written(5), a__txt="", b__txt=""), ("rank 5, and the run has 2",)),
+    *(
+        (f"{name} {place}", make(wrong), (words,))
+        for name, make, rows in TABLES
+        for place, (wrong, words) in enumerate(rows)
+    ),
 ]

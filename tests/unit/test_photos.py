@@ -203,15 +203,6 @@ def test_damaged_photos_are_left_out_and_counted(
     assert sorted(streams[0].batch(0).image_lens) == [4, 9]
 
 
-@pytest.mark.parametrize("index", range(7))
-def test_strict_refuses_a_damaged_photo_by_name(tmp_path: Path, index: int) -> None:
-    bad = damaged(tmp_path)
-    for name in bad[:index] + bad[index + 1 :]:
-        (tmp_path / name).unlink()
-    with pytest.raises(ConfigError, match=f"cannot read the photo .*{bad[index]}"):
-        PhotoStream(tmp_path, 1, options=PhotoOptions(strict=True))
-
-
 def test_other_files_are_ignored(tmp_path: Path) -> None:
     folder = tmp_path / "my photos"
     folder.mkdir()
@@ -224,17 +215,6 @@ def test_other_files_are_ignored(tmp_path: Path) -> None:
     stream = PhotoStream(folder, 1, options=PhotoOptions(strict=True))
     assert stream.files == ("A photo.PNG",)
     assert stream.skipped == 0
-
-
-def test_folders_without_photos_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no readable photo in .*\(0 unreadable\); put photos"):
-        PhotoStream(tmp_path, 1)
-    (tmp_path / "a.jpg").write_bytes(b"")
-    with pytest.raises(ConfigError, match=r"\(1 unreadable\)"):
-        PhotoStream(tmp_path, 1)
-    for path in (tmp_path / "missing", tmp_path / "a.jpg"):
-        with pytest.raises(ConfigError, match="must be a folder of photos"):
-            PhotoStream(path, 1)
 
 
 def test_captions(tmp_path: Path) -> None:
@@ -280,23 +260,6 @@ def test_a_caption_in_another_encoding_is_bytes(tmp_path: Path) -> None:
     save(tmp_path, "a.png")
     (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
     assert only(tmp_path).seq_lens == [5]
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"file": "a.png", "caption": "x"}\n{"file"', "line 2: not valid JSON"),
-        ('["a.png", "x"]', 'line 1: needs "file" and "caption"'),
-        ('{"file": "a.png"}', 'line 1: needs "file" and "caption"'),
-        ('{"file": "a.png", "caption": null}', 'line 1: needs "file" and "caption"'),
-        ('{"file": "a.png", "caption": "x"}\n' * 2, "line 2: 'a.png' has a caption already"),
-    ],
-)
-def test_a_bad_caption_line_is_reported(tmp_path: Path, lines: str, message: str) -> None:
-    save(tmp_path, "a.png")
-    (tmp_path / "captions.jsonl").write_text(lines)
-    with pytest.raises(ConfigError, match=message):
-        PhotoStream(tmp_path, 1)
 
 
 def test_captions_of_missing_photos_are_told(

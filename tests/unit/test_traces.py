@@ -7,11 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bascule.errors import ConfigError
 from bascule.plan.costs import PolynomialCost
 from bascule.plan.marks import LengthMark, marks_of, read_mark
 from bascule.workload.traces import (
-    Segment,
     StepParts,
     balancing_worth,
     read_traces,
@@ -20,9 +18,8 @@ from bascule.workload.traces import (
 )
 from bascule.workload.traces.spans import minus, seconds_within, spans_of, union, within
 from bascule.workload.traces.steps import segments_of
-from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
+from bascule.workload.traces.worth import lengths_of, read_lens
 from tests.helpers.cli import run
-from tests.helpers.refusals import refusal
 from tests.helpers.trace_cases import GAP_S, TRANSFER_S, Run, event
 
 OWN = ((0.10, 0.30, 0.20), (0.25, 0.15, 0.20), (0.12, 0.36, 0.24), (0.10, 0.20, 0.30))
@@ -245,13 +242,6 @@ def test_marks_are_read_as_they_are_written() -> None:
     assert read_mark("bascule::lens [" + "9" * 9999 + "]") is None
 
 
-def test_shared_sequences_are_refused(tmp_path: Path) -> None:
-    run = Run(OWN)
-    run.extra[1] = [event("user_annotation", "bascule::step lens/2 [8]", 100.1, 100.1, 1)]
-    traces, _ = read_traces(run.write(tmp_path))
-    assert "rank 1 shared its sequences with 1 others" in refusal(lambda: lengths_of(traces))
-
-
 def test_spans_against_a_grid() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -271,53 +261,6 @@ def test_spans_against_a_grid() -> None:
             cut = [(b - a).sum() for a, b in (within(found, *w).T[:2] for w in windows.tolist())]
             assert cut == expected
             assert (found[1:, 0] > found[:-1, 1]).all()
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"traceEvents": []}, "does not show where steps begin"),
-        ({"distributedInfo": {"rank": -1}}, "names rank -1"),
-        ({"distributedInfo": {"rank": 3, "world_size": 3}}, "damaged"),
-        ({"distributedInfo": {"rank": 1, "world_size": 3}}, "rank 1 have the same steps"),
-        ({"distributedInfo": {"rank": 0, "world_size": 4}}, "worlds of 3, 4 ranks"),
-        ({"distributedInfo": {}}, "needs a rank"),
-    ],
-    ids=str,
-)
-def test_damaged_traces_are_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    run = Run(OWN)
-    run.write(tmp_path)
-    (tmp_path / "host_0.pt.trace.json").write_text(json.dumps(run.trace(0) | change))
-    assert said in refusal(lambda: read_traces(tmp_path))
-
-
-def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
-    first, later, host = Run(OWN), Run(OWN, first=50), Run(OWN, on_device=False)
-    for other, said in (
-        (later, "no step is in the traces of all"),
-        (host, "ProfilerStep, without kernels of a device"),
-    ):
-        first.write(tmp_path)
-        (tmp_path / "host_1.pt.trace.json").write_text(json.dumps(other.trace(1)))
-        assert said in refusal(lambda: parts_of(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ('{"step": 0}', "line 1 is"),
-        ('{"step": -1, "rank": 0, "lens": []}', "step is -1"),
-        ('{"step": 0, "rank": true, "lens": []}', "rank is True"),
-        ('{"step": 0, "rank": 0, "lens": [1.5]}', "length 1.5"),
-        ('{"step": 0, "rank": 0, "lens": 3}', "flat list"),
-        ("[]", "line 1 is"),
-        ("{", "not valid JSON"),
-    ],
-)
-def test_a_wrong_list_of_lengths_is_refused(tmp_path: Path, row: str, said: str) -> None:
-    (tmp_path / "lens.jsonl").write_text(row)
-    assert said in refusal(lambda: read_lens(tmp_path / "lens.jsonl"))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,13 +287,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert code == 2 and said in err
 
 
-def test_lengths_that_do_not_explain_the_seconds(tmp_path: Path) -> None:
-    lens = {(step, rank): [100 + step, 7 * rank] for step in range(5, 9) for rank in range(3)}
-    parts = parts_of(Run(((0.1, 9.0, 0.01), (9.0, 0.01, 0.1)) * 2).write(tmp_path))
-    with pytest.raises(ConfigError, match="do not explain"):
-        balancing_worth(parts, RunLengths(lens, lens))
-
-
 def test_what_is_read_is_not_written_over(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -360,22 +296,3 @@ def test_what_is_read_is_not_written_over(
         code, _, err = run(capsys, "trace", str(given), "--out", str(folder))
         assert code == 2 and "would be written over" in err
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_traces_of_another_run_are_not_mixed_in(tmp_path: Path) -> None:
-    def steps(*ranks: int) -> list[Segment]:
-        return [Segment(rank, "step", "0", 0.0, 1.0) for rank in ranks]
-
-    write_steps(tmp_path, steps(0, 1, 2), 3)
-    write_steps(tmp_path, steps(0, 1, 2), 3)
-    with pytest.raises(ConfigError, match=r"rank2\.json.*empty folder"):
-        write_steps(tmp_path, steps(0, 1), 2)
-    with pytest.raises(ConfigError, match="rank 5, and the run has 2 ranks"):
-        write_steps(tmp_path / "new", steps(5), 2)
-
-
-def test_lengths_of_other_steps_are_said_to_be(tmp_path: Path) -> None:
-    parts = parts_of(Run(OWN).write(tmp_path))
-    lens = RunLengths({(90, 0): [4]}, {(90, 0): [4]})
-    with pytest.raises(ConfigError, match="lengths are given of steps 90 to 90"):
-        balancing_worth(parts, lens)

@@ -20,34 +20,11 @@ from bascule.workload.traces.worth import RunLengths, lengths_of, read_lens
 from tests.helpers.trace_cases import Run
 
 NUM_CASES = 1000
-VALUES: list[Any] = [
-    None,
-    True,
-    0,
-    -1,
-    1,
-    1.5,
-    -0.0,
-    1e300,
-    float("nan"),
-    float("inf"),
-    2**63,
-    10**400,
-    "",
-    "0",
-    "ProfilerStep#6",
-    "ProfilerStep#999999999999999",
-    "bascule::lens [9,9]",
-    "bascule::step lens/9 [9]",
-    "bascule::lens [99999999999999999]",
-    "gloo:all_reduce",
-    "\ud800 \0\n" * 50,
-    [],
-    [0],
-    {},
-    {"rank": 1},
-    {"a": [{}]},
-]
+NUMBERS: list[Any] = [0, -1, 1, 1.5, -0.0, 1e300, float("nan"), float("inf"), 2**63, 10**400]
+NAMES: list[Any] = ["", "0", "ProfilerStep#6", "ProfilerStep#999999999999999", "gloo:all_reduce"]
+LENGTHS = "bascule::lens [9,9]", "bascule::step lens/9 [9]", "bascule::lens [99999999999999999]"
+NESTS: list[Any] = [None, True, [], [0], {}, {"rank": 1}, {"a": [{}]}, "\ud800 \0\n" * 50]
+VALUES: list[Any] = [*NUMBERS, *NAMES, *LENGTHS, *NESTS]
 OWN = ((0.1, 0.3), (0.3, 0.1), (0.2, 0.25), (0.1, 0.2))
 LENS = [[[100], [300]], [[300, 10], [90]], [[200], [250]], [[50, 50], [200]]]
 
@@ -66,45 +43,33 @@ def spots(value: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def mutated(rng: random.Random, value: Any) -> Any:
-    """Some places changed, taken away, doubled, negated or swapped."""
+def mutated(chance: random.Random, value: Any) -> Any:
+    """Some places changed, taken away, doubled or scaled."""
     value = copy.deepcopy(value)
-    for _ in range(rng.choice((1, 1, 2, 5))):
+    for _ in range(chance.choice((1, 1, 2, 5))):
         places = spots(value)
         if not places:
             break
-        holder, key = rng.choice(places)
-        way = rng.randrange(6)
+        holder, key = chance.choice(places)
+        old, way = holder[key], chance.randrange(5)
         if way == 0:
             del holder[key]
         elif way == 1 and isinstance(holder, list):
-            holder.insert(rng.randrange(len(holder) + 1), copy.deepcopy(holder[key]))
-        elif (
-            way == 2 and isinstance(holder[key], int | float) and not isinstance(holder[key], bool)
-        ):
-            holder[key] = holder[key] * rng.choice((-1, 0, 1e-9, 1e9, 2))
-        elif way == 3:
-            other, place = rng.choice(places)
-            if isinstance(holder[key], str | int | float):
-                other[place] = holder[key]
+            holder.insert(chance.randrange(len(holder) + 1), copy.deepcopy(old))
+        elif way == 2 and isinstance(old, int | float) and not isinstance(old, bool):
+            holder[key] = old * chance.choice((-1, 0, 1e-9, 1e9, 2))
         else:
-            holder[key] = copy.deepcopy(rng.choice(VALUES))
+            holder[key] = copy.deepcopy(chance.choice(VALUES))
     return value
 
 
-def damaged(rng: random.Random, content: bytes) -> bytes:
-    """Cut off, or with other bytes, or with a part twice."""
-    way = rng.randrange(3)
-    place = rng.randrange(len(content))
-    if way == 0:
-        return content[:place]
-    if way == 1:
-        noise = bytearray(content)
-        for _ in range(rng.choice((1, 3, 30))):
-            noise[rng.randrange(len(noise))] = rng.randrange(256)
-        return bytes(noise)
-    end = min(place + rng.randrange(1, 200), len(content))
-    return content[:end] + content[place:]
+def damaged(chance: random.Random, content: bytes) -> bytes:
+    """Cut off, with other bytes, or with a part twice."""
+    place = chance.randrange(len(content))
+    end = min(place + chance.randrange(1, 200), len(content))
+    noise = bytes(chance.randrange(256) for _ in range(3))
+    kept, other, twice = content[:place], content[:place] + noise, content[:end] + content[place:]
+    return chance.choice((kept, other + content[place + 3 :], twice))
 
 
 def write_case(rng: random.Random, folder: Path) -> str:
