@@ -383,6 +383,17 @@ def test_a_loader_that_hangs_ends_the_others_after_the_timeout() -> None:
     assert "CommError" in other.value[0]
 
 
+def wrong_options() -> Heard:
+    return heard_by(lambda: loader_of([], min_gain=2.0 if is_bad() else 0.0))
+
+
+def test_who_is_refused_before_it_makes_a_loader_ends_the_others() -> None:
+    one, other = run_to_the_end(wrong_options, 2)
+    assert "ConfigError" in other.value[0] and "min_gain=2.0" in other.value[1]
+    assert "CommError" in one.value[0] and "ConfigError" in one.value[0]
+    assert "rank 1 failed in LoaderOptions: LoaderOptions(min_gain=2.0)" in one.value[1]
+
+
 def groups_after_an_unknown_error() -> tuple[list[str], str, list[str]]:
     """What all ranks hear of one that comes within a step, and the group of it and of the next."""
     names: list[str] = []

@@ -142,6 +142,7 @@ class LoaderOptions:
     pin_memory: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
 
+    @shared("LoaderOptions")  # ranks that go on to make a loader do not wait for this one
     def __post_init__(self) -> None:
         fields(
             self,
