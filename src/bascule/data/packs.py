@@ -129,13 +129,24 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
         )
     names = field_names(samples)
     _refuse_made(names)
+    if not samples:
+        names = [name for name in ("input_ids", "labels") if name in pack.token_fields]
     num_padding = pack.tokens - total if pack.fixed else 0
     cu_samples = _cumulative(lens)
     gaps = {name: gap for name in names if any(gap := _gap(name, samples))}
-    made, cu_items = _joined(samples, names, lens, num_padding, pack)
-    if not samples:
-        made = _no_samples(num_padding, pack)
-        cu_items = dict.fromkeys(made, cu_samples)
+    made: dict[str, Any] = {}
+    cu_items: dict[str, Tensor] = {}
+    for name in names:
+        is_nowhere = all(sample.get(name) is None for sample in samples)
+        if name in pack.token_fields and not (samples and is_nowhere):
+            parts = token_rows(name, samples, lens, pack.ignore_index)
+            like = parts[0] if parts else torch.empty(0, dtype=torch.int64)
+            parts.append(padding(name, like, num_padding, pack.pad_id, pack.ignore_index))
+            made[name], cu_items[name] = torch.cat(parts), cu_samples
+        else:
+            made[name], counts = join(name, samples)
+            if counts is not None:
+                cu_items[name] = _cumulative(counts)
     if "labels" in cu_items and "labels" in pack.token_fields:
         made |= _separate(made["labels"], cu_samples, pack.ignore_index)
     segments = [*lens, num_padding] if num_padding else lens
@@ -148,25 +159,6 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
         "cu_items": cu_items,
         _MARK: gaps,
     }
-
-
-def _joined(
-    samples: list[Any], names: Sequence[str], lens: list[int], num_padding: int, pack: Pack
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return, by name, the values of all samples, and the bounds of each sample among them."""
-    cu_samples = _cumulative(lens)
-    made: dict[str, Any] = {}
-    cu_items: dict[str, Tensor] = {}
-    for name in names:
-        if name in pack.token_fields and any(s.get(name) is not None for s in samples):
-            parts = token_rows(name, samples, lens, pack.ignore_index)
-            parts.append(padding(name, parts[0], num_padding, pack.pad_id, pack.ignore_index))
-            made[name], cu_items[name] = torch.cat(parts), cu_samples
-        else:
-            made[name], counts = join(name, samples)
-            if counts is not None:
-                cu_items[name] = _cumulative(counts)
-    return made, cu_items
 
 
 def unpack(
@@ -235,15 +227,6 @@ def unpack(
             if i not in lacking:
                 samples[i][name] = None if i in nones else part
     return samples
-
-
-def _no_samples(num_padding: int, pack: Pack) -> dict[str, Any]:
-    like = torch.empty(0, dtype=torch.int64)
-    return {
-        name: padding(name, like, num_padding, pack.pad_id, pack.ignore_index)
-        for name in ("input_ids", "labels")
-        if name in pack.token_fields
-    }
 
 
 def _separate(labels: Tensor, cu_samples: Tensor, ignore_index: int) -> dict[str, Tensor]:
