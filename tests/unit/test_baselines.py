@@ -26,32 +26,21 @@ def module(name: str) -> Any:
     return import_module(f"_baseline{name}")
 
 
-def sums(costs: list[float], step: list[list[list[int]]]) -> list[float]:
-    (ranks,) = step
-    return sorted(sum(costs[k] for k in part) for part in ranks)
-
-
-def test_nothing_leaves_neighbours_together() -> None:
-    assert module("s").as_loaded(6, 3) == [[[0, 1], [2, 3], [4, 5]]]
-
-
-def test_largest_differencing_by_hand() -> None:
-    """8 against 7, 6 against 5; 4 against one of the ones; three against the other: two apart."""
-    costs = [8.0, 7.0, 6.0, 5.0, 4.0]
-    step = module("s").karmarkar_karp(np.array(costs), 2, equal_size=False)
-    assert sums(costs, step) == [14.0, 16.0]
-
-
-def test_largest_differencing_of_equal_counts_by_hand() -> None:
-    costs = [1.0, 2.0, 3.0, 10.0]
-    step = module("s").karmarkar_karp(np.array(costs), 2, equal_size=True)
-    assert sums(costs, step) == [5.0, 11.0]
-    assert [len(part) for part in step[0]] == [2, 2]
-
-
-def test_largest_differencing_with_fewer_samples_than_ranks() -> None:
-    step = module("s").karmarkar_karp(np.array([3.0, 1.0]), 4, equal_size=False)
-    assert sorted(len(part) for part in step[0]) == [0, 0, 1, 1]
+@pytest.mark.parametrize(
+    ("costs", "num_ranks", "equal_size", "sums", "counts"),
+    [
+        # 8 against 7, 6 against 5; 4 against one of the ones; three against the other: two apart.
+        ([8.0, 7.0, 6.0, 5.0, 4.0], 2, False, [14.0, 16.0], [2, 3]),
+        ([1.0, 2.0, 3.0, 10.0], 2, True, [5.0, 11.0], [2, 2]),
+        ([3.0, 1.0], 4, False, [0.0, 0.0, 1.0, 3.0], [0, 0, 1, 1]),
+    ],
+)
+def test_largest_differencing_by_hand(
+    costs: list[float], num_ranks: int, equal_size: bool, sums: list[float], counts: list[int]
+) -> None:
+    (ranks,) = module("s").karmarkar_karp(np.array(costs), num_ranks, equal_size=equal_size)
+    assert sorted(sum(costs[k] for k in part) for part in ranks) == sums
+    assert sorted(len(part) for part in ranks) == counts
 
 
 def test_batch_rebalance_by_hand() -> None:
@@ -72,13 +61,10 @@ def test_batch_rebalance_is_that_of_transformers(num_ranks: int) -> None:
 
 def test_next_fit_by_hand() -> None:
     """Packs of ten: 5 + 4, 3, 8 + 2; the last gives its 2 away, so that packs divide by ranks."""
-    step = module("s").next_fit(np.array([5, 4, 3, 8, 2]), 2, 10)
-    assert step == [[[0, 1], [2]], [[3], [4]]]
-
-
-def test_next_fit_shares_packs_in_groups() -> None:
-    step = module("s").next_fit(np.array([5, 4, 3, 8, 2]), 4, 10, 2)
-    assert step == [[[0, 1, 2, 3], [0, 1, 2, 3], [4], [4]]]
+    lens = np.array([5, 4, 3, 8, 2])
+    assert module("s").next_fit(lens, 2, 10) == [[[0, 1], [2]], [[3], [4]]]
+    groups = [[[0, 1, 2, 3], [0, 1, 2, 3], [4], [4]]]
+    assert module("s").next_fit(lens, 4, 10, 2) == groups
 
 
 def test_every_step_is_of_one_bucket() -> None:
@@ -98,21 +84,18 @@ def squares(length: int, size: int) -> float:
     return length * length / size
 
 
-def test_groups_by_length_by_hand() -> None:
-    """Twenty tokens need two ranks that hold ten each; the others one."""
-    found = module("s").HybridContext(4, 10, squares).steps(np.array([10, 20, 10]))
-    assert found == [[[1], [1], [0], [2]]]
-
-
-def test_idle_ranks_join_a_group() -> None:
-    found = module("s").HybridContext(4, 10, squares).steps(np.array([10]))
-    assert found == [[[0], [0], [0], [0]]]
-
-
-def test_what_does_not_even_out_waits_for_the_next_microbatch() -> None:
-    """Each of two ranks has a ten; a nine more makes one of them wait, and is taken out again."""
-    found = module("s").HybridContext(2, 10, squares).steps(np.array([10, 10, 9]))
-    assert found == [[[0], [1]], [[2], [2]]]
+@pytest.mark.parametrize(
+    ("num_ranks", "lens", "steps"),
+    [
+        # Twenty tokens need two ranks that hold ten each; the others one.
+        (4, [10, 20, 10], [[[1], [1], [0], [2]]]),
+        (4, [10], [[[0], [0], [0], [0]]]),  # idle ranks join a group
+        # Each of two ranks has a ten; a nine more makes one of them wait, and is taken out again.
+        (2, [10, 10, 9], [[[0], [1]], [[2], [2]]]),
+    ],
+)
+def test_groups_by_length_by_hand(num_ranks: int, lens: list[int], steps: Any) -> None:
+    assert module("s").HybridContext(num_ranks, 10, squares).steps(np.array(lens)) == steps
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -100,9 +100,3 @@ def test_the_imbalance_decides() -> None:
 
     assert choose_strategy(A800, loads(1.0)).degrees == (1, 8)
     assert choose_strategy(A800, loads(1.25)).degrees == (8, 1)
-
-
-def test_equal_predictions_take_the_first() -> None:
-    same = calls(1.0, 1.0, 1.0)
-    assert choose_strategy(PER_WORK, same).degrees == (1, 1)
-    assert choose_strategy(PER_WORK, same[::-1]).degrees == (3, 1)

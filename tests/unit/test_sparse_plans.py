@@ -168,19 +168,6 @@ def test_heads_are_cut_until_the_limit_not_the_mean() -> None:
     assert even.loads.tolist() == [10.0] * 3 and even.cut_heads.size == 2
 
 
-def test_head_level_balance_over_many_draws() -> None:
-    """Densities as the masks of video models have them: 1.005 on average, 1.015 at most mostly."""
-    for num_heads in (40, 48):
-        rho = []
-        for seed in range(100):
-            random = np.random.default_rng((num_heads, seed))
-            counts = (random.beta(1.6, 2.3, num_heads) * 1184**2).astype(np.int64)
-            plan = partition_heads(counts, 8)
-            rho.append(plan.makespan / plan.loads.mean())
-        assert np.mean(rho) <= 1.005
-        assert np.quantile(rho, 0.95) <= 1.015
-
-
 # The paper's method, transcribed from sections 4.2.1 and 4.2.2 of its text
 
 
@@ -256,21 +243,6 @@ def test_stripes_are_as_even_as_the_paper_and_move_less(
     ours = partition_blocks(matrix, ring, method="minimal_move", target=paper.imbalance)
     assert ours.imbalance <= paper.imbalance + 0.01
     assert sum(ours.num_moved) <= 0.2 * sum(paper.num_moved)
-
-
-@pytest.mark.parametrize("kind", MASK_KINDS)
-@pytest.mark.parametrize("ring", [4, 8])
-def test_runs_get_more_even_by_moves_and_even_by_stripes(kind: str, ring: int) -> None:
-    """From a home that suits nobody single moves may end early, and stripes do not ask for it."""
-    matrix = mask_of(kind, (8, 160, 160)).sum(axis=0)
-    home = np.arange(160) * ring // 160
-    place: dict[str, Any] = {"method": "minimal_move", "q_home": home, "kv_home": home}
-    before = partition_blocks(matrix, ring, target=9.0, **place)
-    plan = partition_blocks(matrix, ring, **place)
-    stripe = partition_blocks(matrix, ring, q_home=home, kv_home=home)
-    assert max(plan.imbalance, stripe.imbalance) < before.imbalance
-    assert stripe.imbalance < 1.07
-    assert sum(plan.num_moved) < sum(paper_blocks(matrix, ring).num_moved)
 
 
 def end_of(matrix: np.ndarray, q_of: Ints, kv_of: Ints, ring: int) -> float:
@@ -386,24 +358,6 @@ def test_ranks_are_numbered_ring_by_ulysses() -> None:
         assert set(plan.kv_rows(rank).blocks % 3) == {rank // 2}
         assert set(plan.ring_of[rows.heads, rows.blocks]) == {rank % 2}
     assert plan.owners(3) == [3, 1, 5]  # ring ranks 1, 0, 2 of ring 1
-
-
-def test_striped_home_lets_nothing_move() -> None:
-    masks = mask_of("toeplitz", (6, 31, 31))
-    for mesh in ((2, 3), (1, 4), (3, 1)):
-        plan = SparsePlanner(*mesh, method="stripe").plan(
-            masks, BlockLayout.striped([1] * 31, *mesh)
-        )
-        assert plan.moved == (0.0, 0.0)
-
-
-def test_wire_bytes_by_hand() -> None:
-    """One head on two ring ranks: one query block of 3 tokens leaves, and no key."""
-    masks = np.ones((1, 2, 2), bool)
-    q, kv = (BlockLayout(np.array([3, 3]), np.array(home)) for home in ([0, 0], [0, 1]))
-    plan = SparsePlanner(1, 2, method="stripe").plan(masks, q, kv)
-    assert plan.moved == (0.5, 0.0)
-    assert plan.wire_bytes(head_dim=10, itemsize=4, batch=2) == 2 * 3 * 10 * 4 * 2  # and back
 
 
 def test_wire_bytes_with_token_orders_by_hand() -> None:
@@ -571,20 +525,6 @@ def test_a_plan_that_cannot_be_even_is_not_made_again_and_again() -> None:
     for _ in range(3):
         state = state.after(masks)
     assert (state.num_planned, state.num_kept) == (1, 3)
-
-
-def test_reuse_works_from_counts() -> None:
-    """Of the home ring ranks: all that ranks tell each other."""
-    layout = BlockLayout.striped([1] * 24, 2, 3)
-    ring_of = layout.home // 2
-
-    def counts(seed: int) -> Ints:
-        return block_counts(mask_of("clustered", (6, 24, 24), seed), kv_of=ring_of, ring_degree=3)
-
-    planner = SparsePlanner(2, 3)
-    state = PlanReuse(planner, planner.plan(counts(0), layout), tolerance=0.0).after(counts(1))
-    assert state.num_planned == 2
-    assert state.plan == planner.plan(counts(1), layout)
 
 
 LATENCY = AttentionLatency(3.0, 0.002, 40.0, 0.001, 0.01, 5.0, 0.0003)
