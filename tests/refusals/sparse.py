@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from bascule.attention.kernels.registry import select_kernel
 from bascule.attention.sparse.rules import (
     keep_density,
     keep_mass,
@@ -66,41 +65,8 @@ def moves_keys() -> object:
     return plan_under(moving.plan(MASKS, HOME, RUNS), COUNTS)
 
 
-def kernel(name: str | None, device: str, block: int | None, **form: Any) -> Callable[[], object]:
-    form = {"dtype": torch.bfloat16, "head_dim": 64, **form}
-    return lambda: select_kernel(name, device, block=block, **form)
-
-
 SCORES = torch.zeros(1, 4, 10, 3)
-KERNELS_AND_RULES = [
-    ("plain", kernel("plain", "cpu", 128), ("'plain' computes all scores", "use one of cpu_loop")),
-    (
-        "cpu_loop",
-        kernel("cpu_loop", "cpu", None),
-        ("computes the scores of given blocks", "use one of cpu_flash"),
-    ),
-    ("cudnn", kernel("cudnn", "cuda", 128), ("computes all scores",)),
-    ("flex", kernel("flex", "cuda", 64), ("pads blocks to 128 tokens", "not 64")),
-    (
-        "triton, width",
-        kernel("triton", "cuda", 128, head_dim=96),
-        ("head widths 16, 32, 64 and 128, not 96",),
-    ),
-    (
-        "triton, dtype",
-        kernel("triton", "cuda", 128, dtype=torch.float64),
-        ("not torch.float64",),
-    ),
-    (
-        "triton, device",
-        kernel("triton", "cpu", 128),
-        ("runs on CUDA devices, not on cpu", "use one of cpu_loop"),
-    ),
-    (
-        "no kernel",
-        kernel(None, "cuda", 128, dtype=torch.float64),
-        ("no kernel fits", "triton takes bfloat16"),
-    ),
+CASES = [
     ("pooled", lambda: pooled(SCORES, [4, 5]), ("2 blocks have [4, 5] tokens, and there are 10",)),
     ("pooled, empty", lambda: pooled(SCORES, [10, 0]), ("each block, at least 1",)),
     ("pooled, floats", lambda: pooled(SCORES, [5.0, 5.0]), ("give 2 integers",)),  # pyright: ignore[reportArgumentType]
@@ -108,10 +74,6 @@ KERNELS_AND_RULES = [
     ("mass", lambda: keep_mass(SCORES, 1.1, [1, 1, 1]), ("mass is 1.1",)),
     ("mass, lens", lambda: keep_mass(SCORES, 0.5, [1, 1]), ("2 lengths", "scores of 3")),
     ("density", lambda: keep_density(SCORES, math.nan), ("density is",)),
-]
-
-CASES = [
-    *KERNELS_AND_RULES,
     ("heads", lambda: partition_heads([[-1, 2]], 2), ("block_counts[0, 0] is -1.0",)),
     ("heads, nan", lambda: partition_heads([math.nan], 2), ("block_counts[0] is nan", "finite")),
     ("heads, text", lambda: partition_heads("ab", 2), ("block_counts", "real numbers")),

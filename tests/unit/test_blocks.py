@@ -25,7 +25,6 @@ from bascule.attention.kernels.protocol import (
 )
 from bascule.attention.kernels.registry import KERNELS, select_kernel
 from bascule.attention.mask import AttentionMask
-from bascule.errors import ConfigError
 from tests.helpers.oracle import dense_attention
 
 SCALE = 0.4
@@ -239,35 +238,6 @@ def test_a_float32_bias_of_16_bit_queries_is_cast_for_cuda() -> None:
         out, lse = kernel.forward(q, q, q, mask, SCALE)
         kernel.backward(out, Attended(q, q, q, out, lse, mask, SCALE))
     assert len(noted.found) == 2 and set(noted.found.values()) == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3", "aten_flash", "cudnn"])
-def test_kernels_of_cuda_are_refused_on_cpus(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' (runs on CUDA|needs the module).*cpu_flash"):
-        select_kernel(name, "cpu", dtype=torch.bfloat16, head_dim=64)
-
-
-REFUSED = [
-    ("aten_flash", torch.float32, 64, False, "takes bfloat16 or float16, not torch.float32"),
-    ("aten_flash", torch.bfloat16, 64, True, "takes no mask"),
-    ("aten_flash", torch.bfloat16, 60, False, "multiples of 8, not 60"),
-    ("aten_flash", torch.bfloat16, 264, False, "up to 256, not 264"),
-    ("cudnn", torch.float16, 160, False, "up to 128, not 160"),
-    ("efficient", torch.float64, 64, False, "not torch.float64"),
-    ("efficient", torch.float32, 6, False, "multiples of 4, not 6"),
-    ("flex", torch.float32, 96, False, "powers of two from 16 on, not 96"),
-    ("cpu_flash", torch.float32, 64, False, "runs on CPUs, not on cuda"),
-    ("sdpa", torch.float32, 64, False, "gives no log-sum-exp"),
-    ("nothing", torch.float32, 64, False, "choose one of cpu_flash"),
-]
-
-
-@pytest.mark.parametrize(("name", "dtype", "head_dim", "has_bias", "text"), REFUSED)
-def test_a_kernel_that_cannot_is_refused_with_the_reason(
-    name: str, dtype: torch.dtype, head_dim: int, has_bias: bool, text: str
-) -> None:
-    with pytest.raises(ConfigError, match=text):
-        select_kernel(name, "cuda", dtype=dtype, head_dim=head_dim, has_bias=has_bias)
 
 
 def test_the_first_that_fits_is_selected() -> None:

@@ -202,27 +202,6 @@ def test_the_automatic_choice_elsewhere() -> None:
     assert select_kernel(None, "cuda", dtype=torch.bfloat16, **PACKED) is KERNELS["aten_flash"]
 
 
-@pytest.mark.parametrize(
-    ("name", "device", "dtype", "reason"),
-    [
-        ("flash4", "cpu", torch.float32, "kernel 'flash4': choose one of cpu_flash,"),
-        ("aten_flash", "cpu", torch.bfloat16, "runs on CUDA devices, not on cpu: use one of cpu_"),
-        ("flash_attn", "cpu", torch.bfloat16, "needs the module flash_attn"),
-        ("cpu_flash", "cuda", torch.float32, "runs on CPUs, not on cuda: use one of plain"),
-        ("aten_flash", "cuda", torch.float32, "takes bfloat16 or float16, not torch.float32"),
-        ("cudnn", "cuda", torch.bfloat16, "takes no packed sequences: use one of aten_flash"),
-        ("efficient", "cuda", torch.float32, "takes no packed sequences"),
-        ("flex", "cuda", torch.float32, "takes no packed sequences"),
-    ],
-)
-def test_a_kernel_that_cannot_run_is_refused(
-    name: str, device: str, dtype: torch.dtype, reason: str
-) -> None:
-    with pytest.raises(ConfigError) as refusal:
-        select_kernel(name, device, dtype=dtype, **PACKED)
-    assert reason in str(refusal.value)
-
-
 def test_a_kernel_whose_module_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     select_kernel.cache_clear()
     monkeypatch.setattr(protocol.importlib.util, "find_spec", lambda _: None)
