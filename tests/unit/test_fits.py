@@ -1,9 +1,10 @@
-"""Fits: planted coefficients come back, noise is told, outliers and gaps do no harm."""
+"""Fits: planted coefficients come back, noise is estimated, outliers and gaps do no harm."""
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,78 +23,58 @@ from tests.helpers.sparse_studies import even_load
 # Latencies of sequences
 
 RATE = 1.7e-3  # seconds a TFLOP
-D_MODEL = 3072
+LENS = np.array([64, 256, 1024, 4096, 16384, 65536])
 
 
-def latencies(lens: np.ndarray, gamma: float, *, d_model: int = D_MODEL, layers: int = 1):
-    return TransformerCost(d_model, gamma=gamma, num_layers=layers, seconds_per_unit=RATE).seconds(
-        lens
-    )
+def latencies(lens: np.ndarray, gamma: float = 0.426, layers: int = 1) -> np.ndarray:
+    cost = TransformerCost(3072, gamma=gamma, num_layers=layers, seconds_per_unit=RATE)
+    return cost.seconds(lens)
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.2, 0.426, 1.0, 3.0])
+@pytest.mark.parametrize("gamma", [0.0, 0.426, 3.0])
 @pytest.mark.parametrize("layers", [1, 57])
 def test_exact_latencies_give_exact_coefficients(gamma: float, layers: int) -> None:
-    lens = np.array([64, 256, 1024, 4096, 16384, 65536])
-    fit = fit_latency(lens, latencies(lens, gamma, layers=layers), D_MODEL, num_layers=layers)
+    fit = fit_latency(LENS, latencies(LENS, gamma, layers), 3072, num_layers=layers)
     assert fit.gamma == pytest.approx(gamma, rel=1e-9, abs=1e-9)
     assert fit.seconds_per_unit == pytest.approx(RATE, rel=1e-9)
-    assert (fit.d_model, fit.num_layers) == (D_MODEL, layers)
-    assert fit.fit_error is not None
-    assert fit.fit_error < 1e-9
-    np.testing.assert_allclose(fit.seconds(lens), latencies(lens, gamma, layers=layers), rtol=1e-9)
+    assert (fit.d_model, fit.num_layers) == (3072, layers)
+    assert fit.fit_error is not None and fit.fit_error < 1e-9
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("gamma", [0.426, 1.3])
-def test_noise_of_five_percent(seed: int, gamma: float) -> None:
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_of_five_percent(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    lens = np.geomspace(256, 65536, 40).astype(np.int64)
-    noise = rng.lognormal(0.0, 0.05, lens.size)
-    fit = fit_latency(lens, latencies(lens, gamma) * noise, D_MODEL)
-    assert fit.seconds_per_unit == pytest.approx(RATE, rel=0.05)
-    assert fit.gamma == pytest.approx(gamma, rel=0.15)
-    assert fit.fit_error == pytest.approx(0.05, rel=0.5)
-
-
-def test_many_short_sequences_and_few_long_ones() -> None:
-    """Short lengths outnumber long ones, and their times are thousands of times smaller."""
-    rng = np.random.default_rng(0)
-    lens = np.concatenate([rng.integers(16, 512, 500), [8192, 16384, 32768, 65536]])
-    noise = rng.lognormal(0.0, 0.03, lens.size)
-    fit = fit_latency(lens, latencies(lens, 0.426) * noise, D_MODEL)
-    assert fit.seconds_per_unit == pytest.approx(RATE, rel=0.01)
-    assert fit.gamma == pytest.approx(0.426, rel=0.1)
+    even = np.geomspace(256, 65536, 40).astype(np.int64)
+    # Short lengths may outnumber long ones, and their times are thousands of times smaller.
+    short = np.concatenate([rng.integers(16, 512, 500), [8192, 16384, 32768, 65536]])
+    for lens in (even, short):
+        fit = fit_latency(lens, latencies(lens) * rng.lognormal(0.0, 0.05, lens.size), 3072)
+        assert fit.seconds_per_unit == pytest.approx(RATE, rel=0.05)
+        assert fit.gamma == pytest.approx(0.426, rel=0.15)
+        assert fit.fit_error == pytest.approx(0.05, rel=0.5)
 
 
 def test_short_sequences_count_when_the_long_ones_are_noisy() -> None:
     """The paper's unweighted fit follows the longest measurement; this one does not."""
     lens = np.array([256, 512, 1024, 2048, 4096, 65536])
-    seconds = latencies(lens, 0.426)
+    seconds = latencies(lens)
     seconds[-1] *= 1.1
-    fit = fit_latency(lens, seconds, D_MODEL)
+    fit = fit_latency(lens, seconds, 3072)
     np.testing.assert_allclose(fit.seconds(lens[:4]), seconds[:4], rtol=0.03)
 
 
-def test_gamma_is_never_negative() -> None:
-    lens = np.array([256, 1024, 4096, 16384])
-    fit = fit_latency(lens, 1e-6 * lens**0.9, D_MODEL)
-    assert fit.gamma == 0.0
-    assert fit.fit_error is not None
-    assert fit.fit_error > 0.01
+def test_no_part_takes_less_than_no_time() -> None:
+    fit = fit_latency(LENS, 1e-6 * LENS**0.9, 3072)
+    assert fit.gamma == 0.0 and fit.fit_error is not None and fit.fit_error > 0.01
+    with pytest.raises(ConfigError, match="faster than the square"):
+        fit_latency(LENS, 1e-12 * LENS**3.0, 3072)
 
 
 def test_an_item_that_is_a_call_has_a_constant() -> None:
-    lens = np.array([8, 64, 512, 2048])
-    pairs = 32.0 * lens
-    seconds = 2e-9 * lens**2 + 1e-6 * lens + 5e-3
-    found = fit_item_latency(lens, seconds)
+    found = fit_item_latency(LENS, 2e-9 * LENS**2 + 1e-6 * LENS + 5e-3)
     np.testing.assert_allclose([found.quadratic, found.linear, found.constant], [2e-9, 1e-6, 5e-3])
     windowed = fit_item_latency([8, 64, 100], [1.0, 1.5, 3.0], num_pairs=[64, 64, 1000])
     np.testing.assert_allclose(windowed([8, 64, 100], [64, 64, 1000]), [1.0, 1.5, 3.0])
-    assert fit_item_latency(lens, 2e-9 * pairs + 1e-3, num_pairs=pairs).constant > 9e-4
-    with pytest.raises(ConfigError, match="at least 3 different lengths"):
-        fit_item_latency([8, 64, 64], [1.0, 2.0, 2.0])
 
 
 @pytest.mark.parametrize(
@@ -104,26 +85,13 @@ def test_an_item_that_is_a_call_has_a_constant() -> None:
         ([100, 200], [1.0], "one latency for each length"),
         ([[100, 200]], [[1.0, 2.0]], "one latency for each length"),
         ([100, 200, 300], [1.0, 2.0, math.nan], "positive and finite"),
-        ([100, 200, 300], [1.0, 2.0, 0.0], "positive and finite"),
         ([0, 200, 300], [1.0, 2.0, 3.0], "positive and finite"),
-        ([100, 200, math.inf], [1.0, 2.0, 3.0], "positive and finite"),
     ],
 )
-def test_bad_measurements_are_refused(lens: list, seconds: list, words: str) -> None:
-    for fit in (
-        lambda: fit_latency(lens, seconds, D_MODEL),
-        lambda: fit_item_latency(lens, seconds),
-    ):
+def test_latencies_that_are_refused(lens: list, seconds: list, words: str) -> None:
+    for fit in (partial(fit_latency, d_model=8), fit_item_latency):
         with pytest.raises(ConfigError, match=rf"fit_(item_)?latency.*{words}"):
-            fit()
-
-
-def test_latencies_that_leave_nothing_to_the_linear_layers() -> None:
-    lens = np.array([256, 1024, 4096, 16384])
-    with pytest.raises(ConfigError, match="faster than the square"):
-        fit_latency(lens, 1e-12 * lens**3.0, D_MODEL)
-    with pytest.raises(ConfigError, match="d_model"):
-        fit_latency([100, 200], [1.0, 2.0], 0)
+            fit(lens, seconds)
 
 
 # Iterations of training
@@ -152,6 +120,10 @@ def rank_seconds(lens: Lens, cost: PolynomialCost = TRUTH) -> np.ndarray:
     )
 
 
+def noisy(seconds: np.ndarray, noise: float, seed: int = 0) -> np.ndarray:
+    return seconds * (1 + noise * np.random.default_rng(seed).standard_normal(seconds.shape))
+
+
 def coefs(cost: PolynomialCost) -> np.ndarray:
     return np.array([cost.quadratic, cost.linear, cost.constant, cost.overhead])
 
@@ -159,6 +131,11 @@ def coefs(cost: PolynomialCost) -> np.ndarray:
 def diagnostics(cost: PolynomialCost) -> IterationFit:
     assert cost.fit is not None
     return cost.fit
+
+
+def mean_error(fit: PolynomialCost, lens: Lens) -> float:
+    """Of the predicted seconds of ranks."""
+    return float(np.abs(rank_seconds(lens, fit) / rank_seconds(lens) - 1).mean())
 
 
 @pytest.mark.parametrize("ranks", [1, 8, 64])
@@ -176,20 +153,49 @@ def test_exact_times_give_exact_coefficients(ranks: int, truth: PolynomialCost) 
     """From the maxima alone, also far from what the fit assumes."""
     lens = draw(1, iterations=16, ranks=ranks)
     fit = fit_iterations(lens, rank_seconds(lens, truth).max(axis=1))
-    again = fit_iterations(lens, rank_seconds(lens, truth).max(axis=1))
-    assert again == fit != truth and hash(again) == hash(fit)
     assert np.all(np.abs(coefs(fit) - coefs(truth)) <= 1e-6 * (coefs(truth) + coefs(TRUTH)))
-    assert diagnostics(fit).unidentified == ()
-    assert diagnostics(fit).loo_error < 1e-6
+    assert diagnostics(fit).unidentified == () and diagnostics(fit).loo_error < 1e-6
     assert max(np.array(diagnostics(fit).standard_errors) / coefs(TRUTH)) < 1e-2
+
+
+def with_gaps(lens: Lens, seconds: np.ndarray) -> tuple[Lens, np.ndarray]:
+    """Own times of ranks, of which some are missing, also a whole iteration."""
+    seconds[np.random.default_rng(0).random(seconds.shape) < 0.4] = math.nan
+    seconds[0] = math.nan
+    return lens, seconds
+
+
+def idle(lens: Lens, _: np.ndarray, of_ranks: bool = False) -> tuple[Lens, np.ndarray]:
+    """An iteration of nothing, and a rank that never has anything."""
+    lens = [
+        [[] if rank == 2 or t == 0 else x for rank, x in enumerate(y)] for t, y in enumerate(lens)
+    ]
+    seconds = rank_seconds(lens)
+    return lens, seconds if of_ranks else seconds.max(axis=1)
+
+
+@pytest.mark.parametrize("change", [with_gaps, idle, partial(idle, of_ranks=True)])
+def test_gaps_and_idle_ranks_do_no_harm(change: Callable[..., tuple[Lens, np.ndarray]]) -> None:
+    lens = draw(4, ranks=4)
+    lens, seconds = change(lens, rank_seconds(lens))
+    fit = fit_iterations(lens, seconds)
+    np.testing.assert_allclose(coefs(fit), coefs(TRUTH), rtol=1e-6)
+    assert diagnostics(fit).num_observations == np.count_nonzero(~np.isnan(seconds))
+
+
+def test_an_idle_rank_may_take_no_time() -> None:
+    lens, truth = draw(5, ranks=6, count=(6, 24)), PolynomialCost(2.1e-10, 7.5e-6, 4e-4)
+    for iteration in lens:
+        iteration[2] = []
+    fit = fit_iterations(lens, rank_seconds(lens, truth))
+    np.testing.assert_allclose(coefs(fit), coefs(truth), rtol=1e-6, atol=1e-9)
 
 
 def test_long_sequences_do_not_overflow() -> None:
     lens = [[[65536] * k, [4096 * k, 131072]] for k in (1, 2, 3, 5, 8, 13)]
-    arrays = [[np.array(rank, dtype=np.int32) for rank in iteration] for iteration in lens]
-    for given in (lens, arrays):
-        fit = fit_iterations(given, rank_seconds(lens).max(axis=1))
-        assert fit.quadratic == pytest.approx(TRUTH.quadratic, rel=1e-3)
+    arrays: Any = [[np.array(rank, dtype=np.int32) for rank in iteration] for iteration in lens]
+    fit = fit_iterations(arrays, rank_seconds(lens).max(axis=1))
+    assert fit.quadratic == pytest.approx(TRUTH.quadratic, rel=1e-3)
 
 
 @pytest.mark.parametrize(("ranks", "limit"), [(8, 0.04), (64, 0.08)])
@@ -197,38 +203,21 @@ def test_noise_of_three_percent(ranks: int, limit: float) -> None:
     """Twelve a rank: the median over seeds of the mean error of ranks of other batches."""
     errors = []
     for seed in range(20):
-        rng = np.random.default_rng(1000 + seed)
-        lens, other = (
-            draw(s, ranks=ranks, count=(12, 12), iterations=12) for s in (seed, seed + 500)
-        )
-        seconds = rank_seconds(lens).max(axis=1) * (1 + 0.03 * rng.standard_normal(12))
-        fit = fit_iterations(lens, seconds)
-        errors.append(np.abs(rank_seconds(other, fit) / rank_seconds(other) - 1).mean())
+        lens, other = (draw(s, ranks=ranks, count=(12, 12)) for s in (seed, seed + 500))
+        fit = fit_iterations(lens, noisy(rank_seconds(lens).max(axis=1), 0.03, 1000 + seed))
+        errors.append(mean_error(fit, other))
         assert diagnostics(fit).loo_error < 0.06
     assert np.median(errors) < limit
 
 
 def test_standard_errors_are_of_the_size_of_the_errors() -> None:
     lens = draw(3, iterations=60)
-    exact = rank_seconds(lens)
     ratios = []
     for seed in range(20):
-        noise = 1 + 0.03 * np.random.default_rng(seed).standard_normal(exact.shape)
-        fit = fit_iterations(lens, exact * noise)
+        fit = fit_iterations(lens, noisy(rank_seconds(lens), 0.03, seed))
         ratios.append((coefs(fit) - coefs(TRUTH)) / diagnostics(fit).standard_errors)
     spread = np.sqrt(np.mean(np.square(ratios), axis=0))
     assert np.all((spread > 0.5) & (spread < 1.6)), spread
-
-
-def test_own_times_with_missing_ones() -> None:
-    lens = draw(4, ranks=4)
-    seconds = rank_seconds(lens)
-    rng = np.random.default_rng(0)
-    seconds[rng.random(seconds.shape) < 0.4] = math.nan
-    seconds[0] = math.nan  # a whole iteration
-    fit = fit_iterations(lens, seconds)
-    np.testing.assert_allclose(coefs(fit), coefs(TRUTH), rtol=1e-6)
-    assert diagnostics(fit).num_observations == np.count_nonzero(~np.isnan(seconds))
 
 
 def test_a_truth_far_from_the_assumptions_is_found() -> None:
@@ -244,26 +233,15 @@ def test_a_truth_far_from_the_assumptions_is_found() -> None:
         assert np.abs(predicted / true - 1.0).mean() < 0.03
 
 
-def test_own_times_of_idle_ranks_may_be_zero() -> None:
-    lens = draw(5, ranks=6, count=(6, 24))
-    truth = PolynomialCost(2.1e-10, 7.5e-6, 4e-4)
-    for iteration in lens:
-        iteration[2] = []
-    fit = fit_iterations(lens, rank_seconds(lens, truth))
-    np.testing.assert_allclose(coefs(fit), coefs(truth), rtol=1e-6, atol=1e-9)
-
-
 @pytest.mark.parametrize("factor", [5.0, 0.2])
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_an_outlier_does_not_ruin_the_fit(factor: float, noise: float) -> None:
-    lens, other = draw(6, iterations=16), draw(7)
-    seconds = rank_seconds(lens).max(axis=1)
-    seconds *= 1 + noise * np.random.default_rng(0).standard_normal(16)
+    lens = draw(6, iterations=16)
+    seconds = noisy(rank_seconds(lens).max(axis=1), noise)
     seconds[5] *= factor
     fit = fit_iterations(lens, seconds)
     assert diagnostics(fit).num_outliers >= 1
-    error = np.abs(rank_seconds(other, fit) / rank_seconds(other) - 1)
-    assert error.mean() < (0.05 if noise else 1e-3)
+    assert mean_error(fit, draw(7)) < (0.05 if noise else 1e-3)
 
 
 @pytest.mark.parametrize(("factor", "num_outliers"), [(1.0, 0), (1.06, 1), (1.5, 1)])
@@ -276,76 +254,61 @@ def test_outliers_are_counted(factor: float, num_outliers: int) -> None:
     assert diagnostics(fit_iterations(lens, seconds)).num_outliers == num_outliers
 
 
-def test_empty_ranks_and_empty_iterations() -> None:
-    lens = draw(8, ranks=4)
-    lens[0] = [[], [], [], []]
-    for iteration in lens[1:]:
-        iteration[1] = []
-    fit = fit_iterations(lens, rank_seconds(lens).max(axis=1))
-    np.testing.assert_allclose(coefs(fit), coefs(TRUTH), rtol=1e-6)
+EQUAL_COUNTS = draw(9, count=(12, 12))
 
 
-def test_equal_lengths_are_flagged_and_predicted() -> None:
-    lens = [[[4096] * 4] * 2 for _ in range(6)]
-    fit = fit_iterations(lens, [2.0, 2.02, 1.98, 2.0, 2.01, 1.99])
-    assert diagnostics(fit).unidentified == ("quadratic", "linear", "constant", "overhead")
-    assert np.all(np.isinf(diagnostics(fit).standard_errors))
-    assert fit.overhead + fit([4096] * 4).sum() == pytest.approx(2.0, rel=0.01)
-    assert coefs(fit).min() > 0
+@pytest.mark.parametrize(
+    ("lens", "seconds", "unidentified", "known"),
+    [
+        (
+            [[[4096] * 4] * 2] * 6,
+            [2.0, 2.02, 1.98, 2.0, 2.01, 1.99],
+            ("quadratic", "linear", "constant", "overhead"),
+            {},
+        ),
+        (
+            [[[512] * num, [512]] for num in range(1, 7)],
+            [0.1 + 0.01 * num for num in range(1, 7)],
+            ("quadratic", "linear", "constant"),
+            {"overhead": 0.1},
+        ),
+        (
+            EQUAL_COUNTS,
+            rank_seconds(EQUAL_COUNTS).max(axis=1),
+            ("constant", "overhead"),
+            {"quadratic": TRUTH.quadratic, "linear": TRUTH.linear},
+        ),
+    ],
+    ids=["equal lengths", "equal lengths in different numbers", "equal counts"],
+)
+def test_what_measurements_leave_open_is_named(
+    lens: Lens, seconds: Any, unidentified: tuple[str, ...], known: dict[str, float]
+) -> None:
+    """And the sum, which is known, is predicted all the same."""
+    fit = fit_iterations(lens, seconds)
+    assert diagnostics(fit).unidentified == unidentified
+    assert {name: getattr(fit, name) for name in known} == pytest.approx(known, rel=1e-6)
+    np.testing.assert_allclose(rank_seconds(lens, fit).max(axis=1), seconds, rtol=0.02)
     assert fit([8192])[0] / fit([4096])[0] == pytest.approx(2.0, abs=0.5)  # not garbage
-
-
-def test_equal_lengths_in_different_numbers() -> None:
-    """Only overhead and the sum of the rest are known."""
-    lens = [[[512] * num, [512]] for num in (1, 2, 3, 4, 5, 6)]
-    fit = fit_iterations(lens, [0.1 + 0.01 * num for num in (1, 2, 3, 4, 5, 6)])
-    assert diagnostics(fit).unidentified == ("quadratic", "linear", "constant")
-    assert fit.overhead == pytest.approx(0.1, rel=1e-6)
-    assert fit([512])[0] == pytest.approx(0.01, rel=1e-6)
-
-
-def test_constant_and_overhead_with_equal_counts() -> None:
-    lens = draw(9, count=(12, 12))
-    fit = fit_iterations(lens, rank_seconds(lens).max(axis=1))
-    assert diagnostics(fit).unidentified == ("constant", "overhead")
-    assert fit.quadratic == pytest.approx(TRUTH.quadratic, rel=1e-6)
-    assert fit.linear == pytest.approx(TRUTH.linear, rel=1e-6)
-    together = TRUTH.overhead + 12 * TRUTH.constant
-    assert fit.overhead + 12 * fit.constant == pytest.approx(together, rel=1e-6)
-    assert fit.constant < 5 * TRUTH.constant  # in doubt it is overhead
+    assert fit.constant < 5 * TRUTH.constant or "linear" in unidentified  # in doubt it is overhead
 
 
 def test_fewer_measurements_than_terms() -> None:
     lens = draw(10, iterations=3, ranks=2, count=(3, 24))
     seconds = rank_seconds(lens).max(axis=1)
-    try:
-        fit = fit_iterations(lens, seconds)
-    except ConfigError as error:
-        assert "limit is 10%" in str(error)
-    else:
-        np.testing.assert_allclose(rank_seconds(lens, fit).max(axis=1), seconds, rtol=0.1)
-        assert diagnostics(fit).unidentified
+    fit = fit_iterations(lens, seconds, max_loo_error=math.inf)
+    np.testing.assert_allclose(rank_seconds(lens, fit).max(axis=1), seconds, rtol=0.1)
+    assert diagnostics(fit).unidentified
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_times_without_relation_to_the_lengths_are_refused(seed: int) -> None:
     seconds = np.random.default_rng(seed).uniform(0.5, 2.0, 12)
     with pytest.raises(ConfigError, match=r"\d+\.\d%, and the limit is 10%; check"):
         fit_iterations(draw(seed), seconds)
-
-
-def test_noise_below_the_limit_is_accepted() -> None:
     lens = draw(11, iterations=30)
-    noise = 1 + 0.06 * np.random.default_rng(1).standard_normal(30)
-    fit = fit_iterations(lens, rank_seconds(lens).max(axis=1) * noise)
-    assert 0.03 < diagnostics(fit).loo_error < 0.08
-
-
-@pytest.mark.parametrize("shape", [(6,), (6, 2)])
-def test_all_zero_times_are_refused(shape: tuple[int, ...]) -> None:
-    """As a log interval longer than the warm-up gives them; zeros fit perfectly."""
-    with pytest.raises(ConfigError, match=r"iteration 0.* took 0 s"):
-        fit_iterations(draw(0, iterations=6, ranks=2, count=(2, 4)), np.zeros(shape))
+    fit = fit_iterations(lens, noisy(rank_seconds(lens).max(axis=1), 0.06, seed))
+    assert 0.02 < diagnostics(fit).loo_error < 0.08
 
 
 GOOD = [[[100, 200], [300]]] * 4
@@ -358,21 +321,20 @@ GOOD = [[[100, 200], [300]]] * 4
         (GOOD[:2], [1.0, 1.0], "2 measurements"),
         (GOOD, [1.0, 1.0, 1.0], r"shape \(3,\)"),
         (GOOD, np.ones((4, 3)), r"shape \(4, 3\)"),
-        (GOOD, np.ones((2, 4)), r"shape \(2, 4\)"),
         (GOOD, 1.0, r"shape \(\)"),
         (GOOD, [[1.0], [1.0, 1.0], [1.0], [1.0]], "cannot be read"),
         (GOOD, ["a", "b", "c", "d"], "real numbers"),
         (GOOD, [1.0, math.nan, 1.0, 1.0], r"seconds\[1\] is nan"),
         (GOOD, [1.0, 1.0, math.inf, 1.0], r"seconds\[2\] is inf"),
-        (GOOD, [1.0, 1.0, 1.0, -2.0], r"seconds\[3\] is -2.0"),
         (GOOD, [[1.0, 1.0]] * 3 + [[1.0, -1.0]], r"seconds\[3, 1\]"),
         (GOOD, np.full((4, 2), math.nan), "0 measurements"),
         ([*GOOD[:3], [[100]]], [1.0] * 4, "iteration 3: 1 lists"),
         ([*GOOD[:3], [[100], [-5]]], [1.0] * 4, "iteration 3: rank 1.*-5"),
-        ([*GOOD[:3], [[100], [1.5]]], [1.0] * 4, "iteration 3: rank 1.*1.5"),
-        ([[[], []]] * 4, [1.0] * 4, "has a token"),
         ([[[0], []]] * 4, [1.0] * 4, "has a token"),
+        ([[]] * 4, [1.0] * 4, "has a token"),
+        # As a log interval longer than the warm-up gives them; zeros fit perfectly.
         (GOOD, [1.0, 0.0, 1.0, 1.0], "iteration 1 took 0 s"),
+        (GOOD, np.zeros((4, 2)), "iteration 0, rank 0 took 0 s"),
     ],
 )
 def test_malformed_input_is_refused(lens: Lens, seconds: Sequence[float], match: str) -> None:
@@ -386,6 +348,7 @@ def test_malformed_input_is_refused(lens: Lens, seconds: Sequence[float], match:
 A800 = AttentionLatency(40e-6, 6e-12, 15e-6, 9e-12, 2e-12, 30e-6, 2e-12)
 CPU = AttentionLatency(4e-4, 4e-10, 3e-4, 6e-10, 3e-9, 2e-4, 5e-10)
 MESHES = ((8, 1), (4, 2), (2, 4), (1, 8))
+MACHINES = pytest.mark.parametrize(("model", "scale"), [(A800, 1.0), (CPU, 0.05)])
 
 
 def written_out(model: AttentionLatency, load: AttentionLoad) -> float:
@@ -413,6 +376,7 @@ def measured_loads(scale: float, repeats: int = 10) -> list[AttentionLoad]:
 
 
 def sparse_loads(scale: float) -> list[AttentionLoad]:
+    shares = [(density, rho) for density in (0.1, 0.41, 0.68) for rho in (1.0, 1.4)]
     return [
         even_load(
             mesh,
@@ -424,56 +388,34 @@ def sparse_loads(scale: float) -> list[AttentionLoad]:
         )
         for mesh in ((1, 1), *MESHES, (3, 2))
         for length in (4096, 20000, 75600)
-        for density in (0.1, 0.41, 0.68)
-        for rho in (1.0, 1.4)
+        for density, rho in shares
     ]
 
 
-def test_a_load_written_out() -> None:
-    load = even_load(
-        (2, 3), seq_len=60, num_heads=8, head_dim=5, density=0.5, imbalance=1.2, bytes_per_value=4
-    )
-    pairs = 60 * 60 * 8  # of all ranks, dense
-    rows = 60 // 6 * 8  # (token, head) of a rank at home
-    assert load.degrees == (2, 3)
-    assert load.work == pytest.approx(1.2 * 0.5 * pairs / 6)
-    assert load.all_to_all_bytes == 4 * (rows // 2) * 5 * 4  # q, k, v and output; half stays
-    assert load.p2p_bytes == 2 * (60 // 3) * (8 // 2) * 5 * 4  # k and v of a third, half the heads
-    assert load.copied_bytes == 4 * rows * 5 * 4  # q, k, v and output
-    whole = even_load((1, 1), seq_len=60, num_heads=8, head_dim=5)
-    assert (whole.work, whole.all_to_all_bytes, whole.p2p_bytes) == (pairs, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("model", [A800, CPU])
-def test_predictions_follow_the_equation(model: AttentionLatency) -> None:
+@MACHINES
+def test_predictions_follow_the_equation(model: AttentionLatency, scale: float) -> None:
+    """On both sides of the maximum: else the tests of the fit would show little."""
     for load in sparse_loads(0.1) + measured_loads(0.1, 1):
         assert model(load) == pytest.approx(written_out(model, load), rel=1e-12)
+    free = replace(model, p2p_latency_s=0.0, p2p_s_per_byte=0.0)
+    rings = [load for load in measured_loads(scale, 1) if load.ring_degree > 1]
+    hidden = [load for load in rings if model(load) == free(load)]
+    assert 0.25 < len(hidden) / len(rings) < 0.75
 
 
-def test_both_sides_of_the_maximum_occur() -> None:
-    """Else the tests of the fit would show little."""
-    for model, scale in ((A800, 1.0), (CPU, 0.05)):
-        free = replace(model, p2p_latency_s=0.0, p2p_s_per_byte=0.0)
-        rings = [load for load in measured_loads(scale, 1) if load.ring_degree > 1]
-        hidden = [load for load in rings if model(load) == free(load)]
-        assert 0.25 < len(hidden) / len(rings) < 0.75
-
-
-@pytest.mark.parametrize(("model", "scale"), [(A800, 1.0), (CPU, 0.05)])
-def test_exact_times_give_the_coefficients_back(model: AttentionLatency, scale: float) -> None:
+@MACHINES
+def test_exact_calls_give_the_coefficients_back(model: AttentionLatency, scale: float) -> None:
     loads = measured_loads(scale, 1)
     fit = fit_attention_latency(loads, [model(load) for load in loads])
-    assert fit.fit_error is not None
-    assert fit.fit_error < 1e-6
-    np.testing.assert_allclose(dataclasses.astuple(fit)[:7], dataclasses.astuple(model)[:7], 1e-5)
+    assert fit.fit_error is not None and fit.fit_error < 1e-6
+    np.testing.assert_allclose(astuple(fit)[:7], astuple(model)[:7], 1e-5)
 
 
-@pytest.mark.parametrize("seed", range(10))
-@pytest.mark.parametrize(("model", "scale"), [(A800, 1.0), (CPU, 0.05)])
+@pytest.mark.parametrize("seed", range(4))
+@MACHINES
 def test_ten_percent_of_noise(model: AttentionLatency, scale: float, seed: int) -> None:
     loads = measured_loads(scale)
-    noise = 1.0 + 0.1 * np.random.default_rng(seed).standard_normal(len(loads))
-    fit = fit_attention_latency(loads, noise * [model(load) for load in loads])
+    fit = fit_attention_latency(loads, noisy(np.array([model(x) for x in loads]), 0.1, seed))
     assert fit.fit_error == pytest.approx(0.1, rel=0.3)
     errors = [fit(load) / model(load) - 1.0 for load in sparse_loads(scale)]
     assert max(map(abs, errors)) < 0.05
@@ -483,16 +425,13 @@ def test_no_bias_under_noise() -> None:
     """Errors relative to the measured time would predict 2 % less than the mean of the times."""
     loads = measured_loads(1.0, repeats=60)
     exact = np.array([A800(load) for load in loads])
-    noise = 1.0 + 0.1 * np.random.default_rng(0).standard_normal(len(loads))
-    fit = fit_attention_latency(loads, exact * noise)
-    predicted = np.array([fit(load) for load in loads])
-    assert np.mean(predicted / exact) == pytest.approx(1.0, abs=0.005)
+    fit = fit_attention_latency(loads, noisy(exact, 0.1))
+    assert np.mean([fit(load) for load in loads] / exact) == pytest.approx(1.0, abs=0.005)
 
 
 def test_the_order_and_the_unit_do_not_matter() -> None:
     loads = measured_loads(1.0)
-    noise = np.random.default_rng(3).lognormal(0.0, 0.1, len(loads))
-    seconds = noise * [A800(load) for load in loads]
+    seconds = noisy(np.array([A800(load) for load in loads]), 0.1)
     fit = fit_attention_latency(loads, seconds)
     assert fit_attention_latency(loads, seconds) == fit
     order = np.random.default_rng(4).permutation(len(loads))
@@ -506,20 +445,21 @@ def test_the_order_and_the_unit_do_not_matter() -> None:
 
 def test_illegal_measurements() -> None:
     loads = measured_loads(1.0, 1)
-    seconds = np.array([A800(load) for load in loads])
-    with pytest.raises(ConfigError, match=r"40 loads and seconds of shape \(39,\)"):
-        fit_attention_latency(loads, seconds[:-1])
-    with pytest.raises(ConfigError, match=r"5 loads.*at least 7"):
-        fit_attention_latency(loads[:5], seconds[:5])
-    for bad in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ConfigError, match="positive and finite"):
-            fit_attention_latency(loads, np.where(np.arange(40) == 7, bad, seconds))
-    flat = [load for load in loads if load.ring_degree == 1]
-    with pytest.raises(ConfigError, match="no call with a ring"):
-        fit_attention_latency(flat, [A800(load) for load in flat])
-    rings = [load for load in loads if load.ulysses_degree == 1]
-    with pytest.raises(ConfigError, match="no call with all-to-alls"):
-        fit_attention_latency(rings, [A800(load) for load in rings])
     hidden = replace(A800, p2p_latency_s=0.0, p2p_s_per_byte=0.0)
-    with pytest.raises(ConfigError, match="no call waits for the exchange"):
-        fit_attention_latency(loads, [hidden(load) for load in loads])
+    flat, rings = (
+        [load for load in loads if getattr(load, name) == 1]
+        for name in ("ring_degree", "ulysses_degree")
+    )
+    bad: Any = np.where(np.arange(40) == 7, math.nan, 1.0)
+    for some, seconds, match in (
+        (loads, [1.0] * 39, r"40 loads and seconds of shape \(39,\)"),
+        (loads[:5], [1.0] * 5, "5 loads.*at least 7"),
+        ([*loads[:6], 5], [1.0] * 7, r"loads\[6\] is 5: give an AttentionLoad"),
+        (loads, bad, "positive and finite"),
+        (loads, bad * 0.0, "positive and finite"),
+        (flat, [A800(load) for load in flat], "no call with a ring"),
+        (rings, [A800(load) for load in rings], "no call with all-to-alls"),
+        (loads, [hidden(load) for load in loads], "no call waits for the exchange"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            fit_attention_latency(some, seconds)  # pyright: ignore[reportArgumentType]
