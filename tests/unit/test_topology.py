@@ -1,80 +1,73 @@
+"""Bags: their spec, the groups and rings in them, their plans, and what they cost on a cluster."""
+
+import dataclasses
+import itertools
+
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from bascule.errors import ConfigError
+from bascule.plan.costs import TransformerCost
+from bascule.plan.machine import Cluster
+from bascule.plan.plan import Plan, plan_batch
 from bascule.plan.topology import Topology
+from tests.helpers.cli import run
+from tests.helpers.simulation import assert_sound
+
+COST = TransformerCost(3072, gamma=0.426)
 
 
 @pytest.mark.parametrize(
     ("spec", "bad_term"),
     [
-        ("", "''"),
-        ("g1n4junk", "'g1n4junk'"),
-        ("junkg1n4", "'junkg1n4'"),
-        ("g0n4", "'g0n4'"),
-        ("g1n0", "'g1n0'"),
-        ("g01n2", "'g01n2'"),
-        ("g1n02", "'g1n02'"),
-        ("g1n4+", "''"),
-        ("+g1n4", "''"),
-        ("g1n4++g2n1", "''"),
-        ("g1n4,g2n1", "'g1n4,g2n1'"),
-        (" g1n4", "' g1n4'"),
-        ("g1n4 ", "'g1n4 '"),
-        ("g1n4 + g2n1", "'g1n4 '"),
-        ("g1 n4", "'g1 n4'"),
-        ("g1n4\n", r"'g1n4\\n'"),
-        ("g1n\u0664", "'g1n\u0664'"),
-        ("g\u00b2n4", "'g\u00b2n4'"),
-        ("g-1n4", "'g-1n4'"),
-        ("g1.0n4", "'g1.0n4'"),
-        ("G1N4", "'G1N4'"),
-        ("g1", "'g1'"),
-        ("n4g1", "'n4g1'"),
-        ("g2n1+x+g1n2", "'x'"),
-        ("g1n" + "9" * 5000, "'g1n999"),
+        *((f"g1n1+{term}", term) for term in ("r2g4n1", "g4n1r2", "g4r0n1", "g0r2n1", "g4r2n0")),
+        *((f"g1n1+{term}", term) for term in ("g4rn1", "g4r2", "g4r02n1", "g4R2n1", "", "x")),
+        *((term, term) for term in ("", "g1n4junk", "junkg1n4", "g0n4", "g1n0", "g01n2", "g1n02")),
+        *((term, term) for term in ("g1n4,g2n1", " g1n4", "g1n4 ", "g1 n4", "g-1n4", "g1.0n4")),
+        *((term, term) for term in ("G1N4", "g1", "n4g1", "g1n\u0664", "g\u00b2n4")),
+        ("g1n4 + g2n1", "g1n4 "),
+        ("g1n4\n", r"g1n4\\n"),
+        ("g1n" + "9" * 5000, "g1n999"),
     ],
 )
 def test_a_malformed_term_is_named(spec: str, bad_term: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s){bad_term}.*is not a term.*gGnN"):
+    with pytest.raises(ConfigError, match=rf"'{bad_term}.*is not a term.*gGnN.*gGrRnN"):
         Topology.parse(spec)
 
 
 @pytest.mark.parametrize(
-    "spec", ["g1n1", "g1n32", "g8n4", "g1n2+g2n1+g4n1", "g4n1+g1n4", "g2n1+g2n1"]
+    ("spec", "canonical", "bag_sizes", "rings"),
+    [
+        ("g1n3", "g1n3", [1] * 3, [1] * 3),
+        ("g2n1+g2n1", "g2n1+g2n1", [2, 2], [1, 1]),
+        ("g1n2+g2n1+g4n1", "g1n2+g2n1+g4n1", [1, 1, 2, 4], [1] * 4),
+        ("g4r2n1", "g4r2n1", [8], [2]),
+        ("g4r1n2", "g4n2", [4, 4], [1, 1]),
+        ("g1r3n1", "g1r3n1", [3], [3]),
+        ("g1n2+g2r3n2+g2r1n1", "g1n2+g2r3n2+g2n1", [1, 1, 6, 6, 2], [1, 1, 3, 3, 1]),
+    ],
 )
-def test_text_and_back(spec: str) -> None:
+def test_text_and_back(spec: str, canonical: str, bag_sizes: list[int], rings: list[int]) -> None:
     topology = Topology.parse(spec)
-    assert str(topology) == spec
-    assert Topology.parse(str(topology)) == topology
-    assert Topology.parse(topology) == topology
-
-
-def test_bags_are_contiguous_in_the_order_written() -> None:
-    topology = Topology.parse("g1n2+g2n1+g4n1")
-    assert topology.bags == ((0,), (1,), (2, 3), (4, 5, 6, 7))
-    assert (topology.num_ranks, topology.num_bags, topology.unit_size) == (8, 4, 8)
-    assert Topology.parse("g4n1+g1n2").bags == ((0, 1, 2, 3), (4,), (5,))
-
-
-def test_replicas_fill_the_world() -> None:
-    topology = Topology.parse("g1n1+g2n1", world_size=9)
-    assert topology.num_replicas == 3
-    assert topology.num_ranks == 9
-    assert topology.bags == ((0,), (1, 2), (3,), (4, 5), (6,), (7, 8))
-    assert str(topology) == "g1n1+g2n1"
-    assert Topology.parse(topology) == topology
-    assert Topology.parse(topology, world_size=3).num_replicas == 1
-
-
-def test_arrays_say_what_bags_say_and_cannot_be_written() -> None:
-    topology = Topology.parse("g1n3+g4n2+g2n1", world_size=26)
-    for bag, ranks in enumerate(topology.bags):
-        assert topology.bag_sizes[bag] == len(ranks)
-        assert topology.first_ranks[bag] == ranks[0]
-        assert np.all(topology.bag_of_rank[list(ranks)] == bag)
-    assert [rank for bag in topology.bags for rank in bag] == list(range(26))
-    for array in (topology.bag_sizes, topology.first_ranks, topology.bag_of_rank):
+    assert str(topology) == canonical
+    assert Topology.parse(canonical) == topology and Topology.parse(topology) is topology
+    assert hash(Topology.parse(canonical)) == hash(topology)
+    assert topology.bag_sizes.tolist() == bag_sizes
+    assert topology.ring_degrees.tolist() == rings
+    assert (topology.num_ranks, topology.num_bags) == (sum(bag_sizes), len(bag_sizes))
+    # Bags are contiguous in the order written, and replicas fill the world.
+    twice = Topology.parse(spec, world_size=2 * topology.num_ranks)
+    ranks = iter(range(2 * topology.num_ranks))
+    assert twice.bags == tuple(tuple(itertools.islice(ranks, n)) for n in bag_sizes * 2)
+    assert twice.ring_degrees.tolist() == rings * 2
+    assert str(twice) == canonical and Topology.parse(twice, world_size=twice.num_ranks) is twice
+    assert Topology.parse(twice, world_size=topology.num_ranks) == topology != twice
+    for bag, members in enumerate(twice.bags):
+        assert twice.first_ranks[bag] == members[0]
+        assert (twice.bag_of_rank[list(members)] == bag).all()
+    for array in (twice.bag_sizes, twice.first_ranks, twice.bag_of_rank):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 7
 
@@ -85,42 +78,246 @@ def test_arrays_say_what_bags_say_and_cannot_be_written() -> None:
         ("g8n4", 31, 32),
         ("g8n4", 1, 32),
         ("g8n4", 0, 32),
-        ("g8n4", 33, 32),
         ("g8n4", 63, 64),
         ("g1n1+g2n1", 8, 9),
         ("g1n1+g2n1", 7, 6),
     ],
 )
 def test_a_world_that_does_not_fit(spec: str, world_size: int, nearest: int) -> None:
-    with pytest.raises(ConfigError) as error:
-        Topology.parse(spec, world_size=world_size)
     unit = Topology.parse(spec).unit_size
-    assert f"units of {unit} ranks" in str(error.value)
-    assert f"world of {world_size}:" in str(error.value)
-    assert f"use {nearest} ranks" in str(error.value)
+    said = f"units of {unit} ranks, .* a world of {world_size}: use {nearest} ranks"
+    with pytest.raises(ConfigError, match=said):
+        Topology.parse(spec, world_size=world_size)
     assert Topology.parse(spec, world_size=nearest).num_ranks == nearest
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [((),), (((0, 1),),), (((1, -1),),), (((1, 2),), 0), (((1, 2),), 1.5), (((1.0, 2),),)],
+    [
+        *(((),), (((0, 1),),), (((1, -1),),), (((1, 2),), 0), (((1, 2),), 1.5), (((1.0, 2),),)),
+        *((((4, 1), (1, 2)), 1, rings) for rings in ((2,), (1, 2), (3, 1), (1.0, 1), (2, 1, 1))),
+        (((1, 2, 3),),),
+        (5,),
+    ],
 )
-def test_a_topology_needs_whole_bags(arguments: tuple) -> None:
+def test_a_topology_needs_whole_bags_and_rings_that_divide_them(arguments: tuple) -> None:
     with pytest.raises(ConfigError, match=r"(?i)topology"):
         Topology(*arguments)
 
 
-def test_a_topology_is_a_value() -> None:
-    one, other = Topology.parse("g2n2"), Topology.parse("g2n2")
-    assert one == other
-    assert hash(one) == hash(other)
-    assert one != Topology.parse("g2n2", world_size=8)
-    with pytest.raises(AttributeError):
-        one.num_replicas = 2  # pyright: ignore[reportAttributeAccessIssue]
+def test_a_ring_makes_another_topology() -> None:
+    specs = ("g8n1", "g4r2n1", "g2r4n1", "g1r8n1")
+    assert len({Topology.parse(spec) for spec in specs}) == 4
+    assert Topology(((4, 1),), 1, (1,)) == Topology.parse("g4n1") == Topology(((4, 1),))
 
 
-def test_a_topology_that_fits_is_taken_with_the_tables_it_has_computed() -> None:
-    topology = Topology.parse("g1n2+g2n1", world_size=8)
-    assert Topology.parse(topology) is topology
-    assert Topology.parse(topology, world_size=8) is topology
-    assert Topology.parse(topology, world_size=4).num_replicas == 1
+def test_groups_and_rings() -> None:
+    topology = Topology.parse("g1n1+g3r2n1", world_size=14)
+    assert topology.ulysses_groups.bags == (
+        *((0,), (1, 2, 3), (4, 5, 6)),
+        *((7,), (8, 9, 10), (11, 12, 13)),
+    )
+    assert [list(topology.ring(rank)) for rank in range(7)] == [
+        *([0], [1, 4], [2, 5], [3, 6]),
+        *([1, 4], [2, 5], [3, 6]),
+    ]
+    assert list(topology.ring(12)) == [9, 12]
+
+
+SPECS = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=3
+)
+few = settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+
+
+@few
+@given(SPECS, st.integers(1, 3))
+def test_groups_and_rings_are_the_rows_and_columns_of_a_bag(
+    terms: list[tuple[int, int, int]], num_replicas: int
+) -> None:
+    spec = "+".join("g{}r{}n{}".format(*term) for term in terms)
+    unit = Topology.parse(spec)
+    topology = Topology.parse(spec, world_size=unit.num_ranks * num_replicas)
+    groups = topology.ulysses_groups
+    for bag, ranks in enumerate(topology.bags):
+        rows = {groups.bags[groups.bag_of_rank[rank]] for rank in ranks}
+        columns = {tuple(topology.ring(rank)) for rank in ranks}
+        assert sorted(itertools.chain(*rows)) == sorted(itertools.chain(*columns)) == list(ranks)
+        assert {len(column) for column in columns} == {topology.ring_degrees[bag]} == {len(rows)}
+        for row, column in itertools.product(rows, columns):
+            assert len(set(row) & set(column)) == 1
+        for column in columns:  # in the order of their groups, hence of the chunks
+            assert [groups.bag_of_rank[rank] for rank in column] == sorted(
+                groups.bag_of_rank[rank] for rank in column
+            )
+
+
+@few
+@given(SPECS, st.integers(1, 9))
+def test_bags_for_a_number_of_heads(terms: list[tuple[int, int, int]], num_heads: int) -> None:
+    topology = Topology.parse("+".join("g{}r{}n{}".format(*term) for term in terms))
+    fitting = topology.for_heads(num_heads)
+    assert fitting.bags == topology.bags
+    assert fitting.ulysses_groups.bag_sizes.max() <= num_heads
+    for bag, size in enumerate(topology.bag_sizes.tolist()):
+        before, after = topology.ring_degrees[bag], fitting.ring_degrees[bag]
+        fits = size // before <= num_heads
+        shortest = next(r for r in range(1, size + 1) if size % r == 0 and size // r <= num_heads)
+        assert after == (before if fits else shortest)
+
+
+def test_the_ring_that_a_bag_needs() -> None:
+    assert str(Topology.parse("g8n1").for_heads(4)) == "g4r2n1"
+    assert str(Topology.parse("g3n1").for_heads(2)) == "g1r3n1"
+    assert str(Topology.parse("g6n1+g4r2n1+g2n1").for_heads(4)) == "g3r2n1+g4r2n1+g2n1"
+
+
+@few
+@given(SPECS, st.data())
+def test_without_a_cluster_plans_are_those_of_plain_bags(
+    terms: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    ring = Topology.parse("+".join("g{}r{}n{}".format(*term) for term in terms))
+    plain = Topology(ring.terms)
+    lengths = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 400)), max_size=4)
+    lens = data.draw(st.lists(lengths, min_size=ring.num_ranks, max_size=ring.num_ranks))
+    planner = data.draw(st.sampled_from(["lpt", "knapsack"]))
+    with_ring = plan_batch(lens, ring, COST, planner=planner)
+    without = plan_batch(lens, plain, COST, planner=planner)
+    assert_sound(with_ring, lens, COST)
+    assert with_ring.topology == ring
+    for name in ("bag_of", "loads", "tokens", "source_counts", "seq_lens"):
+        np.testing.assert_array_equal(getattr(with_ring, name), getattr(without, name))
+    assert with_ring.lower_bound == without.lower_bound
+    for rank in range(ring.num_ranks):
+        for one, other in (
+            (with_ring.route(rank), without.route(rank)),
+            (with_ring.local(rank), without.local(rank)),
+        ):
+            for name in one.__slots__:
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_json_and_digest_know_the_ring() -> None:
+    lens = [[100, 200], [300], [], [50], [7], []]
+    specs = ("g2r2n1+g1n2", "g4n1+g1n2", "g1r4n1+g1n2", "g1r2n3", "g2n3", "g2r3n1")
+    plans = [plan_batch(lens, spec, COST) for spec in specs]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    for plan in plans:
+        back = Plan.from_json(plan.to_json())
+        assert back == plan and back.topology == plan.topology
+    text = plans[0].to_json()
+    with pytest.raises(ConfigError, match="damaged"):
+        Plan.from_json(text.replace("g2r2n1", "g4n1"))
+
+
+# Seconds on a cluster, by hand.
+
+CLUSTER = Cluster(
+    num_nodes=2,
+    ranks_per_node=4,
+    flops_per_s=1e12,
+    memory_bytes=80e9,
+    intra_bytes_per_s=1e9,
+    inter_bytes_per_s=1e8,
+    latency_s=0.25,
+)
+WIDTH, LAYERS = 100, 3
+SMALL = TransformerCost(WIDTH, num_layers=LAYERS)
+
+
+def in_a_ring(
+    length: int, ulysses: int, ring: int, near: int, speed: float, cluster: Cluster = CLUSTER
+) -> float:
+    """Seconds of a sequence, from the rounds of db-SP's model; launches included."""
+    ranks = ulysses * ring
+    linear = LAYERS * 24 * length * WIDTH**2 / cluster.flops_per_s / ranks
+    attention = LAYERS * 4 * length**2 * WIDTH / cluster.flops_per_s / ranks
+    own_bytes = LAYERS * 2 * WIDTH * length / ranks  # of one of q, k, v and out, as a rank has it
+    near_s = (near - 1) / cluster.intra_bytes_per_s
+    far_s = (ulysses - near) / cluster.inter_bytes_per_s
+    wires = 4 * own_bytes * (near_s + far_s) / ulysses
+    # A rank has all tokens of its group with a G-th of the heads: as many bytes as before.
+    exchange, a_round = 2 * own_bytes / speed, attention / ring
+    launches = LAYERS * cluster.latency_s * (2 * (ulysses > 1) + ring - 1)
+    return linear + wires + (ring - 1) * max(a_round, exchange) + a_round + launches
+
+
+@pytest.mark.parametrize(
+    ("spec", "ulysses", "ring", "near", "in_node"),
+    [
+        ("g2r2n2", 2, 2, 2, True),
+        ("g1r4n2", 1, 4, 1, True),
+        ("g4r2n1", 4, 2, 4, False),
+        ("g1r8n1", 1, 8, 1, False),
+        ("g8n1", 8, 1, 4, False),
+    ],
+)
+@pytest.mark.parametrize("length", [10, 1_000, 30_000, 1_000_000])
+def test_seconds_of_a_bag_with_a_ring(
+    spec: str, ulysses: int, ring: int, near: int, in_node: bool, length: int
+) -> None:
+    plan = plan_batch([[length], *[[]] * 7], spec, SMALL, cluster=CLUSTER)
+    speed = CLUSTER.intra_bytes_per_s if in_node else CLUSTER.inter_bytes_per_s
+    assert plan.makespan == pytest.approx(in_a_ring(length, ulysses, ring, near, speed))
+    assert plan.gap == 0.0
+
+
+def test_the_worst_group_of_a_bag_decides() -> None:
+    # Ranks 3 to 6: the first of the two groups of two crosses the nodes.
+    plan = plan_batch([[500], *[[]] * 7], "g1n3+g2r2n1+g1n1", SMALL, cluster=CLUSTER)
+    assert plan.loads[3] == pytest.approx(LAYERS * 0.25 * 3)  # too dear to use: launches alone
+    alone = dataclasses.replace(CLUSTER, latency_s=0.0)
+    lens = [[100_000], *[[]] * 7]
+    plan = plan_batch(lens, "g1n3+g2r2n1+g1n1", SMALL, cluster=alone)
+    assert plan.bag_of.tolist() == [3]
+    assert plan.makespan == pytest.approx(in_a_ring(100_000, 2, 2, 1, 1e8, alone))
+
+
+@few
+@given(
+    st.lists(st.integers(0, 60_000), max_size=5),
+    st.sampled_from(["g1r2n1+g1n2", "g1r2n1+g2n1", "g2r2n1", "g1r3n1+g1n1"]),
+)
+def test_the_bound_is_one_and_loads_are_true(lens: list[int], spec: str) -> None:
+    """Against trying everything, at prices of the test's own."""
+    cluster = dataclasses.replace(CLUSTER, num_nodes=1, latency_s=1e-4)
+    plan = plan_batch([lens, [], [], []], spec, SMALL, cluster=cluster)
+    topology, launches = plan.topology, []
+    prices = np.zeros((topology.num_bags, len(lens)))
+    for bag, ring in enumerate(topology.ring_degrees.tolist()):
+        ulysses = int(topology.bag_sizes[bag]) // ring
+        idle = in_a_ring(0, ulysses, ring, ulysses, 1e9, cluster)
+        launches.append(idle)
+        for place, length in enumerate(lens):
+            prices[bag, place] = in_a_ring(length, ulysses, ring, ulysses, 1e9, cluster) - idle
+    best = np.inf
+    for choice in itertools.product(range(topology.num_bags), repeat=len(lens)):
+        sums = np.array(launches)
+        np.add.at(sums, list(choice), prices[list(choice), np.arange(len(lens))])
+        best = min(best, float(sums.max()))
+        if list(choice) == plan.bag_of.tolist():
+            np.testing.assert_allclose(plan.loads, sums[topology.bag_of_rank], rtol=1e-9)
+    assert plan.lower_bound <= best * (1 + 1e-9)
+    assert plan.makespan >= best * (1 - 1e-9)
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ("--lengths", "9000,50/70/80/60/5/5/5/5")
+    code, out, _ = run(capsys, "plan", *lengths, "--topology", "g4r2n1")
+    assert code == 0 and "g4r2n1 on 8 ranks" in out
+    slow = ("--lengths", "90000/70/80/60/5", "--wires", "--intra-gbs", "0.1")
+    code, out, _ = run(capsys, "plan", *slow, "--topology", "g2r2n1+g1n1")
+    assert code == 0 and "g2r2n1+g1n1 on 5 ranks" in out and "0 (g2r2)" in out
+    code, _, err = run(capsys, "plan", *lengths, "--topology", "g4n1r2")
+    assert code == 2 and "'g4n1r2' is not a term" in err
+
+
+def test_the_command_line_tells_what_wires_take(capsys: pytest.CaptureFixture[str]) -> None:
+    lens = ("--lengths", "90000/70/80/60", "--topology", "g2r2n1", "--wires", "--num-layers", "1")
+    code, out, _ = run(capsys, "plan", *lens, "--intra-gbs", "0.1")
+    makespan_s = float(out.split("makespan ")[1].split(" s")[0])
+    seq_lens = np.array([90_000, 70, 80, 60])
+    compute_s = float(TransformerCost()(seq_lens).sum()) / 544 / 4
+    assert code == 0 and 0.2 > compute_s / makespan_s > 0.0
+    assert f"wires: {1 - compute_s / makespan_s:.0%} of the time" in out
