@@ -38,7 +38,6 @@ from bascule.plan.machine import (
     passes_of,
 )
 from bascule.plan.mesh_choice import DenoisingStep, InferenceMesh, choose_mesh, step_seconds
-from bascule.plan.plan import plan_batch
 from bascule.plan.topology import Topology
 from tests.helpers.cli import run
 from tests.helpers.sparse_studies import even_load
@@ -73,11 +72,6 @@ def test_flux_block_by_hand(seq_len: int, linear_tflops: float, attention_tflops
         assert cost(seq_len) == pytest.approx(expected, rel=1e-12)
 
 
-def test_attention_costs_as_much_as_the_linear_layers_at_six_widths() -> None:
-    both, linear = TransformerCost(512), TransformerCost(512, gamma=0.0)
-    assert both(6 * 512) == pytest.approx(2 * linear(6 * 512))
-
-
 @pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64, np.float32])
 def test_lengths_of_any_type_neither_wrap_nor_lose_precision(dtype: type) -> None:
     lens = np.array([[60_000], [0]], dtype=dtype)
@@ -101,15 +95,6 @@ def test_seconds_are_flops_times_the_measured_rate() -> None:
     np.testing.assert_allclose(cost.seconds([100, 5000]), cost([100, 5000]) * 2e-3, rtol=1e-15)
     assert unit_seconds(cost) == 2e-3 and unit_seconds(PolynomialCost(0.0, 1.0, 0.0)) == 1.0
     assert unit_seconds(TransformerCost(8)) is None and unit_seconds(np.sqrt) is None
-
-
-def test_a_cost_is_a_frozen_value() -> None:
-    cost = TransformerCost(3072, gamma=0.5)
-    assert cost == TransformerCost(3072, gamma=0.5) != TransformerCost(3072, gamma=0.6)
-    with pytest.raises(AttributeError):
-        cost.gamma = 1.0  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(TypeError):
-        TransformerCost(3072, 0.5)  # pyright: ignore[reportCallIssue]
 
 
 def test_what_ranks_compare_of_a_fitted_cost_is_what_they_plan_by() -> None:
@@ -217,18 +202,6 @@ def test_the_slowest_rank_of_a_mesh() -> None:
 )
 def test_bags_that_are_not_aligned_have_few_ranks_in_a_node(spec: str, fewest: list[int]) -> None:
     assert CLUSTER.ranks_in_node(Topology.parse(spec)).tolist() == fewest
-
-
-def test_loads_are_seconds_with_launches() -> None:
-    lens = [[TOKENS], [], [], [], [], [], [], []]
-    plan = plan_batch(lens, "g4n2", COST, cluster=CLUSTER)
-    launches = 2 * LAYERS * 0.25
-    busy = launches + COMPUTE_S / 4 + BYTES / 4 * 3 / 4 / 1e6
-    assert plan.loads == pytest.approx([busy] * 4 + [launches] * 4)
-    assert plan.gap == 0.0
-    single = plan_batch(lens, "g1n8", COST, cluster=CLUSTER)
-    assert single.makespan == pytest.approx(COMPUTE_S)
-    assert plan_batch([[4]] * 8, "g1n8", np.sqrt, cluster=CLUSTER).makespan == 2.0
 
 
 def test_a_step_is_its_passes() -> None:
@@ -345,17 +318,10 @@ def test_what_is_saved_is_loaded_exactly(tmp_path: Path, one: HardwareProfile) -
     assert HardwareProfile.load(path) == one
     saved = json.loads(path.read_text())
     assert saved == {"bascule": "hardware profile", "version": 1, **dataclasses.asdict(one)}
-    # Another tool may write it: keys in another order, and none of those that were added later.
-    for name in ("peak_flops_per_s", "pack_bytes_per_s", "piece_s", "calibration"):
-        del saved[name]
-    other.write_text(json.dumps(dict(reversed(saved.items()))))
-    assert HardwareProfile.load(str(other)) == replace(one, peak_flops_per_s=None)
-
-
-def test_a_cluster_has_the_numbers_of_the_profile() -> None:
-    assert H100.cluster(2, 8) == Cluster(2, 8, 544e12, 80e9, 180e9, 25e9, 10e-6)
-    loops = HardwareProfile.load("h100-knapformer").cluster(1, 2)
-    assert (loops.pack_bytes_per_s, loops.piece_s) == (182e9, 9.25e-6)
+    # Another tool may write it: keys in another order, and only those that are known.
+    known = {name: value for name, value in saved.items() if value is not None}
+    other.write_text(json.dumps(dict(reversed(known.items()))))
+    assert HardwareProfile.load(str(other)) == one
 
 
 def test_attention_is_predicted_by_the_fit_or_by_rates() -> None:
@@ -375,67 +341,47 @@ def test_it_says_whether_anybody_measured_it() -> None:
     assert str(H100).endswith("10 us a launch; assumed from a data sheet, not measured")
     assert "544 TFLOP/s, 180 GB/s in a node, 25 GB/s between nodes" in str(H100)
     assert str(MEASURED) == "two cores: attention fitted with an error of 33.3%; measured"
-    assert str(replace(H100, source="given")).endswith("given, not measured")
     assert str(HardwareProfile(device="new")) == "new: no numbers; given, not measured"
 
 
-def test_profiles_of_data_sheets() -> None:
-    """Each says that nobody measured it, and plans and simulates."""
-    assert len(KNOWN_PROFILES) == 6
-    for name in KNOWN_PROFILES:
-        known = HardwareProfile.load(name)
-        assert "not measured" in str(known) and known.numbers and known.note
-        assert known.cluster(2, 8).num_ranks == 16
-        if known.source == "datasheet":
-            assert name.endswith("-datasheet") and known.peak_flops_per_s is not None
-            sustained = known.matmul_flops_per_s
-            assert sustained == pytest.approx(0.55 * known.peak_flops_per_s, rel=1e-3)
-            assert f"{known.peak_flops_per_s / 1e12:g} TFLOP/s" in known.note
-    assert (H100.matmul_flops_per_s, H100.intra_bytes_per_s) == (544e12, 180e9)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"launch_s": -1.0}, r"launch_s=-1\.0\): must be finite"),
-        ({"launch_s": "1e-5"}, "launch_s='1e-5'"),
-        ({"launch_s": [1.0]}, r"launch_s=\[1\.0\]"),
-        ({"intra_bytes_per_s": math.nan}, "intra_bytes_per_s=nan"),
-        ({"device": None}, "device=None"),
-        ({"source": "guessed"}, "source='guessed'.*datasheet"),
-        ({"version": 2}, "no hardware profile of version 1"),
-        ({"flops": 1.0}, "flops; it must hold device, source, .*, note"),
-        ({"attention": {}}, "AttentionLatency holds no fields; it must hold all_to_all_latency_s"),
-        ({"attention": [1]}, "AttentionLatency holds no fields"),
-        ({"attention": dataclasses.asdict(FIT) | {"p2p_s_per_byte": math.nan}}, "p2p_s_per_byte=n"),
-        ({"attention": dataclasses.asdict(FIT) | {"fit_error": "small"}}, "fit_error='small'"),
-    ],
-)
-def test_a_file_with_other_fields(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    path = tmp_path / "machine.json"
-    path.write_text(json.dumps(H100.to_dict() | changes))
-    with pytest.raises(ConfigError, match=message) as error:
-        HardwareProfile.load(path)
-    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+@pytest.mark.parametrize("name", KNOWN_PROFILES)
+def test_a_known_profile_says_that_nobody_measured_it(name: str) -> None:
+    known = HardwareProfile.load(name)
+    assert "not measured" in str(known) and known.numbers and known.note
+    machine = known.cluster(2, 8)
+    assert (machine.num_ranks, machine.memory_bytes) == (16, known.memory_bytes)
+    assert machine.pack_bytes_per_s == known.pack_bytes_per_s
+    assert machine.piece_s == (known.piece_s or 0.0)
+    if known.source == "datasheet":
+        assert known.peak_flops_per_s is not None
+        sustained = known.matmul_flops_per_s
+        assert sustained == pytest.approx(0.55 * known.peak_flops_per_s, rel=1e-3)
+        assert f"{known.peak_flops_per_s / 1e12:g} TFLOP/s" in known.note
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "not valid JSON"),
-        (b"{", "not valid JSON"),
-        (b"\xff", "cannot read"),
-        (b"[1, 2]", "no hardware profile"),
-        (b"{}", "no hardware profile.*l40s-datasheet"),
+        *((b"", "not valid JSON"), (b"{", "not valid JSON"), (b"\xff", "cannot read")),
+        *((b"[1, 2]", "no hardware profile"), (b"{}", "no hardware profile.*l40s-datasheet")),
         (b'{"bascule": "hardware profile", "version": 1}', "HardwareProfile holds no fields"),
+        ({"launch_s": -1.0}, r"launch_s=-1\.0\): must be finite"),
+        ({"launch_s": [1.0]}, r"launch_s=\[1\.0\]"),
+        ({"intra_bytes_per_s": math.nan}, "intra_bytes_per_s=nan"),
+        ({"version": 2}, "no hardware profile of version 1"),
+        ({"flops": 1.0}, "flops; it must hold device, source, .*, note"),
+        ({"attention": {}}, "AttentionLatency holds no fields; it must hold all_to_all_latency_s"),
+        ({"attention": [1]}, "AttentionLatency holds no fields"),
+        ({"attention": dataclasses.asdict(FIT) | {"p2p_s_per_byte": math.nan}}, "p2p_s_per_byte=n"),
     ],
 )
-def test_a_file_that_holds_no_profile(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_holds_no_profile(tmp_path: Path, content: Any, message: str) -> None:
     path = tmp_path / "machine.json"
-    path.write_bytes(content)
+    is_text = isinstance(content, bytes)
+    path.write_bytes(content if is_text else json.dumps(H100.to_dict() | content).encode())
     with pytest.raises(ConfigError, match=message) as error:
         HardwareProfile.load(path)
-    assert str(path) in str(error.value)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
         HardwareProfile.load(tmp_path / "missing.json")
 

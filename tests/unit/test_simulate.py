@@ -445,6 +445,9 @@ def test_gpu_hours_of_an_epoch(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (("--lengths", "4/5", "--ranks-per-node", "3"), "2 ranks fill no whole nodes"),
         (("--lengths", "4/5", "--report", "/no/such/place"), "--report"),
         (("--lengths", "4/5", "--json", "/no/such/place"), "--json"),
+        (("--lengths", "4/5", "--step", "7"), "lengths are as given"),
+        (("--lengths", "4/5", "--seed", "7"), "lengths are as given"),
+        (("--lengths", "4/5", "--traces", __file__), "give a folder"),
         ((), "give one of --lengths"),
     ],
 )
@@ -483,15 +486,3 @@ def test_simulated_steps_read_as_measured_ones(tmp_path: Path) -> None:
         exchanges = ("ulysses", "ring", "routing", "loader", "all_gather", "reduce_scatter")
         near(parts.communication + parts.waiting, summed("waiting", *exchanges))
         near(parts.waiting, summed("waiting"), atol=2e-3)  # unlike exposed reductions
-
-
-def test_what_would_be_ignored_is_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    given = ("simulate", "--lengths", "4/5", "--topologies", "none")
-    for option, said in (("--step", "lengths are as given"), ("--seed", "lengths are as given")):
-        code, _, err = run(capsys, *given, option, "7")
-        assert code == 2 and said in err
-    (tmp_path / "file").write_text("")
-    code, out, err = run(capsys, *given, "--traces", str(tmp_path / "file"))
-    assert code == 2 and "give a folder" in err and out == ""

@@ -251,6 +251,8 @@ def in_a_ring(
         ("g4r2n1", 4, 2, 4, False),
         ("g1r8n1", 1, 8, 1, False),
         ("g8n1", 8, 1, 4, False),
+        ("g4n2", 4, 1, 4, True),
+        ("g1n8", 1, 1, 1, True),
     ],
 )
 @pytest.mark.parametrize("length", [10, 1_000, 30_000, 1_000_000])
