@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from bascule.comm.groups import this_world
 from bascule.comm.mean import mean_gradient
@@ -33,6 +34,8 @@ for _name, _schema in _SCHEMAS.items():
 exchange = torch.ops.bascule.exchange.default
 count_routed = torch.ops.bascule.count_routed.default
 mean = torch.ops.bascule.mean.default
+for _operator in (exchange, mean):  # one of no rows is still waited for by other ranks
+    has_side_effect(_operator)
 
 ADJOINT = {
     "route": "restore",

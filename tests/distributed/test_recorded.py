@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -137,10 +138,13 @@ def test_ranks_of_which_some_are_compiled_fit_together() -> None:
     run_ranks(partial(compiled, "g2n1", eager_ranks=[1]), 2)
 
 
-@pytest.mark.stress
+@pytest.mark.slow
 def test_inductor_gives_the_same() -> None:
-    """Route and samples in one graph: by the setting that `docs/limits.md` asks for."""
-    run_ranks(partial(compiled, "g2n1", "inductor", num_steps=2), 2)
+    """Also where a rank has no rows, and so does not use what an exchange brings.
+
+    Route and samples are in one graph: by the setting that `docs/limits.md` asks for.
+    """
+    run_ranks(partial(compiled, "g2n1", "inductor", num_steps=1), 2)
 
 
 def dropped() -> None:
@@ -451,7 +455,9 @@ def nodes_of_a_ring() -> list[str]:
 
     leaves = tensors(MESH_CASES[1], mesh, layout)
     mask = make_mask("key padding", 2, 7, layout.seq_len, torch.float32)
-    compiled = torch.compile(attend, fullgraph=True, backend=aot_autograd(fw_compiler=note))
+    # Inductor parts forward and backward so.
+    backend = aot_autograd(fw_compiler=note, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
     outcome(compiled, leaves, mask)
     return seen
 

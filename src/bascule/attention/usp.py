@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from bascule.attention import overlap
 from bascule.attention.call import AttentionCall
@@ -155,6 +156,8 @@ torch.library.define(
 )
 attend_op = torch.ops.bascule.attend.default
 _backward_op = torch.ops.bascule.attend_backward.default
+for _operator in (attend_op, _backward_op):  # one of no rows is still waited for by other ranks
+    has_side_effect(_operator)
 
 
 @torch.library.impl("bascule::attend", "CompositeExplicitAutograd")
