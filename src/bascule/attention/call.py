@@ -28,18 +28,14 @@ Tiles = Sequence[Sequence[Tile]]
 """By ring rank, what the queries here see of its keys."""
 
 
-def _count_nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
     """What is fixed of an attention; made by a step, a mesh or a sparse plan."""
 
     kernel: AttentionKernel  # computes a tile
     scale: float  # factor of the scores, above 0
-    # from a mask (None if there is none) to what queries here see
-    tiles: Callable[[Tensor | None], Tiles]
+    # what queries here see; a function of the mask (None if there is none) where it depends on it
+    tiles: Tiles | Callable[[Tensor | None], Tiles]
     kv_lens: Sequence[int]  # (R,) keys that each ring rank has at home
     ring: RankGroup | None = None  # the ranks that pass keys and values on; None for one
     # how ranks share heads; None: this rank's tokens are all of its ring place
@@ -53,7 +49,7 @@ class AttentionCall:
     # S, this rank's heads of queries and of keys (0 each where no heads are shared), then the
     # segments of a layout, or the number of a step
     sizes: Sequence[int] = ()
-    count: Callable[[], object] = _count_nothing  # called after each forward
+    count: Callable[[], object] | None = None  # called after each forward
 
     def owner(self, turn: int) -> int:
         """Ring rank whose keys are at hand in a round."""

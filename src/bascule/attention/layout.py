@@ -206,23 +206,6 @@ def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: i
     return take_runs(x, found, dim)
 
 
-def with_replicated(
-    own: Tensor, whole: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: int
-) -> Tensor:
-    """A rank's tokens, from those that it answers for and all tokens of replicated segments."""
-    parts: list[Tensor] = []
-    own_at = whole_at = 0
-    for segment, runs in enumerate(layout.own(*place)):
-        length = layout.segments[segment]
-        if segment in layout.replicated:
-            parts.append(whole.narrow(dim, whole_at, length))
-            whole_at += length
-        else:
-            parts.append(own.narrow(dim, own_at, num_tokens(runs)))
-        own_at += num_tokens(runs)
-    return torch.cat(parts, dim)
-
-
 def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:
     """Return where the runs of some rows lie, one row after the other, by columns."""
     ends = list(accumulate(stop - start for row in runs for start, stop in row))

@@ -127,7 +127,6 @@ def _made(
         heads = HeadExchange(mesh.ulysses, shares, *layout.exchanged(ring))
         first = shares.first(ulysses)
         own = slice(first * each, (first + shares.of(ulysses)) * each)
-    fixed = None if has_bias else tiles_of(layout, ring, None, causal, like)
     form = "tiles", layout, ring, causal, own.start, own.stop, q.dtype, q.device
 
     def cut(mask: Tensor | None) -> Tiles:
@@ -137,13 +136,13 @@ def _made(
         return tiles_of(layout, ring, mask, causal, like)
 
     def tiles(mask: Tensor | None) -> Tiles:
-        return kept_of(mask, form, partial(cut, mask)) if fixed is None else fixed
+        return kept_of(mask, form, partial(cut, mask))
 
     asked = {"dtype": q.dtype, "head_dim": q.shape[-1], "has_bias": has_bias}
     return AttentionCall(
         kernel=select_kernel(settings.kernel, q.device.type, **asked),
         scale=settings.factor,
-        tiles=tiles,
+        tiles=tiles if has_bias else cut(None),
         kv_lens=layout.ring_lens,
         ring=mesh.ring,
         heads=heads,

@@ -31,7 +31,9 @@ def forward(
     heads, wire = call.heads, call.wire
     assert heads is not None
     own = heads.own_tokens
-    own_q, own_k, own_v = [_arrived(heads.own_heads(x), wire).transpose(1, 2) for x in xs]
+    mine = [heads.own_heads(x) for x in xs]
+    mine = mine if wire is None else [_arrived(x, wire) for x in mine]
+    own_q, own_k, own_v = [x.transpose(1, 2) for x in mine]
     arrive = heads.start_to_heads(xs, call.where, wire)
     merged = Merged(own_q)
     try:
@@ -67,13 +69,14 @@ def forward(
     done, lse[:, :, own] = merged.result()
     out[:, own] = done.transpose(1, 2)
     ((home,),) = arrived
-    heads.own_heads(home).copy_(_arrived(out[:, own], wire))
+    mine = out[:, own] if wire is None else _arrived(out[:, own], wire)
+    heads.own_heads(home).copy_(mine)
     return home, whole, out, lse
 
 
-def _arrived(x: Tensor, wire: Wire | None) -> Tensor:
+def _arrived(x: Tensor, wire: Wire) -> Tensor:
     """(B, T, heads, D) as it would come by the wire."""
-    return x if wire is None else wire.unpack(wire.pack(x, 1), x.dtype, 1)
+    return wire.unpack(wire.pack(x, 1), x.dtype, 1)
 
 
 def _attend(

@@ -8,7 +8,6 @@ Shapes: C tokens on this rank, S tokens of its Ulysses group, H heads, K key-val
 width, n sequences of the bag; R ring ranks, G Ulysses ranks.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from bascule.arrays import Ints, cumulative, ranges, sums_by
 from bascule.attention import usp
-from bascule.attention.call import AttentionCall, Tile, Tiles
+from bascule.attention.call import AttentionCall, Tile
 from bascule.attention.inputs import check_settings, check_tensors, with_positive_scale
 from bascule.attention.kernels.protocol import AttentionKernel
 from bascule.attention.kernels.registry import select_kernel
@@ -135,7 +134,7 @@ class Bag:
         chosen, group = packed_kernel(kernel, q), self.mesh.ulysses
         if kind == "contexts":
             tiles = [self.context_tiles]
-            return AttentionCall(chosen, scale, _always(tiles), [k.shape[0]], **names)
+            return AttentionCall(chosen, scale, tiles, [k.shape[0]], **names)
         heads = None
         if group is not None:
             shares = HeadShares.split(k.shape[1], self.degree)
@@ -143,16 +142,12 @@ class Bag:
         return AttentionCall(
             kernel=chosen,
             scale=scale,
-            tiles=_always(self.causal_tiles if kind == "causal" else self.tiles),
+            tiles=self.causal_tiles if kind == "causal" else self.tiles,
             kv_lens=self.pieces.kv_lens,
             ring=self.pieces.group,
             heads=heads,
             **names,
         )
-
-
-def _always(tiles: Tiles) -> Callable[[Tensor | None], Tiles]:
-    return lambda _: tiles
 
 
 def _rows_of(wanted_lens: Ints) -> Ints:
@@ -191,7 +186,7 @@ def attend_packed(
     q_THD, factor = with_positive_scale(q_THD, scale)
     tile = Tile(slice(None), slice(None), AttentionMask(causal=causal, packed=seqs))
     chosen = packed_kernel(kernel, q_THD)
-    call = AttentionCall(chosen, factor, _always([[tile]]), [sum(seqs.kv_lens)])
+    call = AttentionCall(chosen, factor, [[tile]], [sum(seqs.kv_lens)])
     return usp.attend(q_THD, k_TKD, v_TKD, call)
 
 

@@ -13,13 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bascule.attention.layout import (
-    Run,
-    SequenceLayout,
-    num_tokens,
-    take_runs,
-    with_replicated,
-)
+from bascule.attention.layout import SequenceLayout, num_tokens, take_runs
 from bascule.comm.collectives import all_gather, reduce_scatter
 from bascule.comm.mesh import AttentionMesh, Place, mesh_named
 
@@ -43,17 +37,14 @@ def replicated(own: Tensor, ranks: Place, layout: SequenceLayout) -> Tensor:
     """(B, H, a rank's tokens, D), of replicated segments all, from (B, H, T, D)."""
     if ranks.degrees == (1, 1):
         return own
-    runs: list[Run] = []
-    at = 0
-    for segment, spans in enumerate(layout.own(*ranks.place)):
-        length = num_tokens(spans)
-        if segment in layout.replicated:
-            runs.append((at, at + length))
-        at += length
-    segments = [layout.segments[segment] for segment in sorted(layout.replicated)]
-    rows = take_runs(own, runs, 2).movedim(2, 0)
-    whole = gather_tokens(rows, segments, form_of(ranks, layout), True)
-    return with_replicated(own, whole.movedim(0, 2), layout, ranks.place, 2)
+    parts = list(own.split([num_tokens(runs) for runs in layout.own(*ranks.place)], 2))
+    chosen = sorted(layout.replicated)
+    segments = [layout.segments[segment] for segment in chosen]
+    rows = torch.cat([parts[segment] for segment in chosen], 2).movedim(2, 0)
+    whole = gather_tokens(rows, segments, form_of(ranks, layout), True).movedim(0, 2)
+    for segment, part in zip(chosen, whole.split(segments, 2), strict=True):
+        parts[segment] = part
+    return torch.cat(parts, 2)
 
 
 @torch.library.custom_op("bascule::gather_tokens", mutates_args=())

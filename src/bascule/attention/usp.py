@@ -75,10 +75,11 @@ def forward(
     (B, S, heads of q, D) what came of it, None each where no heads are shared; and (B, heads of q,
     S) its LSE.
     """
-    tiles, heads = call.tiles(mask), call.heads
+    tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     if heads is None:
         out, lse = ring_forward(_by_head(q), _by_head(k), _by_head(v), tiles, call)
-        call.count()
+        if call.count is not None:
+            call.count()
         # In place: a view could not be written to by who gets it.
         return out if q.dim() == 4 else out.transpose_(1, 2).squeeze_(0), None, None, lse
     xs = [x[None] if x.dim() == 3 else x.transpose(1, 2) for x in (q, k, v)]
@@ -89,7 +90,8 @@ def forward(
         out, lse = ring_forward(*_parts(whole, heads.own_kv_heads), tiles, call)
         out = out.transpose(1, 2)
         (own,) = heads.start_to_tokens(out, [out.shape[2]], call.where, call.wire)()
-    call.count()
+    if call.count is not None:
+        call.count()
     return own.transpose_(1, 2) if q.dim() == 4 else own.squeeze_(0), whole, out, lse
 
 
@@ -101,7 +103,7 @@ def backward(
     `kept` are `whole`, `out` and `lse` of the forward; where no heads are shared q, k, v, the
     output at home and its LSE.
     """
-    tiles, heads = call.tiles(mask), call.heads
+    tiles, heads = call.tiles(mask) if callable(call.tiles) else call.tiles, call.heads
     with shared(f"{call.where}, backward"):
         if heads is None:
             *tensors, lse = kept
@@ -115,7 +117,7 @@ def backward(
         grads = ring_backward(grad_here, saved, tiles, call)
         together = torch.cat(grads, 1).transpose(1, 2)
         own = heads.start_to_tokens(together, [x.shape[1] for x in grads], call.where)()
-    return tuple(x.transpose(1, 2) if grad.dim() == 4 else x[0] for x in own)
+    return tuple([x.transpose(1, 2) if grad.dim() == 4 else x[0] for x in own])
 
 
 def _by_head(x: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def backward_each(
 ) -> Grads:
     """Return the gradients of `forward_each`, by a `backward` that takes one at a time."""
     q, k, v, out, lse, mask, scale = done
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide_dtype(x)) for x in (q, k, v))
+    wide = wide_dtype(q)
+    dq, dk, dv = [torch.zeros_like(x, dtype=wide) for x in (q, k, v)]
     alone = AttentionMask(causal=mask.causal)
     of_queries, of_keys = [dq, grad, q, out, lse], [dk, dv, k, v]
     for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _by_sequence(mask, of_queries, of_keys):

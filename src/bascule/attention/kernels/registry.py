@@ -97,7 +97,7 @@ class CpuFlashKernel:
         # In float32 at least: torch is slow in 16 bits, and rounds parts.
         *qkv_out, lse, mask, scale = done
         wide = wide_dtype(done.q)
-        grad, q, k, v, out = (with_adjacent_values(x.to(wide)) for x in (grad, *qkv_out))
+        grad, q, k, v, out = [with_adjacent_values(x.to(wide)) for x in (grad, *qkv_out)]
         done = Attended(q, k, v, out, lse, mask, scale)
         if mask.packed is not None:
             return backward_each(self._gradients, grad, done)

@@ -114,7 +114,7 @@ class SparseTables:
         return AttentionCall(
             kernel=select_kernel(kernel, q.device.type, **form),
             scale=scale,
-            tiles=lambda _: tiles,
+            tiles=tiles,
             kv_lens=[int(there.lens.sum()) * self.batch for there in self.kv_rows],
             ring=self.ranks.ring,
             where="sparse attention",
