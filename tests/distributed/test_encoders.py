@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import bascule
 from bascule.encoders import BalancedEncoder, EncoderOptions
 from tests.helpers.encoder_cases import (
     check_failing_image,
+    check_gradients,
     check_items,
     check_long_video,
     check_padded_texts,
     check_vlm,
+    gradients_of,
 )
 from tests.helpers.oracle import packed_attention
 from tests.helpers.ranks import raised_by, run_ranks
@@ -71,6 +72,10 @@ def loss_of(features: list[Both], rank: int) -> Tensor:
     return total
 
 
+def length_of(item: dict[str, Any]) -> int:
+    return item["x"].shape[1]
+
+
 def summed(tensor: Tensor) -> Tensor:
     total = tensor.clone()
     torch.distributed.all_reduce(total)
@@ -81,48 +86,36 @@ def close(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
 
-def expected_of(items: list[dict[str, Any]], rank: int) -> tuple[list[Both], list[Tensor]]:
-    """Features without balancing, and the sum over ranks of the gradients of the parameters."""
-    toy = Toy()
-    features = [toy(**item) for item in items]
-    loss = loss_of(features, rank) + 0.0 * sum(p.sum() for p in toy.parameters())
-    loss.backward()
-    return features, [summed(p.grad) for p in toy.parameters() if p.grad is not None]
-
-
 def check_toy(counts: list[int], way: str) -> str:
     rank = torch.distributed.get_rank()
-    items = items_of(rank, counts)
-    expected, expected_grads = expected_of(items, rank)
+    items, plain, toy = items_of(rank, counts), Toy(), Toy()
+    expected = [plain(**item) for item in items]
+    (loss_of(expected, rank) + 0.0 * sum(p.sum() for p in plain.parameters())).backward()
     expected_inputs = [item["x"].grad.clone() for item in items]
     for item in items:
         item["x"].grad = None
-    if way == "frozen inputs":
-        for item in items:
-            item["x"].requires_grad_(False)
-    toy = Toy()
+        item["x"].requires_grad_(way != "frozen inputs")
     module: nn.Module = toy
     if way == "fsdp":
         fully_shard(toy.inner)
         fully_shard(toy)
     if way == "ddp":
         module = nn.parallel.DistributedDataParallel(toy)
-    encoder = BalancedEncoder(module, length_fn=lambda item: item["x"].shape[1], cost=COST)
-    if way == "checkpoint":
-        kept: list[Any] = []
+    encoder, kept = BalancedEncoder(module, length_fn=length_of, cost=COST), list[Any]()
 
-        def encode(marker: Tensor) -> Tensor:
-            features = encoder(items)
-            kept[:] = [features]
-            return features.attach(loss_of(features, rank) + 0.0 * marker)
-
-        loss = checkpoint(encode, torch.zeros((), requires_grad=True), use_reentrant=False)
-        features = kept[0]
-    else:
+    def encode(marker: Tensor) -> Tensor:
         features = encoder(items)
-        loss = features.attach(loss_of(features, rank))
-    assert len(features) == len(expected)
-    for found, one in zip(features, expected, strict=True):
+        kept[:] = features
+        return features.attach(loss_of(features, rank) + 0.0 * marker)
+
+    marker = torch.zeros((), requires_grad=True)
+    if way == "checkpoint":
+        loss = checkpoint(encode, marker, use_reentrant=False)
+        assert isinstance(loss, Tensor)
+    else:
+        loss = encode(marker)
+    assert len(kept) == len(expected)
+    for found, one in zip(kept, expected, strict=True):
         close(found.first, one.first)
         close(found.rest[0], one.rest[0])
         torch.testing.assert_close(found.rest[1], one.rest[1])
@@ -130,17 +123,7 @@ def check_toy(counts: list[int], way: str) -> str:
     if way != "frozen inputs":
         for item, grad in zip(items, expected_inputs, strict=True):
             close(item["x"].grad, grad)
-    for parameter, grad in zip(toy.parameters(), expected_grads, strict=True):
-        own = parameter.grad
-        assert own is not None
-        if way == "fsdp":
-            assert isinstance(own, DTensor)
-            close(own.full_tensor() * len(counts), grad)
-        elif way == "ddp":
-            close(own * len(counts), grad)
-        else:
-            close(summed(own), grad)
-    assert encoder.last is not None
+    check_gradients(gradients_of(toy, way == "ddp"), gradients_of(plain))
     return str(encoder.last)
 
 
@@ -240,7 +223,7 @@ def test_a_padded_batch_of_texts_is_encoded_as_by_the_module() -> None:
 
 def failures() -> list[tuple[list[str], str]]:
     rank = torch.distributed.get_rank()
-    encoder = BalancedEncoder(Toy(), length_fn=lambda item: item["x"].shape[1], cost=COST)
+    encoder = BalancedEncoder(Toy(), length_fn=length_of, cost=COST)
     x, ids = torch.ones(1, 4, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64)
     good = [{"x": x, "ids": ids}] * 3
     bad: list[list[dict[str, Any]]] = [
@@ -281,7 +264,7 @@ def fails_when_sharded() -> tuple[list[str], str]:
     rank, toy = torch.distributed.get_rank(), Toy()
     fully_shard(toy.inner)
     fully_shard(toy)
-    encoder = BalancedEncoder(toy, length_fn=lambda item: item["x"].shape[1], cost=COST)
+    encoder = BalancedEncoder(toy, length_fn=length_of, cost=COST)
     x, ids = torch.ones(1, 4, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64)
     kinds, text = raised_by(encoder, [{"x": x, "ids": ids + 13 * (rank == 1)}])
     return kinds, text
@@ -310,7 +293,7 @@ def choices() -> list[str]:
     def encode(**options: Any) -> str:
         encoder = BalancedEncoder(
             Toy(),
-            length_fn=lambda item: item["x"].shape[1],
+            length_fn=length_of,
             cost=COST,
             options=EncoderOptions(**options),
         )
@@ -390,9 +373,7 @@ def encoder_before_bags(topology: str, stays: bool) -> tuple[str, list[float], l
     loss = expected.loss(packed_attention(*expected.qkv_of(tokens), lens[rank])[0], ids)
     loss.backward()
     options = EncoderOptions(cluster=CARRIED if stays else None)
-    encoder = BalancedEncoder(
-        toy, length_fn=lambda item: item["x"].shape[1], cost=COST, options=options
-    )
+    encoder = BalancedEncoder(toy, length_fn=length_of, cost=COST, options=options)
     features = encoder(items)
     assert encoder.last is not None
     assert encoder.last.num_moved == (0 if stays else 1)
@@ -403,15 +384,8 @@ def encoder_before_bags(topology: str, stays: bool) -> tuple[str, list[float], l
     found = backbone.loss(step.attend(*backbone.qkv_of(moved["tokens"])), moved["ids"])
     close(summed(found.detach()), summed(loss.detach()))
     features.attach(found).backward()
-    pairs = zip(
-        [*toy.parameters(), *backbone.parameters()],
-        [*plain.parameters(), *expected.parameters()],
-        strict=True,
-    )
-    for ours, theirs in pairs:
-        assert ours.grad is not None or theirs.grad is None
-        if theirs.grad is not None and ours.grad is not None:
-            close(summed(ours.grad), summed(theirs.grad))
+    for ours, theirs in ((toy, plain), (backbone, expected)):
+        check_gradients(gradients_of(ours), gradients_of(theirs))
     after = (apart.plan.loads + encoder.last.loads).tolist()
     return str(encoder.last), step.plan.loads.tolist(), after
 
@@ -435,10 +409,10 @@ def recomputed() -> tuple[str, str]:
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(1, 8, 4, generator=generator, dtype=torch.float64)
     items = [{"x": x[:, :n], "ids": torch.tensor([[n]])} for n in ([1], [3, 3], [2])[rank]]
-    grads = list[list[Tensor]]()
+    grads = list[dict[str, Tensor]]()
     for recomputes in (False, True):
         toy = Toy()
-        encoder = BalancedEncoder(toy, length_fn=lambda item: item["x"].shape[1], cost=COST)
+        encoder = BalancedEncoder(toy, length_fn=length_of, cost=COST)
 
         def encode(marker: Tensor, encoder: BalancedEncoder = encoder) -> Tensor:
             return torch.cat([one.first.flatten() for one in encoder(items)])
@@ -447,10 +421,9 @@ def recomputed() -> tuple[str, str]:
         found = checkpoint(encode, marker, use_reentrant=False) if recomputes else encode(marker)
         assert isinstance(found, Tensor)
         (found * torch.arange(found.numel()).sin()).sum().backward()
-        grads.append([summed(p.grad) for p in toy.parameters() if p.grad is not None])
+        grads.append(gradients_of(toy))
         said.append(str(encoder.last))
-    for found, expected in zip(*grads, strict=True):
-        close(found, expected)
+    check_gradients(*grads)
     return said[0], said[1]
 
 

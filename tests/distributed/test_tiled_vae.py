@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from bascule.encoders import EncoderOptions, EncoderTable, TiledVAE
+from tests.helpers.encoder_cases import check_gradients, gradients_of
 from tests.helpers.pages import ROOT
 from tests.helpers.ranks import raised_by, run_ranks
 from tests.helpers.tile_cases import (
@@ -86,7 +87,7 @@ def test_a_call_has_as_many_tiles_as_the_models_own() -> None:
     assert sum(map(len, several)) < 2 * sum(map(len, one))
 
 
-def check_gradients(kind: str) -> None:
+def check_training(kind: str) -> None:
     """Of images, and of all parameters; one rank has an image, and one has none."""
     rank = dist.get_rank()
     plain, vae = tiny_vae(kind).double(), tiny_vae(kind).double()
@@ -96,29 +97,16 @@ def check_gradients(kind: str) -> None:
         found = values_of(getattr(tiled, way)(x))
         weights = torch.arange(found.numel(), dtype=DOUBLE).sin().view_as(found)
         (found * weights).sum().backward()
-        y, pairs = x.detach().requires_grad_(), list[tuple[Tensor, Tensor]]()
         if rank == 0:
+            y = x.detach().requires_grad_()
             (own_tiled(plain, way, y) * weights).sum().backward()
-            assert x.grad is not None and y.grad is not None
-            pairs.append((x.grad, y.grad))
-        for one, other in zip(vae.parameters(), plain.parameters(), strict=True):
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in (one, other)]
-            pairs.append((_summed(grads[0]), _summed(grads[1])))
-        everything = sum(float(grad.square().sum()) for _, grad in pairs[1 - rank :]) ** 0.5
-        assert everything > 0
-        for one, grad in pairs:
-            assert (one - grad).norm() <= 1e-10 * grad.norm() + 1e-13 * everything
-
-
-def _summed(x: Tensor) -> Tensor:
-    total = x.detach().clone()
-    dist.all_reduce(total)
-    return total
+            torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-12)
+        check_gradients(gradients_of(vae), gradients_of(plain))
 
 
 def all_train() -> None:
     for kind in ("kl", "wan", "qwen"):
-        check_gradients(kind)
+        check_training(kind)
 
 
 def test_gradients_are_those_of_the_models_own_tiles() -> None:
