@@ -44,10 +44,8 @@ class Source:
     def homes(self, ceiling: float) -> Homes:
         """The bags that sequences prefer; what is away is tokens (up to remainders).
 
-        With nodes those that leave their node; then those that leave their rank break ties.
-
-        Args:
-            ceiling: Makespan that no bag may pass, in units of the solver's work.
+        With nodes those that leave their node; then those that leave their rank break ties. No bag
+        may pass the ceiling, a makespan in units of the solver's work.
         """
         lens, kept = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
         if self.cluster is None or self.cluster.num_nodes == 1:
@@ -66,14 +64,11 @@ def node_shares(topology: Topology, cluster: Cluster) -> Floats:
 
 
 def bring_home(decision: Decision, source: Source, tolerance: float | None) -> Decision:
-    """Change a plan so that fewer tokens leave home; its makespan stays within the tolerance.
+    """Change the earliest plan so that fewer tokens leave home.
 
-    Args:
-        decision: The earliest that was found.
-        source: Where the sequences were loaded.
-        tolerance: None only relabels equal bags, and moves nothing where the batch as loaded ends
-            as early and is as even; 0 moves nothing where it ends as early; 0.01 accepts a makespan
-            1 % above the one found.
+    A tolerance of 0.01 accepts a makespan 1 % above the one found; 0 moves nothing where the batch
+    as loaded ends as early; None only relabels equal bags, and moves nothing where it ends as early
+    and is as even.
     """
     problem = decision.problem
     if not source.lens.size or problem.num_bins == 1:
@@ -93,17 +88,15 @@ def bring_home(decision: Decision, source: Source, tolerance: float | None) -> D
     else:
         bag_of = relabel(problem, decision.bag_of, homes)
         if tolerance is not None and not problem.limited:
-            ranks = -problem.work, problem.work
-            mostly = [
-                part for rank in ranks if (part := _keep_part(problem, homes, rank)) is not None
-            ]
+            kept = (_keep_part(problem, homes, rank) for rank in (-problem.work, problem.work))
+            mostly = [part for part in kept if part is not None]
             relabelled = [relabel(problem, part, homes) for part in mostly]
             bag_of = min([bag_of, *mostly, *relabelled], key=homes.total_away)
     return Decision.of(problem, bag_of, decision.lower_bound)
 
 
 def _is_as_even(first: Decision, second: Decision) -> bool:
-    """Whether the slowest bag of the first that differs from that of the second is no slower."""
+    """Return whether the slowest bag that differs from the second's is no slower than that."""
     loads, others = np.sort(first.loads)[::-1], np.sort(second.loads)[::-1]
     differ = np.flatnonzero((loads > others * _SAME) | (others > loads * _SAME))
     return not differ.size or bool(loads[differ[0]] < others[differ[0]])
@@ -113,12 +106,7 @@ def _keep_part(problem: Problem, homes: Homes, rank: Floats) -> Ints | None:
     """The sequences of lowest rank kept in each bag, as many as leave the others a place.
 
     The longest are kept, as short ones fill what is left; or the shortest, as long ones save most
-    time a token moved. None if nothing ends by the ceiling.
-
-    Args:
-        problem: Sequences and bags, without limits.
-        homes: The bag of each sequence, and the ceiling.
-        rank: (num_seqs,) what decides on who stays.
+    time a token moved. None if nothing ends by the ceiling. Knows no limits.
     """
     home = homes.bins
     work = problem.kind_work[problem.kind_of[home], np.arange(home.size)]

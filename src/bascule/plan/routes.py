@@ -155,13 +155,9 @@ def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
 
 
 def sending(first: Ints, lens: Ints, dest: Ranks, num_ranks: int) -> tuple[Ints, Ints]:
-    """Row to send at each place, and rows to each rank: by destination, then as listed.
+    """Return the row to send at each place, and rows to each rank: by destination, then as listed.
 
-    Args:
-        first: (n,) first row of each item.
-        lens: (n,) its rows.
-        dest: (n,) rank that gets it.
-        num_ranks: All ranks.
+    Of (n,) items: the first row of each, its rows, and the rank that gets it.
     """
     order = np.argsort(dest, kind="stable")
     return ranges(first[order], lens[order]), sums_by(dest, lens, num_ranks)
@@ -177,25 +173,15 @@ def _inverse_permutation(index: Ints | None) -> Ints | None:
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """The chunks of a plan's sequences, or of their documents; here both are called parts.
-
-    Attributes:
-        topology: The bags.
-        seq_lens: (n,) tokens of each part.
-        bag_of: (n,) its bag.
-        is_zigzag: Whether rings have an early and a late chunk of each part on a rank.
-        seqs: (n,) the sequence of each part, ascending.
-        begins: (n,) its first position in the sequence.
-        whole_lens: (n,) tokens of the sequence.
-    """
+    """The chunks of a plan's sequences, or of their documents; here both are called parts."""
 
     topology: Topology
-    seq_lens: Ints
-    bag_of: Ints
-    is_zigzag: bool
-    seqs: Ints
-    begins: Ints
-    whole_lens: Ints
+    seq_lens: Ints  # (n,) tokens of each part
+    bag_of: Ints  # (n,) its bag
+    is_zigzag: bool  # whether rings have an early and a late chunk of each part on a rank
+    seqs: Ints  # (n,) the sequence of each part, ascending
+    begins: Ints  # (n,) its first position in the sequence
+    whole_lens: Ints  # (n,) tokens of the sequence
 
     @classmethod
     def of(cls, topology: Topology, seq_lens: Ints, bag_of: Ints, masks: Masks | None) -> Self:

@@ -35,22 +35,16 @@ _ROUNDING = 1e-12
 class DealRules:
     """What a deal must keep, and what it minimises.
 
-    Attributes:
-        shape: Ranks and microbatches.
-        sync: As for `plan_step`: when ranks wait for each other.
-        limits: Tokens, and samples, of a cell; hard.
-        even_counts: Whether cells get as many samples each as can be; else at least one.
-        padded: Whether a cell costs its samples times the dearest of them, and has as many tokens
-            as if all were as long as the longest; else both are sums.
-        tolerance: Gap to the bound at which the search stops.
+    Cells of padded samples cost their number times the dearest of them, and have as many tokens as
+    if all were as long as the longest; of others both are sums.
     """
 
-    shape: StepShape
-    sync: Sync = "microbatch"
-    limits: Limits | None = None
-    even_counts: bool = True
+    shape: StepShape  # ranks and microbatches
+    sync: Sync = "microbatch"  # when ranks wait for each other, as for `plan_step`
+    limits: Limits | None = None  # tokens, and samples, of a cell; hard
+    even_counts: bool = True  # cells get as many samples each as can be; else at least one
     padded: bool = False
-    tolerance: float = 0.01
+    tolerance: float = 0.01  # gap to the bound at which the search stops
 
     def limits_of(self, num_samples: int) -> Limits | None:
         """Limits of a cell in a step of so many samples."""

@@ -36,17 +36,9 @@ def free_pieces(
     the level allows. O(num_cells log(1 / tolerance)). With several, that and the levels which a
     dynamic programme over a grid of them finds, O(n (log num_ranks + accumulate)), are improved.
 
-    Args:
-        ranked: (n,) costs, descending.
-        most: (n,) most samples of a piece that begins there, as limits allow.
-        shape: Ranks and microbatches.
-        tolerance: Relative error of the level.
-
-    Returns:
-        (num_cells,) lengths, and a level at which no step with one microbatch ends.
-
-    Raises:
-        PlanError: The limits leave samples over.
+    Of (n,) costs, descending, and the (n,) most samples of a piece that begins there, as limits
+    allow; a PlanError says that they leave samples over. Returns (num_cells,) lengths, and a level
+    at which no step with one microbatch ends.
     """
     costs, allowed = ranked.tolist(), most.tolist()
     if _pieces(costs, allowed, shape, [np.inf] * shape.accumulate) is None:

@@ -27,21 +27,15 @@ class Regions:
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Where items would rather be, and what it costs to be elsewhere.
+    """Where items would rather be, and what it costs to be elsewhere."""
 
-    Attributes:
-        bins: (items,) preferred bin; -1 for none.
-        weights: (items,) what it costs to be in another bin; 0 where there is no preferred one.
-        ceiling: Completion time that no bin may pass, in units of work per unit of speed.
-        kept: (bins,) share of the weight that the preferred bin saves; 1 if None.
-        regions: What else is preferred, if anything.
-    """
-
-    bins: Ints
-    weights: Floats
-    ceiling: float
-    kept: Floats | None = None
-    regions: Regions | None = None
+    bins: Ints  # (items,) preferred bin; -1 for none
+    weights: (
+        Floats  # (items,) what it costs to be in another bin; 0 where there is no preferred one
+    )
+    ceiling: float  # completion time that no bin may pass, in units of work per unit of speed
+    kept: Floats | None = None  # (bins,) share of the weight that the preferred bin saves; else 1
+    regions: Regions | None = None  # what else is preferred
 
     def away(self, items: Ints, bins: Ints) -> Floats:
         """Weight that is away if each item is in the bin given for it; broadcasts."""

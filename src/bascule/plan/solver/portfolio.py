@@ -77,20 +77,15 @@ class Solution:
 def solve(
     problem: Problem, tolerance: float | None = None, *, enough: float = 0.0, quick: bool = False
 ) -> Solution:
-    """The best assignment that the portfolio finds within the limits.
+    """Return the best assignment that the portfolio finds within the limits.
 
     Bins of one kind: starts without limits, the best of them improved. Several kinds: the same at
     the costs of guessed kinds, the best of which are improved at true costs. Limits: what was found
-    so far is repaired and improved, then starts that put the limits first.
+    so far is repaired and improved, then starts that put the limits first; a PlanError says what
+    misses by how much.
 
-    Args:
-        problem: Items, bins and limits.
-        tolerance: Gap at which the search stops; None for the default.
-        enough: Completion time at which it stops too, in units of work per unit of speed.
-        quick: Whether to improve one start alone where several are good.
-
-    Raises:
-        PlanError: No assignment within the limits was found; says what misses by how much.
+    The search stops at a gap of `tolerance`, or at the completion time `enough`, in units of work
+    per unit of speed. With `quick`, one start alone is improved where several are good.
     """
     if problem.num_items == 0:
         return Solution(np.empty(0, np.int64), "nothing to do", 0.0, mean_bound(problem))
@@ -117,12 +112,7 @@ def solve(
 
 
 def may_end_by(problem: Problem, makespan: float) -> bool:
-    """Return whether no bound shows that a bin must complete later. O(n log n).
-
-    Args:
-        problem: Items and bins.
-        makespan: In units of work per unit of speed.
-    """
+    """Return whether no bound shows that a bin must complete later. O(n log n)."""
     time = makespan * problem.unit * (1.0 + _ROUNDING)
     if lower_bound(problem) > time:
         return False
@@ -247,15 +237,8 @@ def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
 
     First every item is put into its preferred bin, and bins that are then too late are repaired by
     the cheapest moves and swaps. If that fails, the search starts from the given assignment, with
-    equal bins renamed so that more items are where they prefer to be.
-
-    Args:
-        problem: Items, bins and limits.
-        bin_of: An assignment within the limits and the ceiling.
-        homes: What items prefer, and the ceiling.
-
-    Returns:
-        The assignment, and what found it; "" if it is the given one.
+    equal bins renamed so that more items are where they prefer to be. Returns the assignment, and
+    what found it; "" if it is the given one.
     """
     relabelled = relabel(problem, bin_of, homes)
     home, name = np.where(homes.bins >= 0, homes.bins, bin_of), "everything at home, improved"
@@ -361,11 +344,9 @@ def _heap(work: Floats, loads: Floats, most: int) -> Ints:
 def by_speed(problem: Problem, *, fill_first: bool) -> Ints:
     """Longest first over bins of different speeds, a heap per speed.
 
-    Args:
-        problem: Items and bins.
-        fill_first: False: LPT by completion time. True: the greedy of KnapFormer: among the bins
-            whose remaining share of the total work holds the item, the one that is filled least;
-            if there is none, the one that completes the item first.
+    LPT by completion time; with `fill_first` the greedy of KnapFormer: among the bins whose
+    remaining share of the total work holds the item, the one that is filled least; if there is
+    none, the one that completes the item first.
     """
     total = problem.work.sum() + problem.carried_work.sum()
     ceiling = float(total / problem.speeds.sum())

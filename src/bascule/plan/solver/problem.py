@@ -30,30 +30,18 @@ class Problem:
     An item may have another cost on each *kind* of bin (unrelated machines); in most problems all
     bins are of one kind. Costs and carried times are the caller's numbers; work and carried work
     are the same as whole numbers of units.
-
-    Attributes:
-        speeds: (bins,) work per unit of time.
-        carried: (bins,) completion time before any item.
-        kind_of: (bins,) kind of each bin.
-        kind_costs: (kinds, items) cost on each kind of bin, in time on a bin of speed 1.
-        kind_work: (kinds, items) the same as integer-valued work.
-        carried_work: (bins,) integer-valued work before any item.
-        unit: The caller's cost per unit of work, a power of two.
-        use: (limits, items) what each item takes of what is limited: tokens, bytes, 1 item.
-        room: (limits, bins) how much of it each bin holds.
-        resources: Names of what is limited, for messages.
     """
 
-    speeds: Floats
-    carried: Floats
-    kind_of: Ints
-    kind_costs: Floats
-    kind_work: Floats
-    carried_work: Floats
-    unit: float
-    use: Floats
-    room: Floats
-    resources: tuple[str, ...] = ()
+    speeds: Floats  # (bins,) work per unit of time
+    carried: Floats  # (bins,) completion time before any item
+    kind_of: Ints  # (bins,) kind of each bin
+    kind_costs: Floats  # (kinds, items) cost on each kind of bin, in time on a bin of speed 1
+    kind_work: Floats  # (kinds, items) the same as integer-valued work
+    carried_work: Floats  # (bins,) integer-valued work before any item
+    unit: float  # the caller's cost per unit of work, a power of two
+    use: Floats  # (limits, items) what each item takes of what is limited: tokens, bytes, 1 item
+    room: Floats  # (limits, bins) how much of it each bin holds
+    resources: tuple[str, ...] = ()  # names of what is limited, for messages
 
     @property
     def num_items(self) -> int:
@@ -184,14 +172,9 @@ def build_problem(
 ) -> Problem:
     """Bring checked arguments to exact numbers; a PlanError says what no assignment can hold.
 
-    Args:
-        costs: (items,), or with `kind_of` (kinds, items).
-        speeds: (bins,).
-        carried: (bins,) completion times before any item. Default: 0.
-        kind_of: (bins,) kind of each bin; None if there is one.
-        limits: What a rank can hold.
-        sizes: (items,) sizes by "tokens", "bytes", or "" for whichever is limited.
-        ranks: (bins,) ranks of each bin, for limits. Default: the speeds.
+    `costs` are (items,), or with `kind_of` (kinds, items); all else is (bins,). `sizes` are those
+    of "tokens", "bytes", or "" for whichever is limited; `ranks` of bins are their speeds if not
+    given.
     """
     costs, speeds = np.atleast_2d(np.asarray(costs, np.float64)), np.asarray(speeds, np.float64)
     num_items, num_bins = costs.shape[1], speeds.size

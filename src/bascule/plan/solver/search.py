@@ -62,11 +62,8 @@ Moves = tuple[Ints, Ints]
 def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None = None) -> Ints:
     """Repair an assignment that passes limits, then improve it; never makes it worse.
 
-    Args:
-        problem: Items, bins and limits.
-        bin_of: (items,) the start; it may pass the limits.
-        target: Completion time that is good enough, in units of work per unit of speed.
-        homes: If given, the makespan only matters above its ceiling, and being away counts.
+    The completion time `target`, in units of work per unit of speed, is good enough. With homes,
+    the makespan only matters above their ceiling, and being away counts.
     """
     score = Score(problem, target, homes)
     is_large = problem.num_kinds > 1 and problem.num_items > _MOST_FOR_TWOS
