@@ -44,7 +44,8 @@ class PackedSequences:
         """From lengths; those without any token are left out, since kernels disagree about them."""
         pairs = zip(seq_lens, seq_lens if kv_lens is None else kv_lens, strict=True)
         kept = [pair for pair in pairs if pair != (0, 0)]
-        return cls(tuple(q for q, _ in kept), tuple(k for _, k in kept), device)
+        queries, keys = zip(*kept, strict=True) if kept else ((), ())
+        return cls(queries, keys, device)
 
     @cached_property
     def cu_seqlens(self) -> Tensor:

@@ -39,29 +39,25 @@ class Limits:
 
 
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
-    """Limits on tokens and items alone: what fits into memory, as tokens.
+    """Return limits on tokens and items alone: what fits into memory, as tokens.
 
     Activations of a transformer with an attention that does not store its scores grow with the
     tokens of a rank. So a limit on bytes is one on tokens, `num_bytes / cost.bytes_per_token`; with
     a cluster, its `memory_bytes` takes the place of a limit that is not given.
-
-    Raises:
-        ConfigError: Bytes are limited, but the cost model does not know what a token takes; or not
-            one token fits.
     """
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")
-    given = None if limits is None else limits.num_bytes
+    given = limits or Limits()
     per_token = cost.bytes_per_token if isinstance(cost, TransformerCost | PolynomialCost) else None
     if per_token is None:
-        if given is not None:
+        if given.num_bytes is not None:
             raise ConfigError(
-                f"Limits(num_bytes={given}): the cost model does not say how many bytes of "
-                "activations a token takes: use TransformerCost(bytes_per_token=..), or limit "
+                f"Limits(num_bytes={given.num_bytes}): the cost model does not say how many bytes "
+                "of activations a token takes: use TransformerCost(bytes_per_token=..), or limit "
                 "tokens"
             )
         return limits
-    memory = given if given is not None else None if cluster is None else cluster.memory_bytes
+    memory = given.num_bytes or (cluster and cluster.memory_bytes)
     if memory is None:
         return limits
     fitting = min(int(memory / per_token), MAX_WHOLE)
@@ -70,5 +66,4 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
             f"a rank's {memory:,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "
             "Limits(num_bytes=..), or check bytes_per_token"
         )
-    tokens = fitting if limits is None or limits.tokens is None else min(limits.tokens, fitting)
-    return Limits(tokens=tokens, items=None if limits is None else limits.items)
+    return Limits(tokens=min(given.tokens or fitting, fitting), items=given.items)

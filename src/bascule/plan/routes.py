@@ -237,9 +237,9 @@ class Chunks:
     def _cut(self, bag: int) -> tuple[Ints, Ints]:
         """The parts of a bag, and (chunks + 1, m) where the chunks of each begin; last, its end."""
         if bag not in self._cut_bags:
-            parts, count = np.flatnonzero(self.bag_of == bag), self.counts[bag]
-            index = np.arange(count + 1)[:, None]
-            starts = chunk_starts(self.seq_lens[parts], count, self._rotations[parts], index)
+            parts, counts = np.flatnonzero(self.bag_of == bag), self.counts[bag : bag + 1]
+            index = np.arange(int(counts[0]) + 1)[:, None]
+            starts = chunk_starts(self.seq_lens[parts], counts, self._rotations[parts], index)
             self._cut_bags[bag] = parts, starts
         return self._cut_bags[bag]
 
