@@ -3,6 +3,7 @@ samples: under DDP, with accelerate, and in the Trainer of transformers."""
 
 import itertools
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
 
 
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 def sample(index: int) -> Tensor:
     random = torch.Generator().manual_seed(index)
     return torch.randn(int(LENGTHS[index]), WIDTH, generator=random, dtype=torch.float64)
@@ -63,7 +68,7 @@ def reference(kind: str, batch_size: int) -> list[Tensor]:
             mean_loss(model, samples, kind == "tokens").backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [parameter.detach() for parameter in model.parameters()]
+    return parameters_of(model)
 
 
 def trained(kind: str, batch_size: int) -> list[Tensor]:
@@ -83,7 +88,7 @@ def trained(kind: str, batch_size: int) -> list[Tensor]:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return [parameter.detach() for parameter in model.parameters()]
+    return parameters_of(model)
 
 
 def all_kinds() -> int:
@@ -118,34 +123,29 @@ def with_accelerate(is_shard: bool, folder: str) -> tuple[list[Tensor], int]:
     samples: Any = list(map(sample, range(NUM_SAMPLES)))
     make: Any = DataLoaderShard if is_shard else DataLoader
     loader = make(samples, batch_sampler=sampler, collate_fn=list)
-    num_batches = 0
-    for epoch in range(EPOCHS):
-        if not is_shard:  # which tells its sampler by itself
-            sampler.set_epoch(epoch)
-        for number, batch in enumerate(loader):
+
+    def use(batches: Iterable[Any]) -> int:
+        num = 0
+        for num, batch in enumerate(batches, start=1):
             with accelerator.accumulate(model):
-                loss = mean_loss(model, batch, False) * sampler.loss_scale(number)
+                loss = mean_loss(model, batch, False) * sampler.loss_scale(num - 1)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            num_batches += 1
-            if (epoch, number) == (1, 1) and not is_shard:
-                accelerator.save_state(folder)
-                accelerator.wait_for_everyone()  # the first rank writes what all read
-                state = sampler.state_dict()
-                sampler.load_state_dict(state | {"epoch": 5})
-                accelerator.load_state(folder)
-                assert sampler.state_dict() == state
-                break
-        if epoch == 1 and not is_shard:
-            for number, batch in enumerate(loader):
-                with accelerator.accumulate(model):
-                    loss = mean_loss(model, batch, False) * sampler.loss_scale(number)
-                    accelerator.backward(loss)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                num_batches += 1
-    return [parameter.detach() for parameter in bare.parameters()], num_batches
+        return num
+
+    if is_shard:  # which sets the epoch of its sampler by itself
+        return parameters_of(bare), sum(use(loader) for _ in range(EPOCHS))
+    num_batches = use(loader)
+    sampler.set_epoch(1)
+    num_batches += use(itertools.islice(loader, 2))
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()  # the first rank writes what all read
+    state = sampler.state_dict()
+    sampler.load_state_dict(state | {"epoch": 5})
+    accelerator.load_state(folder)
+    assert sampler.state_dict() == state
+    return parameters_of(bare), num_batches + use(loader)
 
 
 @pytest.mark.parametrize("is_shard", [False, True], ids=["plain loader", "DataLoaderShard"])
@@ -196,13 +196,8 @@ def make_trainer(folder: str, batch_sampler: bool, **given: Any) -> Any:
             )
 
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "vocab_size": 32,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 1,
-    }
-    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    config: Any = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)  # pyright: ignore
     settings: dict[str, Any] = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -224,10 +219,6 @@ def make_trainer(folder: str, batch_sampler: bool, **given: Any) -> Any:
     )
 
 
-def parameters_of(trainer: Any) -> list[Tensor]:
-    return [parameter.detach() for parameter in trainer.model.parameters()]
-
-
 def the_trainer(folder: str) -> dict[str, Any]:
     join_trainer_world()
     in_order = {"train_sampling_strategy": "sequential", "max_steps": 3}
@@ -239,7 +230,7 @@ def the_trainer(folder: str) -> dict[str, Any]:
         trainer.train()
     again.train(resume_from_checkpoint=f"{folder}/checkpoint-6")
     trainers = {"plain": plain, "balanced": balanced, "whole": whole, "again": again}
-    found: dict[str, Any] = {name: parameters_of(one) for name, one in trainers.items()}
+    found: dict[str, Any] = {name: parameters_of(one.model) for name, one in trainers.items()}
     return found | {"read": whole.train_dataset.read, "rest": again.train_dataset.read}
 
 

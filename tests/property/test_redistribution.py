@@ -193,16 +193,7 @@ def test_items_are_read_as_they_were_described(data: st.DataObject) -> None:
     assert items.owner.tolist() == [row[1] for row in rows]
 
 
-@settings(deadline=None, max_examples=60)
-@given(batches(2))
-def test_the_same_batch_is_decided_alike(lens: Lens) -> None:
-    first, second = (decide(lens, accumulate=2) for _ in range(2))
-    assert first[2] == second[2]
-    for one, other in zip(first[1], second[1], strict=True):
-        assert (one.bag_of == other.bag_of).all()
-
-
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_one_dominating_sample_does_not_stop_the_rest_from_being_balanced(seed: int) -> None:
     """Log-normal lengths at 32 ranks, on which the public code of the paper gives up."""
     rng = np.random.default_rng(seed)
@@ -217,14 +208,6 @@ def test_one_dominating_sample_does_not_stop_the_rest_from_being_balanced(seed: 
     assert loads.max() <= bound * 1.01
 
 
-def test_a_dominating_sample_stays_where_it_is() -> None:
-    lens = [[[100, 200, 300]], [[50]], [[32_768, 400, 500]], [[100, 100]]]
-    loaded, (plan,), verdict, _ = decide(lens, min_gain=0.0)
-    giant = int(loaded.lens.argmax())
-    assert verdict.applied and plan.bag_of[giant] == loaded.owner[giant] == 2
-    assert (plan.bag_of == 2).sum() == 1  # all else left
-
-
 def test_a_fixed_overhead_counts_as_time_that_balancing_does_not_save() -> None:
     lens = [[[1000, 1000]], [[1000]], [[1000]]]
     lens[0][0] += [300]
@@ -232,20 +215,6 @@ def test_a_fixed_overhead_counts_as_time_that_balancing_does_not_save() -> None:
     with_much = decide(lens, PolynomialCost(0.0, 1e-3, 0.0, overhead=1000.0))[2]
     assert without.applied and not with_much.applied and with_much.reason == "gain"
     assert with_much.before == pytest.approx(without.before + 1000.0)
-
-
-def test_an_exchange_longer_than_what_it_saves_is_skipped() -> None:
-    lens = [[[900, 90]], [[10]]]
-    cost = PolynomialCost(0.0, 1e-3, 0.0)
-    assert decide(lens, cost, per_byte=1e-9)[2].reason == "balanced"
-    # The step itself hides what it can; only what is longer counts.
-    saved = decide(lens, cost, per_byte=0.0)[2]
-    gain, num_bytes = saved.before - saved.after, 16 * 91
-    just_under = (saved.after + gain * 0.99) / num_bytes
-    assert decide(lens, cost, per_byte=just_under)[2].reason == "balanced"
-    assert decide(lens, cost, per_byte=just_under * 1.02)[2].reason == "exchange"
-    # A cost that is not in seconds is not weighed against seconds.
-    assert decide(lens, TransformerCost(64), per_byte=1e9)[2].reason == "balanced"
 
 
 def test_an_exchange_is_weighed_in_seconds_whatever_the_unit_of_the_cost() -> None:
@@ -256,14 +225,21 @@ def test_an_exchange_is_weighed_in_seconds_whatever_the_unit_of_the_cost() -> No
     assert decide(lens, TransformerCost(8), per_byte=1e6)[2].reason == "balanced"
 
 
-@pytest.mark.parametrize("lens", [[[[100, 90]], [[100, 90]], [[]]], [[[100, 90, 90]], [[]], [[]]]])
-def test_an_exchange_is_as_long_as_for_the_rank_that_sends_or_receives_most(lens: Lens) -> None:
-    """Two samples of 16 * 91 bytes, from two ranks to one or from one to two."""
+@pytest.mark.parametrize(
+    ("lens", "num_bytes"),
+    [
+        ([[[900, 90]], [[10]]], 16 * 91),
+        ([[[100, 90]], [[100, 90]], [[]]], 2 * 16 * 91),  # from two ranks to one
+        ([[[100, 90, 90]], [[]], [[]]], 2 * 16 * 91),  # and from one to two
+    ],
+)
+def test_an_exchange_longer_than_what_it_saves_is_skipped(lens: Lens, num_bytes: int) -> None:
+    """As long as for the rank that sends or receives most, but for what the step itself hides."""
     cost = PolynomialCost(0.0, 1e-3, 0.0)
     free = decide(lens, cost, min_gain=0.0)[2]
     assert free.reason == "balanced"
     for share, reason in ((0.99, "balanced"), (1.01, "exchange")):
-        per_byte = (free.after + (free.before - free.after) * share) / (2 * 16 * 91)
+        per_byte = (free.after + (free.before - free.after) * share) / num_bytes
         assert decide(lens, cost, per_byte=per_byte, min_gain=0.0)[2].reason == reason
 
 
