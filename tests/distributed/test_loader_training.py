@@ -78,7 +78,7 @@ def train(schedule: Schedule, by_token: bool) -> float:
         collate_fn=list,
         weight_fn=(lambda sample: len(sample["input_ids"]) - 1) if by_token else None,
     )
-    worst, num_moved, steps = 0.0, 0, schedule.steps()
+    worst, num_moved, done, steps = 0.0, 0, 0, schedule.steps()
     for batch in loader:
         if batch.microbatch == 0:
             model.zero_grad()
@@ -88,6 +88,7 @@ def train(schedule: Schedule, by_token: bool) -> float:
         num_moved += batch.verdict.applied
         if batch.microbatch < schedule.accumulate - 1:
             continue
+        done += 1
         for parameter in model.parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(grad)
@@ -102,7 +103,7 @@ def train(schedule: Schedule, by_token: bool) -> float:
                     if mine.grad is not None:
                         mine -= LEARNING_RATE * mine.grad
                     worst = max(worst, float((mine - theirs).abs().max()))
-    assert num_moved and batch.step == len(steps) - 1
+    assert num_moved and done == len(steps)
     return worst
 
 
