@@ -20,9 +20,8 @@ from bascule.attention.kernels.protocol import (
     KernelQuery,
     OutLse,
     finite,
-    no_blocks,
+    misfit,
     no_module,
-    not_packed,
     repeated_heads,
     summed_heads,
     without_empty_rows,
@@ -78,12 +77,8 @@ class AtenEfficientKernel:
     """Torch's memory-efficient attention: half and single precision, with bias."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        if form.device_type != "cuda":
-            return f"runs on CUDA devices, not on {form.device_type}"
-        if form.dtype not in (*_HALVES, torch.float32):
-            return f"takes bfloat16, float16 or float32, not {form.dtype}"
-        alignment = 4 if form.dtype == torch.float32 else 8
-        return not_packed(form) or _no_head_dim(form, alignment, None)
+        refused = misfit(form, device="cuda", dtypes=(*_HALVES, torch.float32))
+        return refused or _no_head_dim(form, 4 if form.dtype == torch.float32 else 8)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         k, v, bias = repeated_heads(k, q), repeated_heads(v, q), _aligned(mask.bias, q, k)
@@ -203,19 +198,16 @@ def _no_flash(
     form: KernelQuery, capability: int, largest: int = 256, *, takes_packed: bool = False
 ) -> str | None:
     """Why a kernel of the flash-attention family cannot compute that."""
-    if form.device_type != "cuda":
-        return f"runs on CUDA devices, not on {form.device_type}"
-    if form.dtype not in _HALVES:
-        return f"takes bfloat16 or float16, not {form.dtype}"
-    if form.has_bias:
-        return "takes no mask"
+    bounds = {"device": "cuda", "dtypes": _HALVES, "takes_bias": False}
+    refused = misfit(form, takes_packed=takes_packed, **bounds)
+    if refused is not None:
+        return refused
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < capability:
         return f"needs a device of compute capability {capability}.0"
-    refused = no_blocks(form) if takes_packed else not_packed(form)
-    return refused or _no_head_dim(form, 8, largest)
+    return _no_head_dim(form, 8, largest)
 
 
-def _no_head_dim(form: KernelQuery, alignment: int, largest: int | None) -> str | None:
+def _no_head_dim(form: KernelQuery, alignment: int, largest: int | None = None) -> str | None:
     if form.head_dim is None or form.head_dim % alignment:
         return f"takes head widths that are multiples of {alignment}, not {form.head_dim}"
     if largest is not None and form.head_dim > largest:

@@ -18,6 +18,7 @@ from bascule.attention.kernels.protocol import (
     Grads,
     KernelQuery,
     OutLse,
+    misfit,
     repeated_heads,
     without_empty_rows,
 )
@@ -36,10 +37,6 @@ class FlexKernel:
     """
 
     def unfit(self, form: KernelQuery) -> str | None:
-        if form.device_type != "cuda":
-            return f"runs on CUDA devices, not on {form.device_type}: it has no backward there"
-        if form.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"takes bfloat16, float16 or float32, not {form.dtype}"
         if form.head_dim is None or form.head_dim < 16 or form.head_dim & (form.head_dim - 1):
             return f"takes head widths that are powers of two from 16 on, not {form.head_dim}"
         if form.block is not None and not SPARSE_BLOCK // 2 < form.block <= SPARSE_BLOCK:
@@ -47,7 +44,8 @@ class FlexKernel:
                 f"pads blocks to {SPARSE_BLOCK} tokens, and takes those of more than half of it, "
                 f"not {form.block}"
             )
-        return "takes no packed sequences" if form.is_packed else None
+        dtypes, has_blocks = (torch.bfloat16, torch.float16, torch.float32), form.block is not None
+        return misfit(form, device="cuda", dtypes=dtypes, needs_blocks=has_blocks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         out, lse = flex(_compiled(), q, k, v, mask, scale)

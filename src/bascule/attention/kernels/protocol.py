@@ -61,19 +61,29 @@ class AttentionKernel(Protocol):
         ...
 
 
-def no_blocks(form: KernelQuery) -> str | None:
-    """Why a kernel that computes all scores cannot compute that."""
-    return None if form.block is None else "computes all scores, not only those of some blocks"
-
-
-def not_packed(form: KernelQuery) -> str | None:
-    """Why a kernel for whole tensors cannot compute that."""
-    return "takes no packed sequences" if form.is_packed else no_blocks(form)
-
-
-def only_blocks(form: KernelQuery) -> str | None:
-    """Why a kernel for block-sparse attention cannot compute that."""
-    return "computes the scores of given blocks, not all" if form.block is None else None
+def misfit(
+    form: KernelQuery,
+    *,
+    device: str | None = None,
+    dtypes: Sequence[torch.dtype] = (),
+    takes_bias: bool = True,
+    takes_packed: bool = False,
+    needs_blocks: bool = False,
+) -> str | None:
+    """Why a kernel for one device and some dtypes (none: for all) cannot compute a form."""
+    if device is not None and form.device_type != device:
+        devices = {"cpu": "CPUs", "cuda": "CUDA devices"}[device]
+        return f"runs on {devices}, not on {form.device_type}"
+    if dtypes and form.dtype not in dtypes:
+        names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        return f"takes {', '.join(names[:-1])} or {names[-1]}, not {form.dtype}"
+    if form.has_bias and not takes_bias:
+        return "takes no mask"
+    if needs_blocks:
+        return "computes the scores of given blocks, not all" if form.block is None else None
+    if form.block is not None:
+        return "computes all scores, not only those of some blocks"
+    return "takes no packed sequences" if form.is_packed and not takes_packed else None
 
 
 def forward_each(

@@ -26,7 +26,7 @@ from bascule.attention.kernels.protocol import (
     backward_each,
     finite,
     forward_each,
-    no_blocks,
+    misfit,
     repeated_heads,
     summed_heads,
     with_adjacent_values,
@@ -45,7 +45,7 @@ class PlainKernel:
     """Matmul and softmax: any device and dtype, O(Sq Sk) memory."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        return no_blocks(form)
+        return misfit(form, takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         if mask.packed is not None:
@@ -73,9 +73,7 @@ class CpuFlashKernel:
     """Torch's flash attention for CPUs: any floating dtype, with bias."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        if form.device_type != "cpu":
-            return f"runs on CPUs, not on {form.device_type}"
-        return no_blocks(form)
+        return misfit(form, device="cpu", takes_packed=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         q, k, v = map(with_adjacent_values, (q, k, v))

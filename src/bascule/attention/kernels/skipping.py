@@ -15,9 +15,9 @@ from bascule.attention.kernels.protocol import (
     KernelQuery,
     OutLse,
     blocks_of,
+    misfit,
     no_module,
     nothing_seen,
-    only_blocks,
     wide_dtype,
     with_adjacent_values,
 )
@@ -33,9 +33,7 @@ class CpuLoopKernel:
     """
 
     def unfit(self, form: KernelQuery) -> str | None:
-        if form.device_type != "cpu":
-            return f"runs on CPUs, not on {form.device_type}"
-        return only_blocks(form)
+        return misfit(form, device="cpu", needs_blocks=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         rows = blocks_of(mask)
@@ -107,13 +105,11 @@ class TritonKernel:
     """Triton kernels of `triton_sparse`: half and single precision, blocks of any length."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        if form.device_type != "cuda":
-            return f"runs on CUDA devices, not on {form.device_type}"
-        if form.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"takes bfloat16, float16 or float32, not {form.dtype}"
         if form.head_dim not in (16, 32, 64, 128):
             return f"takes head widths 16, 32, 64 and 128, not {form.head_dim}"
-        return only_blocks(form) or no_module("triton")
+        dtypes = torch.bfloat16, torch.float16, torch.float32
+        refused = misfit(form, device="cuda", dtypes=dtypes, needs_blocks=True)
+        return refused or no_module("triton")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
         from bascule.attention.kernels import triton_sparse
