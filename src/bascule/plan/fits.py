@@ -45,16 +45,11 @@ class RelativeFit:
 
 
 def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) -> RelativeFit:
-    """Find coefficients >= 0 whose sums of columns are nearest to measured times, relatively.
+    """Find coefficients >= 0 whose sums of columns (n, K) are nearest to times (n,), relatively.
 
     Errors follow from the scatter about the fit (Student's t: points are few), and are never below
-    what the noise of the points themselves says: few points may lie on a curve by luck. They do not
-    know of what shifted all points alike.
-
-    Args:
-        columns: (n, K) at least 0.
-        seconds: (n,) positive.
-        noise: (n,) relative standard error of each, if known.
+    what the noise of the points themselves says, (n,) relative standard errors: few points may lie
+    on a curve by luck. They do not know of what shifted all points alike.
     """
     rows, units = _in_units(columns / seconds[:, None])
     scaled, _ = nnls(rows, np.ones_like(seconds))

@@ -61,13 +61,9 @@ Amount: TypeAlias = float | Floats
 
 
 def exposed_ring(exchange_s: Amount, attention_s: Amount, ring_degree: int) -> Amount:
-    """Return the seconds of a ring's exchanges that attention does not hide.
+    """Return the seconds of R - 1 exchanges that attention, over all R rounds, does not hide.
 
-    Args:
-        exchange_s: Seconds of one round's exchange; also (n,) of n sequences, each of which then
-            hides its own alone, so that prices add up.
-        attention_s: Seconds of attention over all rounds.
-        ring_degree: R.
+    Of (n,) sequences each hides its own exchanges alone, so that prices add up.
     """
     return (ring_degree - 1) * np.maximum(exchange_s - attention_s / ring_degree, 0.0)
 

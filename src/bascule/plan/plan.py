@@ -382,7 +382,7 @@ class PlanSetup:
         batch = loaded if isinstance(loaded, Batch) else batch_of(loaded)
         state = RankState.of(batch.counts.size, carried_loads, self.speeds)
         topology = self._bags(batch, limits, state)
-        check_sizes(batch.lens, batch.counts, topology, limits)
+        check_sizes(batch, topology, limits)
         decision = decide(
             self.planner, price(batch, topology, self.cost, self.cluster, state), limits
         )

@@ -216,16 +216,15 @@ def decide(
     return Decision.of(prices.problem(None), result.bin_of, result.lower_bound)
 
 
-def check_sizes(lens: Ints, counts: Ints, topology: Topology, limits: Limits | None) -> None:
+def check_sizes(batch: Batch, topology: Topology, limits: Limits | None) -> None:
     """Refuse a sequence that no bag can hold."""
-    if limits is None or limits.tokens is None or not lens.size:
+    if limits is None or limits.tokens is None or not batch.lens.size:
         return
-    room = limits.tokens * int(topology.bag_sizes.max())
-    worst = int(lens.argmax())
-    if lens[worst] > room:
-        rank, place = source_of(worst, counts)
+    room, worst = limits.tokens * int(topology.bag_sizes.max()), int(batch.lens.argmax())
+    if (longest := int(batch.lens[worst])) > room:
+        rank, place = source_of(worst, batch.counts)
         raise PlanError(
-            f"rank {rank}, sequence {place}: {lens[worst]} tokens miss the limit of the largest "
-            f"bag, {room} ({limits.tokens} a rank), by {lens[worst] - room}: use a larger bag, "
-            "raise the limit, or shorten the sequence"
+            f"rank {rank}, sequence {place}: {longest} tokens miss the limit of the largest bag, "
+            f"{room} ({limits.tokens} a rank), by {longest - room}: use a larger bag, raise the "
+            "limit, or shorten the sequence"
         )
