@@ -359,7 +359,7 @@ class ItemMove:
 
     @property
     def back(self) -> "ItemMove":
-        """Every item back to the rank that had it."""
+        """Return the move of every item back to the rank that had it."""
         name = f"{self.name} back"
         return replace(self, source=self.dest, dest=self.source, name=name)
 
@@ -402,7 +402,7 @@ def move_items(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> li
 def move_items_with_gradients(
     move: ItemMove, items: Sequence[Any], parcels: Sequence[Parcel], num_bytes: Ints, token: Tensor
 ) -> tuple[list[Any], Tensor]:
-    """`move_items`, differentiable: gradients of tensors come back to the items that were sent.
+    """Return as `move_items`, differentiable: gradients come back to the items that were sent.
 
     The backward is one all-to-all, in which every rank takes part if the returned token has a
     gradient on it, or any of what arrived: also one that sends and gets nothing. Both sides know

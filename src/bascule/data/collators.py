@@ -30,7 +30,9 @@ Sample = Mapping[str, Any]
 def collate_padded(
     samples: Iterable[Sample], *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
 ) -> dict[str, Any]:
-    """The batch that Qwen-VL, InternVL and other models of transformers take, padded at the right.
+    """Return the batch that Qwen-VL, InternVL and other models of transformers take.
+
+    Padded at the right.
 
     Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0
     (patches, tiles and grids of all samples, in their order), 0-dim tensors are stacked to (B,) and

@@ -223,7 +223,7 @@ class CostTracker:
             self._use(_of_words(answer[1:]))
 
     def _gather(self) -> Floats:
-        """(units, D) own times on a CPU; (units,) of the slowest rank on a GPU."""
+        """Return own times (units, D) on a CPU; of the slowest rank (units,) on a GPU."""
         self._num_gathered += 1
         own = torch.tensor([unit.seconds() for unit in self._units], dtype=torch.float64)
         call = f"step {self._num_gathered}: all_gather (seconds)"
@@ -260,7 +260,7 @@ def _of_words(words: Floats) -> PolynomialCost:
 def _drift(
     cost: PolynomialCost, seq_lens: list[list[npt.NDArray[np.int64]]], seconds: Floats
 ) -> float:
-    """Median relative error of the cost model's prediction."""
+    """Return the median relative error of the cost model's prediction."""
     predicted = np.array([[cost(lens).sum() for lens in unit] for unit in seq_lens])
     predicted = predicted + cost.overhead
     if seconds.ndim == 1:

@@ -483,7 +483,7 @@ class BalancedLoader:
         )
 
     def __len__(self) -> int:
-        """Microbatches of a whole epoch, the same on all ranks.
+        """Return the microbatches of a whole epoch, the same on all ranks.
 
         Raises:
             TypeError: A rank's loader does not know, or its samples are grouped anew.

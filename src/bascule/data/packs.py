@@ -247,7 +247,7 @@ def _rejoin(labels: Tensor, first_labels: Tensor, cu_labels: Tensor) -> Tensor:
 
 
 def _cumulative(counts: Sequence[int]) -> Tensor:
-    """(n + 1,) int64, beginning with 0."""
+    """Return the bounds (n + 1,) int64, beginning with 0."""
     return torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
 
 

@@ -277,7 +277,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self._shape.num_steps(left) * self._shape.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's batches of what is left of the epoch; again after a `break`: the same.
+        """Yield this rank's batches of what is left of the epoch; after a `break` the same again.
 
         Raises:
             PlanError: A step cannot keep the limits; says which, and what misses.
@@ -301,7 +301,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self._deal(self._order()[first : first + size], step)
 
     def loss_scale(self, number: int) -> float:
-        """Factor of the loss of a batch of this iteration, whose loss is a mean over its samples.
+        """Return the factor of the loss of a batch, whose loss is a mean over its samples.
 
         With it, the division by `accumulate` and the mean of gradients over ranks (DDP, FSDP), the
         gradient of a step is that of the mean over all its samples: weight of the batch *
@@ -323,7 +323,7 @@ class BalancedSampler(Sampler[list[int]]):
         return scales[place]
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
-        """Where training is, as counts; the same on all ranks.
+        """Return where training is, as counts; the same on all ranks.
 
         Whole steps count. One that was begun is dealt again from its start when the state is
         loaded, because its gradients are in no checkpoint.

@@ -169,7 +169,7 @@ class Reading:
         return {"loader": state, "offset": self._taken - first}
 
     def _lists(self) -> Generator[list[Sample], None, None]:
-        """The loader's lists from where to start; a sample that comes alone is a list of one."""
+        """Yield the loader's lists from the start; a sample that comes alone is a list of one."""
         first, skip = -self._skip, self._skip
         self._keep(first)
         for item in self._items:
@@ -197,7 +197,7 @@ def _gives_batches(loader: DataLoader[Any]) -> bool:
 
 
 def _num_samples(loader: Iterable[Any]) -> int:
-    """Samples of a pass over a loader; 0 if it does not know."""
+    """Return the samples of a pass over a loader; 0 if it does not know."""
     if isinstance(loader, list | tuple):
         return sum(len(item) if isinstance(item, list) else 1 for item in loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
@@ -209,7 +209,7 @@ def _num_samples(loader: Iterable[Any]) -> int:
 
 
 def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """The same loader, giving lists of samples where it gave batches."""
+    """Return the same loader, giving lists of samples where it gave batches."""
     bare = copy.copy(loader)
     if _gives_batches(loader):
         bare.collate_fn = list
@@ -218,6 +218,6 @@ def _uncollated(loader: DataLoader[Any]) -> DataLoader[Any]:
 
 
 def _sampler_of(loader: object) -> object:
-    """The sampler that decides the order of a DataLoader's samples."""
+    """Return the sampler that decides the order of a DataLoader's samples."""
     batches = getattr(loader, "batch_sampler", None)
     return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)

@@ -259,7 +259,7 @@ class DataRanks:
 
     @cached_property
     def is_leader(self) -> bool:
-        """True if this rank loads samples, rather than one of its peers."""
+        """Return whether this rank loads samples, rather than one of its peers."""
         return int(self.leaders[self.index]) == self.group.rank
 
 
@@ -279,11 +279,10 @@ class Loaded:
     @classmethod
     def of(cls, gathered: Sequence[Ints], ranks: DataRanks, accumulate: int) -> "Loaded":
         """Join the words of all ranks of the group."""
-        own = [gathered[leader] for leader in ranks.leaders.tolist()]
-        heads = np.stack([words[: 2 + accumulate] for words in own], axis=1)
-        version = min(int(words[1]) for words in gathered)
-        items = Items.from_words([words[2 + accumulate :] for words in own])
-        return cls(heads[0], version, heads[2:], items)
+        size, leaders = 2 + accumulate, ranks.leaders
+        heads = np.stack([words[:size] for words in gathered], axis=1)
+        items = Items.from_words([gathered[leader][size:] for leader in leaders.tolist()])
+        return cls(heads[0, leaders], int(heads[1].min()), heads[2:, leaders], items)
 
     def is_last(self, ends: Ends) -> bool:
         """Return whether there is no step any more: alike on all ranks."""
@@ -339,7 +338,7 @@ class Deliveries:
 
     @property
     def moves(self) -> Bools:
-        """(k,) True for those that travel between ranks."""
+        """Return (k,) whether each travels between ranks."""
         return self.source != self.dest
 
     def check_received(self, most: int | None) -> None:

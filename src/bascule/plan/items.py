@@ -106,11 +106,11 @@ class Items:
         return np.repeat(np.arange(len(self.counts)), self.counts.sum(axis=1))
 
     def lens_by_rank(self, micro: int) -> list[Ints]:
-        """Tokens of the items of each rank in a microbatch."""
+        """Return the tokens of the items of each rank in a microbatch."""
         return np.split(self.lens[self.micro == micro], np.cumsum(self.counts[micro])[:-1])
 
     def sums(self, ranks: Ints, values: Ints | Floats) -> Floats:
-        """(M, R) sum of a value of each item, by its microbatch and the rank given for it."""
+        """Return (M, R) sums of a value of each item, by microbatch and the rank given for it."""
         num_micro, num_ranks = self.counts.shape
         sums = np.bincount(self.micro * num_ranks + ranks, values, num_micro * num_ranks)
         return sums.reshape(num_micro, num_ranks).astype(np.float64)
