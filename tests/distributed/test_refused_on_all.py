@@ -35,8 +35,8 @@ SECONDS = TransformerCost(64, seconds_per_unit=1e-3)
 Error = tuple[list[str], str]
 
 
-def cluster_of(flops_per_s: float) -> Cluster:
-    return Cluster(1, 2, flops_per_s, 1 << 34, 1e11, 1e10, 1e-5)
+def cluster_of(flops_per_s: float, ranks_per_node: int = 2) -> Cluster:
+    return Cluster(1, ranks_per_node, flops_per_s, 1 << 34, 1e11, 1e10, 1e-5)
 
 
 def made(topology: str = "g1n1", cost: Any = COST, **settings: Any) -> SequenceParallel:
@@ -163,8 +163,8 @@ def tracked(**settings: Any) -> object:
     return CostTracker(loader(), **settings)
 
 
-def agreed(error: Exception | None) -> object:
-    return agree(member_of(resolve(None), "all"), {}, error, what="test", step=1)
+def agreed(error: Exception | None = None, cost: str = "") -> object:
+    return agree(member_of(resolve(None), "all"), {"cost": cost}, error, what="test", step=1)
 
 
 def one(*values: object) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -245,8 +245,22 @@ ROWS: dict[str, Row] = {
         CommError,
         ("timeout_s",),
     ),
+    "auto without a cluster": (made, both(topology="auto"), ConfigError, ("auto", "a cluster")),
+    "auto on four ranks": (
+        made,
+        both(topology="auto", cluster=cluster_of(1e12, ranks_per_node=4)),
+        ConfigError,
+        ("4", "2"),
+    ),
+    "long settings": (
+        agreed,
+        ({"cost": f"{'x' * 3000}a=0, b"}, {"cost": f"{'x' * 3000}a=1, b{'y' * 2000}"}),
+        CommError,
+        ("disagree on cost: ranks [0]: .. xxx", "a=0, b; ranks [1]: .. xxx", "a=1, byyy", "y ..."),
+    ),
     "no topology": (made, one("topology", None), ConfigError, ("rank 1",)),
     "a list of degrees": (made, one("topology", [1, 2]), ConfigError, ("rank 1",)),
+    "speeds of one rank": (with_speeds, both(speeds=[1.0]), ConfigError, ("of the 2 ranks",)),
     "speeds": (
         with_speeds,
         ({"speeds": [1.0, 1.0]}, {"speeds": [1.0, 0.5]}),

@@ -316,20 +316,6 @@ def test_bags_follow_the_batch() -> None:
     assert "1 key-value heads" in text and "at most 1 ranks" in text
 
 
-def auto_refused() -> tuple[str, str]:
-    """Without a cluster, and with one of four ranks."""
-    cost = TransformerCost(256)
-    without = raised_by(SequenceParallel, None, "auto", cost, timeout_s=15)
-    return without[1], raised_by(SequenceParallel, None, "auto", cost, cluster=NODE, timeout_s=15)[
-        1
-    ]
-
-
-def test_auto_needs_a_cluster_of_the_right_size() -> None:
-    for without, other in run_ranks(auto_refused, 2):
-        assert "auto" in without and "4" in other and "2" in other
-
-
 UNEVEN = [[900, 100, 300], [650, 640]]
 
 
@@ -347,16 +333,11 @@ def measured() -> dict[str, Any]:
     step = parallel.plan(UNEVEN[rank])
     rows = torch.arange(sum(UNEVEN[rank]), dtype=torch.float64)[:, None]
     back = step.restore(step.route(x=rows)["x"])
-    parallel.set_speeds([1.0, 0.5 + rank / 4])
-    unlike = raised_by(parallel.plan, UNEVEN[rank])[1]
-    wrong = raised_by(parallel.set_speeds, [1.0])[1]
     parallel.set_speeds(None)
     return {
         "speeds": speeds,
         "tokens": (alike.tokens.tolist(), step.plan.tokens.tolist()),
         "same": torch.equal(back, rows),
-        "unlike": unlike,
-        "wrong": wrong,
         "default": measure_speeds(),
         "again": parallel.plan(UNEVEN[rank]).plan == alike,
     }
@@ -372,8 +353,6 @@ def test_a_slow_rank_is_measured_and_gets_less() -> None:
     for found in (first, second):
         assert found["same"]
         assert found["again"]
-        assert "disagree on speeds" in found["unlike"]
-        assert "for each of the 2 ranks" in found["wrong"]
         assert len(found["default"]) == 2
         assert all(speed > 0 for speed in found["default"])
 

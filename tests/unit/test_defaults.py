@@ -1,4 +1,4 @@
-"""What users and other modules rely on without saying it: the values that arguments have."""
+"""Users rely on the values of arguments that they leave out."""
 
 import dataclasses
 import inspect
@@ -6,12 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from bascule.attention import api, layout, mask, packed
-from bascule.attention.sparse import attend, rules, timing
-from bascule.comm import failures
-from bascule.comm import wire as wires
+from bascule.attention.sparse import timing
 from bascule.data import collators, cost_tracker, loader, packs, samplers
 
 TOKEN_FIELDS = ("input_ids", "labels", "attention_mask", "token_type_ids", "mm_token_type_ids")
@@ -26,15 +23,7 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "replicated": (),
         "stripe": 0,
     },
-    attend.sparse_attention: {},
-    attend.attend_sparse: {},
-    attend.gather_counts: {"by_rank": False},
-    rules.always_computed: {"dense": ()},
-    timing.CallShape: {"block": 64, "dtype": torch.bfloat16, "batch": 1},
     timing.measure_attention_latency: {"rounds": 5},
-    wires.Wire: {"takes_centres": False},
-    failures.Calls: {"key": "", "ranks": (), "name": ""},
-    failures.leave: {"ends_all": False},
     collators.collate_padded: {"pad_id": 0, "ignore_index": -100, "multiple_of": 1},
     cost_tracker.CostTracker: {
         "warmup": 10,
@@ -56,7 +45,6 @@ NOT_NONE: dict[Callable[..., Any], dict[str, Any]] = {
         "timeout_s": 600.0,
     },
     packs.Pack: {"fixed": False, "pad_id": 0, "ignore_index": -100, "token_fields": TOKEN_FIELDS},
-    packs.unpack: {"token_fields": TOKEN_FIELDS, "merge_size": 2},
     samplers.ResumableSampler: {"shuffle": True, "seed": 0},
     samplers.BalancedSampler: {"seed": 0, "accumulate": 1, "options": samplers.SamplerOptions()},
     samplers.SamplerOptions: {
