@@ -16,12 +16,7 @@ import pytest
 
 from bascule.calibrate.profiles import refusals, undisturbed
 from bascule.errors import ConfigError
-from bascule.plan.calibration import (
-    BYTES,
-    TOKENS,
-    is_held_out,
-    least_points,
-)
+from bascule.plan.calibration import BYTES, TOKENS, is_held_out, least_points
 from bascule.plan.fits import fit_curve, relative_fit
 from bascule.plan.machine import (
     TRAINING,
@@ -60,23 +55,6 @@ def test_stated_errors_hold_the_true_coefficients(what: str) -> None:
     # and they are no wider than they must be: most coefficients are known within a fourth
     widths = [np.array(fit.errors, dtype=float) / true for fit in fits]
     assert np.median(widths, axis=0).max() < 0.6
-
-
-@pytest.mark.parametrize("what", CURVES)
-def test_two_calibrations_agree_within_their_errors(what: str) -> None:
-    agree = 0
-    for seed in range(0, 300, 2):
-        a, b = fitted(what, 0.03, seed), fitted(what, 0.03, seed + 1)
-        apart = np.abs(np.subtract(a.coefficients, b.coefficients))
-        widths = [np.array(fit.errors, dtype=np.float64) for fit in (a, b)]
-        agree += bool(np.all(apart <= np.hypot(*widths)))
-    assert agree >= 135
-
-
-def test_short_sizes_count_as_much_as_long_ones() -> None:
-    """A fit of seconds would lose the call's own time, which only short lengths show."""
-    fit = fitted("forward", 0.02)
-    assert fit.coefficients[0] == pytest.approx(CURVES["forward"][0], rel=0.2)
 
 
 def test_errors_are_never_below_the_noise_of_the_points() -> None:
@@ -156,7 +134,6 @@ def test_it_says_which_numbers_nobody_measured() -> None:
     told = str(calibrated(noise=0.0))
     assert "125.8 TFLOP/s, 166.7 GB/s in a node, 25 GB/s between nodes (not measured)" in told
     assert told.endswith("mine, measured 2026-11-23 on 8 ranks with torch 2.13.0")
-    assert calibrated().provenance_of("inter_bytes_per_s") == "from h100-datasheet, not measured"
     assert calibrated().provenance_of("launch_s").startswith("mine, measured")
 
 
@@ -174,16 +151,10 @@ def test_gamma_and_passes_are_those_that_were_measured() -> None:
 
 
 def test_wires_of_attention_are_those_that_were_measured() -> None:
-    profile = replace(calibrated(noise=0.0), attention=None, calibration=None)
-    given = calibrated(noise=0.0).calibration
-    assert given is not None
-    measured = tuple(name for name in given.measured if name != "attention")
-    profile = replace(profile, calibration=replace(given, measured=measured))
-    latency = profile.attention_latency(128)
-    assert latency(AttentionLoad(2, 1, 0.0, 1e6, 0.0)) == pytest.approx(
-        2 * 4e-5 + 6e-12 * 1e6 + 5e-5
-    )
-    assert latency(AttentionLoad(1, 2, 0.0, 0.0, 1e9)) == pytest.approx(3e-5 + 5e-3 + 5e-5)
+    latency = replace(calibrated(noise=0.0), attention=None).attention_latency(128)
+    sent, passed = AttentionLoad(2, 1, 0.0, 1e6, 0.0), AttentionLoad(1, 2, 0.0, 0.0, 1e9)
+    assert latency(sent) == pytest.approx(2 * 4e-5 + 6e-12 * 1e6 + 5e-5)
+    assert latency(passed) == pytest.approx(3e-5 + 5e-3 + 5e-5)
 
 
 def test_a_topology_of_a_calibrated_profile(
@@ -296,8 +267,3 @@ def test_mutated_files_give_a_profile_or_one_sentence(
         assert code in (0, 2), err
         lines = [line for line in err.splitlines() if line.strip() and "solving" not in line]
         assert code == 0 or len(lines) == 1, err
-
-
-def test_sizes_of_the_helpers_are_those_of_a_calibration() -> None:
-    assert len(LENS) == len(SIZES) == 9
-    assert fit_curve("x", BYTES, SIZES, np.array(SIZES) * 1e-9, np.zeros(9)).coefficients[1] > 0
