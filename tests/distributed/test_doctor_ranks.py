@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,8 @@ from bascule.calibrate import timed
 from bascule.cli import main
 from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.plan.machine import HardwareProfile
-from tests.helpers.jobs import in_a_job
+from tests.helpers.cli import run
+from tests.helpers.jobs import forked_launches, in_a_job
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 OPTIONS = DoctorOptions(rounds=2, mib=1)
@@ -203,18 +203,12 @@ def test_what_cannot_be_written_and_ranks_that_do_not_fit() -> None:
     assert done.returncode == 2 and "started 2 ranks" in done.stderr
 
 
-@pytest.mark.slow
-def test_the_command_starts_its_own_ranks(tmp_path: Path) -> None:
+def test_the_command_starts_its_own_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "bascule.cli", "doctor", "--ranks", "2", *SMALL]
-    done = subprocess.run(
-        [*command, "--json", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
+    with forked_launches():
+        code, out, error = run(capsys, "doctor", "--ranks", "2", *SMALL, "--json", str(path))
     report = json.loads(path.read_text())
-    assert done.returncode == bool(report["findings"]), done.stderr
-    assert report["num_ranks"] == 2 and "2 ranks" in done.stdout
-    assert "exit code" not in done.stderr  # findings are no failure of a rank
+    assert code == bool(report["findings"]), error
+    assert report["num_ranks"] == 2 and "2 ranks" in out

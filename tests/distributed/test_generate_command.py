@@ -4,20 +4,23 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from bascule.bench import launch
+from bascule.bench.launch import stopping_quietly
 from bascule.comm.groups import member_of, resolve, set_timeout
 from bascule.generation.generate_options import GenerateOptions
+from tests.helpers.cli import run as run_command
 from tests.helpers.ranks import raised_by, run_ranks, run_to_the_end
 
 pytest.importorskip("diffusers")
@@ -118,30 +121,30 @@ def test_a_video_is_a_file(prompts: Path, tmp_path: Path) -> None:
     assert told["prompt"] == ROWS[1]["prompt"] and told["guidance"] == 3.0
 
 
-@pytest.mark.some(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_is_one_sentence_that_says_how_to_go_on(number: int, tmp_path: Path) -> None:
-    rows = [{"prompt": "short", "steps": 1}, {"prompt": "long", "steps": 9000}]
-    listed = tmp_path / "prompts.jsonl"
-    listed.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    whole = [sys.executable, "-m", "bascule.cli", "generate", "--ranks", "2", "--width", "32"]
-    whole += ["--height", "32", "--prompts", str(listed), "--out", str(tmp_path / "out")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(whole, stdout=pipe, stderr=pipe, text=True, env=environment)
-    try:
-        deadline = time.monotonic() + 500
-        while not list((tmp_path / "out").glob("*.png")):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
-        process.send_signal(number)
-        _, err = process.communicate(timeout=600)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode == 1 and "Traceback" not in err, err
-    assert "stopped by a signal, and so were its ranks; what is done is in" in err
-    assert len(list((tmp_path / "out").glob("*"))) == 2  # an image, and what it was made from
+def test_a_stop_is_one_sentence_that_says_how_to_go_on(
+    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(_: object) -> None:
+        raise SignalException("a signal", signal.Signals(number))
+
+    with mock.patch.object(launch.run, "main", stopped):
+        arguments = "--ranks", "2", "--prompt", "a boat", "--out", str(tmp_path)
+        code, _, error = run_command(capsys, "generate", *arguments)
+    assert code == 1 and "Traceback" not in error, error
+    assert "stopped by a signal, and so were its ranks; what is done is in" in error
+
+
+def stop_quietly(number: int) -> None:
+    with stopping_quietly():
+        os.kill(os.getpid(), number)
+        time.sleep(60.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rank_that_is_stopped_ends_without_a_word(number: int) -> None:
+    (rank,) = run_to_the_end(stop_quietly, 1, number)
+    assert rank.exit_code == 130, rank
 
 
 def refusals(prompts: Path, folder: Path) -> list[str]:

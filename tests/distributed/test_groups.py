@@ -7,6 +7,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import (
+    _get_default_store,  # pyright: ignore[reportPrivateUsage]
+)
 
 from bascule.comm.collectives import all_reduce
 from bascule.comm.failures import LOOK_S, Watch, watch_of_world
@@ -90,10 +93,13 @@ def test_a_mesh_that_one_rank_ended_is_made_anew_by_all() -> None:
 
 
 def meetings_without_the_other() -> list[str]:
+    store = _get_default_store()
     if dist.get_rank():
-        time.sleep(12)
+        store.wait(["the other has waited twice"])
         return []
-    return [raised_by(new_group, [0, 1], "pair", 1.0)[1] for _ in range(2)]
+    texts = [raised_by(new_group, [0, 1], "pair", 1.0)[1] for _ in range(2)]
+    store.set("the other has waited twice", "")
+    return texts
 
 
 def test_a_rank_that_waited_in_vain_is_not_counted_again() -> None:

@@ -2,16 +2,20 @@
 
 import contextlib
 import io
+import json
 import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from bascule.bench import launch
+from bascule.cli import main
 from tests.helpers.ranks import run_ranks
 
 NUM_RANKS = 2
@@ -33,6 +37,27 @@ def in_a_job(
     return subprocess.CompletedProcess([], max(codes), outs[0], "".join(errors))
 
 
+@contextlib.contextmanager
+def forked_launches() -> Iterator[None]:
+    """Within, commands that launch their own ranks get them from the fork server."""
+
+    def launched(arguments: list[str]) -> None:
+        given = {key: value for key, value in os.environ.items() if key.startswith("BASCULE_")}
+        command = arguments[arguments.index("bascule.cli") + 1 :]
+        done = in_a_job(_command, json.dumps(given), *command)
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=sys.stderr)
+        assert done.returncode == 0
+
+    with mock.patch.object(launch.run, "main", launched):
+        yield
+
+
+def _command(variables: str, *arguments: str) -> None:
+    os.environ |= json.loads(variables)
+    main(list(arguments))
+
+
 def script(path: str, *arguments: str) -> None:
     """Run a file as `python FILE ARGUMENTS` does."""
     sys.argv = [path, *arguments]
@@ -42,18 +67,6 @@ def script(path: str, *arguments: str) -> None:
 def run_example(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run an example on the ranks of a job."""
     return in_a_job(script, str(path), *arguments)
-
-
-def launch_example(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run it as a user does, with torchrun."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return subprocess.run(
-        [*launcher, "--nproc-per-node", str(NUM_RANKS), str(path), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
 
 
 def set_variables() -> None:
