@@ -40,7 +40,7 @@ _really = timed.seconds_of
 
 def known_seconds(probe: timed.Probe, device: torch.device) -> float:
     """Runs it, and tells the time of a machine that is known."""
-    assert _really(probe, device) > 0
+    assert _really(replace(probe, in_a_row=1), device) > 0
     if probe.name in HOST:
         return HOST[probe.name]
     name = probe.name.removesuffix(BETWEEN_NODES)

@@ -19,9 +19,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.overrides import TorchFunctionMode
 
 from bascule.comm import agree, groups
+from bascule.models import PackedBatch
+from bascule.parallel import SequenceParallel
+from tests.helpers.cases import COST, Batch, config_of, make_model, own_samples
 from tests.helpers.jobs import set_variables
 
 CUDA = torch.device("cuda", 0)
+BATCHES: dict[str, Batch] = {  # text and image tokens of each rank's samples
+    "both": [[(5, 27), (1, 0), (0, 12)], [(2, 2)]],
+    "a rank without samples": [[], [(3, 20)]],
+    "text on one rank, images on the other": [[(9, 0)], [(0, 9)]],
+}
 
 
 def join_with_cuda() -> None:
@@ -150,3 +158,40 @@ def _part(x: Tensor, index: Any) -> Tensor:
         tensors.append(one if isinstance(one, Tensor) else None)
         dim += 1
     return torch.ops.aten.index(x, tensors) if any(one is not None for one in tensors) else x
+
+
+def packed_model(topologies: list[str], name_of_dtype: str, gradients: bool) -> list[Any]:
+    """A training step of the packed MM-DiT, and its backward, planned for each of these bags."""
+    join_with_cuda()
+    config, rank = config_of(4, 4, head_dim=64), dist.get_rank()
+    dtype: torch.dtype = getattr(torch, name_of_dtype)
+    found = list[Any]()
+    for topology in topologies:
+        sp = SequenceParallel(None, topology, COST)
+        for name, batch in BATCHES.items():
+            samples, model = own_samples(batch, config, rank), make_model(config)
+            num_image = sum(image for _, image in batch[rank])
+            with fake_cuda(gradients=gradients):
+                move(model, dtype)
+                given = on_fake_cuda(samples.inputs, dtype)
+                step = sp.plan(samples.seq_lens)
+                predicted = model(given, step)
+                rows = torch.empty(num_image, dtype=torch.int64, device=CUDA)
+                loss = step.mean(predicted.index_select(0, rows).square().mean(-1))
+                if gradients:
+                    loss.backward()
+            tensors = [predicted, loss, *(p.grad for p in model.parameters() if gradients)]
+            devices = sorted({"none" if x is None else str(x.device) for x in tensors})
+            is_whole = predicted.shape == (sum(samples.seq_lens), config.in_channels)
+            found.append([topology, name, devices, is_whole, step.num_attended])
+    return found
+
+
+def on_fake_cuda(batch: PackedBatch, dtype: torch.dtype) -> PackedBatch:
+    """All but the mask."""
+    given = dict(vars(batch))
+    for name, x in given.items():
+        if isinstance(x, torch.Tensor) and name != "is_image":
+            is_cast = name in ("image_tokens", "text_tokens", "pooled")
+            given[name] = moved(x, dtype if is_cast else torch.float32)
+    return PackedBatch(**given)
