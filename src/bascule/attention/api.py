@@ -95,7 +95,7 @@ def gather(
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """How tokens lie and travel, and what computes, where the defaults of `attention` do not fit.
+    """Settings of how tokens lie and travel, and of what computes, besides `attention`'s own.
 
     Attributes:
         layout: Which tokens each rank has. Default: one segment, as many tokens on every rank.
@@ -186,7 +186,7 @@ def attention(
 
 
 class _Form(NamedTuple):
-    """What is fixed of calls with tensors of some shapes; compilers make it while they trace."""
+    """All that is fixed of calls of one form; compilers make it while they trace."""
 
     ranks: Place  # this rank's place
     layout: SequenceLayout  # which tokens each rank has

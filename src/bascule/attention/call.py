@@ -30,7 +30,7 @@ Tiles = Sequence[Sequence[Tile]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
-    """What is fixed of an attention; made by a step, a mesh or a sparse plan."""
+    """All that is fixed of an attention; made by a step, a mesh or a sparse plan."""
 
     kernel: AttentionKernel  # computes a tile
     scale: float  # factor of the scores, above 0

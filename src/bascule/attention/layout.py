@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank of a mesh has: follows from lengths alone.
+"""Layouts: the tokens of a sequence that each rank of a mesh has follow from lengths alone.
 
 Every segment (text, image) is cut into R pieces for the ring, as even as possible, and each piece
 is shared over U Ulysses ranks; a replicated segment is whole on every rank. All numbers are sums
@@ -189,7 +189,7 @@ def take_runs(x: Tensor, runs: list[Run], dim: int) -> Tensor:
 
 
 def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: int) -> Tensor:
-    """Of a rank's tokens those that it answers for: of replicated segments, its share."""
+    """Take the tokens that a rank answers for: of replicated segments, its share."""
     if not layout.replicated:
         return x
     found: list[Run] = []

@@ -1,4 +1,4 @@
-"""What queries see of keys: one type for all kernels, rings and layouts.
+"""Masks: the keys that queries see, in one type for all kernels, rings and layouts.
 
 Shapes: B batch, H query heads, Sq queries, Sk keys.
 """
@@ -99,7 +99,7 @@ class BlockTables:
 
 @dataclass(frozen=True, eq=False)
 class BlockRows:
-    """Which key blocks each query block sees: a block-sparse mask, by rows.
+    """A block-sparse mask, by rows: the key blocks that each query block sees.
 
     Queries (1, 1, Sq, D) and keys (1, 1, Sk, D) are the blocks of all samples and heads, one after
     the other: which of them belong together is only in `columns`. Blocks have one token or more.
@@ -125,7 +125,7 @@ class BlockRows:
 
     @cached_property
     def transposed(self) -> "BlockRows":
-        """Which query blocks each key block is seen by."""
+        """Return the rows of the key blocks: the query blocks that see each."""
         shape = (self.q_bounds.size - 1, self.k_bounds.size - 1)
         ones = np.ones(self.columns.size, dtype=np.int8)
         by_key = sparse.csr_array((ones, self.columns, self.row_bounds), shape).tocsc()
@@ -149,7 +149,7 @@ class BlockRows:
         )
 
     def keep(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """What `make` gives; it is called once a key."""
+        """Return what `make` gives; it is called once a key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -157,7 +157,7 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMask:
-    """What queries see of keys; by default everything.
+    """The keys that queries see; by default all.
 
     Attributes:
         causal: Whether query i sees only keys 0 to i. Needs as many queries as keys, of packed

@@ -36,7 +36,7 @@ def look(x: Tensor | None) -> object:
 
 
 class Settings(NamedTuple):
-    """What a name says besides the mesh and the layout; see `attention` and `AttentionOptions`."""
+    """A call but for its mesh and layout; see `attention` and `AttentionOptions`."""
 
     replicated: tuple[int, ...]
     causal: bool

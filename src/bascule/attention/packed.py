@@ -46,7 +46,7 @@ class Contexts:
 
 @dataclass(frozen=True)
 class Bag:
-    """What a rank needs to know of its bag."""
+    """The bag of a rank, as the rank needs to know it."""
 
     mesh: AttentionMesh  # the ranks that it shares heads with, and those around its ring
     chunk_lens: Ints  # (G, n) tokens of each chunk on each rank that it shares heads with
@@ -83,12 +83,12 @@ class Bag:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """The device of the tensors."""
         return self.pieces.device
 
     @cached_property
     def tiles(self) -> list[list[Tile]]:
-        """By ring rank, what the tokens here see of its."""
+        """Pairs of tokens here with those of each ring rank that they see."""
         return self.pieces.tiles(self.masks)
 
     @cached_property
@@ -111,7 +111,7 @@ class Bag:
 
     @cached_property
     def context_tiles(self) -> list[Tile]:
-        """What the tokens of this rank see: all of the context of their sequence."""
+        """Pair the tokens of this rank with all of the context of their sequence."""
         own, contexts = self.chunk_lens[self.mesh.place[1]], self.contexts.lens.tolist()
         tiles, first = list[Tile](), 0
         for run in np.split(own, self.pieces.num_runs):
@@ -236,7 +236,7 @@ def check_shapes(bag: Bag, q: Tensor, k: Tensor, v: Tensor, *, num_keys: int | N
 
 
 def traffic(bag: Bag, q_CHD: Tensor, k_CKD: Tensor) -> Traffic:
-    """What this rank sends to others in the forward of one `attend`."""
+    """Return what this rank sends to others in the forward of one `attend`."""
     num_kv_heads, head_dim = k_CKD.shape[1:]
     return Traffic.of_attention(
         HeadShares.split(num_kv_heads, bag.degree),

@@ -1,4 +1,4 @@
-"""What the queries of one ring rank see of the keys of another, as tiles for the kernels.
+"""Tiles for the kernels: queries of one ring rank, and the keys of another that they see.
 
 A mask that is added to the scores may hide all keys of a query by a finite number. Parts of such a
 row cannot be merged as they are: an LSE of -1e9 + log(n) is -1e9 in float32. So what is added to a

@@ -1,1 +1,1 @@
-"""What computes attention on one device, and says why where it cannot."""
+"""Kernels compute attention on one device, or say why they cannot."""

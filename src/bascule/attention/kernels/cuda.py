@@ -197,7 +197,7 @@ class FlashAttn3Kernel:
 def _no_flash(
     form: KernelQuery, capability: int, largest: int = 256, *, takes_packed: bool = False
 ) -> str | None:
-    """Why a kernel of the flash-attention family cannot compute that."""
+    """Return why a kernel of the flash-attention family cannot compute that."""
     bounds = {"device": "cuda", "dtypes": _HALVES, "takes_bias": False}
     refused = misfit(form, takes_packed=takes_packed, **bounds)
     if refused is not None:
@@ -241,7 +241,7 @@ def _tokens(*tensors: Tensor) -> list[Tensor]:
 
 
 def _bounds(seqs: PackedSequences) -> tuple[Tensor, Tensor, int, int]:
-    """As flash attention takes packed sequences."""
+    """Return packed sequences as flash attention takes them."""
     return seqs.cu_seqlens, seqs.cu_kv_lens, seqs.max_len, seqs.max_kv_len
 
 

@@ -1,4 +1,4 @@
-"""What all attention kernels have in common: their protocol, what they are asked for, merging.
+"""All that attention kernels have in common: their protocol, the forms of calls, merging.
 
 Shapes: as in `registry`.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from bascule.attention.mask import AttentionMask, BlockRows
 
 Grads = tuple[Tensor, Tensor, Tensor]
-"""Of q, k and v, in their dtype or a wider one."""
+"""Gradients of q, k and v, in their dtype or a wider one."""
 OutLse = tuple[Tensor, Tensor]
 """Output (B, H, Sq, D) and LSE (B, H, Sq)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelQuery:
-    """What a call asks of a kernel."""
+    """A form of calls, for which a kernel is sought."""
 
     device_type: str  # where the tensors are
     dtype: torch.dtype | None = None  # of q, k and v; None where the caller does not say
@@ -34,7 +34,7 @@ class KernelQuery:
 
 
 class Attended(NamedTuple):
-    """What a forward was given, and what it found."""
+    """Arguments of a forward, and its results."""
 
     q: Tensor  # (B, H, Sq, D) queries
     k: Tensor  # (B, K, Sk, D) keys
@@ -49,7 +49,7 @@ class AttentionKernel(Protocol):
     """Exact attention of one block and its gradients. Nothing of it is recorded by autograd."""
 
     def unfit(self, form: KernelQuery) -> str | None:
-        """Why it cannot compute that, as the end of a sentence; None if it can."""
+        """Return why it cannot compute that, as the end of a sentence; None if it can."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
@@ -70,7 +70,7 @@ def misfit(
     takes_packed: bool = False,
     needs_blocks: bool = False,
 ) -> str | None:
-    """Why a kernel for one device and some dtypes (none: for all) cannot compute a form."""
+    """Return why a kernel for one device and some dtypes (none: all) cannot compute a form."""
     if device is not None and form.device_type != device:
         devices = {"cpu": "CPUs", "cuda": "CUDA devices"}[device]
         return f"runs on {devices}, not on {form.device_type}"
@@ -134,7 +134,7 @@ def _by_sequence(
 
 
 def no_module(name: str) -> str | None:
-    """Why a kernel of a module that is not installed cannot compute anything."""
+    """Return why a kernel of a module that is not installed cannot compute anything."""
     if importlib.util.find_spec(name) is None:
         return f"needs the module {name}, which is not installed"
     return None
@@ -153,7 +153,7 @@ def nothing_seen(q: Tensor) -> OutLse:
 
 
 def wide_dtype(tensor: Tensor) -> torch.dtype:
-    """What partial results are kept in: float32 at least."""
+    """Return the dtype of partial results: float32 at least."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

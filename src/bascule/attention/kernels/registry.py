@@ -82,7 +82,7 @@ class CpuFlashKernel:
         return self._attend(q, k, v, mask, scale)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> OutLse:
-        """Of tensors with adjacent values."""
+        """Attend with tensors of adjacent values."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask.causal, attn_mask=mask.bias, scale=scale
         )
@@ -102,7 +102,7 @@ class CpuFlashKernel:
         return self._gradients(grad, done)
 
     def _gradients(self, grad: Tensor, done: Attended) -> Grads:
-        """Of wide tensors with adjacent values."""
+        """Take gradients with wide tensors of adjacent values."""
         q, k, v, out, lse, mask, scale = done
         bias = mask.bias
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -94,7 +94,7 @@ class _Blocks:
         return [self._parts[column] for column in columns.tolist()]
 
     def _run(self, columns: Ints) -> slice | None:
-        """Where the blocks are if nothing is between them."""
+        """Return the rows of the blocks if nothing is between them."""
         first, last = int(columns[0]), int(columns[-1])
         if last - first + 1 != columns.size:
             return None

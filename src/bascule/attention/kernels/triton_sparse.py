@@ -37,7 +37,7 @@ class Tiles:
 
     @classmethod
     def forward(cls, dtype: torch.dtype, block: int) -> "Tiles":
-        """For the output."""
+        """Return those for the output."""
         if dtype == torch.float32:
             return cls(32, 32, num_warps=4, num_stages=1)
         if block > 64:
@@ -46,7 +46,7 @@ class Tiles:
 
     @classmethod
     def backward(cls, dtype: torch.dtype) -> "Tiles":
-        """For the gradients."""
+        """Return those for the gradients."""
         size = 32 if dtype == torch.float32 else 64
         return cls(size, size, num_warps=4, num_stages=1)
 

@@ -138,7 +138,7 @@ def _forced(scores: Tensor, always: Tensor | None) -> Tensor:
 
 
 def _keep_first(scores: Tensor, kept: Tensor) -> Tensor:
-    """Of each row the places that are kept once it is sorted, the highest scores first."""
+    """Undo the sort of rows, highest scores first, of which these places are kept."""
     order = scores.argsort(dim=-1, descending=True, stable=True)
     masks = torch.zeros_like(scores, dtype=torch.bool)
     return masks.scatter_(-1, order, kept.expand(scores.shape))

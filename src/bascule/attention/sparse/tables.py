@@ -40,7 +40,7 @@ class SparseTables:
 
     @property
     def rank(self) -> int:
-        """Of all ranks."""
+        """This rank among all."""
         return rank_of(self.ranks)
 
     @cached_property
@@ -80,10 +80,7 @@ class SparseTables:
 
     @cached_property
     def _local(self) -> list[Tensor | None]:
-        """Where each row of q, k, v and the output is taken from, if none leaves its rank.
-
-        None: all stay where they are.
-        """
+        """Sources of rows of q, k, v and the output, if none leaves its rank; None: the same."""
         into, back = map(_composed, self._routes)
         parts = np.split(into, np.cumsum(self._arriving)[:2])
         firsts = np.cumsum([0, *self._arriving[:2]])

@@ -1,4 +1,4 @@
-"""What block-sparse attention takes on this machine: measured on meshes, and fitted.
+"""Seconds of block-sparse attention on this machine: measured on meshes, and fitted.
 
 Legend: U Ulysses degree, R ring degree; O calls.
 """
@@ -32,7 +32,7 @@ _PARTS = (4, 1)
 
 @dataclass(frozen=True, slots=True)
 class CallShape:
-    """What a model attends.
+    """The attention of a model, in numbers.
 
     Attributes:
         num_tokens: Of the longest sequence.
