@@ -168,11 +168,6 @@ def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floa
 
 def called(name: str, function: Callable[..., _Value], *args: object) -> _Value:
     """Return what a caller's function gives; what it raises becomes a ConfigError."""
-    if not callable(function):
-        raise ConfigError(
-            f"{name} is {shown(function)}: it must be a function of token "
-            "counts, as TransformerCost(d_model, num_layers=..)"
-        )
     try:
         return function(*args)
     except ConfigError:

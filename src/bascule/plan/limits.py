@@ -38,6 +38,9 @@ class Limits:
         return all(most is None or amounts.max() <= most for most, amounts in limits)
 
 
+_UNLIMITED = Limits()
+
+
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
     """Return limits on tokens and items alone: what fits into memory, as tokens.
 
@@ -47,7 +50,7 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     """
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")
-    given = limits or Limits()
+    given = limits or _UNLIMITED
     per_token = cost.bytes_per_token if isinstance(cost, TransformerCost | PolynomialCost) else None
     if per_token is None:
         if given.num_bytes is not None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
@@ -75,19 +74,22 @@ class StepShape:
             yield size
             left -= size
 
+    def _steps(self, left: int) -> tuple[int, list[int]]:
+        """Steps that are full for sure, and the sizes of the few after them."""
+        num_full = max(left // self.full - 1, 0)
+        return num_full, list(self.sizes(left - num_full * self.full))
+
     def num_steps(self, left: int) -> int:
         """Steps in so many samples."""
-        sure = max(left // self.full - 1, 0)
-        return sure + sum(1 for _ in self.sizes(left - sure * self.full))
+        num_full, rest = self._steps(left)
+        return num_full + len(rest)
 
     def samples_in(self, left: int, num_steps: int) -> int:
         """Samples of the first steps, where so many samples are left before them."""
-        sure = min(max(left // self.full - 1, 0), num_steps)
-        rest = self.sizes(left - sure * self.full)
-        return sure * self.full + sum(islice(rest, num_steps - sure))
+        num_full, rest = self._steps(left)
+        return self.full * min(num_full, num_steps) + sum(rest[: max(num_steps - num_full, 0)])
 
     def most_in_a_cell(self, left: int) -> int:
         """Samples of the largest cell of any step, where counts are even."""
-        sure = max(left // self.full - 1, 0)
-        sizes = [self.full] * (sure > 0) + list(self.sizes(left - sure * self.full))
-        return -(-max(sizes, default=0) // self.num_cells)
+        num_full, rest = self._steps(left)
+        return -(-max([self.full] * (num_full > 0) + rest, default=0) // self.num_cells)

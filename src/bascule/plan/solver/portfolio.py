@@ -97,16 +97,19 @@ def solve(
     bound = lower_bound(problem)
     if problem.num_kinds == 1:
         target = max(_target(problem, bound, tolerance), enough)
-        free = (_unlimited(part, tolerance, enough, bound) for part in (problem.unlimited(),))
-        found = _best(problem, target, _starts(problem, target, free, quick))
+
+        def free() -> Iterator[Solution]:  # where it is asked for
+            yield _unlimited(problem.unlimited(), tolerance, enough, bound)
+
+        found = _best(problem, target, _starts(problem, target, free(), quick))
         return replace(found, bound=bound)
     guess, weights = fluid(problem)
-    free = sorted(_of_kinds(problem, guess), key=lambda start: start.makespan)
-    least = free[0].makespan * problem.unit
+    at_guess = sorted(_of_kinds(problem, guess), key=lambda start: start.makespan)
+    least = at_guess[0].makespan * problem.unit
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
-    free = free[: 1 if quick else _MOST_IMPROVED]
-    found = _best(problem, target, _starts(problem, target, free, quick))
+    at_guess = at_guess[: 1 if quick else _MOST_IMPROVED]
+    found = _best(problem, target, _starts(problem, target, at_guess, quick))
     bound = max(bound, price_bound(problem, weights, float(problem.loads(found.bin_of).max())))
     return replace(found, bound=bound)
 
