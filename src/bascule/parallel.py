@@ -31,7 +31,7 @@ from bascule.step import Step as Step
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """How a SequenceParallel plans, attends and averages, where the defaults do not fit.
+    """Settings of a SequenceParallel that are seldom changed.
 
     Attributes:
         planner: See `plan_batch`.
@@ -71,7 +71,7 @@ class SequenceParallel:
         plan_group: A gloo group of the same ranks for the lengths, so that planning never waits for
             the device; made here if None.
         timeout_s: Longest wait of a collective, in seconds.
-        options: What is seldom changed.
+        options: See `ParallelOptions`.
 
     Raises:
         ConfigError: An argument is wrong here. RemoteConfigError: on another rank.
@@ -260,7 +260,7 @@ class SequenceParallel:
         mixes: bool = False,
         carried_loads: npt.ArrayLike | None = None,
     ) -> Asked:
-        """What this rank brings to its next plan; what is wrong is told where ranks agree."""
+        """Collect what this rank brings to its next plan; an error is raised where ranks agree."""
         number, batches, loaded = self._num_plans + 1, list[Batch](), microbatches
         setup, settings, carried = None, dict[str, str](), None
         try:

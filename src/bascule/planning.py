@@ -1,4 +1,4 @@
-"""How ranks plan: one gather of what each brings, then the same decision on all; now, or behind.
+"""Plans of ranks: one gather of what each brings, then the same decision on all; now, or behind.
 
 A plan behind the current step is made by a thread of its own, over a group of its own, and begins
 when the one before it is done. So its gathers come in one order on all ranks, and the thread that
@@ -46,7 +46,7 @@ class Asked:
 
     @property
     def where(self) -> str:
-        """For errors."""
+        """Name of the plan in errors."""
         return f"step {self.number}: plan"
 
 

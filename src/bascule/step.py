@@ -209,7 +209,7 @@ class Step:
         return self._attend(q_CHD, k_CKD, v_CKD, "attend", causal, scale)
 
     def count_routed(self, is_marked: Tensor) -> int:
-        """How many of the rows that `route` brings here are marked; one gather, on the host.
+        """Count the rows that `route` brings here and that are marked; one gather, on the host.
 
         Args:
             is_marked: bool (T,) on the host, in the order of this rank's sequences.

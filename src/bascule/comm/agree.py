@@ -87,7 +87,7 @@ def agree(
 def first_use(
     group: RankGroup | None,
     form: Hashable,
-    say: Callable[[], tuple[str, Exception | None]],
+    describe: Callable[[], tuple[str, Exception | None]],
     *,
     what: str,
     step: int = 0,
@@ -95,7 +95,7 @@ def first_use(
     """Make sure that all ranks mean the same, the first time that a group makes a call of a form.
 
     One gather of a fixed size; none later. Gloo aborts a process that gets a message of another
-    size than it waits for, so the text that `say` gives must hold all that decides sizes.
+    size than it waits for, so the text of `describe` must hold all that decides sizes.
 
     Once calls of this name were made, the others may not come to agree: then an error is raised
     here, and its note ends their waits (`failures.shared`).
@@ -103,13 +103,13 @@ def first_use(
     Args:
         group: Whose call. None: this rank alone, which raises its own error.
         form: What tells the forms of calls apart.
-        say: Gives what this rank means, as text, and what is wrong with it.
+        describe: Returns what this rank means, as text, and what is wrong with it.
         what: Name of the call in errors.
         step: Step number in errors.
     """
     if group is not None and group.calls.has_agreed((what, form)):
         return
-    text, error = say()
+    text, error = describe()
     if error is not None and (group is None or group.calls.has_agreed(what)):
         raise error
     if group is not None:

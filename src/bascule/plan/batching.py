@@ -1,4 +1,4 @@
-"""Which samples go into which forward pass: of one shape, and as many passes as the ranks need."""
+"""Forward passes over samples of one shape, as many of them as the ranks need."""
 
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ def forward_passes(
     max_items: int | None = None,
     is_aligned: bool,
 ) -> list[list[ForwardPass]]:
-    """The forward passes of each bag, the longest first.
+    """Part samples into the forward passes of each bag, the longest first.
 
     Where passes are too few, those of several samples are halved; a bag that has no more to halve
     computes the shortest sample once more, or that of another bag.

@@ -45,7 +45,7 @@ class LengthMark:
 def marks_of(
     origin: Origin, lens: Sequence[int], loaded: Sequence[int], shared_by: int = 1
 ) -> list[str]:
-    """The names of a rank's part in a step; what it loaded only if that is something else."""
+    """Name a rank's part in a step; what it loaded only if that is something else."""
     computed = LengthMark(tuple(lens), "lens", origin, shared_by)
     if shared_by == 1 and sorted(lens) == sorted(loaded):
         return [str(computed)]
@@ -53,11 +53,11 @@ def marks_of(
 
 
 def read_mark(name: str) -> LengthMark | None:
-    """The lengths in a range's name; None if it is none of these, or a length is above 2^40."""
-    found = _MARK.fullmatch(name)
-    if found is None:
+    """Read the lengths in a range's name; None if it has none, or one above 2^40."""
+    match = _MARK.fullmatch(name)
+    if match is None:
         return None
-    origin, what, shared_by, text = found.groups()
+    origin, what, shared_by, text = match.groups()
     try:
         lens = json.loads(text)
     except ValueError:  # "[1 2]", or a number of thousands of digits

@@ -114,7 +114,7 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the makespan is above the lower bound at most: makespan / lower_bound - 1."""
+        """Most that the makespan is above the best one: makespan / lower_bound - 1."""
         return self.makespan / self.lower_bound - 1.0 if self.lower_bound > 0 else 0.0
 
     @property
@@ -154,7 +154,7 @@ class Plan:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Which tokens of its sequences each rank has."""
+        """Tokens of its sequences that each rank has."""
         return Chunks.of(self.topology, self.seq_lens, self.bag_of, self.masks)
 
     @cached_property
@@ -176,7 +176,7 @@ class Plan:
         return loads if self.speeds is None else loads / self.speeds
 
     def summary(self, cost: Cost, cluster: Cluster | None = None) -> dict[str, Any]:
-        """What it predicts, before balancing and after it, as plain values."""
+        """Return what it predicts, before balancing and after it, as plain values."""
         before = self.unbalanced_loads(cost, cluster)
         return {
             "makespan": self.makespan,
@@ -197,7 +197,7 @@ class Plan:
         return int(self.seq_lens.sum()) - self.chunks.num_at(self.source_ranks)
 
     def local(self, rank: int) -> LocalLayout:
-        """What `rank` computes on. O(num_seqs + tokens of the rank)."""
+        """Return what `rank` computes on. O(num_seqs + tokens of the rank)."""
         return self.chunks.local(rank)
 
     def bag_lens(self, rank: int) -> Ints:
@@ -205,14 +205,14 @@ class Plan:
         return self.chunks.bag_lens(rank)
 
     def route(self, rank: int) -> Route:
-        """The part of `rank` in the exchange from source to compute layout; `.inverse()` restores.
+        """Return the part of `rank` in the exchange to the compute layout; `.inverse()` restores.
 
         O(num_seqs + chunks and tokens of the rank).
         """
         return self.chunks.route(rank, self.source_ranks)
 
     def context_route(self, rank: int) -> Route:
-        """The part of `rank` in bringing each context to all ranks of its sequence's bag.
+        """Return the part of `rank` in bringing each context to all ranks of its sequence's bag.
 
         O(num_seqs + contexts of the rank). Contexts of no tokens where it was planned without any.
         """
@@ -243,7 +243,7 @@ class Plan:
         return digest.hexdigest()
 
     def to_json(self) -> str:
-        """The plan as JSON, with a version; floats survive exactly."""
+        """Return the plan as JSON, with a version; floats survive exactly."""
         per_rank = np.split(self.seq_lens, np.cumsum(self.source_counts)[:-1])
         contexts = self.context_lens
         return json.dumps(
@@ -298,7 +298,7 @@ class Plan:
 
 
 def _read_batch(data: dict[str, Any], num_ranks: int) -> Batch:
-    """What ranks loaded, of a plan's JSON."""
+    """Return what ranks loaded from a plan's JSON."""
     batch = batch_of(data["seq_lens"], num_ranks)
     masks, contexts = data.get("masks"), data.get("context_lens")
     spans = None if masks is None else [[Span(*span) for span in mask] for mask in masks]

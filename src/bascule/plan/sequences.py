@@ -82,7 +82,7 @@ class Masks:
 
     @classmethod
     def alike(cls, seq_lens: Ints, *, causal: bool) -> "Masks":
-        """One span a sequence."""
+        """Return one span a sequence."""
         has_tokens = seq_lens > 0
         lens = seq_lens[has_tokens]
         flags = np.full(lens.size, causal), np.ones(lens.size, bool)
@@ -90,17 +90,17 @@ class Masks:
 
     @classmethod
     def from_words(cls, counts: Ints, words: Ints) -> "Masks":
-        """The inverse of `words`."""
+        """Return the masks of these `words`."""
         return cls(counts, words >> 2, (words & 2) > 0, (words & 1) > 0)
 
     @classmethod
     def joined(cls, parts: "list[Masks]") -> "Masks":
-        """The sequences of all, in their order."""
+        """Return the masks of all sequences, in their order."""
         each = [(part.counts, part.lens, part.is_causal, part.is_first) for part in parts]
         return cls(*map(np.concatenate, zip(*each, strict=True)))
 
     def to_lists(self) -> list[list[tuple[int, bool, bool]]]:
-        """The arguments of each `Span`, by sequence."""
+        """Return the arguments of each `Span`, by sequence."""
         columns = [x.tolist() for x in (self.lens, self.is_causal, self.is_first)]
         spans, bounds = list(zip(*columns, strict=True)), cumulative(self.counts).tolist()
         return [spans[first:last] for first, last in pairwise(bounds)]
@@ -151,7 +151,7 @@ class Masks:
         return np.bincount(self.seqs, pairs, self.counts.size).astype(np.float64)
 
     def of(self, seqs: Ints) -> "Masks":
-        """Those of some sequences, ascending."""
+        """Return the masks of some sequences, ascending."""
         at = ranges(cumulative(self.counts)[seqs], self.counts[seqs])
         return Masks(self.counts[seqs], self.lens[at], self.is_causal[at], self.is_first[at])
 
@@ -175,7 +175,7 @@ class Masks:
         return Pairs(*rows, *rows)
 
     def _within(self, part: Stretch) -> tuple[Ints, Ints]:
-        """Where the part of each span in a stretch begins and ends; nowhere else than in it."""
+        """Return where the part of each span in a stretch begins and ends; both are in it."""
         first = part.starts[self.seqs]
         last = first + part.lens[self.seqs]
         start = np.clip(self.starts, first, last)
@@ -206,7 +206,7 @@ _NAMES = ("full", "causal")
 class Sequences:
     """The sequences of a rank, where their lengths alone do not say enough.
 
-    It stands wherever a plan takes the lengths of a rank. What is wrong with it is found there.
+    It stands wherever a plan takes the lengths of a rank, and is checked there.
 
     Args:
         seq_lens: Tokens of each.
@@ -373,15 +373,15 @@ def _spans(where: str, mask: object, num_tokens: int) -> Sequence[Span]:
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
-    """The same mask in fewer spans: causal ones that follow each other are one."""
-    found: list[Span] = []
+    """Join causal spans that follow each other."""
+    joined: list[Span] = []
     for span in spans:
-        if found and span.causal and found[-1].causal and not span.new_document:
-            total = found[-1].num_tokens + span.num_tokens
-            found[-1] = Span(total, new_document=found[-1].new_document)
+        if joined and span.causal and joined[-1].causal and not span.new_document:
+            total = joined[-1].num_tokens + span.num_tokens
+            joined[-1] = Span(total, new_document=joined[-1].new_document)
         else:
-            found.append(span)
-    return found
+            joined.append(span)
+    return joined
 
 
 MAX_LENGTH = 2**40
@@ -390,7 +390,7 @@ MAX_LENGTH = 2**40
 def check_lengths(
     seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
 ) -> tuple[Ints, Ints]:
-    """(num_ranks,) counts and (num_seqs,) lengths of a batch given as one list a source rank.
+    """Return counts (num_ranks,) and lengths (num_seqs,) of a batch of one list a source rank.
 
     A ConfigError names rank, place and value of the first length that is no whole number.
     """
@@ -432,6 +432,6 @@ def _as_numbers(rank: int, values: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def source_of(seq_id: int, counts: Ints) -> tuple[int, int]:
-    """Rank that loaded a sequence, and its place there."""
+    """Return the rank that loaded a sequence, and its place there."""
     rank = int(np.searchsorted(np.cumsum(counts), seq_id, side="right"))
     return rank, seq_id - int(counts[:rank].sum())

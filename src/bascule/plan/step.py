@@ -134,7 +134,7 @@ def mix_microbatches(batches: Sequence[Batch], setup: PlanSetup, sync: Sync) -> 
 
 
 def _dealt(plan: Plan, micro_of: Ints, num_ranks: int) -> Mixed:
-    """The microbatches of a plan for all of them, in which each sequence goes to the one given."""
+    """Part a plan for all microbatches; each sequence goes to that of `micro_of`."""
     loaded, rank_of = np.divmod(plan.source_ranks, num_ranks)
     place = np.arange(micro_of.size) - cumulative(plan.source_counts)[plan.source_ranks]
     mixed = Mixed([], [])
@@ -158,14 +158,14 @@ def _by_load(kinds: Floats, plan: Plan, num_micro: int) -> Ints:
 
 
 def step_makespan(plans: Sequence[Plan], *, sync: Sync) -> float:
-    """The cost of a step: the sum of the makespans, or the largest sum of a rank's loads."""
+    """Return the sum of the makespans, or the largest sum of a rank's loads."""
     if check_sync(sync) == "microbatch":
         return sum(plan.makespan for plan in plans)
     return _largest_sum(plans)
 
 
 def check_sync(sync: str) -> Sync:
-    """Refuse what says nothing of when ranks wait for each other."""
+    """Return when ranks wait for each other, if it is one of the two."""
     return "step" if choice("sync", sync, "microbatch", "step") == "step" else "microbatch"
 
 

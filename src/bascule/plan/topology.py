@@ -1,4 +1,4 @@
-"""Which ranks work together: the topology grammar of KnapFormer (section 3.2), made total.
+"""Bags of ranks that work together: the topology grammar of KnapFormer (section 3.2), made total.
 
 `g1n2+g2n1+g4n1` is two bags of one rank, one bag of two and one bag of four: a unit of eight ranks.
 A larger world is filled with replicas of the unit, each on the next contiguous ranks.
@@ -24,7 +24,7 @@ _TERM = re.compile(f"g{_NUMBER}(?:r{_NUMBER})?n{_NUMBER}")
 
 
 class BagPlace(NamedTuple):
-    """Where a rank is in its bag."""
+    """Place of a rank in its bag."""
 
     bag: int  # number in the topology
     ring: int  # ring rank
@@ -162,13 +162,13 @@ class Topology:
         return BagPlace(bag, *divmod(rank - int(self.first_ranks[bag]), degree), degree)
 
     def ring(self, rank: int) -> range:
-        """The ranks of the ring that `rank` is in, in ring order: one of each Ulysses group."""
+        """Return the ranks of the ring of `rank` in ring order: one of each Ulysses group."""
         bag, _, ulysses, degree = self.place_of(rank)
         first = int(self.first_ranks[bag])
         return range(first + ulysses, first + int(self.bag_sizes[bag]), degree)
 
     def for_heads(self, num_heads: int) -> "Topology":
-        """The same bags, with longer rings where there are too few heads for a Ulysses group."""
+        """Return the same bags, with longer rings where a Ulysses group has too few heads."""
         rings: list[int] = []
         for size, _, ring in self._terms_with_rings:
             degrees = (degree for degree in range(1, num_heads + 1) if size % degree == 0)
