@@ -29,10 +29,9 @@ from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTe
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
 from bascule import SequenceParallel, Sequences, Step
-from bascule.errors import ConfigError
 from bascule.integrations.transformers import call_packed, register_attention
 from tests.helpers.cases import COST
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import raised_by, run_ranks
 
 VOCABULARY = 19
 SIZES: dict[str, Any] = {
@@ -145,91 +144,58 @@ def trained(kind: str, spec: str, is_sharded: bool, with_masks: bool = False) ->
             assert (got - wanted).norm() <= 1e-6 * wanted.norm() + 1e-8 * total
 
 
-@pytest.mark.parametrize(
-    ("kind", "world_size", "spec", "is_sharded"),
-    [
-        ("llama", 2, "g1n2", False),
-        ("llama", 2, "g2n1", True),
-        ("qwen2", 3, "g1n1+g2n1", False),
-        ("qwen2", 4, "g2r2n1", False),
-        ("qwen2.5-vl", 2, "g2n1", False),
-        ("qwen2.5-vl", 3, "g3n1", True),
-    ],
-)
-def test_gradients_are_those_of_each_sequence_alone(
-    kind: str, world_size: int, spec: str, is_sharded: bool
-) -> None:
-    run_ranks(trained, world_size, kind, spec, is_sharded)
+WORLDS = {
+    2: [("llama", "g1n2", False), ("llama", "g2n1", True), ("qwen2.5-vl", "g2n1", False)],
+    3: [("qwen2", "g1n1+g2n1", False), ("qwen2.5-vl", "g3n1", True)],
+    4: [("qwen2", "g2r2n1", False), ("qwen2", "g1r4n1", False)],
+}
 
 
-def test_causal_sequences_of_a_plan_are_even_in_rings_and_the_same() -> None:
-    run_ranks(trained, 4, "qwen2", "g1r4n1", False, True)
+def all_trained() -> None:
+    for kind, spec, is_sharded in WORLDS[dist.get_world_size()]:
+        # Causal sequences of a plan are even in rings.
+        trained(kind, spec, is_sharded, with_masks=spec == "g1r4n1")
 
 
-def mixed_up() -> dict[str, str]:
-    """Models whose layers, positions or windows a step would get wrong."""
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gradients_are_those_of_each_sequence_alone(world_size: int) -> None:
+    run_ranks(all_trained, world_size)
+
+
+def refused() -> None:
+    """Models whose layers, positions or windows a step would get wrong, and calls without one."""
     register_attention()
     step = SequenceParallel(None, "g1n1", COST).plan([6])
-    ids, said = torch.ones(6, dtype=torch.int64), dict[str, str]()
+    ids: Any = torch.ones(1, 6, dtype=torch.int64)
     chosen: dict[str, Any] = SIZES | {"attn_implementation": "bascule"}
-    mixed: dict[str, Any] = chosen | {"layer_types": ["conv", "full_attention"]}
-    padded: dict[str, Any] = chosen | {"pad_token_id": 1}
-    convolves, counts = Lfm2Config(**mixed), RobertaConfig(**padded)
-    models: dict[str, tuple[Any, dict[str, Any]]] = {
-        "convolution": (Lfm2ForCausalLM(convolves), {}),
-        "positions": (RobertaForCausalLM(counts), {}),
-        "labels": (LlamaForCausalLM(LlamaConfig(**chosen)), {"labels": ids}),
+    right = {"use_cache": False, "bascule_step": step, "attention_mask": torch.zeros(1, 1, 0, 0)}
+    window = {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0}
+    padding = right | {"attention_mask": torch.ones(1, 6)}
+
+    def packed(model: nn.Module, **more: Any) -> Callable[[], object]:
+        return lambda: call_packed(model, step, input_ids=ids[0], **more)
+
+    def qwen(given: dict[str, Any], rows: Tensor = ids, **settings: Any) -> Callable[[], object]:
+        model: Any = Qwen2ForCausalLM(Qwen2Config(**chosen, **settings)).train()
+        return lambda: model(rows, **given)
+
+    mixed: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+    llama = LlamaForCausalLM(LlamaConfig(**chosen))
+    roberta = RobertaForCausalLM(RobertaConfig(**chosen, pad_token_id=1))
+    calls: dict[str, Callable[[], object]] = {
+        "1 of 2 layers of Lfm2ForCausalLM": packed(Lfm2ForCausalLM(Lfm2Config(**chosen, **mixed))),
+        "padding index": packed(roberta),
+        "labels=": packed(llama, labels=ids[0]),
+        "call_packed(model, step, input_ids=ids)": qwen({"use_cache": False}),
+        "2 rows": qwen(right, ids.expand(2, -1)),
+        "no padding": qwen(padding),
+        "dropout=0.1": qwen(right, attention_dropout=0.1),
+        "sliding_window=4": qwen(right, **window),
     }
-    for name, (model, more) in models.items():
-        try:
-            call_packed(model, step, input_ids=ids, **more)
-        except ConfigError as error:
-            said[name] = str(error)
-    return said
-
-
-def test_models_that_would_mix_sequences_are_refused() -> None:
-    (said,) = run_ranks(mixed_up, 1)
-    assert "1 of 2 layers of Lfm2ForCausalLM" in said["convolution"], said
-    assert "padding index" in said["positions"] and "labels=" in said["labels"], said
-
-
-def refused() -> dict[str, str]:
-    register_attention()
-    step = SequenceParallel(None, "g1n1", COST).plan([6])
-    said: dict[str, str] = {}
-    ids = torch.ones(1, 6, dtype=torch.int64)
-    given = {"use_cache": False, "bascule_step": step, "attention_mask": torch.zeros(1, 1, 0, 0)}
-    calls: dict[str, tuple[dict[str, Any], Tensor, dict[str, Any]]] = {
-        "no step": ({}, ids, {"use_cache": False}),
-        "rows": ({}, ids.expand(2, -1), given),
-        "padding": ({}, ids, given | {"attention_mask": torch.ones(1, 6)}),
-        "dropout": ({"attention_dropout": 0.1}, ids, given),
-        "window": (
-            {"sliding_window": 4, "use_sliding_window": True, "max_window_layers": 0},
-            ids,
-            given,
-        ),
-    }
-    for name, (settings, rows, asked) in calls.items():
-        chosen: dict[str, Any] = SIZES | settings | {"attn_implementation": "bascule"}
-        config = Qwen2Config(**chosen)
-        model = Qwen2ForCausalLM(config).train()
-        try:
-            model(rows, **asked)
-        except ConfigError as error:
-            said[name] = str(error)
-    return said
+    for words, call in calls.items():
+        classes, text = raised_by(call)
+        assert "ConfigError" in classes and words in text, (words, text)
 
 
 def test_what_a_step_cannot_do_is_refused() -> None:
-    (said,) = run_ranks(refused, 1)
-    words = {
-        "no step": "call_packed(model, step, input_ids=ids)",
-        "rows": "2 rows",
-        "padding": "no padding",
-        "dropout": "dropout=0.1",
-        "window": "sliding_window=4",
-    }
-    assert said.keys() == words.keys()
-    assert all(word in said[name] for name, word in words.items()), said
+    run_ranks(refused, 1)
