@@ -32,12 +32,12 @@ class BlockCall:
     weight: float = 1.0  # how much its seconds count
 
     def forward(self) -> object:
-        """The forward pass that keeps nothing."""
+        """Run the forward pass that keeps nothing."""
         with torch.no_grad():
             return self.run(*self.inputs)
 
     def recompute(self) -> list[Tensor]:
-        """The forward pass that keeps what backward needs; gives the outputs with gradients."""
+        """Run the forward pass that backward needs; return the outputs with gradients."""
         leaves = [
             x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
             for x in self.inputs
@@ -45,7 +45,7 @@ class BlockCall:
         return [out for out in _tensors(self.run(*leaves)) if out.requires_grad]
 
     def backward(self) -> Callable[[], object]:
-        """Makes a backward pass ready."""
+        """Make a backward pass ready."""
         outputs = self.recompute()
         gradients = [torch.ones_like(out) for out in outputs]
         return lambda: torch.autograd.backward(outputs, gradients)
@@ -60,7 +60,7 @@ def _tensors(outputs: object) -> list[Tensor]:
 
 
 def block_of_each_kind(config: MMDiTConfig, device: torch.device, dtype: torch.dtype) -> MMDiT:
-    """The model with one block of each kind that it has."""
+    """Make the model with one block of each kind that it has."""
     small = replace(
         config, num_double=min(1, config.num_double), num_single=min(1, config.num_single)
     )
@@ -106,7 +106,7 @@ def calls_of_model(
 
 
 def _with(block: nn.Module, *args: object) -> Callable[..., object]:
-    """A block as a function of its tokens alone."""
+    """Return a block as a function of its tokens alone."""
     return lambda *tokens: block(*tokens, *args)
 
 

@@ -128,7 +128,7 @@ def check_block(options: CalibrateOptions, device: torch.device) -> None:
 
 
 def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
-    """A model of one double and one single block."""
+    """Describe a model of one double and one single block."""
     width, num_heads = (options.on(device.type, name) for name in ("d_model", "num_heads"))
     if width % (2 * num_heads):
         raise ConfigError(
@@ -149,7 +149,7 @@ def _config(options: CalibrateOptions, device: torch.device) -> MMDiTConfig:
 
 
 def _passes(options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    """Every pass of the block at every length.
+    """Make the probes of every pass of the block at every length.
 
     Our blocks compute packs of equal sequences, of as many tokens as the longest, as in training;
     a block of the user computes one sequence.
@@ -201,7 +201,7 @@ def _hosts(group: RankGroup) -> list[str]:
 def _messages(
     group: RankGroup, hosts: list[str], options: CalibrateOptions, device: torch.device
 ) -> list[Probe]:
-    """Collectives among the ranks of each host, and among one rank of each."""
+    """Make probes of collectives among the ranks of each host, and among one rank of each."""
     places = {
         host: [place for place in range(group.size) if hosts[place] == host]
         for host in dict.fromkeys(hosts)
@@ -228,7 +228,7 @@ def _of_group(group: RankGroup, options: CalibrateOptions, device: torch.device)
 
 
 def _attention(group: RankGroup, options: CalibrateOptions, device: torch.device) -> list[Probe]:
-    """Attention of one token a rank: next to no data, so what it takes is the host's."""
+    """Make probes of attention of one token a rank: next to no data, so that the host shows."""
     dtype = _dtype(options, device)
     q = torch.randn(1, group.size, 1, 64, device=device, dtype=dtype)
     in_turn = AttentionOptions(overlap=False)
@@ -257,7 +257,7 @@ def _round(group: RankGroup, device: torch.device, probes: list[Probe]) -> Float
 
 
 def _in_a_row(probes: list[Probe], seconds: Floats) -> list[Probe]:
-    """Short ones are repeated; on all ranks alike, since all know the same seconds."""
+    """Repeat short ones; on all ranks alike, since all know the same seconds."""
     times = np.clip(np.ceil(_LEAST_S / seconds.max(axis=0)), 1, MOST_IN_A_ROW).astype(int)
     return [
         replace(probe, in_a_row=count) for probe, count in zip(probes, times.tolist(), strict=True)

@@ -110,12 +110,12 @@ class CalibrateOptions:
         HardwareProfile.load(self.base)
 
     def on(self, device: str, name: str) -> Any:
-        """An option, or what is timed on a type of device if it is not given."""
+        """Return an option, or what is timed on a type of device if it is not given."""
         value = getattr(self, name)
         return BY_DEVICE[device][name] if value is None else value
 
     def seq_lens(self, device: str) -> list[int]:
-        """Ascending tokens of the sequences that are timed."""
+        """Return ascending tokens of the sequences that are timed."""
         text = self.on(device, "lengths")
         match = _RANGE.fullmatch(text)
         if match is None:
@@ -134,7 +134,7 @@ class CalibrateOptions:
         return lens.tolist()
 
     def message_bytes(self) -> list[int]:
-        """Ascending bytes of the messages that are timed."""
+        """Return ascending bytes of the messages that are timed."""
         return np.geomspace(2**12, self.mib * 2**20, self.points).round().astype(int).tolist()
 
     @property

@@ -32,7 +32,7 @@ _NORMAL = 1.96  # standard errors on either side hold 95 %
 
 
 def profile_of(measured: Measured, options: CalibrateOptions) -> HardwareProfile:
-    """The profile that the measurements make of the base."""
+    """Make the profile of the measurements and the base."""
     fits, overheads = _fits(measured), _overheads(measured)
     numbers = _numbers(measured, fits, overheads)
     calibration = Calibration(
@@ -158,7 +158,7 @@ def _overheads(measured: Measured) -> tuple[Overhead, ...]:
 def _numbers(
     measured: Measured, fits: dict[str, Fit], overheads: Sequence[Overhead]
 ) -> dict[str, float]:
-    """Fields of a profile, by name: only those that the measurements give."""
+    """Return the fields of a profile that the measurements give, by name."""
     numbers: dict[str, float | None] = {
         **block_rates(fits[FORWARD], measured.d_model),
         "memory_bytes": measured.memory_bytes,

@@ -61,7 +61,7 @@ def time_round(group: RankGroup, device: torch.device, probes: Sequence[Probe]) 
 
 
 def seconds_of(probe: Probe, device: torch.device) -> float:
-    """Seconds of a run on this rank, mean of those in a row."""
+    """Return the seconds of a run on this rank, the mean of those in a row."""
     runs = [probe.run] * probe.in_a_row
     if probe.prepare is not None:
         runs = [probe.prepare() for _ in runs]
@@ -79,7 +79,7 @@ def _wait_for(device: torch.device) -> None:
 
 
 def collectives(group: RankGroup, where: torch.device, size: int) -> list[Probe]:
-    """The collectives of bascule, with about so many bytes on each rank.
+    """Make probes of the collectives of bascule, with about so many bytes on each rank.
 
     Bytes to send are those of the best algorithm, as nccl-tests counts its bus bandwidth.
     """
@@ -118,7 +118,7 @@ def in_a_row(size: int) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of the device of this rank, as its maker calls it."""
+    """Return the name of the device of this rank, as its maker calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     path = Path("/proc/cpuinfo")  # Linux; elsewhere Python's own name must do
@@ -128,7 +128,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Memory of the device of this rank; of a CPU that of the host. None: not known."""
+    """Return the memory of the device of this rank; of a CPU that of the host. None: not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:

@@ -84,7 +84,7 @@ class Fit:
             )
 
     def __call__(self, sizes: npt.ArrayLike) -> Floats:
-        """Predicted seconds of these sizes; same shape."""
+        """Predict the seconds of these sizes; same shape."""
         x = np.asarray(sizes, dtype=np.float64)
         return (x[..., None] ** np.arange(len(self.coefficients))) @ np.array(self.coefficients)
 
@@ -180,12 +180,12 @@ class Calibration:
         return {} if forward is None else block_rates(forward, self.d_model)
 
     def fit(self, what: str) -> Fit | None:
-        """The curve of something, if it was measured."""
+        """Return the curve of something, if it was measured."""
         return next((fit for fit in self.fits if fit.what == what), None)
 
 
 def block_rates(forward: Fit, d_model: int) -> dict[str, float]:
-    """FLOP/s of the linear layers and of attention, by the fields of a profile that hold them.
+    """Return FLOP/s of linear layers and attention, by the fields of a profile that hold them.
 
     A block of width d has 24 d^2 FLOPs a token and 4 d a pair of tokens; `forward` is its curve.
     """

@@ -102,7 +102,7 @@ class TransformerCost:
         fields(self, seconds_per_unit=rate, fit_error=number, bytes_per_token=rate)
 
     def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Forward TFLOPs of sequences of these many tokens, attention scaled by gamma.
+        """Return forward TFLOPs of sequences of these many tokens, attention scaled by gamma.
 
         Args:
             seq_lens: Tokens of each.
@@ -121,7 +121,7 @@ class TransformerCost:
         return f"width {self.d_model}, {self.num_layers} layers, gamma {self.gamma:.3g}"
 
     def seconds(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Forward seconds of sequences of these many tokens, and pairs as for a call.
+        """Return forward seconds of sequences of these many tokens, and pairs as for a call.
 
         Raises:
             ConfigError: The device was not measured (`seconds_per_unit` is None).
@@ -193,7 +193,7 @@ class PolynomialCost:
         fields(self, bytes_per_token=rate)
 
     def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Seconds of sequences of these many tokens, without `overhead`; same shape as the input.
+        """Return seconds of sequences of these many tokens, without `overhead`; of the same shape.
 
         Args:
             seq_lens: Tokens of each.

@@ -292,7 +292,7 @@ class _Calls:
 def _alternate_calls(
     calls: _Calls, measured_O: Floats, waits_O: Bools
 ) -> tuple[Floats, Bools, float]:
-    """Coefficients (K,), the calls that wait by them (O,), and the relative error."""
+    """Find coefficients (K,), the calls that wait by them (O,), and the relative error."""
     coefs_K, predicted_O = np.zeros(_NUM_COEFFICIENTS), measured_O
     for _ in range(_MOST_TURNS):
         last_K, last_O = coefs_K, waits_O
@@ -447,7 +447,7 @@ def fit_iterations(
 def _alternate(
     work_ORK: Floats, seconds_O: Floats, start_K: Sequence[float], robust: bool
 ) -> _Solution:
-    """Slowest ranks by the coefficients, coefficients by the slowest ranks, until both stay.
+    """Find the slowest ranks by the coefficients, and these by those, until both stay.
 
     If not `robust`, all weights stay 1 until the slowest ranks do: as long as some of these are
     wrong, their iterations look like outliers, and without them the rest fits too well. The other
@@ -473,7 +473,7 @@ def _alternate(
 def _solve(
     work_ORK: Floats, seconds_O: Floats, slowest_O: Ints, weights_O: Floats, noise: float
 ) -> _Solution:
-    """Weighted least squares over coefficients >= 0, and the weights and the noise that follow."""
+    """Find coefficients >= 0 by weighted least squares, and the weights and noise that follow."""
     unit_O = np.maximum(seconds_O, MIN_SCALE * float(np.median(seconds_O)))
     rows_OK = work_ORK[np.arange(slowest_O.size), slowest_O] / unit_O[:, None]
     design_OK, scale_K = _in_units(rows_OK)
@@ -498,7 +498,7 @@ def _solve(
 
 @dataclass(frozen=True)
 class _Assumptions:
-    """What is assumed of the shares, in units of the standard deviation of each.
+    """Assumptions about the shares, in units of the standard deviation of each.
 
     1. quadratic : linear = mean length : crossover, up to a factor (the length is weighted by
        tokens);

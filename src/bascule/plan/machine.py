@@ -216,7 +216,7 @@ class Cluster:
     def compute_seconds(
         self, cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None
     ) -> Floats:
-        """Forward seconds of sequences of these many tokens on one rank; as `evaluate`."""
+        """Return forward seconds of sequences of these many tokens on one rank, as `evaluate`."""
         if not isinstance(cost, TransformerCost):
             return evaluate(cost, seq_lens, num_pairs)
         if cost.seconds_per_unit is not None:
@@ -224,11 +224,11 @@ class Cluster:
         return cost(seq_lens, num_pairs) * (FLOPS_PER_UNIT / self.flops_per_s)
 
     def wire_seconds(self, near_bytes: Amount, far_bytes: Amount) -> Amount:
-        """Seconds in which a rank sends bytes to ranks of its node, and of others."""
+        """Return the seconds in which a rank sends bytes to ranks of its node, and of others."""
         return near_bytes / self.intra_bytes_per_s + far_bytes / self.inter_bytes_per_s
 
     def seconds(self, work: Work, bag: Bag, *, hides_ring: bool = True) -> Seconds:
-        """Seconds of work in a bag; with `hides_ring`, a ring sends while it computes."""
+        """Predict seconds of work in a bag; with `hides_ring`, a ring sends while it computes."""
         each = work.heads_bytes / max(bag.ulysses - 1, 1)
         heads_s = self.wire_seconds(
             each * (bag.ranks_in_node - 1), each * (bag.ulysses - bag.ranks_in_node)
@@ -247,7 +247,7 @@ class Cluster:
     def sequence_seconds(
         self, cost: Cost, bag: Bag, lens: Ints, compute_s: Floats, attention_s: Amount = 0.0
     ) -> Seconds:
-        """Seconds of (n,) sequences, of all ranks of their bag together; launches once a pass.
+        """Predict seconds of (n,) sequences, of all ranks of their bag together.
 
         Each rank holds a P-th of a sequence's tokens. What it launches is shared by all sequences.
         """
@@ -259,7 +259,7 @@ class Cluster:
         return self.seconds(work, bag)
 
     def host_seconds(self, cost: Cost, bag: Bag) -> float:
-        """Seconds that the host of a rank spends on the pieces of a sequence in its bag."""
+        """Return the seconds that the host of a rank spends on the pieces of a sequence."""
         if bag.ulysses == 1 or self.piece_s == 0.0:
             return 0.0
         return self.piece_s * _shape(cost)[1] * bag.ulysses
@@ -303,7 +303,7 @@ class AttentionLoad:
 
     @classmethod
     def of_plan(cls, plan: "SparsePlan", batch: int, row_bytes: int) -> "AttentionLoad":
-        """Load of a plan in query-key pairs; of bytes other than p2p the mean over the ranks.
+        """Return the load in query-key pairs; of bytes other than p2p the mean over the ranks.
 
         `batch` sequences are attended alike; `row_bytes` are of one token of one head of one.
         """
@@ -366,7 +366,7 @@ class AttentionLatency:
         fields(self, **dict.fromkeys(self.__dataclass_fields__, number))
 
     def __call__(self, load: AttentionLoad) -> float:
-        """Predicted seconds of a call."""
+        """Predict the seconds of a call."""
         compute_s = self.launch_s * load.ring_degree + self.compute_s_per_work * load.work
         p2p_s = self.p2p_latency_s + self.p2p_s_per_byte * load.p2p_bytes
         exchange_s = self.all_to_all_s_per_byte * load.all_to_all_bytes
@@ -555,7 +555,7 @@ class HardwareProfile:
         return f"{made.name}, measured {made.date} on {ranks}"
 
     def provenance_of(self, field: str) -> str:
-        """The source of one number: a calibration leaves some as they were."""
+        """Return the source of one number: a calibration leaves some as they were."""
         if self.calibration is None or field in self.calibration.measured:
             return self.provenance
         return f"from {self.calibration.base}, not measured"
@@ -579,7 +579,7 @@ class HardwareProfile:
         return [getattr(self, name) for name in names]
 
     def cluster(self, num_nodes: int, ranks_per_node: int) -> Cluster:
-        """Nodes of such ranks.
+        """Return nodes of such ranks.
 
         Raises:
             ConfigError: The profile lacks a number that it takes, or there are too many ranks.
@@ -592,7 +592,7 @@ class HardwareProfile:
     def forward_seconds(
         self, ranks: Sequence[Work], bag: Bag, *, hides_ring: bool = True
     ) -> Seconds:
-        """Seconds of the slowest rank of a bag, for which the others wait, given what each does.
+        """Predict seconds of the slowest rank of a bag, for which the others wait.
 
         Wires whose rate is not known carry nothing: only those that a bag uses must be.
         """
@@ -691,7 +691,7 @@ class Passes:
         fields(self, linear=rate, attention=rate, exchanges=rate)
 
     def over(self, timed: "Passes") -> "Passes":
-        """The same for a cost model whose seconds are those of other passes; not those of wires."""
+        """Return the same for a cost model that was timed in other passes; wires were not."""
         linear, attention = self.linear / timed.linear, self.attention / timed.attention
         return replace(self, linear=linear, attention=attention)
 
@@ -732,7 +732,7 @@ def in_passes(
 
 
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
-    """Passes by name: "forward", or a "step" or "step-without-recompute" of training.
+    """Return passes by name: "forward", or a "step" or "step-without-recompute" of training.
 
     A calibrated profile says how long its passes of a block took; exchanges were not timed by pass.
     """

@@ -108,7 +108,7 @@ class Prices:
         return np.where(host > 0, np.maximum(host - compute, 0.0), 0.0)
 
     def problem(self, limits: Limits | None) -> Problem:
-        """The sequences as items and the bags as bins, within limits on tokens and items."""
+        """Return the sequences as items and the bags as bins, within limits."""
         return build_problem(
             self.work,
             self.speeds,
@@ -172,7 +172,7 @@ def price(
 
 
 def _kinds(topology: Topology, cluster: Cluster) -> tuple[list[Bag], Ints]:
-    """The kinds of bags, and (num_bags,) that of each; its worst Ulysses group is what counts."""
+    """Return the kinds of bags, and (num_bags,) that of each, by its worst Ulysses group."""
     groups, sizes = topology.ulysses_groups, topology.bag_sizes
     first_groups = groups.bag_of_rank[topology.first_ranks]
     in_node = np.minimum.reduceat(cluster.ranks_in_node(groups), first_groups)

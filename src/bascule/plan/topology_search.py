@@ -231,7 +231,7 @@ def _candidates(cluster: Cluster) -> Ints:
 
 @lru_cache(maxsize=64)
 def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """All numbers of bags of each size that fill so many ranks; each size divides the next."""
+    """Return all numbers of bags of each size that fill so many ranks."""
     if len(sizes) == 1:
         return ((num_ranks,),)
     largest = sizes[-1]
@@ -243,7 +243,7 @@ def _fillings(num_ranks: int, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], 
 
 
 def _topology(counts: Ints, cluster: Cluster) -> Topology:
-    """Largest bags first, so that all of them are aligned."""
+    """Return the bags of a candidate, largest first, so that all of them are aligned."""
     bags = [(2**power, count) for power, count in enumerate(counts.tolist()) if count]
     return Topology.parse(Topology(tuple(reversed(bags))), world_size=cluster.num_ranks)
 

@@ -57,13 +57,13 @@ Policy = Callable[[Sequence[Loaded]], Iterator[Placement]]
 
 
 def as_loaded(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Every rank computes what it loaded."""
+    """Place what each rank loaded on it."""
     for one in run:
         yield _dealt(one.batch.lens, one.texts, one.batch.ranks, one.batch.counts.size)
 
 
 def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Every rank pads what it loaded to its longest sequence."""
+    """Place what each rank loaded on it, padded to its longest sequence."""
     for one in as_loaded(run):
         longest = np.zeros(one.topology.num_ranks, dtype=np.int64)
         np.maximum.at(longest, one.source, one.lens)
@@ -71,7 +71,7 @@ def padded(run: Sequence[Loaded]) -> Iterator[Placement]:
 
 
 def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """All samples of the run by length; a microbatch is as many alike as fill the mean tokens.
+    """Deal the samples of the run by length; a microbatch is as many as fill the mean tokens.
 
     As resolution buckets with a batch size each: no rank waits, but batches hold one length only,
     and each is at least a sample a rank. What does not fill the last one is dropped.
@@ -89,7 +89,7 @@ def buckets(run: Sequence[Loaded]) -> Iterator[Placement]:
 
 
 def packs(run: Sequence[Loaded]) -> Iterator[Placement]:
-    """Samples in order fill packs of one length, padded; a pack a rank and microbatch.
+    """Fill packs of one length with samples in order, padded; a pack a rank and microbatch.
 
     A pack is as long as a rank's mean tokens, or as the longest sample; attention stays within
     samples, and padding attends to itself. Packs that do not fill the last microbatch are dropped.
@@ -173,7 +173,7 @@ def _dealt(lens: Ints, texts: Ints, rank_of: Ints, num_ranks: int) -> Placement:
 
 
 def _joined(run: Sequence[Loaded]) -> tuple[Ints, Ints, int, float]:
-    """Tokens and text tokens of all sequences, ranks, and mean tokens of a rank and microbatch."""
+    """Return tokens and texts of all sequences, ranks, and mean tokens of a rank and microbatch."""
     lens = np.concatenate([one.batch.lens for one in run])
     texts = np.concatenate([one.texts for one in run])
     num_ranks = run[0].batch.counts.size

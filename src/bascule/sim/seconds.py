@@ -97,7 +97,7 @@ class Sharding:
         return self.num_params or _PARAMETERS * cost.d_model**2 * cost.num_layers
 
     def seconds(self, cost: TransformerCost, cluster: Cluster) -> tuple[float, float]:
-        """Seconds of one all-gather of parameters in bf16, and of reducing gradients in float32.
+        """Predict one all-gather of parameters in bf16, and the reduction of gradients in float32.
 
         A ring over nodes uses the links of all ranks of a node at once, so (S - 1) / S of the bytes
         travel at min(intra, inter * ranks per node). Replicas all-reduce an S-th of the gradients,
@@ -245,7 +245,7 @@ def microbatch(placed: Placement, setup: Setup) -> Microbatch:
 
 
 def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
-    """Seconds inside the blocks, and of the host."""
+    """Predict the seconds inside the blocks, and of the host."""
     topology, bag_of = placed.topology, placed.bag_of
     cost, cluster = in_passes(setup.cost, setup.cluster, setup.options.passes)
     batch = Batch(np.bincount(placed.source, minlength=topology.num_ranks), placed.computed)
@@ -263,7 +263,7 @@ def _computed(placed: Placement, setup: Setup) -> dict[str, Floats]:
 def _exposed_sharding(
     spent: dict[str, Floats], setup: Setup, gather: float, reduce: float
 ) -> dict[str, Floats]:
-    """Seconds that the passes do not hide, of a gather before each and of reducing gradients.
+    """Return what the passes do not hide, of a gather before each and of reducing gradients.
 
     A layer's exchange hides behind the layer before or after it, so the first gather and the last
     reduction have nothing to hide behind.
@@ -281,7 +281,7 @@ def _exposed_sharding(
 
 
 def exchange_seconds(placed: Placement, cluster: Cluster, bytes_per_token: float) -> Floats:
-    """(N,) seconds in which each rank sends its sequences to the bags that compute them."""
+    """Return the (N,) seconds in which ranks send sequences to the bags that compute them."""
     near, far = _sent(placed, cluster) * bytes_per_token
     return np.asarray(cluster.wire_seconds(near, far))
 

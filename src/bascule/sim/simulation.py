@@ -102,7 +102,7 @@ class SimulatedRun:
         return float(self.activation_bytes.max())
 
     def to_dict(self) -> dict[str, Any]:
-        """The metrics, and the mean seconds of a rank and step by kind, as plain values.
+        """Return the metrics, and the mean seconds of a rank and step by kind.
 
         `wir` is None where it is infinite, which JSON cannot say.
         """
@@ -163,25 +163,25 @@ class SimulationResult:
         )
 
     def speedup(self, run: SimulatedRun) -> float:
-        """Tokens a second over those of the first run."""
+        """Return tokens a second over those of the first run."""
         return run.tokens_per_s / self.runs[0].tokens_per_s
 
     def gpu_hours(self, run: SimulatedRun) -> float:
-        """GPU-hours of all ranks, for as many tokens as the first run trains on."""
+        """Return GPU-hours of all ranks, for as many tokens as the first run trains on."""
         seconds = self.options.train_steps * self.runs[0].fbl_s / self.speedup(run)
         return seconds * self.num_ranks / 3600
 
     def saved_gpu_hours(self, run: SimulatedRun) -> float:
-        """GPU-hours of the first run less those of this one."""
+        """Return GPU-hours of the first run less those of this one."""
         return self.gpu_hours(self.runs[0]) - self.gpu_hours(run)
 
     def saved_money(self, run: SimulatedRun) -> float | None:
-        """The price of these hours; None if it is not known."""
+        """Return the price of these hours; None if it is not known."""
         price = self.options.gpu_hour_price
         return None if price is None else self.saved_gpu_hours(run) * price
 
     def fits(self, run: SimulatedRun) -> bool | None:
-        """True if activations alone fit into the memory of a rank; None if it is not known."""
+        """Return whether activations alone fit into the memory of a rank; None if not known."""
         memory = self.profile.memory_bytes
         return None if memory is None else run.most_activation_bytes <= memory
 
@@ -215,7 +215,7 @@ class SimulationResult:
         return rows
 
     def rows(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-        """Metrics, and mean seconds of a rank and step by kind; each a heading and a row a run.
+        """Return metrics, and mean seconds of a rank and step by kind; a heading and a row a run.
 
         Kinds on which no run spends anything are left out.
         """
@@ -241,7 +241,7 @@ class SimulationResult:
         return metric_rows, second_rows
 
     def tables(self) -> list[Table]:
-        """`worth_rows` and `rows`, to be printed."""
+        """Return `worth_rows` and `rows`, to be printed."""
         tables: list[Table] = []
         for heading, *rows in (self.worth_rows(), *self.rows()):
             tables.append(table := Table())
@@ -253,7 +253,7 @@ class SimulationResult:
         return tables
 
     def table(self) -> str:
-        """Everything as text."""
+        """Return everything as text."""
         text = StringIO()
         self.show(Console(file=text, width=_WIDTH, color_system=None))
         return text.getvalue()
@@ -281,7 +281,7 @@ class SimulationResult:
             raise ConfigError(f"cannot write {path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         return {
             "profile": str(self.profile),
             "num_ranks": self.num_ranks,
@@ -384,7 +384,7 @@ def _cluster(profile: HardwareProfile, num_ranks: int, per_node: int | None) -> 
 
 
 def _suggested(run: list[Loaded], cost: TransformerCost, cluster: Cluster) -> tuple[str, Policy]:
-    """The bags that suit the first batches best, and their name."""
+    """Choose the bags that suit the first batches best; return their name and policy."""
     most = max(_MOST_RANKED // max(run[0].batch.lens.size, 1), 1)
     batches = [one.batch for one in run[: min(most, _MOST_BATCHES)]]
     ranking = suggest_topology(batches, cost, cluster)

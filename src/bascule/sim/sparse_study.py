@@ -41,7 +41,7 @@ class Setting:
     tolerance: float  # of plans that are kept
 
     def layouts(self, way: str, mesh: Mesh) -> tuple[BlockLayout, BlockLayout]:
-        """Where query and key blocks are at home: striped, or in runs for the paper's greedy."""
+        """Lay out query and key blocks: striped, or in runs for the paper's greedy."""
         is_striped = way in ("stripe", "minimal_move")
         make = BlockLayout.striped if is_striped else BlockLayout.contiguous
         return make(self.q_lens, *mesh), make(self.kv_lens, *mesh)
@@ -52,7 +52,7 @@ class Setting:
         return SparsePlanner(*mesh, method=method, target=self.target, reward=self.reward)
 
     def plan(self, way: str, masks: Bools, mesh: Mesh) -> SparsePlan:
-        """A layer's plan."""
+        """Plan a layer."""
         return self.planner(way, mesh).plan(masks, *self.layouts(way, mesh))
 
     def load(self, plan: SparsePlan) -> AttentionLoad:
@@ -120,7 +120,7 @@ class Study:
     rewards: tuple[tuple[float, Outcome], ...]  # of the paper's greedy, in the first layer
 
     def mean(self, mesh: Mesh, way: str) -> Outcome:
-        """An outcome with the means over the layers."""
+        """Return an outcome with the means over the layers."""
         rows = [astuple(x)[2:] for x in self.outcomes if (x.mesh, x.way) == (mesh, way)]
         return Outcome(mesh, way, *np.mean(rows, axis=0).tolist())
 
