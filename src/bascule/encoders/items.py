@@ -55,22 +55,30 @@ class EncoderTable:
 
     def cut(self, arguments: Mapping[str, Any]) -> list[Item]:
         """Cut a call into its items; views."""
-        given = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
-        rows = {name: x.shape[0] if x.dim() else -1 for name, x in given.items()}
+        sizes = self.sizes_of(arguments)
+        parts = {
+            name: x.split(sizes if name in self.packed else 1)
+            for name, x in arguments.items()
+            if isinstance(x, Tensor)
+        }
+        return [
+            {**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(len(sizes))
+        ]
+
+    def sizes_of(self, arguments: Mapping[str, Any]) -> list[int]:
+        """Return the rows that each item of a call has in packed arguments."""
+        shapes = {name: tuple(x.shape) for name, x in arguments.items() if isinstance(x, Tensor)}
+        rows = {name: shape[0] if shape else -1 for name, shape in shapes.items()}
         counts = {num for name, num in rows.items() if name not in self.packed}
         sizes = [1] * max(counts, default=0) if self.sizes is None else list(self.sizes(arguments))
         if counts != {len(sizes)} or any(
             rows.get(x, sum(sizes)) != sum(sizes) for x in self.packed
         ):
-            shapes = {name: tuple(x.shape) for name, x in given.items()}
             raise ConfigError(
                 f"arguments of shapes {shapes} do not hold as many items each: give tensors with "
                 f"one row an item{', or its size in ' + str(self.packed) if self.packed else ''}"
             )
-        parts = {name: x.split(sizes if name in self.packed else 1) for name, x in given.items()}
-        return [
-            {**arguments, **{name: x[i] for name, x in parts.items()}} for i in range(len(sizes))
-        ]
+        return sizes
 
     def join(self, items: Sequence[Item]) -> Item:
         """Return the arguments of one call for items of the same form."""
@@ -285,7 +293,7 @@ def prepare(
     lens, pairs, forms = list[int](), list[float](), list[int]()
     for place, item in enumerate(items):
         try:
-            if len(table.cut(item)) != 1:
+            if len(table.sizes_of(item)) != 1:
                 raise ConfigError("it has rows of several items: give each by itself")
             own = table.split(item, most_pieces) if table.split and most_pieces > 1 else [item]
             for piece in own:
