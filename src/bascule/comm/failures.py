@@ -203,7 +203,8 @@ def leave(error: BaseException, where: str, *, ends_all: bool = False) -> Failur
     is_input = isinstance(error, ConfigError | PlanError)
     cause = _first_line(error) if is_input else f"{type(error).__name__}: {_first_line(error)}"
     with suppress(RuntimeError):  # the store is gone with its host, and so are the others
-        watch.fail(f"rank {dist.get_rank()} failed in {where}: {cause}", is_input)
+        text = f"rank {dist.get_rank()} failed in {where}: {cause}"
+        watch.fail(text, threading.get_ident(), is_input=is_input)
     return None
 
 
@@ -256,16 +257,13 @@ class Watch:
         """Those of all groups and their parts."""
         return [calls for parts in list(self.groups.values()) for calls in list(parts.values())]
 
-    def fail(
-        self, text: str, is_input: bool = False, *, of_all: bool = False, is_new: bool = True
-    ) -> Failure:
-        """Leave the note of this thread, or of all; it is new if no other rank caused it."""
-        thread = None if of_all else threading.get_ident()
+    def fail(self, text: str, thread: int | None, *, is_input: bool = False) -> Failure:
+        """Leave the note of a thread, or of all; without text it is only a sign of life."""
         counts = self._begun(thread)
         failed = Failure(self._rank, text, is_input, counts, counts)
         self._failed, self.failed_in = failed, thread
         self.ask(lambda store: self._note(store, failed))
-        if is_new:
+        if text:
             self.ask(lambda store: write(store, "failed/last", str(self._rank)))
         return failed
 
@@ -281,10 +279,9 @@ class Watch:
         self.end_all(f"{where} was broken off")
         try:
             if self._failed is None:
-                self.fail("", of_all=True, is_new=False)
+                self.fail("", None)
             cause = self._cause(ranks)
-            is_new = cause.rank == self._rank
-            self.reason = self.fail(cause.text, cause.is_input, of_all=True, is_new=is_new)
+            self.reason = self.fail(cause.text, None, is_input=cause.is_input)
         except (RuntimeError, ValueError) as error:
             text = f"no roll call, the store is gone with its host: {type(error).__name__}"
             self.reason = Failure(self._rank, text)

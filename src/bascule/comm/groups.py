@@ -26,7 +26,7 @@ from bascule.errors import CommError, ConfigError
 
 T = TypeVar("T")
 
-_NUM_AGREED, _NUM_STEPS = 4096, 32
+_NUM_AGREED = 4096
 _LONGEST_S = 1e7  # four months: it fits into the clocks of all back ends
 _SLICE_S = 1.0  # of a wait, between looks whether it can end
 
@@ -85,15 +85,10 @@ class Part(Calls):
 
 
 class Numbered:
-    """Objects that operators of torch find by a number, while somebody holds them.
-
-    A graph that torch recorded holds numbers, and its backward may run when nobody else holds the
-    object: so the last ones that were found stay alive.
-    """
+    """Objects that operators of torch find by a number, while somebody holds them."""
 
     def __init__(self) -> None:
         self._alive: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._kept: dict[int, Any] = {}
         self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
     def add(self, one: object) -> int:
@@ -107,13 +102,9 @@ class Numbered:
         one = self._alive.get(number)
         if one is None:
             raise CommError(
-                f"number {number} is gone: a compiled backward came more than {_NUM_STEPS} steps "
-                "after its forward, or after destroy_process_group; hold the step until then"
+                f"step number {number} is gone: a compiled backward came more than two plans after "
+                "its forward, or after destroy_process_group; hold the step until then"
             )
-        self._kept.pop(number, None)
-        self._kept[number] = one
-        if len(self._kept) > _NUM_STEPS:
-            del self._kept[next(iter(self._kept))]
         return one
 
 
@@ -223,8 +214,7 @@ class RankGroup:
         """Some of these ranks in this order, this one included, or this group. No collective."""
         if tuple(places) == tuple(range(self.size)):
             return self
-        ranks = tuple(self.ranks[place] for place in places)
-        return _view(self.process_group, name, ranks, tuple(self.places[place] for place in places))
+        return member_of(self.process_group, name, ranks=[self.ranks[place] for place in places])
 
 
 def stage_cuda() -> None:
@@ -273,27 +263,21 @@ def member_of(
     """
     members = dist.get_process_group_ranks(group)
     chosen = tuple(members if ranks is None else ranks)
-    place_of = {rank: place for place, rank in enumerate(members)}
-    return _view(group, name, chosen, tuple(place_of[rank] for rank in chosen))
-
-
-def _view(
-    group: dist.ProcessGroup, name: str, ranks: tuple[int, ...], places: tuple[int, ...]
-) -> RankGroup:
-    part = f" {name} {ranks}" if len(ranks) < group.size() else ""
+    part = f" {name} {chosen}" if len(chosen) < len(members) else ""
     parts = cast(dict[str, Part], watch_of_world().groups.setdefault(group, {}))
     key = group.group_name + part
     if part not in parts:
         carries = dist.get_backend_config(group)
         has_cuda = "cuda:" in carries and "cuda:gloo" not in carries
         is_gloo = "cpu:gloo" in carries
-        made = parts[part] = Part(key, ranks, name, is_gloo=is_gloo, has_cuda=has_cuda)
+        made = parts[part] = Part(key, chosen, name, is_gloo=is_gloo, has_cuda=has_cuda)
         made.ended = next((one.ended for one in parts.values() if one.ended), None)
+    place_of = {rank: place for place, rank in enumerate(members)}
     return RankGroup(
         reference=weakref.ref(group),
-        rank=places.index(group.rank()),
-        ranks=ranks,
-        places=places,
+        rank=chosen.index(members[group.rank()]),
+        ranks=chosen,
+        places=tuple(place_of[rank] for rank in chosen),
         name=name,
         key=key,
         calls=parts[part],

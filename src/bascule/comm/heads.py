@@ -23,23 +23,14 @@ _NUM_FORMS = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """Consecutive ranks with equal shares of the heads.
+    """Consecutive ranks with equal shares of the heads."""
 
-    Attributes:
-        start: Where what goes to them, or comes from them, begins in the buffer.
-        shape: (B, T, ranks, share of all heads, D) of that.
-        strides: In the buffer, which is (ranks, B, T, share, D) there.
-        heads: For each tensor, the first of their heads and how many; None: all.
-        views: For each tensor, (B, T, ranks, share, D) of these.
-        shares: Heads of each tensor that each of the ranks has.
-    """
-
-    start: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    heads: list[tuple[int, int]] | None
-    views: list[tuple[int, ...]]
-    shares: list[int]
+    start: int  # where what goes to them, or comes from them, begins in the buffer
+    shape: tuple[int, ...]  # (B, T, ranks, share of all heads, D) of that
+    strides: tuple[int, ...]  # in the buffer, which is (ranks, B, T, share, D) there
+    heads: list[tuple[int, int]] | None  # of each tensor, their first and how many; None: all
+    views: list[tuple[int, ...]]  # of each tensor, (B, T, ranks, share, D) of these
+    shares: list[int]  # heads of each tensor that each of the ranks has
 
     def of_buffer(self, flat: Tensor) -> Tensor:
         """(B, T, ranks, share of all heads, D) of what travels, in one operator."""
@@ -55,49 +46,30 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """What every exchange of tensors of these shapes needs, in both directions.
+    """What every exchange of tensors of these shapes needs, in both directions."""
 
-    Attributes:
-        by_heads: (U,) elements of each rank's heads and this rank's tokens.
-        by_tokens: (U,) elements of each rank's tokens and this rank's heads.
-        whole: (B, S, this rank's heads of all tensors, D).
-        homes: Shape of each tensor at home.
-        runs: At most two, for any number of ranks.
-    """
-
-    by_heads: list[int]
-    by_tokens: list[int]
-    whole: tuple[int, int, int, int]
-    homes: list[tuple[int, ...]]
-    runs: list[_Run]
+    by_heads: list[int]  # (U,) elements of each rank's heads and this rank's tokens
+    by_tokens: list[int]  # (U,) elements of each rank's tokens and this rank's heads
+    whole: tuple[int, int, int, int]  # (B, S, this rank's heads of all tensors, D)
+    homes: list[tuple[int, ...]]  # shape of each tensor at home
+    runs: list[_Run]  # at most two, for any number of ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadExchange:
-    """Who has which tokens and heads.
+    """Who has which tokens and heads."""
 
-    Attributes:
-        group: The Ulysses ranks.
-        shares: Key-value heads of each; query heads, and packed rows, go with theirs.
-        lens: (U,) tokens that each rank brings.
-        order: Which of the tokens, as they come, is at each place where all are together: (S,)
-            numbers, or slices one after the other; None: as they come.
-        back: The inverse.
-        first_kv_head: Of this rank.
-        own_kv_heads: How many this rank has.
-    """
-
-    group: RankGroup
-    shares: HeadShares
-    lens: Sequence[int]
+    group: RankGroup  # the Ulysses ranks
+    shares: HeadShares  # key-value heads of each; query heads, and packed rows, go with theirs
+    lens: Sequence[int]  # (U,) tokens that each rank brings
+    # Which of the tokens, as they come, is at each place where all are together: (S,) numbers, or
+    # slices one after the other; None: as they come. And the inverse.
     order: "Tensor | Sequence[slice] | None" = None
     back: "Tensor | Sequence[slice] | None" = None
-    first_kv_head: int = field(init=False)
-    own_kv_heads: int = field(init=False)
+    own_kv_heads: int = field(init=False)  # of this rank
     _forms: dict[Hashable, _Form] = field(default_factory=dict[Hashable, _Form], repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "first_kv_head", self.shares.first(self.group.rank))
         object.__setattr__(self, "own_kv_heads", self.shares.of(self.group.rank))
 
     @property
@@ -109,7 +81,7 @@ class HeadExchange:
     def own_heads(self, x: Tensor) -> Tensor:
         """(B, T, share of the heads, D) this rank's heads of its own tokens."""
         each = x.shape[2] // self.shares.num_kv_heads
-        return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
+        return x.narrow(2, self.shares.first(self.group.rank) * each, self.own_kv_heads * each)
 
     def start_to_heads(
         self, xs: Sequence[Tensor], where: str, wire: Wire | None = None
@@ -121,7 +93,8 @@ class HeadExchange:
         order, dtype, num_more = self.order, xs[0].dtype, 0
         if wire is not None:
             xs, num_more = [wire.pack(x, 1) for x in xs], wire.num_more
-        form = self._form_at_home(xs, num_more)
+        num_heads = self.shares.num_kv_heads
+        form = self._form(xs[0], tuple([x.shape[2] // num_heads for x in xs]), num_more)
         sent = self.group.calls.staging.take("sent", sum(form.by_heads), xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))
@@ -162,7 +135,7 @@ class HeadExchange:
             num_more = wire.num_more
             parts = self._by_rank(rows) if num_more else [rows]
             rows = torch.cat([wire.pack(part, 1) for part in parts], dim=1)
-        form = self._form_of_heads(rows, heads, num_more)
+        form = self._form(rows, tuple([num // self.own_kv_heads for num in heads]), num_more)
         if form.whole[0] > 1:
             rows = torch.cat([part.reshape(-1) for part in self._by_rank(rows, num_more)])
         sent = rows.contiguous().view(-1)
@@ -186,32 +159,19 @@ class HeadExchange:
         """(B, tokens, ...) of each rank, and so many rows more."""
         return whole.split([num + num_more for num in self.lens], dim=1)
 
-    def _form_at_home(self, xs: Sequence[Tensor], num_more: int) -> _Form:
-        key = (xs[0].dtype, num_more, *[x.shape for x in xs])
-        form = self._forms.get(key)
-        if form is None:
-            factors = [x.shape[2] // self.shares.num_kv_heads for x in xs]
-            form = self._keep(key, self._made(xs[0], factors, num_more))
-        return form
-
-    def _form_of_heads(self, rows: Tensor, heads: Sequence[int], num_more: int) -> _Form:
-        key = (rows.dtype, num_more, rows.shape, *heads)
-        form = self._forms.get(key)
-        if form is None:
-            factors = [num // self.own_kv_heads for num in heads]
-            form = self._keep(key, self._made(rows, factors, num_more))
-        return form
-
-    def _keep(self, key: Hashable, form: _Form) -> _Form:
-        if len(self._forms) >= _NUM_FORMS:
-            self._forms.clear()
-        self._forms[key] = form
-        return form
-
-    def _made(self, x: Tensor, factors: list[int], num_more: int) -> _Form:
+    def _form(self, x: Tensor, factors: tuple[int, ...], num_more: int) -> _Form:
         """Return that of tensors with so many heads for each key-value head, and rows more."""
-        shares, rank, batch, width = self.shares, self.group.rank, x.shape[0], x.shape[-1]
-        lens, own, each = [num + num_more for num in self.lens], shares.of(rank), sum(factors)
+        key = x.shape[0], x.shape[-1], num_more, factors
+        form = self._forms.get(key)
+        if form is None:
+            if len(self._forms) >= _NUM_FORMS:
+                self._forms.clear()
+            form = self._forms[key] = self._made(*key)
+        return form
+
+    def _made(self, batch: int, width: int, num_more: int, factors: tuple[int, ...]) -> _Form:
+        shares, rank, each = self.shares, self.group.rank, sum(factors)
+        lens, own = [num + num_more for num in self.lens], self.own_kv_heads
         tokens = lens[rank]
         return _Form(
             by_heads=[batch * tokens * each * width * shares.of(r) for r in range(shares.size)],
@@ -221,7 +181,7 @@ class HeadExchange:
             runs=self._runs(batch, tokens, factors, width),
         )
 
-    def _runs(self, batch: int, tokens: int, factors: list[int], width: int) -> list[_Run]:
+    def _runs(self, batch: int, tokens: int, factors: tuple[int, ...], width: int) -> list[_Run]:
         runs: list[_Run] = []
         first = start = 0
         for num_ranks, num in (

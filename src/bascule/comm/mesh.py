@@ -143,8 +143,10 @@ def place_in(mesh: AttentionMesh | DeviceMesh | Place) -> Place:
 
 
 def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
-    """The same for the same DeviceMesh, while its groups exist."""
-    return mesh if isinstance(mesh, AttentionMesh) else _of_groups(mesh)
+    """The same for the same DeviceMesh, while its groups exist: equal meshes may have others."""
+    if isinstance(mesh, AttentionMesh):
+        return mesh
+    return _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
 
 
 def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
@@ -222,7 +224,7 @@ def mesh_over(whole: RankGroup, ring: int, ulysses: int) -> AttentionMesh:
 @torch.compiler.assume_constant_result
 def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
     """The attributes of the place in a mesh: compilers take tuples for constants, not objects."""
-    ranks = _of_groups(real_mesh(mesh))
+    ranks = as_attention_mesh(real_mesh(mesh))
     return ranks.degrees, ranks.place, ranks.name
 
 
@@ -247,11 +249,6 @@ def mesh_named(name: str) -> AttentionMesh:
 @lru_cache(maxsize=1)
 def _alone() -> AttentionMesh:
     return AttentionMesh(None, None, None)
-
-
-def _of_groups(mesh: DeviceMesh) -> AttentionMesh:
-    """Meshes of the same ranks are equal, also when the groups of one of them are gone."""
-    return _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
 
 
 @lru_cache(maxsize=16)
