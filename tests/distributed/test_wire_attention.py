@@ -22,7 +22,7 @@ from bascule.attention.api import (
 from bascule.attention.layout import positions_on
 from bascule.comm.collectives import Transfers
 from bascule.comm.groups import RankGroup
-from bascule.comm.wire import Wire, measure_error
+from bascule.comm.wire import Wire
 from tests.helpers.mesh_cases import (
     Three,
     difference,
@@ -166,41 +166,6 @@ def test_forward_rounds_and_backward_does_not(ring: int, ulysses: int) -> None:
             assert max(errors[name] for name in ("out", "dq", "dk", "dv")) < 1e-6, where
 
 
-def error_at(
-    ring: int, ulysses: int, shape: tuple[int, int, int, int], dtype: torch.dtype
-) -> dict[str, float]:
-    """Relative L2 of output for each kind of wire, for longer sequences, and what dtype costs."""
-    mesh = make_mesh(ring, ulysses)
-    case = {"shape": shape, "segments": (33, 224)}
-    layout = layout_of(case, mesh)
-    whole = normal(case, layout.seq_len, dtype)
-    exact = reference(*three(x.double() for x in whole), None, False)
-    spread = (exact - exact.mean(2, keepdim=True)).norm()
-    local, centred = three(split(x, mesh, layout, 2) for x in whole), Wire("int8", True)
-    found: dict[str, float] = {}
-    for name, wire in {"none": None, "plain": Wire("int8"), "centred": centred}.items():
-        out = attention(*local, mesh, options=AttentionOptions(layout=layout, wire=wire))
-        assert out.dtype == dtype
-        error = gather(out, mesh, layout, 2).double() - exact
-        found[name] = float(error.norm() / spread)
-    measured = measure_error(*whole, centred)
-    part = measured.out_kv if ulysses == 1 else measured.out_all
-    return found | {"measured": part.relative_to_spread}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 2)])
-def test_the_error_is_the_one_that_is_measured(ring: int, ulysses: int, dtype: torch.dtype) -> None:
-    for found in run_ranks(error_at, ring * ulysses, ring, ulysses, (1, 6, 3, 128), dtype):
-        # In a ring a rank's own keys are exact, so it can be less; after Ulysses, keys and values
-        # travel a second time, with other centres.
-        most = 1.2 if ring > 1 and ulysses > 1 else 1.1
-        assert found["centred"] < most * found["measured"] + found["none"], found
-        assert found["plain"] > 2.0 * found["centred"] - found["none"], found
-        if dtype == torch.float32:
-            assert found["none"] < 1e-5 < found["centred"] < 0.02, found
-
-
 @contextmanager
 def counted(mesh: AttentionMesh) -> Iterator[dict[str, int]]:
     """Bytes that this rank sends to others along each axis."""
@@ -231,6 +196,9 @@ def bytes_sent(ring: int, ulysses: int) -> list[dict[str, int]]:
         with counted(mesh) as sent:
             outs.append(attention(*leaves, mesh, options=options))
         found.append(sent)
+    spread = (outs[0] - outs[0].mean(2, keepdim=True)).norm()
+    for out, most in zip(outs, (0.0, 0.5, 0.05), strict=True):
+        assert out.dtype == torch.bfloat16 and (out - outs[0]).norm() <= most * spread
     for out in outs[:2]:
         with counted(mesh) as sent:
             out.backward(torch.ones_like(out))

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -183,7 +182,6 @@ class BalancedEncoder:
             made = new_group(ranks, "features", options.timeout_s, backend=backend)
             self._group = replace(made, control=self._host)
 
-    @shared("items of a balanced encoder")
     def __call__(self, items: Sequence[Item]) -> Features:
         """Encode items, each on the rank that has time.
 
@@ -203,7 +201,6 @@ class BalancedEncoder:
         """
         return self.encode(items)
 
-    @shared("a call of a balanced encoder")
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module gives for these arguments, each item by the rank that has time.
 
@@ -241,6 +238,7 @@ class BalancedEncoder:
 
         return Installed(self, model)
 
+    @shared("a call of a balanced encoder")
     def encode(
         self,
         items: Sequence[Item],
@@ -398,9 +396,7 @@ class BalancedEncoder:
         parts, unused, template = dict[int, list[Tensor]](), list[Tensor](), None
         for of in plan.passes[self._group.rank]:
             inputs = [items[one] for one in of.ids.tolist()]
-            meets = shared(f"step {self._step}: encoding") if self._is_sharded else nullcontext()
-            with meets:
-                template = function(**self.table.join(inputs))
+            template = function(**self.table.join(inputs))
             outputs = self.table.parts(template, inputs)
             if of.is_dummy:
                 unused += [x for own in outputs for x in own if x.requires_grad]

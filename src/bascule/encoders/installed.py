@@ -44,7 +44,6 @@ class Installed:
         for hook in self._hooks:
             hook.remove()
 
-    @shared("a forward pass with a balanced encoder")
     def _begin(self, parent: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         parameters = inspect.signature(parent.forward).parameters
         given = dict(zip(parameters, args, strict=False)) | kwargs

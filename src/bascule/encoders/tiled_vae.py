@@ -76,7 +76,6 @@ class TiledVAE:
         """The items that the last call moved."""
         return self._tiles.last
 
-    @shared("a call of a TiledVAE")
     def encode(self, x: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.encode` gives with its tiles.
 
@@ -97,7 +96,6 @@ class TiledVAE:
         """
         return self._run("encode", x, args, kwargs)
 
-    @shared("a call of a TiledVAE")
     def decode(self, z: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
         """Return what `vae.decode` gives with its tiles; as `encode`, of latents."""
         return self._run("decode", z, args, kwargs)
@@ -110,6 +108,7 @@ class TiledVAE:
         """
         return InPlace(pipeline, self.vae, {"encode": self.encode, "decode": self.decode})
 
+    @shared("a call of a TiledVAE")
     def _run(
         self, way: str, given: Tensor | Sequence[Tensor], args: tuple[Any, ...], kwargs: Item
     ) -> Any:
