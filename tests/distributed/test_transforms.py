@@ -1,18 +1,14 @@
 """Exchanges within programs that torch records, and in compiled ones: right, or refused on all."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bascule import SequenceParallel, Step
-from bascule.attention import AttentionMesh, SequenceLayout, split
-from bascule.attention.api import AttentionOptions, attention
 from bascule.errors import CommError, ConfigError
 from bascule.parallel import ParallelOptions
 from tests.helpers.cases import COST
@@ -103,52 +99,6 @@ def compiled(spec: str) -> None:
 @pytest.mark.parametrize("spec", ["g1n2", "g2n1"])
 def test_a_compiled_step_is_the_same(spec: str) -> None:
     run_ranks(compiled, 2, spec)
-
-
-def compiled_with_a_layout() -> None:
-    mesh = AttentionMesh.of(init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses")))
-    layout = SequenceLayout((13,), *mesh.degrees)
-    torch.manual_seed(0)
-    x = split(torch.randn(1, 4, 13, 8, dtype=torch.float64), mesh, layout, 2)
-    call = lambda x: attention(x, x, x, mesh, options=AttentionOptions(layout=layout))  # noqa: E731
-    found = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=True)(x)
-    torch.testing.assert_close(found, call(x), rtol=1e-12, atol=1e-14)
-
-
-def test_attention_with_a_layout_compiles_for_any_shape() -> None:
-    run_ranks(compiled_with_a_layout, 2)
-
-
-ALONE = AttentionMesh(None, None, None)
-
-
-def with_mask(change: Callable[[Tensor], Tensor]) -> Tensor:
-    x = torch.zeros(1, 2, 6, 4)
-    return attention(x, x, x, ALONE, attn_mask=change(torch.ones(6, 6)))
-
-
-def of_shape(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    x = torch.zeros(shape).to(dtype)
-    return attention(x, x, x, ALONE)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: of_shape((1, 0, 6, 4)),
-        lambda: of_shape((1, 4, 6, 0)),
-        lambda: of_shape((1, 4, 6, 4), torch.float8_e4m3fn),
-        lambda: of_shape((1, 4, 6, 4), torch.float8_e5m2),
-        lambda: with_mask(Tensor.to_sparse),
-        lambda: with_mask(Tensor.to_sparse_csr),
-        lambda: SequenceLayout((3, 9), 1, 2, replicated=(0, 0)),
-    ],
-    ids=["no heads", "no width", "e4m3", "e5m2", "sparse mask", "csr mask", "a segment twice"],
-)
-def test_what_attention_does_not_take(call: Callable[[], Any]) -> None:
-    with pytest.raises(ConfigError):
-        call()
 
 
 def refused_devices() -> list[str]:

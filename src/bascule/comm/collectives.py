@@ -29,13 +29,9 @@ _HOST = torch.device("cpu")
 class Transfers:
     """Tensors on their way to and from other ranks; posted when this is made.
 
-    Gloo moves them while the host computes. CommError if the group fails.
-
-    Args:
-        group: The ranks.
-        where: The call, as errors name it; ranks that neither send nor receive make it, too.
-        sent: By place in the group, what that rank gets: contiguous, and alive until the wait.
-        received: By place in the group, what is written with what that rank sent.
+    Gloo moves them while the host computes. `sent` is, by place in the group, what that rank gets:
+    contiguous, and alive until the wait; `received` is written with what that rank sent. Ranks that
+    do neither make the call, too. CommError if the group fails.
     """
 
     def __init__(
@@ -61,13 +57,12 @@ class Transfers:
 
     def _post(self, tag: int) -> list[dist.Work]:
         sent, received = self._kept
-        ranks = self._group.ranks
-        operations = [
-            dist.P2POp(operation, x, ranks[place], self._process_group, tag)
-            for operation, xs in ((dist.irecv, received), (dist.isend, sent))
-            for place, x in xs.items()
-            if x.numel() or self._by_gloo  # there, ranks always meet
-        ]
+        ranks, operations = self._group.ranks, list[dist.P2POp]()
+        for operation, xs in ((dist.irecv, received), (dist.isend, sent)):
+            for place, x in xs.items():
+                if x.numel() or self._by_gloo:  # there, ranks always meet
+                    to = ranks[place], self._process_group, tag
+                    operations.append(dist.P2POp(operation, x, *to))
         if self._by_gloo:
             self._group.calls.num_messages += len(operations)
         return dist.batch_isend_irecv(operations) if operations else []
@@ -95,13 +90,7 @@ def start_all_to_all(
 ) -> Callable[[], None]:
     """Send rows to each rank and receive from each, in the order of places; the result waits.
 
-    Args:
-        group: The ranks.
-        where: The call, as errors name it.
-        received: Written with what arrives; contiguous.
-        sent: Contiguous; alive until the wait.
-        recv_splits: Rows of `received` from each rank.
-        send_splits: Rows of `sent` to each rank.
+    Both tensors are contiguous, and the splits are rows by rank.
     """
     by_gloo = group.calls.is_gloo and (sent.is_cpu or is_staged(group, sent))
     if by_gloo or not group.is_whole:

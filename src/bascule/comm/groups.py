@@ -334,11 +334,8 @@ def new_group(
 ) -> RankGroup:
     """Create a group of global ranks; only they need to call, in the same order for all groups.
 
-    Args:
-        ranks: The members.
-        name: For errors.
-        timeout_s: Longest wait of a collective, and for a member to come; else a CommError.
-        backend: None takes the default group's.
+    CommError if one has not come within `timeout_s`, which is also the longest wait of a collective
+    on it. A `backend` of None is the default group's.
     """
     check_timeout(timeout_s)
     in_order, watch, meetings = sorted(ranks), watch_of_world(), this_world().meetings

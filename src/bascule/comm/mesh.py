@@ -183,14 +183,8 @@ def meshes_over(
     """Meshes of other degrees over the ranks of a mesh, and that mesh itself, by (U, R).
 
     No collective: their rings and Ulysses groups are parts of the group of all ranks. A rank keeps
-    its number and its tokens: rank = ring rank * U + Ulysses rank, whatever U and R.
-
-    Args:
-        mesh: The ranks.
-        degrees: (Ulysses, ring) of each mesh. Default: all whose product is the number of ranks.
-
-    Raises:
-        ConfigError: Some degrees do not fit the number of ranks.
+    its number and its tokens: rank = ring rank * U + Ulysses rank, whatever U and R. By default all
+    degrees whose product is the number of ranks.
     """
     ring, ulysses = mesh.degrees
     made = {(ulysses, ring): mesh}

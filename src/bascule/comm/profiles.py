@@ -18,13 +18,7 @@ def begin_range(where: str) -> "torch.profiler.record_function":
 
 
 def mark_lengths(origin: Origin, plan: Plan, rank: int) -> None:
-    """Leave in a running profile what a rank computes of a plan, and what it loaded.
-
-    Args:
-        origin: Who says so.
-        plan: Who computes what.
-        rank: Of its ranks.
-    """
+    """Leave in a running profile what a rank computes of a plan, and what it loaded."""
     if not is_profiled():
         return
     bag = int(plan.topology.bag_of_rank[rank])
