@@ -66,10 +66,12 @@ class HeadExchange:
     # slices one after the other; None: as they come. And the inverse.
     order: "Tensor | Sequence[slice] | None" = None
     back: "Tensor | Sequence[slice] | None" = None
-    own_kv_heads: int = field(init=False)  # of this rank
+    first_kv_head: int = field(init=False)  # of this rank
+    own_kv_heads: int = field(init=False)
     _forms: dict[Hashable, _Form] = field(default_factory=dict[Hashable, _Form], repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "first_kv_head", self.shares.first(self.group.rank))
         object.__setattr__(self, "own_kv_heads", self.shares.of(self.group.rank))
 
     @property
@@ -81,7 +83,7 @@ class HeadExchange:
     def own_heads(self, x: Tensor) -> Tensor:
         """(B, T, share of the heads, D) this rank's heads of its own tokens."""
         each = x.shape[2] // self.shares.num_kv_heads
-        return x.narrow(2, self.shares.first(self.group.rank) * each, self.own_kv_heads * each)
+        return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
 
     def start_to_heads(
         self, xs: Sequence[Tensor], where: str, wire: Wire | None = None
