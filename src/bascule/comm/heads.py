@@ -66,11 +66,13 @@ class HeadExchange:
     # slices one after the other; None: as they come. And the inverse.
     order: "Tensor | Sequence[slice] | None" = None
     back: "Tensor | Sequence[slice] | None" = None
+    num_kv_heads: int = field(init=False)  # of all ranks
     first_kv_head: int = field(init=False)  # of this rank
     own_kv_heads: int = field(init=False)
     _forms: dict[Hashable, _Form] = field(default_factory=dict[Hashable, _Form], repr=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_kv_heads", self.shares.num_kv_heads)
         object.__setattr__(self, "first_kv_head", self.shares.first(self.group.rank))
         object.__setattr__(self, "own_kv_heads", self.shares.of(self.group.rank))
 
@@ -82,7 +84,7 @@ class HeadExchange:
 
     def own_heads(self, x: Tensor) -> Tensor:
         """(B, T, share of the heads, D) this rank's heads of its own tokens."""
-        each = x.shape[2] // self.shares.num_kv_heads
+        each = x.shape[2] // self.num_kv_heads
         return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
 
     def start_to_heads(
@@ -95,8 +97,8 @@ class HeadExchange:
         order, dtype, num_more = self.order, xs[0].dtype, 0
         if wire is not None:
             xs, num_more = [wire.pack(x, 1) for x in xs], wire.num_more
-        num_heads = self.shares.num_kv_heads
-        form = self._form(xs[0], tuple([x.shape[2] // num_heads for x in xs]), num_more)
+        factors = tuple([x.shape[2] // self.num_kv_heads for x in xs])
+        form = self._form(xs[0], factors, num_more)
         sent = self.group.calls.staging.take("sent", sum(form.by_heads), xs[0])
         for run in form.runs:
             torch.cat(run.of_tensors(xs), dim=3, out=run.of_buffer(sent))

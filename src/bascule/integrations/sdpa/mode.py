@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from bascule.attention.api import AttentionMesh, AttentionOptions, SequenceLayout, attention
-from bascule.comm.failures import shared
+from bascule.comm.failures import leave
 from bascule.comm.wire import Wire
 from bascule.errors import ConfigError
 from bascule.integrations.sdpa.call_mode import CallMode
@@ -106,8 +106,11 @@ class SequenceParallelMode(CallMode):
             )
         if is_compiled:
             return self._attend(*args, **kwargs)
-        with shared("scaled_dot_product_attention over a mesh"):
+        try:
             return self._attend(*args, **kwargs)
+        except Exception as error:  # of what is refused before ranks attend together
+            leave(error, "scaled_dot_product_attention over a mesh")
+            raise
 
     @contextmanager
     def local(self) -> Iterator[None]:
