@@ -60,16 +60,11 @@ class Part(Calls):
     """The calls of a group or a part of it, the forms agreed on, and memory that is used again."""
 
     def __init__(
-        self,
-        key: str = "",
-        ranks: Sequence[int] = (),
-        name: str = "",
-        *,
-        is_gloo: bool = False,
-        has_cuda: bool = True,
+        self, key: str = "", ranks: Sequence[int] = (), name: str = "", backends: str = ""
     ) -> None:
         super().__init__(key, ranks, name)
-        self.is_gloo, self.has_cuda = is_gloo, has_cuda  # on the host; takes tensors of CUDA
+        self.is_gloo = "cpu:gloo" in backends
+        self.has_cuda = "cuda:" in backends and "cuda:gloo" not in backends
         self.staging = Staging()
         self._agreed: dict[Hashable, None] = {}
 
@@ -267,10 +262,7 @@ def member_of(
     parts = cast(dict[str, Part], watch_of_world().groups.setdefault(group, {}))
     key = group.group_name + part
     if part not in parts:
-        carries = dist.get_backend_config(group)
-        has_cuda = "cuda:" in carries and "cuda:gloo" not in carries
-        is_gloo = "cpu:gloo" in carries
-        made = parts[part] = Part(key, chosen, name, is_gloo=is_gloo, has_cuda=has_cuda)
+        made = parts[part] = Part(key, chosen, name, dist.get_backend_config(group))
         made.ended = next((one.ended for one in parts.values() if one.ended), None)
     place_of = {rank: place for place, rank in enumerate(members)}
     return RankGroup(
