@@ -9,6 +9,7 @@ All take the places of `RankGroup.ranks`, whatever order the process group itsel
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -175,7 +176,7 @@ def _call(group: RankGroup, where: str, collective: Callable[..., Any], *args: A
     """Make a collective of torch, and wait for it."""
     process_group = group.process_group
     group.calls.begin(where)
-    group.calls.wait(where, lambda: collective(*args, group=process_group))
+    group.calls.wait(where, partial(collective, *args, group=process_group))
 
 
 def _on_host(x: Tensor) -> Tensor:

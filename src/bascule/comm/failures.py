@@ -122,6 +122,10 @@ class Calls:
         self._first_tag = zlib.crc32(f"bascule {key.partition(' ')[2]}".encode())
         self._lock = threading.Lock()
 
+    @functools.cached_property
+    def _watch(self) -> "Watch":
+        return watch_of_world()
+
     def begin(self, where: str) -> int:
         """Number the next call and return its tag; `wait` ends it.
 
@@ -155,7 +159,7 @@ class Calls:
     def wait(self, where: str, wait: Callable[[], object]) -> None:
         """End a call when the others have come: `wait` returns then. CommError if they do not."""
         waited = begin_range(where) if is_profiled() else None
-        watch, self.since = watch_of_world(), time.monotonic()
+        watch, self.since = self._watch, time.monotonic()
         try:
             wait()
         except CommError:
@@ -173,7 +177,7 @@ class Calls:
 
     def _failure(self, where: str, error: RuntimeError) -> CommError:
         """Return the error of a call that was broken off: why, or else who is missing; logged."""
-        watch = watch_of_world()
+        watch = self._watch
         end = "" if watch.reason is not None else f": {_first_line(error)}"
         failed = watch.broken_off(where, self.ranks)
         on = f"failed on group {self.name!r} of ranks {list(self.ranks)}"
