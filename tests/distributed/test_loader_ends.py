@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from bascule.data import prefetch
 from bascule.data.steps import Batch
 from bascule.errors import ConfigError
 from tests.helpers.loader_cases import (
@@ -157,7 +158,11 @@ def test_bytes_in_flight_are_bounded_without_a_deadlock() -> None:
 
 
 def made_ahead() -> list[int]:
-    """How many steps were loaded while the first one is used, at 1 to 3 steps ahead."""
+    """How many steps were loaded while the first one is used, at 1 to 3 steps ahead.
+
+    The thread is told of the room for another one, rather than finds it at its next look.
+    """
+    prefetch._LOOK_S = 1000.0  # pyright: ignore[reportPrivateUsage]
     counts: list[int] = []
     for ahead in (1, 2, 3):
         loaded: list[int] = []
@@ -170,7 +175,7 @@ def made_ahead() -> list[int]:
         with loader_of(load(), prefetch=ahead) as loader:
             iterator = iter(loader)
             next(iterator)
-            deadline = time.monotonic() + 300.0
+            deadline = time.monotonic() + 100.0
             while len(loaded) < 1 + ahead and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.2)  # one more would come at once, most of the time

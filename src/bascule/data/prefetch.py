@@ -198,13 +198,13 @@ class Prefetcher:
         """
         start = time.perf_counter()
         with self._changed:
-            if self._taken is not None:
-                self._bytes -= self._taken.received_bytes
-                self._changed.notify_all()
+            self._bytes -= 0 if self._taken is None else self._taken.received_bytes
+            self._changed.notify_all()  # there may be room for bytes
             self._changed.wait_for(lambda: self._ready or self._has_ended)
             waited = start, time.perf_counter()
             self._check_open()
             self._taken = self._ready.popleft() if self._ready else None
+            self._changed.notify_all()  # and now for another step
             if self._taken is None and self._error is not None:
                 raise self._error
             return self._taken, waited
