@@ -30,6 +30,9 @@ _MIXED_TOLERANCE = 5e-4
 """Gaps at which the search stops, for bins of equal and of different speeds: the last steps to 1e-4
 take most of the time where a few short bins must be filled exactly."""
 
+_GUESS_TOLERANCE = 1e-3
+"""Gap at which the search stops at the costs of guessed kinds; true costs improve on it."""
+
 _LONG_SHARES = (0.5, 0.4, 0.3)
 """Items above this share of the fastest bin's time stay whole in a relaxation; all are tried."""
 
@@ -173,9 +176,7 @@ def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
     """
 
     def at(costs: Floats, items: Ints, bins: Ints) -> Ints:
-        part = problem.at_costs(costs, items, bins)
-        tolerance = _TOLERANCE if part.identical else _MIXED_TOLERANCE
-        return _unlimited(part, tolerance).bin_of
+        return _unlimited(problem.at_costs(costs, items, bins), _GUESS_TOLERANCE).bin_of
 
     items, bins = np.arange(problem.num_items), np.arange(problem.num_bins)
     apart = np.zeros_like(guess)
