@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from bascule.errors import ConfigError
@@ -78,16 +77,6 @@ def test_a_clip_with_frames_of_two_sizes_is_skipped(tmp_path: Path) -> None:
         stream(tmp_path)
     with pytest.raises(ConfigError, match="must have one"):
         PhotoStream(tmp_path, 1, options=PhotoOptions(clip_frames=4, strict=True))
-
-
-def test_samples_do_not_depend_on_their_company(tmp_path: Path) -> None:
-    clip(tmp_path / "walk", [1, 2])
-    for number in range(3):
-        grey(tmp_path, f"{number}.png", number)
-    mixed = stream(tmp_path)
-    together = mixed.samples(range(3, 9)).image
-    assert torch.equal(together, torch.cat([mixed.samples([n]).image for n in range(3, 9)]))
-    assert mixed.samples([]).seq_lens == []
 
 
 def test_a_video_is_a_clip(tmp_path: Path) -> None:

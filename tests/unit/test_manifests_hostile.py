@@ -1,7 +1,7 @@
 """Damaged manifests: samples or one clear sentence, never a traceback; markup stays text.
 
 With 1,000 traces (`test_traces_hostile.py`) and 640 profiles (`test_calibration.py`), the suite
-tries more than 2,000 files; the stress test as many manifests again.
+tries more than 2,000 files.
 """
 
 import csv
@@ -19,39 +19,15 @@ from bascule.workload.codes import MAX_LENGTH
 from bascule.workload.manifest import SHAPE_COLUMNS, TOKEN_COLUMNS, read_manifest
 from tests.helpers.cli import run
 
-NUM_CASES, NUM_COMMANDS, NUM_STRESS = 400, 30, 2000
+NUM_CASES, NUM_COMMANDS = 400, 30
 MARKUP = "<img src=x onerror=alert(1)>&amp;<script>1</script>"
-NAMES = (
-    *TOKEN_COLUMNS,
-    *SHAPE_COLUMNS,
-    "url",
-    "Tokens",
-    "",
-    " width",
-    MARKUP[:40],
-    "a,b",
-    '"',
-    "\0",
-)
-VALUES: list[Any] = [
-    *(0, 1, -1, 15, 16, 64, 4096, 10**6, 2**31 - 1, 2**31, 10**18, 10**30, 10**400, 1.0, 1.5, -0.0),
-    *(
-        1e300,
-        float("nan"),
-        float("inf"),
-        True,
-        False,
-        None,
-        "",
-        " ",
-        "7",
-        " 7 ",
-        "-7",
-        "1e3",
-        "0x1",
-    ),
-    *("\u0663", "\ud800", "\0\n\x1b[31m", "é" * 99, MARKUP, "9" * 5000, [], [1], {}, {"a": [1]}),
-]
+ODD_NAMES = "url", "Tokens", "", " width", MARKUP[:40], "a,b", '"', "\0"
+NUMBERS: list[Any] = [0, 1, -1, 15, 16, 64, 4096, 10**6, 2**31 - 1, 2**31, 10**18, 10**30, 10**400]
+FLOATS: list[Any] = [1.0, 1.5, -0.0, 1e300, float("nan"), float("inf"), True, False, None]
+TEXTS: list[Any] = ["", " ", "7", " 7 ", "-7", "1e3", "0x1", "\u0663", "\ud800", "\0\n\x1b[31m"]
+NESTS: list[Any] = ["é" * 99, MARKUP, "9" * 5000, [], [1], {}, {"a": [1]}]
+NAMES = (*TOKEN_COLUMNS, *SHAPE_COLUMNS, *ODD_NAMES)
+VALUES: list[Any] = [*NUMBERS, *FLOATS, *TEXTS, *NESTS]
 
 
 def row_of(chance: random.Random) -> dict[str, Any]:
@@ -111,12 +87,6 @@ def test_damaged_manifests(tmp_path: Path) -> None:
     found = [tried(tmp_path, seed)[1] for seed in range(NUM_CASES)]
     assert len(found) == NUM_CASES
     assert 0.15 < sum(found) / NUM_CASES < 0.85, "nothing, or everything, is refused"
-
-
-@pytest.mark.stress
-def test_thousands_of_damaged_manifests(tmp_path: Path) -> None:
-    found = [tried(tmp_path, 10**6 + seed)[1] for seed in range(NUM_STRESS)]
-    assert len(found) == NUM_STRESS and 0.15 < sum(found) / NUM_STRESS < 0.85
 
 
 def test_damaged_manifests_on_the_command_line(

@@ -159,14 +159,6 @@ def test_interleaving_puts_every_row_where_the_mask_says(num_image: int) -> None
     assert all(torch.equal(a, b) for a, b in zip(rows.split(packed), (text, image), strict=True))
 
 
-def test_embed_interleaves_in_packed_order() -> None:
-    model = make_model()
-    batch, _ = pack([(3, 5), (2, 1)])
-    x = model.embed(batch.image_tokens, batch.text_tokens, batch.is_image)
-    torch.testing.assert_close(x[batch.is_image], model.image_in(batch.image_tokens))
-    torch.testing.assert_close(x[~batch.is_image], model.text_in(batch.text_tokens))
-
-
 def test_order_inside_a_sequence_does_not_matter_to_the_model() -> None:
     model = make_model()
     batch, exchange = pack([(3, 5)])
@@ -231,11 +223,13 @@ def test_bf16_follows_float32() -> None:
     assert (out.float() - expected).norm() <= 0.03 * expected.norm()
 
 
-def test_timesteps_keep_their_precision_in_a_bf16_model() -> None:
+def test_timesteps_and_rotations_keep_their_precision_in_a_bf16_model() -> None:
     model = make_model(torch.bfloat16)
     pooled = torch.zeros(2, CONFIG.vec_dim, dtype=torch.bfloat16)
     vec = model.condition(torch.tensor([0.999, 1.0]), pooled)
     assert not torch.equal(vec[0], vec[1])
+    layout = model.layout(torch.ones(3).bool(), torch.zeros(3, 3), torch.zeros(3).long())
+    assert layout.cos.dtype == layout.sin.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -248,13 +242,6 @@ def test_scalars_are_embedded_by_their_own_value(dtype: torch.dtype) -> None:
     found = sinusoid(scalars)
     assert found.dtype == torch.promote_types(dtype, torch.float32)
     torch.testing.assert_close(found.double(), wanted, rtol=0.0, atol=5e-3)
-
-
-def test_rotary_tables_keep_float32_in_a_bf16_model() -> None:
-    layout = make_model(torch.bfloat16).layout(
-        torch.ones(3, dtype=torch.bool), torch.zeros(3, 3), torch.zeros(3, dtype=torch.int64)
-    )
-    assert layout.cos.dtype == layout.sin.dtype == torch.float32
 
 
 def test_rotation_depends_on_the_distance_of_positions_only() -> None:
@@ -322,6 +309,8 @@ def test_scale_rows_keeps_no_gathered_rows() -> None:
 def test_init_is_the_same_for_a_seed_and_dtype() -> None:
     torch.manual_seed(1)
     first, second = make_model(), make_model(torch.bfloat16)
+    kinds = {type(m) for m in first.modules() if list(m.parameters(recurse=False))}
+    assert kinds == {nn.Linear, nn.RMSNorm}, "init_weights reaches these alone"
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b)
     first.init_weights(1)
@@ -336,11 +325,6 @@ def test_adaln_zero_starts_at_zero_and_still_learns() -> None:
     (model(batch, exchange) - 1).square().sum().backward()
     grad = model.final.linear.bias.grad
     assert grad is not None and grad.all()
-
-
-def test_submodules_are_linear_or_norm_so_that_init_reaches_every_parameter() -> None:
-    kinds = {type(m) for m in make_model().modules() if list(m.parameters(recurse=False))}
-    assert kinds == {nn.Linear, nn.RMSNorm}
 
 
 def test_flux_has_its_twelve_billion_parameters() -> None:

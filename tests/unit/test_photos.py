@@ -63,16 +63,11 @@ def test_a_photo_becomes_its_patches(tmp_path: Path) -> None:
     assert np.array_equal(unpatchify(batch), pixels)
 
 
-def test_a_photo_is_cropped_around_its_centre(tmp_path: Path) -> None:
+@pytest.mark.parametrize("patch", [8, 16])
+def test_a_photo_is_cropped_around_its_centre(tmp_path: Path, patch: int) -> None:
     pixels = save(tmp_path, "a.png", 37, 51)
-    assert np.array_equal(unpatchify(only(tmp_path)), pixels[1:49, 2:34])
-
-
-def test_another_patch(tmp_path: Path) -> None:
-    pixels = save(tmp_path, "a.png", 24, 16)
-    batch = only(tmp_path, patch=8)
-    assert batch.image.shape == (6, 192)
-    assert np.array_equal(unpatchify(batch, 8), pixels)
+    batch = only(tmp_path, patch=patch)
+    assert np.array_equal(unpatchify(batch, patch), pixels[1:49, 2:34])
 
 
 @pytest.mark.parametrize(
@@ -170,22 +165,9 @@ def damaged(folder: Path) -> list[str]:
     (folder / "gone.jpg").symlink_to(folder / "nothing.jpg")
     header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
     chunk = b"IHDR" + header
-    (folder / "bomb.png").write_bytes(
-        whole[:8]
-        + struct.pack(">I", 13)
-        + chunk
-        + struct.pack(">I", zlib.crc32(chunk))
-        + whole[33:]
-    )
-    return [
-        "bomb.png",
-        "cut.jpg",
-        "cut.png",
-        "empty.png",
-        "flipped.png",
-        "gone.jpg",
-        "text.jpg",
-    ]
+    sizes, check = struct.pack(">I", 13), struct.pack(">I", zlib.crc32(chunk))
+    (folder / "bomb.png").write_bytes(whole[:8] + sizes + chunk + check + whole[33:])
+    return "bomb.png cut.jpg cut.png empty.png flipped.png gone.jpg text.jpg".split()
 
 
 def test_damaged_photos_are_left_out_and_counted(
@@ -239,14 +221,6 @@ def test_captions(tmp_path: Path) -> None:
         assert torch.allclose(pooled, expected.mean(dim=0) if len(expected) else torch.zeros(8))
     again = PhotoStream(tmp_path, 4, options=PhotoOptions(text_dim=8), seed=5)
     assert torch.equal(again._embedding, table)  # pyright: ignore[reportPrivateUsage]
-
-
-def test_no_captions_at_all(tmp_path: Path) -> None:
-    batch = PhotoStream(album(tmp_path, 3), 3).batch(0)
-    assert batch.text.shape == (0, 64)
-    assert batch.text.dtype == torch.float32
-    assert torch.equal(batch.pooled, torch.zeros(3, 64))
-    assert bool(batch.is_image.all())
 
 
 def test_a_long_caption_is_cut(tmp_path: Path) -> None:

@@ -82,15 +82,8 @@ def test_a_batch_has_the_drawn_lengths_and_types() -> None:
             assert tensor.shape == shape, name
             assert tensor.dtype == kinds.get(name, torch.float32), name
             assert not tensor.is_floating_point() or bool(tensor.isfinite().all())
-
-
-def test_a_rank_without_samples_has_empty_tensors() -> None:
-    batch = stream(2).batch(0)
-    assert (batch.image.shape, batch.text.shape, batch.pooled.shape) == ((0, 5), (0, 6), (0, 7))
-    assert (batch.is_image.shape, batch.pos.shape, batch.sample_ids.shape) == ((0,), (0, 3), (0,))
-    assert (batch.seq_lens, batch.image_lens) == ([], [])
-    assert flow_noise(batch, seed=0).shape == (0, 5)
-    assert flow_timesteps(batch, seed=0).shape == (0,)
+        assert flow_noise(batch, seed=0).shape == batch.image.shape
+        assert flow_timesteps(batch, seed=0).shape == (num_samples,)
 
 
 def test_a_batch_is_a_function_of_seed_step_and_rank() -> None:

@@ -96,13 +96,6 @@ def test_text_lengths_are_uniform_over_the_whole_range() -> None:
     assert max(Counter(text).values()) < 170  # 102 expected
 
 
-def test_a_clip_has_equal_frames() -> None:
-    (sample,) = rank_lengths(parse_data_codes("g1b1i256f85s1"), 0, seed=3, step=0)
-    assert sample.frames == 25
-    assert sample.image_tokens % 25 == 0
-    assert sample.grid_width == 16
-
-
 def test_lengths_are_a_function_of_seed_step_and_rank() -> None:
     codes = parse_data_codes(MIXED)
     first = sample_lengths(codes, seed=1, step=2)
@@ -121,13 +114,6 @@ def test_a_larger_world_is_replicas_with_other_samples() -> None:
     assert [len(rank) for rank in three] == [3, 2, 3, 2, 3, 2]
     assert [rank[0].grid_width for rank in three] == [16, 32] * 3
     assert three[2] != three[0]
-
-
-def test_ranks_without_samples_are_legal() -> None:
-    assert sample_lengths(parse_data_codes("g1b1i256f1s0,g2b0i256f1s0"), seed=0, step=0)[1:] == [
-        [],
-        [],
-    ]
 
 
 def test_keyed_generators_share_no_numbers() -> None:
