@@ -10,11 +10,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +32,7 @@ from bascule.attention.mask import AttentionMask
 from bascule.attention.sparse.attend import rows_of, sparse_attention
 from bascule.encoders import BalancedEncoder
 from bascule.parallel import ParallelOptions, SequenceParallel
-from tests.distributed.test_sparse_attention import make_plan, own_tokens
+from bascule.plan.sparse import BlockLayout, SparsePlanner, block_lens
 from tests.helpers.calls_made import ALL_TO_ALL, RING, calls_made
 from tests.helpers.cases import COST
 from tests.helpers.loader_cases import loader_of, sample_of
@@ -130,8 +132,12 @@ def of_a_step(spec: str, lens: list[int]) -> dict[str, Row]:
 
 def of_meshes() -> dict[str, Row]:
     mesh, q = make_mesh(2, 2), torch.randn(1, 4, 16, 8, requires_grad=True)
-    plan, masks = make_plan(2, 2, {})
-    own = torch.randn(1, 4, own_tokens(plan, dist.get_rank()).numel(), 8, requires_grad=True)
+    lens = block_lens((33,), 4)
+    layout, draw = BlockLayout.striped(lens, 2, 2), np.random.default_rng(3)
+    masks = draw.random((4, len(lens), len(lens))) < 0.3
+    plan = SparsePlanner(2, 2).plan(masks, layout, layout, num_kv_heads=4)
+    num_own = int(lens[plan.q.home == dist.get_rank()].sum())
+    own = torch.randn(1, 4, num_own, 8, requires_grad=True)
 
     def within_mode() -> Tensor:
         with bascule.sequence_parallel(mesh):
@@ -204,10 +210,9 @@ def test_steady_calls_cost_what_they_did() -> None:
 
 
 if __name__ == "__main__":
-    from tests.distributed.test_counts import count_all as count
-
-    text = {}
-    for of_rank in run_ranks(count, 4):
+    # Ranks find the function in the module of this name, which this one is not.
+    text, module = {}, import_module("tests.distributed.test_counts")
+    for of_rank in run_ranks(module.count_all, 4):
         for name, row in of_rank.items():
             most = text.get(name, row)["most"]
             row["most"] = [max(pair) for pair in zip(row["most"], most, strict=True)]
