@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from dataclasses import fields as fields_of
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, cast
@@ -191,9 +190,10 @@ class Cluster:
     piece_s: float = 0.0
 
     def __post_init__(self) -> None:
-        counts, rates = ("num_nodes", "ranks_per_node"), [x.name for x in fields_of(self)[2:8]]
-        fields(self, **dict.fromkeys(counts, (whole, 1, MAX_RANKS)))
-        fields(self, **dict.fromkeys(rates, rate) | {"latency_s": number, "piece_s": number})
+        count = whole, 1, MAX_RANKS
+        fields(self, num_nodes=count, ranks_per_node=count, flops_per_s=rate, memory_bytes=rate)
+        fields(self, intra_bytes_per_s=rate, inter_bytes_per_s=rate, pack_bytes_per_s=rate)
+        fields(self, latency_s=number, piece_s=number)
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"Cluster(num_nodes={self.num_nodes}, ranks_per_node={self.ranks_per_node}): "

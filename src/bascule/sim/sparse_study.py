@@ -134,12 +134,8 @@ def study(
 ) -> Study:
     """Plan all layers in all ways, and follow them over their steps.
 
-    Args:
-        name: Where the masks come from.
-        layers: (H, Q, K) masks of each step of each layer; at least one.
-        setting: What is planned for.
-        tolerances: To follow the first layer at, besides the setting's.
-        rewards: To plan the first layer with.
+    Each layer gives (H, Q, K) masks of each of its steps. The first one is also followed at some
+    tolerances besides the setting's, and planned with some rewards.
     """
     outcomes: list[Outcome] = []
     runs: list[LayerRun] = []
