@@ -8,7 +8,6 @@ from typing import Any, get_args
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,39 +25,17 @@ from tests.helpers.loader_cases import (
     Schedule,
     allow_workers,
     check_exactly_once,
-    check_mean,
     check_restore,
+    check_schedules,
     heard_by,
     loader_of,
     loader_with,
     note,
-    run_many,
     run_schedule,
     same,
     sample_of,
 )
 from tests.helpers.ranks import run_ranks
-
-
-def check_all(schedules: list[tuple[int, Schedule]], num_ranks: int) -> list[list[Record]]:
-    of_rank = run_ranks(run_many, num_ranks, schedules)
-    for k, (_, schedule) in enumerate(schedules):
-        records = [runs[k] for runs in of_rank]
-        check_exactly_once(schedule, records)
-        check_mean(schedule, records)
-    return [record for runs in of_rank for record in runs]
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_random_schedules_deliver_each_sample_once_in_the_same_order(num_ranks: int) -> None:
-    schedules = [(seed, Schedule.draw(seed, num_ranks)) for seed in range(12)]
-    records = [record for run in check_all(schedules, num_ranks) for record in run]
-    # The schedules are worth something only if samples do move, and ranks do run out.
-    assert sum(record.reason == "balanced" for record in records) > len(records) // 4
-    assert any(record.is_padding for record in records)
-    assert any(not record.ids for record in records)
-
 
 EDGES = {
     "one rank has everything": Schedule((((5, 9, 1, 2), (30, 2)), (), ()), accumulate=2),
@@ -88,7 +65,7 @@ for ends in get_args(Ends):
 
 
 def test_awkward_schedules() -> None:
-    check_all(list(enumerate(EDGES.values())), 3)
+    check_schedules(list(enumerate(EDGES.values())), 3)
 
 
 GIANT = Schedule(

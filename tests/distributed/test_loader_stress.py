@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.helpers.loader_cases import Schedule, check_exactly_once, check_mean, run_many
+from tests.helpers.loader_cases import Schedule, check_schedules
 from tests.helpers.loader_checks import PLACES, check_chains, check_deaths
-from tests.helpers.ranks import run_ranks
 
 NUM_SCHEDULES = 500
 NUM_KILLS = 50
@@ -12,21 +11,20 @@ NUM_STOPS = 20
 PER_WORLD = 25  # each schedule runs twice; a world has less than two minutes
 
 
-def check_schedules(seeds: range) -> None:
-    """Exactly once, and the same in the same order with other delays."""
+def check_seeds(seeds: range) -> None:
     for start in range(seeds.start, seeds.stop, PER_WORLD):
         num_ranks = 2 + start // PER_WORLD % 3
         some = range(start, min(start + PER_WORLD, seeds.stop))
-        schedules = [(seed, Schedule.draw(seed, num_ranks)) for seed in some]
-        of_rank = run_ranks(run_many, num_ranks, schedules)
-        for k, (_, schedule) in enumerate(schedules):
-            records = [runs[k] for runs in of_rank]
-            check_exactly_once(schedule, records)
-            check_mean(schedule, records)
+        drawn = [(seed, Schedule.draw(seed, num_ranks)) for seed in some]
+        records = check_schedules(drawn, num_ranks)
+        # The schedules are worth something only if samples do move, and ranks do run out.
+        assert sum(record.reason == "balanced" for record in records) > len(records) // 4
+        assert any(record.is_padding for record in records)
+        assert any(not record.ids for record in records)
 
 
 def test_a_tenth_of_the_schedules() -> None:
-    check_schedules(range(1000, 1000 + NUM_SCHEDULES // 10))
+    check_seeds(range(1000, 1000 + NUM_SCHEDULES // 10))
 
 
 @pytest.mark.some(2)
@@ -38,7 +36,7 @@ def test_a_tenth_of_the_kills(seed: int) -> None:
 @pytest.mark.stress
 @pytest.mark.timeout(1500)
 def test_all_schedules() -> None:
-    check_schedules(range(2000, 2000 + NUM_SCHEDULES))
+    check_seeds(range(2000, 2000 + NUM_SCHEDULES))
 
 
 @pytest.mark.stress

@@ -23,6 +23,7 @@ from bascule.data.steps import Batch, Ends
 from bascule.plan.costs import TransformerCost
 from bascule.plan.limits import Limits
 from bascule.plan.step import Sync
+from tests.helpers.ranks import run_ranks
 
 COST = TransformerCost(64)
 TIMEOUT_S = 12.0
@@ -273,6 +274,16 @@ def run_many(schedules: Sequence[tuple[int, Schedule]]) -> list[list[Record]]:
         assert first == again, (seed, schedule)
         of_schedule.append(first)
     return of_schedule
+
+
+def check_schedules(schedules: Sequence[tuple[int, Schedule]], num_ranks: int) -> list[Record]:
+    """Exactly once, the same in the same order with other delays, and with the mean of all."""
+    of_rank = run_ranks(run_many, num_ranks, schedules)
+    for k, (_, schedule) in enumerate(schedules):
+        records = [runs[k] for runs in of_rank]
+        check_exactly_once(schedule, records)
+        check_mean(schedule, records)
+    return [record for runs in of_rank for run in runs for record in run]
 
 
 def check_exactly_once(schedule: Schedule, of_rank: Sequence[list[Record]]) -> None:
