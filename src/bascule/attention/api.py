@@ -122,9 +122,9 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():
             check_name(self.kernel)
-            flag, layout = (of_type, bool, "True or False"), (of_type, SequenceLayout, "a layout")
+            flag = of_type, bool, "True or False"
             wire = of_type, Wire, "a Wire, as Wire('int8'), or None"
-            fields(self, layout=layout, wire=wire, overlap=flag, double_buffer=flag)
+            fields(self, wire=wire, overlap=flag, double_buffer=flag)
 
 
 _DEFAULT = AttentionOptions()

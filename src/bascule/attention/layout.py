@@ -54,10 +54,9 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling():  # there, lengths are no plain numbers
             of_type("SequenceLayout(segments", self.segments, tuple, "a tuple")
-            segment = each, whole, 0, len(self.segments) - 1
-            degree = whole, 1
-            fields(self, segments=(each, whole), replicated=segment, stripe=whole)
-            fields(self, ring_degree=degree, ulysses_degree=degree)
+            segment, degree = (each, whole, 0, len(self.segments) - 1), (whole, 1)
+            degrees = {"ring_degree": degree, "ulysses_degree": degree}
+            fields(self, segments=(each, whole), replicated=segment, stripe=whole, **degrees)
             if len(set(self.replicated)) < len(self.replicated):
                 raise ConfigError(
                     f"SequenceLayout(replicated={self.replicated}): name each segment once"

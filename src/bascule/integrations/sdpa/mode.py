@@ -132,9 +132,12 @@ class SequenceParallelMode(CallMode):
         """Return which tokens each rank has, where this one has `num_tokens`."""
         if self._layout is not None:
             return self._layout
-        degrees = self.mesh.degrees
-        args = (num_tokens * math.prod(degrees),), *degrees
-        return self._keep(num_tokens, lambda: SequenceLayout(*args))
+
+        def even() -> SequenceLayout:
+            degrees = self.mesh.degrees
+            return SequenceLayout((num_tokens * math.prod(degrees),), *degrees)
+
+        return self._keep(num_tokens, even)
 
     def mask_of(self, query: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask of the whole sequence, from what the model gives."""
@@ -221,7 +224,8 @@ class SequenceParallelMode(CallMode):
                 "rank's part"
             )
         self.has_attended = True
-        if self._watches and not torch.compiler.is_compiling():
+        is_watched = self._watches and not torch.compiler.is_compiling()
+        if is_watched and query.shape[2] not in self._own_tokens:
             self._own_tokens.add(query.shape[2])
             self._refuse_own_attention()
         if not is_cast:
@@ -246,7 +250,8 @@ class SequenceParallelMode(CallMode):
 
     def _is_cross(self, num_queries: int, num_keys: int) -> bool:
         """Return whether the keys are those of another sequence, which every rank has whole."""
-        if any(num_keys == one for one in self._replicated):  # `in` would fix a symbolic number
+        # `in` would fix a symbolic number.
+        if self._replicated and any(num_keys == one for one in self._replicated):
             if self._layout is None and num_queries == num_keys:
                 raise ConfigError(_AMBIGUOUS.format(num_keys))
             return True
