@@ -62,14 +62,8 @@ def paper_blocks(
 ) -> BlockPlan:
     """Place query blocks by the sums of the rows, key blocks by those of the columns (4.2.2).
 
-    Args:
-        block_matrix: (Q, K) work of each query block on each key block.
-        ring_degree: R.
-        homes: (Q,) ring rank where each query block is, and (K,) the same of key blocks. Default:
-            runs, as the paper assumes.
-        reward: How much less loaded a block's home rank counts, in blocks like it.
-        capacity: Most query blocks and most key blocks on a rank. Default: an R-th of them, rounded
-            up, as in the public code.
+    Without `homes` blocks are in runs, as the paper assumes. `capacity` is the most query blocks
+    and key blocks of a rank: by default an R-th of them, rounded up, as in the public code.
     """
     matrix = np.asarray(block_matrix, np.float64)
     q_home, kv_home = homes or (
@@ -91,7 +85,7 @@ def in_order(
     ring_degree: int,
     num_kv_heads: int | None = None,
 ) -> SparsePlan:
-    """Return heads in their order, and blocks where they are: as without a plan. No tiles yet."""
+    """Return heads in their order, and blocks where they are; its tiles are 0."""
     ring_of = np.arange(num_heads) * ulysses_degree // max(num_heads, 1)
     q_of, kv_of = (np.tile(x.home // ulysses_degree, (ulysses_degree, 1)) for x in (q, kv))
     return SparsePlan(

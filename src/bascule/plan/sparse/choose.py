@@ -1,8 +1,7 @@
 """Keep the plans of a layer over denoising steps, and choose the mesh of its next step.
 
 db-SP chooses the Ulysses and ring degrees of every layer in every step by a latency model (section
-4.3). Here plans on all meshes are kept as `PlanReuse` keeps one, so what is compared is what each
-mesh would take with the plan that it would in fact use.
+4.3). Here each mesh keeps its plan, and is judged by the plan that it would in fact use.
 
 Legend: U Ulysses degree, R ring degree, N = U R ranks; H heads, Q query blocks, K key blocks.
 """
@@ -33,14 +32,11 @@ class PlanReuse:
     A step runs with `plan`; then `after` takes that step's work and gives the state for the next
     one. So planning is off the critical path, and a plan is one step old when it is used.
 
-    Attributes:
+    Args:
         planner: Makes plans.
         plan: The plan for the next step.
         tolerance: It is kept while its imbalance under the new work is at most 1 + tolerance. The
             paper has 0.10.
-        num_planned: Plans made so far.
-        num_kept: How often the plan was kept.
-        ran: The plan of the last step, that step's work in its tiles; None before the first.
     """
 
     planner: SparsePlanner
@@ -48,7 +44,7 @@ class PlanReuse:
     tolerance: float = 0.05
     num_planned: int = 1
     num_kept: int = 0
-    ran: SparsePlan | None = None
+    ran: SparsePlan | None = None  # the plan of the last step, that step's work in its tiles
 
     def __post_init__(self) -> None:
         fields(self, tolerance=(number, 0.0, np.inf))
@@ -81,14 +77,11 @@ def all_degrees(num_ranks: int) -> list[Degrees]:
 
 @dataclass(frozen=True, slots=True)
 class StrategyChoice:
-    """The mesh of one layer in one step, with the predicted seconds of its call.
-
-    `foregone_s` are predicted seconds lost since the last switch, by not being on the fastest mesh.
-    """
+    """The mesh of one layer in one step, with the predicted seconds of its call."""
 
     degrees: Degrees
     predicted_s: float
-    foregone_s: float = 0.0
+    foregone_s: float = 0.0  # lost since the last switch, by not being on the fastest mesh
     num_switches: int = 0
 
 

@@ -1,10 +1,8 @@
-"""The work in block masks: one pass over the masks, and everything else from its sums.
+"""The work in block masks, and how uneven it is.
 
 A pair of a query block and a key block that a head computes is q_len x kv_len of work, in tokens;
-without lengths every block counts 1, as in db-SP. Only the last block of a
-segment is short, but text may have few blocks, all heads of which are dense.
-
-All sums are of integers below 2^53 in float64, so that they are the same on every machine.
+without lengths every block counts 1, as in db-SP. All sums are of integers below 2^53 in float64,
+so that they are the same on every machine.
 
 Legend: H heads, Q query blocks, K key blocks, C columns (key blocks, or ring ranks), U rings, R
 ranks of a ring.

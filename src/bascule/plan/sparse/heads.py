@@ -17,13 +17,9 @@ class HeadPlan(Assignment):
 
     `bin_of` is the rank of each head, of a cut one the rank that it was cut from; where heads are
     cut, `lower_bound` is that of cut ones: the mean load, or the heaviest query block.
-
-    Attributes:
-        rank_of: (heads, q_blocks) rank that computes a query block of a head; (heads, 1) if only
-            the counts of whole heads were given.
     """
 
-    rank_of: Ints
+    rank_of: Ints  # (heads, q_blocks) rank of each block of a head; (heads, 1) of whole heads
 
     @property
     def cut_heads(self) -> Ints:
@@ -73,8 +69,8 @@ def _cut(counts: Floats, rank_of: Ints, loads: Floats, limit: float) -> None:
     mean = loads.mean()
     while loads.max() > limit:
         giver, taker = int(loads.argmax()), int(loads.argmin())
-        held = np.where(rank_of == giver, counts, 0.0)
-        head, blocks = _piece(held, min(loads[giver] - mean, mean - loads[taker]))
+        owned = np.where(rank_of == giver, counts, 0.0)
+        head, blocks = _piece(owned, min(loads[giver] - mean, mean - loads[taker]))
         work = counts[head, blocks].sum()
         if work >= loads[giver] - loads[taker]:  # no block is light enough to help
             break
@@ -83,16 +79,16 @@ def _cut(counts: Floats, rank_of: Ints, loads: Floats, limit: float) -> None:
         loads[taker] += work
 
 
-def _piece(held: Floats, amount: float) -> tuple[int, Ints]:
+def _piece(counts: Floats, amount: float) -> tuple[int, Ints]:
     """Return the last query blocks of the heaviest head that do not pass the amount of work.
 
     Of the next head where the last block of this one passes it; the lightest block where all do.
     """
-    for head in np.argsort(-held.sum(axis=1), kind="stable").tolist():
-        blocks = np.flatnonzero(held[head])[::-1]
-        fitting = np.searchsorted(np.cumsum(held[head, blocks]), amount, side="right")
+    for head in np.argsort(-counts.sum(axis=1), kind="stable").tolist():
+        blocks = np.flatnonzero(counts[head])[::-1]
+        fitting = np.searchsorted(np.cumsum(counts[head, blocks]), amount, side="right")
         if fitting:
             return head, blocks[:fitting]
-    lightest = int(np.where(held > 0.0, held, np.inf).argmin())
-    head, block = divmod(lightest, held.shape[1])
+    lightest = int(np.where(counts > 0.0, counts, np.inf).argmin())
+    head, block = divmod(lightest, counts.shape[1])
     return head, np.array([block])

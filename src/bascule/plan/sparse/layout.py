@@ -24,8 +24,7 @@ MAX_MESH_RANKS = 2**15
 class BlockLayout:
     """The blocks of a sequence at home: a rank has the tokens of a block for all heads.
 
-    A rank holds its tokens in the order of the sequence. Ranks are numbered ring by Ulysses: rank =
-    ring rank * U + Ulysses rank.
+    A rank has its tokens in the order of the sequence. Rank = ring rank * U + Ulysses rank.
 
     Heads may have token orders of their own, as in PAROAttention. Tokens are at home as without,
     but the blocks of a head are cut from its order: their tokens come from many ranks, and `home`

@@ -1,9 +1,8 @@
 """Blocks over the ranks of a ring: queries stay on their rank, keys travel from theirs.
 
-Stripes are the method: neighbouring blocks see about as much as each other, so blocks dealt in
-turns are nearly even before anything is known of the masks. Where that is not even enough, one rule
-moves blocks, one at a time: from the rank that its ring waits for longest, the block to the rank
-that lowers the end of the ring most, as long as it falls.
+Neighbouring blocks see about as much as each other, so blocks dealt in turns (stripes) are nearly
+even before anything is known of the masks. Where that is not enough, blocks move one at a time from
+the rank that its ring waits for longest, to where the end of the ring falls most.
 
 Legend: Q query blocks, K key blocks, R ranks of the ring; n blocks of one kind, m of the other.
 """
@@ -37,21 +36,13 @@ Placement = tuple[Ints, Ints]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockPlan:
-    """The ring rank that computes or keeps each block. Arrays are read-only.
+    """The ring rank that computes or keeps each block. Arrays are read-only."""
 
-    Attributes:
-        q_of: (Q,) ring rank that computes each query block.
-        kv_of: (K,) ring rank on which each key block starts its way.
-        q_home: (Q,) ring rank where each query block comes from.
-        kv_home: (K,) the same of key blocks.
-        tiles: (R, R) work of the queries of each rank on the keys of each.
-    """
-
-    q_of: Ints
-    kv_of: Ints
-    q_home: Ints
-    kv_home: Ints
-    tiles: Floats
+    q_of: Ints  # (Q,) ring rank that computes each query block
+    kv_of: Ints  # (K,) ring rank on which each key block starts its way
+    q_home: Ints  # (Q,) ring rank where each query block comes from
+    kv_home: Ints  # (K,) the same of key blocks
+    tiles: Floats  # (R, R) work of the queries of each rank on the keys of each
 
     def __post_init__(self) -> None:
         for array in (self.q_of, self.kv_of, self.q_home, self.kv_home, self.tiles):

@@ -22,10 +22,8 @@ from bascule.plan.traffic import Traffic
 class PackedRows:
     """The (head, block) rows of a rank, in the order in which they lie; every batch item has them.
 
-    Attributes:
-        heads: (rows,) head of each: a query head, or a key-value head.
-        blocks: (rows,) block of the sequence.
-        lens: (rows,) tokens of it.
+    Heads (rows,) are query heads or key-value heads, blocks (rows,) those of the sequence, lens
+    (rows,) their tokens.
     """
 
     heads: Ints
@@ -63,10 +61,10 @@ class Travel:
     def pieces(
         self, rank: int, num_ranks: int, copies: int, base: Ints
     ) -> tuple[Ints, Ints, Ranks, Ranks]:
-        """Return what a rank sends or gets of equal tensors (`copies`), one after another.
+        """Return (P,) first rows at home, numbers of rows, ranks that have and ranks that get them.
 
-        They begin at row `base` (num_ranks,) of each rank. Gives (P,) each: first row at home,
-        number of rows, rank that has them, rank that gets them.
+        The tensors, `copies` alike one after another, begin at row `base` (num_ranks,) of each
+        rank.
         """
         offsets, tokens = self.layout.offsets(num_ranks)
         if self.layout.order is not None:
@@ -90,35 +88,19 @@ def route_of(travels: Sequence[tuple[Travel, int]], rank: int, num_ranks: int) -
     return Route.of_items(source, dest, lens, rank, num_ranks, starts=start)
 
 
-_DIGEST_VERSION = 2
-
-
 @dataclass(frozen=True, eq=False)
 class SparsePlan:
-    """A frozen decision for one mask: who computes what, and where keys and values live.
-
-    Attributes:
-        ulysses_degree: U.
-        ring_degree: R.
-        num_kv_heads: Key-value heads; each serves H // num_kv_heads query heads in a row.
-        q: The query blocks at home.
-        kv: The key blocks at home.
-        ring_of: (H, Q) ring that computes a query block of a head.
-        q_of: (U, Q) ring rank that computes a query block in each ring.
-        kv_of: (U, K) ring rank on which a key block starts its way in each ring.
-        tiles: (U, R, R) work of the queries of each ring rank on the keys of each, in pairs of
-            tokens.
-    """
+    """A frozen decision for one mask: who computes what, and where keys and values live."""
 
     ulysses_degree: int
     ring_degree: int
-    num_kv_heads: int
-    q: BlockLayout
-    kv: BlockLayout
-    ring_of: Ints
-    q_of: Ints
-    kv_of: Ints
-    tiles: Floats
+    num_kv_heads: int  # each serves H // num_kv_heads query heads in a row
+    q: BlockLayout  # the query blocks at home
+    kv: BlockLayout  # the key blocks at home
+    ring_of: Ints  # (H, Q) ring that computes a query block of a head
+    q_of: Ints  # (U, Q) ring rank that computes a query block in each ring
+    kv_of: Ints  # (U, K) ring rank on which a key block starts its way in each ring
+    tiles: Floats  # (U, R, R) pairs of tokens, of the queries of each ring rank with keys of each
 
     def __post_init__(self) -> None:
         for array in (self.ring_of, self.q_of, self.kv_of, self.tiles):
@@ -161,10 +143,7 @@ class SparsePlan:
 
     @property
     def imbalance(self) -> float:
-        """Rho of db-SP: ranks of a ring wait for each other in every round, rings at the end only.
-
-        See `barrier_imbalance`.
-        """
+        """Rho of db-SP: ranks of a ring wait in every round, rings at the end only."""
         return barrier_imbalance(self.tiles)
 
     @property
@@ -190,9 +169,8 @@ class SparsePlan:
     def moved(self) -> tuple[float, float]:
         """Share of rows (tokens of heads) of queries, and of keys, on another ring rank than home.
 
-        What is computed on the home ring rank needs the exchange of Ulysses alone. With token
-        orders of heads blocks are drawn together from all ranks: 1 - 1 / R of their rows or so are
-        from others, whatever the plan.
+        Rows on their home ring rank need the exchange of Ulysses alone. Where heads have token
+        orders, about 1 - 1 / R of the rows move, whatever the plan.
         """
         ring, ulysses = self.ring_degree, self.ulysses_degree
         shape = ring, ulysses, ring, ulysses
@@ -208,10 +186,9 @@ class SparsePlan:
 
     @cached_property
     def routed_rows(self) -> Ints:
-        """(num_ranks,) rows of a head and a token that each rank sends to others.
+        """(num_ranks,) rows of a head and a token that each rank sends: q, k and v, outputs home.
 
-        Its queries, keys and values to where they are used, once for each ring that needs them, and
-        outputs home.
+        Keys and values go once to each ring that needs them.
         """
         q, kv = (rows - np.diag(rows.diagonal()) for rows in self.rows_between)
         return q.sum(axis=1) + q.sum(axis=0) + 2 * kv.sum(axis=1)
@@ -271,7 +248,7 @@ class SparsePlan:
         sizes = (*self.ring_of.shape, self.kv.lens.size)
         degrees = (self.ulysses_degree, self.ring_degree, self.num_kv_heads)
         digest = hashlib.blake2b(self.q.digest + self.kv.digest, digest_size=16)
-        head = np.array([_DIGEST_VERSION, *degrees, *sizes])
+        head = np.array([*degrees, *sizes])
         for part in (head, self.ring_of, self.q_of, self.kv_of):
             digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
         return digest.hexdigest()

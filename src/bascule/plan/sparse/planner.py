@@ -3,7 +3,6 @@
 Legend: H heads, Q query blocks, K key blocks, U rings (Ulysses ranks), R ranks of a ring.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -79,15 +78,6 @@ class Columns:
         sums = ring_work(self.work, ring_of, self.ulysses_degree)
         sums *= np.multiply.outer(self.q.lens, self.lens)
         return sums
-
-    def plan(self, ring_of: Ints, rings: Sequence[BlockPlan], num_kv_heads: int) -> SparsePlan:
-        """Join the plans of the rings to one; `ring_of` (H, Q) as for `matrices`."""
-        q_of, column_of, tiles = (
-            np.stack([getattr(ring, name) for ring in rings]) for name in ("q_of", "kv_of", "tiles")
-        )
-        degrees = self.ulysses_degree, self.ring_degree
-        kv_of = column_of if self.are_blocks else _kv_at_home(self.kv, self.ulysses_degree)
-        return SparsePlan(*degrees, num_kv_heads, self.q, self.kv, ring_of, q_of, kv_of, tiles)
 
 
 def plan_under(plan: SparsePlan, work: npt.ArrayLike) -> SparsePlan:
@@ -213,7 +203,12 @@ class SparsePlanner:
         ring_of = self._rings(columns)
         matrices = columns.matrices(ring_of)
         place = self._as_in_paper if self.method == "paper" else self._placed
-        return columns.plan(ring_of, place(columns, matrices), num_kv_heads)
+        rings = place(columns, matrices)
+        q_of, column_of, tiles = (
+            np.stack([getattr(ring, name) for ring in rings]) for name in ("q_of", "kv_of", "tiles")
+        )
+        kv_of = column_of if columns.are_blocks else _kv_at_home(kv, self.ulysses_degree)
+        return SparsePlan(*degrees, num_kv_heads, q, kv, ring_of, q_of, kv_of, tiles)
 
     def _check(self, columns: Columns, num_kv_heads: int) -> None:
         num_heads, num_ranks = len(columns.work), self.ulysses_degree * self.ring_degree
