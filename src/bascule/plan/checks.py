@@ -126,31 +126,31 @@ def array(name: str, values: object) -> npt.NDArray[Any]:
 
 def ints(name: str, values: object, size: int | None = None, most: int = MAX_WHOLE) -> Ints:
     """Return whole numbers from 0 to a bound as an int64 array of its own, (size,)."""
-    given = array(name, values)
-    if given.ndim != 1 or (size is not None and given.size != size):
+    table = array(name, values)
+    if table.ndim != 1 or (size is not None and table.size != size):
         needed = "one dim" if size is None else f"{size} integers"
-        raise ConfigError(f"{name} of shape {given.shape} and dtype {given.dtype}: give {needed}")
-    if given.size and given.dtype.kind not in "iu":
+        raise ConfigError(f"{name} of shape {table.shape} and dtype {table.dtype}: give {needed}")
+    if table.size and table.dtype.kind not in "iu":
         raise ConfigError(
-            f"{name} of dtype {given.dtype}: give {given.size} integers, from 0 to {_power(most)}"
+            f"{name} of dtype {table.dtype}: give {table.size} integers, from 0 to {_power(most)}"
         )
-    if given.size and not 0 <= given.min() <= given.max() <= most:
-        wrong = given.min() if given.min() < 0 else given.max()
+    if table.size and not 0 <= table.min() <= table.max() <= most:
+        wrong = table.min() if table.min() < 0 else table.max()
         raise ConfigError(f"{name} has {wrong}: it must be at least 0, at most {_power(most)}")
-    return given.astype(np.int64)
+    return table.astype(np.int64)
 
 
 def floats(name: str, values: object, num_dims: tuple[int, ...] | None = None) -> Floats:
     """Return real numbers, in any range, as a float64 array of their own."""
-    given = array(name, values)
-    if given.dtype.kind not in "biuf":
+    table = array(name, values)
+    if table.dtype.kind not in "biuf":
         raise ConfigError(
-            f"{name} must be a flat sequence of real numbers, not {shown(values)} ({given.dtype})"
+            f"{name} must be a flat sequence of real numbers, not {shown(values)} ({table.dtype})"
         )
-    if num_dims is not None and given.ndim not in num_dims:
+    if num_dims is not None and table.ndim not in num_dims:
         dims = " or ".join({1: "one dimension", 2: "two dimensions"}[n] for n in num_dims)
-        raise ConfigError(f"{name} must have {dims}, got shape {given.shape}")
-    return given.astype(np.float64)
+        raise ConfigError(f"{name} must have {dims}, got shape {table.shape}")
+    return table.astype(np.float64)
 
 
 def amounts(name: str, values: object, num_dims: tuple[int, ...] = (1,)) -> Floats:

@@ -50,17 +50,17 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
     """
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")
-    given = limits or _UNLIMITED
+    own = limits or _UNLIMITED
     per_token = cost.bytes_per_token if isinstance(cost, TransformerCost | PolynomialCost) else None
     if per_token is None:
-        if given.num_bytes is not None:
+        if own.num_bytes is not None:
             raise ConfigError(
-                f"Limits(num_bytes={given.num_bytes}): the cost model does not say how many bytes "
+                f"Limits(num_bytes={own.num_bytes}): the cost model does not say how many bytes "
                 "of activations a token takes: use TransformerCost(bytes_per_token=..), or limit "
                 "tokens"
             )
         return limits
-    memory = given.num_bytes or (cluster and cluster.memory_bytes)
+    memory = own.num_bytes or (cluster and cluster.memory_bytes)
     if memory is None:
         return limits
     fitting = min(int(memory / per_token), MAX_WHOLE)
@@ -69,4 +69,4 @@ def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Lim
             f"a rank's {memory:,.0f} bytes hold no token of {per_token:,.0f} bytes: raise "
             "Limits(num_bytes=..), or check bytes_per_token"
         )
-    return Limits(tokens=min(given.tokens or fitting, fitting), items=given.items)
+    return Limits(tokens=min(own.tokens or fitting, fitting), items=own.items)

@@ -1,1 +1,1 @@
-"""Who trains which sample of an epoch, where all lengths are known: each step dealt evenly."""
+"""Deals the samples of an epoch, whose lengths are all known, to ranks and microbatches."""

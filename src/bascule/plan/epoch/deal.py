@@ -1,7 +1,4 @@
-"""One optimiser step, dealt to ranks and microbatches.
-
-The samples of the step are given; which rank computes them, and in which microbatch, is free. Every
-cell, one rank in one microbatch, gets a sample at least.
+"""One optimiser step, dealt to cells: every rank in every microbatch gets a sample at least.
 
 Where ranks meet in each of several microbatches, two ways to deal are worth trying: all cells
 alike, the heaviest of which then meet in one microbatch; and giants together. A microbatch takes as
@@ -33,7 +30,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class DealRules:
-    """What a deal must keep, and what it minimises.
+    """The rules that a deal must keep, and when ranks meet.
 
     Cells of padded samples cost their number times the dearest of them, and have as many tokens as
     if all were as long as the longest; of others both are sums.
@@ -50,16 +47,13 @@ class DealRules:
         """Limits of a cell in a step of so many samples."""
         if not self.even_counts:
             return self.limits
-        given, even = self.limits or Limits(), -(-num_samples // self.shape.num_cells)
-        return replace(given, items=min(given.items or even, even))
+        limits, even = self.limits or Limits(), -(-num_samples // self.shape.num_cells)
+        return replace(limits, items=min(limits.items or even, even))
 
 
 @dataclass(frozen=True, slots=True)
 class StepTable:
-    """(n,) costs, tokens and home ranks of a step's samples.
-
-    A cell is numbered microbatch * num_ranks + rank.
-    """
+    """(n,) costs, tokens and homes of samples; a cell is numbered microbatch * num_ranks + rank."""
 
     costs: Floats
     tokens: Ints
@@ -76,7 +70,7 @@ class StepTable:
         return np.asarray(loads, dtype=np.float64).reshape(shape.accumulate, shape.num_ranks)
 
     def makespan(self, cells: Ints) -> float:
-        """What a step takes."""
+        """Return what a step takes."""
         loads = self.loads(cells)
         if self.rules.sync == "step":
             return float(loads.sum(axis=0).max())
@@ -87,14 +81,13 @@ class StepTable:
         limits, num = self.rules.limits, self.rules.shape.num_cells
         if limits is None:
             return True
-        counts, held = np.bincount(cells, minlength=num), np.bincount(cells, self.tokens, num)
+        counts, tokens = np.bincount(cells, minlength=num), np.bincount(cells, self.tokens, num)
         if self.rules.padded:
-            held = counts * largest_of(cells, self.tokens, num)
-        tokens, items = limits.tokens or np.inf, limits.items or np.inf
-        return bool(counts.max() <= items and held.max() <= tokens)
+            tokens = counts * largest_of(cells, self.tokens, num)
+        return limits.keeps(items=counts, tokens=tokens)
 
     def lower_bound(self) -> float:
-        """What no deal beats, whatever found it; see `_company_bound`."""
+        """Return a time below which no deal ends."""
         shape = self.rules.shape
         bound = max(float(self.costs.sum()) / shape.num_ranks, float(self.costs.max()))
         if self.rules.padded:
@@ -105,7 +98,7 @@ class StepTable:
         return bound * (1.0 - _ROUNDING)
 
     def _company_bound(self) -> float:
-        """Where counts are even, giants cannot all be in one microbatch, nor alone in their cells.
+        """Bound even counts: giants cannot all be in one microbatch, nor alone in their cells.
 
         Of microbatches by descending longest sample, the first k hold no more than the n_k longest
         samples, n_k = k * num_ranks * most. So the next has the next longest or a longer one, with
@@ -117,13 +110,13 @@ class StepTable:
         least = max(num - most * (shape.num_cells - 1), 1)
         company = float(ranked[num - least + 1 :].sum())
         longest = np.append(0.0, ranked[:: shape.num_ranks * most] + company)
-        held = np.append(0.0, np.cumsum(ranked))
+        sums = np.append(0.0, np.cumsum(ranked))
         ends = np.minimum(np.arange(longest.size) * shape.num_ranks * most, num)
-        rest = (held[-1] - held[ends]) / shape.num_ranks
+        rest = (sums[-1] - sums[ends]) / shape.num_ranks
         return float((np.cumsum(longest) + rest).max())
 
     def _padding_bound(self) -> float:
-        """Where counts are even and batches padded: what pieces of the ranked samples cost."""
+        """Bound padded batches of even counts: the cost of pieces of the ranked samples."""
         shape, ranked = self.rules.shape, -np.sort(-self.costs)
         most = -(-ranked.size // shape.num_cells)
         least = max(ranked.size - most * (shape.num_cells - 1), 1)
@@ -141,24 +134,14 @@ def largest_of(cells: Ints, values: npt.NDArray[Any], num_cells: int) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deal:
-    """The samples of a step in their cells, with a certificate. Arrays are read-only.
+    """The samples of a step in their cells, with a certificate. Arrays are read-only."""
 
-    Attributes:
-        samples: (n,) which samples, in the order of the epoch.
-        rank_of: (n,) rank of each.
-        microbatch_of: (n,) microbatch of each.
-        loads: (accumulate, num_ranks) cost of each cell.
-        makespan: What the step takes: the sum over microbatches of the largest load, or, where
-            ranks meet once a step, the largest sum of a rank.
-        lower_bound: No deal of these samples takes less.
-    """
-
-    samples: Ints
-    rank_of: Ints
-    microbatch_of: Ints
-    loads: Floats
-    makespan: float
-    lower_bound: float
+    samples: Ints  # (n,) in the order of the epoch
+    rank_of: Ints  # (n,) rank of each
+    microbatch_of: Ints  # (n,) microbatch of each
+    loads: Floats  # (accumulate, num_ranks) cost of each cell
+    makespan: float  # sum over microbatches of the largest load, or the largest sum of a rank
+    lower_bound: float  # no deal of these samples takes less
 
     @property
     def gap(self) -> float:
@@ -209,7 +192,7 @@ def deal_step(costs: Floats, tokens: Ints, rules: DealRules, home: Ints | None =
 
 
 def _ways(rules: DealRules) -> list[Callable[[StepTable], tuple[Ints, float]]]:
-    """What gives cells of the samples, and a bound that comes with them; the first may do."""
+    """Return functions that give cells of the samples, and a bound; the first may do."""
     if rules.padded:
         return [_by_length]
     if rules.shape.accumulate == 1:
@@ -345,13 +328,13 @@ def _solved(
     if home is None:
         free = None if limits is None or limits.items is None else Limits(items=limits.items)
         problem = build_problem(costs, np.ones(num_bins), limits=free)
-        found = solve(problem, tolerance, quick=True)
-        held = np.bincount(found.bin_of, tokens, num_bins).max()
-        if limits is not None and limits.tokens is not None and held > limits.tokens:
+        solution = solve(problem, tolerance, quick=True)
+        fullest = np.bincount(solution.bin_of, tokens, num_bins).max()
+        if limits is not None and limits.tokens is not None and fullest > limits.tokens:
             sizes = {"": tokens.astype(np.float64)}
             problem = build_problem(costs, np.ones(num_bins), limits=limits, sizes=sizes)
-            found = solve(problem, tolerance)
-        bin_of, bound = found.bin_of, found.bound
+            solution = solve(problem, tolerance)
+        bin_of, bound = solution.bin_of, solution.bound
     else:
         near = assign(costs, num_bins, limits=limits, sizes=tokens, home=home, tolerance=tolerance)
         bin_of, bound = near.bin_of, near.lower_bound
@@ -379,7 +362,7 @@ def _filled(bin_of: Ints, costs: Floats, num_bins: int, least: int) -> Ints:
 def split_by_room(costs: Floats, shape: StepShape, *, even_counts: bool) -> list[Ints]:
     """Samples of each microbatch: filled one after the other, from what is longest.
 
-    Each rank is given the longest sample that is left, and then such samples as bring it to the
+    Each rank gets the longest sample that is left, and then such samples as bring it to the
     level that the microbatch needs: the longest sample with its company, or the mean of what is
     left if that is more. Microbatches get as many samples each as can be; or, where counts may
     differ, at least one a rank. O(n) searches in a sorted list, n the samples of the step.

@@ -22,19 +22,14 @@ def epoch_order(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> In
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many samples make an optimiser step, and how many batches these are dealt to.
+    """The numbers of samples and batches of an optimiser step.
 
     Every (rank, microbatch) of a step is a *cell*: one batch of a DataLoader, never empty.
-
-    Args:
-        batch_size: Samples of a cell in a full step; where counts vary, their mean.
-        num_ranks: Ranks that share a step.
-        accumulate: Microbatches of a step.
     """
 
-    batch_size: int
+    batch_size: int  # samples of a cell in a full step; where counts vary, their mean
     num_ranks: int
-    accumulate: int
+    accumulate: int  # microbatches of a step
 
     def __post_init__(self) -> None:
         most = {"batch_size": _MAX_COUNT, "num_ranks": MAX_RANKS, "accumulate": _MAX_COUNT}

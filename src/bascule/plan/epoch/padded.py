@@ -29,16 +29,13 @@ def even_pieces(num_samples: int, num_cells: int) -> Ints:
 def free_pieces(
     ranked: Floats, most: Ints, shape: StepShape, tolerance: float
 ) -> tuple[Ints, float]:
-    """Lengths of the pieces that end a step early, at least one sample each.
+    """Return (num_cells,) lengths of pieces that end a step early, and a level that bounds it.
 
     With one microbatch this is the best partition, up to the tolerance: in any that ends at a
     level, the batch of the dearest sample may as well have the next dearest, and as many of them as
     the level allows. O(num_cells log(1 / tolerance)). With several, that and the levels which a
     dynamic programme over a grid of them finds, O(n (log num_ranks + accumulate)), are improved.
-
-    Of (n,) costs, descending, and the (n,) most samples of a piece that begins there, as limits
-    allow; a PlanError says that they leave samples over. Returns (num_cells,) lengths, and a level
-    at which no step with one microbatch ends.
+    `ranked` are (n,) descending costs, `most` the (n,) most samples of a piece that begins there.
     """
     costs, allowed = ranked.tolist(), most.tolist()
     if _pieces(costs, allowed, shape, [np.inf] * shape.accumulate) is None:
@@ -51,7 +48,7 @@ def free_pieces(
         return _pieces(costs, allowed, shape, [level] * shape.accumulate)
 
     low = high = float(ranked.sum()) / shape.num_cells
-    while (found := below(high)) is None:
+    while (pieces := below(high)) is None:
         low, high = high, 2.0 * high
     while high > low * (1.0 + tolerance):
         middle = (low + high) / 2.0
@@ -59,12 +56,12 @@ def free_pieces(
         if trial is None:
             low = middle
         else:
-            high, found = middle, trial
+            high, pieces = middle, trial
     if shape.accumulate == 1:
-        return np.array(found, dtype=np.int64), low
-    other = _pieces(costs, allowed, shape, _levels(ranked, most, shape, low)) or found
-    starts = [np.array(pieces, dtype=np.int64) for pieces in (found, other)]
-    ends = [_improved(pieces, ranked, most, shape.num_ranks) for pieces in starts]
+        return np.array(pieces, dtype=np.int64), low
+    other = _pieces(costs, allowed, shape, _levels(ranked, most, shape, low)) or pieces
+    starts = [np.array(start, dtype=np.int64) for start in (pieces, other)]
+    ends = [_improved(start, ranked, most, shape.num_ranks) for start in starts]
     return min(ends, key=lambda end: end[1])[0], low
 
 

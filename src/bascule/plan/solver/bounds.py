@@ -27,8 +27,8 @@ _FINEST_GRID = 2.0**-30
 def lower_bound(problem: Problem, makespan: float = np.inf) -> float:
     """Return the best of all bounds, in the caller's units of time. O(n log n + m log m).
 
-    Of the two cheapest, where they show that the `makespan` of an answer at hand is the best but
-    for hundredths of a percent.
+    The two cheapest will do where they show that the `makespan` of an answer at hand is within
+    hundredths of a percent of the best.
     """
     bounds = [mean_bound(problem)]
     if problem.num_items:
@@ -69,7 +69,7 @@ def counting_bound(problem: Problem) -> float:
 
 
 def pigeonhole_bound(problem: Problem) -> float:
-    """Of the k m + 1 longest items one of m identical bins gets k + 1: at least the shortest k + 1.
+    """One of m identical bins gets k + 1 of the k m + 1 longest items: at least the shortest.
 
     Source: Dell'Amico and Martello 1995, bound L3 for identical machines. O(n).
     """
@@ -83,7 +83,7 @@ def pigeonhole_bound(problem: Problem) -> float:
 
 
 def surplus_bound(problem: Problem) -> float:
-    """What bins with few items cannot take, the other bins must, for identical bins.
+    """Other bins must take what bins with few items cannot, for identical bins.
 
     With n items in m bins, at least ``x = m - floor(n / (k + 1))`` bins have at most k items. Any x
     of them hold at most the k x longest items, and the other m - x bins the rest. It beats the
@@ -147,7 +147,7 @@ def on_grid(problem: Problem, bound: float) -> float:
 
 
 def threshold_bound(problem: Problem) -> float:
-    """What is too long for the slow bins at a makespan must fit on the fast ones.
+    """Fast bins must take what is too long for the slow ones at a makespan.
 
     For a split of the bins at a speed, let t_i be the time that item i needs on the best slow bin
     (infinite where its size fits none), sorted in descending order. At a makespan T < t_j the
@@ -165,7 +165,7 @@ def eligible_bound(problem: Problem) -> float:
 
 
 def spill_bound(problem: Problem) -> float:
-    """What limits keep off the fast bins runs on the slow ones, at the least cost it can have.
+    """Slow bins run what limits keep off the fast ones, at the least cost it can have.
 
     Source: the fractional knapsack (Dantzig 1957): cheapest cost per size first. O(n log n) per
     speed.
@@ -182,7 +182,7 @@ def spill_bound(problem: Problem) -> float:
 
 
 def company_bound(problem: Problem) -> float:
-    """Where items are limited, the longest one is not alone, for any bins. O(n).
+    """The longest item is not alone where items are limited, for any bins. O(n).
 
     With at most k items in each of m bins, the other bins hold k (m - 1), so the bin of the longest
     item holds n - k (m - 1) or more: the shortest ones at least. Tight where a giant meets full

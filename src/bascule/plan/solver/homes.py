@@ -14,31 +14,25 @@ _MAX_EXACT = 256
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Sets of bins (nodes) that items would rather be in.
+    """Sets of bins (nodes) that items would rather be in."""
 
-    (items,) what it costs to be wholly outside the item's region, and that region; (bins, regions)
-    share of each bin in each region.
-    """
-
-    weights: Floats
-    of_items: Ints
-    shares: Floats
+    weights: Floats  # (items,) cost of being wholly outside the item's region
+    of_items: Ints  # (items,) that region
+    shares: Floats  # (bins, regions) share of each bin in each region
 
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Where items would rather be, and what it costs to be elsewhere."""
+    """The bins that items prefer, and what it costs to be elsewhere."""
 
     bins: Ints  # (items,) preferred bin; -1 for none
-    weights: (
-        Floats  # (items,) what it costs to be in another bin; 0 where there is no preferred one
-    )
+    weights: Floats  # (items,) cost of being in another bin; 0 where none is preferred
     ceiling: float  # completion time that no bin may pass, in units of work per unit of speed
     kept: Floats | None = None  # (bins,) share of the weight that the preferred bin saves; else 1
     regions: Regions | None = None  # what else is preferred
 
     def away(self, items: Ints, bins: Ints) -> Floats:
-        """Weight that is away if each item is in the bin given for it; broadcasts."""
+        """Weight that is away if each item is in its bin of `bins`; broadcasts."""
         at_home = self.bins[items] == bins
         saved = at_home if self.kept is None else at_home * self.kept[bins]
         away = self.weights[items] * (1.0 - saved)

@@ -54,15 +54,12 @@ _HALVINGS = 40
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An assignment, the start and search that found it, and what none can beat.
-
-    The makespan is in units of work per unit of speed, the bound in the caller's units of time.
-    """
+    """An assignment, the start and search that found it, and a bound on all of them."""
 
     bin_of: Ints
     found_by: str
-    makespan: float
-    bound: float = 0.0
+    makespan: float  # in units of work per unit of speed
+    bound: float = 0.0  # in the caller's units of time
     is_improved: bool = False
 
     @staticmethod
@@ -71,7 +68,7 @@ class Solution:
         return Solution(bin_of, found_by, problem.makespan(bin_of))
 
     def improved(self, problem: Problem, target: float) -> "Solution":
-        """What the search makes of it."""
+        """Improve it by the search."""
         bin_of = improve(problem, self.bin_of, target)
         name = self.found_by if self.is_improved else f"{self.found_by}, improved"
         return Solution(bin_of, name, problem.makespan(bin_of), is_improved=True)
@@ -83,9 +80,8 @@ def solve(
     """Return the best assignment that the portfolio finds within the limits.
 
     Bins of one kind: starts without limits, the best of them improved. Several kinds: the same at
-    the costs of guessed kinds, the best of which are improved at true costs. Limits: what was found
-    so far is repaired and improved, then starts that put the limits first; a PlanError says what
-    misses by how much.
+    the costs of guessed kinds, the best of which are improved at true costs. Limits: these are
+    repaired and improved, then starts that put the limits first.
 
     The search stops at a gap of `tolerance`, or at the completion time `enough`, in units of work
     per unit of speed. With `quick`, one start alone is improved where several are good.
@@ -104,17 +100,17 @@ def solve(
         def free() -> Iterator[Solution]:  # where it is asked for
             yield _unlimited(problem.unlimited(), tolerance, enough, bound)
 
-        found = _best(problem, target, _starts(problem, target, free(), quick))
-        return replace(found, bound=bound)
+        solution = _best(problem, target, _starts(problem, target, free(), quick))
+        return replace(solution, bound=bound)
     guess, weights = fluid(problem)
     at_guess = sorted(_of_kinds(problem, guess), key=lambda start: start.makespan)
     least = at_guess[0].makespan * problem.unit
     early_bound = max(bound, min(price_bound(problem, weights, least), least))
     target = max(_target(problem, early_bound, tolerance), enough)
     at_guess = at_guess[: 1 if quick else _MOST_IMPROVED]
-    found = _best(problem, target, _starts(problem, target, at_guess, quick))
-    bound = max(bound, price_bound(problem, weights, float(problem.loads(found.bin_of).max())))
-    return replace(found, bound=bound)
+    solution = _best(problem, target, _starts(problem, target, at_guess, quick))
+    bound = max(bound, price_bound(problem, weights, float(problem.loads(solution.bin_of).max())))
+    return replace(solution, bound=bound)
 
 
 def may_end_by(problem: Problem, makespan: float) -> bool:
@@ -156,7 +152,7 @@ def _starts(
 def _unlimited(
     problem: Problem, tolerance: float, enough: float = 0.0, bound: float | None = None
 ) -> Solution:
-    """The best of the starts that know no limits, improved; with its bound, unless it is given."""
+    """Return the best of the starts that know no limits, improved, with its bound."""
     best = Solution.of(problem, "longest first", longest_first(problem))
     if bound is None:
         bound = lower_bound(problem, best.makespan * problem.unit)
@@ -164,8 +160,8 @@ def _unlimited(
     if not problem.identical:  # also the greedy's, so that no answer is worse than it
         greedy = Solution.of(problem, "knapsack", by_speed(problem, fill_first=True))
         best = min(best, greedy, key=lambda start: start.makespan)
-    found = best if best.makespan <= target else best.improved(problem, target)
-    return replace(found, bound=bound)
+    solution = best if best.makespan <= target else best.improved(problem, target)
+    return replace(solution, bound=bound)
 
 
 def _of_kinds(problem: Problem, guess: Ints) -> Iterator[Solution]:
@@ -200,20 +196,20 @@ def _best(problem: Problem, target: float, starts: Iterable[Solution]) -> Soluti
     legal, illegal = list[Solution](), list[Solution]()
     for start in chain(starts, _exactly(problem, legal)):
         is_done = start.makespan <= target or start.is_improved
-        found = start
+        solution = start
         if not is_done or problem.excess(start.bin_of):
-            found = start.improved(problem, target)
-            is_done = found.makespan <= target
-        if problem.excess(found.bin_of):
-            illegal.append(found)
+            solution = start.improved(problem, target)
+            is_done = solution.makespan <= target
+        if problem.excess(solution.bin_of):
+            illegal.append(solution)
         else:
-            legal.append(found)
+            legal.append(solution)
             if is_done:
                 break
     if not legal:
-        closest = min(illegal, key=lambda found: problem.excess(found.bin_of))
+        closest = min(illegal, key=lambda one: problem.excess(one.bin_of))
         raise PlanError(_missed(problem, closest.bin_of))
-    return min(legal, key=lambda found: found.makespan)
+    return min(legal, key=lambda one: one.makespan)
 
 
 def _exactly(problem: Problem, legal: Sequence[Solution]) -> Iterator[Solution]:
@@ -224,7 +220,7 @@ def _exactly(problem: Problem, legal: Sequence[Solution]) -> Iterator[Solution]:
 
 
 def _missed(problem: Problem, closest: Ints) -> str:
-    """What the assignment closest to the limits still passes, and by how much."""
+    """Say what the assignment closest to the limits still passes, and by how much."""
     used = problem.used(closest)
     over = used - problem.room
     row, full = np.unravel_index(over.argmax(), over.shape)
@@ -237,12 +233,11 @@ def _missed(problem: Problem, closest: Ints) -> str:
 
 
 def near_home(problem: Problem, bin_of: Ints, homes: Homes) -> tuple[Ints, str]:
-    """Bring items to their preferred bins, with no bin later than the ceiling.
+    """Bring items to their preferred bins, with no bin later than the ceiling; and say how, or "".
 
     First every item is put into its preferred bin, and bins that are then too late are repaired by
-    the cheapest moves and swaps. If that fails, the search starts from the given assignment, with
-    equal bins renamed so that more items are where they prefer to be. Returns the assignment, and
-    what found it; "" if it is the given one.
+    the cheapest moves and swaps. If that fails, the search starts from `bin_of`, with equal bins
+    renamed so that more items are where they prefer to be.
     """
     relabelled = relabel(problem, bin_of, homes)
     home, name = np.where(homes.bins >= 0, homes.bins, bin_of), "everything at home, improved"
@@ -406,7 +401,7 @@ def fluid(problem: Problem) -> tuple[Ints, Floats]:
 
 
 def _fill(sums: Floats, room: Floats) -> tuple[Ints, bool]:
-    """Where the items of each kind end, last kind first; whether all of them fit."""
+    """Return where the items of each kind end, last kind first, and True if all of them fit."""
     num_kinds, num_items = sums.shape
     ends = np.zeros(num_kinds + 1, dtype=np.int64)
     for turn, kind in enumerate(reversed(range(num_kinds))):

@@ -60,12 +60,12 @@ class Problem:
 
     @property
     def limited(self) -> bool:
-        """Return whether any limit applies."""
+        """True if any limit applies."""
         return bool(self.resources)
 
     @cached_property
     def identical(self) -> bool:
-        """Return whether all bins have the same speed."""
+        """True if all bins have the same speed."""
         return bool((self.speeds == self.speeds[0]).all())
 
     @cached_property
@@ -106,16 +106,12 @@ class Problem:
         return np.array(sums, dtype=np.float64).reshape(self.room.shape)
 
     def excess(self, bin_of: Ints) -> float:
-        """By how much an assignment passes the limits, relative to them; 0 keeps all of them."""
+        """Sum of what an assignment passes of the limits, relative to them; 0 keeps all of them."""
         return float(excess(self.used(bin_of), self.room).sum()) if self.limited else 0.0
 
     def unlimited(self) -> "Problem":
         """The same without limits."""
-        return (
-            self
-            if not self.limited
-            else replace(self, use=self.use[:0], room=self.room[:0], resources=())
-        )
+        return replace(self, use=self.use[:0], room=self.room[:0], resources=())
 
     def at_costs(self, costs: Floats, items: Ints, bins: Ints) -> "Problem":
         """Some items at one cost each on some of the bins, as of one kind and without limits."""
@@ -134,9 +130,9 @@ class Problem:
 
     def without(self, kept: Bools, bin_of: Ints) -> "Problem":
         """The items that are not kept, in bins that carry those that are; without limits."""
-        held, at, rest = np.flatnonzero(kept), bin_of[kept], np.flatnonzero(~kept)
-        costs = np.bincount(at, self.kind_costs[self.kind_of[at], held], self.num_bins)
-        work = np.bincount(at, self.kind_work[self.kind_of[at], held], self.num_bins)
+        items, at, rest = np.flatnonzero(kept), bin_of[kept], np.flatnonzero(~kept)
+        costs = np.bincount(at, self.kind_costs[self.kind_of[at], items], self.num_bins)
+        work = np.bincount(at, self.kind_work[self.kind_of[at], items], self.num_bins)
         return replace(
             self,
             carried=self.carried + costs / self.speeds,
@@ -173,8 +169,7 @@ def build_problem(
     """Bring checked arguments to exact numbers; a PlanError says what no assignment can hold.
 
     `costs` are (items,), or with `kind_of` (kinds, items); all else is (bins,). `sizes` are those
-    of "tokens", "bytes", or "" for whichever is limited; `ranks` of bins are their speeds if not
-    given.
+    of "tokens", "bytes", or "" for whichever is limited; `ranks` of bins are their speeds if None.
     """
     costs, speeds = np.atleast_2d(np.asarray(costs, np.float64)), np.asarray(speeds, np.float64)
     num_items, num_bins = costs.shape[1], speeds.size
@@ -182,8 +177,8 @@ def build_problem(
     resources, use, room = list[str](), list[Floats](), list[Floats]()
     if limits is not None:
         sizes = {} if sizes is None else sizes
-        given = {"items": limits.items, "tokens": limits.tokens, "bytes": limits.num_bytes}
-        for resource, most in given.items():
+        limit_of = {"items": limits.items, "tokens": limits.tokens, "bytes": limits.num_bytes}
+        for resource, most in limit_of.items():
             if most is None:
                 continue
             resources.append(resource)
@@ -237,12 +232,12 @@ def _check_fits(resource: str, sizes: Floats, room: Floats) -> None:
     # What only the bins with more room than some have can hold; from all of them on.
     for below in (-1.0, *np.unique(room)[:-1].tolist()):
         bins, large = room > below, sizes > below
-        total, held = float(sizes[large].sum()), float(room[bins].sum())
-        if total > held:
+        total, capacity = float(sizes[large].sum()), float(room[bins].sum())
+        if total > capacity:
             of = "" if resource == "items" else f" of {int(large.sum())} items"
             which = "bins" if below < 0.0 else f"bins with room for more than {below:.15g} each"
             raise PlanError(
-                f"{total:.15g} {resource}{of} exceed the {held:.15g} of the {int(bins.sum())} "
-                f"{which} by {total - held:.15g}; raise the limit, use more or larger bins, or "
+                f"{total:.15g} {resource}{of} exceed the {capacity:.15g} of the {int(bins.sum())} "
+                f"{which} by {total - capacity:.15g}; raise the limit, use more or larger bins, or "
                 "send fewer items"
             )

@@ -5,8 +5,8 @@ group back. The `Score` of what an exchange leaves in its two bins decides which
 search first repairs and then improves. Late bins are paired with early ones, latest with earliest,
 and all pairs are searched together: first single items, then single items of the worst bin and any
 other, then groups of two items of the worst bin. Each of these takes its turn where those before it
-no longer help. Where nothing passes a limit and homes are given, items are paired with the bins
-they would rather be in.
+no longer help. With homes, once nothing passes a limit, items are paired with the bins they would
+rather be in.
 
 Between bins of one kind without limits only two returns of a group can be best: those nearest to
 the one that makes both bins complete together. A binary search finds them.
@@ -67,22 +67,22 @@ def improve(problem: Problem, bin_of: Ints, target: float, homes: Homes | None =
     """
     score = Score(problem, target, homes)
     is_large = problem.num_kinds > 1 and problem.num_items > _MOST_FOR_TWOS
-    held, depth, deepest = score.held(bin_of.copy()), 0, 1 if is_large else 2
+    state, depth, deepest = score.state(bin_of.copy()), 0, 1 if is_large else 2
     for _ in range(_rounds(score)):
-        if score.is_simple and (held.work <= target * problem.speeds).all():
+        if score.is_simple and (state.work <= target * problem.speeds).all():
             break
-        pairing = _pair(score, held, alone=depth > 0)
-        moves = pairing and _exchange(score, held, pairing, in_twos=depth == 2)
+        pairing = _pair(score, state, alone=depth > 0)
+        moves = pairing and _exchange(score, state, pairing, in_twos=depth == 2)
         if moves:
-            held = score.moved(held, moves)
+            state = score.moved(state, moves)
             depth %= 2  # the worst bin goes on as long as single items help it
         elif depth == deepest:
             break
         else:
             depth += 2 if score.is_simple else 1  # groups of two hold single items too
-    if homes is not None and not score.total_excess(held):
-        held = _bring_home(score, held)
-    return held.bin_of
+    if homes is not None and not score.total_excess(state):
+        state = _bring_home(score, state)
+    return state.bin_of
 
 
 def _rounds(score: "Score") -> int:
@@ -99,26 +99,22 @@ def _rounds(score: "Score") -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """An assignment, and the work, limited amounts (limits, bins) and items that bins hold."""
+class State:
+    """An assignment, and what is in each bin."""
 
     bin_of: Ints
-    work: Floats
-    used: Floats
-    counts: Ints
+    work: Floats  # (bins,)
+    used: Floats  # (limits, bins) of what is limited
+    counts: Ints  # (bins,) items
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Groups of one or two items of a bin, by slot, then by work; the last column is no group.
+    """Groups of one or two items of a bin, by slot, then by work; the last column is no group."""
 
-    Members are (2, groups + 1), with -1 for none. Sums are those of the members in the rows of
-    `Score.table`: work on each kind of bin, then what is limited.
-    """
-
-    slot: Ints
-    members: Ints
-    sums: Floats
+    slot: Ints  # (groups,)
+    members: Ints  # (2, groups + 1) items; -1 for none
+    sums: Floats  # (kinds + limits, groups + 1) sums of the members in the rows of `Score.table`
 
     def take(self, index: Ints) -> "Groups":
         """Some of the groups, and no group."""
@@ -151,7 +147,7 @@ class Exchanges:
 
 
 class Score:
-    """What assignments and exchanges are compared by, as one number.
+    """One number by which assignments and exchanges are compared.
 
     Excess comes first: what passes a limit or, with homes, the ceiling of the completion time. Then
     the later of two completions or, with homes, the weight away from home.
@@ -168,58 +164,58 @@ class Score:
         self.budget = _MAX_OPTIONS if is_plain else _MAX_OPTIONS // 2
         self.budget_of_twos = 4 * self.budget if is_plain else self.budget
 
-    def held(self, bin_of: Ints) -> Held:
-        """What bins hold under an assignment."""
+    def state(self, bin_of: Ints) -> State:
+        """Return what is in the bins under an assignment."""
         problem, num = self.problem, self.problem.num_bins
         used, counts = problem.used(bin_of), np.bincount(bin_of, minlength=num)
-        return Held(bin_of, problem.bin_work(bin_of), used, counts)
+        return State(bin_of, problem.bin_work(bin_of), used, counts)
 
-    def moved(self, held: Held, moves: Moves) -> Held:
-        """What they hold after some moves."""
-        bin_of = held.bin_of.copy()
+    def moved(self, state: State, moves: Moves) -> State:
+        """Return the state after some moves."""
+        bin_of = state.bin_of.copy()
         bin_of[moves[0]] = moves[1]
-        return self.held(bin_of)
+        return self.state(bin_of)
 
     def excess(self, bins: Ints, times: Floats, used: Floats) -> Floats:
-        """By how much bins pass their room and the ceiling; 0 is legal."""
+        """Sum of what bins pass of their room and the ceiling, relative to them; 0 is legal."""
         over = excess(used, self.problem.room[:, bins])
         if self.homes is not None:
             over = over + np.maximum(times / self.homes.ceiling - 1.0, 0.0)
         return over
 
-    def total_excess(self, held: Held) -> float:
+    def total_excess(self, state: State) -> float:
         """Excess of all bins together."""
         every = np.arange(self.problem.num_bins)
-        return float(self.excess(every, held.work / self.problem.speeds, held.used).sum())
+        return float(self.excess(every, state.work / self.problem.speeds, state.used).sum())
 
-    def before(self, held: Held, bins: Ints) -> Floats:
-        """What exchanges of each bin must stay below."""
-        times = held.work[bins] / self.problem.speeds[bins]
+    def before(self, state: State, bins: Ints) -> Floats:
+        """Return the score that exchanges of each bin must stay below."""
+        times = state.work[bins] / self.problem.speeds[bins]
         if self.is_simple:
             return times / self.target
-        over = self.excess(bins, times, held.used[:, bins])
+        over = self.excess(bins, times, state.used[:, bins])
         return np.where(over > 0.0, _PENALTY * (1.0 + over), times / self.target)
 
-    def after(self, held: Held, options: Exchanges) -> Floats:
+    def after(self, state: State, options: Exchanges) -> Floats:
         """Excess of both bins first; then the later completion, or the weight newly away."""
         problem, source, dest = self.problem, options.source, options.dest
         sums, give, take = options.groups.sums, options.give, options.take
         here, there = problem.kind_of[source], problem.kind_of[dest]
-        left = held.work[source] - (sums[here, give] - sums[here, take])
-        full = held.work[dest] + (sums[there, give] - sums[there, take])
+        left = state.work[source] - (sums[here, give] - sums[here, take])
+        full = state.work[dest] + (sums[there, give] - sums[there, take])
         left, full = left / problem.speeds[source], full / problem.speeds[dest]
         if self.homes is None:
             wish = np.maximum(left, full) / self.target
             if not problem.limited:
                 return wish
         else:
-            wish = self._newly_away(self.homes, held, options)
+            wish = self._newly_away(self.homes, state, options)
         change = sums[problem.num_kinds :, give] - sums[problem.num_kinds :, take]
-        over = self.excess(source, left, held.used[:, source] - change)
-        over = over + self.excess(dest, full, held.used[:, dest] + change)
+        over = self.excess(source, left, state.used[:, source] - change)
+        over = over + self.excess(dest, full, state.used[:, dest] + change)
         return np.where(over > 0.0, _PENALTY * (1.0 + over), 0.0) + wish
 
-    def _newly_away(self, homes: Homes, held: Held, options: Exchanges) -> Floats:
+    def _newly_away(self, homes: Homes, state: State, options: Exchanges) -> Floats:
         """Change of the share of all weight that is away from home."""
         change = np.zeros(options.give.size)
         for members in options.groups.members:
@@ -227,7 +223,7 @@ class Score:
                 continue
             for index, bins in ((options.give, options.dest), (options.take, options.source)):
                 items = members[index]
-                moved = homes.away(items, bins) - homes.away(items, held.bin_of[items])
+                moved = homes.away(items, bins) - homes.away(items, state.bin_of[items])
                 change += np.where(items >= 0, moved, 0.0)
         return change / homes.most_away
 
@@ -247,28 +243,28 @@ class Pairing:
         return slots
 
 
-def _pair(score: Score, held: Held, *, alone: bool) -> Pairing | None:
+def _pair(score: Score, state: State, *, alone: bool) -> Pairing | None:
     """Bins above a limit with those below; without any, late bins with early ones.
 
     With ``alone``, only the worst bin, and without excess with all bins that complete earlier.
     """
     problem = score.problem
-    times = held.work / problem.speeds
+    times = state.work / problem.speeds
     if score.homes is not None or problem.limited:
-        over = score.excess(np.arange(problem.num_bins), times, held.used)
+        over = score.excess(np.arange(problem.num_bins), times, state.used)
         if over.any():
-            full = (held.used / problem.room).max(axis=0, initial=0.0)
+            full = (state.used / problem.room).max(axis=0, initial=0.0)
             if score.homes is not None:
                 full = np.maximum(full, times / score.homes.ceiling)
-            late = _ranked(-over, (over > 0.0) & (held.counts > 0))
+            late = _ranked(-over, (over > 0.0) & (state.counts > 0))
             return _match(late[: 1 if alone else None], _ranked(full, over == 0.0))
         if score.homes is not None:
             return None
-    late = _ranked(-times, (times > score.target) & (held.counts > 0))
+    late = _ranked(-times, (times > score.target) & (state.counts > 0))
     if alone and late.size:
         return _match(late[:1], _ranked(times, times < times[late[0]]))
     # Where no bin can be expected to be early, those below the mean are.
-    middle = max(score.target, float(held.work.sum() / problem.speeds.sum()))
+    middle = max(score.target, float(state.work.sum() / problem.speeds.sum()))
     return _match(late[times[late] > middle], _ranked(times, times < middle))
 
 
@@ -287,17 +283,17 @@ def _match(late: Ints, early: Ints) -> Pairing | None:
     return Pairing(late, early[: num_each * late.size].reshape(num_each, late.size))
 
 
-def _exchange(score: Score, held: Held, pairing: Pairing, *, in_twos: bool) -> Moves | None:
+def _exchange(score: Score, state: State, pairing: Pairing, *, in_twos: bool) -> Moves | None:
     """The best exchange of every late bin that lowers its score; None if there is none."""
-    slots = pairing.slot_of_bin(score.problem.num_bins)[held.bin_of]
+    slots = pairing.slot_of_bin(score.problem.num_bins)[state.bin_of]
     groups = _groups(score, slots, in_twos=in_twos)
     if score.is_simple:
-        options, after = _nearest(score, held, pairing, groups)
+        options, after = _nearest(score, state, pairing, groups)
     else:
         options = _all_options(score, pairing, groups, in_twos=in_twos)
-        after = score.after(held, options)
+        after = score.after(state, options)
     best = _first_best(after, options.groups.slot[options.give])
-    best = best[after[best] < score.before(held, pairing.late)]
+    best = best[after[best] < score.before(state, pairing.late)]
     return options.at(best).moves() if best.size else None
 
 
@@ -351,20 +347,20 @@ def _all_options(score: Score, pairing: Pairing, groups: Groups, *, in_twos: boo
     if counts.max() > most:
         groups = groups.take(_sample(groups.slot, most))
         counts = np.bincount(groups.slot, minlength=counts.size)
-    given, counts = groups.slot[: counts[:num_late].sum()], counts[num_late:]
-    lanes = np.bincount(given, minlength=num_late)
+    lane_of, counts = groups.slot[: counts[:num_late].sum()], counts[num_late:]
+    lanes = np.bincount(lane_of, minlength=num_late)
     cost_of_rows = np.cumsum(((counts + 1).reshape(pairing.early.shape) * lanes).sum(axis=1))
     rows = max(int(np.searchsorted(cost_of_rows, budget, side="right")), 1)
-    slots = (given[:, None] + num_late * np.arange(rows)).ravel()
+    slots = (lane_of[:, None] + num_late * np.arange(rows)).ravel()
     cell, within = _spread(counts[slots] + 1)
     slot, give = slots[cell], cell // rows
-    opens = given.size + np.cumsum(counts) - counts
+    opens = lane_of.size + np.cumsum(counts) - counts
     take = np.where(within < counts[slot], opens[slot] + within, -1)
-    return Exchanges(groups, pairing.late[given[give]], pairing.early.ravel()[slot], give, take)
+    return Exchanges(groups, pairing.late[lane_of[give]], pairing.early.ravel()[slot], give, take)
 
 
 def _nearest(
-    score: Score, held: Held, pairing: Pairing, groups: Groups
+    score: Score, state: State, pairing: Pairing, groups: Groups
 ) -> tuple[Exchanges, Floats]:
     """For each group of a late bin, the early bin and the return with the earliest later bin.
 
@@ -390,20 +386,20 @@ def _nearest(
     below[stops] = -np.inf
     above = np.abs(below)
     late_speed, early_speed = speeds[pairing.late], speeds[pairing.early]
-    late_load, early_load = held.work[pairing.late], held.work[pairing.early]
+    late_load, early_load = state.work[pairing.late], state.work[pairing.early]
     ideal = (late_load / late_speed - early_load / early_speed) / (
         1.0 / late_speed + 1.0 / early_speed
     )
     give, opens = work[:split], opens.reshape(shape)
     wanted = (keys[opens] - ideal).take(lane, axis=1) + give
-    found = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape)
-    found = np.maximum(found, opens.take(lane, axis=1))
-    early_after = early_load.take(lane, axis=1) + give - below.take(found - 1)
+    returns = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape)
+    returns = np.maximum(returns, opens.take(lane, axis=1))
+    early_after = early_load.take(lane, axis=1) + give - below.take(returns - 1)
     early_after /= early_speed.take(lane, axis=1)
-    late_after = (late_load[lane] - give + above.take(found)) / late_speed[lane]
+    late_after = (late_load[lane] - give + above.take(returns)) / late_speed[lane]
     after = np.minimum(early_after, late_after)
     row, column = after.argmin(axis=0), np.arange(split)
-    place = found[row, column]
+    place = returns[row, column]
     place -= early_after[row, column] <= late_after[row, column]
     dest = pairing.early[row, lane]
     options = Exchanges(groups, pairing.late[lane], dest, column, index[place])
@@ -426,30 +422,30 @@ def _first_best(scores: Floats, lane: Ints) -> Ints:
     return chosen
 
 
-def _bring_home(score: Score, held: Held) -> Held:
+def _bring_home(score: Score, state: State) -> State:
     """Move items to bins they would rather be in, or swap them with items of these bins.
 
     In windows over the items, those with most to gain first, until none gains: of each window the
     exchanges that gain most and share no bin are made. All are legal at the start.
     """
-    every = np.arange(held.bin_of.size)
+    every = np.arange(state.bin_of.size)
     members = np.stack([np.append(every, -1), np.full(every.size + 1, -1)])
     groups = Groups(every, members, score.table)
     start, gained = 0, False
     for _ in range(_MAX_ROUNDS):
-        wishes = _wishes(score, held.bin_of, start)
+        wishes = _wishes(score, state.bin_of, start)
         if wishes is None:
             if not gained:
                 break
             start, gained = 0, False
             continue
-        moves = _homeward(score, held, groups, *wishes[:2])
+        moves = _homeward(score, state, groups, *wishes[:2])
         if moves is None:
             gained &= start > 0  # nothing has changed since this sweep began
             start = wishes[2]
             continue
-        gained, held = True, score.moved(held, moves)
-    return held
+        gained, state = True, score.moved(state, moves)
+    return state
 
 
 def _wishes(score: Score, bin_of: Ints, start: int) -> tuple[Ints, Ints, int] | None:
@@ -484,18 +480,18 @@ def _wishes(score: Score, bin_of: Ints, start: int) -> tuple[Ints, Ints, int] | 
     return pair_items[inside], dest[inside], start + last + 1
 
 
-def _homeward(score: Score, held: Held, groups: Groups, items: Ints, dest: Ints) -> Moves | None:
-    """Of moves of items to bins, and swaps with items there, those that gain most."""
+def _homeward(score: Score, state: State, groups: Groups, items: Ints, dest: Ints) -> Moves | None:
+    """Return the moves of items to bins, and swaps with items there, that gain most."""
     if items.size == 0:
         return None
-    members = np.append(np.argsort(held.bin_of, kind="stable"), -1)
-    cell, within = _spread(held.counts[dest] + 1)
-    opens = np.cumsum(held.counts) - held.counts
-    swap = within < held.counts[dest[cell]]
+    members = np.append(np.argsort(state.bin_of, kind="stable"), -1)
+    cell, within = _spread(state.counts[dest] + 1)
+    opens = np.cumsum(state.counts) - state.counts
+    swap = within < state.counts[dest[cell]]
     take = np.where(swap, members[opens[dest[cell]] + within], -1)
     give = items[cell]
-    options = Exchanges(groups, held.bin_of[give], dest[cell], give, take)
-    after = score.after(held, options)
+    options = Exchanges(groups, state.bin_of[give], dest[cell], give, take)
+    after = score.after(state, options)
     chosen = _first_best(after, cell)
     chosen = chosen[after[chosen] < -_ROUNDING]
     if chosen.size == 0:

@@ -1,8 +1,7 @@
 """The one solver of bascule: items with costs into bins with speeds and limits.
 
-It serves sequences in bags, samples in ranks, attention heads, sparse blocks, images, strings and
-tiles alike. It starts with the longest item first, improves with moves and swaps until the gap to
-a lower bound is certified to be small, and says how large the gap is.
+It starts with the longest item first, improves with moves and swaps until the gap to a lower bound
+is certified to be small, and says how large the gap is.
 """
 
 from collections.abc import Mapping
@@ -103,14 +102,14 @@ def assign(
     tolerance = None if tolerance is None else number("tolerance", tolerance)
     bins = None if home is None else _home_bins(home, cost.size, speed.size)
     problem = build_problem(cost, speed, carried=carried, limits=limits, sizes=size, ranks=ranks)
-    found = solve(problem, tolerance)
+    solution = solve(problem, tolerance)
     if bins is not None and problem.num_items:
         weights = next(iter(size.values()), np.ones(problem.num_items))
-        ceiling = (problem.makespan(found.bin_of) or np.inf) * (1.0 + home_tolerance)
+        ceiling = (problem.makespan(solution.bin_of) or np.inf) * (1.0 + home_tolerance)
         homes = Homes(bins, np.where(bins >= 0, weights, 0.0), ceiling)
-        bin_of, name = near_home(problem, found.bin_of, homes)
-        found = replace(found, bin_of=bin_of, found_by=name or found.found_by)
-    return _certified(problem, found)
+        bin_of, name = near_home(problem, solution.bin_of, homes)
+        solution = replace(solution, bin_of=bin_of, found_by=name or solution.found_by)
+    return _certified(problem, solution)
 
 
 def knapsack(costs: Floats, speeds: Floats, carried: Floats) -> Assignment:
@@ -121,8 +120,8 @@ def knapsack(costs: Floats, speeds: Floats, carried: Floats) -> Assignment:
     """
     problem = build_problem(costs, speeds, carried=carried)
     bin_of = by_speed(problem, fill_first=True)
-    found = Solution.of(problem, "knapsack", bin_of)
-    return _certified(problem, replace(found, bound=lower_bound(problem)))
+    solution = Solution.of(problem, "knapsack", bin_of)
+    return _certified(problem, replace(solution, bound=lower_bound(problem)))
 
 
 def _vector(name: str, values: ArrayLike, size: int) -> Floats:
@@ -161,8 +160,8 @@ def _sizes(
     }
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")
-        given = {"tokens": limits.tokens, "bytes": limits.num_bytes}
-        limited = [name for name, most in given.items() if most is not None]
+        limit_of = {"tokens": limits.tokens, "bytes": limits.num_bytes}
+        limited = [name for name, most in limit_of.items() if most is not None]
         if len(limited) == 2 and "" in checked:
             raise ConfigError(
                 f"{limits} restricts tokens and bytes, but sizes can count only one of them; keep "
@@ -192,12 +191,12 @@ def _home_bins(home: ArrayLike, num_items: int, num_bins: int) -> Ints:
     return bins.astype(np.int64)
 
 
-def _certified(problem: Problem, found: Solution) -> Assignment:
+def _certified(problem: Problem, solution: Solution) -> Assignment:
     """Completion times in the caller's units, and the certificate."""
-    loads = problem.loads(found.bin_of)
+    loads = problem.loads(solution.bin_of)
     makespan = float(loads.max())
-    found.bin_of.flags.writeable = loads.flags.writeable = False
+    solution.bin_of.flags.writeable = loads.flags.writeable = False
     # Both are sums of rounded numbers: where they meet, the bound may be an ulp above.
     return Assignment(
-        found.bin_of, loads, makespan, min(found.bound, makespan), found_by=found.found_by
+        solution.bin_of, loads, makespan, min(solution.bound, makespan), found_by=solution.found_by
     )
