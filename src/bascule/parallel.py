@@ -135,7 +135,7 @@ class SequenceParallel:
 
     @property
     def rank(self) -> int:
-        """This rank in the group."""
+        """Place of this rank in the group."""
         return self._planning.group.rank
 
     def plan(
@@ -190,7 +190,7 @@ class SequenceParallel:
     def set_speeds(self, speeds: npt.ArrayLike | None) -> None:
         """Plan from now on for ranks that are not alike: who is slow gets less.
 
-        Ranks that were given unlike ones end with a CommError at the next plan.
+        Speeds must be the same on all ranks: else the next plan ends with a CommError.
 
         Args:
             speeds: (ranks,) of each rank, as `training.measure_speeds` gives them; None: all alike.
@@ -219,8 +219,8 @@ class SequenceParallel:
     ) -> PlannedLater:
         """Begin to plan an optimizer step behind the current one; see `plan_step`.
 
-        A thread that lasts as long as the plan gathers the lengths, over a group of the host of its
-        own. All ranks make their plans, later ones or not, in the same order.
+        A thread gathers the lengths over a host group of its own. All ranks make their plans, later
+        ones or not, in the same order.
 
         Returns:
             Its `get()` gives the steps, and raises what `plan_step` would.
@@ -286,7 +286,7 @@ class SequenceParallel:
         return Asked(number, batches, sync, bool(mixes), setup, carried, settings, error)
 
     def _set_up(self) -> tuple[PlanSetup, dict[str, str]]:
-        """Return how to plan, and all that must be the same on all ranks; made when it changes."""
+        """Return the setup, and all that must be the same on all ranks; made when it changes."""
         chosen = self.options
         used = self.topology, self.cost, self.limits, self.cluster, chosen, self._speeds
         if self._setup is None or any(map(is_not, used, self._setup[0])):

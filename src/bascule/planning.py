@@ -1,8 +1,8 @@
 """Plans of ranks: one gather of what each brings, then the same decision on all; now, or behind.
 
-A plan behind the current step is made by a thread of its own, over a group of its own, and begins
-when the one before it is done. So its gathers come in one order on all ranks, and the thread that
-trains never takes part in them.
+A thread of its own makes a plan behind the current step, over a group of its own, and begins when
+the one before it is done. So its gathers come in one order on all ranks, and the thread that trains
+never takes part in them.
 """
 
 import re
@@ -33,16 +33,16 @@ _FIRST_CAPACITY = 68  # numbers in the first gather: four of a microbatch, and o
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a rank brings to a plan, as it was when it asked."""
+    """Contribution of a rank to a plan, frozen when the rank asks for the plan."""
 
     number: int  # of the first step planned
     batches: Sequence[Batch]  # its sequences, for each microbatch
-    sync: Sync  # as for `plan_step`
+    sync: Sync
     mixes: bool  # whether sequences may change microbatch
-    setup: PlanSetup | None  # how to plan; None: it is wrong
+    setup: PlanSetup | None  # None: there is an error
     carried_loads: Floats | None  # as for `plan_batch`
     settings: Mapping[str, str]  # all that must be the same on all ranks, as text
-    error: Exception | None  # what is wrong with it
+    error: Exception | None
 
     @property
     def where(self) -> str:
@@ -54,9 +54,8 @@ class Asked:
 class Planned:
     """A plan, and which sequences of this rank it is for."""
 
-    plan: Plan  # the plan
-    # (n, 2) by sequence of this rank, the microbatch in which it was loaded, and its place there
-    sources: Ints
+    plan: Plan
+    sources: Ints  # (n, 2) microbatch that loaded each sequence of this rank, and its place there
 
 
 class Planning:
@@ -74,7 +73,10 @@ class Planning:
             finally:  # who waits for the next plan waits for the thread that asks for it
                 self.group.calls.thread = threading.main_thread().ident
             assert asked.setup is not None  # else the gather raised its error
-            sources = [_as_loaded(*one) for one in enumerate(asked.batches)]
+            sources = [
+                np.stack([np.full(one.lens.size, number), np.arange(one.lens.size)], axis=1)
+                for number, one in enumerate(asked.batches)
+            ]
             if asked.mixes:
                 mixed = mix_microbatches(batches, asked.setup, asked.sync)
                 batches, sources = mixed.batches, [one[self.group.rank] for one in mixed.sources]
@@ -125,14 +127,13 @@ class PlannedLater:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether `get` would not wait."""
+        """Return whether the plans are made: then `get` does not wait."""
         return self._plans.done()
 
     def get(self) -> tuple["Step", ...]:
-        """Return a frozen step for each microbatch; the same ones at every call.
+        """Return a frozen step for each microbatch, the same ones at every call.
 
-        Raises:
-            As `SequenceParallel.plan_step`.
+        Raises the errors of `SequenceParallel.plan_step`.
         """
         if self._steps is None:
             with shared(self._where):  # by this thread, which others wait for
@@ -148,12 +149,8 @@ class PlannedLater:
             self._plans.set_exception(error)
 
 
-def _as_loaded(number: int, batch: Batch) -> Ints:
-    return np.stack([np.full(batch.lens.size, number), np.arange(batch.lens.size)], axis=1)
-
-
 def checked(microbatches: Iterable[npt.ArrayLike | Sequences], sync: str) -> list[Batch]:
-    """Return the sequences of this rank."""
+    """Return the sequences of this rank by microbatch, checked as they come from the user."""
     check_sync(sync)
     batches: list[Batch] = []
     each = listed("microbatches", microbatches)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Settings = tuple[str, bool, float | None, tuple[bool, ...]]
-"""Of an attention: its method, `causal`, `scale`, and which of q, k and v want gradients."""
+"""The method of an attention, `causal`, `scale`, and which of q, k and v want gradients."""
 
 _NUM_KEPT = 64
 
@@ -78,7 +78,7 @@ class Step:
         number: Which plan of the SequenceParallel it is, from 1.
         sources: (n, 2) of each sequence that this rank routes, the microbatch of `plan_step` in
             which it loaded it, and its place there.
-        local: What this rank computes on, as numpy arrays.
+        local: Layout of the tokens that this rank computes on, as numpy arrays.
         local_seq_ids: Global ids of the sequences of this rank's chunks; see `LocalLayout`.
         token_slot: (C,) index into `local_seq_ids` of each token that this rank computes on.
     """
@@ -113,7 +113,7 @@ class Step:
         return self._done.traffic
 
     def __enter__(self) -> "Step":
-        """Begin a block in which an error of the user's code ends the others."""
+        """Begin a block in which an error of the user's code ends the waits of other ranks."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -212,7 +212,7 @@ class Step:
         """Count the rows that `route` brings here and that are marked; one gather, on the host.
 
         Args:
-            is_marked: bool (T,) on the host, in the order of this rank's sequences.
+            is_marked: (T,) bool on the host, in the order of this rank's sequences.
         """
         if not torch.compiler.is_compiling():
             return self.num_marked(is_marked)
@@ -308,7 +308,7 @@ class Step:
             return move_rows(route, xs)
 
     def num_marked(self, is_marked: Tensor) -> int:
-        """Return what `count_routed` does."""
+        """Count as `count_routed` does, outside compiled code."""
         group, wanted = self._parallel.group, (self._num_rows["route"][0],)
         sent, error = np.zeros(group.size, np.int64), None
         with shared(f"step {self.number}: count_routed"):
@@ -327,7 +327,7 @@ class Step:
             return sum(int(of_rank[group.rank]) for of_rank in counts)
 
     def mean_and_scale(self, values: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the mean, and what its gradient is multiplied by."""
+        """Return the mean, and the factor of its gradient."""
         group, is_mean = self._parallel.data_group, self._parallel.options.gradients == "mean"
         with shared(f"step {self.number}: mean"):
             self._check_mean(values, weights)
@@ -361,7 +361,7 @@ class Step:
         return most, table_on(rows, parallel.device), parallel.group, self.number
 
     def _first(self, form: tuple[Any, ...], xs: Sequence[Any], make: Callable[[], T]) -> T:
-        """Return what is kept for a form of call and of tensors; made when it is first used."""
+        """Return what `make` gives for a form of call and of tensors; made at the first use."""
         try:
             key = form, *[(type(x), x.shape, x.dtype, x.device, x.layout) for x in xs]
             kept = self._kept.get(key)
@@ -390,7 +390,7 @@ class Step:
         self, way: str, names: str, xs: Sequence[Tensor], needs: Sequence[bool]
     ) -> None:
         def check() -> str:
-            """Names, dtypes, widths and gradients decide the sizes."""
+            """Describe what decides the sizes: names, dtypes, widths and gradients."""
             if not xs:
                 raise ConfigError(f"{way}: give at least one tensor")
             forms: list[str] = []
@@ -434,7 +434,7 @@ class Step:
         self._check_settings(what, causal, scale)
 
         def check() -> str:
-            """Heads, dtype and gradients decide the exchanges."""
+            """Describe what decides the exchanges: heads, dtype and gradients."""
             check_tensors("attend", q, k, v)
             packed.check(self.plan.topology, bag, kernel, q, k, v)
             most_sharing = int(self.plan.topology.ulysses_groups.bag_sizes.max())
@@ -459,13 +459,13 @@ def _name_of(settings: Settings) -> str:
 
 
 def _needs(xs: Sequence[object]) -> list[bool]:
-    """Return of each whether it wants a gradient."""
+    """Return, for each tensor, whether it wants a gradient."""
     has_grad = torch.is_grad_enabled()
     return [has_grad and isinstance(x, Tensor) and x.requires_grad for x in xs]
 
 
 def _num_rows(plan: Plan, rank: int, bag: int) -> dict[str, tuple[int, int]]:
-    """Return the rows that an exchange takes from this rank, and brings to it, by its name."""
+    """Return the rows that each exchange takes from this rank, and brings to it, by its name."""
     counts, lens, contexts = plan.source_counts, plan.seq_lens, plan.context_lens
     first = int(counts[:rank].sum())
     own = slice(first, first + int(counts[rank]))

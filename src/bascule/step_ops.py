@@ -1,4 +1,4 @@
-"""The exchanges of a step as operators of torch, in eager code and in recorded programs alike.
+"""Operators of torch for the exchanges of a step, in eager code and in recorded programs alike.
 
 An operator is one node of a traced graph, and one thing that a checkpointing policy can keep
 instead of making it again. It takes its step by a number, since every step has another plan and a
@@ -51,8 +51,8 @@ def _exchange(
 ) -> list[Tensor]:
     """Move the rows of tensors one way: where tokens are computed, contexts or samples are used.
 
-    Linear, and so is its gradient, which is the exchange the other way, of what needs one. `names`
-    are those of the tensors, for the agreement on them and its errors; "" on the way back.
+    The gradient is the exchange the other way, of tensors that need one. `names` are those of the
+    tensors, for the agreement on them and its errors; "" on the way back.
     """
     made: Step = this_world().steps.find(step)
     return list(made.move(way, names, xs, needs))
@@ -96,7 +96,7 @@ def _(is_marked: Tensor, step: int) -> Tensor:
 
 @torch.library.impl("bascule::mean", "CompositeExplicitAutograd")
 def _mean(values: Tensor, weights: Tensor | None, step: int) -> tuple[Tensor, Tensor]:
-    """Return the mean over the tokens of all ranks, and what its gradient is multiplied by."""
+    """Return the mean over the tokens of all ranks, and the factor of its gradient."""
     return this_world().steps.find(step).mean_and_scale(values, weights)
 
 

@@ -1,8 +1,8 @@
 """Agreement before any exchange whose sizes could differ between ranks.
 
-One gather of a fixed size carries, from every rank: whether it met an error (with its sentence), a
-digest of everything that must be the same, and its own numbers. So all ranks either have the same
-facts afterwards, or raise the same error.
+One gather of a fixed size carries, from every rank, its error (if it met one), a digest of
+everything that must be the same, and its own numbers. So all ranks either have the same facts
+afterwards, or raise the same error.
 """
 
 import hashlib
@@ -37,22 +37,9 @@ def agree(
 ) -> list[Ints]:
     """Make sure that all ranks mean the same, and none has met an error; return all ranks' values.
 
-    One all-gather of `capacity` integers a rank. A rank with more values makes all of them gather a
-    second time with room for the longest, and settings that differ are gathered for the message.
-
-    Args:
-        group: A group whose collectives take CPU tensors.
-        settings: Everything that must be the same on all ranks, by name, as text.
-        error: What went wrong on this rank, if anything; all ranks then raise it.
-        what: Name of the agreement in errors.
-        step: Step number in errors.
-        values: This rank's own integers, any number of them.
-        capacity: Values a rank that fit into the first gather; the same on all ranks.
-
-    Raises:
-        RemoteConfigError: A rank met bad input.
-        CommError: A rank met another error, the settings differ, or the gather failed.
-        The error of this rank: the gather failed.
+    One all-gather with room for `capacity` integers of each rank. A rank with more of them makes
+    all gather a second time, and settings that differ are gathered for the message. All ranks raise
+    RemoteConfigError if one met bad input, CommError for all else.
     """
     call = f"{what}, step {step}"
     message = np.zeros(_VALUES + capacity, np.int64)
@@ -94,18 +81,12 @@ def first_use(
 ) -> None:
     """Make sure that all ranks mean the same, the first time that a group makes a call of a form.
 
-    One gather of a fixed size; none later. Gloo aborts a process that gets a message of another
-    size than it waits for, so the text of `describe` must hold all that decides sizes.
+    `describe` returns the call of this rank as text, and what is wrong with it. The text must hold
+    all that decides sizes: gloo aborts a process that gets a message of an unexpected size. A rank
+    without a group only raises its own error.
 
     Once calls of this name were made, the others may not come to agree: then an error is raised
     here, and its note ends their waits (`failures.shared`).
-
-    Args:
-        group: Whose call. None: this rank alone, which raises its own error.
-        form: What tells the forms of calls apart.
-        describe: Returns what this rank means, as text, and what is wrong with it.
-        what: Name of the call in errors.
-        step: Step number in errors.
     """
     if group is not None and group.calls.has_agreed((what, form)):
         return
@@ -119,7 +100,7 @@ def first_use(
 
 
 def _gather(group: RankGroup, message: Ints, what: str, step: int) -> Ints:
-    """(size, words) the messages of all ranks."""
+    """Return the messages of all ranks, (size, words)."""
     own = torch.from_numpy(message).to(device_of(group))
     return all_gather(group, f"step {step}: all_gather ({what})", own).cpu().numpy()
 

@@ -1,11 +1,9 @@
 """Every collective of bascule: rows and numbers between the ranks of a group.
 
 A whole group in its own order makes the collectives of torch. A part of a group, a mesh in another
-order, and an all-to-all over gloo, whose messages move while the host computes, send messages,
-tagged with the number of the call. Groups of gloo take tensors of CUDA only where the
-user chose it (`groups.stage_cuda`): as copies on the host.
-
-All take the places of `RankGroup.ranks`, whatever order the process group itself has.
+order, and an all-to-all over gloo send messages, tagged with the number of the call; they move
+while the host computes. Groups of gloo take tensors of CUDA only after `groups.stage_cuda`, as
+copies on the host. Ranks are places in `RankGroup.ranks`, in whatever order the process group is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,9 +28,8 @@ _HOST = torch.device("cpu")
 class Transfers:
     """Tensors on their way to and from other ranks; posted when this is made.
 
-    Gloo moves them while the host computes. `sent` is, by place in the group, what that rank gets:
-    contiguous, and alive until the wait; `received` is written with what that rank sent. Ranks that
-    do neither make the call, too. CommError if the group fails.
+    By place in the group, `sent` has what that rank gets: contiguous, and alive until the wait.
+    `received` is written with what that rank sent. Ranks without either make the call, too.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Transfers:
         return dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> None:
-        """Wait until everything arrived, and was sent; on a device, its stream waits."""
+        """Wait until everything arrived and was sent; on a device, its stream waits."""
         self._group.calls.wait(self._where, self._wait)
         for place, x in self._wanted.items():
             x.copy_(self._kept[1][place])
@@ -118,7 +115,7 @@ def start_all_to_all(
 
 
 def all_gather(group: RankGroup, where: str, own: Tensor) -> Tensor:
-    """Return (N, ...) what each of N ranks gives, alike in shape and dtype, in order of places."""
+    """Return the tensors of all N ranks, alike in shape and dtype, as (N, ...)."""
     if is_staged(group, own):
         return _like(own, all_gather(group, where, _host_copy(own)))
     own = own.contiguous()
@@ -201,7 +198,7 @@ def _wait_for_stream(x: Tensor) -> None:
 
 
 def is_staged(group: RankGroup, x: Tensor) -> bool:
-    """Return whether a tensor travels as a copy on the host, as the user must have chosen."""
+    """Return true for a tensor that travels as a copy on the host, after `stage_cuda` only."""
     if not x.is_cuda or group.calls.has_cuda:
         return False
     if not this_world().stages_cuda:

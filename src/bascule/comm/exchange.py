@@ -33,12 +33,12 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class BoundRoute:
     """A route on a device and a group: what one exchange needs, built once per plan."""
 
-    route: Route  # the index tables
-    group: RankGroup  # the ranks it goes over
-    device: torch.device  # where the tensors are
-    step: int  # its number in errors
-    name: str  # for errors
-    num_rows: int | None = None  # at home, where a row may go to several ranks; None: to one each
+    route: Route
+    group: RankGroup
+    device: torch.device
+    step: int  # for errors, as the name
+    name: str
+    num_rows: int | None = None  # at home, if a row may go to several ranks; None: to one each
 
     @cached_property
     def send_index(self) -> Tensor | None:
@@ -72,13 +72,13 @@ class BoundRoute:
 
     @cached_property
     def back_to_copies(self) -> "BoundRoute":
-        """The exchange that brings every copy of a row back, in the order of `send_index`."""
+        """Exchange that brings every copy of a row back, in the order of `send_index`."""
         back = Route(None, self.route.send_splits, self.route.recv_splits, self.route.recv_index)
         return self._along(back.inverse(), self.name + " back")
 
     @cached_property
     def inverse(self) -> "BoundRoute":
-        """The exchange that brings every row back; its inverse is this one again."""
+        """Exchange that brings every row back; its inverse is this one again."""
         back = self._along(self.route.inverse(), self.name + " back")
         back.__dict__["inverse"] = self
         return back
@@ -90,14 +90,9 @@ class BoundRoute:
 def exchange(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Move the rows of the tensors along the route. Differentiable; one all-to-all a direction.
 
-    Args:
-        route: Where each of the T rows goes; the gradient of one that goes to several ranks is the
-            sum over its copies, in float32 at least.
-        tensors: Each (T, ...), any dtype and trailing shape, the same on all ranks; which of them
-            require a gradient must be the same on all ranks too. The backward sends only those.
-
-    Returns:
-        Each (S, ...), with its dtype and bits.
+    Each (T, ...) tensor arrives as (S, ...). Dtypes, widths, and which tensors require a gradient,
+    are the same on all ranks. The gradient of a row that goes to several ranks is the sum over its
+    copies, in float32 at least.
     """
     refuse_transforms(route.name, *tensors)
     return _Exchange.apply(route, *tensors)
@@ -138,7 +133,7 @@ def move_back(route: BoundRoute, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _summed(route: BoundRoute, copies: Tensor, num_rows: int) -> Tensor:
-    """(num_rows, ...) the sum over the copies of each row, in the dtype of the copies."""
+    """Return the sum over the copies of each row, (num_rows, ...)."""
     assert route.send_index is not None
     wide = torch.promote_types(copies.dtype, torch.float32)
     total = copies.new_zeros(num_rows, *copies.shape[1:], dtype=wide)
@@ -173,7 +168,7 @@ def move_rows(route: BoundRoute, tensors: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """(T, width) the same bits as integers; a view of a contiguous tensor."""
+    """Return the same bits as integers, (T, width); a view of a contiguous tensor."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     flat = tensor.resolve_neg().reshape(tensor.shape[0], tensor.shape[1:].numel())
@@ -181,7 +176,7 @@ def _as_integers(tensor: Tensor) -> Tensor:
 
 
 def _row_format(rows: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Byte at which each tensor begins in a row, and bytes of a row.
+    """Return the byte at which each tensor begins in a row, and the bytes of a row.
 
     Wide elements come first, so that every part is aligned without padding between them.
     """
@@ -201,7 +196,7 @@ def _pack(
     index: Tensor | None,
     staging: Staging,
 ) -> Tensor:
-    """(T, row_bytes) uint8: the tensors side by side, rows in the order in which they are sent."""
+    """Return the tensors side by side, (T, row_bytes) uint8, rows in the order of sending."""
     if len(rows) == 1 and index is None:
         return as_bytes(rows[0].contiguous()).view(rows[0].shape[0], row_bytes)
     num_rows = rows[0].shape[0] if index is None else index.shape[0]
@@ -213,14 +208,14 @@ def _pack(
 
 
 def _part(buffer: Tensor, row: Tensor, place: int) -> Tensor:
-    """The columns of the byte buffer that hold `row`'s tensor, as its integers."""
+    """Return the columns of the byte buffer that hold `row`'s tensor, as its integers."""
     if row.shape[1] == 0:  # rows of no bytes cannot be viewed as wider integers
         return row.new_empty(buffer.shape[0], 0)
     return buffer.view(row.dtype).narrow(1, place // row.element_size(), row.shape[1])
 
 
 def _select(rows: Tensor, index: Tensor | None, out: Tensor) -> None:
-    """`out = rows[index]`, in one pass."""
+    """Write `out = rows[index]`, in one pass."""
     if index is None:
         out.copy_(rows)
     else:
@@ -244,9 +239,9 @@ def samples_of_all(
 def sample_gradients(
     grad: Tensor, num_samples: int, padded: int, valid: Tensor, group: RankGroup, step: int
 ) -> Tensor:
-    """(n, ...) the gradient of this rank's samples from that of all; one reduce-scatter.
+    """Return the gradient of this rank's samples from that of all, (n, ...); one reduce-scatter.
 
-    In float32 at least, since up to all ranks add to a row.
+    Sums in float32 at least, since up to all ranks add to a row.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = grad.new_zeros(group.size * padded, *grad.shape[1:], dtype=wide)
@@ -273,7 +268,7 @@ def check_rows(what: str, name: str, x: Any, num_rows: int, device: torch.device
 
 
 def has_gradient(tensor: Tensor) -> bool:
-    """Return whether values of its dtype can have gradients."""
+    """Return true for a dtype whose values can have gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 

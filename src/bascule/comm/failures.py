@@ -56,10 +56,10 @@ STOPS_RECOMPUTING: Any = getattr(torch.utils.checkpoint, "_StopRecomputationErro
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The note of a rank that failed; `text` is "" if it only noticed that others are gone."""
+    """Note of a rank that failed."""
 
     rank: int
-    text: str = ""
+    text: str = ""  # empty: the rank only noticed that others are gone
     is_input: bool = False  # whether bad input was the reason
     at: dict[str, int] = field(default_factory=dict[str, int])  # calls begun when it failed, by key
     now: dict[str, int] = field(default_factory=dict[str, int])  # the same, with those since
@@ -105,10 +105,10 @@ class shared:  # noqa: N801 - called as a function, and a decorator
 
 
 class Calls:
-    """The calls of a process group, or of a part of it, on this rank: each is posted, then awaited.
+    """Calls of a process group, or of a part of it, on this rank: each is posted, then awaited.
 
-    Messages between two ranks carry the number of their call as tag, from a first one for each
-    part: so those of two calls in flight are never mixed.
+    Messages carry the number of their call as tag, from a first one for each part: so those of two
+    calls in flight are never mixed.
     """
 
     def __init__(self, key: str = "", ranks: Sequence[int] = (), name: str = "") -> None:
@@ -129,9 +129,7 @@ class Calls:
     def begin(self, where: str) -> int:
         """Number the next call and return its tag; `wait` ends it.
 
-        Raises:
-            CommError: A failure ended the group.
-            ConfigError: Another thread is in a call of it: their rows could be mixed.
+        ConfigError if another thread is in a call of the group: their rows could be mixed.
         """
         if self.ended is not None:
             raise CommError(f"{where}: its process group was ended before: {self.ended}")
@@ -258,7 +256,7 @@ class Watch:
 
     @property
     def calls(self) -> list[Calls]:
-        """Those of all groups and their parts."""
+        """Calls of all groups and their parts."""
         return [calls for parts in list(self.groups.values()) for calls in list(parts.values())]
 
     def fail(self, text: str, thread: int | None, *, is_input: bool = False) -> Failure:
@@ -352,7 +350,7 @@ class Watch:
         self.end_all(failed.text)
 
     def _behind(self, failed: Failure) -> list[tuple[str, int]]:
-        """Keys of groups, and calls begun on them, which a rank that failed has not begun."""
+        """Return keys of groups, and calls begun here that the failed rank has not begun."""
         before, at = time.monotonic() - LOOK_S, {} if self._failed is None else self._failed.at
         begun = [
             (calls.key, calls.number, 0)
@@ -369,7 +367,7 @@ class Watch:
         ]
 
     def _begun(self, thread: int | None) -> dict[str, int]:
-        """Calls begun by group; of what another living thread makes any number. None: all."""
+        """Return calls begun by group; `_ALL` for a group that another living thread uses."""
         others = {one.ident for one in threading.enumerate() if thread} - {thread}
         begun = {one.key: _ALL if one.thread in others else one.number for one in self.calls}
         if thread in (None, threading.main_thread().ident):
@@ -380,7 +378,7 @@ class Watch:
         write(store, f"failed/{self._rank}", json.dumps(asdict(failed)))
 
     def _last(self, store: Any) -> Failure | None:
-        """The note of the rank that failed last; None if that is this one, or it went on."""
+        """Return the note of the rank that failed last; None if that is this one, or it went on."""
         last = read(store, "failed/last")
         text = None if last in (None, str(self._rank)) else read(store, f"failed/{last}")
         failed = None if text is None else Failure(**json.loads(text))
@@ -418,7 +416,7 @@ def watch_of_world() -> Watch:
 
 
 def _is_broken_off(error: BaseException) -> bool:
-    """Return whether a collective of torch was broken off, or ran out of time."""
+    """Return true if a collective of torch was broken off, or ran out of time."""
     is_plain = type(error) is RuntimeError and _BROKEN_OFF.search(_first_line(error)) is not None
     return is_plain or isinstance(error, dist.DistError)
 
@@ -435,7 +433,7 @@ def _gloo_groups() -> list[dist.ProcessGroup]:
 
 
 def _begun_in_torch(own: Sequence[Calls]) -> dict[str, int]:
-    """Collectives begun by group of gloo, of any code; without the messages of parts."""
+    """Return collectives begun by group of gloo, of any code; without the messages of parts."""
     messages: Counter[str] = Counter()
     for calls in own:
         messages[calls.key.partition(" ")[0]] += calls.num_messages

@@ -32,20 +32,18 @@ _SLICE_S = 1.0  # of a wait, between looks whether it can end
 
 
 class Staging(threading.local):
-    """What a group's exchanges send from and receive into, one buffer for each role and thread.
+    """Buffers of a group's exchanges, one for each role and thread: copy what must stay.
 
-    On the host a fresh buffer costs page faults, more than the transport itself: measured, an
-    all-to-all of 1.8 MB a rank takes 3.3 ms with fresh buffers and 1.1 ms with used ones. The
-    allocators of other devices keep their memory, and know which stream still reads it.
-
-    The next buffer taken for the same role overwrites this one: copy what must stay.
+    On the host a fresh buffer costs page faults: an all-to-all of 1.8 MB a rank takes 3.3 ms with
+    fresh buffers and 1.1 ms with used ones. The allocators of other devices keep their memory, and
+    know which stream still reads it.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, role: str, numel: int, like: Tensor) -> Tensor:
-        """(numel,) without values, of the dtype and device of `like`."""
+        """Return (numel,) without values, of the dtype and device of `like`."""
         if not like.is_cpu:
             return like.new_empty(numel)
         num_bytes, buffer = numel * like.element_size(), self._buffers.get(role)
@@ -57,7 +55,7 @@ class Staging(threading.local):
 
 
 class Part(Calls):
-    """The calls of a group or a part of it, the forms agreed on, and memory that is used again."""
+    """Calls of a group or a part of it, forms agreed on, and memory that is used again."""
 
     def __init__(
         self, key: str = "", ranks: Sequence[int] = (), name: str = "", backends: str = ""
@@ -69,7 +67,7 @@ class Part(Calls):
         self._agreed: dict[Hashable, None] = {}
 
     def has_agreed(self, form: Hashable) -> bool:
-        """Return whether all ranks have agreed on a form of call, of the last few thousand."""
+        """Look a form of call up among the last few thousand that all ranks agreed on."""
         return form in self._agreed
 
     def agree(self, form: Hashable) -> None:
@@ -87,7 +85,7 @@ class Numbered:
         self._last = secrets.randbits(40)  # numbers of an earlier world find nothing in this one
 
     def add(self, one: object) -> int:
-        """Return its number from here on."""
+        """Return the number of an object from here on."""
         self._last += 1
         self._alive[self._last] = one
         return self._last
@@ -104,10 +102,7 @@ class Numbered:
 
 
 class World:
-    """What this process keeps of the ranks of one default process group, for as long as it lives.
-
-    Operators of torch find meshes and steps here.
-    """
+    """Meshes, steps and groups of one default process group, where operators of torch find them."""
 
     def __init__(self) -> None:
         self.meshes: dict[str, Any] = {}  # by name
@@ -131,7 +126,7 @@ class World:
 
 
 def this_world() -> World:
-    """Return that of the default process group; ConfigError if there is none."""
+    """Return the world of the default process group; ConfigError if there is none."""
     kept = watch_of_world().kept
     if World not in kept:
         kept[World] = World()
@@ -142,11 +137,9 @@ def this_world() -> World:
 class RankGroup:
     """Ranks that make calls together: a process group, or some members of one.
 
-    Some members need no process group of their own: they send each other messages over that of all,
-    with tags that are theirs.
-
-    Torch keeps a group until it is destroyed, and does not end well if somebody else still does
-    then: threads of gloo outlive the interpreter and abort the process. So it is only referred to.
+    Some members need no process group of their own: their messages go over that of all, with own
+    tags. The process group is only referred to: one that outlives its destruction has threads of
+    gloo that outlive the interpreter and abort the process.
     """
 
     reference: Callable[[], dist.ProcessGroup | None]  # None once it was destroyed
@@ -154,7 +147,7 @@ class RankGroup:
     ranks: tuple[int, ...]  # global ranks in any order, the same on all of them
     places: tuple[int, ...]  # of each member, in the process group's own order
     name: str  # for errors
-    key: str = ""  # like that of no other group of this rank, and the same on all members
+    key: str = ""  # unique among the groups of this rank, and the same on all members
     calls: Part = field(default_factory=Part, compare=False, repr=False)
     # The same ranks in a group of the host, where they agree; None: this one.
     control: "RankGroup | None" = field(default=None, compare=False, repr=False)
@@ -168,7 +161,7 @@ class RankGroup:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Return what torch's collectives take; CommError if it was destroyed."""
+        """The group for torch's collectives; CommError if it was destroyed."""
         group = self.reference()
         if group is None:
             raise CommError(
@@ -184,29 +177,29 @@ class RankGroup:
 
     @cached_property
     def has_all(self) -> bool:
-        """Return whether the process group has no other members."""
+        """True if the process group has no other members."""
         return self.size == self.process_group.size()
 
     @cached_property
     def is_whole(self) -> bool:
-        """Return whether it is the process group in its own order, which makes its collectives."""
+        """True for the process group in its own order, which makes its collectives."""
         return self.has_all and self.places == tuple(range(self.size))
 
     @property
     def others(self) -> list[int]:
-        """The places of all members but this one."""
+        """Places of all members but this one."""
         return [place for place in range(self.size) if place != self.rank]
 
     @property
     def is_ended(self) -> bool:
-        """Return whether a failure ended the group on any rank; one request to the store."""
+        """True if a failure ended the group on any rank; one request to the store."""
         if self.calls.ended is None:
             key = f"ended/{self.process_group.group_name}"
             self.calls.ended = ask(lambda store: read(store, key))
         return self.calls.ended is not None
 
     def part(self, places: Sequence[int], name: str) -> "RankGroup":
-        """Some of these ranks in this order, this one included, or this group. No collective."""
+        """Return a view of some ranks in this order, this one among them. No collective."""
         if tuple(places) == tuple(range(self.size)):
             return self
         return member_of(self.process_group, name, ranks=[self.ranks[place] for place in places])
@@ -226,10 +219,7 @@ def stage_cuda() -> None:
 
 
 def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.ProcessGroup:
-    """The process group of a one-axis mesh, a group, or (None) the default group.
-
-    ConfigError if the mesh has several axes, or this is no group of this rank.
-    """
+    """Return the process group of a one-axis mesh, a group, or (None) the default group."""
     if mesh_or_group is None:
         if dist.group.WORLD is None:
             raise ConfigError("torch.distributed is not initialised: call init_process_group first")
@@ -252,10 +242,7 @@ def resolve(mesh_or_group: "DeviceMesh | dist.ProcessGroup | None") -> dist.Proc
 def member_of(
     group: dist.ProcessGroup, name: str, *, ranks: Sequence[int] | None = None
 ) -> RankGroup:
-    """This rank's view of a group that it is in, or of some of its global ranks, in this order.
-
-    No collective. `name` is for errors.
-    """
+    """Return this rank's view of a group, or of some global ranks in this order. No collective."""
     members = dist.get_process_group_ranks(group)
     chosen = tuple(members if ranks is None else ranks)
     part = f" {name} {chosen}" if len(chosen) < len(members) else ""
@@ -277,7 +264,7 @@ def member_of(
 
 
 def device_of(group: RankGroup) -> torch.device:
-    """A device whose tensors the group carries: the host, if it carries those."""
+    """Return a device whose tensors the group carries: the host, if it carries those."""
     carries = dist.get_backend_config(group.process_group)
     if "cpu" in carries:
         return torch.device("cpu")
@@ -305,16 +292,16 @@ def device_for(
 
 
 def timeout_of(group: RankGroup, device: torch.device) -> timedelta | None:
-    """With what timeout a group was made; None if its back end does not tell.
+    """Return the timeout that a group was made with, the only one of gloo's point-to-point.
 
-    Gloo's point-to-point knows only that one, not one set later.
+    None if the back end has no such option.
     """
     backend = group.process_group._get_backend(device)
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def set_timeout(group: RankGroup, timeout_s: float) -> None:
-    """Wait in calls of this group of gloo so long from now on, point-to-point included."""
+    """Set the longest wait in calls of a group of gloo, point-to-point included."""
     timeout = timedelta(seconds=timeout_s)
     backend = group.process_group._get_backend(torch.device("cpu"))
     backend._set_default_timeout(timeout)
@@ -352,7 +339,7 @@ def new_group(
 
 
 def check_timeout(timeout_s: object) -> None:
-    """Refuse what is no time to wait."""
+    """Refuse a timeout that is no time to wait."""
     if not (isinstance(timeout_s, int | float) and 0.0 < timeout_s < _LONGEST_S):
         raise ConfigError(
             f"timeout_s={timeout_s!r}: must be a number of seconds above 0 and below {_LONGEST_S:g}"
@@ -378,7 +365,7 @@ def _meet(calls: Calls, timeout_s: float) -> None:
 
 
 def _is_there(key: str, within_s: float) -> bool:
-    """Return whether the store has a key, or gets it within so many seconds, one at most."""
+    """Wait for a key of the store, a second at most; false if it does not come."""
 
     def wait(store: Any) -> bool:
         try:
@@ -397,8 +384,8 @@ def _connect(
 ) -> dist.ProcessGroup:
     """Make the group of ranks that met, under a name that comes from where they met.
 
-    `dist.new_group` names a group after how many groups a rank has. Ranks that have unlike numbers,
-    as after a group of some ranks, would look for each other under unlike names (torch 2.13).
+    `dist.new_group` names a group after the number of groups that a rank has. Ranks with unlike
+    numbers would look for each other under unlike names (torch 2.13).
     """
     world = resolve(None)
     default_backend, store = c10d._world.pg_map[world]

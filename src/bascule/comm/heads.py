@@ -1,4 +1,4 @@
-"""The exchanges of Ulysses: a rank's tokens with all heads for all tokens with some heads.
+"""Exchanges of Ulysses: a rank's tokens with all heads for all tokens with some heads.
 
 Source: DeepSpeed Ulysses (arXiv:2309.14509), here with uneven tokens and heads, all tensors in one
 exchange, and nothing of a rank's own on the wire.
@@ -33,11 +33,11 @@ class _Run:
     shares: list[int]  # heads of each tensor that each of the ranks has
 
     def of_buffer(self, flat: Tensor) -> Tensor:
-        """(B, T, ranks, share of all heads, D) of what travels, in one operator."""
+        """Return (B, T, ranks, share of all heads, D) of a buffer, in one operator."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start)
 
     def of_tensors(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """(B, T, ranks, share, D) of each tensor with the heads of all ranks."""
+        """Return (B, T, ranks, share, D) of each tensor with the heads of all ranks."""
         if self.heads is not None:
             pairs = zip(xs, self.heads, strict=True)
             xs = [x.narrow(2, first, num_heads) for x, (first, num_heads) in pairs]
@@ -46,7 +46,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Form:
-    """What every exchange of tensors of these shapes needs, in both directions."""
+    """Sizes and views of exchanges of tensors of some shapes, in both directions."""
 
     by_heads: list[int]  # (U,) elements of each rank's heads and this rank's tokens
     by_tokens: list[int]  # (U,) elements of each rank's tokens and this rank's heads
@@ -57,7 +57,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadExchange:
-    """Who has which tokens and heads."""
+    """Tokens and heads of each Ulysses rank, and the exchanges between the two."""
 
     group: RankGroup  # the Ulysses ranks
     shares: HeadShares  # key-value heads of each; query heads, and packed rows, go with theirs
@@ -78,21 +78,21 @@ class HeadExchange:
 
     @property
     def own_tokens(self) -> slice:
-        """Where this rank's tokens are among those of all."""
+        """Place of this rank's tokens among those of all."""
         first = sum(self.lens[: self.group.rank])
         return slice(first, first + self.lens[self.group.rank])
 
     def own_heads(self, x: Tensor) -> Tensor:
-        """(B, T, share of the heads, D) this rank's heads of its own tokens."""
+        """Return this rank's heads of its own tokens, (B, T, share of the heads, D)."""
         each = x.shape[2] // self.num_kv_heads
         return x.narrow(2, self.first_kv_head * each, self.own_kv_heads * each)
 
     def start_to_heads(
         self, xs: Sequence[Tensor], where: str, wire: Wire | None = None
     ) -> Callable[[], Tensor]:
-        """Send tensors at home; what is returned waits for (B, S, share of all heads, D).
+        """Send tensors at home; the function returned waits for (B, S, share of all heads, D).
 
-        The result has memory of its own, and this rank's heads of all tensors side by side.
+        These are this rank's heads of all tensors side by side, in memory of their own.
         """
         order, dtype, num_more = self.order, xs[0].dtype, 0
         if wire is not None:
@@ -128,9 +128,9 @@ class HeadExchange:
     def start_to_tokens(
         self, rows: Tensor, heads: Sequence[int], where: str, wire: Wire | None = None
     ) -> Callable[[], list[Tensor]]:
-        """Send (B, S, share of all heads, D) back; what is returned waits for tensors at home.
+        """Send (B, S, share of all heads, D) back; the function returned waits for tensors at home.
 
-        `rows` are this rank's heads of all tensors side by side, so many of each.
+        `rows` are this rank's heads of all tensors side by side, `heads` the number of each.
         """
         dtype, num_more = rows.dtype, 0
         if self.back is not None:
@@ -160,11 +160,11 @@ class HeadExchange:
         return finish
 
     def _by_rank(self, whole: Tensor, num_more: int = 0) -> Sequence[Tensor]:
-        """(B, tokens, ...) of each rank, and so many rows more."""
+        """Return (B, tokens, ...) of each rank, with so many rows more."""
         return whole.split([num + num_more for num in self.lens], dim=1)
 
     def _form(self, x: Tensor, factors: tuple[int, ...], num_more: int) -> _Form:
-        """Return that of tensors with so many heads for each key-value head, and rows more."""
+        """Return the form of tensors with so many heads for each key-value head, and rows more."""
         key = x.shape[0], x.shape[-1], num_more, factors
         form = self._forms.get(key)
         if form is None:
@@ -211,7 +211,7 @@ class HeadExchange:
 
 
 def _ordered(rows: Tensor, order: Tensor | Sequence[slice]) -> Tensor:
-    """(B, S, ...) tokens in another order."""
+    """Return (B, S, ...) tokens in another order."""
     if isinstance(order, Tensor):
         return rows.index_select(1, order)
     return torch.cat([rows[:, part] for part in order], dim=1)

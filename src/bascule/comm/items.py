@@ -1,24 +1,13 @@
 """Items between ranks: nested values as bytes, in one all-to-all, and their gradients back.
 
-An item is a dict, tuple or list of tensors, numpy arrays and plain values (strings, numbers,
-booleans, None), nested at will. As a parcel it is a typed header and then its arrays as they lie in
-memory. The header is JSON: the shape of the nest, the plain values, and type and shape of each
-array. So what arrives can be read without running any code of the sender; no pickle.
+An item is a dict, tuple or list of tensors, numpy arrays and plain values, nested at will. As a
+parcel it is a header in JSON (nest, plain values, type and shape of each array) and then its arrays
+as they lie in memory: no pickle, so reading runs no code of the sender.
 
-An item that moves must not differ from one that stays, or a batch would depend on who loaded what.
-So each type either arrives as what it was, or is refused on every rank, also where nothing moves:
-the loader makes a `parcel` of every sample. Exactly these types travel; those derived from them are
-refused, with the plain value to give in their place. What arrives is equal in
-
-* types, at every depth, the order of keys included;
-* dtypes (byte order included), shapes, and every bit of the values;
-* strides, as `clone()` and `copy(order="K")` keep them: images that are views with their channels
-  first or last stay so. What has gaps or overlaps (a slice, an expanded tensor) is dense then.
-
-Not part of an item are: whether two of its tensors share memory, whether memory is pinned, shared
-or read-only, attributes of a tensor that somebody added, and whether complex numbers wait to be
-conjugated. Tensors that require a gradient are refused by `parcel`; `move_items_with_gradients`
-takes them beside the parcels.
+An item that moves must equal one that stays, or a batch would depend on who loaded what: in types,
+order of keys, dtypes, shapes, bits, and strides as `clone()` keeps them. All else is refused on
+every rank, also where nothing moves: the loader makes a `parcel` of every sample. Lost are shared,
+pinned and read-only memory, gaps between values, and attributes that somebody added to a tensor.
 """
 
 import dataclasses
@@ -111,14 +100,11 @@ _LETTERS = {nest: letter for letter, nest in _NESTS.items()}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """An item ready to be written: header and arrays as flat bytes, each from its start.
+    """An item ready to be written."""
 
-    `num_bytes` is their size with padding, a multiple of `ALIGNMENT`.
-    """
-
-    parts: Sequence[Tensor]
-    starts: Sequence[int]
-    num_bytes: int
+    parts: Sequence[Tensor]  # header and arrays as flat bytes
+    starts: Sequence[int]  # of the parts, in the bytes of the parcel
+    num_bytes: int  # with padding, a multiple of `ALIGNMENT`
 
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> "Parcel":
@@ -139,10 +125,8 @@ def _padded(num_bytes: int) -> int:
 def parcel(sample: object, device: torch.device = HOST) -> Parcel:
     """Return a sample as it travels. Copies nothing but arrays that are not contiguous.
 
-    Its tensors may be on the device, or on the host.
-
-    Raises:
-        ConfigError: A value would not arrive as what it is; names its place in the sample.
+    Its tensors may be on the device, or on the host. ConfigError names the place of a value that
+    would not arrive as what it is.
     """
     writer = _Writer(device)
     described = writer.describe(sample, "sample", 0)
@@ -156,7 +140,7 @@ def parcel(sample: object, device: torch.device = HOST) -> Parcel:
 def read(buffer: Tensor) -> Any:
     """Return the sample that `Parcel.write` wrote. Its tensors are views of the uint8 buffer.
 
-    This lies at a multiple of `ALIGNMENT` of its storage. All but tensors of torch is copied to the
+    The buffer begins at a multiple of `ALIGNMENT` of its storage. All but tensors is copied to the
     host.
     """
     reader = _Reader(buffer)
@@ -166,10 +150,7 @@ def read(buffer: Tensor) -> Any:
 
 
 class _Writer:
-    """Describes values, each by a letter for its type and what is needed to build it again.
-
-    It collects their arrays, as flat bytes.
-    """
+    """Describes values, each by a letter for its type and its parts; collects arrays as bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -230,7 +211,7 @@ class _Writer:
         return ["t", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), strides]
 
     def _array(self, array: np.ndarray, place: str) -> list[Any]:
-        """Refuse dtypes that their name does not say: objects, fields, those of other packages."""
+        """Refuse dtypes that a name does not define: objects, fields, those of other packages."""
         dtype = array.dtype
         try:
             named = np.dtype(dtype.str)
@@ -289,7 +270,7 @@ _ADVICE = (
 
 
 def _refusal(value: object, place: str) -> ConfigError:
-    """Say why a value cannot travel, and what to give in its place."""
+    """Return the error of a value that cannot travel, with what to give in its place."""
     advice = next(text for kind, text in _ADVICE if isinstance(value, kind))
     return ConfigError(
         f"{place} is a {type(value).__name__}, which would not arrive as one: {advice}"
@@ -297,7 +278,7 @@ def _refusal(value: object, place: str) -> ConfigError:
 
 
 class _Reader:
-    """Takes arrays off a buffer, one after the other, while it builds what the header says."""
+    """Takes arrays off a buffer, one after the other, while it builds the nest of the header."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer, self._next = buffer, 0
@@ -345,16 +326,13 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ItemMove:
-    """The rank that has each item (n,), and the one that gets it; step and name are for errors.
+    """A move of n items, which all ranks list alike; an item for several ranks comes repeatedly."""
 
-    All ranks list them alike; an item for several ranks comes repeatedly.
-    """
-
-    source: Ranks
-    dest: Ranks
+    source: Ranks  # (n,) the rank that has each item
+    dest: Ranks  # (n,) the rank that gets it
     group: RankGroup
     device: torch.device
-    step: int
+    step: int  # for errors, as the name
     name: str
 
     @property
@@ -395,21 +373,19 @@ def _lay_out(ranks: Ranks, num_bytes: Ints, num_ranks: int) -> tuple[list[int], 
 
 
 def move_items(move: ItemMove, parcels: Sequence[Parcel], num_bytes: Ints) -> list[Any]:
-    """Return the items that arrive, without gradients. As `move_parcels`."""
+    """Return the items that arrive, without gradients; see `move_parcels`."""
     return [read(part) for part in move_parcels(move, parcels, num_bytes)]
 
 
 def move_items_with_gradients(
     move: ItemMove, items: Sequence[Any], parcels: Sequence[Parcel], num_bytes: Ints, token: Tensor
 ) -> tuple[list[Any], Tensor]:
-    """Return as `move_items`, differentiable: gradients come back to the items that were sent.
+    """Move items with gradients, which come back to the items that were sent in one all-to-all.
 
-    The backward is one all-to-all, in which every rank takes part if the returned token has a
-    gradient on it, or any of what arrived: also one that sends and gets nothing. Both sides know
-    the sizes of the gradients, so no header travels with them.
-
-    `items` and `parcels` are what this rank sends. The token () requires a gradient; what made it
-    comes after this in the backward pass, and what uses the returned one before.
+    `items` and `parcels` are those that this rank sends. A rank takes part in the backward, also
+    one that sends and gets nothing, if the returned token or an item that arrived has a gradient on
+    it. The token () requires a gradient; what made it comes after this in the backward pass, and
+    what uses the returned one before.
     """
     leaves = [leaf for item in items for leaf in leaves_of(item)]
     refuse_transforms(move.name, token, *leaves)
@@ -459,12 +435,12 @@ class _Moved(torch.autograd.Function):
 
 
 def _wanted(leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the forms of the gradients, without values; None where none is wanted."""
+    """Return the forms of the gradients, without values; None for a tensor that has none."""
     return [torch.empty_like(x, device="meta") if has_gradient(x) else None for x in leaves]
 
 
 def _of_gradients(grads: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> Parcel:
-    """Return the gradients of an item that are wanted as they travel, without a header."""
+    """Return the wanted gradients of an item as they travel; both sides know their sizes."""
     pairs = zip(grads, wanted, strict=True)
     kept = [x for x, form in pairs if x is not None and form is not None]
     return Parcel.of([x.contiguous().view(-1).view(torch.uint8) for x in kept])
@@ -483,7 +459,7 @@ def _gradients(buffer: Tensor, wanted: Sequence[Tensor | None]) -> list[Tensor |
 
 
 def _runs(values: Sequence[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
-    """Return consecutive values, so many at a time."""
+    """Split the values into runs of these lengths."""
     left = iter(values)
     return [list(itertools.islice(left, count)) for count in counts]
 
@@ -527,8 +503,8 @@ class ExchangeSpeed(NamedTuple):
 def measure_exchange(group: RankGroup, device: torch.device = HOST) -> ExchangeSpeed:
     """Time a few all-to-alls of a byte, and of a mebibyte a rank.
 
-    Of each the best, on the rank where it took longest; rounded up to a power of two, so that runs
-    on the same machines agree.
+    Takes the best time of the slowest rank, rounded up to a power of two, so that runs on the same
+    machines agree.
     """
     share = -(-_PROBE_BYTES // group.size)
     few, many = (_slowest(group, device, num_bytes) for num_bytes in (1, share))

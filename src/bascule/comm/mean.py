@@ -1,4 +1,4 @@
-"""The mean over the tokens of all ranks, right under gradient averaging."""
+"""Mean over the tokens of all ranks, right under gradient averaging."""
 
 from typing import Any, NamedTuple
 
@@ -24,9 +24,9 @@ def check(values: Any, weights: Any) -> None:
         )
     if weights is None:
         return
-    given = (1,) * (values.dim() - weights.dim()) + tuple(weights.shape)
-    fits = len(given) == values.dim() and all(
-        a in (1, b) for a, b in zip(given, values.shape, strict=True)
+    shape = (1,) * (values.dim() - weights.dim()) + tuple(weights.shape)
+    fits = len(shape) == values.dim() and all(
+        a in (1, b) for a, b in zip(shape, values.shape, strict=True)
     )
     if not fits or weights.is_complex() or weights.device != values.device:
         raise ConfigError(
@@ -46,15 +46,15 @@ def check_gradient(weights: Tensor | None) -> None:
 
 
 class MeanOver(NamedTuple):
-    """Over which ranks a mean is taken, and how their gradients are put together."""
+    """Ranks of a mean, and the way in which their gradients are put together."""
 
-    group: RankGroup  # the ranks
+    group: RankGroup
     divisor: int  # of the sum of their gradients: N, or 1
-    step: int  # its number in errors
+    step: int  # for errors
 
 
 def mean_and_scale(values: Tensor, weights: Tensor | None, over: MeanOver) -> tuple[Tensor, Tensor]:
-    """Weighted mean of the values of all ranks, and by what its gradient is multiplied.
+    """Return the weighted mean of the values of all ranks, and the factor of its gradient.
 
     One all-reduce of two numbers; autograd does not record it. A rank without values takes part;
     where weights add up to nothing the mean is 0. The gradient is divisor / (sum of weights).
@@ -73,7 +73,7 @@ def mean_and_scale(values: Tensor, weights: Tensor | None, over: MeanOver) -> tu
 def mean_gradient(
     grad: Tensor, weights: Tensor | None, scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """The gradient of the values; broadcasts to them."""
+    """Return the gradient of the values; it broadcasts to them."""
     wide = torch.promote_types(dtype, torch.float32)
     each = (grad.double() * scale).to(wide)
     if weights is not None:

@@ -1,4 +1,4 @@
-"""This rank's place among the ranks that attend together."""
+"""Meshes of ranks that attend together, and this rank's place in them."""
 
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -30,14 +30,14 @@ RING_AXIS, ULYSSES_AXIS = "ring", "ulysses"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMesh:
-    """This rank's place in a mesh of R x U ranks.
+    """Mesh of R x U ranks and this rank's place in it.
 
     Attributes:
         ring: The ranks that pass keys and values to each other; None if R is 1.
         ulysses: The ranks that share heads; None if U is 1.
         whole: All ranks, by ring rank, then by Ulysses rank; None for one rank.
         name: The process groups and the order of their ranks, by which operators find them.
-        kept: What calls of attention on this mesh need again, by their form.
+        kept: Made for calls of attention on this mesh, by their form.
     """
 
     ring: RankGroup | None
@@ -55,7 +55,7 @@ class AttentionMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, *, timeout_s: float | None = None) -> "AttentionMesh":
-        """From a DeviceMesh whose axes are called "ring" and "ulysses"; one may be missing.
+        """Return the mesh of a DeviceMesh with axes "ring" and "ulysses"; one may be missing.
 
         Its ranks may be in any order, as in a transposed mesh that puts rings inside nodes.
 
@@ -104,7 +104,7 @@ class AttentionMesh:
 
     @property
     def groups(self) -> tuple[RankGroup | None, RankGroup | None, RankGroup | None]:
-        """The ring, the Ulysses ranks, and all."""
+        """Ring, Ulysses ranks, and all ranks."""
         return self.ring, self.ulysses, self.whole
 
     @property
@@ -119,12 +119,12 @@ class AttentionMesh:
 
     @property
     def exists(self) -> bool:
-        """Return whether none of its process groups was destroyed."""
+        """False if one of its process groups was destroyed."""
         return all(group is None or group.reference() for group in self.groups)
 
 
 class Place(NamedTuple):
-    """What a traced program needs to know of a mesh: numbers, and the name of the rest."""
+    """Facts about a mesh for a traced program: numbers, and the name of the rest."""
 
     degrees: tuple[int, int]  # (R, U)
     place: tuple[int, int]  # (ring rank, Ulysses rank) of this rank
@@ -132,7 +132,7 @@ class Place(NamedTuple):
 
 
 def place_in(mesh: AttentionMesh | DeviceMesh | Place) -> Place:
-    """This rank's place in a mesh; for compilers a constant."""
+    """Return this rank's place in a mesh; for compilers a constant."""
     if isinstance(mesh, Place):
         return mesh
     if isinstance(mesh, AttentionMesh):
@@ -143,16 +143,16 @@ def place_in(mesh: AttentionMesh | DeviceMesh | Place) -> Place:
 
 
 def as_attention_mesh(mesh: AttentionMesh | DeviceMesh) -> AttentionMesh:
-    """The same for the same DeviceMesh, while its groups exist: equal meshes may have others."""
+    """Return one mesh for each DeviceMesh and its groups: equal meshes may have other groups."""
     if isinstance(mesh, AttentionMesh):
         return mesh
     return _mesh_of(mesh, tuple(map(weakref.ref, mesh.get_all_groups())))
 
 
 def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
-    """All ranks as a mesh; one process group for all degrees, made at the first call of all ranks.
+    """Return all R x U ranks as a mesh. Rank = ring rank * U + Ulysses rank.
 
-    R x U must be the number of ranks. Rank = ring rank * U + Ulysses rank.
+    Meshes of all degrees share one process group, made at the first call of all ranks.
     """
     if resolve(None).size() == 1:
         return AttentionMesh(None, None, None)
@@ -160,31 +160,25 @@ def mesh_of_all(ring: int, ulysses: int) -> AttentionMesh:
 
 
 def group_of(ranks: Sequence[int]) -> RankGroup:
-    """Two or more global ranks, this one among them, in this order; made once, by all of them."""
+    """Return a group of two or more global ranks in this order; made once, by all of them."""
     key = group_of, tuple(ranks)
     return this_world().kept(key, lambda: _new_group_of(ranks), lambda group: not group.is_ended)
 
 
 def _new_group_of(ranks: Sequence[int]) -> RankGroup:
-    made = new_group(ranks, "attention", _default_timeout_s())
-    return member_of(made.process_group, made.name, ranks=ranks)
-
-
-def _default_timeout_s() -> float:
-    """That of the default group, if its back end tells."""
     world = member_of(resolve(None), "world")
-    made_with = timeout_of(world, device_of(world))
-    return (made_with or dist.default_pg_timeout).total_seconds()
+    timeout = timeout_of(world, device_of(world)) or dist.default_pg_timeout
+    made = new_group(ranks, "attention", timeout.total_seconds())
+    return member_of(made.process_group, made.name, ranks=ranks)
 
 
 def meshes_over(
     mesh: AttentionMesh, degrees: Iterable[Degrees] | None = None
 ) -> dict[Degrees, AttentionMesh]:
-    """Meshes of other degrees over the ranks of a mesh, and that mesh itself, by (U, R).
+    """Return meshes of other degrees over the ranks of a mesh, and that mesh itself, by (U, R).
 
-    No collective: their rings and Ulysses groups are parts of the group of all ranks. A rank keeps
-    its number and its tokens: rank = ring rank * U + Ulysses rank, whatever U and R. By default all
-    degrees whose product is the number of ranks.
+    No collective: rings and Ulysses groups are parts of the group of all ranks. A rank keeps its
+    number and its tokens. By default all degrees whose product is the number of ranks.
     """
     ring, ulysses = mesh.degrees
     made = {(ulysses, ring): mesh}
@@ -201,7 +195,7 @@ def meshes_over(
 
 
 def mesh_over(whole: RankGroup, ring: int, ulysses: int) -> AttentionMesh:
-    """A group of R x U ranks as a mesh; no collective. Rank = ring rank * U + Ulysses rank."""
+    """Return a group of R x U ranks as a mesh. No collective."""
     if ring == 1:
         return AttentionMesh(None, whole, whole)
     if ulysses == 1:
@@ -217,18 +211,18 @@ def mesh_over(whole: RankGroup, ring: int, ulysses: int) -> AttentionMesh:
 
 @torch.compiler.assume_constant_result
 def facts_of(mesh: DeviceMesh) -> tuple[tuple[int, int], tuple[int, int], str]:
-    """The attributes of the place in a mesh: compilers take tuples for constants, not objects."""
+    """Return the fields of `Place`: compilers take tuples for constants, not objects."""
     ranks = as_attention_mesh(real_mesh(mesh))
     return ranks.degrees, ranks.place, ranks.name
 
 
 def real_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh itself: torch 2.13 traces with a stand-in that lacks most of its methods."""
+    """Return the mesh itself: torch 2.13 traces with a stand-in that lacks most methods."""
     return getattr(mesh, "real_obj", mesh)
 
 
 def mesh_named(name: str) -> AttentionMesh:
-    """The mesh of that name."""
+    """Return the mesh of that name; CommError if its groups are gone."""
     if name == _alone().name:
         return _alone()
     mesh = this_world().meshes.get(name) if dist.is_initialized() else None

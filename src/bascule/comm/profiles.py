@@ -6,7 +6,7 @@ from bascule.plan.marks import Origin, marks_of
 from bascule.plan.plan import Plan
 
 is_profiled = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
-"""Return whether a profiler runs on this thread."""
+"""Return true while a profiler runs on this thread."""
 
 
 def begin_range(where: str) -> "torch.profiler.record_function":
@@ -18,7 +18,7 @@ def begin_range(where: str) -> "torch.profiler.record_function":
 
 
 def mark_lengths(origin: Origin, plan: Plan, rank: int) -> None:
-    """Leave in a running profile what a rank computes of a plan, and what it loaded."""
+    """Mark, in a running profile, the lengths that a rank computes on, and those it loaded."""
     if not is_profiled():
         return
     bag = int(plan.topology.bag_of_rank[rank])

@@ -1,4 +1,4 @@
-"""Which transforms of torch pass through exchanges between ranks: gradients, of reverse mode."""
+"""Refusals of transforms of torch: only gradients of reverse mode pass through exchanges."""
 
 from typing import Any, TypeVar, cast
 
@@ -46,18 +46,14 @@ def only_first(backward: F) -> F:
 def refuse_second(grad: Tensor) -> None:
     """Refuse to make a graph of a gradient that depends on more than the one that comes in.
 
-    Torch would see no dependence on what the forward saved, and lose its share without a word.
+    Torch would see no dependence on what the forward saved, and silently lose its share.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_fake(grad):
         raise ConfigError(NO_SECOND)
 
 
 def refuse_derivatives(what: str, *tensors: Any) -> None:
-    """Refuse forward-mode derivatives and vmap, which torch's operators would drop without a word.
-
-    Raises:
-        ConfigError: A tensor carries a tangent, or this is called within a transform of torch.func.
-    """
+    """Refuse forward-mode derivatives, vmap and torch.func, which operators would silently drop."""
     transform = None if torch.compiler.is_compiling() else peek_interpreter_stack()
     refused = None if transform is None else _REFUSED.get(transform.key())
     for x in tensors:
@@ -68,11 +64,7 @@ def refuse_derivatives(what: str, *tensors: Any) -> None:
 
 
 def refuse_transforms(what: str, *tensors: Any) -> None:
-    """`refuse_derivatives`, and what records a program, which would lose an exchange of rows.
-
-    Raises:
-        ConfigError: As there; or this is called while torch traces, or within functionalize.
-    """
+    """Refuse derivatives, and tracing and functionalize, whose programs would lose an exchange."""
     refuse_derivatives(what, *tensors)
     if torch.compiler.is_compiling():
         return
@@ -91,7 +83,7 @@ def refuse_transforms(what: str, *tensors: Any) -> None:
 
 
 def is_recorded() -> bool:
-    """Return whether torch notes operators: a compiler, make_fx, a checkpoint that chooses."""
+    """Return true while torch records operators: in compilers, make_fx, selective checkpoints."""
     if torch.compiler.is_compiling() or _get_tracing_state() is not None:
         return True
     if not _len_torch_dispatch_stack():

@@ -1,23 +1,17 @@
 """Tensors on the wire at 8 bits a value: half the bytes of bfloat16, at an error that is measured.
 
-A row (the D values of one token and head) becomes D codes and the row's largest magnitude, its
-peak, in float32: D + 4 bytes, which travel as uint8 since not every back end knows float8. The
-peak itself is stored, not a scale: it is exact for every input up to float32, subnormals included.
-What leaves a row is what enters it to within half a code: peak / 254 as int8; as e4m3 a relative
-2^-4, or peak / 448 * 2^-10 where that is more.
+A row (the D values of one token and head) becomes D codes and its peak, the largest magnitude, in
+float32: D + 4 bytes, as uint8 since not every back end knows float8. Values are off by at most
+peak / 254 as int8; as e4m3 by a relative 2^-4, or peak / 448 * 2^-10 if that is more. A row with an
+inf or a nan arrives as nan, and so does one of float64 beyond the range of float32.
 
-What float32 cannot hold is never rounded to a number: a row with an inf or a nan arrives as nan.
-float64 travels as float32 does, so what is beyond its range arrives as nan, or, if tiny, as 0.
+Keys and values of a head often have a few channels with a large constant offset, which would take
+the codes of all others. So rows may travel as differences from their centre, which goes before them
+as one more row; a row does so only if that is smaller, and the sign of its peak marks it. Rows of
+zeros, such as the output of a query without keys, stay zeros.
 
-Rows may travel as differences from their centre. Keys and values of one head often have a few
-channels with a large constant offset, which would take the codes of all others. So the centre of
-the tokens that are packed together goes before them, as one more row, and the receiver adds it
-again. A row travels as a difference only where that is smaller: the sign of its peak says so. So no
-centre costs a row codes, and rows of zeros, such as the output of a query without keys, arrive as
-zeros with any.
-
-Nothing here is recorded by autograd. For training, the rule is: the forward uses the values as they
-were received, the backward treats the transport as the identity, and gradients travel in full.
+Autograd records nothing here: the backward treats the transport as the identity, and gradients
+travel in full.
 """
 
 import math
@@ -35,19 +29,19 @@ Format = Literal["int8", "e4m3"]
 _CODES = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 _LARGEST = {"int8": 127.0, "e4m3": 448.0}  # codes are symmetric: -128 is not used
 PEAK_BYTES = torch.float32.itemsize
-"""Of a row's peak, which travels with its codes."""
+"""Bytes of a row's peak, which travels with its codes."""
 _OUTLIER = 4.0  # times the mean size of the rows of a head
 _SCORES_AT_ONCE = 2**25
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How rows travel.
+    """A format of rows between ranks.
 
     Attributes:
         format: "int8", evenly spaced codes, or "e4m3", floating-point codes of 3 mantissa bits:
             less exact unless a row's values are of very different magnitudes.
-        takes_centres: Whether rows travel as differences from their centre, which is one row more.
+        takes_centres: True sends rows as differences from their centre, which is one row more.
 
     Raises:
         ConfigError: There is no such format.
@@ -70,16 +64,9 @@ class Wire:
         return head_dim + PEAK_BYTES
 
     def pack(self, x: Tensor, dim: int = -2) -> Tensor:
-        """The bytes of (.., T, .., D) floating-point rows: (.., T + num_more, .., D + 4) uint8.
+        """Return (.., T, .., D) rows as bytes: (.., T + num_more, .., D + 4) uint8.
 
-        No device is waited for.
-
-        Args:
-            x: Any strides.
-            dim: Of the tokens, which have one centre.
-
-        Raises:
-            ConfigError: `x` is not floating-point, or has rows of no values.
+        Tokens lie along `dim` and have one centre. Waits for no device.
         """
         if not x.is_floating_point() or x.dim() < 1 + self.num_more or x.shape[-1] < 1:
             raise ConfigError(
@@ -105,11 +92,7 @@ class Wire:
         return torch.cat((centre, coded), dim)
 
     def unpack(self, rows: Tensor, dtype: torch.dtype, dim: int = -2) -> Tensor:
-        """What `pack` was given, (.., T, .., D), in memory of its own.
-
-        Raises:
-            ConfigError: These are not bytes of rows.
-        """
+        """Return the rows that `pack` took, (.., T, .., D), in memory of their own."""
         if rows.dtype != torch.uint8 or rows.dim() < 1 or rows.shape[-1] <= PEAK_BYTES:
             raise ConfigError(
                 f"unpack: {tuple(rows.shape)} of {rows.dtype}: give uint8 rows of at least "
@@ -124,7 +107,7 @@ class Wire:
         return values.to(dtype)
 
     def _coded(self, wide: Tensor, peak: Tensor) -> Tensor:
-        """(.., D + 4) bytes of float32 rows and their (.., 1) peaks, which may have a sign."""
+        """Return (.., D + 4) bytes of float32 rows and their (.., 1) peaks, maybe with a sign."""
         # Zeros over a peak of 0 are nan, and so are inf and nan over theirs: codes of 0 for all.
         units = (wide / peak.abs()).nan_to_num_(0.0).mul_(_LARGEST[self.format])
         codes = units.round_() if self.format == "int8" else units
@@ -134,7 +117,7 @@ class Wire:
         return torch.cat((codes, peak.contiguous()[..., None].view(torch.uint8)), dim=-1)
 
     def _decoded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """(.., D) values and (.., 1) peaks in float32."""
+        """Return (.., D) values and (.., 1) peaks in float32."""
         codes, peak = rows.split([rows.shape[-1] - PEAK_BYTES, PEAK_BYTES], dim=-1)
         # A copy, since rows need not begin at a multiple of four bytes.
         peak = peak.clone(memory_format=torch.contiguous_format).view(torch.float32)
@@ -144,7 +127,7 @@ class Wire:
 
 
 def _centre(wide: Tensor, dim: int) -> Tensor:
-    """(.., 1, .., D) the mean over the tokens; 0 where there is none.
+    """Return the mean over the tokens, (.., 1, .., D); 0 for no tokens.
 
     Rows of zeros do not count, nor those that are not finite, nor outliers, such as the tokens that
     attention sinks into.
@@ -157,12 +140,9 @@ def _centre(wide: Tensor, dim: int) -> Tensor:
     return (total / is_usual.sum(dim, keepdim=True).clamp(min=1)).to(torch.float32)
 
 
-# --- the error on given tensors -------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far a tensor is from its reference."""
+    """Distance of a tensor from its reference."""
 
     relative_l2: float  # norm of the difference over that of the reference
     # The same over the reference less its mean over the tokens: a large constant in some channels
@@ -172,7 +152,7 @@ class Deviation:
 
     @classmethod
     def of(cls, x: Tensor, reference: Tensor) -> "Deviation":
-        """Of (..., S, D) tensors, in float64. 0 for equal ones; inf over a reference of 0."""
+        """Compare (..., S, D) tensors in float64: 0 for equal ones, inf over a reference of 0."""
         exact = reference.detach().to(torch.float64)
         difference = x.detach().to(torch.float64) - exact
         if not difference.numel() or not difference.any():
@@ -188,7 +168,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class WireError:
-    """What a wire costs on given tensors."""
+    """Deviation and bytes of a wire on some tensors."""
 
     q: Deviation  # of the queries themselves
     k: Deviation
@@ -202,14 +182,10 @@ class WireError:
 def measure_error(
     q: Tensor, k: Tensor, v: Tensor, wire: Wire, *, scale: float | None = None
 ) -> WireError:
-    """What `wire` would cost on these tensors, against attention in float64. No communication.
+    """Return the error of a wire on these tensors, against attention in float64, without sending.
 
-    Args:
-        q: (B, H, S, D) queries; attention is of all queries to all keys.
-        k: (B, K, S, D) keys.
-        v: (B, K, S, D) values.
-        wire: The format, and whether it takes centres.
-        scale: Factor of the scores. Default: D^-0.5.
+    Queries are (B, H, S, D), keys and values (B, K, S, D); all queries attend to all keys. The
+    default scale is D^-0.5.
     """
     packed = [wire.pack(x) for x in (q, k, v)]
     received = [wire.unpack(rows, x.dtype) for rows, x in zip(packed, (q, k, v), strict=True)]
@@ -228,7 +204,7 @@ def measure_error(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """In float64, some queries at a time, for long sequences on devices without a fused kernel."""
+    """Attend in float64, some queries at a time: not every device has a fused kernel."""
     k, v = k.to(torch.float64), v.to(torch.float64)
     queries = max(1, _SCORES_AT_ONCE // max(1, math.prod(q.shape[:2]) * k.shape[2]))
     parts = [
