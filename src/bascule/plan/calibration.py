@@ -55,7 +55,7 @@ class Fit:
     what: str  # was timed, for example "forward"
     unit: str  # of the sizes: "tokens" or "bytes"
     coefficients: tuple[float, ...]  # (K,) seconds by power of the size, from 0
-    errors: tuple[float | None, ...]  # (K,) half of 95 % intervals; None: the points do not say
+    errors: tuple[float | None, ...]  # (K,) half of 95 % intervals; None: not known
     sizes: tuple[float, ...]  # (n,)
     seconds: tuple[float, ...]  # (n,) measured
     held_out: tuple[bool, ...]  # (n,) true where a point did not fit, but judges
@@ -101,7 +101,7 @@ class Fit:
 
 
 def is_held_out(num_points: int) -> Bools:
-    """(n,) every third point, but not the last one: what judges a curve lies within it."""
+    """Mark every third of (n,) points, but not the last: those that judge a curve lie within."""
     places = np.arange(num_points)
     return (places % 3 == 1) & (places < num_points - 1)
 
@@ -201,9 +201,9 @@ def built(kind: type[_Built], values: object) -> _Built:
     """Make a dataclass from what a file holds: fields with a default may be missing, no others."""
     known: dict[str, Any] = cast(Any, kind).__dataclass_fields__
     needed = {name for name, one in known.items() if one.default is MISSING}
-    held = cast(dict[str, Any], values) if isinstance(values, dict) else {}
-    if not needed <= held.keys() <= known.keys():
-        text = "".join(char if char.isprintable() else " " for char in ", ".join(held))
+    entries = cast(dict[str, Any], values) if isinstance(values, dict) else {}
+    if not needed <= entries.keys() <= known.keys():
+        text = "".join(char if char.isprintable() else " " for char in ", ".join(entries))
         text = (text if len(text) <= 500 else f"{text[:500]} ..") or "no fields"
         raise ConfigError(f"{kind.__name__} holds {text}; it must hold {', '.join(known)}")
-    return kind(**held)
+    return kind(**entries)

@@ -15,8 +15,6 @@ FLOPS_PER_UNIT = 1e12
 MAX_SIZE = 2**31
 """Largest width, and most layers, of a model."""
 
-_PROBE_LENGTHS = (1, 1_000, 100_000)
-
 
 class Cost(Protocol):
     """Predicts the cost of each sequence, in a unit that stays the same within a plan.
@@ -48,7 +46,7 @@ def evaluate(cost: Cost, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | Non
 
 
 def unit_seconds(cost: Cost) -> float | None:
-    """Return the seconds that a unit of a cost takes; None where the model does not say."""
+    """Return the seconds that a unit of a cost takes; None where the model does not know."""
     if isinstance(cost, PolynomialCost):
         return 1.0
     return cost.seconds_per_unit if isinstance(cost, TransformerCost) else None
@@ -59,7 +57,7 @@ def describe_cost(cost: Cost) -> str:
     if type(cost) in (TransformerCost, PolynomialCost):
         return repr(cost)
     name = repr(cost) if is_dataclass(cost) else type(cost).__qualname__
-    probes = list(_PROBE_LENGTHS)
+    probes = [1, 1_000, 100_000]
     pairs = [tokens * tokens / 2 for tokens in probes]
     try:
         with_pairs = str(evaluate(cost, probes, pairs).tolist())
@@ -102,12 +100,7 @@ class TransformerCost:
         fields(self, seconds_per_unit=rate, fit_error=number, bytes_per_token=rate)
 
     def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Return forward TFLOPs of sequences of these many tokens, attention scaled by gamma.
-
-        Args:
-            seq_lens: Tokens of each.
-            num_pairs: Pairs of a query and a key of each; None: the square of its tokens.
-        """
+        """Return forward TFLOPs of each sequence, attention times gamma; pairs as `evaluate`."""
         tokens = floats("seq_lens", seq_lens)
         linear = 24.0 * self.d_model**2 * self.num_layers / FLOPS_PER_UNIT
         quadratic = 4.0 * self.gamma * self.d_model * self.num_layers / FLOPS_PER_UNIT
@@ -121,11 +114,7 @@ class TransformerCost:
         return f"width {self.d_model}, {self.num_layers} layers, gamma {self.gamma:.3g}"
 
     def seconds(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Return forward seconds of sequences of these many tokens, and pairs as for a call.
-
-        Raises:
-            ConfigError: The device was not measured (`seconds_per_unit` is None).
-        """
+        """Return forward seconds of sequences on a device that was measured."""
         if self.seconds_per_unit is None:
             raise ConfigError(
                 "this TransformerCost counts FLOPs, not seconds: measure the device with "
@@ -136,27 +125,18 @@ class TransformerCost:
 
 @dataclass(frozen=True, slots=True)
 class IterationFit:
-    """Diagnostics of a fitted `PolynomialCost`: how well its coefficients are known.
+    """Confidence in the coefficients of a fitted `PolynomialCost`: its four, in this order.
 
-    Args:
-        standard_errors: Of quadratic, linear, constant and overhead, in their units, from the
-            measurements alone; infinite where these leave a coefficient open.
-        unidentified: Names of the coefficients that the measurements leave open, or know no better
-            than the assumptions of the fit do. Only their sum is known; the fit chose the values.
-        loo_error: Relative error with which the other measurements predict one; the mean without
-            the worst tenth.
-        num_observations: Measurements that were fitted.
-        num_outliers: Those of them that the fit gave less than half of the usual weight.
-        covariance: (4, 4) of the coefficients, by the measurements and the assumptions of the fit
-            together: how far what is predicted from them may be off.
+    `unidentified` names those that the measurements leave open, or know no better than the
+    assumptions of the fit do: only their sum is known, and the fit chose the values.
     """
 
-    standard_errors: tuple[float, float, float, float]
+    standard_errors: tuple[float, float, float, float]  # by the measurements alone, or infinite
     unidentified: tuple[str, ...]
-    loo_error: float
+    loo_error: float  # relative, of one by all others; the mean without the worst tenth
     num_observations: int
-    num_outliers: int
-    covariance: tuple[tuple[float, ...], ...]
+    num_outliers: int  # observations with less than half of the usual weight
+    covariance: tuple[tuple[float, ...], ...]  # (4, 4) by measurements and assumptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +173,7 @@ class PolynomialCost:
         fields(self, bytes_per_token=rate)
 
     def __call__(self, seq_lens: npt.ArrayLike, num_pairs: npt.ArrayLike | None = None) -> Floats:
-        """Return seconds of sequences of these many tokens, without `overhead`; of the same shape.
-
-        Args:
-            seq_lens: Tokens of each.
-            num_pairs: Pairs of a query and a key of each; None: the square of its tokens.
-        """
+        """Return the seconds of each sequence, without `overhead`; pairs as `evaluate`."""
         tokens = floats("seq_lens", seq_lens)
         if num_pairs is None:
             return tokens * (self.linear + self.quadratic * tokens) + self.constant

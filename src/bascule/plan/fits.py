@@ -1,11 +1,11 @@
 """Fit cost models to measurements by least squares of relative errors.
 
-Small measurements count as much as large ones. `fit_latency` and `fit_item_latency` fit latencies
-of single sequences, `fit_attention_latency` calls of attention over ranks, `fit_iterations`
-iterations of training, in which only the slowest rank shows, and `fit_curve` what is calibrated.
+Small measurements count as much as large ones. Iterations of training and calls of attention over
+ranks take as long as the slowest rank, or the slower of compute and exchange: those fits alternate
+between who is the slowest and least squares.
 
-Legend: O observations, K coefficients, R ranks of which one is the slowest. The *share* of a term
-is its part of the time of the slowest ranks.
+Legend: O observations, K coefficients, R ranks. The *share* of a term is its part of the time of
+the slowest ranks.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ def relative_fit(columns: Floats, seconds: Floats, noise: Floats | None = None) 
     """Find coefficients >= 0 whose sums of columns (n, K) are nearest to times (n,), relatively.
 
     Errors follow from the scatter about the fit (Student's t: points are few), and are never below
-    what the noise of the points themselves says, (n,) relative standard errors: few points may lie
-    on a curve by luck. They do not know of what shifted all points alike.
+    the noise of the points themselves, (n,) relative standard errors: few points may lie on a curve
+    by luck. What shifts all points alike is in neither.
     """
     rows, units = _in_units(columns / seconds[:, None])
     scaled, _ = nnls(rows, np.ones_like(seconds))
@@ -65,7 +65,7 @@ def _in_units(rows: Floats) -> tuple[Floats, Floats]:
 
 
 def _half_widths(rows: Floats, residuals: Floats, noise: Floats | None) -> Floats:
-    """(K,) of the unconstrained coefficients, as if those at 0 had been free."""
+    """Return half of the (K,) intervals, as if the coefficients at 0 had been free."""
     freedom = rows.shape[0] - rows.shape[1]
     if freedom < 1 or np.linalg.matrix_rank(rows) < rows.shape[1]:
         return np.repeat(np.float64(np.inf), rows.shape[1])
@@ -258,7 +258,7 @@ class _Calls:
     copied_bytes: Floats
 
     def rows(self, waits_O: Bools) -> Floats:
-        """(O, K) factors of the coefficients, where these calls wait for the exchange."""
+        """Return (O, K) factors of the coefficients, where these calls wait for the exchange."""
         waited_O = np.where(waits_O, self.ring_degree - 1.0, 0.0)
         computed_O = self.ring_degree - waited_O
         columns = (
@@ -273,15 +273,15 @@ class _Calls:
         return np.stack(columns, axis=1)
 
     def waits(self, coefs_K: Floats) -> Bools:
-        """(O,) calls that wait for the exchange by these coefficients."""
+        """Return the (O,) calls that wait for the exchange by these coefficients."""
         _, _, p2p_latency_s, p2p_s_per_byte, compute_s_per_work, launch_s, _ = coefs_K.tolist()
         compute_O = launch_s + compute_s_per_work * self.work / self.ring_degree
         p2p_O = p2p_latency_s + p2p_s_per_byte * self.p2p_bytes
-        # What is as long as the compute is not seen: rounding must not say that it is.
+        # An exchange as long as the compute is hidden: rounding must not bring it out.
         return (self.ring_degree > 1) & (p2p_O > (1.0 + 1e-6) * compute_O)
 
     def starts(self) -> list[Bools]:
-        """Calls that wait for the exchange at first: those with the most bytes for their work."""
+        """Return calls that wait at first: those with the most bytes for their work."""
         in_ring_O = self.ring_degree > 1
         work_O = np.maximum(self.work / self.ring_degree, self.work.mean() * 1e-9)
         bytes_per_work_O = self.p2p_bytes / np.maximum(work_O, np.finfo(np.float64).tiny)
@@ -424,7 +424,7 @@ def fit_iterations(
     # Rounded, so that of equally good solutions the first is taken, not the luckiest rounding.
     best = min(solutions, key=lambda one: round(float(np.abs(one.loo).mean()), 6))
     errors_K, known_K, covariance = _uncertainty(best)
-    errors = np.sort(np.abs(best.loo))  # the worst say nothing about the model: stalls
+    errors = np.sort(np.abs(best.loo))  # the worst are stalls
     fit = IterationFit(
         standard_errors=cast(tuple[float, float, float, float], tuple(errors_K.tolist())),
         unidentified=tuple(term for term, known in zip(TERMS, known_K, strict=True) if not known),
@@ -533,10 +533,8 @@ def _uncertainty(solution: _Solution) -> tuple[Floats, Bools, Floats]:
     the measurements and the assumptions (normal, to first order); constraints at 0 are left out of
     it: who draws coefficients must cut them off there.
     """
-    rows, noise = (
-        np.sqrt(solution.weights)[:, None] * solution.design,
-        max(solution.noise, MIN_NOISE),
-    )
+    rows = np.sqrt(solution.weights)[:, None] * solution.design
+    noise = max(solution.noise, MIN_NOISE)
     # Rows of zeros give fewer observations than terms all their axes.
     padded = np.vstack([rows, np.zeros((len(TERMS),) * 2)])
     _, sizes, axes = np.linalg.svd(padded, full_matrices=False)
@@ -599,7 +597,7 @@ def _observe(
 
 
 def _work(seq_lens: Sequence[Sequence[npt.ArrayLike]]) -> Floats:
-    """(iterations, ranks, K) sum of L^2, sum of L, number of sequences, and 1."""
+    """Return (iterations, ranks, K) sum of L^2, sum of L, number of sequences, and 1."""
     seq_lens = listed("fit_iterations: seq_lens", seq_lens)
     ranks = [listed("fit_iterations: lengths of an iteration", one) for one in seq_lens]
     num_ranks = len(ranks[0]) if ranks else 0

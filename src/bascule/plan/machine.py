@@ -46,11 +46,8 @@ if TYPE_CHECKING:  # plans are made by the solver, which imports the machines
 BYTES_PER_VALUE = 2
 """Activations travel as bf16."""
 
-HEADS_TENSORS, RING_TENSORS = 4, 2
-"""Tensors of a layer that travel: q, k, v and output; keys and values."""
-
-EXCHANGES_PER_LAYER = 2
-"""All-to-alls of Ulysses attention: one to the heads, one back."""
+NUM_ALL_TO_ALLS = 2
+"""All-to-alls of a call of attention: q, k and v to the ranks of their heads, the output back."""
 
 FLOPS_PER_VALUE = 4
 """FLOPs of a query-key pair, by value of the head: products with the key and the value."""
@@ -107,15 +104,15 @@ class Work:
     ) -> "Work":
         """Return the work of a rank that holds so many values of a tensor (as q), in all layers.
 
-        A rank sends 4 tensors to U ranks, of which it is one, and 2 around the ring.
+        A rank sends q, k, v and outputs to U ranks, of which it is one, and k and v in the ring.
         """
         tensor = BYTES_PER_VALUE * values
         return cls(
             compute_s=compute_s,
             attention_s=attention_s,
-            heads_bytes=HEADS_TENSORS * tensor / bag.ulysses * (bag.ulysses - 1),
-            ring_bytes=RING_TENSORS * tensor * (bag.ring - 1),
-            num_exchanges=EXCHANGES_PER_LAYER * num_layers if bag.ulysses > 1 else 0,
+            heads_bytes=4 * tensor / bag.ulysses * (bag.ulysses - 1),
+            ring_bytes=2 * tensor * (bag.ring - 1),
+            num_exchanges=NUM_ALL_TO_ALLS * num_layers if bag.ulysses > 1 else 0,
             num_rounds=(bag.ring - 1) * num_layers,
         )
 
@@ -152,7 +149,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Nodes of equal ranks, numbered node by node, and how fast they compute and talk.
+    """Nodes of equal ranks, numbered node by node, and their speeds.
 
     Compute is the cost model's: a `TransformerCost` with `seconds_per_unit` is measured; one
     without is converted with `flops_per_s`; any other model must give seconds already. All
@@ -265,7 +262,7 @@ class Cluster:
         return self.piece_s * _shape(cost)[1] * bag.ulysses
 
     def ranks_in_node(self, topology: Topology) -> Ints:
-        """(num_bags,) fewest ranks of each bag in one node."""
+        """Return the (num_bags,) fewest ranks of each bag in one node."""
         first, sizes, per_node = topology.first_ranks, topology.bag_sizes, self.ranks_per_node
         last = first + sizes - 1
         at_ends = np.minimum(per_node - first % per_node, last % per_node + 1)
@@ -280,10 +277,6 @@ def _shape(cost: Cost) -> tuple[int, int]:
             "width of the model: use a TransformerCost, or bags of one rank"
         )
     return cost.d_model, cost.num_layers
-
-
-NUM_ALL_TO_ALLS = 2
-"""All-to-alls of a call: queries, keys and values to their ranks, and the output back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,9 +446,6 @@ LIMITS: dict[str, tuple[float, float]] = {
 """Fields that hold a number, and between what: far beyond any machine, so that what is computed of
 them stays finite and no error names something that the user did not write."""
 
-_SAME = 1e-6
-"""Share by which a rate may differ from the curve that it is read from: rounding, in a file."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareProfile:
@@ -515,7 +505,7 @@ class HardwareProfile:
             return
         for name, measured in self.calibration.rates.items():
             value = getattr(self, name) or 0.0
-            is_same = math.isclose(value, measured, rel_tol=_SAME)
+            is_same = math.isclose(value, measured, rel_tol=1e-6)  # rounding, in a file
             if name in self.calibration.measured and not is_same:  # costs follow from the curves
                 raise ConfigError(
                     f"HardwareProfile({name}={value:g}): its calibration measured {measured:g}; to "
@@ -579,11 +569,7 @@ class HardwareProfile:
         return [getattr(self, name) for name in names]
 
     def cluster(self, num_nodes: int, ranks_per_node: int) -> Cluster:
-        """Return nodes of such ranks.
-
-        Raises:
-            ConfigError: The profile lacks a number that it takes, or there are too many ranks.
-        """
+        """Return nodes of such ranks; a ConfigError names the numbers that are missing."""
         rates = ("matmul_flops_per_s", "memory_bytes", "intra_bytes_per_s", "inter_bytes_per_s")
         compute, memory, near, far, launch_s = self.numbers_of(*rates, "launch_s")
         numbers = num_nodes, ranks_per_node, compute, memory, near, far, launch_s
@@ -625,7 +611,7 @@ class HardwareProfile:
         return _FORMAT | asdict(self)
 
     def save(self, path: str | Path) -> None:
-        """Write a JSON file, or a ConfigError says why it cannot be written."""
+        """Write a JSON file."""
         text = json.dumps(self.to_dict(), indent=2) + "\n"
         try:
             to_path(path).write_text(text, encoding="utf-8")
@@ -634,11 +620,7 @@ class HardwareProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote, or take a profile that is known by its name.
-
-        Args:
-            path: Of the file; or a name of `KNOWN_PROFILES`, such as "h100-datasheet".
-        """
+        """Read a file that `save` wrote, or take one of `KNOWN_PROFILES`, as "h100-datasheet"."""
         if isinstance(path, str) and path in KNOWN_PROFILES:
             return cls(**KNOWN_PROFILES[path])
         if isinstance(path, str) and re.fullmatch(r"[\w-]{1,80}", path) and not Path(path).exists():
@@ -673,19 +655,12 @@ two, at 561 TFLOP/s against 648. Source: FlashAttention-3, speeds on an H100 at 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Work of a step over that of the forward pass that plans are priced by.
+    """Work of a step over that of the forward pass that plans are priced by."""
 
-    Args:
-        linear: Seconds of the linear layers over those of a forward pass.
-        attention: The same of attention.
-        exchanges: All-to-alls and passes of keys and values; as many backward as forward.
-        name: For tables.
-    """
-
-    linear: float
-    attention: float
-    exchanges: float
-    name: str
+    linear: float  # seconds of the linear layers over those of a forward pass
+    attention: float  # the same of attention
+    exchanges: float  # the same of all-to-alls and the ring; as many backward as forward
+    name: str  # for tables
 
     def __post_init__(self) -> None:
         fields(self, linear=rate, attention=rate, exchanges=rate)
@@ -734,7 +709,7 @@ def in_passes(
 def passes_of(name: str, profile: HardwareProfile | None = None) -> Passes:
     """Return passes by name: "forward", or a "step" or "step-without-recompute" of training.
 
-    A calibrated profile says how long its passes of a block took; exchanges were not timed by pass.
+    A calibrated profile has the times of its passes; exchanges were not timed by pass.
     """
     known = {passes.name: passes for passes in (FORWARD, TRAINING, WITHOUT_RECOMPUTING)}
     if name not in known:

@@ -12,10 +12,6 @@ from bascule.errors import ConfigError
 from bascule.plan.checks import MAX_RANKS, fields, of_type, whole
 from bascule.plan.machine import Bag, HardwareProfile, Work
 
-_MOST_TOKENS = 2**40
-_LINEAR, _ATTENTION = 24.0, 4.0
-"""FLOPs of a layer: of a token and d^2, and of a pair of tokens and d (KnapFormer, 1 and 2)."""
-
 _RULE = (
     "guidance groups first, which exchange nothing in a layer; then Ulysses ranks up to the heads "
     "within a node; a ring for the rest (a rule: give a profile to compare predictions)"
@@ -33,7 +29,7 @@ class DenoisingStep:
     num_passes: int = 1  # the guidance branches of all images
 
     def __post_init__(self) -> None:
-        fields(self, **dict.fromkeys(self.__dataclass_fields__, (whole, 1, _MOST_TOKENS)))
+        fields(self, **dict.fromkeys(self.__dataclass_fields__, (whole, 1, 2**40)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +81,10 @@ def choose_mesh(
     may be of any length.
     """
     num_ranks = whole("choose_mesh: num_ranks", num_ranks, 1, MAX_RANKS)
-    in_node, most = (
-        num_ranks if value is None else whole(f"choose_mesh: {name}", value, 1, MAX_RANKS)
-        for name, value in (
-            ("ranks_per_node", ranks_per_node),
-            ("max_ring_degree", max_ring_degree),
-        )
-    )
+    in_node = num_ranks if ranks_per_node is None else ranks_per_node
+    in_node = whole("choose_mesh: ranks_per_node", in_node, 1, MAX_RANKS)
+    most = num_ranks if max_ring_degree is None else max_ring_degree
+    most = whole("choose_mesh: max_ring_degree", most, 1, MAX_RANKS)
     meshes = [
         InferenceMesh(guidance, ring, num_ranks // guidance // ring)
         for guidance in range(1, min(num_ranks, step.num_passes) + 1)
@@ -129,8 +122,9 @@ def step_seconds(
     heads = -(-step.num_heads // bag.ulysses) / step.num_heads
     calls = -(-step.num_passes // mesh.guidance) * step.num_layers
     matmul, attention = profile.numbers_of("matmul_flops_per_s", "attention_flops_per_s")
-    linear_s = calls * _LINEAR * tokens * width**2 / matmul
-    attention_s = calls * _ATTENTION * step.num_tokens**2 / bag.ring * width * heads / attention
+    # FLOPs of a layer: 24 of a token and d^2, 4 of a pair of tokens and d (KnapFormer, 1 and 2).
+    linear_s = calls * 24.0 * tokens * width**2 / matmul
+    attention_s = calls * 4.0 * step.num_tokens**2 / bag.ring * width * heads / attention
     work = Work.of_layers(bag, calls, calls * tokens * width, linear_s + attention_s, attention_s)
     seconds = float(profile.forward_seconds([work], bag).total)
     return seconds + ((profile.launch_s or 0.0) if mesh.guidance > 1 else 0.0)

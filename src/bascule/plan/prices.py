@@ -1,10 +1,9 @@
 """Price each sequence on each kind of bag, and decide which bag computes it.
 
 Bags of one *kind* have the same size and the same wires. Without a cluster a bag of P ranks takes a
-P-th of a cost, so that there is one kind, whatever the sizes. With one, a sequence has a price a
-kind (`Cluster.seconds`): bags of different size are unrelated machines. In a ring a sequence hides
-only its own exchanges, so that prices add up; where one bag holds several, the long ones in fact
-hide some of the others' too.
+P-th of a cost, so that there is one kind. With one, a sequence has a price a kind
+(`Cluster.seconds`): bags of different size are unrelated machines. In a ring a sequence hides only
+its own exchanges, so that prices add up; in fact long ones also hide those of others in their bag.
 """
 
 from dataclasses import dataclass, replace
@@ -24,9 +23,6 @@ from bascule.plan.solver.problem import Problem, build_problem
 from bascule.plan.solver.solve import knapsack
 from bascule.plan.topology import Topology
 
-_MOST_WORK = 1e300
-"""Largest sum of costs: what follows stays finite."""
-
 _SLOWEST = 1e-3
 """Speed below which a rank is taken for broken; as many times faster, the others for wrong."""
 
@@ -45,7 +41,7 @@ class RankState:
         carried_loads: npt.ArrayLike | None = None,
         speeds: npt.ArrayLike | None = None,
     ) -> "RankState":
-        """Check what users give of each rank."""
+        """Check what users know of each rank."""
         carried, fast = np.zeros(num_ranks), np.ones(num_ranks)
         if carried_loads is not None:
             carried = amounts("carried_loads", carried_loads)
@@ -64,12 +60,8 @@ class RankState:
                 )
         return cls(carried, fast)
 
-    def bag_carried(self, topology: Topology) -> Floats:
-        """(num_bags,) cost carried by the slowest rank of each bag, for which the others wait."""
-        return np.maximum.reduceat(self.carried, topology.first_ranks)
-
     def bag_speeds(self, topology: Topology) -> Floats:
-        """(num_bags,) ranks of each bag, times the speed of the slowest of them."""
+        """Return the (num_bags,) ranks of each bag, times the speed of the slowest of them."""
         slowest: Floats = np.minimum.reduceat(self.speeds, topology.first_ranks)
         return slowest * topology.bag_sizes
 
@@ -79,7 +71,6 @@ class Prices:
     """Sequences with a price a kind of bag, times its ranks, and the bags."""
 
     lens: Ints  # (num_seqs,) tokens
-    sizes: Ints  # (num_bags,) ranks
     speeds: Floats  # (num_bags,) ranks, times the speed of the slowest
     kinds: Ints  # (num_bags,) kind of each bag
     compute: Floats  # (num_seqs,) on one rank
@@ -94,17 +85,17 @@ class Prices:
         return self.compute + self.ulysses + self.ring
 
     def loads(self, bag_of: Ints) -> Floats:
-        """(num_bags,) true cost of each bag."""
+        """Return the (num_bags,) true cost of each bag."""
         work = self.work[self.kinds[bag_of], np.arange(bag_of.size)]
-        return self.carried + np.bincount(bag_of, work, self.sizes.size) / self.speeds
+        return self.carried + np.bincount(bag_of, work, self.speeds.size) / self.speeds
 
     def exposed_host(self, bag_of: Ints) -> Floats:
-        """(num_bags,) seconds by which the host of each bag is behind the compute it launches.
+        """Return the (num_bags,) seconds by which hosts are behind the compute they launch.
 
         An assignment that is priced by sequences does not see it: it is no sum over them.
         """
-        host = np.bincount(bag_of, minlength=self.sizes.size) * self.host[self.kinds]
-        compute = np.bincount(bag_of, self.compute, self.sizes.size) / self.speeds
+        host = np.bincount(bag_of, minlength=self.speeds.size) * self.host[self.kinds]
+        compute = np.bincount(bag_of, self.compute, self.speeds.size) / self.speeds
         return np.where(host > 0, np.maximum(host - compute, 0.0), 0.0)
 
     def problem(self, limits: Limits | None) -> Problem:
@@ -144,10 +135,10 @@ def price(
     batch: Batch, topology: Topology, cost: Cost, cluster: Cluster | None, ranks: RankState
 ) -> Prices:
     """Price a batch on the bags of a topology; a slow rank is slow in all that its bag does."""
-    lens, sizes = batch.lens, topology.bag_sizes
+    lens = batch.lens
     if cluster is None:
         compute = checked(evaluate(cost, lens, batch.num_pairs), batch)
-        kind_of = np.zeros_like(sizes)
+        kind_of = np.zeros_like(topology.bag_sizes)
         each, host = [Seconds(compute)], np.zeros(1)
     else:
         cluster.check_world(topology.num_ranks)
@@ -158,15 +149,16 @@ def price(
         bags, kind_of = _kinds(topology, cluster)
         each = [cluster.sequence_seconds(cost, bag, lens, compute, attention) for bag in bags]
         host = np.array([cluster.host_seconds(cost, bag) for bag in bags])
+    # The others of a bag wait for the rank that carries most.
+    carried: Floats = np.maximum.reduceat(ranks.carried, topology.first_ranks)
     return Prices(
         lens,
-        sizes,
         ranks.bag_speeds(topology),
         kind_of,
         compute,
         np.stack([np.broadcast_to(one.heads_s, lens.shape) for one in each]),
         np.stack([np.broadcast_to(one.ring_s, lens.shape) for one in each]),
-        ranks.bag_carried(topology) + np.array([one.launch_s for one in each])[kind_of],
+        carried + np.array([one.launch_s for one in each])[kind_of],
         host,
     )
 
@@ -193,7 +185,7 @@ def checked(costs: Floats, batch: Batch) -> Floats:
             f"{batch.lens[bad]} tokens; a cost is finite and at least 0"
         )
     with np.errstate(over="ignore"):
-        if costs.sum() > _MOST_WORK:
+        if costs.sum() > 1e300:  # so that what follows stays finite
             raise ConfigError(f"costs up to {costs.max()} overflow in a sum; use a larger unit")
     return costs
 

@@ -183,7 +183,7 @@ class Topology:
 
 
 def _term(name: str, value: object) -> tuple[int, ...]:
-    """The ranks in a bag, and the number of such bags."""
+    """Check the ranks in a bag and the number of such bags."""
     term = each(name, value, whole, 1)
     if len(term) != 2:
         raise ConfigError(f"{name}={shown(value)}): give ranks in a bag, and number of such bags")

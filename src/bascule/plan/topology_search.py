@@ -5,6 +5,7 @@ of them at once; the solver then looks at the most promising, until the next bou
 the best answer.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
-from bascule.arrays import Floats, Ints
+from bascule.arrays import Bools, Floats, Ints
 from bascule.errors import ConfigError, PlanError
 from bascule.plan import metrics
 from bascule.plan.checks import listed, of_type
@@ -44,22 +45,16 @@ _MAX_NODES = 512
 
 @dataclass(frozen=True, slots=True)
 class RankedTopology:
-    """A unit topology, and what the model predicts for it.
+    """A unit of bags, and what the model predicts for it, in the mean of the batches.
 
-    Attributes:
-        spec: The bags of one unit.
-        seconds: Mean makespan of a batch: wires, launches and exposed host included; of a forward
-            pass, unless cost and cluster are those of a step (`in_passes`).
-        imbalance: Mean of max over mean of the ranks' seconds.
-        gap: Mean of how far a batch may be from the best on these bags: makespan / bound - 1.
-        reasons: Which sequences forced which bag.
+    Seconds are of a forward pass, unless cost and cluster are those of a step (`in_passes`).
     """
 
     spec: str
-    seconds: float
-    imbalance: float
-    gap: float
-    reasons: tuple[str, ...]
+    seconds: float  # makespan, with wires, launches and exposed host
+    imbalance: float  # max over mean of the ranks' seconds
+    gap: float  # how far a batch may be from the best on these bags: makespan / bound - 1
+    reasons: tuple[str, ...]  # sequences that forced bags, by size of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +111,13 @@ def suggest_topology(
     order = np.argsort(bounds, kind="stable")
     even = np.flatnonzero((units > 0).sum(axis=1) == 1)
     rows: list[RankedTopology] = []
-    error: PlanError | None = None
+    error = PlanError("no candidate")
     for candidate in np.unique(np.concatenate([even, order[:_MAX_SOLVED]])).tolist():
         try:
             rows.append(_rank(_topology(units[candidate], cluster), read, cost, cluster, limits))
         except PlanError as met:
             error = met
-    if error is not None and not rows:
+    if not rows:
         raise error
     rows = _in_order(rows)
     best = Topology.parse(rows[0].spec, world_size=cluster.num_ranks)
@@ -130,7 +125,7 @@ def suggest_topology(
 
 
 def _in_order(rows: Sequence[RankedTopology]) -> list[RankedTopology]:
-    """Sort as `TopologyRanking` says: each place goes to one of those in a tie with the fastest."""
+    """Sort as `TopologyRanking` is: each place goes to one of those in a tie with the fastest."""
     left, order = sorted(rows, key=lambda row: row.seconds), list[RankedTopology]()
     while left:
         tied = [row for row in left if row.seconds <= left[0].seconds * (1.0 + _TIE)]
@@ -196,12 +191,10 @@ def choose_topology(
     """Choose the bags of one batch; each node's are the ones that suit what was loaded there."""
     units = _candidates(cluster)
     bounds = _bounds(batch, cost, cluster, units, float(ranks.carried.mean()))
-    best: tuple[float, Topology, Ints] | None = None
-    error: PlanError | None = None
-    num_solved = 0
+    solved: list[tuple[float, Topology, Ints]] = []
+    shortest, error = math.inf, PlanError("no candidate")
     for candidate in np.argsort(bounds, kind="stable").tolist():
-        is_close = best is not None and float(bounds[candidate]) >= best[0] * (1 - _WORTH)
-        if is_close or num_solved == _MAX_SOLVED:
+        if len(solved) == _MAX_SOLVED or bounds[candidate] >= shortest * (1 - _WORTH):
             break
         topology = _topology(units[candidate], cluster)
         try:
@@ -210,17 +203,16 @@ def choose_topology(
         except PlanError as met:
             error = met
             continue
-        num_solved += 1
-        if best is None or decision.makespan < best[0]:
-            best = decision.makespan, topology, decision.bag_of
-    if best is None:
-        assert error is not None
+        solved.append((decision.makespan, topology, decision.bag_of))
+        shortest = min(shortest, decision.makespan)
+    if not solved:
         raise error
-    return _settle(*best[1:], batch.ranks, batch.lens, cluster)
+    _, topology, bag_of = min(solved, key=lambda one: one[0])
+    return _settle(topology, bag_of, batch.ranks, batch.lens, cluster)
 
 
 def _candidates(cluster: Cluster) -> Ints:
-    """(num_candidates, K) bags of 1, 2, .. 2^(K - 1) ranks in a unit."""
+    """Return (num_candidates, K) bags of 1, 2, .. 2^(K - 1) ranks in a unit."""
     per_node, sizes = cluster.ranks_per_node, [1]
     while per_node % (sizes[-1] * 2) == 0:
         sizes.append(sizes[-1] * 2)
@@ -249,7 +241,7 @@ def _topology(counts: Ints, cluster: Cluster) -> Topology:
 
 
 def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: float) -> Floats:
-    """(num_candidates,) bound of each candidate's makespan, all bisected at once.
+    """Return the (num_candidates,) bounds of the makespans, all bisected at once.
 
     A makespan is too short if a fluid does not fit (the longest sequences on the largest bags,
     each size full), or if the bags do not have k slots for sequences like the k-th longest.
@@ -275,38 +267,36 @@ def _bounds(batch: Batch, cost: Cost, cluster: Cluster, units: Ints, carried: fl
     return low
 
 
-def _fluid_fits(work: Floats, sums: Floats, bags: Ints, room: Floats) -> npt.NDArray[np.bool_]:
-    """(num_candidates,) whether the work fits, sequences cut at will; largest bags first.
+def _fluid_fits(work: Floats, sums: Floats, bags: Ints, room: Floats) -> Bools:
+    """Mark the (num_candidates,) that hold the work, cut at will; largest bags first.
 
     A sequence that alone ends too late on a size must fit on the larger ones.
     """
-    num_seqs = work.shape[1]
+    index = np.arange(sums.shape[1], dtype=np.float64)
     done = np.zeros(room.shape[0])  # sequences, the last one in part
     legal = np.ones(done.size, dtype=bool)
     for kind in reversed(range(room.shape[1])):
         longest = np.append(work[kind], 0.0)[done.astype(np.int64)]
         legal &= (bags[:, kind] == 0) | (longest <= room[:, kind] * (1 + 1e-12))
-        index = np.arange(num_seqs + 1, dtype=np.float64)
         reached: Floats = np.interp(done, index, np.asarray(sums[kind], dtype=np.float64))
         reached += bags[:, kind] * room[:, kind]
         ends = np.searchsorted(sums[kind], reached, side="right") - 1
         step = np.append(np.diff(sums[kind]), np.inf)[ends]
         part = np.divide(reached - sums[kind][ends], step, out=np.zeros_like(done), where=step > 0)
-        done = np.minimum(np.maximum(ends + part, done), num_seqs)
-    return legal & (done >= num_seqs)
+        done = np.minimum(np.maximum(ends + part, done), index[-1])
+    return legal & (done >= index[-1])
 
 
-def _slots_fit(work: Floats, bags: Ints, room: Floats) -> npt.NDArray[np.bool_]:
-    """(num_candidates,) whether there are k slots for sequences like the k-th longest, all k."""
+def _slots_fit(work: Floats, bags: Ints, room: Floats) -> Bools:
+    """Mark the (num_candidates,) with k slots for sequences like the k-th longest, for all k."""
     longest = work[:, :_MAX_SLOTS]
     num = longest.shape[1]
     slots = np.zeros((bags.shape[0], num))
     for kind in range(bags.shape[1]):
         cost = np.maximum(longest[kind], np.finfo(np.float64).tiny)
-        held = np.floor(room[:, kind, None] / cost * (1 + 1e-12))
-        slots += bags[:, kind, None] * np.minimum(held, num)
-    needed = np.arange(1, num + 1, dtype=np.float64)
-    return np.all(np.greater_equal(slots, needed), axis=1)
+        each = np.floor(room[:, kind, None] / cost * (1 + 1e-12))
+        slots += bags[:, kind, None] * np.minimum(each, num)
+    return np.all(slots >= np.arange(1.0, num + 1), axis=1)
 
 
 def _settle(
@@ -317,11 +307,8 @@ def _settle(
         return topology
     slot = topology.first_ranks // cluster.ranks_per_node
     pairs = slot[bag_of] * cluster.num_nodes + ranks // cluster.ranks_per_node
-    shape = (cluster.num_nodes, cluster.num_nodes)
-    gains = np.bincount(pairs, lens, shape[0] ** 2).reshape(shape)
-    slots, nodes = linear_sum_assignment(gains, maximize=True)
-    slot_of = np.empty_like(slots)
-    slot_of[nodes] = slots
-    order = np.concatenate([np.flatnonzero(slot == place) for place in slot_of])
+    gains = np.bincount(pairs, lens, cluster.num_nodes**2).reshape(cluster.num_nodes, -1)
+    _, node_of_slot = linear_sum_assignment(gains, maximize=True)
+    order = np.argsort(node_of_slot[slot], kind="stable")
     sizes = groupby(topology.bag_sizes[order].tolist())
     return Topology(tuple((size, len(list(same))) for size, same in sizes))
