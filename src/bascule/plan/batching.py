@@ -29,19 +29,12 @@ def forward_passes(
     max_items: int | None = None,
     is_aligned: bool,
 ) -> list[list[ForwardPass]]:
-    """Part samples into the forward passes of each bag, the longest first.
+    """Part one sample or more into the forward passes of each bag, the longest first.
 
-    Where passes are too few, those of several samples are halved; a bag that has no more to halve
+    Samples of a pass have the same form, and at most `max_tokens` on a rank; a longer one goes
+    alone. Each bag needs a pass, and if `is_aligned`, as under FSDP, as many as the others. Where
+    passes are too few, those of several samples are halved; a bag that has no more to halve
     computes the shortest sample once more, or that of another bag.
-
-    Args:
-        bag_of: (num_seqs,) the bag of each sample; there is one sample at least.
-        lens: (num_seqs,) its tokens.
-        forms: (num_seqs,) samples of the same form fit into one batch.
-        bag_sizes: (num_bags,) ranks of each bag.
-        max_tokens: Most tokens of a pass on a rank; a longer sample goes alone.
-        max_items: Most samples of a pass.
-        is_aligned: Whether all bags need as many passes, as under FSDP; else each needs one.
     """
     by_bag = np.argsort(bag_of, kind="stable")
     parts = np.split(by_bag, np.cumsum(np.bincount(bag_of, minlength=bag_sizes.size))[:-1])

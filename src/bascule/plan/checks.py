@@ -1,8 +1,7 @@
 """Check arguments where they enter: return the value in its right type, or raise a ConfigError.
 
 Every check is called as `check(name, value, *details)`, where the name is what the message shows:
-"tokens", "--tokens", or "Limits(tokens" for a field. `fields` applies them to a dataclass, one line
-a class. Ranks plan alike, so they must also fail alike.
+"tokens", "--tokens", or "Limits(tokens" for a field. `fields` applies them to a dataclass.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -83,8 +82,8 @@ def of_type(
     """Return a value of this type; the advice says what to give instead."""
     if not isinstance(value, kind):
         is_field = "(" in name and not name.endswith(")")
-        what = f"{name}={shown(value)})" if is_field else f"{name} is {shown(value)}"
-        raise ConfigError(f"{what}: give {advice}")
+        subject = f"{name}={shown(value)})" if is_field else f"{name} is {shown(value)}"
+        raise ConfigError(f"{subject}: give {advice}")
     return value
 
 

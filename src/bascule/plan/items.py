@@ -21,23 +21,14 @@ _DEFAULTS = {"weights": 1, "forms": 0, "pairs": int(np.float64(_UNKNOWN_PAIRS).v
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Items in the order of microbatches, then of the ranks that own them, then as these list them.
+    """Items by microbatch, then by the rank that owns them, then as it lists them."""
 
-    Attributes:
-        counts: (M, R) items of each microbatch and rank.
-        lens: (n,) tokens.
-        num_bytes: (n,) bytes on the wire.
-        weights: (n,) what each counts in the mean over all.
-        forms: (n,) items of the same form fit into one call.
-        pairs: (n,) pairs of a query and a key that attention computes; -1 where it is unknown.
-    """
-
-    counts: Ints
-    lens: Ints
-    num_bytes: Ints
-    weights: Ints
-    forms: Ints
-    pairs: Floats
+    counts: Ints  # (M, R) items of each microbatch and rank
+    lens: Ints  # (n,) tokens
+    num_bytes: Ints  # (n,) on the wire
+    weights: Ints  # (n,) weight of each in the mean over all
+    forms: Ints  # (n,) items of the same form fit into one call
+    pairs: Floats  # (n,) pairs of a query and a key that attention computes; -1: unknown
 
     @classmethod
     def own(
@@ -110,7 +101,7 @@ class Items:
         return np.split(self.lens[self.micro == micro], np.cumsum(self.counts[micro])[:-1])
 
     def sums(self, ranks: Ints, values: Ints | Floats) -> Floats:
-        """Return (M, R) sums of a value of each item, by microbatch and the rank given for it."""
+        """Return (M, R) sums of a value of each item, by microbatch and the (n,) ranks."""
         num_micro, num_ranks = self.counts.shape
         sums = np.bincount(self.micro * num_ranks + ranks, values, num_micro * num_ranks)
         return sums.reshape(num_micro, num_ranks).astype(np.float64)

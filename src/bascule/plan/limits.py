@@ -1,4 +1,4 @@
-"""Hard limits per rank."""
+"""Hard limits of a rank, and those of bytes as tokens."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from bascule.plan.machine import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one rank can hold in one microbatch; None means unlimited.
+    """Limits of one rank in one microbatch; None means unlimited.
 
     A bag of G ranks holds G times the tokens and bytes, since its ranks share a sequence evenly,
     but the same number of items: each of its ranks has a part of all of them.
@@ -38,19 +38,16 @@ class Limits:
         return all(most is None or amounts.max() <= most for most, amounts in limits)
 
 
-_UNLIMITED = Limits()
-
-
 def in_tokens(limits: Limits | None, cost: Cost, cluster: Cluster | None) -> Limits | None:
-    """Return limits on tokens and items alone: what fits into memory, as tokens.
+    """Return limits on tokens and items alone.
 
     Activations of a transformer with an attention that does not store its scores grow with the
-    tokens of a rank. So a limit on bytes is one on tokens, `num_bytes / cost.bytes_per_token`; with
-    a cluster, its `memory_bytes` takes the place of a limit that is not given.
+    tokens of a rank. So a limit on bytes is one on tokens, `num_bytes / cost.bytes_per_token`;
+    without `num_bytes`, the `memory_bytes` of a cluster are the limit.
     """
     if limits is not None:
         of_type("limits", limits, Limits, "Limits(tokens=..), or None")
-    own = limits or _UNLIMITED
+    own = limits or Limits()
     per_token = cost.bytes_per_token if isinstance(cost, TransformerCost | PolynomialCost) else None
     if per_token is None:
         if own.num_bytes is not None:

@@ -29,12 +29,12 @@ _SAME = 1.0 + 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """(num_seqs,) ranks that loaded the sequences, and their tokens; all on one node by default."""
+    """The ranks that loaded the sequences of a plan."""
 
-    ranks: Ints
-    lens: Ints
+    ranks: Ints  # (num_seqs,)
+    lens: Ints  # (num_seqs,) tokens
     topology: Topology
-    cluster: Cluster | None
+    cluster: Cluster | None  # None: all ranks are on one node
 
     @property
     def home(self) -> Ints:
@@ -42,10 +42,10 @@ class Source:
         return self.topology.bag_of_rank[self.ranks]
 
     def homes(self, ceiling: float) -> Homes:
-        """The bags that sequences prefer; what is away is tokens (up to remainders).
+        """Return the bags that sequences prefer, weighed by tokens (up to remainders).
 
-        With nodes those that leave their node; then those that leave their rank break ties. No bag
-        may pass the ceiling, a makespan in units of the solver's work.
+        With nodes, tokens that leave their node count; those that leave their rank break ties. The
+        ceiling is in units of the solver's work.
         """
         lens, kept = self.lens.astype(np.float64), 1.0 / self.topology.bag_sizes
         if self.cluster is None or self.cluster.num_nodes == 1:

@@ -22,19 +22,12 @@ _MARK = re.compile(r"bascule::(?:(step|batch) )?(lens|loaded)(?:/([0-9]{1,6}))? 
 
 @dataclass(frozen=True, slots=True)
 class LengthMark:
-    """Lengths as the name of a range.
-
-    Attributes:
-        lens: Tokens of each sequence.
-        what: "lens" that the rank computes on, or those that it "loaded".
-        origin: Who says so: a "step" of `SequenceParallel`, a "batch" of a loader, or a user.
-        shared_by: How many ranks share each sequence.
-    """
+    """Lengths as the name of a range."""
 
     lens: tuple[int, ...]
-    what: What = "lens"
-    origin: Origin = ""
-    shared_by: int = 1
+    what: What = "lens"  # that the rank computes on, or those that it "loaded"
+    origin: Origin = ""  # a "step" of `SequenceParallel`, a "batch" of a loader, or a user
+    shared_by: int = 1  # ranks that share each sequence
 
     def __str__(self) -> str:
         origin = f"{self.origin} " if self.origin else ""

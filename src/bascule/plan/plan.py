@@ -33,7 +33,6 @@ JSON_VERSION = 1
 MAX_TOKENS = 2**31 - 1
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
-
 _SHARE = 0.99
 """Share of a bag's tokens from which on a sequence is all that the bag computes."""
 

@@ -1,18 +1,14 @@
-"""Where every token goes: chunks of sequences on ranks, and the index tables that move them.
+"""Chunks of sequences on ranks, and the index tables that move their tokens there.
 
-Two layouts, both in the order of global sequence ids (rank 0's sequences first, then rank 1's,
-...): the *source* layout, as the data loader made it, and the *compute* layout, in which a rank of
-a bag holds one chunk of each of the bag's sequences. Since both follow the same order and an
-all-to-all delivers in the order of the source ranks, what arrives is already in place: `route`
-gathers before the exchange and `restore` after it, one pass over the data each. Only where a rank
-has two chunks of a sequence, what arrives is put in place by a second pass.
+Two layouts follow the order of global sequence ids: *source*, as loaded, and *compute*, in which a
+rank of a bag has one chunk of each of the bag's sequences. An all-to-all delivers in the order of
+the source ranks, so what arrives is in place: `route` and `restore` pass over the data once each.
+Only where a rank has two chunks of a sequence, a second pass puts them in place.
 
-A bag of P = G * R ranks cuts a sequence into P chunks, one for each rank in turn: ring rank r, of
-G ranks that share heads, has the G chunks from r G on. Where tokens see what is before them, later
-ring ranks would have more work. So there the sequence is cut into 2 P chunks, and ring rank r has
-two runs of G chunks: the r-th and the (2 R - 1 - r)-th (zigzag). A rank's early chunks lie before
-its late ones. A sequence of several documents, none of which sees another, is cut document by
-document: else who has the long ones would have more work.
+A bag of G * R ranks cuts a sequence into as many chunks: ring rank r, of G ranks that share heads,
+has the G chunks from r G on. Under causal masks later ring ranks would have more work: so twice as
+many chunks are cut, and ring rank r has the r-th and the (2 R - 1 - r)-th run of G (zigzag), early
+chunks first. Documents that do not see each other are cut one by one, for the same reason.
 """
 
 from dataclasses import dataclass
@@ -29,19 +25,12 @@ from bascule.plan.topology import Topology
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """One rank's part in an exchange: `all_to_all(x[send_index])[recv_index]`.
+    """One rank's part in an exchange: `all_to_all(x[send_index])[recv_index]`."""
 
-    Attributes:
-        send_index: (tokens sent,) row to send at each place; None leaves the order as it is.
-        send_splits: (num_ranks,) rows to each rank.
-        recv_splits: (num_ranks,) rows from each rank.
-        recv_index: (tokens received,) received row at each place; None leaves the order as it is.
-    """
-
-    send_index: Ints | None
-    send_splits: Ints
-    recv_splits: Ints
-    recv_index: Ints | None
+    send_index: Ints | None  # (rows sent,) row to send at each place; None keeps the order
+    send_splits: Ints  # (num_ranks,) rows to each rank
+    recv_splits: Ints  # (num_ranks,) rows from each rank
+    recv_index: Ints | None  # (rows received,) received row at each place; None keeps the order
 
     @classmethod
     def of_items(
@@ -54,19 +43,10 @@ class Route:
         *,
         starts: Ints | None = None,
     ) -> "Route":
-        """The part of one rank in moving items, each a run of rows, from rank to rank.
+        """Return a rank's part in moving (n,) items, runs of `lens` rows; they arrive as listed.
 
-        Items are listed in the order in which they are to lie, on every rank alike. Items that
-        neither come from this rank nor go to it may be left out. O(items log items + rows of the
-        rank).
-
-        Args:
-            source: (n,) rank that has each item.
-            dest: (n,) rank that gets it. An item that goes to several ranks is listed for each.
-            lens: (n,) its rows.
-            rank: This rank.
-            num_ranks: All ranks.
-            starts: (n,) its first row on the rank that has it. Default: items lie as listed.
+        An item that goes to several ranks is listed for each; those of other ranks may be left out.
+        `starts` are first rows on the ranks that have them; by default items lie there as listed.
         """
         sent, received = np.flatnonzero(source == rank), np.flatnonzero(dest == rank)
         first = cumulative(lens[sent])[:-1] if starts is None else starts[sent]
@@ -82,7 +62,7 @@ class Route:
         )
 
     def inverse(self) -> "Route":
-        """The exchange that brings every row back to where it came from."""
+        """Return the exchange that brings every row back."""
         return Route(
             send_index=_inverse_permutation(self.recv_index),
             send_splits=self.recv_splits,
@@ -93,33 +73,23 @@ class Route:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalLayout:
-    """What one rank computes on: chunks of the sequences of its bag, packed without padding.
+    """The n chunks that one rank computes on, packed without padding.
 
-    A rank has a chunk of each sequence, or of each of its documents. In a bag with a ring, under
+    It has a chunk of each sequence of its bag, or of each document. In a bag with a ring, under
     causal masks, it has two: first the early chunks of all, then their late ones.
-
-    Attributes:
-        seq_ids: (n,) global id of each chunk's sequence, ascending (twice, where there are early
-            and late ones); the same on all ranks of the bag.
-        seq_lens: (n,) the whole lengths of these sequences.
-        chunk_starts: (n,) position of each chunk in its sequence.
-        chunk_lens: (n,) tokens of it; may be 0.
-        cu_seqlens: (n + 1,) int32, bounds of the chunks on this rank.
-        positions: (T,) position of each local token in its sequence.
-        slots: (T,) index into `seq_ids` of each local token.
     """
 
-    seq_ids: Ints
-    seq_lens: Ints
-    chunk_starts: Ints
-    chunk_lens: Ints
-    cu_seqlens: npt.NDArray[np.int32]
-    positions: Ints
-    slots: Ints
+    seq_ids: Ints  # (n,) global ids of the sequences, ascending; alike on all ranks of the bag
+    seq_lens: Ints  # (n,) whole lengths of these sequences
+    chunk_starts: Ints  # (n,) position of each chunk in its sequence
+    chunk_lens: Ints  # (n,) tokens of it; may be 0
+    cu_seqlens: npt.NDArray[np.int32]  # (n + 1,) bounds of the chunks on this rank
+    positions: Ints  # (T,) position of each local token in its sequence
+    slots: Ints  # (T,) index into `seq_ids` of each local token
 
 
 def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.ArrayLike) -> Ints:
-    """Position at which chunk `index` of each sequence begins; `index = bag size` gives its length.
+    """Return where chunk `index` of each sequence begins; `index = bag size` gives its length.
 
     A sequence of L tokens in a bag of G gives every rank L // G tokens; the remainder goes one
     token a rank to the L % G ranks from `rotation` on, cyclically. All arguments broadcast.
@@ -132,10 +102,9 @@ def chunk_starts(seq_lens: Ints, bag_sizes: Ints, rotations: Ints, index: npt.Ar
 
 
 def rotations(seq_lens: Ints, bag_of: Ints, bag_sizes: Ints) -> Ints:
-    """Rank in its bag at which each sequence's remainder starts: where the previous one's ended.
+    """Return the rank in its bag at which each sequence's remainder starts: after the previous one.
 
-    Hence the tokens of the ranks of a bag differ by at most one. O(n log n) in the number of
-    sequences.
+    Hence the tokens of the ranks of a bag differ by at most one. O(n log n) of n sequences.
     """
     if bag_sizes.max() == 1:
         return np.zeros_like(seq_lens)
@@ -185,7 +154,7 @@ class Chunks:
 
     @classmethod
     def of(cls, topology: Topology, seq_lens: Ints, bag_of: Ints, masks: Masks | None) -> Self:
-        """Those of sequences in bags."""
+        """Cut sequences, or their documents, in bags."""
         is_zigzag = masks is not None and bool(masks.is_causal.any())
         if masks is None or masks.apart.seqs.size <= np.count_nonzero(seq_lens):
             every, begins = np.arange(seq_lens.size), np.zeros_like(seq_lens)
@@ -196,7 +165,7 @@ class Chunks:
 
     @property
     def is_by_document(self) -> bool:
-        """Return whether the parts are documents."""
+        """True if the parts are documents."""
         return bool(self.begins.any())
 
     @cached_property
@@ -214,7 +183,7 @@ class Chunks:
         return int(self.counts[bag] // self.topology.bag_sizes[bag])
 
     def _starts(self, seqs: Ints | slice, index: Ints | int) -> Ints:
-        """Where chunk `index` of each of some sequences begins."""
+        """Return the first position of chunk `index` of each of some sequences."""
         counts = self.counts[self.bag_of[seqs]]
         return chunk_starts(self.seq_lens[seqs], counts, self._rotations[seqs], index)
 
@@ -291,7 +260,7 @@ class Chunks:
         )
 
     def local(self, rank: int) -> LocalLayout:
-        """What a rank computes on."""
+        """Return what a rank computes on."""
         parts, first, end = self._of_rank(rank)
         at, lens = np.tile(parts, len(first)), (end - first).ravel()
         starts = first.ravel() + self.begins[at]
@@ -306,7 +275,7 @@ class Chunks:
         )
 
     def route(self, rank: int, source_ranks: Ints) -> Route:
-        """The part of a rank in the exchange from where sequences were loaded."""
+        """Return the part of a rank in the exchange from where sequences were loaded."""
         num_ranks, source = self.topology.num_ranks, source_ranks[self.seqs]
         source_counts = np.bincount(source, minlength=num_ranks)
         parts, first, end = self._of_rank(rank)

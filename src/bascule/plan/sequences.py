@@ -40,11 +40,11 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stretch:
-    """A part of each sequence: its first position there, its tokens, the row of its first token."""
+    """A part of each of n sequences."""
 
-    starts: Ints
-    lens: Ints
-    rows: Ints
+    starts: Ints  # (n,) its first position in the sequence
+    lens: Ints  # (n,) its tokens
+    rows: Ints  # (n,) the row of its first token
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,19 +62,12 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """The spans of some sequences, one sequence after the other.
+    """The spans of some sequences, one sequence after the other."""
 
-    Attributes:
-        counts: (n,) spans of each sequence.
-        lens: (m,) tokens of each span, one or more.
-        is_causal: (m,) as `Span.causal`.
-        is_first: (m,) as `Span.new_document`; the first span of a sequence is one in any case.
-    """
-
-    counts: Ints
-    lens: Ints
-    is_causal: Bools
-    is_first: Bools
+    counts: Ints  # (n,) spans of each sequence
+    lens: Ints  # (m,) tokens of each span, one or more
+    is_causal: Bools  # (m,) as `Span.causal`
+    is_first: Bools  # (m,) as `Span.new_document`; of a first span it makes no difference
 
     def __post_init__(self) -> None:
         for values in (self.counts, self.lens, self.is_causal, self.is_first):
@@ -156,7 +149,7 @@ class Masks:
         return Masks(self.counts[seqs], self.lens[at], self.is_causal[at], self.is_first[at])
 
     def rectangles(self, queries: Stretch, keys: Stretch) -> Pairs:
-        """Runs of queries that see one run of keys alike; the diagonals of `triangles` aside.
+        """Return runs of queries that see one run of keys alike, but for those of `triangles`.
 
         The keys of a run that is causal are those before its queries, so that stretches of queries
         and keys must be the same tokens of a sequence, or have none in common.
@@ -169,7 +162,7 @@ class Masks:
         return Pairs(*_at(queries, seqs, q_from, q_to), *_at(keys, seqs, k_from, k_to))
 
     def triangles(self, both: Stretch) -> Pairs:
-        """Runs of queries that see of the same tokens those up to themselves."""
+        """Return runs of queries that see of the same tokens those up to themselves."""
         start, end = self._within(both)
         rows = _at(both, self.seqs, start, np.where(self.is_causal, end, start))
         return Pairs(*rows, *rows)
@@ -223,19 +216,12 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """The sequences of all ranks, checked; those of rank 0 first.
+    """The sequences of all ranks, checked; those of rank 0 first."""
 
-    Attributes:
-        counts: (num_ranks,) sequences of each rank.
-        lens: (n,) tokens of each sequence.
-        masks: What their tokens see of them; None: everything.
-        context_lens: (n,) tokens of their contexts; None without contexts.
-    """
-
-    counts: Ints
-    lens: Ints
-    masks: Masks | None = None
-    context_lens: Ints | None = None
+    counts: Ints  # (num_ranks,) sequences of each rank
+    lens: Ints  # (n,) tokens of each sequence
+    masks: Masks | None = None  # None: tokens see everything
+    context_lens: Ints | None = None  # (n,) tokens of their contexts
 
     @property
     def ranks(self) -> Ints:
@@ -253,11 +239,7 @@ class Batch:
 
     @classmethod
     def joined(cls, parts: "Sequence[Batch]") -> Self:
-        """Return the sequences of the ranks of all parts, in their order.
-
-        Raises:
-            ConfigError: Some ranks that have sequences have masks, and others none.
-        """
+        """Return the sequences of the ranks of all parts, in their order."""
         counts = np.concatenate([part.counts for part in parts])
         lens = np.concatenate([part.lens for part in parts])
         masks, contexts = None, None
@@ -390,10 +372,7 @@ MAX_LENGTH = 2**40
 def check_lengths(
     seq_lens: Sequence[npt.ArrayLike], num_ranks: int | None = None
 ) -> tuple[Ints, Ints]:
-    """Return counts (num_ranks,) and lengths (num_seqs,) of a batch of one list a source rank.
-
-    A ConfigError names rank, place and value of the first length that is no whole number.
-    """
+    """Return counts (num_ranks,) and lengths (num_seqs,) of a batch of one list a source rank."""
     if isinstance(seq_lens, str) or not hasattr(seq_lens, "__len__"):
         raise ConfigError(f"sequence lengths {shown(seq_lens)}: give one list a source rank")
     if num_ranks is not None and len(seq_lens) != num_ranks:

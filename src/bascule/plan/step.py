@@ -74,7 +74,7 @@ def plan_microbatches(
     setup: PlanSetup,
     sync: Sync,
 ) -> tuple[Plan, ...]:
-    """Do what `plan_step` does."""
+    """Plan the microbatches of a step; see `plan_step`."""
     alone: list[Plan] = []
     for number, seq_lens in enumerate(microbatches):
         try:
@@ -91,23 +91,18 @@ def plan_microbatches(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mixed:
-    """Microbatches whose sequences were dealt anew.
-
-    By source rank, (n, 2) the microbatch in which a sequence was loaded, and its place there.
-    """
+    """Microbatches whose sequences were dealt anew."""
 
     batches: list[Batch]
-    sources: list[list[Ints]]
+    sources: list[list[Ints]]  # by source rank, (n, 2) microbatch that loaded it, and place there
 
 
 def mix_microbatches(batches: Sequence[Batch], setup: PlanSetup, sync: Sync) -> Mixed:
     """Deal the sequences of an optimiser step to its microbatches, so that these are even.
 
-    Where ranks meet in every microbatch, one that holds a giant makes all wait while the rank that
-    has it works. Dealt together, giants of several microbatches are computed side by side. All are
-    planned as one, on as many bags as they have together, wires aside; then bags that are alike go
-    to the microbatches by their loads, so that the sum of the makespans is small. If a step would
-    be no faster for what was dealt, all stay where they are.
+    All are planned as one, on as many bags as they have together, wires aside. Bags that are alike
+    then go to the microbatches by their loads, so that giants are computed side by side and the sum
+    of the makespans is small. If a step would be no faster, all stay where they are.
     """
     if setup.topology == "auto":
         raise ConfigError('mixes=True with topology "auto": give the bags of a microbatch')
@@ -174,7 +169,7 @@ def _largest_sum(plans: Sequence[Plan]) -> float:
 
 
 def _jointly(alone: Sequence[Plan], setup: PlanSetup) -> tuple[Plan, ...]:
-    """Longest microbatch first, each on top of those before; then each on top of all others."""
+    """Plan the longest microbatch first, each on top of those before; then on top of all others."""
     plans = list(alone)
     order = sorted(range(len(plans)), key=lambda k: (-alone[k].makespan, k))
     total = np.zeros(alone[0].num_ranks)

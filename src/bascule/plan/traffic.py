@@ -11,15 +11,11 @@ from bascule.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeadShares:
-    """The heads of each Ulysses rank: key-value heads as even as possible.
+    """The key-value heads of each Ulysses rank, as even as possible, and their query heads."""
 
-    The first `num_more` ranks take `base + 1` key-value heads, the others `base`; each takes the
-    query heads that belong to its key-value heads.
-    """
-
-    base: int
-    num_more: int
-    size: int
+    base: int  # key-value heads of a rank
+    num_more: int  # the first ranks that have one more
+    size: int  # ranks
 
     @classmethod
     def split(cls, num_kv_heads: int, size: int) -> "HeadShares":
@@ -77,16 +73,9 @@ class Traffic:
     ) -> "Traffic":
         """Count what a rank sends in the forward of one attention.
 
-        Ulysses: the heads of its tokens that are not its own, of q, k and v, and back the tokens
-        that are not its own, of its heads. Ring: the keys and values that it passes on.
-
-        Args:
-            shares: Key-value heads of each Ulysses rank.
-            rank: This one.
-            tokens: Of each Ulysses rank.
-            passed_tokens: Tokens whose keys and values it sends around the ring, over all rounds.
-            queries: Query heads for each key-value head.
-            row_bytes: Of one head of a token, in all rows of the batch.
+        `tokens` are those of each Ulysses rank, `passed_tokens` those whose keys and values it
+        sends around the ring, over all rounds, `queries` the query heads of a key-value head.
+        `row_bytes` are of one head of a token, in all rows of the batch.
         """
         own, home = shares.of(rank), tokens[rank]
         into = home * (shares.num_kv_heads - own) * (queries + 2)
