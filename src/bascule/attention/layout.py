@@ -74,7 +74,7 @@ class SequenceLayout:
 
     @property
     def ring_lens(self) -> list[int]:
-        """(R,) tokens of each ring rank."""
+        """Tokens of each ring rank, (R,)."""
         return [self.ring_len(ring) for ring in range(self.ring_degree)]
 
     def ring_len(self, ring: int) -> int:
@@ -90,10 +90,7 @@ class SequenceLayout:
         return [_part(bound, num, p) for bound in self.bounds() for p in mine]
 
     def own(self, ring: int, ulysses: int) -> list[list[Run]]:
-        """By segment, the runs in the sequence of the tokens that one rank answers for.
-
-        Of all ranks together, every token of the sequence once.
-        """
+        """Return the runs that one rank answers for, by segment; all ranks have each token once."""
         if self.stripe:
             degrees = self.ring_degree, self.ulysses_degree
             return list(_striped_runs(self.segments, self.stripe, *degrees)[ring, ulysses])
@@ -145,24 +142,24 @@ class SequenceLayout:
 def _striped_runs(
     segments: tuple[int, ...], block: int, ring_degree: int, ulysses_degree: int
 ) -> dict[tuple[int, int], list[list[Run]]]:
-    """By (ring rank, Ulysses rank) and segment, the runs of its blocks.
+    """Return the runs of the blocks by (ring rank, Ulysses rank) and segment.
 
     Block i of a segment is on ring rank i mod R, and there on Ulysses rank (i // R) mod U, as in
     `plan.sparse.BlockLayout.striped`; each segment is dealt from the first rank on, since it is cut
     where the lengths of others may not be known. Its last block may be short.
     """
     places = [(ring, one) for ring in range(ring_degree) for one in range(ulysses_degree)]
-    found = {place: [list[Run]() for _ in segments] for place in places}
+    runs_of = {place: [list[Run]() for _ in segments] for place in places}
     first = 0
     for segment, length in enumerate(segments):
         for number, start in enumerate(range(first, first + length, block)):
             place = number % ring_degree, number // ring_degree % ulysses_degree
-            runs, stop = found[place][segment], min(start + block, first + length)
+            runs, stop = runs_of[place][segment], min(start + block, first + length)
             if runs and runs[-1][1] == start:
                 start = runs.pop()[0]
             runs.append((start, stop))
         first += length
-    return found
+    return runs_of
 
 
 def _part(run: Run, num: int, place: int) -> Run:
@@ -191,18 +188,18 @@ def own_tokens(x: Tensor, layout: SequenceLayout, place: tuple[int, int], dim: i
     """Take the tokens that a rank answers for: of replicated segments, its share."""
     if not layout.replicated:
         return x
-    found: list[Run] = []
+    chosen: list[Run] = []
     at = 0
     for segment, (runs, (first, end)) in enumerate(
         zip(layout.own(*place), layout.bounds(), strict=True)
     ):
         is_whole = segment in layout.replicated
         length = end - first if is_whole else num_tokens(runs)
-        found += (
+        chosen += (
             [(at + a - first, at + b - first) for a, b in runs] if is_whole else [(at, at + length)]
         )
         at += length
-    return take_runs(x, found, dim)
+    return take_runs(x, chosen, dim)
 
 
 def _transposed(runs: Sequence[Sequence[Run]]) -> list[slice]:

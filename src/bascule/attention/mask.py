@@ -26,22 +26,17 @@ class PackedSequences:
 
     The bounds are on the device of the tokens; the lengths on the host, since kernels must not read
     the device to learn them.
-
-    Attributes:
-        seq_lens: Queries of each sequence.
-        kv_lens: Keys of each; as many as queries, unless the keys are those of another rank.
-        device: Of the bounds.
     """
 
-    seq_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    device: torch.device
+    seq_lens: tuple[int, ...]  # queries of each sequence
+    kv_lens: tuple[int, ...]  # keys of each; others than queries if they are another rank's
+    device: torch.device  # of the bounds
 
     @classmethod
     def build(
         cls, seq_lens: Sequence[int], device: torch.device, kv_lens: Sequence[int] | None = None
     ) -> "PackedSequences":
-        """From lengths; those without any token are left out, since kernels disagree about them."""
+        """Leave out sequences without any token, since kernels disagree about them."""
         pairs = zip(seq_lens, seq_lens if kv_lens is None else kv_lens, strict=True)
         kept = [pair for pair in pairs if pair != (0, 0)]
         queries, keys = zip(*kept, strict=True) if kept else ((), ())
@@ -49,19 +44,19 @@ class PackedSequences:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """(n + 1,) int32 bounds of the sequences among the queries."""
+        """Bounds of the sequences among the queries, (n + 1,) int32."""
         return table_on(_bounds(self.seq_lens), self.device)
 
     @cached_property
     def cu_kv_lens(self) -> Tensor:
-        """(n + 1,) int32 bounds of the sequences among the keys."""
+        """Bounds of the sequences among the keys, (n + 1,) int32."""
         if self.kv_lens == self.seq_lens:
             return self.cu_seqlens
         return table_on(_bounds(self.kv_lens), self.device)
 
     @cached_property
     def without_keys(self) -> Tensor | None:
-        """(Sq,) bool, the queries of sequences that have no keys here; None if all have some."""
+        """Queries of sequences that have no keys here, (Sq,) bool; None if all have some."""
         if all(self.kv_lens):
             return None
         is_empty = np.repeat(np.array(self.kv_lens) == 0, self.seq_lens)
@@ -120,7 +115,7 @@ class BlockRows:
 
     @property
     def counts(self) -> Ints:
-        """(Q,) key blocks that each query block sees."""
+        """Key blocks that each query block sees, (Q,)."""
         return np.diff(self.row_bounds)
 
     @cached_property
@@ -157,21 +152,14 @@ class BlockRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMask:
-    """The keys that queries see; by default all.
+    """The keys that queries see; by default all."""
 
-    Attributes:
-        causal: Whether query i sees only keys 0 to i. Needs as many queries as keys, of packed
-            sequences in each.
-        bias: Added to the scaled scores; broadcasts to (B, H, Sq, Sk); of the dtype of the queries
-            or, for queries of 16 bits, float32. None adds nothing.
-        blocks: Which blocks of keys are seen, by blocks of queries; with none of the others.
-        packed: The sequences that queries and keys belong to, of a batch of one; without a bias.
-    """
-
+    # query i sees only keys 0 to i; as many queries as keys, of packed sequences in each
     causal: bool = False
+    # added to the scaled scores; broadcasts to (B, H, Sq, Sk); of the queries' dtype or float32
     bias: Tensor | None = None
-    blocks: BlockRows | None = None
-    packed: PackedSequences | None = None
+    blocks: BlockRows | None = None  # blocks of keys that are seen; with none of the others
+    packed: PackedSequences | None = None  # sequences of a batch of one; without a bias
 
 
 EVERYTHING = AttentionMask()

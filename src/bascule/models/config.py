@@ -8,35 +8,20 @@ from bascule.plan.checks import each, fields, number, rate, whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MMDiTConfig:
-    """Sizes of a packed MM-DiT; `MMDiTConfig.flux` gives those of FLUX.1.
+    """Sizes of a packed MM-DiT; `MMDiTConfig.flux` gives those of FLUX.1."""
 
-    Attributes:
-        in_channels: Width of an image token, in and out.
-        text_dim: Width of a text token (the text encoder's embeddings).
-        vec_dim: Width of the pooled text vector, one a sample.
-        d_model: Width of the residual stream.
-        num_heads: Query heads; `d_model // num_heads` is the head width.
-        num_kv_heads: Key and value heads, a divisor of `num_heads`; None means as many.
-        num_double: Blocks with separate weights for text and image tokens.
-        num_single: Blocks with shared weights.
-        mlp_ratio: MLP width over `d_model`.
-        axes_dim: Head width given to each axis of a position; even, adds up to the head width.
-        theta: Base of the rotary frequencies.
-        guidance: Whether a sample also carries a guidance scale (distilled models).
-    """
-
-    in_channels: int
-    text_dim: int
-    vec_dim: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    num_double: int
-    num_single: int
-    mlp_ratio: float = 4.0
-    axes_dim: tuple[int, ...]
-    theta: float = 10_000.0
-    guidance: bool = False
+    in_channels: int  # width of an image token, in and out
+    text_dim: int  # width of a text token (the text encoder's embeddings)
+    vec_dim: int  # width of the pooled text vector, one a sample
+    d_model: int  # width of the residual stream
+    num_heads: int  # query heads; `d_model // num_heads` is the head width
+    num_kv_heads: int | None = None  # key and value heads, a divisor of `num_heads`; None: as many
+    num_double: int  # blocks with separate weights for text and image tokens
+    num_single: int  # blocks with shared weights
+    mlp_ratio: float = 4.0  # MLP width over `d_model`
+    axes_dim: tuple[int, ...]  # head width of each axis of a position; even, a whole head together
+    theta: float = 10_000.0  # base of the rotary frequencies
+    guidance: bool = False  # a sample also carries a guidance scale (distilled models)
 
     def __post_init__(self) -> None:
         one = (whole, 1)

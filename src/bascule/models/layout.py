@@ -13,17 +13,14 @@ from bascule.models.rows import permute_rows
 class Interleaving:
     """The rows of a packed tensor that are text, and those that are image tokens.
 
-    Attributes:
-        num_text: Number of text rows.
-        order: int64 (T,), packed rows with the text rows first, each modality in packed order.
-        inverse: int64 (T,), the permutation back.
+    Without `num_text` the mask is counted, for which the host waits for its device.
     """
 
     def __init__(self, is_image_T: Tensor, num_text: int | None = None) -> None:
-        # Without `num_text` the mask is counted, for which the host waits for its device.
         _check(is_image_T)
+        # int64 (T,), packed rows with the text rows first, each modality in packed order
         self.order = is_image_T.to(torch.uint8).argsort(stable=True)
-        self.inverse = self.order.argsort()
+        self.inverse = self.order.argsort()  # int64 (T,), the permutation back
         self.num_text = count_text(is_image_T) if num_text is None else num_text
 
     @property
@@ -65,14 +62,6 @@ class TokenLayout:
     Not a dataclass on purpose: FSDP2 rebuilds the dataclasses among a module's arguments with
     their floating point tensors cast to the parameters' dtype, and rotary tables in bf16 are
     wrong. It leaves other objects alone.
-
-    Attributes:
-        interleaving: Which rows are text, which are image.
-        slot: int64 (T,), which row of the per-sample vectors a token uses.
-        text_slot: The same for the text stream, (t,).
-        image_slot: The same for the image stream, (i,).
-        cos: Rotary cosines (T, D/2), float64 for float64 models, else float32.
-        sin: Rotary sines, likewise.
     """
 
     def __init__(
@@ -84,7 +73,7 @@ class TokenLayout:
         num_text: int | None = None,
     ) -> None:
         self.interleaving = Interleaving(is_image, num_text)
-        self.slot = slot
+        self.slot = slot  # int64 (T,), the row of the per-sample vectors that each token uses
         self.text_slot = slot.index_select(0, self.interleaving.text_index)
         self.image_slot = slot.index_select(0, self.interleaving.image_index)
-        self.cos, self.sin = rotary
+        self.cos, self.sin = rotary  # (T, D/2), float64 for float64 models, else float32

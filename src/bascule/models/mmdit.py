@@ -29,29 +29,20 @@ class PackedBatch:
 
     Not a dataclass, for the reason that `TokenLayout` is not: FSDP2 would round timesteps and
     positions to the parameters' dtype. The model casts what may be cast.
-
-    Attributes:
-        image_tokens: (i, in_channels), all samples' image tokens.
-        text_tokens: (t, text_dim), all samples' text tokens.
-        is_image: bool (T,), T = t + i: which rows of the packed order are image tokens. Leave it on
-            the host, also where the rest is on a device: one on the device is read, once a forward
-            pass, and the host waits for that. On the same side on all ranks.
-        pos: (T, number of axes), coordinates of the packed tokens, float32, float64 or integer.
-        timestep: (N,), in [0, 1], float32 or float64.
-        pooled: (N, vec_dim).
-        guidance: (N,), only for models with guidance.
     """
 
     def __init__(
         self,
         *,
-        image_tokens: Tensor,
-        text_tokens: Tensor,
+        image_tokens: Tensor,  # (i, in_channels) of all samples
+        text_tokens: Tensor,  # (t, text_dim) of all samples
+        # bool (T,), T = t + i, by row of the packed order. Leave it on the host, on all ranks: one
+        # on a device is read once a forward pass, and the host waits for that.
         is_image: Tensor,
-        pos: Tensor,
-        timestep: Tensor,
-        pooled: Tensor,
-        guidance: Tensor | None = None,
+        pos: Tensor,  # (T, number of axes) coordinates of the tokens, float32, float64 or integer
+        timestep: Tensor,  # (N,) in [0, 1], float32 or float64
+        pooled: Tensor,  # (N, vec_dim)
+        guidance: Tensor | None = None,  # (N,), only for models with guidance
     ) -> None:
         self.image_tokens = image_tokens
         self.text_tokens = text_tokens
@@ -83,17 +74,11 @@ class MMDiT(nn.Module):
         self.final = FinalLayer(config)
 
     def forward(self, batch: PackedBatch, exchange: Exchange) -> Tensor:
-        """Predict every token's velocity.
+        """Predict every token's velocity, (T, in_channels) in the batch's order.
 
-        Args:
-            batch: This rank's samples.
-            exchange: Moves tokens between ranks and attends; `LocalExchange` on one process.
-
-        Returns:
-            (T, in_channels) in the batch's order; rows of text tokens carry no meaning.
-        Collectives:
-            One `gather_samples`, one `route`, one `restore`, one `attend` a block; one
-            `count_routed`, where the mask is on the host and the tokens are not.
+        Rows of text tokens carry no meaning. Of the exchange (on one process a `LocalExchange`):
+        one `gather_samples`, one `route`, one `restore`, one `attend` a block; one `count_routed`,
+        where the mask is on the host and the tokens are not.
         """
         vec_NC = exchange.gather_samples(
             self.condition(batch.timestep, batch.pooled, batch.guidance)
@@ -176,12 +161,8 @@ class MMDiT(nn.Module):
         """Draw all parameters, the same on every machine and in every dtype. Call before sharding.
 
         Weights have variance 1/fan-in, biases a deviation of 0.02, norms are one: every parameter
-        gets a gradient at the first step.
-
-        Args:
-            seed: Of the draw.
-            adaln_zero: Start, as diffusion transformers are trained, with blocks that pass their
-                input through and an output of zero: modulations and the last projection are zero.
+        gets a gradient at the first step. With `adaln_zero` modulations and the last projection are
+        zero, as diffusion transformers are trained: blocks pass their input on, the output is zero.
         """
         generator = torch.Generator().manual_seed(seed)
         for module in self.modules():

@@ -65,12 +65,8 @@ class LocalExchange:
     """The exchange of a single process: nothing moves.
 
     Its own attention is a reference: one masked call over all tokens, quadratic in their total.
-    Pass a packed kernel as `attend` for anything large.
-
-    Attributes:
-        local_seq_ids: `0 .. N-1`.
-        token_slot: The sequence of each token.
-        attend: The attention in use.
+    Pass a packed kernel as `attend` for anything large. `seq_lens` are the tokens of each sequence
+    in packed order; zeros and an empty list are legal.
     """
 
     def __init__(
@@ -80,13 +76,6 @@ class LocalExchange:
         attend: Attend | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        """Take the tokens of each sequence in packed order; zeros and an empty list are legal.
-
-        Args:
-            seq_lens: Tokens of each sequence.
-            attend: Attention to use instead of the reference.
-            device: Where the model's tensors are.
-        """
         if any(seq_len < 0 for seq_len in seq_lens):
             raise ConfigError(f"sequence lengths must not be negative: {list(seq_lens)}")
         lens_N = torch.tensor(list(seq_lens), dtype=torch.int64, device=device)
