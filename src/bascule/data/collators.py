@@ -30,9 +30,7 @@ Sample = Mapping[str, Any]
 def collate_padded(
     samples: Iterable[Sample], *, pad_id: int = 0, ignore_index: int = -100, multiple_of: int = 1
 ) -> dict[str, Any]:
-    """Return the batch that Qwen-VL, InternVL and other models of transformers take.
-
-    Padded at the right.
+    """Return the right-padded batch that Qwen-VL, InternVL and other models of transformers take.
 
     Token fields are padded to (B, L), other tensors with a dim are concatenated along dim 0
     (patches, tiles and grids of all samples, in their order), 0-dim tensors are stacked to (B,) and
@@ -128,15 +126,15 @@ def token_rows(
     name: str, samples: Sequence[Sample], lens: Sequence[int], ignore_index: int
 ) -> list[Tensor]:
     """Return a token field of each sample, (L, ...); neutral values where a sample lacks it."""
-    held = _tensors(name, samples)
-    like = next(iter(held.values()), torch.empty(0, dtype=torch.int64))
+    tensors = _tensors(name, samples)
+    like = next(iter(tensors.values()), torch.empty(0, dtype=torch.int64))
     neutral = {"labels": ignore_index, "attention_mask": 1, "token_type_ids": 0}
     neutral["mm_token_type_ids"] = 0  # text
     for i in range(len(samples)):
-        if i not in held and name not in neutral:
+        if i not in tensors and name not in neutral:
             raise ConfigError(f"sample {i} lacks {name}, which others have; give all or none")
     return [
-        held[i] if i in held else _filled(name, like, num_rows, neutral[name])
+        tensors[i] if i in tensors else _filled(name, like, num_rows, neutral[name])
         for i, num_rows in enumerate(lens)
     ]
 
@@ -154,15 +152,15 @@ def join(name: str, samples: Sequence[Sample]) -> tuple[Any, list[int] | None]:
     """
     if not any(isinstance(sample.get(name), Tensor) for sample in samples):
         return [sample.get(name) for sample in samples], None
-    held = _tensors(name, samples)
-    if next(iter(held.values())).dim():
-        counts = [len(held[i]) if i in held else 0 for i in range(len(samples))]
-        return torch.cat(list(held.values())), counts
-    if len(held) < len(samples):
+    tensors = _tensors(name, samples)
+    if next(iter(tensors.values())).dim():
+        counts = [len(tensors[i]) if i in tensors else 0 for i in range(len(samples))]
+        return torch.cat(list(tensors.values())), counts
+    if len(tensors) < len(samples):
         # The rows of the others would move up, to samples that are not theirs.
-        i = min(set(range(len(samples))) - held.keys())
+        i = min(set(range(len(samples))) - tensors.keys())
         raise ConfigError(f"sample {i} lacks {name}, one number in others; give it to all or none")
-    return torch.stack(list(held.values())), None
+    return torch.stack(list(tensors.values())), None
 
 
 def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
@@ -170,7 +168,7 @@ def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
 
     torch.cat would promote dtypes and drop empty tensors of any shape without a word.
     """
-    held: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     forms: dict[tuple[Any, ...], int] = {}
     for i, sample in enumerate(samples):
         if (value := sample.get(name)) is None:
@@ -180,17 +178,17 @@ def _tensors(name: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
                 f"{name} of sample {i} is a {type(value).__name__}, of others a tensor; use "
                 "torch.as_tensor"
             )
-        held[i] = value
+        tensors[i] = value
         forms.setdefault((value.dtype, value.dim(), value.shape[1:]), i)
     if len(forms) > 1:
         one, other = [
-            f"{held[i].dtype} {tuple(held[i].shape)} in sample {i}" for i in forms.values()
+            f"{tensors[i].dtype} {tuple(tensors[i].shape)} in sample {i}" for i in forms.values()
         ][:2]
         raise ConfigError(
             f"{name} is {one} and {other}; all samples need the same dtype and the same shape "
             "behind dim 0"
         )
-    return held
+    return tensors
 
 
 def _num_rows(i: int, name: str, value: object) -> int:

@@ -24,10 +24,8 @@ from bascule.plan.fits import MIN_OBSERVATIONS, TERMS, fit_iterations
 
 logger = logging.getLogger(__name__)
 
-
 STATE_VERSION = 1
 _NUM_WORDS = 1 + 31  # the drift, and a fitted cost model
-
 
 _Moment = float | torch.cuda.Event
 
@@ -62,7 +60,7 @@ class _Unit:
 
 
 class CostTracker:
-    """Iterates over a loader, times what is done with its batches, and teaches it what they cost.
+    """Iterates over a loader, times the work on each batch, and teaches the loader its cost.
 
     After a warm-up, all ranks gather their times in one small collective, fit a `PolynomialCost`
     (`fit_iterations`), and give it to the loader. From then on they compare what it predicts with
@@ -107,7 +105,7 @@ class CostTracker:
         self._loader, self._ranks = loader, loader.ranks
         numbers = {"warmup": warmup, "discard": discard, "window": window, "max_drift": max_drift}
         numbers["timeout_s"] = timeout_s
-        given = f"CostTracker({', '.join(f'{name}={one!r}' for name, one in numbers.items())})"
+        text = f"CostTracker({', '.join(f'{name}={one!r}' for name, one in numbers.items())})"
         error: ConfigError | None = None
         try:
             for name, least in (("warmup", MIN_OBSERVATIONS), ("window", MIN_OBSERVATIONS)):
@@ -115,9 +113,9 @@ class CostTracker:
             whole("CostTracker(discard", discard)
             number("CostTracker(max_drift", max_drift, 1e-6)
             number("CostTracker(timeout_s", timeout_s, 1e-3, 1e7)
-        except ConfigError as met:  # all ranks raise it
-            error = met
-        agree(self._ranks.group, {"the tracker": given}, error, what="construction of a tracker")
+        except ConfigError as failure:  # all ranks raise it
+            error = failure
+        agree(self._ranks.group, {"the tracker": text}, error, what="construction of a tracker")
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(default if device is None else device)
         self._timeout_s = float(timeout_s)
@@ -130,7 +128,7 @@ class CostTracker:
         self.drift: float | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the batches of the loader, and time what is done with each."""
+        """Yield the batches of the loader, and time the work on each."""
         laps: list[tuple[_Moment, _Moment]] = []
         batches: list[Batch] = []
         accumulate = self._loader.rules.accumulate
@@ -151,11 +149,7 @@ class CostTracker:
         return {"version": STATE_VERSION, "cost": coefficients}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Plan with a cost model that was fitted before, without a new warm-up, on all ranks.
-
-        Raises:
-            ConfigError: The state is not one of `state_dict`.
-        """
+        """Plan with a cost model that was fitted before, without a new warm-up, on all ranks."""
         try:
             version = state["version"]
             coefficients = state["cost"] if version == STATE_VERSION else None
@@ -200,8 +194,7 @@ class CostTracker:
     def _learn(self) -> None:
         """Gather the times and, where the cost model does not explain them, fit another.
 
-        An all-gather and a broadcast. All ranks hold the same times, but their processors may round
-        a fit differently, or refuse it: the first rank decides, and its whole fit is everybody's.
+        Processors may round a fit of the same times differently, or refuse it: rank 0 decides.
         """
         set_timeout(self._ranks.group, self._timeout_s)
         seconds = self._gather()
@@ -265,6 +258,6 @@ def _drift(
     predicted = predicted + cost.overhead
     if seconds.ndim == 1:
         predicted = predicted.max(axis=1)
-    known = np.isfinite(seconds) & (seconds > 0)
-    errors = np.abs(predicted[known] / seconds[known] - 1.0)
+    is_measured = np.isfinite(seconds) & (seconds > 0)
+    errors = np.abs(predicted[is_measured] / seconds[is_measured] - 1.0)
     return float(np.median(errors)) if errors.size else 0.0

@@ -44,36 +44,20 @@ from bascule.plan.step import Sync
 
 @dataclass(slots=True)
 class LoaderMetrics:
-    """Counts of a loader so far, on this rank.
-
-    Attributes:
-        steps: Steps taken.
-        applied: Steps in which samples moved.
-        skipped: Steps in which they did not, by reason (see `Verdict.reason`).
-        padded: Microbatches that hold nothing but padding.
-        dropped_samples: Samples of this rank that "drop_last" left out: those that were read, and
-            where the loader knows its length, those that were not.
-        sent_bytes: Bytes of samples that this rank sent.
-        received_bytes: Bytes of samples that it received.
-        exchange_s: Seconds in which the thread agreed, planned and exchanged.
-        exposed_s: Those of them in which the training thread waited.
-        hidden_s: The others.
-        predicted_before: Sum of the predicted steps as loaded, in the unit of the cost model.
-        predicted_after: The same as delivered.
-    """
+    """Counts of a loader so far, on this rank."""
 
     steps: int = 0
-    applied: int = 0
-    skipped: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
-    padded: int = 0
-    dropped_samples: int = 0
+    applied: int = 0  # steps in which samples moved
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict[str, int])  # others, by reason
+    padded: int = 0  # microbatches of padding alone
+    dropped_samples: int = 0  # that "drop_last" left out, unread ones where the loader knows them
     sent_bytes: int = 0
     received_bytes: int = 0
-    exchange_s: float = 0.0
-    exposed_s: float = 0.0
-    hidden_s: float = 0.0
-    predicted_before: float = 0.0
-    predicted_after: float = 0.0
+    exchange_s: float = 0.0  # in which the thread agreed, planned and exchanged
+    exposed_s: float = 0.0  # of these, in which the training thread waited
+    hidden_s: float = 0.0  # the others
+    predicted_before: float = 0.0  # sum of steps as loaded, in the unit of the cost model
+    predicted_after: float = 0.0  # the same as delivered
 
     def count(self, step: ReadyStep, waited: tuple[float, float]) -> None:
         """Add a step, and the time in which it was waited for."""
@@ -166,17 +150,13 @@ DEFAULT_OPTIONS = LoaderOptions()
 
 
 class _Setup(NamedTuple):
-    """The arguments of a `BalancedLoader` on this rank.
-
-    The settings are alike on all ranks. Of `words` each rank has its own: 1 if it only computes,
-    its microbatches of an epoch or -1 where it does not know, and the deal of its sampler.
-    """
+    """The arguments of a `BalancedLoader` on this rank."""
 
     rules: Rules
     costs: RankCosts
     source: Source
-    settings: Mapping[str, str]
-    words: Ints
+    settings: Mapping[str, str]  # alike on all ranks
+    words: Ints  # 1 if it only computes; microbatches of an epoch, or -1; the deal of its sampler
 
 
 def _set_up(
@@ -280,21 +260,15 @@ def _join(
 
 
 class _Sources(NamedTuple):
-    """The data-parallel ranks (n,) that load samples; microbatches of an epoch, where all know.
-
-    `deal` has samples, shuffle and seed of their `ResumableSampler`s; zeros without.
-    """
+    """The data-parallel ranks that load samples."""
 
     places: Ints
-    num_microbatches: int | None
-    deal: tuple[int, ...]
+    num_microbatches: int | None  # of an epoch, where all know
+    deal: tuple[int, ...]  # samples, shuffle and seed of the `ResumableSampler`s; zeros without
 
     @classmethod
     def of(cls, words: Ints, rules: Rules) -> "_Sources":
-        """Join the words of all data-parallel ranks; refuse samplers that lose or repeat samples.
-
-        All ranks alike.
-        """
+        """Join the words of all ranks (D); refuse samplers that lose or repeat samples."""
         places = np.flatnonzero(words[:, 0] == 0)
         if not places.size:
             return cls(places, None, (0, 0, 0))
@@ -394,8 +368,8 @@ class BalancedLoader:
         setup, error = None, None
         try:
             setup = _set_up(own, cost, length_fn, accumulate, sync, pack, options)
-        except Exception as met:  # the others must not wait
-            error = met
+        except Exception as failure:  # the others must not wait
+            error = failure
         settings, words = dict[str, str](), np.zeros(7, dtype=np.int64)
         if setup is not None:
             settings, words = setup.settings, setup.words
@@ -417,12 +391,8 @@ class BalancedLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield the microbatches that are left of the epoch; after its end, those of the next.
 
-        An iteration that was left early begins anew. There is one at a time: the next one ends the
-        one before.
-
-        Raises:
-            CommError: A rank failed, or closed its loader (on all ranks).
-            PlanError: The limits cannot be kept (on all ranks).
+        An iteration that was left early begins anew, and ends the one before. All ranks raise a
+        CommError if a rank failed or closed its loader, a PlanError if the limits cannot be kept.
         """
         self.close()
         begun = self._first
@@ -461,8 +431,8 @@ class BalancedLoader:
         try:
             self._source.set_epoch(first.epoch)
             reading = self._source.begin(first.history, index, places.size, first.saved)
-        except Exception as met:
-            error = named(met, "its loader")
+        except Exception as failure:
+            error = named(failure, "its loader")
         begins = f"epoch={first.epoch}, step={first.step}, after {first.history}"
         settings = {"step": begins, "loader": self._name}
         try:
@@ -483,11 +453,7 @@ class BalancedLoader:
         )
 
     def __len__(self) -> int:
-        """Return the microbatches of a whole epoch, the same on all ranks.
-
-        Raises:
-            TypeError: A rank's loader does not know, or its samples are grouped anew.
-        """
+        """Return the microbatches of a whole epoch; TypeError where a rank does not know them."""
         if self._sources.num_microbatches is None:
             raise TypeError("the number of microbatches is known only when they were loaded")
         return self._sources.num_microbatches
@@ -506,10 +472,9 @@ class BalancedLoader:
             self.leave(error)
 
     def leave(self, error: BaseException) -> None:
-        """End an iteration because of an error of this rank, and let the other ranks know of it.
+        """End an iteration because of an error of this rank, as an error does that leaves a `with`.
 
-        As a `with` does that an error leaves. If another rank was the first to leave, a note with
-        its error is added to this one.
+        If another rank was the first to leave, a note with its error is added to this one.
         """
         prefetcher = self._prefetcher
         if prefetcher is None:
@@ -534,11 +499,7 @@ class BalancedLoader:
 
     @shared("set_epoch")
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it.
-
-        Raises:
-            ConfigError: It is no whole number from 0.
-        """
+        """Begin this epoch with the next iteration, on all ranks; keeps what was resumed in it."""
         epoch = whole("epoch", epoch)
         if epoch != self._first.epoch:
             self._first = Progress(epoch=epoch)
@@ -547,16 +508,9 @@ class BalancedLoader:
 
     @shared("set_cost")
     def set_cost(self, cost: Cost, *, speeds: npt.ArrayLike | None = None) -> None:
-        """Plan with another cost model, as soon as all ranks have been given it.
+        """Plan with another cost model, once all ranks have set it; unlike ones are a CommError.
 
-        Ranks that were given unlike ones end with a CommError.
-
-        Args:
-            cost: The cost model.
-            speeds: Of each data-parallel rank, as `measure_speeds` gives them; None: all alike.
-
-        Raises:
-            ConfigError: It is no function that gives costs of token counts; or a speed is illegal.
+        `speeds` are of each data-parallel rank, as `measure_speeds` gives them; None: all alike.
         """
         if speeds is not None:
             speeds = RankState.of(self.ranks.num, speeds=speeds).speeds
@@ -568,11 +522,11 @@ class BalancedLoader:
         return self._redistributor.costs[-1].cost
 
     def metrics(self) -> dict[str, Any]:
-        """Return the counts of this loader so far on this rank (see `LoaderMetrics`)."""
+        """Return the counts of this loader so far on this rank, those of `LoaderMetrics`."""
         return dataclasses.asdict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was delivered so far, as plain values.
+        """Return the state so far, as plain values.
 
         The same on every rank, unless the loader has a state of its own (`StatefulDataLoader`):
         then each rank keeps its own.
@@ -584,10 +538,6 @@ class BalancedLoader:
         """Go on with the samples that were not delivered; all ranks load the same state.
 
         On another number of ranks, the DataLoader needs a `ResumableSampler`.
-
-        Raises:
-            ConfigError: The state is not one of `state_dict` or of other samples, or an iteration
-                is under way.
         """
         if self._prefetcher is not None:
             raise ConfigError("load_state_dict during an iteration: close the loader first")

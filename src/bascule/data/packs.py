@@ -104,8 +104,8 @@ def make_pack(samples: Iterable[Sample], pack: Pack) -> dict[str, Any]:
 
         * ``cu_seqlens`` (S + 1,) int32: where the segments begin and end.
         * ``positions`` (T,) int64: place of a token in its segment.
-        * ``labels``: as given, but the first of each sample is ignored, for models that shift by
-          themselves: no token is asked for the first one of the next sample.
+        * ``labels``: the first of each sample is ignored, for models that shift by themselves: no
+          token is asked for the first one of the next sample.
         * ``shift_labels``: label t is label t + 1 of the same sample, the last is ignored.
         * ``num_samples``; ``cu_items``, field to (n + 1,) int64, whose rows i to i + 1 are those of
           sample i; ``first_labels``, what ``labels`` lost; and ``gaps``, which samples lacked a
@@ -197,22 +197,22 @@ def unpack(
     is_ours = _MARK in pack
     bounds = _checked("cu_seqlens", pack.get("cu_seqlens"))
     num_samples = pack["num_samples"] if is_ours else len(bounds) - 1
-    given = {**(pack.get("cu_items") or {}), **(cu_items or {})}
+    cu_rows = {**(pack.get("cu_items") or {}), **(cu_items or {})}
     fields = {
         name: value
         for name, value in pack.items()
         if value is not None and name not in (MADE if is_ours else ("cu_seqlens", "cu_items"))
     }
     if is_ours and "first_labels" in pack:
-        fields["labels"] = _rejoin(fields["labels"], pack["first_labels"], given["labels"])
+        fields["labels"] = _rejoin(fields["labels"], pack["first_labels"], cu_rows["labels"])
     for kind, token_id in (("image", image_token_id), ("video", video_token_id)):
         if token_id is not None and not is_ours:
-            given = _grid_items(fields, kind, bounds, token_id, merge_size) | given
+            cu_rows = _grid_items(fields, kind, bounds, token_id, merge_size) | cu_rows
     gaps = pack.get(_MARK, {})
     samples: list[dict[str, Any]] = [{} for _ in range(num_samples)]
     for name, value in fields.items():
-        if name in given:
-            parts = _split(name, value, _checked(f"cu_items[{name!r}]", given[name]), is_ours)
+        if name in cu_rows:
+            parts = _split(name, value, _checked(f"cu_items[{name!r}]", cu_rows[name]), is_ours)
         elif is_ours:
             parts = _one_each(name, value, num_samples)
         else:
@@ -337,8 +337,8 @@ def _grid_items(
     if "input_ids" not in fields:
         raise ConfigError(f"{kind}_token_id is looked for in input_ids, which the pack lacks")
     _split("input_ids", fields["input_ids"], bounds)
-    held = torch.as_tensor(fields["input_ids"]) == token_id
-    cu_held = torch.cat([held.new_zeros(1, dtype=torch.int64), held.cumsum(0)])[bounds]
+    is_item = torch.as_tensor(fields["input_ids"]) == token_id
+    cu_tokens = torch.cat([is_item.new_zeros(1, dtype=torch.int64), is_item.cumsum(0)])[bounds]
     patches = torch.as_tensor(fields[grid_name]).long().prod(1)
     if (patches <= 0).any() or (patches % merge_size**2).any():
         raise ConfigError(
@@ -346,13 +346,13 @@ def _grid_items(
             f"multiple of merge_size squared, {merge_size**2}"
         )
     cu_patches = torch.cat([patches.new_zeros(1), patches.cumsum(0)])
-    cu_grids = torch.searchsorted(cu_patches, cu_held * merge_size**2)
-    is_met = cu_patches[cu_grids.clamp(max=len(patches))] == cu_held * merge_size**2
-    if not is_met.all() or cu_grids[-1] != len(patches):
-        wrong = int((~is_met).int().argmax()) if not is_met.all() else len(bounds) - 1
+    cu_grids = torch.searchsorted(cu_patches, cu_tokens * merge_size**2)
+    fits = cu_patches[cu_grids.clamp(max=len(patches))] == cu_tokens * merge_size**2
+    if not fits.all() or cu_grids[-1] != len(patches):
+        wrong = int((~fits).int().argmax()) if not fits.all() else len(bounds) - 1
         raise ConfigError(
             f"{grid_name} does not match input_ids: up to sample {wrong - 1} there are "
-            f"{int(cu_held[wrong])} {kind} tokens ({token_id}), which is not where a grid ends, or "
-            f"not the last of them; grids end after {(cu_patches // merge_size**2).tolist()}"
+            f"{int(cu_tokens[wrong])} {kind} tokens ({token_id}), which is not where a grid ends, "
+            f"or not the last of them; grids end after {(cu_patches // merge_size**2).tolist()}"
         )
     return {pixels: cu_patches[cu_grids], **dict.fromkeys((grid_name, *others), cu_grids)}

@@ -1,22 +1,13 @@
 """The thread that makes steps of a balanced loader ahead, its process group, and how it is left.
 
-**The group.** The thread of an iteration needs a process group that nobody else uses meanwhile: two
-threads in one group of gloo get each other's bytes. Torch keeps every group, with its threads and
-connections, until all are destroyed. So an iteration borrows a group, and gives it back when its
-thread is done. All ranks must borrow the same one, but they give back at unlike moments. So as an
-iteration begins, one small gather tells all ranks which groups are free on each, and all take the
-first that is free with everyone, or make another one. The pools of all ranks hold the same groups
-in the same places, because groups are made only as the outcome of this gather. It runs on a group
-of its own, on which loaders are also constructed; both are done by all ranks, in the same order, by
-the thread that trains. There are never more groups than iterations that went on at once, and one.
+The thread needs a process group of its own: two threads in one group of gloo get each other's
+bytes. Torch never frees a group alone, so iterations borrow groups of a pool. Ranks give them back
+at unlike moments; so a gather, in a group of its own, finds the first that is free on all ranks, or
+all make another one: all pools are alike.
 
-**Leaving.** The thread of a rank that leaves takes part in one more gather, with a flag. But
-threads that have made enough steps ahead wait for their training, not in the gather, and the
-training may wait for the rank that left. So who leaves also writes a note into the store, which
-these threads look for, once a second and only while they wait; then they come to the gather as
-well. The note holds after which microbatch the rank left, and with which error. Up to there the
-others may go on, because ranks may leave alike, one later than the other. Who has read it hands out
-nothing of what was made beyond.
+A rank that leaves takes part in one more gather, with a flag. Threads that are enough steps ahead
+do not come to it; so it also leaves a note in the store, for which they look once a second. The
+note has the last microbatch that the rank used, and its error: the others go on up to there.
 """
 
 import atexit
@@ -69,13 +60,11 @@ class Departure(NamedTuple):
 
 
 class Lease:
-    """A group of a pool; while it is lent, an iteration of this rank uses it.
-
-    `use` counts how often it was lent, alike on all ranks.
-    """
+    """A group of a pool; while it is lent, an iteration of this rank uses it."""
 
     def __init__(self, group: RankGroup) -> None:
-        self.group, self.use, self.is_lent = group, 0, False
+        self.group, self.is_lent = group, False
+        self.use = 0  # how often it was lent, alike on all ranks
 
     @property
     def is_free(self) -> bool:
@@ -105,12 +94,10 @@ class Lease:
 
 
 class Pool:
-    """The groups of some global ranks that loaders share. All of these ranks construct it.
-
-    The thread that trains uses `control`, to construct loaders and to borrow.
-    """
+    """The groups of some global ranks that loaders share. All of these ranks construct it."""
 
     def __init__(self, members: Sequence[int], timeout_s: float) -> None:
+        # Of the thread that trains, to construct loaders and to borrow.
         self.control = new_group(members, "loader", timeout_s, backend="gloo")
         self.num_loaders = 0
         self._leases: list[Lease] = []
@@ -120,9 +107,7 @@ class Pool:
     ) -> Lease:
         """Return a group that is free on all ranks. All call it, in the same order.
 
-        `settings` must be the same on all ranks for them to begin. All raise the error of a rank
-        that cannot begin, and none borrows. `timeout_s` is the longest wait for a rank, here and in
-        calls of the group.
+        All raise the error of a rank that cannot begin, or that they have unlike settings.
         """
         set_timeout(self.control, timeout_s)
         free = np.array([lease.is_free for lease in self._leases], dtype=np.int64)
@@ -158,9 +143,8 @@ def pool_of(members: Sequence[int], timeout_s: float) -> Pool:
 class Prefetcher:
     """Makes steps in a thread of its own until the data end, an error, or a rank leaves.
 
-    It reads this rank's microbatches, and has the redistributor make steps of what all ranks read,
-    in the group of the lease, which is given back when the thread ends. `depth` steps may be ready
-    before one is taken. `loads` is False on a rank that only computes.
+    The group of the lease is given back when the thread ends. `depth` steps may be ready before one
+    is taken. `loads` is False on a rank that only computes.
     """
 
     def __init__(
@@ -193,8 +177,7 @@ class Prefetcher:
     def take(self) -> tuple[ReadyStep | None, tuple[float, float]]:
         """Return the next step, None at the end; and from when until when this thread waited.
 
-        The step that was taken before is used up. Raises ConfigError if the iteration was closed,
-        and what ended the thread, which is the same on all ranks.
+        The step before is used up. Raises the error that ended the thread, the same on all ranks.
         """
         start = time.perf_counter()
         with self._changed:
@@ -210,10 +193,7 @@ class Prefetcher:
             return self._taken, waited
 
     def hand_out(self, position: Position) -> None:
-        """Note that a microbatch of the step that was taken is about to be used.
-
-        Raises as `take`, also if another rank left before this microbatch.
-        """
+        """Note the microbatch that is used next; raise as `take`, also if a rank left before it."""
         with self._changed:
             self._check_open()
             if self._left is not None and position > self._left.after and self._error is not None:
@@ -239,11 +219,8 @@ class Prefetcher:
             self._changed.notify_all()
 
     def join(self, patience_s: float | None = None) -> bool:
-        """Wait for the thread, which ends with those of the other ranks; return whether it did.
-
-        At most `patience_s`; by default as long as its collectives wait.
-        """
-        if self._thread is threading.current_thread():  # the garbage of an iteration is found there
+        """Wait for the thread, which ends with those of the other ranks; return whether it did."""
+        if self._thread is threading.current_thread():  # it collects an iteration as garbage
             return False
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_ended, patience_s):
@@ -254,7 +231,7 @@ class Prefetcher:
 
     @property
     def left_by_another(self) -> BaseException | None:
-        """The error of a rank that left first, if that is how the thread ended."""
+        """The error of a rank that left first, if that ended the thread."""
         is_other = self._left is not None and self._left.rank != self._lease.group.rank
         return self._error if is_other else None
 

@@ -13,17 +13,13 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The part of an epoch that was delivered, up to the next step; alike on all ranks.
-
-    Items that each source rank had delivered in each earlier run are the `history`, those of this
-    run the `counts`. `saved` is where this rank's loader goes on, if it has a state of its own.
-    """
+    """The part of an epoch that was delivered, up to the next step; alike on all ranks."""
 
     epoch: int = 0
     step: int = 0
-    history: tuple[tuple[int, ...], ...] = ()
-    counts: tuple[int, ...] = ()
-    saved: dict[str, Any] | None = None
+    history: tuple[tuple[int, ...], ...] = ()  # items of each source rank, in each earlier run
+    counts: tuple[int, ...] = ()  # those in this run
+    saved: dict[str, Any] | None = None  # own state of this rank's loader, if it has one
 
     def after(self, step: int, counts: Sequence[int], saved: dict[str, Any] | None) -> "Progress":
         """Return it after a microbatch of a step, with so many items of each source rank."""
@@ -37,13 +33,9 @@ class Progress:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], deal: Sequence[int]) -> "Progress":
-        """Go on from a state: the run that wrote it becomes the last one of the history.
-
-        Raises:
-            ConfigError: This is no such state, or one of other samples.
-        """
+        """Go on from a state: the run that wrote it becomes the last one of the history."""
         try:
-            version, given = state["version"], tuple(state["deal"])
+            version, its_deal = state["version"], tuple(state["deal"])
             history = [_counts(counts) for counts in state["history"]]
             if any(state["counts"]):
                 history.append(_counts(state["counts"]))
@@ -59,17 +51,18 @@ class Progress:
             raise ConfigError(
                 f"a loader state of version {version!r}: this bascule reads {STATE_VERSION}"
             )
-        if given != tuple(deal):
+        if its_deal != tuple(deal):
             raise ConfigError(
-                f"a state of samplers with (num_samples, shuffle, seed) = {given}, and these have "
-                f"{tuple(deal)} (zeros: no ResumableSampler): samples would be lost or repeated"
+                f"a state of samplers with (num_samples, shuffle, seed) = {its_deal}, and these "
+                f"have {tuple(deal)} (zeros: no ResumableSampler): samples would be lost or "
+                "repeated"
             )
         return cls(epoch, step, tuple(history), saved=saved)
 
 
-def _counts(given: Sequence[int]) -> tuple[int, ...]:
+def _counts(values: Sequence[int]) -> tuple[int, ...]:
     """Check the items of each source rank: there is one at least."""
-    counts = tuple(whole_number(count, "a count of the state") for count in given)
+    counts = tuple(whole_number(count, "a count of the state") for count in values)
     if not counts:
         raise ValueError("no counts in the history")
     return counts

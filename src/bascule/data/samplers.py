@@ -1,4 +1,4 @@
-"""Samplers for plain DataLoaders: which indices a rank reads. Nothing moves between ranks."""
+"""Samplers for plain DataLoaders deal indices to ranks. Nothing moves between ranks."""
 
 import hashlib
 from array import array
@@ -63,11 +63,7 @@ class ResumableSampler(Sampler[int]):
         self._epoch = whole("epoch", epoch)
 
     def resume(self, history: History) -> None:
-        """Deal only what is left after these runs of the epoch.
-
-        Raises:
-            ConfigError: They delivered more than there is.
-        """
+        """Deal only what is left after these runs of the epoch."""
         delivered = sum(map(sum, history))
         if delivered > self._num_samples:
             raise too_many(delivered, self._num_samples)
@@ -155,13 +151,10 @@ DEFAULT_SAMPLING = SamplerOptions()
 
 @dataclass(slots=True)
 class _Run:
-    """One pass over what was left of an epoch, after `start` samples.
+    """One pass over the rest of an epoch."""
 
-    `scales` has the `loss_scale` of each batch that was handed out.
-    """
-
-    start: int
-    scales: "array[float]" = field(default_factory=lambda: array("d"))
+    start: int  # samples before it
+    scales: "array[float]" = field(default_factory=lambda: array("d"))  # of batches handed out
 
 
 class BalancedSampler(Sampler[list[int]]):
@@ -200,8 +193,8 @@ class BalancedSampler(Sampler[list[int]]):
     Example:
         >>> from bascule import TransformerCost
         >>> lengths = [900, 100, 500, 400, 600, 200, 800, 300]
-        >>> given = {"batch_size": 2, "num_ranks": 2, "seed": 3}
-        >>> ranks = [BalancedSampler(lengths, TransformerCost(64), rank=r, **given) for r in (0, 1)]
+        >>> both = {"batch_size": 2, "num_ranks": 2, "seed": 3}
+        >>> ranks = [BalancedSampler(lengths, TransformerCost(64), rank=r, **both) for r in (0, 1)]
         >>> sorted(index for sampler in ranks for batch in sampler for index in batch)
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
@@ -262,11 +255,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that is dealt next; the one of a loaded state goes on where it was.
-
-        Raises:
-            ConfigError: It is no whole number from 0.
-        """
+        """Choose the epoch that is dealt next; the one of a loaded state goes on where it was."""
         epoch = whole("epoch", epoch)
         if epoch != self._epoch:
             self._epoch, self._start, self._run = epoch, 0, None
@@ -277,11 +266,7 @@ class BalancedSampler(Sampler[list[int]]):
         return self._shape.num_steps(left) * self._shape.accumulate
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's batches of what is left of the epoch; after a `break` the same again.
-
-        Raises:
-            PlanError: A step cannot keep the limits; says which, and what misses.
-        """
+        """Yield this rank's batches of the rest of the epoch; after a `break` the same again."""
         self._run = _Run(self._start)
         return self._batches(self._run)
 
@@ -289,10 +274,6 @@ class BalancedSampler(Sampler[list[int]]):
         """Return the deal of a step of the next iteration to all ranks, with makespan and bound.
 
         The same on all ranks. O(samples of the epoch), which is shuffled for it.
-
-        Raises:
-            ConfigError: There is no such step.
-            PlanError: It cannot keep the limits.
         """
         left = self._lengths.size - self._start
         step = whole("step", step, 0, self._shape.num_steps(left) - 1)
@@ -305,13 +286,8 @@ class BalancedSampler(Sampler[list[int]]):
 
         With it, the division by `accumulate` and the mean of gradients over ranks (DDP, FSDP), the
         gradient of a step is that of the mean over all its samples: weight of the batch *
-        num_ranks * accumulate / weight of the step. 1 where all batches have the same.
-
-        Args:
-            number: Of the batch, from 0, since the iteration began.
-
-        Raises:
-            ConfigError: That batch was not handed out yet.
+        num_ranks * accumulate / weight of the step. 1 where all batches have the same. Batches are
+        numbered from 0, since the iteration began.
         """
         scales = array("d") if self._run is None else self._run.scales
         place = whole("number of the batch", number)
@@ -323,17 +299,11 @@ class BalancedSampler(Sampler[list[int]]):
         return scales[place]
 
     def state_dict(self, num_batches: int | None = None) -> dict[str, Any]:
-        """Return where training is, as counts; the same on all ranks.
+        """Return the progress of training, as counts; the same on all ranks.
 
-        Whole steps count. One that was begun is dealt again from its start when the state is
-        loaded, because its gradients are in no checkpoint.
-
-        Args:
-            num_batches: Batches that training has finished since this iteration began. Default:
-                all that were handed out, which is right without workers; workers read ahead.
-
-        Raises:
-            ConfigError: More than were handed out.
+        `num_batches` has training finished since this iteration began. Default: all that were
+        handed out, which is right without workers; workers read ahead. Whole steps count: one that
+        was begun is dealt again from its start, because its gradients are in no checkpoint.
         """
         delivered = self._start
         handed = 0 if self._run is None else len(self._run.scales)
@@ -346,12 +316,7 @@ class BalancedSampler(Sampler[list[int]]):
         return {**self._identity(), "epoch": self._epoch, "delivered": delivered}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the last step of a state; ranks, batch size and accumulation may be others.
-
-        Raises:
-            ConfigError: It is no such state, its samples or their order are others, or too few
-                samples are left for these ranks.
-        """
+        """Go on after the last step of a state; ranks, batch size and accumulation may differ."""
         of_type("the state of a BalancedSampler", state, Mapping, "what state_dict() gave")
         if sorted(map(str, state)) != sorted(_STATE):
             raise ConfigError(

@@ -18,11 +18,7 @@ _MOST = 2**40  # sums of many stay below 2^63
 
 
 def whole_number(value: Any, what: str) -> int:
-    """Return a length or weight that a function of the user gave as an integer.
-
-    Raises:
-        ConfigError: It is not a whole number from 0 to 2^40.
-    """
+    """Return a length or weight of a user's function as an integer from 0 to 2^40."""
     is_truth = "bool" in str(getattr(value, "dtype", type(value)))  # a comparison, not a length
     try:
         number = int(value)
@@ -35,13 +31,10 @@ def whole_number(value: Any, what: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Microbatches:
-    """Groups samples that come one by one: a number of them, or as many as fit into some tokens.
-
-    A sample longer than these tokens comes alone.
-    """
+    """Groups samples that come one by one: a number of them, or as many as fit into some tokens."""
 
     num_samples: int | None
-    num_tokens: int | None
+    num_tokens: int | None  # a longer sample comes alone
     length_fn: Callable[[Sample], int]
 
     def split(self, samples: Iterator[Sample]) -> Generator[list[Sample], None, None]:
@@ -64,10 +57,9 @@ class Microbatches:
 
 
 class Source:
-    """The microbatches of one rank.
+    """The microbatches of one rank, of its loader; None on a rank that only computes.
 
-    From a DataLoader, whose samples are taken before it collates them, or any iterable of lists of
-    samples; with `grouping`, of samples. None on a rank that only computes.
+    A DataLoader gives its samples before it collates them.
     """
 
     def __init__(self, loader: Iterable[Any] | None, grouping: Microbatches | None) -> None:
@@ -105,10 +97,9 @@ class Source:
     def begin(
         self, history: History, index: int, num_sources: int, saved: dict[str, Any] | None
     ) -> "Reading":
-        """Start to read the samples that are left of an epoch; ConfigError where that cannot be.
+        """Start to read the rest of an epoch, on the source rank at `index` of `num_sources`.
 
-        In each run of `history`, each of `num_sources` source ranks had delivered some; this is the
-        one at `index`. `saved` is `Reading.saved` of the last run, if the loader has a state.
+        `saved` is `Reading.saved` of the last run, if the loader has a state.
         """
         if self.is_empty:
             return Reading((), None)
@@ -185,8 +176,8 @@ class Reading:
     def _keep(self, first: int) -> None:
         """Keep the loader's state before its batch that begins with sample `first`.
 
-        That is never beyond the samples taken: whoever groups them asks for one at a time, and at
-        most for the one after the last of a group. So the newest state is one to go on from.
+        Never beyond the samples taken: a group asks for one sample at a time, and at most for the
+        one after its last.
         """
         if self._stateful is not None:
             self._newest = first, self._stateful.state_dict()

@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 Ends = Literal["drop_last", "pad_empty", "finish"]
 
+# They move; or there is nothing to gain, or too little; it would cost more; no plan keeps the
+# limits, but the batch as loaded does.
 Reason = Literal["balanced", "even", "gain", "exchange", "limits"]
 
 _FIRST_CAPACITY = 256  # integers a rank that the first gather has room for
@@ -45,20 +47,12 @@ _SHORT, _CLOSING, _SOME = 1, 2, 4  # flags of a rank
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why the samples of a step move, or stay.
-
-    Attributes:
-        applied: True if they move.
-        reason: "balanced"; or why not: "even" (nothing to gain), "gain" (too little), "exchange"
-            (it would cost more), "limits" (no plan keeps them, but the batch as loaded does).
-        before: Predicted step as loaded, in the unit of the cost model.
-        after: Predicted step as planned.
-    """
+    """The reason for which the samples of a step move, or stay."""
 
     applied: bool
     reason: Reason
-    before: float
-    after: float
+    before: float  # predicted step as loaded, in the unit of the cost model
+    after: float  # predicted step as planned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,17 +88,9 @@ class Batch:
     def restore(self, values: Tensor) -> Tensor:
         """Bring per-sample results back to the ranks that loaded the samples.
 
-        All ranks of the balancing group call it. One all-to-all, differentiable; none if no sample
-        of the step moved.
-
-        Args:
-            values: (n, ...) one row for each sample of this microbatch, padding included.
-
-        Returns:
-            (m, ...) one row for each sample that this rank loaded, in the order in which it did.
-
-        Raises:
-            ConfigError: There is not one row a sample.
+        `values` (n, ...) have a row for each sample of this microbatch, padding included; the
+        result (m, ...) one for each sample that this rank loaded, in that order. All ranks of the
+        balancing group call it. Differentiable; one all-to-all, none if no sample moved.
         """
         num_rows = self.num_samples + self.is_padding
         of_type("values to restore", values, Tensor, "a tensor with one row a sample")
@@ -139,11 +125,7 @@ def num_input_ids(sample: Sample) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings by which steps are made, alike on all ranks but `collate`; see `BalancedLoader`.
-
-    `unpack` gives the samples of an item of the loader. `collate` is called with no samples for an
-    empty microbatch.
-    """
+    """The settings of steps, alike on all ranks but `collate`; see `BalancedLoader`."""
 
     accumulate: int
     sync: Sync
@@ -153,41 +135,33 @@ class Rules:
     max_bytes_in_flight: int | None
     length_fn: Callable[[Sample], int] = num_input_ids
     weight_fn: Callable[[Sample], int] | None = None
-    unpack: Callable[[Any], list[Sample]] | None = None
-    collate: Callable[[list[Sample]], Any] = list
+    unpack: Callable[[Any], list[Sample]] | None = None  # of an item of the loader
+    collate: Callable[[list[Sample]], Any] = list  # called with [] for an empty microbatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Load:
-    """The samples that one rank loaded for a step, by microbatch; or why there are none.
-
-    `num_items` are items of the loader in each microbatch: a ready-made pack is one. After each
-    microbatch, a loader with a state of its own would go on from what is `saved`.
-    """
+    """The samples that one rank loaded for a step, by microbatch; or why there are none."""
 
     flags: int = 0
     samples: Sequence[Sequence[Sample]] = ()
     items: Items | None = None
     parcels: Sequence[Parcel] = ()
-    num_items: Sequence[int] = ()
-    saved: Sequence[dict[str, Any] | None] = ()
+    num_items: Sequence[int] = ()  # of the loader in each microbatch: a ready-made pack is one
+    saved: Sequence[dict[str, Any] | None] = ()  # state of the loader after each microbatch
     error: Exception | None = None
 
     def words(self, cost_version: int) -> Ints:
-        """Describe it in integers: flags, newest cost model known, M numbers of items; `Items`."""
+        """Describe it in integers: flags, newest cost model here, M numbers of items; `Items`."""
         head = np.array([self.flags, cost_version, *self.num_items], np.int64)
         return head if self.items is None else np.concatenate([head, self.items.to_words()])
 
 
-CLOSING = Load(_CLOSING)
-"""That of a rank that wants no further step."""
+CLOSING = Load(_CLOSING)  # of a rank that wants no further step
 
 
 def load(reading: Reading, rules: Rules, *, loads: bool) -> Load:
-    """Read this rank's samples of a step; what fails becomes part of the result.
-
-    `loads` is False on a rank that only computes.
-    """
+    """Read this rank's samples of a step, if it `loads`; an error becomes part of the result."""
     flags, samples, num_items, saved = 0, list[list[Sample]](), list[int](), list[Any]()
     lens, weights, parcels, place = list[int](), list[int](), list[Parcel](), ""
     # Whatever ends the user's code, also SystemExit: the others would wait for a thread that ended.
@@ -232,15 +206,11 @@ def named(error: BaseException, place: str) -> Exception:
 
 @dataclass(frozen=True, eq=False)
 class DataRanks:
-    """The ranks of a group, by what they load. Peers (tensor, pipeline) get the same batch.
-
-    `place` (group size,) is the data-parallel index of each, peers included; `along` are the ranks
-    that this one shares samples with, in the order of these indices.
-    """
+    """The ranks of a group, by what they load. Peers (tensor, pipeline) get the same batch."""
 
     group: RankGroup
-    place: Ints
-    along: RankGroup
+    place: Ints  # (group size,) data-parallel index of each, peers included
+    along: RankGroup  # ranks that this one shares samples with, in the order of these indices
 
     @cached_property
     def index(self) -> int:
@@ -254,7 +224,7 @@ class DataRanks:
 
     @cached_property
     def leaders(self) -> Ints:
-        """(D,) of each data-parallel rank, the first rank of the group: the one that loads."""
+        """The first rank of the group (D,) of each data-parallel rank: the one that loads."""
         return np.unique(self.place, return_index=True)[1]
 
     @cached_property
@@ -265,15 +235,11 @@ class DataRanks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """The samples that all ranks loaded for a step.
+    """The samples that all ranks loaded for a step."""
 
-    `flags` are of each data-parallel rank (D,), `num_items` the items of their loaders (M, D);
-    `cost_version` is the newest cost model that all ranks of the group know.
-    """
-
-    flags: Ints
-    cost_version: int
-    num_items: Ints
+    flags: Ints  # (D,)
+    cost_version: int  # the newest cost model that all ranks of the group know
+    num_items: Ints  # (M, D) of their loaders
     items: Items
 
     @classmethod
@@ -295,26 +261,22 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deliveries:
-    """Samples that ranks of the group get, peers included; arrays (k,), alike on all ranks.
-
-    Padding repeats a sample for a rank that has none. `sent` and `received` are bytes of each rank.
-    """
+    """Samples that ranks of the group get, peers included; arrays (k,), alike on all ranks."""
 
     ids: Ints
     micro: Ints
     source: Ints
     dest: Ints
     num_bytes: Ints
-    is_padding: Bools
-    sent: Ints
+    is_padding: Bools  # it repeats a sample for a rank that has none
+    sent: Ints  # bytes of each rank
     received: Ints
 
     @classmethod
     def of(cls, items: Items, rank_of: Ints, ranks: DataRanks, *, pad: bool) -> "Deliveries":
         """Give each sample to its data-parallel rank (n,); with `pad`, one also to idle ranks.
 
-        That is the shortest of those that count in the mean, if there are any: the mean over what
-        pads must be a number.
+        The shortest of those that count in the mean, if any: the mean over padding is a number.
         """
         ids, micro = np.arange(rank_of.size), items.micro
         if pad and ids.size:
@@ -338,7 +300,7 @@ class Deliveries:
 
     @property
     def moves(self) -> Bools:
-        """Return (k,) whether each travels between ranks."""
+        """True (k,) for those that travel between ranks."""
         return self.source != self.dest
 
     def check_received(self, most: int | None) -> None:
@@ -372,25 +334,24 @@ class Decision:
 
 
 def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits | None) -> Plan:
-    """Give each rank a sample that counts if there are enough: a mean over none is no number.
+    """Give each rank a sample of weight above 0 if there are enough: a mean over none is no number.
 
-    A rank may have been given nothing, or only samples of weight 0. One that counts then comes from
-    the rank that has the most of them, its shortest. The plan stays as it is where the limits leave
+    It is the shortest of the rank that has the most of them. The plan stays where the limits leave
     no room for that.
     """
     num_ranks, counted = plan.num_ranks, weights > 0
     if np.count_nonzero(counted) < num_ranks:
         counted = np.ones_like(counted)
-    held_by = np.bincount(plan.bag_of[counted], minlength=num_ranks)
-    if plan.bag_of.size < num_ranks or held_by.all():
+    num_counted = np.bincount(plan.bag_of[counted], minlength=num_ranks)
+    if plan.bag_of.size < num_ranks or num_counted.all():
         return plan
     bag_of = plan.bag_of.copy()
-    for rank in np.flatnonzero(held_by == 0).tolist():
-        richest = int(held_by.argmax())
-        held = np.flatnonzero((bag_of == richest) & counted)
-        bag_of[held[plan.seq_lens[held].argmin()]] = rank
-        held_by[richest] -= 1
-        held_by[rank] += 1
+    for rank in np.flatnonzero(num_counted == 0).tolist():
+        richest = int(num_counted.argmax())
+        samples = np.flatnonzero((bag_of == richest) & counted)
+        bag_of[samples[plan.seq_lens[samples].argmin()]] = rank
+        num_counted[richest] -= 1
+        num_counted[rank] += 1
     tokens = np.bincount(bag_of, plan.seq_lens, num_ranks)
     counts = np.bincount(bag_of, minlength=num_ranks)
     if limits is not None and not limits.keeps(tokens=tokens, items=counts):
@@ -404,18 +365,14 @@ def without_idle_ranks(plan: Plan, weights: Ints, costs: Floats, limits: Limits 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadyStep:
-    """A step as the training takes it on this rank: one batch for each microbatch, and its bytes.
-
-    `num_items` (M, D) are items that the loaders gave, `saved` is that of the load, `exchange` the
-    seconds (of `time.perf_counter`) from which until when ranks agreed, planned and exchanged.
-    """
+    """A step as the training takes it on this rank: one batch for each microbatch."""
 
     batches: list[Batch]
-    num_items: Ints
-    saved: Sequence[dict[str, Any] | None]
+    num_items: Ints  # (M, D) of the loaders
+    saved: Sequence[dict[str, Any] | None]  # that of the load
     sent_bytes: int
     received_bytes: int
-    exchange: tuple[float, float]
+    exchange: tuple[float, float]  # begin and end, by `time.perf_counter`
 
 
 class ClosedError(CommError):
@@ -436,46 +393,32 @@ class RankCosts(NamedTuple):
     @classmethod
     def of(cls, cost: Cost, speeds: Floats | None = None) -> "RankCosts":
         """Describe them: equal texts mean equal plans."""
-        known = "" if speeds is None else f" at speeds {speeds.tolist()}"
-        return cls(cost, speeds, describe_cost(cost) + known)
+        at_speeds = "" if speeds is None else f" at speeds {speeds.tolist()}"
+        return cls(cost, speeds, describe_cost(cost) + at_speeds)
 
 
 class Redistributor:
-    """Makes the steps of one rank. All ranks of the group call `step` in the same order.
-
-    `costs` are those so far, by version; `seconds_per_byte` is what a byte costs in the exchange,
-    the same on all ranks.
-    """
+    """Makes the steps of one rank. All ranks of the group call `step` in the same order."""
 
     def __init__(
         self, ranks: DataRanks, rules: Rules, costs: RankCosts, seconds_per_byte: float
     ) -> None:
         self.ranks, self.rules, self.seconds_per_byte = ranks, rules, seconds_per_byte
-        self.costs = [costs]
+        self.costs = [costs]  # those so far, by version
         self._epoch, self._version = 0, 0
         self._capacity, self._has_warned = _FIRST_CAPACITY, False
         self._topology = Topology(((1, 1),), ranks.num)
 
     def begin(self, group: RankGroup, epoch: int) -> None:
-        """Make the steps of another iteration, in this group, with the newest cost model.
-
-        Where an iteration begins, all ranks have been given the same cost models. The next
-        agreement makes sure of it.
-        """
+        """Make the steps of another iteration, in this group, with the newest cost model."""
         self.ranks, self._epoch = replace(self.ranks, group=group), epoch
         self._version = len(self.costs) - 1
 
     def step(self, step: int, own: Load, reserve: Callable[[int], None]) -> ReadyStep | None:
         """Make this rank's part of a step; None if there is none any more. Three collectives.
 
-        `own` are the samples that this rank brings. `reserve` is called with the bytes that will
-        arrive, before they do, and may wait for room.
-
-        Raises:
-            RemoteConfigError: A rank met bad input.
-            ClosedError: A rank wants no further step.
-            CommError: A rank failed, or the ranks disagree.
-            PlanError: The limits cannot be kept (on all ranks alike).
+        `reserve` is called with the bytes that will arrive, before they do, and may wait for room.
+        All ranks raise alike; ClosedError if one wants no further step.
         """
         start = time.perf_counter()
         loaded = self._gather(step, own)
@@ -521,11 +464,7 @@ class Redistributor:
         return ReadyStep(batches, loaded.num_items, own.saved, sent, received, exchange)
 
     def decide(self, items: Items) -> Decision:
-        """Plan all microbatches, where that is worth it. The same on all ranks.
-
-        Raises:
-            PlanError: Neither a plan nor the batch as loaded keeps the limits.
-        """
+        """Plan all microbatches, where that is worth it. The same on all ranks."""
         (cost, speeds, _), rules = self.costs[self._version], self.rules
         limits, costs = in_tokens(rules.limits, cost, None), evaluate(cost, items.lens)
         overhead = float(getattr(cost, "overhead", 0.0))
